@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import msgspec
 
@@ -18,13 +18,16 @@ from savable_pipeline.core.containers import DifferingItemsError
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, skip_counters
-from savable_pipeline.errors import EncodeError
+from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.stages.advice import check_count
+from savable_pipeline.stages.chunked_stage import ChunkedStage, count_of, make_elements, maker_of, take_elements
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer
-from savable_pipeline.stages.item_ref import ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, batch_rows, sample_indices
+from savable_pipeline.stages.packing.pack_stage import PackStage
 from savable_pipeline.stages.pipeline import sample_names
-from savable_pipeline.stages.stage import BatchStage, Stage, State, parse_state, take_elements
+from savable_pipeline.stages.readers.reader import set_batch_size
+from savable_pipeline.stages.stage import BatchStage, Stage, State, parse_state
 from savable_pipeline.stages.stage_info import REASON, StageInfo
 from savable_pipeline.stages.stage_settings import SettingRule
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -42,7 +45,7 @@ class _Samples(TaskEncoder):
         return items
 
 
-class EncoderBatches(BatchStage):
+class EncoderBatches(ChunkedStage, BatchStage):
     """Base of stages whose batches are `encoder.batch(items, rng)`; a subclass chooses the items of the next batch.
 
     `encoder=None` takes the encoder upstream; if there is none, a batch is the list of its samples. Where the run pads,
@@ -63,21 +66,55 @@ class EncoderBatches(BatchStage):
         """The source's, one deeper, with the encoder whose `batch` makes the batches."""
         return replace(super().describe(), encoder=self._calls.encoder)
 
-    def fetch(self, ref: ItemRef) -> Any:
-        """Make the batch with this ref again, without the items that can no longer be made; a `Skip` if none can."""
-        return self.fetch_rows(ref)[0]
+    def __next__(self) -> Any:
+        for element in self.take(1):
+            return element.value
+        raise StopIteration
 
-    def fetch_rows(self, ref: ItemRef, size: int = 0) -> tuple[Any, tuple[int, ...]]:
-        """The same, and the rows that are left out; filled up to `size` rows, if batches are padded."""
+    def take(self, n: int) -> list[Element]:
+        """The next batch; none only at the end."""
+        due = self._due()
+        if due is None:
+            return []
+        items, refs, size = due
+        batch = self._filled_up(items, refs, size)
+        self._gave(refs)
+        return [Element(self.ref, batch)]
+
+    def pass_over(self) -> bool:
+        """Skip the next batch without calling `encoder.batch`; False at the end."""
+        due = self._due()
+        if due is not None:
+            self._gave(due[1])
+        return due is not None
+
+    def make(self, elements: Sequence[Element]) -> None:
+        """Set the values of batches, without lost items; a `Skip` where all are lost."""
+        for element in elements:
+            element.value = self.rebuilt(element.ref)[0]
+
+    def rebuilt(self, ref: ItemRef, size: int = 0) -> tuple[Any, tuple[int, ...]]:
+        """Rebuild a batch, and return the numbers of the rows that can no longer be made.
+
+        Where batches are padded, it has `size` rows, as it had before, or those of a full batch of such items.
+        """
         number, *parts = ref
-        items = [self.source.fetch(part) for part in parts]
-        lost = tuple([row for row, item in enumerate(items) if type(item) is Skip])
-        left = [item for item in items if type(item) is not Skip]
+        rows = [Element(part) for part in parts]
+        make_elements(self.source, rows)
+        lost = tuple([at for at, row in enumerate(rows) if type(row.value) is Skip])
+        left = [row.value for row in rows if type(row.value) is not Skip]
         if not (left and self.lane.pad):
-            return self._calls.combined(left, number, self.info) if left else items[0], lost
+            return self._calls.combined(left, number, self.info) if left else rows[0].value, lost
         size = size or max(len(left), self._rows_of(left[0]))
         filled = left + left[:1] * (size - len(left))
         return self._marked(self._calls.combined(filled, number, self.info), len(left), size), lost
+
+    @abstractmethod
+    def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
+        """The next batch: its items, their refs, and its rows if full; None at the end.
+
+        Items of a batch that is skipped may be unmade.
+        """
 
     def _combined(self, items: list[Any], refs: list[ItemRef]) -> Any:
         """The next batch, of the items with these refs. Raises `EncodeError`, which names samples."""
@@ -154,13 +191,43 @@ class EncoderBatches(BatchStage):
         return {"drop_last": self.drop_last, **self._calls.settings()}
 
 
+def rebuild(last: Stage, ref: ItemRef, size: int) -> tuple[Any, ItemRef, tuple[int, ...]]:
+    """Rebuild a batch of the rows that are left; return its ref, and their numbers.
+
+    A batch that counts for nothing, which has no rows, if none is left, or `ref` is empty: that of a padded lane which
+    has no more, or the lane's first. Raises `SavableError` if there is none.
+
+    Args:
+        last: The last stage of the lane.
+        ref: The ref of the earlier batch.
+        size: The rows that it had when it was filled up; 0 if it was not.
+    """
+    number, rows = batch_rows(ref)
+    left = {row: part for row, whole in enumerate(rows) if (part := last.info.left_of(whole)) is not None}
+    if left:
+        maker, wanted = maker_of(last), (*number, *left.values())
+        batch, lost = maker.rebuilt(wanted, size) if isinstance(maker, EncoderBatches) else (maker.fetch(wanted), ())
+        left = {row: part for at, (row, part) in enumerate(left.items()) if at not in lost}
+        if left and type(batch) is not Skip:
+            return batch, (*number, *left.values()), tuple(left)
+    if last.lane.pad:
+        return cast(BatchStage, last).filler(), (), ()
+    for batch in last:
+        return batch, last.ref, ()
+    raise SavableError(
+        f"{last.lane} has no batch to replace one that cannot be rebuilt, or to fill a step. Use fewer lanes or "
+        "more data."
+    )
+
+
 def _refs_of(stage: Stage) -> Iterator[ItemRef]:
     """Refs of elements that a stage might give, one for each single sample, source after source."""
     if not stage.sources:
         (tag,) = stage.info.tags
         yield from ((number | tag << TAG_SHIFT, 0, 0) for number in range(stage.info.population))
     for source in stage.sources:
-        yield from map(stage.ref_alone, _refs_of(source))
+        for ref in _refs_of(source):
+            yield (0, ref) if isinstance(stage, PackStage) else ref
 
 
 class _BatcherState(msgspec.Struct):
@@ -207,41 +274,29 @@ class Batcher(EncoderBatches):
         self.size = size
         self._held = ItemBuffer(self)  # of the next batch
         self._leaves_out = source.info.gives_excluded  # no `Encode` has, after a reader that excludes some
-        source.set_batch_size(size, aligned=True)
+        set_batch_size(source, size)
 
     def describe(self) -> StageInfo:
         """The source's, one deeper; excluded samples are left out here at the latest."""
         return replace(super().describe(), gives_excluded=False)
 
-    def __next__(self) -> Any:
-        items, refs = self._take_batch()
-        if not refs:
-            raise StopIteration
-        batch = self._filled_up(items, refs, self.size)
-        self._drop(refs)
-        return batch
-
-    def pass_over(self) -> bool:
-        """Skip the next batch without calling `encoder.batch`; False at the end."""
-        _, refs = self._take_batch()
-        if refs:
-            self._drop(refs)
-        return bool(refs)
-
-    def _take_batch(self) -> tuple[list[Any], list[ItemRef]]:
-        """Take the items of the next batch, and return them and their refs; none at the end."""
+    def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
         items = self._fill(self.size)
-        refs = self._held.refs(self.size) if len(items) >= (self.size if self.drop_last else 1) else []
-        if refs:
-            self._note_first(refs[0])
-        return items, refs
+        if len(items) < (self.size if self.drop_last else 1):
+            return None
+        refs = self._held.refs(self.size)
+        self._note_first(refs[0])
+        return items, refs, self.size
 
     def _rows_of(self, item: Any) -> int:
         return self.size
 
-    def _drop(self, refs: list[ItemRef]) -> None:
-        """Drop the items of one batch; more may be held if the state was saved with a larger `size`."""
-        self._gave(refs)
+    def _gave(self, refs: list[ItemRef]) -> None:
+        """Drop the items of the batch, too.
+
+        More may be held if the state was saved with a larger `size`.
+        """
+        super()._gave(refs)
         self._held.drop(len(refs))
 
     def more(self) -> bool:
@@ -251,7 +306,7 @@ class Batcher(EncoderBatches):
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count divided by `size`, rounded up, or down with `drop_last`."""
-        items = None if self._leaves_out else self.source.count_of(lane, epoch)
+        items = None if self._leaves_out else count_of(self.source, lane, epoch)
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 
     def _fill(self, n: int) -> list[Any]:

@@ -24,6 +24,7 @@ from savable_pipeline.core.keyed_random import RANKS, SharedRanks, derive_key
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.batcher import EncoderBatches
+from savable_pipeline.stages.chunked_stage import is_certain, make_elements
 from savable_pipeline.stages.item_buffer import ItemBuffer
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.skipped_samples import SourceCounts, max_empty_samples
@@ -309,14 +310,9 @@ class BucketBatcher(EncoderBatches):
         self._taken = ItemBuffer(self)  # an item of the source that is in no bucket yet
         self._by_source = SourceCounts(self.counts)
         self.same_bucket, self.candidates = same_bucket, candidates
+        self.in_step = "BucketBatcher(same_bucket=True)" if same_bucket else ""
         key = derive_key(self.lane.seed, "same bucket", self.lane.epoch)  # of all lanes
         self._rule = BucketRule(key=key, candidates=candidates, sizes=self._sizes) if same_bucket else None
-
-    def name_branch(self, name: str) -> None:
-        """Refuse to be in a branch of a Blend with `same_bucket`: its turns would part the lanes' batches."""
-        if self.same_bucket:
-            raise ValueError(f"BucketBatcher(same_bucket=True) must be after the Blend, not in its source {name!r}")
-        super().name_branch(name)
 
     def _check_group(self, group: Callable[[Any], Group] | str | None) -> None:
         if isinstance(group, str) and not callable(getattr(self._calls.encoder, group, None)):
@@ -326,28 +322,14 @@ class BucketBatcher(EncoderBatches):
         if group is not None and not isinstance(group, str):
             check_function("BucketBatcher", "group", group)
 
-    def __next__(self) -> Any:
-        key = self._due()
-        if key is None:
-            raise StopIteration
-        held, size = self._buckets[key], self._size(key)
-        batch = self._filled_up(held.values(size), held.refs(size), size)
-        self._release(key)
-        return batch
-
-    def pass_over(self) -> bool:
-        """Skip the next batch without calling `encoder.batch`; False at the end."""
-        key = self._due()
-        if key is not None:
-            self._release(key)
-        return key is not None
-
-    def _due(self) -> Bucket | None:
-        """The bucket of the next batch, whose items are made; None at the end."""
+    def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
         key = self._next_bucket()
-        if key is not None:
-            self._note_first(self._buckets[key].refs(1)[0])
-        return key
+        if key is None:
+            return None
+        held, size = self._buckets[key], self._size(key)
+        refs, self._due_key = held.refs(size), key
+        self._note_first(refs[0])
+        return held.values(size, skips=self.lane.skips), refs, size
 
     def _rows_of(self, item: Any) -> int:
         key = self._key(item)
@@ -367,14 +349,16 @@ class BucketBatcher(EncoderBatches):
 
     def _is_skipped(self, element: Element) -> bool:
         """Whether an element need not be made, since its batch is skipped and it cannot be lost."""
-        return self.lane.skips and self.source.is_certain(element.ref)
+        return self.lane.skips and is_certain(self.source, element.ref)
 
-    def _release(self, key: Bucket) -> None:
-        held, size = self._buckets.pop(key), self._size(key)
-        self._gave(held.refs()[:size])
-        held.drop(size)
-        if held:
-            self._buckets[key] = held
+    def _gave(self, refs: list[ItemRef]) -> None:
+        """Drop the items of the batch, too, and move its bucket to the end."""
+        super()._gave(refs)
+        if refs:
+            held = self._buckets.pop(self._due_key)
+            held.drop(len(refs))
+            if held:
+                self._buckets[self._due_key] = held
 
     def more(self) -> bool:
         """Whether another batch will come, found by filling a bucket."""
@@ -404,7 +388,7 @@ class BucketBatcher(EncoderBatches):
         key = self._key_unmade(element)
         if key is None:
             if not element.is_made:
-                self.source.make([element])
+                make_elements(self.source, [element])
             key = None if type(element.value) is Skip else self._key(element.value)  # a `Skip` was counted upstream
         if key is not None and key[1] == self._sizes.buckets:
             self._skipped(element.ref)
@@ -450,7 +434,7 @@ class BucketBatcher(EncoderBatches):
         if element.is_made:
             return True
         copy = Element(element.ref, sizes=element.sizes)
-        self.source.make([copy])
+        make_elements(self.source, [copy])
         item, ref = copy.value, copy.ref
         found = None if type(item) is Skip else self._key(item)  # a `Skip` was counted upstream
         if found == key:

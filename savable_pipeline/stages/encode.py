@@ -24,6 +24,7 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import Ref
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
+from savable_pipeline.stages.chunked_stage import ChunkedStage, count_of
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import made_encoder, seeding_of
 from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
@@ -31,7 +32,7 @@ from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples, absent_reason
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, State, parse_state, saved_refs
+from savable_pipeline.stages.stage import ItemStage, SampleStage, State, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
 
@@ -113,7 +114,7 @@ class Encode(ChunkedStage, ItemStage):
             encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead
         )
         self.on_error, self._encoder = on_error, encoder
-        self.one_for_one: bool = encoder.one_to_one
+        self.one_to_one = encoder.one_to_one
         self.keyed = KeyedEncoder(encoder, source.lane, check=check)
         self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
         self._opened: dict[ItemRef, tuple[Sample, Size | None]] = {}  # taken, but not made yet, with declared sizes
@@ -323,7 +324,7 @@ class Encode(ChunkedStage, ItemStage):
     @property
     def _makes_all(self) -> bool:
         """Whether each sample makes one item, or an error that is raised."""
-        return self.one_for_one and self.on_error == "raise"
+        return bool(self.one_to_one) and self.on_error == "raise"
 
     def is_certain(self, ref: ItemRef) -> bool:
         """Return whether an item cannot be lost: errors are raised, and a `Join` has all of its sample."""
@@ -336,7 +337,7 @@ class Encode(ChunkedStage, ItemStage):
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         """The source's count if each sample becomes one item (`one_to_one`) or an error that is raised; else None."""
-        return self.source.count_of(lane, epoch) if self._makes_all and not self.info.excluded else None
+        return count_of(self.source, lane, epoch) if self._makes_all and not self.info.excluded else None
 
     def save_state(self) -> State:
         """`refs`: taken from the source but not done, 12 bytes each; `part`: parts of the first one given so far.

@@ -1,9 +1,9 @@
-"""The stages that `.filter(f)` makes: of samples, before `Encode`, and of items, after it."""
+"""`Filter`: the stage that `.filter(f)` makes, of samples or of items."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,24 +14,17 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError
+from savable_pipeline.stages.chunked_stage import ChunkedStage, sizes_of
 from savable_pipeline.stages.encode import EncoderError, EncodeState, KeyedEncoder
 from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
-from savable_pipeline.stages.item_ref import Element, sample_indices
+from savable_pipeline.stages.item_ref import Element, as_ref, sample_indices
 from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped, mapped_name, mapped_settings
 from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.skipped_samples import SkippedSamples, absent_reason, max_empty_samples, too_many_errors
-from savable_pipeline.stages.stage import (
-    ChunkedStage,
-    ItemStage,
-    PassThrough,
-    SampleStage,
-    State,
-    parse_state,
-    saved_refs,
-)
+from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state, saved_refs
 
-_NONE = np.empty(0, REF)
 _MAX_ERRORS = 0.1  # the share of what a lane has tried that may be skipped because of errors
+_DROPS = "{} dropped {}. Change its condition."
 _NOTHING = "it returned None; return True or False"
 
 
@@ -44,80 +37,117 @@ class FilterCounts(msgspec.Struct):
     row: SavedCount = 0
 
 
-class SampleFilter(ChunkedStage, SampleStage):
-    """Yields the samples of which `keep(sample)`, or `keep(sample, rng)`, is true.
+class Filter(ChunkedStage, SampleStage, ItemStage):
+    """Yields the samples, items or packs of which `keep` is true.
 
     Samples that a reader excludes, or a `Join` skips, pass through it, untried, as they do through a buffer.
 
     Args:
-        source: A stage of samples.
-        keep: Says whether a sample stays, by the sample and `rng` alone.
-        on_error: For a sample of which `keep` raises, as for `sp.Encode`.
-        global_rng: As `TaskEncoder.global_rng`.
+        source: A stage of samples, or of items.
+        keep: `keep(sample)`, `keep(sample, rng)` or `keep(item)`: says whether it stays, by its arguments alone.
+        on_error: For an element of which `keep` raises, as for `sp.Encode`. A tenth of a lane's may be skipped; up to
+            100 are never too many.
+        global_rng: As `TaskEncoder.global_rng`; only for samples.
 
     Raises:
         ValueError: A setting is wrong.
-        EncodeError: `keep` raised, or no sample is kept of very many in a row, or of a whole pass without a loader.
+        EncodeError: `keep` raised, or nothing is kept of very many in a row, or of a whole pass without a loader.
     """
-
-    source: SampleStage
 
     def __init__(
         self,
-        source: SampleStage,
+        source: SampleStage | ItemStage,
         keep: Callable[..., bool],
         *,
         on_error: OnError = "raise",
         global_rng: bool | tuple[str, ...] | None = None,
     ) -> None:
-        super().__init__(source)
-        self.keep, self.on_error = keep, on_error
-        encoder = MappedFunction(".filter", source.lane.own(keep), global_rng=global_rng)
+        Stage.__init__(self, source)
+        self.keep, self.on_error, self.yields = keep, on_error, source.yields
+        self._name, self._tally, self._function = f".filter({mapped_name(keep)})", FilterCounts(), source.lane.own(keep)
+        if source.yields != "samples":
+            check_mapped(".filter", keep, most=1)
+            check_on_error("filter", on_error)
+            return
         self._ahead = SamplesAhead()
-        self._skipped = SkippedSamples(
-            f".filter({mapped_name(keep)})", on_error, _MAX_ERRORS, self.counts, source.info, self._ahead
-        )
+        self._skipped = SkippedSamples(self._name, on_error, _MAX_ERRORS, self.counts, source.info, self._ahead)
+        encoder = MappedFunction(".filter", self._function, global_rng=global_rng)
         self.keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
-        self._limits = _Limits(self, keep)
 
-    def take(self, n: int) -> RefArray:
-        """The refs of the next samples that stay, 1 to `n` of them: REF (any,); empty only at the end."""
+    def take(self, n: int) -> Any:
+        """The next refs of samples, REF (any,), or the next item; none only at the end."""
+        return self._take_samples(n) if self.yields == "samples" else self._take_item()
+
+    def _take_item(self) -> list[Element]:
+        for item in self.source:  # which makes an item before it moves past it
+            passed = self._try_item(item)
+            self._count([passed])
+            if passed:
+                return [Element(as_ref(self.source.ref), item, sizes_of(self.source))]
+            if passed is None and too_many_errors(self._tally.errors, self._tally.tried, _MAX_ERRORS):
+                raise EncodeError(
+                    f"{self._name} failed for {self._tally.errors} of the first {self._tally.tried} items of "
+                    f"{self.lane}. Fix it, or return False for them.\n  {self._last_error}"
+                ) from self._last_error
+        self._end()
+        return []
+
+    def _try_item(self, item: Any) -> bool | None:
+        """Whether an item stays; None if it is skipped because of an error."""
+        try:
+            found = self._function(item)
+            if found is None:
+                raise TypeError(_NOTHING)
+            return bool(found)
+        except Exception as error:
+            ref = self.source.ref
+            fault = EncodeError(
+                f'{self._name} failed: {described(error)}. Fix it, or pass on_error="skip".'
+                f"\n  {sample_names(self.source, ref)}"
+            )
+            if isinstance(error, ImportError) or not skips(self.on_error, fault):
+                raise fault from from_user_code(error)
+            self.counts.update(skip_counters(reason_of(error), next(iter(sample_indices(ref)))))
+            self._last_error = fault
+            return None
+
+    def _take_samples(self, n: int) -> RefArray:
         ahead, excluded = self._ahead, self.info.excluded
         while n:
             if ahead.next == len(ahead.refs) and not ahead.load(self.source, n, keep=ahead.next):
-                self._limits.end()
+                self._end()
                 break
             given: list[Element] = []
-            first, before, kept = ahead.next, self._skipped.begin(given), list[bool | None]()
+            first, before, passed = ahead.next, self._skipped.begin(given), list[bool | None]()
             try:
                 chosen = ahead.samples[first : first + n]
                 with self.keyed.seeding.row(len(chosen)):
                     for ahead.next, sample in enumerate(chosen, first):
                         untried = sample.index in excluded or absent_reason(sample.origin)
-                        kept.append(True if untried else self._keeps(sample))
-                        if kept[-1]:
+                        passed.append(True if untried else self._try_sample(sample))
+                        if passed[-1]:
                             given.append(Element((sample.index, sample.epoch, 0)))
-                        elif kept[-1] is None:
+                        elif passed[-1] is None:
                             break  # a later draw must not undo what is counted now
                 ahead.next += 1
             except DrawFound:  # the row has no effect, and is repeated
                 self._skipped.roll_back(before)
                 continue
             except SavableError:
-                if not given or len(kept) > ahead.next - first:  # a thread could not repeat the row
+                if not given or len(passed) > ahead.next - first:  # a thread could not repeat the row
                     raise
                 # those before it are given first, as without reading ahead; the next call tries it again
             except BaseException:
                 self._skipped.roll_back(before)  # the call returns no sample: undo it as a whole
                 raise
             self._skipped.end(self.info.tags)
-            self._limits.count(kept)
+            self._count(passed)
             if given:
-                left: RefArray = ahead.refs[first : ahead.next][np.array(kept, bool)]
+                left: RefArray = ahead.refs[first : ahead.next][np.array(passed, bool)]
                 return left
-        return _NONE
+        return np.empty(0, REF)
 
-    def _keeps(self, sample: Sample) -> bool | None:
+    def _try_sample(self, sample: Sample) -> bool | None:
         """Whether a sample stays; None if it is skipped because of an error."""
         try:
             found, _ = self.keyed.encoded(sample)
@@ -130,143 +160,53 @@ class SampleFilter(ChunkedStage, SampleStage):
         self._skipped.tolerate(sample, error)
         return None
 
-    def save_state(self) -> State:
-        """`refs`: taken from the source but not tried, 12 bytes each; `samples`: the number of those tried.
+    def _count(self, passed: Sequence[bool | None]) -> None:
+        """Count results of `keep`. Raises `EncodeError` if very many in a row were dropped."""
+        counts = self._tally
+        if dropped := passed.count(False):
+            self.counts["filtered"] += dropped
+        counts.tried += len(passed)
+        counts.kept += passed.count(True)
+        counts.errors += passed.count(None)
+        counts.row = 0 if any(passed) else counts.row + len(passed)
+        if counts.row >= max_empty_samples(self.info.population):
+            raise EncodeError(_DROPS.format(self._name, f"{counts.row:,} in a row"))
 
-        `counts`: a `FilterCounts`.
+    def _end(self) -> None:
+        """Raise `EncodeError` if this was a pass of all samples, and nothing was kept."""
+        counts = self._tally
+        if counts.tried and not counts.kept and self.lane.count == 1:
+            raise EncodeError(_DROPS.format(self._name, f"all {counts.tried:,} of an epoch"))
+
+    def save_state(self) -> State:
+        """`counts`: a `FilterCounts`. Samples have more.
+
+        `refs`: taken from the source but not tried, 12 bytes each; `samples`: the number of those tried.
         """
-        return {
-            "refs": self._ahead.left.tobytes(),
-            "samples": self._ahead.done,
-            **self._skipped.save_state(),
-            "counts": msgspec.to_builtins(self._limits.counts),
-            "source": self.source.save_state(),
-        }
+        state = {"counts": msgspec.to_builtins(self._tally), "source": self.source.save_state()}
+        if self.yields != "samples":
+            return state
+        ahead = {"refs": self._ahead.left.tobytes(), "samples": self._ahead.done}
+        return {**ahead, **self._skipped.save_state(), **state}
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; no sample is tried."""
-        saved = parse_state(self, state, _SampleFilterState)
+        """Return to the position in `state`; nothing is tried."""
+        saved: Any = parse_state(self, state, _SampleFilterState if self.yields == "samples" else _FilterState)
         self.source.restore_state(saved.source)
-        self._ahead.restore(self.source, known_refs(self, saved_refs(self, saved.refs)), saved.samples)
-        self._skipped.restore(self, saved.errors, saved.avoided)
-        self._limits.counts = saved.counts
+        self._tally = saved.counts
+        if self.yields == "samples":
+            self._ahead.restore(self.source, known_refs(self, saved_refs(self, saved.refs)), saved.samples)
+            self._skipped.restore(self, saved.errors, saved.avoided)
 
     def settings(self) -> dict[str, Any]:
         """The name of `keep`, and the arguments that a `partial` binds."""
         return mapped_settings("keep", self.keep)
 
 
-class _SampleFilterState(EncodeState, kw_only=True):
-    counts: FilterCounts
-
-
-class _ItemFilterState(msgspec.Struct):
+class _FilterState(msgspec.Struct):
     counts: FilterCounts
     source: dict[str, Any]
 
 
-class ItemFilter(PassThrough, ItemStage):
-    """Yields the items, or packs, of which `keep(item)` is true.
-
-    Args:
-        source: A stage of items.
-        keep: Says whether an item stays, by the item alone.
-        on_error: For an item of which `keep` raises: "raise", "skip", or a function of the `EncodeError`. A tenth of a
-            lane's items may be skipped; up to 100 are never too many.
-
-    Raises:
-        ValueError: A setting is wrong.
-        EncodeError: As for `SampleFilter`.
-    """
-
-    source: ItemStage
-
-    def __init__(self, source: ItemStage, keep: Callable[[Any], bool], *, on_error: OnError = "raise") -> None:
-        self._check_source(source, ItemStage)
-        super().__init__(source)
-        check_mapped(".filter", keep, most=1)
-        check_on_error("filter", on_error)
-        self.keep, self.on_error = source.lane.own(keep), on_error
-        self._limits = _Limits(self, keep)
-
-    def __next__(self) -> Any:
-        for item in self.source:
-            kept = self._keeps(item)
-            self._limits.count([kept])
-            if kept:
-                return item
-            if kept is None:
-                self._limits.check_errors(self._last_error)
-        self._limits.end()
-        raise StopIteration
-
-    def _keeps(self, item: Any) -> bool | None:
-        """Whether an item stays; None if it is skipped because of an error."""
-        try:
-            found = self.keep(item)
-            if found is None:
-                raise TypeError(_NOTHING)
-            return bool(found)
-        except Exception as error:
-            ref = self.source.ref
-            fault = EncodeError(
-                f'.filter({mapped_name(self.keep)}) failed: {described(error)}. Fix it, or pass on_error="skip".'
-                f"\n  {sample_names(self.source, ref)}"
-            )
-            if isinstance(error, ImportError) or not skips(self.on_error, fault):
-                raise fault from from_user_code(error)
-            self.counts.update(skip_counters(reason_of(error), next(iter(sample_indices(ref)))))
-            self._last_error = fault
-            return None
-
-    def save_state(self) -> State:
-        """`counts`: a `FilterCounts`."""
-        return {"counts": msgspec.to_builtins(self._limits.counts), **super().save_state()}
-
-    def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; no item is tried."""
-        saved = parse_state(self, state, _ItemFilterState)
-        super().restore_state(state)
-        self._limits.counts = saved.counts
-
-    def settings(self) -> dict[str, Any]:
-        """The name of `keep`, and the arguments that a `partial` binds."""
-        return mapped_settings("keep", self.keep)
-
-
-class _Limits:
-    """Counts what a filter leaves out, and raises where it leaves out all."""
-
-    def __init__(self, stage: SampleFilter | ItemFilter, keep: object) -> None:
-        self._stage, self._name = stage, mapped_name(keep)
-        self.counts = FilterCounts()
-
-    def count(self, kept: Sequence[bool | None]) -> None:
-        """Count a call's results. Raises `EncodeError` after very many in a row without one that stays."""
-        counts = self.counts
-        if left_out := kept.count(False):
-            self._stage.counts["filtered"] += left_out
-        counts.tried += len(kept)
-        counts.kept += kept.count(True)
-        counts.errors += kept.count(None)
-        counts.row = 0 if any(kept) else counts.row + len(kept)
-        if counts.row >= max_empty_samples(self._stage.info.population):
-            self._raise(f"{counts.row:,} in a row")
-
-    def check_errors(self, last: EncodeError) -> None:
-        """Raise `EncodeError` where too many of the results are errors."""
-        counts = self.counts
-        if too_many_errors(counts.errors, counts.tried, _MAX_ERRORS):
-            raise EncodeError(
-                f".filter({self._name}) failed for {counts.errors} of the first {counts.tried} items of "
-                f"{self._stage.lane}. Fix it, or return False for them.\n  {last}"
-            ) from last
-
-    def end(self) -> None:
-        """The pass is over. Raises `EncodeError` if it was one of all samples, and nothing was kept."""
-        counts = self.counts
-        if counts.tried and not counts.kept and self._stage.lane.count == 1:
-            self._raise(f"all {counts.tried:,} of an epoch")
-
-    def _raise(self, which: str) -> NoReturn:
-        raise EncodeError(f".filter({self._name}) dropped {which}. Change its condition.")
+class _SampleFilterState(EncodeState, kw_only=True):
+    counts: FilterCounts

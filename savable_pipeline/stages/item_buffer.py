@@ -17,8 +17,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,14 +30,14 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray, skip_counters, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.chunked_stage import is_certain, make_elements, take_elements, take_from
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref, left_sizes, sample_indices
-from savable_pipeline.stages.stage import SampleStage, Stage, saved_refs, take_elements
+from savable_pipeline.stages.stage import SampleStage, Stage, saved_refs
 from savable_pipeline.stages.stage_info import REASON
 from savable_pipeline.stages.task_encoder import Skip
 
 RefsT = TypeVar("RefsT", RefArray, list[ItemRef])
-SavedElement: TypeAlias = tuple[ItemRef, tuple[Size, ...] | None]
 _LEAVES = {int, float, str, bytes, bool, type(None)}
 _NUMBERS = {int, float, bool}
 _LOOKED_AT = 16  # parts of a longer list that are measured; the rest is taken to be like them
@@ -79,7 +79,7 @@ class ItemBuffer:
     def __init__(self, stage: Stage, *, max_bytes: int | None = None) -> None:
         # Weak: a stage that is let go of frees its items and its source's files at once.
         self._stage = weakref.ref(stage)
-        stage.buffers.add(self)
+        note_buffer(stage, self)
         self._elements: list[Element] = []
         self._share: BudgetShare | None = None
         if max_bytes is not None:
@@ -99,9 +99,6 @@ class ItemBuffer:
         """The element in this place, as it is in the buffer."""
         return self._elements[at]
 
-    def __iter__(self) -> Iterator[Element]:
-        return iter(self._elements)
-
     @property
     def made(self) -> int:
         """The number of elements in memory."""
@@ -115,7 +112,7 @@ class ItemBuffer:
         """
         return [element.ref for element in self._elements[:n]]
 
-    def save(self) -> list[SavedElement]:
+    def save(self) -> list[tuple[ItemRef, tuple[Size, ...] | None]]:
         """Return ref and sizes of each element, in order: for `save_state`."""
         return saved_elements(self._elements)
 
@@ -176,7 +173,7 @@ class ItemBuffer:
         """
         element = self._elements[at]
         if not element.is_made:
-            self._owner.source.make([element])
+            make_elements(self._owner.source, [element])
         self.remove(at)
         return element.value, element.ref
 
@@ -221,8 +218,8 @@ class ItemBuffer:
                 return values
             source, missing = self._owner.source, [each for each in self._elements[:n] if each.value is UNMADE]
             if skips:
-                missing = [element for element in missing if not source.is_certain(element.ref)]
-            source.make(missing)
+                missing = [element for element in missing if not is_certain(source, element.ref)]
+            make_elements(source, missing)
             lost = {id(element) for element in missing if type(element.value) is Skip}
             if skips and not lost:
                 return values
@@ -235,7 +232,7 @@ class ItemBuffer:
             n: How many.
         """
         copies = [Element(each.ref, each.value, each.sizes) for each in self._elements[:n]]
-        self._owner.source.make([element for element in copies if not element.is_made])
+        make_elements(self._owner.source, [element for element in copies if not element.is_made])
         return copies
 
     def drop(self, n: int) -> None:
@@ -247,6 +244,16 @@ class ItemBuffer:
         if self._share is not None:
             self._share.release(self._elements[:n])
         del self._elements[:n]
+
+
+def note_buffer(stage: Stage, buffer: Any) -> None:
+    """Add what a buffer has `made` to `made_items` of a stage."""
+    vars(stage).setdefault("_buffers", weakref.WeakSet()).add(buffer)
+
+
+def made_items(stage: Stage) -> int:
+    """The number of elements in memory, which a lane that moves has to rebuild."""
+    return sum(buffer.made for buffer in vars(stage).get("_buffers", ()))
 
 
 def known_refs(stage: Stage, refs: RefsT) -> RefsT:
@@ -270,7 +277,7 @@ def known_refs(stage: Stage, refs: RefsT) -> RefsT:
     return kept  # type: ignore[no-any-return]
 
 
-def saved_elements(elements: Iterable[Element]) -> list[SavedElement]:
+def saved_elements(elements: Iterable[Element]) -> list[tuple[ItemRef, tuple[Size, ...] | None]]:
     """What a state keeps of elements: ref and sizes. Where there are none, a later stage measures the element."""
     return [(element.ref, element.sizes) for element in elements]
 
@@ -379,7 +386,7 @@ class SamplesAhead:
 
     def load(self, source: SampleStage, n: int, *, keep: int) -> bool:
         """Take `n` more from the source and keep the old ones from `keep` on; False at the end."""
-        fresh = source.take(n)
+        fresh = take_from(source, n)
         if not len(fresh):
             return False
         self._taken += len(fresh)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.named_object import named_object
+from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.stages.item_ref import ItemRef, sample_indices
+from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
@@ -64,6 +66,20 @@ def sample_names(stage: Stage, ref: ItemRef) -> str:
                 named.append(f"shard {sample.shard}, key {sample.key!r}")
     more = f", and of {len(indices) - len(named)} more" if len(indices) > len(named) else ""
     return "; ".join(named) + more
+
+
+def datasets_of(stages: Iterable[Stage]) -> list[Dataset]:
+    """The datasets that these stages read, those of a `Join` too."""
+    return [dataset for stage in stages for dataset in getattr(stage, "datasets", ())]
+
+
+def verify_files(stages: Iterable[Stage], slot: int) -> None:
+    """Raise `ShardError` if a file that one of these stages reads has changed."""
+    for dataset in datasets_of(stages):
+        dataset.verify(slot)
+    for stage in stages:
+        if isinstance(stage, RecordReader) and stage.exclude_file is not None:
+            stage.exclude_file.verify()
 
 
 def upstream(last: Stage) -> Iterator[Stage]:

@@ -24,10 +24,11 @@ from savable_pipeline.stages.advice import check_count, closest
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.bucket_batcher import BatchSize, BucketBatcher, BucketSizes, Group, check_candidates
+from savable_pipeline.stages.chunked_stage import count_of
 from savable_pipeline.stages.cost import Cost, check_cost
 from savable_pipeline.stages.encode import Encode
 from savable_pipeline.stages.encoder_calls import check_encoder, is_maker
-from savable_pipeline.stages.filters import ItemFilter, SampleFilter
+from savable_pipeline.stages.filters import Filter
 from savable_pipeline.stages.mapped_function import ClipEncoder, MappedFunction, check_mapped, mapped_name
 from savable_pipeline.stages.packing.balance import Balance
 from savable_pipeline.stages.packing.packer import OnlinePacker, check_packing
@@ -189,7 +190,7 @@ class Pipeline:
         Raises:
             TypeError: It cannot be known before they are made.
         """
-        count = self.step.build(Lane(), one_pass=True).count_of(0, 0)
+        count = count_of(self.step.build(Lane(), one_pass=True), 0, 0)
         if count is None:
             raise TypeError("the length of this pipeline is not known. Only sp.read(...) alone has a length.")
         return count
@@ -294,7 +295,7 @@ class ItemPipeline(Pipeline):
         """
         check_mapped(".filter", keep, most=1)
         check_on_error(".filter", on_error)
-        return self._then(type(self), ItemFilter, keep, on_error=on_error)
+        return self._then(type(self), Filter, keep, on_error=on_error)
 
     def pack(
         self,
@@ -429,7 +430,7 @@ class SamplePipeline(Pipeline):
         """
         check_mapped(".filter", keep, most=2)
         check_on_error(".filter", on_error)
-        return self._then(type(self), SampleFilter, keep, on_error=on_error, global_rng=global_rng)
+        return self._then(type(self), Filter, keep, on_error=on_error, global_rng=global_rng)
 
     def map(
         self,

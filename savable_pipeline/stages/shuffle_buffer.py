@@ -13,11 +13,12 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.advice import check_count
-from savable_pipeline.stages.filters import ItemFilter, SampleFilter
+from savable_pipeline.stages.chunked_stage import ChunkedStage, is_one_to_one, make_elements, take_from
+from savable_pipeline.stages.filters import Filter
 from savable_pipeline.stages.item_buffer import ItemBuffer, RefBuffer
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, SampleStage, Stage, State, parse_state
+from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state
 
 _MAX_BUFFER_BYTES = 1 << 30
 
@@ -49,7 +50,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         0
     """
 
-    one_for_one = True
+    one_to_one = True
 
     def __init__(self, source: SampleStage | ItemStage, *, size: int, max_buffer_bytes: int | None = None) -> None:
         check_count("ShuffleBuffer", "size", size)
@@ -83,7 +84,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         It is unknown if a sample may become several items.
         """
         reader, *steps = upstream(self.source)
-        countable = all(step.one_for_one or isinstance(step, SampleFilter | ItemFilter) for step in steps)
+        countable = all(is_one_to_one(step) or isinstance(step, Filter) for step in steps)
         if not isinstance(reader, RecordReader) or not countable:
             return 0
         return -(-reader.samples.of(0).count // self.lane.count)
@@ -91,7 +92,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
     def _fill(self) -> None:
         """Take elements until the buffer is full or the source ends."""
         buffer, capacity = self._buffer, self.capacity
-        while len(buffer) < capacity and len(more := self.source.take(capacity - len(buffer))):
+        while len(buffer) < capacity and len(more := take_from(self.source, capacity - len(buffer))):
             buffer.add(more)
             if self.lane.unused is not None:
                 self.lane.unused -= len(more)  # what the lane knows to be in the buffer is not wasted
@@ -105,8 +106,8 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         buffer, capacity = self._buffer, self.capacity
         self._fill()
         if self._makes and isinstance(buffer, ItemBuffer) and buffer and not buffer[at := self._slot()].is_made:
-            self.source.make([buffer[at]])
-        fresh: Any = self.source.take(n) if len(buffer) == capacity else ()
+            make_elements(self.source, [buffer[at]])
+        fresh: Any = take_from(self.source, n) if len(buffer) == capacity else ()
         if len(fresh):
             slots = below(words(self._key, self._draws, len(fresh)), capacity)
             self._draws += len(fresh)

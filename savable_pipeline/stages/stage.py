@@ -10,25 +10,20 @@ constructor, can refuse stages in a wrong order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeAlias, TypeVar, cast
-from weakref import WeakSet
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
 from savable_pipeline.core.lane import Lane
-from savable_pipeline.data.dataset.ref import REF, Ref, RefArray
+from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.errors import CheckpointMismatchError, SavableError
-from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.stage_info import StageInfo
-from savable_pipeline.stages.stage_settings import SettingRule, called, tree
-from savable_pipeline.stages.task_encoder import Skip
+from savable_pipeline.stages.stage_settings import called, tree
 
 State: TypeAlias = dict[str, Any]
 
@@ -157,16 +152,11 @@ class Stage:
         Args:
             ref: The ref of the element.
         """
-        element = Element(ref if isinstance(ref, Ref) else as_ref(ref))
-        self.make([element])
-        return element.value
+        return self.source.fetch(ref)
 
     def settings(self) -> dict[str, Any]:
         """Return every setting that changes the stage's output, as plain values: a saved state must agree on them."""
         return {}
-
-    setting_rules: ClassVar[Mapping[str, SettingRule]] = {}
-    """How some of these are compared otherwise than by equality; subclasses have the rules too."""
 
     @property
     def sources(self) -> tuple[Stage, ...]:
@@ -192,146 +182,6 @@ class Stage:
     def counts(self) -> Counter[str]:
         """Event counters of this stage, such as `skipped/REASON`. A loader collects and clears them at each batch."""
         return Counter()
-
-    # Elements, several at a time, and made again.
-
-    sizes: tuple[Size, ...] | None = None
-    """(length, images) of each item in the element that `__next__` returned last; None: ask the encoder."""
-
-    def take(self, n: int) -> Any:
-        """Take the next elements, 1 to `n` of them; none only at the end.
-
-        Samples are refs, unmade: REF (any,). Items and batches are a list of `Element`, which may be unmade: `fetch`
-        makes them when they are needed.
-
-        Args:
-            n: The most elements to take.
-        """
-        for value in self if n else ():
-            return [Element(as_ref(self.ref), value, self.sizes)]
-        return []
-
-    def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of elements of this stage, or a `Skip` for one that can no longer be made.
-
-        Of a pack that has lost items, ref and sizes are then those of what is left.
-
-        Args:
-            elements: Unmade elements.
-        """
-        if self._asks_source:
-            self.source.make(elements)
-            return
-        for element in elements:
-            element.value = self.fetch(element.ref)
-
-    def fetch_rows(self, ref: ItemRef, size: int) -> tuple[Any, tuple[int, ...]]:
-        """Make an earlier batch again, and return the numbers of its rows that can no longer be made, which it lacks.
-
-        Args:
-            ref: The ref of the batch.
-            size: The rows that it had when it was filled up; 0 if it was not.
-        """
-        return self.source.fetch_rows(ref, size) if self._asks_source else (self.fetch(ref), ())
-
-    def is_certain(self, ref: ItemRef) -> bool:
-        """Return whether rebuilding an element cannot end in a `Skip`: it works, or raises.
-
-        Args:
-            ref: The ref of the element.
-        """
-        return self._asks_source and self.source.is_certain(ref)
-
-    @property
-    def _asks_source(self) -> bool:
-        """Whether `fetch` is the default: elements of this stage are its source's."""
-        return type(self).fetch is Stage.fetch and type(self).make is Stage.make
-
-    def ref_alone(self, ref: ItemRef) -> ItemRef:
-        """Return the ref of the element that this stage would make of a single element of its source.
-
-        Args:
-            ref: The ref of that element.
-        """
-        return ref
-
-    @cached_property
-    def buffers(self) -> WeakSet[Any]:
-        """The `ItemBuffer`s of this stage: what they have is rebuilt if the lane moves to another process."""
-        return WeakSet()
-
-    @property
-    def held_items(self) -> int:
-        """The number of elements in its buffers that are in memory."""
-        return sum([buffer.made for buffer in self.buffers]) if "buffers" in vars(self) else 0
-
-    # What the pipeline is told before the first element.
-
-    one_for_one: bool | None = None
-    """Whether it yields one element for each of its source, leaving none out; None: its elements are made of others."""
-
-    def count_of(self, lane: int, epoch: int) -> int | None:
-        """Return the number of elements in a pass of a lane; None if it is not known beforehand.
-
-        Args:
-            lane: The number of the lane.
-            epoch: The number of the pass.
-        """
-        return self.source.count_of(lane, epoch) if self.one_for_one else None
-
-    def set_batch_size(self, rows: int, *, aligned: bool) -> None:
-        """Learn, before the first element, of how many elements a batch downstream is.
-
-        Args:
-            rows: Elements of this stage that make a batch.
-            aligned: Whether each makes one row of it.
-        """
-        if self.one_for_one is not None:
-            self.source.set_batch_size(rows, aligned=aligned and self.one_for_one)
-
-    def name_branch(self, name: str) -> None:
-        """Become part of a source of a `Blend`, with all upstream, before the first element.
-
-        Args:
-            name: The name of the source.
-        """
-        for source in self.sources:
-            source.name_branch(name)
-        vars(self).pop("info", None)  # it is described again, with the name
-
-    # Files that may change, and samples that end their worker.
-
-    def verify(self, slot: int) -> None:
-        """Raise `ShardError` if a file that this stage read for a batch has changed.
-
-        Args:
-            slot: The slot of the batch.
-        """
-
-    def stores_read(self) -> Iterable[RecordStore]:
-        """Return the stores that this stage itself reads from, for a last look at the end of the lane."""
-        return ()
-
-    def addresses(self) -> dict[str, str]:
-        """Return the address of the data of each setting: shown where the setting differs, never compared."""
-        return {}
-
-    def can_skip(self, error: SavableError) -> bool:
-        """Whether a sample that killed its worker several times may be left out.
-
-        Args:
-            error: Describes it.
-        """
-        return False
-
-    def avoid(self, index: int, epoch: int, reason: str) -> None:
-        """Leave a sample out from now on, in this lane and in all that are restored from its state.
-
-        Args:
-            index: The sample's index in its ref.
-            epoch: Its epoch.
-            reason: Why, for the counts.
-        """
 
 
 class SampleStage(Stage):
@@ -360,16 +210,6 @@ class SampleStage(Stage):
     def __init__(self, source: SampleStage) -> None:
         self._check_source(source, SampleStage)
         super().__init__(source)
-
-    def take(self, n: int) -> Any:
-        """Take the refs of the next samples, 1 to `n` of them: REF (any,); none only at the end.
-
-        Args:
-            n: The most refs to take.
-        """
-        for sample in self if n else ():
-            return np.array([(sample.index, sample.epoch)], dtype=REF)
-        return np.empty(0, REF)
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
         """Return the samples with these refs; their parts are read when asked for.
@@ -502,41 +342,3 @@ class PassThrough(Stage):
     def ref(self) -> ItemRef:  # type: ignore[override]
         """The ref of the source's last element."""
         return self.source.ref
-
-    @property
-    def sizes(self) -> tuple[Size, ...] | None:  # type: ignore[override]
-        """The sizes of the source's last element."""
-        return self.source.sizes
-
-
-class ChunkedStage(Stage):
-    """Base of a stage that writes `take`. In `__next__` the stage makes an element before it moves past it.
-
-    So an element that cannot be made now is met again by the next call, also of a stage restored from a state in
-    between. `take` leaves elements unmade, unless `_makes`.
-    """
-
-    ref: ItemRef = ()
-    _makes = False
-
-    def __next__(self) -> Any:
-        self._makes = True
-        try:
-            while elements := take_elements(self, 1):
-                (element,) = elements
-                if type(element.value) is not Skip:  # else it is lost
-                    self.ref, self.sizes = element.ref, element.sizes
-                    return element.value
-        finally:
-            self._makes = False
-        raise StopIteration
-
-
-def take_elements(stage: Stage, n: int) -> list[Element]:
-    """The next 1 to `n` elements of a stage, samples opened; none only at its end."""
-    taken = stage.take(n)
-    if isinstance(taken, list):
-        return taken
-    numbers = zip(taken["index"].tolist(), taken["epoch"].tolist(), strict=True)
-    samples = cast(SampleStage, stage).open_samples(taken)
-    return [Element((*each, 0), sample) for each, sample in zip(numbers, samples, strict=True)]

@@ -28,11 +28,6 @@ class ExcludedSamples:
 
     numbers: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
-    @classmethod
-    def of_reader(cls, tag: int, numbers: frozenset[int]) -> ExcludedSamples:
-        """The exclusions of one reader."""
-        return cls({tag: numbers} if numbers else {})
-
     def __bool__(self) -> bool:
         return bool(self.numbers)
 

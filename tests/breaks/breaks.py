@@ -269,7 +269,7 @@ RUN = [
             "tests/run/loader/test_loader_state.py",
             "tests/system/test_exact_resume.py",
         ),
-        caught_by="tests/run/loader/test_ranks.py::test_ranks_and_lanes_are_those_of_the_drawing",
+        caught_by="tests/run/loader/test_ranks.py::test_ranks_and_lanes_match_the_drawing_in_the_docs",
     ),
     Break(
         "lag-forgets-skipped-slots",
@@ -283,7 +283,7 @@ RUN = [
             "tests/trainers/test_trainer_loader.py",
             "tests/trainers/test_device.py",
         ),
-        caught_by="tests/run/loader/test_stats_trace_skip.py::test_what_was_passed_over_is_no_batch_that_was_given[how0]",
+        caught_by="tests/run/loader/test_stats_trace_skip.py::test_skipped_slots_are_not_yielded_batches[how0]",
     ),
     Break(
         "states-of-two-runs-merged",
@@ -304,7 +304,7 @@ RUN = [
         "                flight.done |= mask & flight.open\n",
         "                flight.done = mask & flight.open\n",
         ("tests/run/loader/test_acknowledgements.py", "tests/run/state"),
-        caught_by="tests/run/loader/test_acknowledgements.py::test_rows_of_one_batch_that_two_ranks_acknowledge_are_all_closed_when_states_are_merged",
+        caught_by="tests/run/loader/test_acknowledgements.py::test_merge_closes_rows_of_one_batch_that_two_ranks_acknowledge",
     ),
     Break(
         "dead-workers-batch-given-twice",
@@ -314,7 +314,7 @@ RUN = [
         "        if isinstance(found, Delivery):\n            lane.state,",
         "        if isinstance(found, Delivery) and not lane.sent:\n            lane.state,",
         ("tests/run/engine/test_workers.py", "tests/run/engine/test_pool.py", "tests/run/engine"),
-        caught_by="tests/run/engine/test_workers.py::test_what_a_worker_delivered_before_it_died_is_not_given_again",
+        caught_by="tests/run/engine/test_workers.py::test_batches_delivered_by_a_dead_worker_are_not_repeated",
     ),
     Break(
         "policy-of-another-branch",
@@ -324,7 +324,7 @@ RUN = [
         "if stage.info.depth == status.depth and tag in stage.info.tags)\n",
         "if stage.info.depth == status.depth)\n",
         ("tests/run/engine/test_avoided_samples.py", "tests/run/engine"),
-        caught_by="tests/run/engine/test_avoided_samples.py::test_the_policy_is_that_of_the_branch_to_which_the_sample_belongs",
+        caught_by="tests/run/engine/test_avoided_samples.py::test_policy_of_the_samples_branch_applies",
     ),
     Break(
         "decided-after-what-was-made-ahead",
@@ -344,7 +344,7 @@ RUN = [
         "self.lane_count, pad=self.pad, facts=self.facts)\n",
         "self.lane_count, pad=self.pad, facts=RunFacts(self.facts.growth))\n",
         ("tests/run/loader/test_deciding.py", "tests/run/loader/test_epochs.py", "tests/system/test_exact_resume.py"),
-        caught_by="tests/run/loader/test_deciding.py::test_a_finite_run_goes_on_with_it_in_its_next_epochs[stop-False]",
+        caught_by="tests/run/loader/test_deciding.py::test_finite_run_applies_a_decision_in_its_next_epochs[stop-False]",
     ),
     Break(
         "broken-off-batch-stays-in-flight",
@@ -354,7 +354,7 @@ RUN = [
         "        if self._last is None or self._last[0] < batches:\n",
         "        if self._last is None or self._last[0] <= batches:\n",
         ("tests/run/loader/test_acknowledgements.py", "tests/run/loader/test_interrupts.py"),
-        caught_by="tests/run/loader/test_acknowledgements.py::test_ctrl_c_at_any_bytecode_gives_a_batch_or_does_not_and_the_state_agrees[11]",
+        caught_by="tests/run/loader/test_acknowledgements.py::test_ctrl_c_at_any_bytecode_leaves_the_state_consistent_with_the_batch[11]",
     ),
     Break(
         "ranks-come-again-unlike",
@@ -364,7 +364,7 @@ RUN = [
         '            self.table.load(sorted(own, key=attrgetter("batch")), max(counts) if whole else 0, lost)\n',
         '            self.table.load(sorted(own, key=attrgetter("batch")), counts[self._ranks.rank] if whole else 0, lost)\n',
         ("tests/run/loader/test_acknowledgements.py",),
-        caught_by="tests/run/loader/test_acknowledgements.py::test_each_rank_is_given_equally_many_first_by_the_state_or_by_a_vote[True-stop]",
+        caught_by="tests/run/loader/test_acknowledgements.py::test_each_rank_repeats_equally_many_rows_by_state_or_vote[True-stop]",
     ),
     Break(
         "lost-batches-count-again",
@@ -374,7 +374,7 @@ RUN = [
         "        cut = min(cut, min(start.position for _, start in group))\n",
         "        cut = min(start.position for _, start in group)\n",
         ("tests/run/ledger",),
-        caught_by="tests/run/ledger/test_ledger.py::test_batches_yielded_after_the_resumed_state_are_lost_and_each_slot_keeps_one",
+        caught_by="tests/run/ledger/test_ledger.py::test_batches_after_the_resumed_state_are_lost_and_each_slot_has_one",
     ),
     Break(
         "step-beyond-the-end",
@@ -384,7 +384,7 @@ RUN = [
         "        return self.slot < self.end if self.pad else self.slot + self.step <= self.end\n",
         "        return self.slot < self.end\n",
         ("tests/run/loader/test_ranks.py", "tests/run/loader/test_epoch_end.py", "tests/system/test_agreement.py"),
-        caught_by="tests/run/loader/test_epoch_end.py::test_ranks_that_begin_between_two_steps_end_alike",
+        caught_by="tests/run/loader/test_epoch_end.py::test_ranks_that_start_between_two_steps_end_together",
     ),
     Break(
         "shared-memory-of-a-fork-reused",
@@ -394,7 +394,7 @@ RUN = [
         "        segment.flags[flag] = _FREE if forks == _forks[0] else _RETIRED\n",
         "        segment.flags[flag] = _FREE\n",
         ("tests/run/transport",),
-        caught_by="tests/run/transport/test_segments.py::test_a_segment_that_was_viewed_when_the_trainer_forked_is_never_used_again",
+        caught_by="tests/run/transport/test_segments.py::test_segment_viewed_during_a_fork_is_never_reused",
     ),
     Break(
         "shared-memory-of-an-item-reused",
@@ -404,7 +404,7 @@ RUN = [
         "        return segment[:ALIGN] == _ALL_FREE and self._views.get(number, _nothing)() is None\n",
         "        return segment[:ALIGN] == _ALL_FREE\n",
         ("tests/run/transport", "tests/core/test_batch_memory.py", "tests/run/engine/test_shared_memory.py"),
-        caught_by="tests/run/transport/test_segments.py::test_a_segment_of_which_the_worker_keeps_a_part_is_not_used_for_another_batch",
+        caught_by="tests/run/transport/test_segments.py::test_segment_with_memory_kept_by_the_worker_is_not_reused",
     ),
     Break(
         "sets-of-settings-in-any-order",
@@ -414,7 +414,7 @@ RUN = [
         '        plain = msgspec.to_builtins(value, str_keys=True, order="deterministic")\n',
         "        plain = msgspec.to_builtins(value, str_keys=True)\n",
         ("tests/run/state",),
-        caught_by="tests/run/state/test_fingerprint.py::test_a_set_is_kept_in_an_order_that_no_hash_changes",
+        caught_by="tests/run/state/test_fingerprint.py::test_set_is_saved_in_an_order_independent_of_hashes",
     ),
     Break(
         "what-a-source-gave-forgotten",
@@ -424,7 +424,7 @@ RUN = [
         "        live = _Live(stages, lane, saved.batches, saved.in_vain or {})\n",
         "        live = _Live(stages, lane, saved.batches, {})\n",
         ("tests/run/loader/test_source_losses.py", "tests/run/engine/test_lane_runner.py"),
-        caught_by="tests/run/loader/test_source_losses.py::test_a_run_that_is_resumed_meets_the_error_at_the_same_step[1]",
+        caught_by="tests/run/loader/test_source_losses.py::test_resumed_run_raises_the_error_at_the_same_step[1]",
     ),
     Break(
         "no-last-look",
@@ -434,7 +434,7 @@ RUN = [
         "        try:\n            self.look()\n        finally:\n            os._exit(0)\n",
         "        os._exit(0)\n",
         ("tests/run/engine/test_last_look.py",),
-        caught_by="tests/run/engine/test_last_look.py::test_a_finite_run_does_not_end_without_an_error[1]",
+        caught_by="tests/run/engine/test_last_look.py::test_finite_run_on_an_overwritten_shard_ends_with_an_error[1]",
     ),
     Break(
         "state-behind-the-batch-looked-at",
@@ -445,7 +445,7 @@ RUN = [
         "            batch = next(live.stage, _DRY)\n",
         "            batch = next(live.stage, _DRY)\n            before = self._pack(live, True)\n",
         ("tests/run/engine/test_lane_runner.py", "tests/run/loader/test_loader_state.py", "tests/stages/test_stage.py"),
-        caught_by="tests/run/loader/test_loader_state.py::test_a_live_list_in_a_stages_state_is_copied_when_it_is_taken",
+        caught_by="tests/run/loader/test_loader_state.py::test_live_list_in_a_stages_state_is_copied",
     ),
     Break(
         "new-shards-join-a-begun-epoch",
@@ -455,7 +455,7 @@ RUN = [
         "            epoch = begun[branch] + 1\n",
         "            epoch = begun[branch]\n",
         ("tests/run/loader/test_growth.py", "tests/system/test_growth.py"),
-        caught_by="tests/run/loader/test_growth.py::test_they_join_at_the_epoch_after_the_last_that_any_lane_has_begun",
+        caught_by="tests/run/loader/test_growth.py::test_new_shards_join_at_the_epoch_after_the_last_started_one",
     ),
 ]
 
@@ -469,7 +469,7 @@ DATA = [
         "            return False\n",
         "",
         ("tests/data/shards", "tests/data/stores/test_damage.py", "tests/system/test_bad_input.py"),
-        caught_by="tests/data/shards/test_indexing.py::test_an_index_with_any_byte_damaged_or_cut_off_is_noticed_before_it_is_used",
+        caught_by="tests/data/shards/test_indexing.py::test_damaged_or_truncated_index_is_detected_before_use",
     ),
     Break(
         "global-header-before-a-members-own",
@@ -479,7 +479,7 @@ DATA = [
         "{**everywhere, **extended}\n",
         "{**extended, **everywhere}\n",
         ("tests/data/shards/test_tar.py", "tests/data/shards"),
-        caught_by="tests/data/shards/test_tar.py::test_odd_headers_are_read_as_tarfile_reads_them[a global header holds for what has none of its own]",
+        caught_by="tests/data/shards/test_tar.py::test_odd_headers_are_read_like_by_tarfile[a global header holds for what has none of its own]",
     ),
     Break(
         "idx-with-an-old-date",
@@ -489,7 +489,7 @@ DATA = [
         "            return FileVersion.of((self.root / self.form.companion(name)).stat()).newest_ns\n",
         "            return FileVersion.of((self.root / self.form.companion(name)).stat()).written_ns\n",
         ("tests/data/stores/test_token_store.py", "tests/data/shards/test_indexing.py", "tests/data/stores"),
-        caught_by="tests/data/stores/test_token_store.py::test_an_idx_with_an_old_date_that_takes_the_place_of_another_is_noticed",
+        caught_by="tests/data/stores/test_token_store.py::test_replacing_idx_with_an_old_date_is_detected",
     ),
     Break(
         "changed-shard-of-the-same-size",
@@ -499,7 +499,7 @@ DATA = [
         "        if (now.size, now.written_ns) != (was.size, was.written_ns):\n",
         "        if now.size != was.size:\n",
         ("tests/data/stores/test_pins.py", "tests/data/stores/test_files_overwritten.py", "tests/run/engine"),
-        caught_by="tests/data/stores/test_pins.py::test_a_batch_that_was_read_from_an_overwritten_shard_is_never_given[0]",
+        caught_by="tests/data/stores/test_pins.py::test_batch_read_from_an_overwritten_shard_is_never_yielded[0]",
     ),
     Break(
         "later-worker-reads-new-shards",
@@ -509,7 +509,7 @@ DATA = [
         "    return _with_media(dataset.first_shards(begun), name, pinned)\n",
         "    return _with_media(dataset, name, pinned)\n",
         ("tests/system/test_shards_added_meanwhile.py", "tests/data/dataset"),
-        caught_by="tests/system/test_shards_added_meanwhile.py::test_a_loader_that_is_closed_and_goes_on[shuffled]",
+        caught_by="tests/system/test_shards_added_meanwhile.py::test_reopened_loader_uses_its_first_shards[shuffled]",
     ),
     Break(
         "spoiled-blocks-of-the-cache",
@@ -519,7 +519,7 @@ DATA = [
         "        return bool((present & 1).all()) and all(self.is_valid(shard, row, stop) for row, stop in runs(fresh))\n",
         "        return bool((present & 1).all()) and len(fresh) >= 0\n",
         ("tests/data/remote/test_spoiled_cache.py", "tests/data/remote"),
-        caught_by="tests/data/remote/test_spoiled_cache.py::test_a_bit_that_flipped_in_the_cache_is_found_told_once_and_its_row_alone_fetched_again[jsonl]",
+        caught_by="tests/data/remote/test_spoiled_cache.py::test_flipped_bit_in_the_cache_is_reported_once_and_only_its_row_downloaded[jsonl]",
     ),
     Break(
         "evicted-while-it-was-read",
@@ -530,7 +530,7 @@ DATA = [
         "                                return found\n",
         "                            used[row] = USED\n                            return found\n",
         ("tests/data/remote/test_shard_cache.py", "tests/data/remote", "tests/data/dataset/test_remote_dataset.py"),
-        caught_by="tests/data/dataset/test_remote_dataset.py::test_a_sample_that_is_evicted_while_it_is_read_is_fetched_again[False]",
+        caught_by="tests/data/dataset/test_remote_dataset.py::test_sample_evicted_during_a_read_is_downloaded_again[False]",
     ),
     Break(
         "retries-end-although-bytes-come",
@@ -541,7 +541,7 @@ DATA = [
         "                    start, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()\n",
         "",
         ("tests/data/remote/test_object_store.py", "tests/data/remote"),
-        caught_by="tests/data/remote/test_listing.py::test_a_listing_that_gets_farther_each_time_is_not_given_up",
+        caught_by="tests/data/remote/test_listing.py::test_listing_that_makes_progress_is_retried",
     ),
     Break(
         "other-version-behind-a-weak-tag",
@@ -551,7 +551,7 @@ DATA = [
         "        if pin and version != pin:\n            raise _other_version(root, name)\n        done = start\n",
         "        done = start\n",
         ("tests/data/remote/test_index_parts.py", "tests/data/remote/test_object_store.py", "tests/data/remote"),
-        caught_by="tests/data/remote/test_index_parts.py::test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goes_on[version-raise]",
+        caught_by="tests/data/remote/test_index_parts.py::test_index_replaced_during_a_run_is_an_error_and_its_state_still_resumes[version-raise]",
     ),
     Break(
         "token-for-another-host",
@@ -561,7 +561,7 @@ DATA = [
         '        token = build_hf_headers().get("authorization", "") if own else ""\n',
         '        token = build_hf_headers().get("authorization", "")\n',
         ("tests/data/remote/test_hub.py", "tests/data/remote/test_secrets.py"),
-        caught_by="tests/data/remote/test_hub.py::test_a_dataset_is_read_by_its_name_and_the_token_goes_to_the_hub_alone[.parquet]",
+        caught_by="tests/data/remote/test_hub.py::test_hub_dataset_is_read_by_name_and_the_token_is_sent_only_to_the_hub[.parquet]",
     ),
     Break(
         "line-changed-in-the-middle",
@@ -571,7 +571,7 @@ DATA = [
         "    for line in sorted({0, lines // 2, lines - 1}) if lines else []:\n",
         "    for line in sorted({0, lines - 1}) if lines else []:\n",
         ("tests/data/stores/test_jsonl_store.py", "tests/data/stores/test_files_overwritten.py", "tests/data/stores"),
-        caught_by="tests/data/stores/test_jsonl_store.py::test_a_state_is_of_the_lines_that_were_there_and_not_of_others_as_long[2]",
+        caught_by="tests/data/stores/test_jsonl_store.py::test_state_detects_changed_lines_of_equal_length[2]",
     ),
     Break(
         "windows-beyond-the-end",
@@ -581,7 +581,7 @@ DATA = [
         "samples=max(0, (layout.tokens - self.length) // self.stride + 1))\n",
         "samples=layout.tokens // self.stride)\n",
         ("tests/data/stores/test_token_store.py",),
-        caught_by="tests/data/stores/test_token_store.py::test_each_window_is_whole_and_a_rest_too_short_for_one_is_no_sample[16]",
+        caught_by="tests/data/stores/test_token_store.py::test_windows_are_whole_and_a_short_remainder_is_not_a_sample[16]",
     ),
     Break(
         "row-of-the-file-before",
@@ -602,7 +602,7 @@ DATA = [
         '                    raise DamagedError("its compressed data are cut short")\n',
         "",
         ("tests/data/stores/test_decompressed.py", "tests/tools/convert"),
-        caught_by="tests/data/stores/test_decompressed.py::test_what_was_packed_comes_back[0-gz]",
+        caught_by="tests/data/stores/test_decompressed.py::test_compressed_bytes_round_trip[0-gz]",
     ),
     Break(
         "clip-after-another",
@@ -612,7 +612,7 @@ DATA = [
         "        self._video.restart_at(drawn)\n",
         "",
         ("tests/data/media/test_clips.py", "tests/data/media", "tests/system/test_media_resume.py"),
-        caught_by="tests/data/media/test_clips.py::test_damage_is_met_by_a_clip_whether_others_were_before_it_or_not[how0]",
+        caught_by="tests/data/media/test_clips.py::test_damage_raises_in_its_clip_also_without_earlier_clips[how0]",
     ),
     Break(
         "small-shards-without-a-share",
@@ -622,7 +622,7 @@ DATA = [
         "np.uint64(round(share * _ONE)) + parts) >> np.uint64(32)).astype(np.int64)\n",
         "np.uint64(round(share * _ONE)) + 0 * parts) >> np.uint64(32)).astype(np.int64)\n",
         ("tests/data/shards/test_selection.py", "tests/stages/readers"),
-        caught_by="tests/data/shards/test_selection.py::test_a_share_is_about_that_much_and_a_smaller_one_is_part_of_it",
+        caught_by="tests/data/shards/test_selection.py::test_fraction_has_about_its_size_and_contains_smaller_ones",
     ),
     Break(
         "twins-not-excluded",
@@ -643,7 +643,7 @@ DATA = [
         "        seen = self._stamp\n"
         "        if (stamp.size, stamp.written_ns) != (seen.size, seen.written_ns) and _digest(self._read()) != self._content:\n",
         ("tests/data/dataset/test_exclude_file.py",),
-        caught_by="tests/data/dataset/test_exclude_file.py::test_a_file_that_changes_and_looks_as_old_as_before_is_an_error",
+        caught_by="tests/data/dataset/test_exclude_file.py::test_changed_exclude_file_with_restored_time_is_an_error",
     ),
     Break(
         "file-with-an-old-date-converted-once",
@@ -653,7 +653,7 @@ DATA = [
         "    changed_ns = max(source.stat().st_ctime_ns, source.lstat().st_ctime_ns)\n",
         "    changed_ns = max(source.stat().st_mtime_ns, source.lstat().st_mtime_ns)\n",
         ("tests/tools/convert/test_changed.py", "tests/tools/convert/test_resume.py", "tests/tools/convert"),
-        caught_by="tests/tools/convert/test_changed.py::test_contents_that_changed_at_equal_sizes_are_another_conversion",
+        caught_by="tests/tools/convert/test_changed.py::test_changed_contents_of_equal_size_are_another_conversion",
     ),
 ]
 

@@ -373,14 +373,14 @@ def test_a_layout_opens_without_settings(layout: Layout, root: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [pytest.param(each, id=each.name) for each in LAYOUTS if each.error])
-def test_a_layout_that_could_be_meant_otherwise_is_an_error(layout: Layout, root: Path) -> None:
+def test_ambiguous_layout_is_an_error(layout: Layout, root: Path) -> None:
     layout.write(root)
     for opened in (sp.open_dataset, lambda path: sp.read(str(path)).take(1)):
         with pytest.raises(sp.ShardError, match=layout.error):
             opened(root)
 
 
-def test_a_layout_of_several_kinds_opens_by_its_format_or_by_a_setting(root: Path) -> None:
+def test_layout_of_several_formats_opens_with_a_format_or_setting(root: Path) -> None:
     both(jsonl, table, parquet)(root)
     assert len(sp.open_dataset(root, format="csv")) == 3
     assert [next(iter(sp.read(str(root), format="jsonl", shuffle=False))).json()["text"]] == ["a"]
@@ -389,7 +389,7 @@ def test_a_layout_of_several_kinds_opens_by_its_format_or_by_a_setting(root: Pat
         sp.open_dataset(root, format="table")
 
 
-def test_a_table_beside_photos_that_is_not_read_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_table_next_to_photos_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("cat.jpg", "cat.txt", "notes.jsonl"):
         (tmp_path / name).write_text('{"a": 1}\n')
     assert [sample.key for sample in sp.open_dataset(tmp_path)] == ["cat"]

@@ -62,19 +62,21 @@ def test_a_run_writes_its_ledger_and_its_quarantine_file(shards: Path, tmp_path:
     assert sp.Ledger(tmp_path / "ledger").find(["14"])["14"]
 
 
-def test_the_cache_of_a_url_says_where_it_can_be(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_remote_cache_without_locks_names_other_folders(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving_a_machine(tmp_path, monkeypatch) as server:
         shards.rename(tmp_path / "www" / "shards")
         with pytest.raises(sp.SavableError, match=r"no file locks .*SAVABLE_CACHE"):
             sp.open_dataset(f"{server.url}/shards/0.tar")
 
 
-def test_a_shard_writer_says_where_it_can_write(tmp_path: Path) -> None:
+def test_error_of_a_shard_writer_without_locks_names_other_folders(tmp_path: Path) -> None:
     with pytest.raises(sp.SavableError, match=r"no file locks .*local disk"):
         sp.ShardWriter(tmp_path / "new")
 
 
-def test_a_conversion_says_where_it_can_write(shards: Path, tmp_path: Path) -> None:
+def test_error_of_a_conversion_without_locks_names_other_folders(shards: Path, tmp_path: Path) -> None:
     from savable_pipeline.tools.convert.conversion import convert
 
     with pytest.raises(sp.SavableError, match=r"no file locks .*local disk"):

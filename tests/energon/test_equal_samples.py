@@ -143,7 +143,7 @@ class Images(energon.DefaultTaskEncoder):  # type: ignore[misc]
 
 @pytest.mark.parametrize("packing", [None, 7])
 @pytest.mark.parametrize("make", [Writer, Late])
-def test_samples_and_packs_of_cooked_samples(
+def test_samples_and_packs_of_cooked_samples_equal_energons(
     make: Any, packing: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = texts(tmp_path / "data", 24)
@@ -154,14 +154,14 @@ def test_samples_and_packs_of_cooked_samples(
     assert len(mine) > (0 if make is Late and packing else 10)
 
 
-def test_an_encoder_that_holds_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoder_with_a_class_equals_energons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, mine = by_both(texts(tmp_path / "data", 6), OfAKind, monkeypatch)
     assert mine == theirs
     assert len(mine) == 6
 
 
 @pytest.mark.parametrize(("make", "batch_size", "drop_last"), [(ByLength, None, False), (ByLengthAlone, 3, True)])
-def test_batches_of_groups(
+def test_batches_of_groups_equal_energons(
     make: Any, batch_size: int | None, drop_last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = texts(tmp_path / "data", 40)
@@ -174,7 +174,7 @@ def test_batches_of_groups(
     assert all(batch["encoded"] for batch in mine)
 
 
-def test_sample_types_field_maps_and_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_types_field_maps_and_images_equal_energons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     yaml = (
         "sample_type: {__module__: megatron.energon, __class__: VQASample}\n"
         "field_map: {image: 'jpg,png', context: 'json[q][0]', answers: json, answer_weights: json}\n"
@@ -191,7 +191,7 @@ def test_sample_types_field_maps_and_images(tmp_path: Path, monkeypatch: pytest.
         assert len(mine) == 6
 
 
-def test_files_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_lines_equal_energons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.jsonl.jsonl_prepare import JsonlPreparator
 
@@ -207,7 +207,7 @@ def test_files_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(mine) == 9
 
 
-def test_auxiliary_datasets_and_the_primary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auxiliary_and_primary_datasets_equal_energons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared.prepared_by_energon(texts(tmp_path / "data", 12))
     extra = write(tmp_path / "extra", 12, lambda i: {"json": {"more": i}, "png": prepared.png(i)})
     prepared.prepared_by_energon(extra)
@@ -237,7 +237,7 @@ def test_auxiliary_datasets_and_the_primary_one(tmp_path: Path, monkeypatch: pyt
     assert mine[0]["found"][3] == {"more": 0}
 
 
-def test_joined_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joined_datasets_equal_energons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     typed = "sample_type: {__module__: megatron.energon, __class__: %s}\nfield_map: {%s}\n"
     first = write(tmp_path / "first", 12, lambda i: {"txt": text_of(i)}, typed % ("TextSample", "text: txt"))
     second = write(tmp_path / "second", 8, lambda i: {"png": prepared.png(i)}, typed % ("ImageSample", "image: png"))

@@ -78,7 +78,7 @@ def test_data_and_loaders_are_as_long_as_energons(name: str, encoder: Any, setti
 @pytest.mark.parametrize(
     "settings", [{}, {"limit": 3}, {"limit": 300}, {"batch_drop_last": True}, {"batch_size": None}]
 )
-def test_data_to_evaluate_on_is_as_long_as_energons_and_as_it_is(settings: Any, folder: Path) -> None:
+def test_evaluation_data_has_energons_length(settings: Any, folder: Path) -> None:
     more: dict[str, Any] = {"split_part": "train", "worker_config": config(), "batch_size": 4, **settings}
     theirs = energon.get_val_dataset(str(folder / "typed"), task_encoder=Default(), **more)
     mine = ours.get_val_dataset(folder / "typed", task_encoder=Default(), **more)
@@ -86,7 +86,7 @@ def test_data_to_evaluate_on_is_as_long_as_energons_and_as_it_is(settings: Any, 
     assert len(mine) == len(loader) == len(theirs) == len(list(loader))
 
 
-def test_each_dataset_of_a_mixture_is_evaluated_on_once(folder: Path) -> None:
+def test_each_dataset_of_a_mixture_is_evaluated_once(folder: Path) -> None:
     settings: dict[str, Any] = {"split_part": "train", "worker_config": config(), "batch_size": 4}
     settings["task_encoder"] = Default()
     theirs = energon.get_loader(energon.get_val_dataset(str(folder / "epochs.yaml"), **settings))
@@ -116,7 +116,7 @@ def test_a_sample_type_is_checked_as_in_energon(folder: Path) -> None:
             train(library, folder / "typed", Default(), sample_type=energon.VQASample)
 
 
-def test_data_that_energon_built_is_refused(folder: Path) -> None:
+def test_data_that_energon_built_is_rejected(folder: Path) -> None:
     theirs = train(energon, folder / "typed", Default())
     for function in (
         ours.get_loader,
@@ -128,7 +128,7 @@ def test_data_that_energon_built_is_refused(folder: Path) -> None:
             function(theirs)
 
 
-def test_the_configuration_of_a_loader_tells_runs_apart(folder: Path) -> None:
+def test_configuration_of_a_loader_distinguishes_runs(folder: Path) -> None:
     def configured(**settings: Any) -> Any:
         return ours.get_savable_loader(train(ours, folder / "blend.yaml", Default(), **settings)).config()
 
@@ -176,7 +176,7 @@ class Noisy(Writer):
         ("typed", Images, {"batch_size": None}),
     ],
 )
-def test_a_batch_is_made_again_from_its_key(name: str, encoder: Any, settings: Any, folder: Path) -> None:
+def test_batch_is_rebuilt_from_its_key(name: str, encoder: Any, settings: Any, folder: Path) -> None:
     make = lambda: ours.get_savable_loader(train(ours, folder / name, encoder(), lanes=4, seed=3, **settings))  # noqa: E731
     loader, again = make(), make()
     assert again.can_restore_sample()
@@ -254,7 +254,7 @@ def keys_of(subject: Any) -> Any:
 
 
 @pytest.mark.parametrize(("encoder", "packing"), [(Failing, 5), (Generating, None), (Uncooked, None)])
-def test_a_handler_of_errors_gets_what_energons_does(encoder: Any, packing: int | None, folder: Path) -> None:
+def test_error_handler_gets_energons_arguments(encoder: Any, packing: int | None, folder: Path) -> None:
     def handled(library: Any) -> list[Any]:
         found = []
 
@@ -282,7 +282,7 @@ def test_a_handler_of_errors_gets_what_energons_does(encoder: Any, packing: int 
     assert len({error for error, *_ in mine}) == (5 if encoder is Failing else 1)
 
 
-def test_what_a_handler_raises_ends_the_run(folder: Path) -> None:
+def test_error_of_a_handler_ends_the_run(folder: Path) -> None:
     worker_config = energon.WorkerConfig(
         rank=0, world_size=1, num_workers=0, global_error_handler=energon.errors.reraise_exception
     )

@@ -54,9 +54,7 @@ def said(root: Path) -> list[list[MediaInfo]]:
     return [[sample.media(part) for part in ("mp4", "flac", "seg.png")] for sample in sp.open_dataset(root)]
 
 
-def test_energons_database_is_not_read_and_our_table_takes_its_place(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_media_table_replaces_energons_database(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     headers = said(dataset)
     assert headers[TURNED][0].width == 48  # Energon's are not turned
     (dataset / ".nv-meta/index.sqlite").write_bytes(b"no database")

@@ -141,7 +141,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[Pat
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_sample_is_as_in_energon(case: str, written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sample_equals_energons(case: str, written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write_data, make, settings = CASES[case]
     theirs, mine = by_both(written(write_data), make, monkeypatch, **settings, **IN_ORDER)
     assert mine == theirs

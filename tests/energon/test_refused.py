@@ -89,12 +89,12 @@ def train(root: Path, encoder: Any, **settings: Any) -> Any:
         (Uncooked, None, "has no cookers"),
     ],
 )
-def test_encoders_that_cannot_be(encoder: Any, packing: int | None, cure: str, root: Path) -> None:
+def test_unsupported_encoders_are_rejected(encoder: Any, packing: int | None, cure: str, root: Path) -> None:
     with pytest.raises(TypeError, match=cure):
         train(root, encoder(), packing_buffer_size=packing)
 
 
-def test_a_batch_index_asked_for_in_a_hidden_way_is_an_error_too(root: Path) -> None:
+def test_hidden_use_of_a_batch_index_is_an_error(root: Path) -> None:
     class Hidden(Plain):
         @energon.stateless(restore_seeds=True)
         def encode_sample(self, sample: Any) -> Any:
@@ -105,7 +105,7 @@ def test_a_batch_index_asked_for_in_a_hidden_way_is_an_error_too(root: Path) -> 
         next(loader)
 
 
-def test_unknown_and_unused_arguments(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_and_unused_arguments_are_rejected(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(TypeError, match="unknown argument 'colour'"):
         train(root, Plain(), colour="red")
     with caplog.at_level("INFO"):
@@ -121,13 +121,13 @@ def test_unknown_and_unused_arguments(root: Path, caplog: pytest.LogCaptureFixtu
         ours.get_savable_loader(data, colour="red")
 
 
-def test_ranks_that_do_not_divide_the_lanes_are_told_of_lanes(root: Path) -> None:
+def test_ranks_that_do_not_divide_the_lanes_are_an_error_that_names_lanes(root: Path) -> None:
     data = train(root, Plain(), worker_config=config(rank=3, world_size=64), repeat=True)
     with pytest.raises(ValueError, match=r"64 ranks do not divide 96 lanes.*lanes=128"):
         ours.get_savable_loader(data)
 
 
-def test_a_state_of_energons_own_is_refused_and_the_way_out_is_named(root: Path) -> None:
+def test_state_of_energon_is_rejected_with_a_fix(root: Path) -> None:
     theirs = energon.get_savable_loader(
         energon.get_train_dataset(str(root), task_encoder=Plain(), worker_config=config(), batch_size=2, **ONE_PASS)
     )

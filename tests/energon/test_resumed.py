@@ -88,7 +88,7 @@ def dataset(roots: Path, case: str, worker_config: Any, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_chains_of_resumes_with_other_ranks(case: str, roots: Path) -> None:
+def test_chains_of_resumes_with_other_ranks_are_exact(case: str, roots: Path) -> None:
     make = partial(dataset, roots, case)
     expected = by_slots(make, 24)
     assert len(set(expected)) >= 12
@@ -96,7 +96,7 @@ def test_chains_of_resumes_with_other_ranks(case: str, roots: Path) -> None:
     assert resumes >= 3
 
 
-def test_chains_with_workers_that_are_killed(roots: Path) -> None:
+def test_chains_of_resumes_with_killed_workers_are_exact(roots: Path) -> None:
     make = partial(dataset, roots, "packed")
     resumes, kills = check_chain(make, by_slots(make, 24), 4, most_workers=1)
     assert resumes and kills
@@ -105,14 +105,14 @@ def test_chains_with_workers_that_are_killed(roots: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CASES)
-def test_two_hundred_chains_with_workers_that_are_killed(case: str, roots: Path) -> None:
+def test_two_hundred_chains_with_killed_workers_are_exact(case: str, roots: Path) -> None:
     make = partial(dataset, roots, case)
     expected = by_slots(make, 60)
     done = [check_chain(make, expected, seed, most_workers=3) for seed in range(34)]
     print(f"{case}: {sum(resumes for resumes, _ in done)} resumes, {sum(kills for _, kills in done)} kills")
 
 
-def test_virtual_epochs_have_a_length_and_go_on_where_they_were_left(roots: Path) -> None:
+def test_virtual_epochs_have_a_length_and_resume(roots: Path) -> None:
     make = partial(dataset, roots, "packed", virtual_epoch_length=5)
     loader, again = ours.get_savable_loader(make(config())), ours.get_savable_loader(make(config()))
     assert len(loader) == len(make(config())) == 5
@@ -128,7 +128,7 @@ def test_virtual_epochs_have_a_length_and_go_on_where_they_were_left(roots: Path
     other.close()
 
 
-def test_states_by_energons_names(roots: Path) -> None:
+def test_states_are_saved_by_energons_method_names(roots: Path) -> None:
     make = partial(dataset, roots, "epochs")
     loader = ours.get_savable_loader(make(config()))
     loader.restore_state_rank(None)
@@ -143,7 +143,7 @@ def test_states_by_energons_names(roots: Path) -> None:
         assert prepared.plain(next(other)) == prepared.plain(expected)
 
 
-def test_evaluation_begins_again_and_each_dataset_comes_alone(roots: Path) -> None:
+def test_evaluation_restarts_and_each_dataset_is_separate(roots: Path) -> None:
     settings: dict[str, Any] = {
         "worker_config": config(),
         "batch_size": 4,
@@ -164,7 +164,7 @@ def test_evaluation_begins_again_and_each_dataset_comes_alone(roots: Path) -> No
     assert len(twice[0]) == len(loader) == 12
 
 
-def test_a_pipeline_of_ones_own_goes_to_a_spawned_process(roots: Path) -> None:
+def test_users_pipeline_can_be_sent_to_a_spawned_process(roots: Path) -> None:
     pipeline = dataset(roots, "packed", config()).pipeline
     import savable_pipeline as sp
 
@@ -173,7 +173,7 @@ def test_a_pipeline_of_ones_own_goes_to_a_spawned_process(roots: Path) -> None:
     assert prepared.plain(next(copied(sp.Lane(seed=5)))) == prepared.plain(expected)
 
 
-def test_the_index_of_a_sample_is_keyed_by_it_and_that_of_a_batch_counts(roots: Path) -> None:
+def test_sample_index_is_keyed_and_batch_index_counts(roots: Path) -> None:
     class Indexed(energon.DefaultTaskEncoder):  # type: ignore[misc]
         cookers = [energon.Cooker(cook)]  # noqa: RUF012
 
@@ -200,7 +200,7 @@ def test_the_index_of_a_sample_is_keyed_by_it_and_that_of_a_batch_counts(roots: 
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_a_run_of_energons_own_goes_on_at_the_same_share_of_an_epoch(workers: int, roots: Path) -> None:
+def test_run_of_energon_continues_at_the_same_fraction_of_an_epoch(workers: int, roots: Path) -> None:
     settings: dict[str, Any] = {"batch_size": 4, "shuffle_buffer_size": 6, "max_samples_per_sequence": 4}
     data = energon.get_train_dataset(
         str(roots / "texts"), worker_config=config(workers), task_encoder=Late(), **settings

@@ -13,12 +13,12 @@ AGENTS = runpy.run_path(str(ROOT / "tools/site/agents.py"))
 SKILL = ROOT / "skills" / AGENTS["NAME"] / "SKILL.md"
 
 
-def test_the_files_for_agents_are_written_from_the_pages_as_they_are() -> None:
+def test_files_for_agents_match_the_pages() -> None:
     stale = [path.name for path, text in AGENTS["texts"]().items() if path.read_text() != text]
     assert not stale, "run `python tools/site/agents.py`"
 
 
-def test_llms_txt_has_each_page_once_with_a_line_that_says_what_it_is_for() -> None:
+def test_llms_txt_has_each_page_once_with_its_purpose() -> None:
     title, summary, *lines = (line for line in (ROOT / "docs/llms.txt").read_text().splitlines() if line)
     assert (title, summary[:2]) == ("# savable_pipeline", "> ")
     found = [re.fullmatch(r"- \[.+\]\((.+\.md)\): (\S.*\w\S*)\.", line) for line in lines if not line.startswith("## ")]
@@ -26,7 +26,7 @@ def test_llms_txt_has_each_page_once_with_a_line_that_says_what_it_is_for() -> N
     assert sorted(each[1] for each in found if each) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES)
 
 
-def test_the_skill_has_its_front_matter_the_recipe_the_mistakes_and_links_that_lead_somewhere() -> None:
+def test_skill_has_front_matter_recipe_mistakes_and_valid_links() -> None:
     _, front, text = SKILL.read_text().split("---\n", 2)
     found = yaml.safe_load(front)
     assert found.keys() == {"name", "description"} and found["name"] == SKILL.parent.name

@@ -75,7 +75,7 @@ HERE = {
 }
 
 
-def test_what_a_page_calls_missing_is_listed_here_and_nothing_else() -> None:
+def test_features_called_missing_on_a_page_are_listed_in_this_test() -> None:
     found = {
         name_of(page).removeprefix("docs/"): [" ".join(claim.split()) for claim in _CLAIM.findall(page.read_text())]
         for page in PAGES
@@ -87,17 +87,17 @@ def test_what_a_page_calls_missing_is_listed_here_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("page", "words"), [(page, words) for page, claims in NOT_HERE.items() for words in claims])
-def test_what_a_page_calls_missing_is_missing(page: str, words: str) -> None:
+def test_features_called_missing_on_a_page_are_missing(page: str, words: str) -> None:
     assert not NOT_HERE[page][words](), f"docs/{page} says that it is not here: {words}"
 
 
-def test_what_is_looked_for_in_vain_would_be_found() -> None:
+def test_search_for_missing_features_would_find_them() -> None:
     assert named("TarShardReader")() and named("Sampler", "TaskEncoder.encode")() and named("SavableLoader(seed)")()
     assert not named("TaskEncoder.sampler", "SavableLoader(sampler)", "Sampler(seed)")()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_page_names_what_is_here_and_only_that(page: Path) -> None:
+def test_page_names_exactly_existing_features(page: Path) -> None:
     text = page.read_text()
     plain = text.replace("*", "")
     assert [
@@ -114,7 +114,7 @@ def test_a_page_names_what_is_here_and_only_that(page: Path) -> None:
         ("all_exhausted_without_replacement", "all", 1, 1),
     ],
 )
-def test_a_blend_ends_as_the_strategy_of_interleave_datasets_that_it_stands_for(
+def test_blend_ends_like_its_interleave_datasets_strategy(
     tmp_path: Path, theirs: str, until: str, small: int | None, large: int
 ) -> None:
     """datasets 5.2.0 gives of 4 and 12 samples, by equal shares, 4 + 4, 12 + 12 and 4 + 12 with these strategies."""

@@ -99,7 +99,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page: Path) -> None:
     run_blocks(blocks, {**given, "__name__": page.stem})
 
 
-def test_every_block_has_a_language_and_those_that_are_not_run_are_counted() -> None:
+def test_every_code_block_has_a_language_and_unrun_ones_are_counted() -> None:
     blocks = {name_of(page): blocks_of(page) for page in PAGES}
     assert {block.language for found in blocks.values() for block in found} <= LANGUAGES
     not_run = {name: sum(block.why is not None for block in found) for name, found in blocks.items()}
@@ -109,27 +109,27 @@ def test_every_block_has_a_language_and_those_that_are_not_run_are_counted() -> 
         assert fences == 2 * len(blocks[name_of(page)]), f"{name_of(page)}: a fence that is indented or not closed"
 
 
-def test_a_savable_command_stands_in_a_block_that_is_run() -> None:
+def test_savable_commands_are_in_executed_blocks() -> None:
     for page in PAGES:
         for block in blocks_of(page):
             if block.language in ("sh", "text"):
                 assert not re.search(r"^(\$ )?savable ", block.text, re.MULTILINE), block.place
 
 
-def test_pages_speak_of_modules_and_files_that_are_there() -> None:
+def test_pages_mention_only_existing_modules_and_files() -> None:
     for page in [*PAGES, README]:
         for name in re.findall(r"`((?:tools|tests|savable_pipeline|task_encoders)/[\w/]+\.py)", page.read_text()):
             assert (ROOT / name).is_file(), f"{name_of(page)}: {name}"
 
 
-def test_pages_speak_of_loggers_that_are_there() -> None:
+def test_pages_mention_only_existing_loggers() -> None:
     for page in [*PAGES, README]:
         for name in re.findall(r"`(savable_pipeline(?:\.(?!testing)[a-z_]+)+)`", page.read_text()):
             path = ROOT / name.replace(".", "/")
             assert path.is_dir() or path.with_suffix(".py").is_file(), f"{name_of(page)}: {name}"
 
 
-def test_pages_import_only_what_is_promised() -> None:
+def test_pages_import_only_public_names() -> None:
     for page in [*PAGES, README]:
         for block in blocks_of(page) if name_of(page) not in FOR_CONTRIBUTORS else ():
             inner = re.findall(
@@ -140,14 +140,14 @@ def test_pages_import_only_what_is_promised() -> None:
             assert not inner, f"{block.place}: {inner}"
 
 
-def test_every_public_name_is_once_on_the_pages_of_the_api() -> None:
+def test_api_pages_have_every_public_name_once() -> None:
     text = "".join(page.read_text() for page in sorted((ROOT / "docs/api").glob("*.md")))
     for module, names in (("", savable_pipeline.__all__), ("custom.", custom.__all__)):
         listed = re.findall(rf"^::: savable_pipeline\.{module}(\w+)$", text, re.MULTILINE)
         assert Counter(listed) == Counter(names)
 
 
-def test_the_page_of_the_command_line_is_written_from_its_help() -> None:
+def test_command_line_page_matches_the_help() -> None:
     page = runpy.run_path(str(ROOT / "tools/site/cli_page.py"))
     assert page["PAGE"].read_text() == page["text"](), "run `python tools/site/cli_page.py`"
 
@@ -212,7 +212,7 @@ def test_a_page_loads_nothing_from_another_host(site: Path) -> None:
 
 
 @pytest.mark.landing
-def test_no_page_makes_a_script_of_the_theme_load_from_another_host(site: Path) -> None:
+def test_theme_scripts_load_nothing_from_another_host(site: Path) -> None:
     pages = "".join(page.read_text() for page in site.rglob("*.html"))
     for script in site.rglob("*.js"):
         for address in re.findall(r"[\"'`](https?://[^\"'`]+)", script.read_text()):
@@ -222,7 +222,7 @@ def test_no_page_makes_a_script_of_the_theme_load_from_another_host(site: Path) 
 
 
 @pytest.mark.landing
-def test_every_page_is_found_from_the_contents(site: Path) -> None:
+def test_every_page_is_in_the_contents(site: Path) -> None:
     contents = (ROOT / "mkdocs.yml").read_text()
     assert not [name_of(page) for page in PAGES if str(page.relative_to(ROOT / "docs")) not in contents]
 
@@ -234,7 +234,7 @@ def test_the_site_has_llms_txt_and_the_pages_that_it_names(site: Path) -> None:
     assert not [link for link in links if not (site / link).is_file()]
 
 
-def test_a_picture_that_is_to_be_whole_on_a_phone_is_drawn_for_one() -> None:
+def test_images_for_phones_fit_a_phone() -> None:
     shown = {name for page in PAGES for name in re.findall(r'"picture narrow".*\n!\[.+\]\((.+)\)', page.read_text())}
     assert shown == {
         f"assets/{name}.svg" for name in ("checkpoint", "data-path", "in-flight", "packing", "ranks", "types")
@@ -245,7 +245,7 @@ def test_a_picture_that_is_to_be_whole_on_a_phone_is_drawn_for_one() -> None:
     assert re.search(r"\.picture\.narrow img \{ min-width: 0;", (ROOT / "docs/assets/pages.css").read_text())
 
 
-def test_the_messages_on_their_page_are_those_of_the_code() -> None:
+def test_messages_page_matches_the_code() -> None:
     told = _texts_of_the_code()
     text = (ROOT / "docs/troubleshooting.md").read_text()
     messages = [line[2:].split("` | ")[0].strip("`") for line in text.splitlines() if line.startswith("| `")]

@@ -77,7 +77,7 @@ def sections(docstring: griffe.Docstring | None, kind: str) -> list[Any]:
     return [each for section in parsed if section.kind.value == kind for each in section.value]
 
 
-def test_args_of_every_public_docstring_are_the_arguments(promised: Promised) -> None:
+def test_args_sections_match_the_arguments(promised: Promised) -> None:
     lacking, unknown = [], []
     for value_name, value in promised.items():
         for name, docstring, expected in callables(value_name, value):
@@ -89,7 +89,7 @@ def test_args_of_every_public_docstring_are_the_arguments(promised: Promised) ->
     assert not unknown, "no such argument:\n" + "\n".join(unknown)
 
 
-def test_raises_of_every_public_docstring_names_errors(promised: Promised) -> None:
+def test_raises_sections_name_errors(promised: Promised) -> None:
     known = {name for name in dir(builtins) if name.endswith("Error")} | set(vars(errors)) | _OTHER_ERRORS
     raised = {
         str(each.annotation): name

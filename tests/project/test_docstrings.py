@@ -136,7 +136,7 @@ BLOCKS = [(name, code) for name, value in public_names().items() for code in exa
 
 
 @pytest.mark.parametrize(("name", "code"), BLOCKS, ids=[name for name, _ in BLOCKS])
-def test_an_example_gives_what_its_comments_say(
+def test_docstring_example_matches_its_comments(
     name: str, code: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -154,7 +154,7 @@ DOCTESTS = [test for name, value in public_names().items() for test in doctests(
 
 
 @pytest.mark.parametrize("test", DOCTESTS, ids=[test.name for test in DOCTESTS])
-def test_a_doctest_gives_what_it_shows(
+def test_doctest_prints_what_it_shows(
     test: doctest.DocTest, numbered_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(numbered_folder)
@@ -174,5 +174,5 @@ def test_an_example_whose_comment_is_wrong_fails(code: str) -> None:
         run_example(code, "wrong")
 
 
-def test_the_comment_of_an_expression_is_compared_and_any_other_is_not() -> None:
+def test_only_comments_of_expressions_are_compared() -> None:
     assert run_example("x = [1,  # one\n  2]  # both\nx  # [1, 2]\nx[5]  # IndexError: list index ...\n", "right") == 2

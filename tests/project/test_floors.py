@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_table_of_folders_is_the_contract_of_the_floors() -> None:
+def test_table_of_folders_equals_the_import_contract() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     floors = next(each["layers"] for each in contracts if each["type"] == "layers")
     page = (ROOT / "docs/architecture.md").read_text()

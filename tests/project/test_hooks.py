@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 @pytest.mark.landing
 @pytest.mark.parametrize("command", ["ruff format --check .", "ruff check .", "mypy"])
-def test_the_hook_passes(command: str) -> None:
+def test_commit_hook_passes(command: str) -> None:
     done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -55,7 +55,7 @@ def test_the_tests_mirror_the_folders_of_the_package() -> None:
     assert folders <= tested
 
 
-def test_the_wheel_holds_the_two_packages_and_nothing_else() -> None:
+def test_wheel_has_only_the_two_packages() -> None:
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel == {"packages": ["savable_pipeline", "task_encoders"]}
     assert all((ROOT / package / "py.typed").exists() for package in wheel["packages"])

@@ -30,11 +30,11 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline": 211,
     "savable_pipeline/core": 1321,
     "savable_pipeline/data": 13545,
-    "savable_pipeline/run": 8354,
+    "savable_pipeline/run": 8324,
     "savable_pipeline/stages": 6649,
     "savable_pipeline/tools": 6518,
-    "savable_pipeline/trainers": 2598,
-    "task_encoders": 2439,
+    "savable_pipeline/trainers": 2597,
+    "task_encoders": 2438,
 }
 MOST_LINES_OF_TOOLS = 6058  # of the repository's own: quickstart, benchmarks, soaks, trials
 MOST_BENCHMARKS = 10  # commands in tools/bench; the timer, the data and the other loaders are not
@@ -42,7 +42,7 @@ NO_COMMANDS = {"rounds.py", "data.py", "ours.py", "peers.py"}  # the last one is
 STILL_TWICE = {"SavableData"}  # of the trainers that call their callback so
 
 
-def test_no_public_class_name_stands_twice() -> None:
+def test_no_public_class_name_is_defined_twice() -> None:
     classes = Counter(
         node.name
         for path in FILES
@@ -73,23 +73,23 @@ def test_no_class_and_no_function_is_too_long() -> None:
     assert not too_long
 
 
-def test_no_folder_has_more_lines_of_code_than_it_had() -> None:
+def test_no_folder_has_more_lines_of_code_than_before() -> None:
     found: dict[str, int] = MEASURE["lines_by_folder"]()
     assert found.keys() == MOST_LINES.keys()
     assert not {name: lines for name, lines in found.items() if lines > MOST_LINES[name]}
 
 
-def test_the_tools_have_no_more_lines_of_code_than_they_had() -> None:
+def test_tools_have_no_more_lines_of_code_than_before() -> None:
     assert sum(code_lines(path.read_text()) for path in (ROOT / "tools").rglob("*.py")) <= MOST_LINES_OF_TOOLS
 
 
-def test_benchmarks_are_few_and_each_is_named_on_a_page() -> None:
+def test_benchmarks_are_few_and_each_is_on_a_page() -> None:
     commands = {path.name for path in (ROOT / "tools/bench").rglob("*.py")} - NO_COMMANDS
     assert len(commands) <= MOST_BENCHMARKS
     assert commands == {name for name, _ in _benchmarks_on_pages()}
 
 
-def test_benchmarks_that_pages_name_are_there() -> None:
+def test_benchmarks_named_on_pages_exist() -> None:
     """Such as `python tools/bench/workers.py scaling`: the file, and its word as its docstring has it."""
     for name, word in _benchmarks_on_pages():
         text = (ROOT / "tools/bench" / name).read_text()
@@ -102,7 +102,7 @@ def _benchmarks_on_pages() -> set[tuple[str, str]]:
     return {(name, word) for each in found for name, word in each}
 
 
-def test_the_measure_of_the_house_counts_lines_files_and_walks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measure_counts_lines_files_and_import_walks(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "tools/house/measure.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert "code lines of" in printed and f"{len(FILES)} files, " in printed

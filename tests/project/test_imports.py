@@ -100,7 +100,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 
-def test_a_line_of_its_stub_makes_a_name_public_and_no_other_edit() -> None:
+def test_one_line_of_a_stub_makes_a_name_public() -> None:
     for module in (savable_pipeline, custom, energon, convert, task_encoders):
         assert module.__file__ is not None
         stub = Path(module.__file__).with_suffix(".pyi").read_text()
@@ -112,7 +112,7 @@ def test_a_line_of_its_stub_makes_a_name_public_and_no_other_edit() -> None:
             _ = module.Nothing
 
 
-def test_every_format_has_a_name_of_its_own_and_is_the_same_in_another_process() -> None:
+def test_every_format_has_a_unique_stable_name() -> None:
     for form in FORMATS:
         assert format_named(form.name) is form
         copy = pickle.loads(pickle.dumps(form))
@@ -120,7 +120,7 @@ def test_every_format_has_a_name_of_its_own_and_is_the_same_in_another_process()
     assert len({form.index_name for form in FORMATS}) == len(FORMATS)
 
 
-def test_names_and_a_run_with_a_worker_import_nothing_that_they_do_not_use(tmp_path: Path) -> None:
+def test_imports_and_a_run_with_a_worker_load_no_unused_module(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "lines").mkdir()
     (tmp_path / "lines/0.jsonl").write_text('{"id": 1}\n' * 40)

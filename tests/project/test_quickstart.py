@@ -76,7 +76,7 @@ def test_a_resume_that_forgets_something_fails_loudly(
     assert f"FAILED: python: step 10 has another {what}, " in capsys.readouterr().out
 
 
-def test_the_first_minute_says_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_first_minute_prints_equal_batches(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first_minute.main(tmp_path)
     printed = capfd.readouterr().out
     assert "20 samples in 1 shard" in printed and f"{tmp_path / 'preview.html'}: " in printed
@@ -86,7 +86,7 @@ def test_the_first_minute_says_the_same(tmp_path: Path, capfd: pytest.CaptureFix
 
 
 @pytest.mark.long
-def test_the_first_minute_fails_where_a_resume_gives_others(
+def test_first_minute_fails_if_a_resume_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first_minute.main(tmp_path)
@@ -117,13 +117,13 @@ def test_a_run_is_killed_in_the_middle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("fails_at", "message"), [(None, "ended before it could be killed"), (5, "exit code 3")])
-def test_a_run_that_ended_otherwise_is_no_result(fails_at: int | None, message: str, tmp_path: Path) -> None:
+def test_run_that_ended_early_is_not_a_result(fails_at: int | None, message: str, tmp_path: Path) -> None:
     with runs.Run(tmp_path / "a.jsonl", count, 0.0, fails_at) as run, pytest.raises(SystemExit, match=message):
         run.finish()
         run.kill()
 
 
-def test_a_last_line_that_is_not_whole_is_read_when_it_is(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_read_once_complete(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with runs.Run(path, count, 0.0) as run:
         assert list(run.finish()) == list(range(10))
@@ -136,7 +136,7 @@ def test_a_last_line_that_is_not_whole_is_read_when_it_is(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("on_a_terminal", [True, False])
-def test_bars_are_drawn_on_a_terminal_and_lines_elsewhere(on_a_terminal: bool, tmp_path: Path) -> None:
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(on_a_terminal: bool, tmp_path: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=on_a_terminal, width=100)
     paths = [tmp_path / "whole.jsonl", tmp_path / "again.jsonl"]
@@ -157,14 +157,14 @@ def test_equal_logs_do_not_differ(trial: Trial) -> None:
 
 @pytest.mark.parametrize("run", ["killed", "resumed"])
 @pytest.mark.parametrize("what", ["batch", "loss"])
-def test_what_differs_is_named_in_either_run_of_a_step_done_twice(trial: Trial, run: str, what: str) -> None:
+def test_difference_is_named_in_either_run_of_a_repeated_step(trial: Trial, run: str, what: str) -> None:
     getattr(trial, run)[5][what] = "another"
     assert trial.difference == f"step 5 has another {what}, another instead of {'b5' if what == 'batch' else '5.0'}"
     assert "[bold red]FAILED" in str(trial)
 
 
 @pytest.mark.parametrize("run", ["resumed", "uninterrupted"])
-def test_a_step_that_was_never_done_differs(trial: Trial, run: str) -> None:
+def test_missing_step_is_a_difference(trial: Trial, run: str) -> None:
     del getattr(trial, run)[9]
     assert trial.difference == "step 9 is missing"
 
@@ -174,7 +174,7 @@ def test_the_last_bit_of_a_loss_counts(trial: Trial) -> None:
     assert trial.difference == "step 8 has another loss, 8.000000000000002 instead of 8.0"
 
 
-def test_a_difference_is_said_loudly_and_exits_with_1(
+def test_difference_is_printed_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(quickstart, "console", Console(file=sys.stdout, width=500))

@@ -28,7 +28,7 @@ def folder_with_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_recipe_resumed_from_its_own_checkpoint_goes_on_with_the_same_batches() -> None:
+def test_recipe_resumed_from_its_checkpoint_yields_the_same_batches() -> None:
     whole: list[str] = []
     _train(lambda step, batch: whole.append(digest(batch)), num_workers=0)
     assert len(whole) == 30
@@ -51,7 +51,7 @@ def test_the_recipe_resumed_from_its_own_checkpoint_goes_on_with_the_same_batche
 
 
 @pytest.mark.landing
-def test_the_recipe_pasted_into_a_file_runs_twice_ends_and_is_previewed_without_training() -> None:
+def test_recipe_in_a_file_runs_twice_and_previews_without_training() -> None:
     Path("train.py").write_text(_recipe())
     with contextlib.redirect_stdout(io.StringIO()) as first:
         runpy.run_path("train.py", run_name="__main__")
@@ -82,7 +82,7 @@ def _train(train_step: Callable[[int, Any], None], num_workers: int | None = Non
     exec(code, {"train_step": train_step, "__name__": "__main__"})
 
 
-def test_the_commands_of_readme_stand_where_newcomers_and_tests_look_for_them() -> None:
+def test_readme_commands_are_where_readers_and_tests_expect_them() -> None:
     text = README.read_text()
     ends = {
         "First minute": "tools/quickstart/first_minute.py",
@@ -94,7 +94,7 @@ def test_the_commands_of_readme_stand_where_newcomers_and_tests_look_for_them() 
         assert block and block[1].endswith(end) and "\n" not in block[1], heading
 
 
-def test_readme_is_short_and_its_links_lead_to_files() -> None:
+def test_readme_is_short_and_its_links_are_valid() -> None:
     text = README.read_text()
     assert text.count("\n") <= 165
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not link.startswith("http")]
@@ -123,7 +123,7 @@ def test_the_sample_of_readme_runs_as_pasted_and_resumes_with_the_same_batches()
     assert len(printed[2]) == 40 and printed[0] + printed[1] == printed[2]
 
 
-def test_readme_and_start_say_nothing_twice() -> None:
+def test_readme_and_start_page_do_not_repeat_each_other() -> None:
     """No eight words in a row are in both, in prose and tables, whatever the marks between them."""
     prose = [re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE) for page in (README, START)]
     readme, start = (_runs_of_words(text, 8) for text in prose)

@@ -36,7 +36,7 @@ def test_every_argument_is_shown_with_its_type(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, found in NAMES.items() if isinstance(found, type)])
-def test_so_is_every_argument_of_a_public_method(name: str) -> None:
+def test_every_argument_of_a_public_method_is_shown_with_its_type(name: str) -> None:
     methods = dict(inspect.getmembers(NAMES[name], inspect.isfunction))
     methods.pop("then", None)  # it passes on what a user's own stage takes
     assert not {
@@ -44,7 +44,7 @@ def test_so_is_every_argument_of_a_public_method(name: str) -> None:
     }
 
 
-def test_a_stage_of_two_kinds_shows_all_its_arguments_with_their_defaults() -> None:
+def test_stage_with_two_signatures_shows_all_arguments_with_defaults() -> None:
     blend = inspect.signature(sp.Blend).parameters
     assert {name: each.default for name, each in blend.items()} == {
         "sources": inspect.Parameter.empty,

@@ -52,7 +52,7 @@ def write_sources(folder: Path) -> None:
 @pytest.mark.landing
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "chat"])
-def test_a_model_learns_from_what_its_encoder_makes(name: str, prepared: Any, tmp_path: Path) -> None:
+def test_model_learns_from_its_encoders_batches(name: str, prepared: Any, tmp_path: Path) -> None:
     recipe = prepared(name)
     torch.manual_seed(0)
     model = recipe.model()

@@ -38,7 +38,7 @@ def _is_installed(module: str) -> bool:
 
 
 @pytest.mark.landing
-def test_the_scripts_run_as_they_are_and_go_on_when_they_are_run_again(tmp_path: Path) -> None:
+def test_trainer_scripts_run_unchanged_and_resume_when_run_again(tmp_path: Path) -> None:
     installed = [trainer for trainer, module in NEEDS.items() if _is_installed(module)]
     assert "torch" in installed
     command = [sys.executable, "-m", "tests.support.page_scripts", str(tmp_path), *installed]
@@ -63,7 +63,7 @@ def test_each_trainer_has_its_script_with_a_guard() -> None:
         assert re.search(r'^if __name__ == "__main__":\n    main\(\)\n\Z', found[trainer], re.MULTILINE), trainer
 
 
-def test_a_script_beside_a_page_is_linked_there_and_the_lines_that_the_page_shows_are_its_own() -> None:
+def test_script_of_a_page_is_linked_and_matches_the_shown_lines() -> None:
     for path in FOLDER.glob("*.py"):
         (page,) = [page for page in FOLDER.glob("*.md") if f"]({path.name})" in page.read_text()]
         lines = {line.strip() for line in path.read_text().splitlines()}
@@ -72,7 +72,7 @@ def test_a_script_beside_a_page_is_linked_there_and_the_lines_that_the_page_show
         assert not [line for block in shown for line in block.text.splitlines() if line.strip() not in lines], path
 
 
-def test_each_script_with_a_causal_model_gives_it_what_model_inputs_makes() -> None:
+def test_each_script_with_a_causal_model_uses_model_inputs() -> None:
     causal = {title: text for title, text in scripts().items() if "ForCausalLM" in text}
     causal.pop("train_grpo.py")  # whose batches are prompts
     assert set(causal) == {f"train_{name}.py" for name in ("accelerate", "fabric", "hf", "lightning", "sft")}
@@ -82,7 +82,7 @@ def test_each_script_with_a_causal_model_gives_it_what_model_inputs_makes() -> N
 
 
 @pytest.mark.parametrize("name", sorted(BY_A_TRIAL))
-def test_a_module_beside_a_page_compiles_and_is_the_one_that_its_trial_runs(name: str) -> None:
+def test_module_of_a_page_compiles_and_is_used_by_its_trial(name: str) -> None:
     text = (FOLDER / f"{name}.py").read_text()
     compile(text, name, "exec")
     trials = [path.read_text() for path in (ROOT / "tools/trials").glob("*.py")]

@@ -21,6 +21,7 @@ from savable_pipeline import custom
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.bucket_batcher import BucketRule, BucketSizes
+from savable_pipeline.stages.item_buffer import made_items
 from savable_pipeline.testing import _take_step, assert_exact_resume
 from tests.conftest import write_numbered_shards
 from tests.stages.packing.test_packer import Items, Packs
@@ -83,7 +84,7 @@ def test_batch_has_the_refs_of_its_items_and_is_rebuilt_from_them() -> None:
     batch = next(stage)
     assert stage.ref == (0, (0, 0, 0), (2, 0, 0))
     assert stage.fetch(stage.ref) == batch
-    assert stage.held_items == 1
+    assert made_items(stage) == 1
 
 
 @pytest.mark.parametrize("restore", [False, True])
@@ -195,7 +196,7 @@ def test_resume_anywhere_is_exact_with_and_without_buffered_items(
         else:
             state, stage = msgspec.msgpack.decode(msgspec.msgpack.encode(stage.save_state())), make()
             stage.restore_state(state)
-            assert stage.source.fetched == [] and stage.held_items == 0  # type: ignore[attr-defined]
+            assert stage.source.fetched == [] and made_items(stage) == 0  # type: ignore[attr-defined]
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(stage.save_state())) == state
     assert batches + list(stage) == expected
 

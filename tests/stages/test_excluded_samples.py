@@ -305,7 +305,7 @@ def test_lane_with_only_excluded_samples_is_an_error(shards: str, tmp_path: Path
 
 
 def test_refs_are_filtered_by_exclusion() -> None:
-    excluded = ExcludedSamples.of_reader(0, frozenset([1])) | ExcludedSamples.of_reader(2, frozenset([5]))
+    excluded = ExcludedSamples({0: frozenset([1])}) | ExcludedSamples({2: frozenset([5])})
     tagged = 2 << 48 | 5
     for ref, left in [
         ((1, 0, 0), None),

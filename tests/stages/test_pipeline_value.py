@@ -232,7 +232,7 @@ def test_pipeline_prints_as_the_tree_of_its_stages() -> None:
             "└─ Batcher(size=4, drop_last=True)",
             "   └─ Blend(weights={'web': 3, 'books': 1})",
             "      └─ web: Encode(ident)",
-            "         └─ SampleFilter(ident)",
+            "         └─ Filter(ident)",
             "            └─ read('web/', shuffle=False)",
             "      └─ books: Encode(made_encoder)",
             "         └─ read(('a.tar', 'b.tar'))",

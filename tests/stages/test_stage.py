@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -13,6 +14,7 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.stages.item_ref import Element
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.toy_faults import NumberEncoder
 
@@ -318,42 +320,39 @@ def test_users_stage_gets_the_samples_to_avoid(shards: str) -> None:
 # What the loader asks for.
 
 
-class Reading(custom.PassThrough, custom.SampleStage):
-    """Has a few of the methods that the loader asks stages for, as their docstrings said."""
+class Files:
+    """The files that an own stage reads."""
 
-    looked: list[int]
-
-    def __init__(self, source: custom.SampleStage) -> None:
-        super().__init__(source)
-        self.looked = []
-
-    def __next__(self) -> Any:
-        return next(self.source)
+    def __init__(self) -> None:
+        self.looked: list[int] = []
+        self.store = self
 
     def verify(self, slot: int) -> None:
         self.looked.append(slot)
 
-    def stores_read(self) -> list[Any]:
-        return []
+    def verify_given(self) -> None:
+        self.looked.append(-1)
 
-    @property
-    def held_items(self) -> int:
-        return 7
+
+class Reading(custom.PassThrough, custom.SampleStage):
+    """Has what the loader asks of stages that read files, or know their length."""
+
+    def __init__(self, source: custom.SampleStage) -> None:
+        super().__init__(source)
+        self.datasets = (Files(),)
+        self.held = custom.ItemBuffer(self)
+        self.held.add([Element((number, 0, 0), "a sample") for number in range(7)])
+
+    def __next__(self) -> Any:
+        return next(self.source)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
         return 5
-
-    def addresses(self) -> dict[str, str]:
-        return {"table": "here"}
-
-    def settings(self) -> dict[str, Any]:
-        return {"table": 1}
 
 
 def test_loader_calls_optional_methods_of_a_stage_that_has_them(shards: str) -> None:
     from savable_pipeline.run.engine.lane_runner import LaneRunner
     from savable_pipeline.run.engine.messages import LaneJob
-    from savable_pipeline.run.state.fingerprint import fingerprint
     from savable_pipeline.run.state.lane_state import LaneState, pack_state
 
     made: list[Reading] = []
@@ -364,9 +363,39 @@ def test_loader_calls_optional_methods_of_a_stage_that_has_them(shards: str) -> 
 
     runner = LaneRunner(LaneJob(pipeline, 0, 1), shared={})
     found = runner.deliver(0, pack_state(LaneState(0, 0)))
-    assert made[-1].looked == [0] and found.rebuild_s > 0
+    runner.verify_delivered()
+    assert made[-1].datasets[0].looked == [0, -1] and found.rebuild_s > 0
     assert len(sp.SavableLoader(pipeline, seed=0, lanes=1)) == 2  # of 5 elements
-    assert fingerprint(pipeline(sp.Lane()), lanes=1, seed=0).addresses["Reading.table"] == "here"
+
+
+def test_a_stage_of_ones_own_has_few_members_to_know() -> None:
+    members = {*dir(custom.Stage), *custom.Stage.__annotations__}
+    assert len({name for name in members if name[0] != "_"}) <= 12
+
+
+OF_A_STAGE = {"take_from", "take_elements", "make_elements", "is_certain", "count_of", "sizes_of", "is_one_to_one"}
+
+
+def names_used_of_others(kind: ast.ClassDef) -> set[str]:
+    """What a class uses of the stage before it: its members, and the functions of `chunked_stage.py`."""
+    used = set()
+    for node in ast.walk(kind):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in {"source", "stage"}:
+            used.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in OF_A_STAGE:
+            used.add(node.func.id)
+    return used
+
+
+def test_a_stage_uses_few_names_of_another() -> None:
+    used = {
+        kind.name: names_used_of_others(kind)
+        for path in Path(custom.__file__).parent.glob("stages/**/*.py")
+        for kind in ast.walk(ast.parse(path.read_text()))
+        if isinstance(kind, ast.ClassDef)
+    }
+    assert len(used["Blend"]) > 4, "nothing is counted"
+    assert not {name: names for name, names in used.items() if len(names) > 8}
 
 
 # A filter that leaves everything out.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.filters import ItemFilter
+from savable_pipeline.stages.filters import Filter
 from savable_pipeline.stages.stage import State
 from tests.support.toy_stores import number_of
 
@@ -193,4 +193,4 @@ def _step(stage: Any, name: str, setting: Any, held_bytes: int) -> Any:
         return sp.OnlinePacker(stage, too_long="truncate", max_buffer_bytes=held_bytes, **how)
     if name == "choose":
         return custom.ItemPacker(stage, size=setting, select=thirds, max_buffer_bytes=held_bytes)
-    return ItemFilter(stage, seldom_zero) if name == "filter" else Swapped(stage)
+    return Filter(stage, seldom_zero) if name == "filter" else Swapped(stage)

@@ -143,7 +143,7 @@ def by_them(path: Path) -> Grouped:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_samples_are_those_of_webdataset(tars: Path, kind: str) -> None:
+def test_samples_equal_webdatasets(tars: Path, kind: str) -> None:
     names = names_of(tars, kind)
     found = [by_us(tars / name) for name in names]
     assert found == [by_them(tars / name) for name in names]
@@ -151,7 +151,7 @@ def test_samples_are_those_of_webdataset(tars: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_offsets_are_those_of_energon(tars: Path, tmp_path: Path, kind: str) -> None:
+def test_offsets_equal_energons(tars: Path, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("megatron.energon")
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator

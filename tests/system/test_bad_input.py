@@ -62,7 +62,7 @@ def shard_errors() -> dict[str, tuple[Callable[[Path], Any], str]]:
 
 
 @pytest.mark.parametrize(("what", "num_workers"), [*((what, 0) for what in shard_errors()), ("truncated", 2)])
-def test_shards_that_cannot_be_read(tmp_path: Path, what: str, num_workers: int) -> None:
+def test_unreadable_shards_have_a_clear_error(tmp_path: Path, what: str, num_workers: int) -> None:
     make, message = shard_errors()[what]
     make(tmp_path / "shards")
     with pytest.raises(sp.ShardError, match=message):
@@ -70,7 +70,7 @@ def test_shards_that_cannot_be_read(tmp_path: Path, what: str, num_workers: int)
 
 
 @pytest.mark.parametrize(("change", "num_workers"), [("unlink", 0), ("cut", 0), ("unlink", 2)])
-def test_a_shard_that_goes_while_it_is_read(make_shards: Any, change: str, num_workers: int) -> None:
+def test_shard_deleted_during_a_run_has_a_clear_error(make_shards: Any, change: str, num_workers: int) -> None:
     """The trainer indexes it; then, before a worker opens it, someone cleans up."""
     folder = make_shards([20])
     own = loader(partial(number_pipeline, str(folder)), num_workers)
@@ -89,14 +89,14 @@ def test_a_shard_that_goes_while_it_is_read(make_shards: Any, change: str, num_w
 
 
 @with_and_without_workers
-def test_an_encoder_that_raises(make_shards: Any, tmp_path: Path, num_workers: int) -> None:
+def test_raising_encoder_has_a_clear_error(make_shards: Any, tmp_path: Path, num_workers: int) -> None:
     pipeline = partial(number_pipeline, str(make_shards([20])), encoder=FaultyEncoder("value", 0, tmp_path / "never"))
     with pytest.raises(sp.EncodeError, match=r"sample 's000000' of 0000\.tar: ValueError: no such colour\."):
         next(loader(pipeline, num_workers))
 
 
 @with_and_without_workers
-def test_an_endless_run_in_which_every_sample_is_skipped(make_shards: Any, num_workers: int) -> None:
+def test_endless_run_that_skips_every_sample_has_a_clear_error(make_shards: Any, num_workers: int) -> None:
     pipeline = partial(number_pipeline, str(make_shards([20])), encoder=SkipEverything())
     with pytest.raises(sp.EncodeError, match=r"skipped [\d,]+ samples in a row, the last one with 'not wanted'"):
         next(loader(pipeline, num_workers))
@@ -109,7 +109,7 @@ def test_a_finite_run_in_which_every_sample_is_skipped_is_an_error(make_shards: 
         next(own)
 
 
-def test_an_endless_run_in_which_no_item_fits_a_pack(make_shards: Any) -> None:
+def test_endless_run_without_a_fitting_item_has_a_clear_error(make_shards: Any) -> None:
     told = r"items in a row were longer than max_length, the last one with 5\. Raise max_length=4"
     with pytest.raises(sp.EncodeError, match=told):
         next(loader(partial(too_long_pipeline, str(make_shards([20])))))
@@ -126,7 +126,7 @@ def too_long_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.OnlinePacker(sp.Encode(sp.TarShardReader(shards, lane), Long()), max_length=4), size=1)
 
 
-def test_a_pipeline_that_returns_no_stage() -> None:
+def test_pipeline_that_returns_no_stage_has_a_clear_error() -> None:
     own = loader(no_stage_pipeline)
     for use in (own.state_dict, own.__next__):
         with pytest.raises(ValueError, match=r"a pipeline must return its last stage \(such as a Batcher\), not list"):
@@ -170,20 +170,20 @@ def refused(pipeline: Any, state: Any, kind: type[Exception] = StateError, **set
     ],
     ids=["None", "list", "bytes", "empty", "a model", "another loader"],
 )
-def test_a_state_of_another_type_or_of_something_else(pipeline: Any, wrong: Any, message: str) -> None:
+def test_state_of_another_type_has_a_clear_error(pipeline: Any, wrong: Any, message: str) -> None:
     assert message in refused(pipeline, wrong)
     with pytest.raises(StateError, match=message):
         sp.merge_states([wrong])
 
 
 @pytest.mark.parametrize("version", [0, STATE + 1, str(STATE), None])
-def test_a_state_of_another_version(pipeline: Any, state: dict[str, Any], version: Any) -> None:
+def test_state_of_another_version_has_a_clear_error(pipeline: Any, state: dict[str, Any], version: Any) -> None:
     saved = f"ORDER {ORDER} and STATE {'none' if version is None else repr(version)}"
     told = f"the state: saved with {saved}, but this release reads ORDER {ORDER} and STATE {STATE}. "
     assert told in refused(pipeline, {**state, "state": version})
 
 
-def test_a_lane_of_another_version(pipeline: Any, state: dict[str, Any]) -> None:
+def test_lane_of_another_version_has_a_clear_error(pipeline: Any, state: dict[str, Any]) -> None:
     raw = state["lane_00000"]
     assert f"lane_00000: saved with ORDER {ORDER} and STATE 9, but this release reads ORDER" in refused(
         pipeline, {**state, "lane_00000": raw[:4] + (9).to_bytes(2, "little") + raw[6:]}
@@ -194,15 +194,17 @@ def test_a_lane_of_another_version(pipeline: Any, state: dict[str, Any]) -> None
     ("name", "value"),
     [("lanes", -1), ("epoch", 1.5), ("slot", None), ("lanes", "3"), ("epoch", True), ("slot", torch.tensor(3))],
 )
-def test_a_number_that_is_no_count(pipeline: Any, state: dict[str, Any], name: str, value: Any) -> None:
+def test_number_that_is_not_a_count_has_a_clear_error(
+    pipeline: Any, state: dict[str, Any], name: str, value: Any
+) -> None:
     assert f"{name} of the state is {value!r}, not a count" in refused(pipeline, {**state, name: value})
 
 
-def test_no_lanes(pipeline: Any, state: dict[str, Any]) -> None:
+def test_state_without_lanes_has_a_clear_error(pipeline: Any, state: dict[str, Any]) -> None:
     assert "no lanes" in refused(pipeline, {**state, "lanes": 0})
 
 
-def test_an_entry_that_is_no_state(pipeline: Any, state: dict[str, Any]) -> None:
+def test_entry_that_is_not_a_state_has_a_clear_error(pipeline: Any, state: dict[str, Any]) -> None:
     for value in (None, 3, "text", [], torch.ones(3), b"", b"SAVL"):
         for name in ("fingerprint", "lane_00001"):
             assert refused(pipeline, {**state, name: value}).startswith(f"{name}: ")
@@ -210,7 +212,9 @@ def test_an_entry_that_is_no_state(pipeline: Any, state: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["fingerprint", "lane_00001"])
-def test_a_flipped_byte_anywhere_and_a_cut_anywhere(pipeline: Any, state: dict[str, Any], name: str, step: int) -> None:
+def test_flipped_byte_or_truncation_anywhere_has_a_clear_error(
+    pipeline: Any, state: dict[str, Any], name: str, step: int
+) -> None:
     own = loader(pipeline, lanes=2)
     raw = state[name]
     for at in (*range(40), *range(40, len(raw), step)):
@@ -220,7 +224,7 @@ def test_a_flipped_byte_anywhere_and_a_cut_anywhere(pipeline: Any, state: dict[s
     own.load_state_dict(state)
 
 
-def test_a_whole_state_of_other_stages(pipeline: Any, state: dict[str, Any]) -> None:
+def test_state_of_other_stages_has_a_clear_error(pipeline: Any, state: dict[str, Any]) -> None:
     """As if by hand: the fingerprint agrees, the checksum too, but the stages' part is of another stage."""
     lane = unpack_state(state["lane_00001"], LaneState, "lane")
     other = pack_state(msgspec.structs.replace(lane, stages={"position": 3}))
@@ -270,7 +274,7 @@ def encoded(shards: Any) -> custom.Stage:
         (lambda shards: sp.StatefulDataset(no_stage_pipeline, seed=0, lanes=-4), "lanes must be at least 1, not -4"),
     ],
 )
-def test_a_wrong_number_in_a_stage(make_shards: Any, make: Callable[[Any], Any], message: str) -> None:
+def test_wrong_number_in_a_stage_has_a_clear_error(make_shards: Any, make: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(make_shards([4]))
 
@@ -294,7 +298,7 @@ def test_a_wrong_number_in_a_stage(make_shards: Any, make: Callable[[Any], Any],
     ],
     ids=str,
 )
-def test_a_wrong_argument_of_the_loader(pipeline: Any, settings: dict[str, Any], message: str) -> None:
+def test_wrong_argument_of_the_loader_has_a_clear_error(pipeline: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         loader(pipeline, **settings)
 
@@ -308,13 +312,13 @@ def test_every_seed_of_64_bits_is_a_seed(pipeline: Any, seed: int) -> None:
     assert derive_key(seed) != derive_key(7)
 
 
-def test_the_shards_of_a_reader_are_checked_when_the_loader_first_looks_and_not_a_worker_later(tmp_path: Path) -> None:
+def test_shards_of_a_reader_are_checked_first_in_the_trainer(tmp_path: Path) -> None:
     own = loader(partial(number_pipeline, str(tmp_path / "nothing")), 2, workers=sp.Workers(start_method="spawn"))
     for use in (own.state_dict, own.__next__, partial(own.load_state_dict, {})):
         with pytest.raises(sp.SavableError):
             use()
 
 
-def test_a_world_size_that_does_not_divide_in_assert_exact_resume(pipeline: Any) -> None:
+def test_assert_exact_resume_rejects_a_world_size_that_does_not_divide(pipeline: Any) -> None:
     with pytest.raises(ValueError, match="5 ranks do not divide lanes=12"):
         assert_exact_resume(pipeline, steps=1, world_sizes=(5,))

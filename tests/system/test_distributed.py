@@ -59,7 +59,7 @@ def by_slot(ranks: list[list[str]], first: int = 0) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_ranks_of_a_finite_run_see_the_slots_of_one_rank_and_end_at_one_step(runs: Any, world_size: int) -> None:
+def test_ranks_of_a_finite_run_get_the_slots_of_one_rank_and_end_together(runs: Any, world_size: int) -> None:
     folder, seen = runs
     one = alone(folder, epochs=1)
     expected = [take(one, 1000), take(one, 1000), take(one, world_size)]
@@ -73,9 +73,7 @@ def test_the_ranks_of_a_finite_run_see_the_slots_of_one_rank_and_end_at_one_step
 
 
 @pytest.mark.parametrize("name,settings", [("endless", {}), ("finite", {"epochs": 1})])
-def test_a_distributed_checkpoint_of_2_ranks_goes_on_at_2_4_and_1(
-    runs: Any, name: str, settings: dict[str, Any]
-) -> None:
+def test_distributed_checkpoint_of_2_ranks_resumes_on_2_4_and_1(runs: Any, name: str, settings: dict[str, Any]) -> None:
     folder, seen = runs
     one = alone(folder, **settings)
     take(one, SAVED_AT)
@@ -95,7 +93,7 @@ def test_a_distributed_checkpoint_of_2_ranks_goes_on_at_2_4_and_1(
 
 
 @pytest.mark.parametrize("name,settings", [("endless", {}), ("finite", {"epochs": 1})])
-def test_the_gathered_state_is_the_joined_one_on_every_rank(runs: Any, name: str, settings: dict[str, Any]) -> None:
+def test_gathered_state_equals_the_merged_one_on_every_rank(runs: Any, name: str, settings: dict[str, Any]) -> None:
     folder, seen = runs
     ranks = seen[2]
     merged = sp.merge_states(rank[f"own_{name}"] for rank in ranks)
@@ -105,7 +103,7 @@ def test_the_gathered_state_is_the_joined_one_on_every_rank(runs: Any, name: str
     assert one.state_dict() == merged
 
 
-def test_ranks_resume_a_padded_epoch_give_each_sample_once_and_then_the_next(runs: Any) -> None:
+def test_ranks_resume_a_padded_epoch_and_yield_each_sample_once(runs: Any) -> None:
     folder, seen = runs
     one = sp.SavableLoader(partial(counted_pipeline, str(folder / "shards")), **SETTINGS, tail="pad")
     take(one, SAVED_AT)
@@ -119,7 +117,7 @@ def test_ranks_resume_a_padded_epoch_give_each_sample_once_and_then_the_next(run
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["counted", "packed"])
-def test_ranks_may_break_evaluations_off_at_different_batches(runs: Any, name: str, world_size: int) -> None:
+def test_ranks_may_interrupt_evaluations_at_different_batches(runs: Any, name: str, world_size: int) -> None:
     folder, seen = runs
     pipelines = {"counted": counted_pipeline, "packed": partial(toy_pipeline, epochs=1)}
     one = sp.SavableLoader(partial(pipelines[name], str(folder / "shards")), **SETTINGS, tail="pad")

@@ -85,14 +85,14 @@ def packed(tmp_path: Path) -> Path:
     return tmp_path / "packed"
 
 
-def test_repacked_tars_load_in_energon_with_the_bytes_that_we_read(packed: Path, tmp_path: Path) -> None:
+def test_repacked_tars_load_in_energon_with_the_same_bytes(packed: Path, tmp_path: Path) -> None:
     report = run_conversion(packed, tmp_path / "out", Options())
     assert (report.samples, report.rejected) == (9, [])
     assert crude(tmp_path / "out") == ours(tmp_path / "out")
     assert len(ours(tmp_path / "out")) == 9
 
 
-def test_excludes_leave_out_the_same_samples_in_energon(packed: Path, tmp_path: Path) -> None:
+def test_exclusions_drop_the_same_samples_in_energon(packed: Path, tmp_path: Path) -> None:
     run_conversion(packed, tmp_path / "out", Options())
     key = f"{'d' * 60}/é"
     splits = {
@@ -107,7 +107,7 @@ def test_excludes_leave_out_the_same_samples_in_energon(packed: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["folder", "jsonl"])
-def test_converted_captions_load_in_energon_as_what_our_field_map_reads(tmp_path: Path, kind: str) -> None:
+def test_converted_captions_load_in_energon_by_our_field_map(tmp_path: Path, kind: str) -> None:
     source = fill(tmp_path / "in", 7)
     if kind == "jsonl":
         names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*.jpg"))
@@ -128,7 +128,7 @@ def test_converted_captions_load_in_energon_as_what_our_field_map_reads(tmp_path
     assert len(expected) == 7
 
 
-def test_what_energon_prepared_is_read_here_split_by_split(packed: Path, tmp_path: Path) -> None:
+def test_datasets_prepared_by_energon_are_read_split_by_split(packed: Path, tmp_path: Path) -> None:
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 
@@ -147,7 +147,7 @@ def test_what_energon_prepared_is_read_here_split_by_split(packed: Path, tmp_pat
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_metadataset_has_the_datasets_weights_repetitions_and_subflavors_that_energon_reads(tmp_path: Path) -> None:
+def test_metadataset_has_energons_datasets_weights_repetitions_and_subflavors(tmp_path: Path) -> None:
     from megatron.energon.metadataset.loader import load_dataset
 
     for name in "abc":

@@ -50,7 +50,7 @@ disturbances = st.fixed_dictionaries(
 
 @examples(12, suite=5)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.sampled_from([1, 2, 12]))
-def test_every_cut_of_an_endless_run_and_a_chain_of_resumes_are_exact(
+def test_every_interruption_and_chain_of_resumes_of_an_endless_run_is_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int
 ) -> None:
     check_endless(sizes, chosen, seed, lanes, **({} if IS_LONG else {"after": 2}))
@@ -80,7 +80,7 @@ def test_finite_runs_and_the_epochs_after_them_are_exact(
 
 @examples(3, suite=2, shrink=False)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, how=disturbances)
-def test_runs_with_skips_ledgers_and_shards_that_join_are_exact(
+def test_runs_with_skips_ledgers_and_joining_shards_are_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int, how: dict[str, Any]
 ) -> None:
     check_disturbed(sizes, chosen, seed, slots=24, most_workers=0, again=1, **how)
@@ -88,7 +88,7 @@ def test_runs_with_skips_ledgers_and_shards_that_join_are_exact(
 
 @examples(10, suite=5)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.integers(1, 3), excluded=exclusions)
-def test_samples_excluded_from_a_cut_on_are_not_given_and_no_other_one_moves(
+def test_samples_excluded_at_a_resume_are_not_yielded_and_no_other_moves(
     sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int, excluded: dict[str, Any]
 ) -> None:
     check_excluded_from_a_cut_on(sizes, chosen, seed, lanes=lanes, **excluded)
@@ -96,7 +96,7 @@ def test_samples_excluded_from_a_cut_on_are_not_given_and_no_other_one_moves(
 
 @examples(15, suite=8)
 @given(size=st.integers(40, 150), chosen=pipelines, seed=seeds, excluded=exclusions)
-def test_an_epoch_with_samples_excluded_from_a_cut_on_gives_all_others(
+def test_epoch_with_samples_excluded_at_a_resume_yields_all_others(
     size: int, chosen: dict[str, Any], seed: int, excluded: dict[str, Any]
 ) -> None:
     check_excluded_in_an_epoch(size, chosen, seed, **excluded)
@@ -104,7 +104,7 @@ def test_an_epoch_with_samples_excluded_from_a_cut_on_gives_all_others(
 
 @examples(20, suite=8)
 @given(sizes=shard_sizes, chosen=pipelines, lanes=st.integers(1, 13), seed=seeds)
-def test_an_epoch_gives_every_sample_once_over_all_lanes(
+def test_epoch_yields_every_sample_once_over_all_lanes(
     sizes: list[int], chosen: dict[str, Any], lanes: int, seed: int
 ) -> None:
     check_once(sizes, chosen, lanes, seed)
@@ -139,7 +139,7 @@ def test_other_start_methods_are_exact(make_shards: Any, method: str) -> None:
         pytest.param([30, 80, 1, 50], "first_fit_decreasing", "samples", marks=pytest.mark.long),
     ],
 )
-def test_a_run_that_is_cut_all_the_time_gives_every_sample_once(
+def test_continuously_interrupted_run_yields_every_sample_once(
     make_shards: Any, sizes: list[int], pack: str, blend: str | None
 ) -> None:
     how = {"pack": pack, "blend": blend, "max_length": 8, "too_long": "split"}
@@ -167,21 +167,25 @@ def test_a_run_that_is_cut_all_the_time_gives_every_sample_once(
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @examples(4, shrink=False)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds)
-def test_chains_under_other_start_methods(sizes: list[int], chosen: dict[str, Any], seed: int, method: str) -> None:
+def test_chains_of_resumes_with_other_start_methods_are_exact(
+    sizes: list[int], chosen: dict[str, Any], seed: int, method: str
+) -> None:
     check_chains(sizes, chosen, seed, workers=(0, 1, 2), world_sizes=(1, 2), start_method=method)
 
 
 @pytest.mark.long
 @examples(10, shrink=False)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, how=disturbances)
-def test_chains_in_workers_that_are_killed(sizes: list[int], chosen: dict[str, Any], seed: int, how: Any) -> None:
+def test_chains_of_resumes_with_killed_workers_are_exact(
+    sizes: list[int], chosen: dict[str, Any], seed: int, how: Any
+) -> None:
     check_disturbed(sizes, chosen, seed, kills=True, **how)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_finite_runs_of_real_ranks(world_size: int, tmp_path: Path) -> None:
+def test_finite_runs_of_real_ranks_are_exact(world_size: int, tmp_path: Path) -> None:
     """Ranks under torchrun: random pipelines, each cut at random steps, resumed by all ranks, over epochs' ends."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     seed = random.randrange(1 << 32)

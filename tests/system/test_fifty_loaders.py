@@ -61,7 +61,7 @@ def use(pipeline: Callable[[sp.Lane], custom.Stage], loaders: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "make"), [*((kind, alone) for kind in READERS), *((kind, joined) for kind in READERS if kind != "tokens")]
 )
-def test_nothing_of_fifty_closed_loaders_is_left(tmp_path: Path, kind: str, make: Any) -> None:
+def test_fifty_closed_loaders_leave_nothing(tmp_path: Path, kind: str, make: Any) -> None:
     WRITERS[kind](tmp_path / "data", [12, 9])
     pipeline = partial(make, kind, tmp_path / "data")
     use(pipeline, 1)  # indexes, and imports what it needs
@@ -71,7 +71,7 @@ def test_nothing_of_fifty_closed_loaders_is_left(tmp_path: Path, kind: str, make
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_the_files_of_a_closed_loader_are_closed_without_a_collection_of_garbage(tmp_path: Path, kind: str) -> None:
+def test_files_of_a_closed_loader_are_closed_without_garbage_collection(tmp_path: Path, kind: str) -> None:
     WRITERS[kind](tmp_path / "data", [12, 9])
     pipeline = partial(alone, kind, tmp_path / "data")
     use(pipeline, 1)

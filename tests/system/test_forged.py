@@ -48,7 +48,7 @@ def with_checksum(raw: bytes) -> bytes:
 
 @examples(50)
 @given(EDITS, st.integers(0, 200))
-def test_a_forged_index_is_noticed_or_harmless(indexed: Path, edits: list[tuple[int, int]], cut: int) -> None:
+def test_forged_index_is_detected_or_harmless(indexed: Path, edits: list[tuple[int, int]], cut: int) -> None:
     raw = bytearray((indexed / INDEX_NAME).read_bytes())
     for at, value in edits:
         raw[16 + at % (len(raw) - 16)] = value
@@ -62,7 +62,7 @@ def test_a_forged_index_is_noticed_or_harmless(indexed: Path, edits: list[tuple[
                     assert all(len(data) < 20_000 for data in sample.values())
 
 
-def test_an_index_that_names_a_place_outside_or_sizes_of_gigabytes_reads_nothing(indexed: Path, tmp_path: Path) -> None:
+def test_index_with_outside_offsets_or_huge_sizes_reads_nothing(indexed: Path, tmp_path: Path) -> None:
     root = tmp_path / "data"
     shutil.copytree(indexed, root)
     secret = tmp_path / "secret.tar"
@@ -82,7 +82,7 @@ def test_an_index_that_names_a_place_outside_or_sizes_of_gigabytes_reads_nothing
     ),
     st.sampled_from(["refs", "part", "samples", "errors", "avoided", "epoch", "position"]),
 )
-def test_a_state_with_any_value_anywhere_is_restored_or_refused(indexed: Path, value: object, field: str) -> None:
+def test_a_state_with_any_value_anywhere_is_restored_or_rejected(indexed: Path, value: object, field: str) -> None:
     def build() -> sp.Encode:
         return sp.Encode(sp.TarShardReader(indexed, sp.Lane()), NumberEncoder(), on_error="skip")
 
@@ -95,16 +95,14 @@ def test_a_state_with_any_value_anywhere_is_restored_or_refused(indexed: Path, v
         values_and_refs(after, 1)
 
 
-def test_the_index_of_the_fixture_is_whole(indexed: Path) -> None:
+def test_index_of_the_fixture_is_complete(indexed: Path) -> None:
     index = TarIndex(indexed / INDEX_NAME)
     assert all(map(index.is_whole, range(2)))
 
 
 @pytest.mark.parametrize("field", ["starts", "layout_of", "sizes"])
 @pytest.mark.parametrize("value", [1, 7, 2**31])
-def test_rows_that_somebody_forged_with_every_checksum_are_noticed_or_read(
-    tmp_path: Path, field: str, value: int
-) -> None:
+def test_forged_rows_with_valid_checksums_are_detected_or_read(tmp_path: Path, field: str, value: int) -> None:
     """All samples have two members, in two layouts: these do not fit, point elsewhere, or happen to be right."""
     write_tar(tmp_path / "a.tar", [("k0.a", b"123"), ("k0.b", b"12"), ("k1.c", b"1234"), ("k1.d", b"1")])
     sp.TarShardReader(tmp_path, sp.Lane())

@@ -42,7 +42,7 @@ def digest(refs: list[tuple[int, int]]) -> str:
 
 
 @pytest.mark.parametrize(("name", "sizes", "how", "lanes", "alone", "buffered"), GOLDEN)
-def test_the_first_thousand_refs_are_what_they_were(
+def test_first_thousand_refs_equal_the_golden_order(
     name: str, sizes: list[int], how: dict[str, Any], lanes: int, alone: str, buffered: str
 ) -> None:
     make = readers(sizes, lanes=lanes, seed=7, **how)
@@ -50,7 +50,7 @@ def test_the_first_thousand_refs_are_what_they_were(
     assert digest(first(sp.ShuffleBuffer(make(1), size=100), 1000)) == buffered
 
 
-def test_the_first_refs_of_a_small_run_are_what_they_were() -> None:
+def test_first_refs_of_a_small_run_equal_the_golden_order() -> None:
     assert first(readers([4, 3, 5], lanes=2, seed=7, block_size=2)(1), 12) == [
         (10, 0),
         (11, 0),
@@ -67,7 +67,7 @@ def test_the_first_refs_of_a_small_run_are_what_they_were() -> None:
     ]
 
 
-def test_the_first_refs_of_a_blend_are_what_they_were() -> None:
+def test_first_refs_of_a_blend_equal_the_golden_order() -> None:
     web = readers([60, 70], lanes=3, seed=7)(1)
     blend = sp.Blend({"web": web, "books": sp.TarShardReader("numbers", web.lane)}, weights={"web": 0.7, "books": 0.3})
     refs = first(blend, 1000)

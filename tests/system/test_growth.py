@@ -96,7 +96,7 @@ def grown_run(
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", [{}, {"shuffle": False}, {"subset": 0.7}])
-def test_each_pass_is_that_of_a_run_on_its_own_shards(folders: dict[int, str], how: dict[str, Any], seed: int) -> None:
+def test_each_epoch_equals_that_of_a_run_on_its_shards(folders: dict[int, str], how: dict[str, Any], seed: int) -> None:
     draw = random.Random(f"{how}{seed}")
     counts, slots = sorted(draw.sample(range(2, 6), 3)), [6 * draw.randrange(1, 8), 6 * draw.randrange(1, 8) + 30, 90]
     plan = [(partial(passes, folders[count], **how), n) for count, n in zip(counts, slots, strict=True)]
@@ -126,7 +126,7 @@ LONGER = (12, 48, 120)  # slots on one, three and five shards
         pytest.param({"shuffle": False, "pack": None, "block_size": 2}, LONGER, marks=pytest.mark.long),
     ],
 )
-def test_a_run_that_grew_twice_goes_on_alike_however_it_is_stopped(
+def test_run_that_grew_twice_resumes_exactly_after_any_interruption(
     folders: dict[int, str], how: dict[str, Any], slots: tuple[int, int, int]
 ) -> None:
     pipelines = [partial(toy_pipeline, folders[count], **how) for count in (1, 3, 5)]
@@ -138,7 +138,7 @@ def test_a_run_that_grew_twice_goes_on_alike_however_it_is_stopped(
     assert unmixed != expected  # else this test shows nothing of the second growth
 
 
-def test_all_samples_of_the_grown_data_come_once_in_each_later_pass(folders: dict[int, str]) -> None:
+def test_later_epochs_yield_all_samples_of_the_grown_data_once(folders: dict[int, str]) -> None:
     def ids(batches: Any) -> list[int]:
         return sorted(int(number) for batch in batches for number in batch["id"][batch["valid"]])
 

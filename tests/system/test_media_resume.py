@@ -37,12 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         {"pack": False, "align": "keyframe", "epochs": 1},
     ],
 )
-def test_every_cut_of_a_run_over_clips_and_a_chain_of_resumes_are_exact(folder: str, how: dict[str, Any]) -> None:
+def test_every_interruption_and_chain_of_resumes_over_clips_is_exact(folder: str, how: dict[str, Any]) -> None:
     pipeline = partial(clips_pipeline, folder, **how)
     assert assert_exact_resume(pipeline, seed=5, lanes=2, steps=5, world_sizes=(1, 2), chains=1, after=1) > 5
 
 
-def test_clips_with_other_workers_and_one_that_is_killed_are_exact(folder: str) -> None:
+def test_clips_with_other_workers_and_a_killed_one_are_exact(folder: str) -> None:
     pipeline = partial(clips_pipeline, folder)
     with sp.SavableLoader(pipeline, seed=5, lanes=4) as loader:
         expected = [digest(next(loader)) for _ in range(10)]
@@ -58,7 +58,7 @@ def test_clips_with_other_workers_and_one_that_is_killed_are_exact(folder: str) 
     assert found == expected
 
 
-def test_the_clips_of_an_epoch_are_each_there_once_and_the_broken_video_is_counted(folder: str) -> None:
+def test_epoch_has_each_clip_once_and_counts_the_damaged_video(folder: str) -> None:
     stage = clips_pipeline(folder, sp.Lane(seed=3), positions="stride", epochs=1)
     found = sorted(clip for batch in stage for clip in clips_of(batch))
     starts: dict[int, list[float]] = {}
@@ -79,7 +79,7 @@ def test_the_clips_of_an_epoch_are_each_there_once_and_the_broken_video_is_count
     assert encode.counts["skipped/every eleventh"] == 2
 
 
-def test_a_resume_within_a_sample_decodes_the_clips_that_are_left(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_within_a_sample_decodes_the_remaining_clips(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[tuple[str, float]] = []
     frames = Video.frames
 
@@ -130,7 +130,7 @@ class _Blocking:
         return self._file.read(size)
 
 
-def test_a_decoder_that_waits_for_its_file_is_told_with_shard_and_key_after_the_timeout(folder: str) -> None:
+def test_hung_decoder_is_reported_with_shard_and_key_after_the_timeout(folder: str) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         reader = sp.TarShardReader(folder, lane, shuffle=False)
         return sp.Batcher(sp.Encode(reader, Blocked(count=1)), size=2)

@@ -65,7 +65,7 @@ def resumed(before: str, after: str, **settings: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("cache_bytes", [10**8, 60_000])  # all of it in pieces, and block by block
-def test_nginx_gives_what_a_disk_gives_and_a_run_goes_on_from_one_to_the_other(
+def test_nginx_and_disk_yield_the_same_and_runs_resume_between_them(
     web: Nginx, data: Path, expected: list[Any], cache_bytes: int
 ) -> None:
     url = f"{web.url}/data/"
@@ -84,9 +84,7 @@ def test_nginx_gives_what_a_disk_gives_and_a_run_goes_on_from_one_to_the_other(
         ("keepalive_requests 1;", "206"),
     ],
 )
-def test_a_server_that_is_slow_or_refuses_now_and_then_changes_nothing(
-    web: Nginx, expected: list[Any], rule: str, status: str
-) -> None:
+def test_slow_or_failing_server_changes_nothing(web: Nginx, expected: list[Any], rule: str, status: str) -> None:
     web.follow(rule)
     with loader_of(f"{web.url}/data/") as loader:
         assert batches(loader) == expected
@@ -102,7 +100,7 @@ def test_workers_of_nginx_that_are_killed_while_they_send_change_nothing(web: Ng
     assert not killer.is_alive()
 
 
-def test_nginx_that_stays_down_is_an_error_and_the_run_goes_on_when_it_is_back(
+def test_nginx_down_is_an_error_and_the_run_continues_when_it_is_back(
     web: Nginx, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAVABLE_RETRY_S", "3")
@@ -116,7 +114,7 @@ def test_nginx_that_stays_down_is_an_error_and_the_run_goes_on_when_it_is_back(
         assert found + batches(loader, STEPS - len(found)) == expected
 
 
-def test_a_shard_that_is_removed_from_nginx_is_an_error_or_skipped_as_on_a_disk(web: Nginx, data: Path) -> None:
+def test_shard_removed_from_nginx_is_an_error_or_skipped_like_on_disk(web: Nginx, data: Path) -> None:
     url = f"{web.url}/data/"
     (data / "0002.tar").unlink()
     with loader_of(url) as loader, pytest.raises(sp.ShardError, match=f"{url}0002.tar: no such object on the server"):
@@ -135,7 +133,7 @@ def test_a_shard_that_nginx_may_not_read_is_an_error_that_skipping_does_not_hide
         batches(loader)
 
 
-def test_nginx_without_an_index_gives_the_shards_to_make_one(web: Nginx, data: Path, expected: list[Any]) -> None:
+def test_nginx_without_an_index_serves_shards_to_build_one(web: Nginx, data: Path, expected: list[Any]) -> None:
     (data / ".nv-meta" / "savable.index").unlink()
     with loader_of(f"{web.url}/data/{{0000..0003}}.tar") as loader:
         assert batches(loader) == expected
@@ -148,7 +146,7 @@ def test_nginx_without_an_index_gives_the_shards_to_make_one(web: Nginx, data: P
 
 @pytest.mark.landing
 @pytest.mark.parametrize("kind", ["s3", "gs"])
-def test_a_bucket_gives_what_a_disk_gives_and_a_run_goes_on_from_one_to_the_other(
+def test_bucket_and_disk_yield_the_same_and_runs_resume_between_them(
     data: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     url = f"{kind}://data/some/where/"
@@ -160,7 +158,7 @@ def test_a_bucket_gives_what_a_disk_gives_and_a_run_goes_on_from_one_to_the_othe
         assert resumed(url, str(data)) == expected
 
 
-def test_an_object_that_is_gone_or_another_is_an_error_or_skipped_as_on_a_disk(
+def test_deleted_or_replaced_object_is_an_error_or_skipped_like_on_disk(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "s3://data/some/where/{0000..0003}.tar"
@@ -179,13 +177,13 @@ def test_an_object_that_is_gone_or_another_is_an_error_or_skipped_as_on_a_disk(
             batches(loader)
 
 
-def test_a_bucket_that_is_not_there_is_an_error_that_names_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bucket_is_an_error_that_names_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with bucket_of(data, monkeypatch), pytest.raises(RemoteError, match=r"s3://nowhere/x: .*404.*Check the addr"):
         open_any("s3://nowhere/x/")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_over_nginx_gives_what_files_of_any_kind_give_from_a_disk(root: Path, web: Nginx, kind: str) -> None:
+def test_run_over_nginx_yields_the_same_for_any_format(root: Path, web: Nginx, kind: str) -> None:
     folder = root / "www" / kind
     folder.mkdir()
     WRITERS[kind](folder)

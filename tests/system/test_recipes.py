@@ -59,13 +59,13 @@ def test_of_736_prompts_none_is_skipped_and_none_is_trained_twice(prompts: str, 
     assert resumed(prompts, after, checkpoint, acknowledge=True).seen == dict.fromkeys(range(PROMPTS), 1)
 
 
-def test_when_all_prompts_are_given_those_in_flight_come_first_in_the_next_epoch(prompts: str) -> None:
+def test_prompts_in_flight_at_an_epochs_end_are_first_in_the_next(prompts: str) -> None:
     checkpoint = killed(prompts, 1, acknowledge=True, saved_at=21)
     assert checkpoint.seen.total() == 672
     assert resumed(prompts, 2, checkpoint, acknowledge=True).seen == dict.fromkeys(range(PROMPTS), 2)
 
 
-def test_a_position_alone_skips_the_95_of_736_that_were_in_flight_the_longest_ones(prompts: str) -> None:
+def test_position_alone_would_skip_95_of_736_prompts_in_flight(prompts: str) -> None:
     seen = resumed(prompts, 1, killed(prompts, 1, acknowledge=False), acknowledge=False).seen
     skipped = set(range(PROMPTS)) - set(seen)
     assert len(skipped) == 95 and max(seen.values()) == 1
@@ -73,7 +73,7 @@ def test_a_position_alone_skips_the_95_of_736_that_were_in_flight_the_longest_on
 
 
 @pytest.mark.parametrize("kills", [(SAVED_EVERY, 11)])
-def test_each_prompt_of_an_asynchronous_loop_is_trained_or_dropped_once_in_what_the_model_has_seen(
+def test_each_prompt_of_an_asynchronous_loop_is_trained_or_dropped_once(
     make_shards: Any, tmp_path: Path, kills: tuple[int, ...]
 ) -> None:
     pipeline = partial(vectors, str(make_shards([150, 27])))
@@ -118,13 +118,13 @@ def test_a_mixture_by_losses_decides_the_same_after_a_kill(mixed: str, straight:
     assert torch.equal(second.model.slopes, straight.model.slopes)
 
 
-def test_a_mixture_by_losses_gives_what_it_decided(straight: MixedTraining) -> None:
+def test_mixture_by_losses_yields_the_decided_weights(straight: MixedTraining) -> None:
     given = torch.cat([batch["domain"] for batch in straight.batches[54:]]).bincount(minlength=len(DOMAINS)) / 48
     assert given.tolist() == pytest.approx(list(straight.decided[54].values()), abs=0.05)
     assert given[DOMAINS.index("noisy")] > 0.9, "the others are learnt by then"
 
 
-def test_its_decisions_are_replayed_on_two_ranks_without_a_model(mixed: str, straight: MixedTraining) -> None:
+def test_decisions_of_a_mixture_by_losses_are_replayed_on_two_ranks(mixed: str, straight: MixedTraining) -> None:
     ranks = [mixed_loader(mixed, rank, 2) for rank in range(2)]
     found = []
     for slot in range(0, 60, 2):
@@ -148,9 +148,7 @@ class Prompts(sp.TaskEncoder):
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_prompts_one_a_batch_come_after_a_resume_until_each_was_done_and_the_length_counts_them(
-    make_shards: Any, num_workers: int
-) -> None:
+def test_single_prompts_are_repeated_after_a_resume_until_done(make_shards: Any, num_workers: int) -> None:
     """verl's rollouter asks for `len` prompts less those that were trained on, and for whole ones alone."""
     shards = str(make_shards([20, 9]))
 

@@ -164,7 +164,7 @@ DECISIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 30))])
-def test_facts_that_change_hold_alike_however_the_run_is_stopped(folders: list[Path], seed: int) -> None:
+def test_changed_facts_apply_equally_after_any_interruption(folders: list[Path], seed: int) -> None:
     straight = History(folders, seed, None)
     expected = straight.run()
     other = History(folders, seed, random.Random(f"history {seed}"))

@@ -75,7 +75,7 @@ def expected(folder: Path, make: Any = shuffled, steps: int = STEPS) -> tuple[li
         *(("fork", make) for make in (shuffled, joined)),
     ],
 )
-def test_workers_that_open_the_folder_after_the_trainer(data: Path, method: str, make: Any) -> None:
+def test_workers_that_open_the_folder_after_the_trainer_use_its_shards(data: Path, method: str, make: Any) -> None:
     batches, state = expected(data, make)
     with loader(data, make, num_workers=1, workers=sp.Workers(start_method=method)) as made:
         made.state_dict()  # opens the shards here
@@ -84,7 +84,7 @@ def test_workers_that_open_the_folder_after_the_trainer(data: Path, method: str,
         assert made.state_dict() == state
 
 
-def test_a_fork_server_that_opened_the_folder_before_the_trainer(data: Path) -> None:
+def test_fork_server_that_opened_the_folder_earlier_uses_the_trainers_shards(data: Path) -> None:
     with loader(data, num_workers=1, workers=sp.Workers(start_method="fork")) as made:
         wait_for_server(data)
         add(data, 3)
@@ -103,7 +103,7 @@ def wait_for_server(data: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.long), "fork"])
-def test_a_worker_that_replaces_a_dead_one(data: Path, method: str) -> None:
+def test_replacement_worker_uses_the_trainers_shards(data: Path, method: str) -> None:
     batches, state = expected(data)
     with loader(data, num_workers=1, workers=sp.Workers(start_method=method)) as made:
         given = [next(made) for _ in range(3)]
@@ -121,7 +121,7 @@ def kill_what_makes_batches(made: sp.SavableLoader) -> None:
 
 
 @pytest.mark.parametrize("make", [shuffled, joined])
-def test_a_loader_that_is_closed_and_goes_on(data: Path, make: Any, caplog: Any) -> None:
+def test_reopened_loader_uses_its_first_shards(data: Path, make: Any, caplog: Any) -> None:
     batches, state = expected(data, make)
     made = loader(data, make)
     given = [next(made) for _ in range(3)]
@@ -133,7 +133,7 @@ def test_a_loader_that_is_closed_and_goes_on(data: Path, make: Any, caplog: Any)
     made.close()
 
 
-def test_a_shard_that_comes_before_the_others_is_named(data: Path) -> None:
+def test_new_shard_before_the_others_is_an_error_that_names_it(data: Path) -> None:
     with loader(data) as made:
         next(made)
         made.close()
@@ -143,7 +143,7 @@ def test_a_shard_that_comes_before_the_others_is_named(data: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_worker_names_a_shard_that_comes_before_the_others(data: Path) -> None:
+def test_worker_reports_a_new_shard_before_the_others(data: Path) -> None:
     with loader(data, num_workers=1, workers=sp.Workers(start_method="spawn")) as made:
         made.state_dict()
         add(data, 0)
@@ -159,7 +159,7 @@ def ranks_at_different_times(data: Path, shard: int) -> list[sp.SavableLoader]:
     return ranks
 
 
-def test_ranks_that_open_the_folder_at_different_times(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_open_the_folder_at_different_times_agree(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have a store in common, as the ranks of torch.distributed have."""
     store = dist.HashStore()
     group = SimpleNamespace(get_group_store=lambda: store)
@@ -174,9 +174,7 @@ def test_ranks_that_open_the_folder_at_different_times(data: Path, monkeypatch: 
         next(fresh)
 
 
-def test_ranks_of_a_new_group_that_have_begun_different_numbers_of_runs_before(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_with_different_numbers_of_earlier_runs_agree(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that lived on when the others were replaced has a new group with them."""
     groups = [SimpleNamespace(get_group_store=store) for store in (lambda: old, lambda: new)]
     old, new = dist.HashStore(), dist.HashStore()
@@ -202,7 +200,9 @@ class OddStore:
 
 
 @pytest.mark.parametrize("error", [NotImplementedError(), RuntimeError("INTERNAL ASSERT FAILED: Not implemented.")])
-def test_ranks_whose_store_cannot_compare_go_on(data: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_ranks_with_a_store_that_cannot_compare_continue(
+    data: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     monkeypatch.setattr(Ranks, "_find_group", lambda _: SimpleNamespace(get_group_store=lambda: OddStore(error)))
     next(loader(data, ranks=(0, 2)))
 
@@ -214,7 +214,9 @@ def test_a_store_that_does_not_answer_is_an_error(data: Path, monkeypatch: pytes
         next(loader(data, ranks=(0, 2)))
 
 
-def test_ranks_with_other_lists_to_exclude(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_different_exclude_lists_are_an_error(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = dist.HashStore()
     group = SimpleNamespace(get_group_store=lambda: store)
     monkeypatch.setattr(Ranks, "_find_group", lambda ranks: group)
@@ -234,7 +236,9 @@ def test_ranks_with_other_lists_to_exclude(data: Path, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("epochs", [None, 1])
-def test_ranks_with_seeds_of_their_own(data: Path, monkeypatch: pytest.MonkeyPatch, epochs: int | None) -> None:
+def test_ranks_with_different_seeds_are_an_error(
+    data: Path, monkeypatch: pytest.MonkeyPatch, epochs: int | None
+) -> None:
     """Of 192 samples 40 never came and 40 came twice, where each rank of two permuted them by its own seed."""
     store = dist.HashStore()
     group = SimpleNamespace(get_group_store=lambda: store)
@@ -256,7 +260,7 @@ def test_ranks_with_seeds_of_their_own(data: Path, monkeypatch: pytest.MonkeyPat
             next(of(rank, other))
 
 
-def test_ranks_without_a_store_find_it_when_their_states_are_merged(data: Path) -> None:
+def test_ranks_without_a_store_detect_differences_when_merging_states(data: Path) -> None:
     first, second = ranks_at_different_times(data, 3)
     next(second)
     with pytest.raises(sp.CheckpointMismatchError):
@@ -273,7 +277,7 @@ def skips_all_here(error: sp.SavableError) -> bool:
 
 
 @pytest.mark.parametrize("decides", [("raise", "raise"), ("skip", "skip"), (skips_all, skips_all_here)])
-def test_a_process_that_opens_the_folder_later_reads_what_the_run_began_with(data: Path, decides: Any) -> None:
+def test_later_process_reads_the_runs_first_shards(data: Path, decides: Any) -> None:
     pinned: dict[str, bytes] = {}
     first, second = decides
     began_with = sp.TarShardReader(data, sp.Lane(worker=WorkerContext(pinned=pinned)), on_error=first).population

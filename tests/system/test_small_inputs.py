@@ -43,7 +43,7 @@ class Compressed(msgspec.Struct):
 
 
 @pytest.mark.landing
-def test_a_fingerprint_that_inflates_to_a_gigabyte(little_memory: None) -> None:
+def test_fingerprint_that_decompresses_to_a_gigabyte_is_rejected(little_memory: None) -> None:
     deflate = zlib.compressobj()
     zeros = bytes(1 << 24)
     raw = b"".join(deflate.compress(zeros) for _ in range(64)) + deflate.flush()
@@ -51,14 +51,14 @@ def test_a_fingerprint_that_inflates_to_a_gigabyte(little_memory: None) -> None:
         unpack_fingerprint(pack_state(Compressed(raw)))
 
 
-def test_settings_that_would_not_be_read_back_are_refused_when_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_would_not_round_trip_are_rejected_on_save(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_LARGEST", 1000)
     with pytest.raises(ValueError, match=r"have 2\.\d kB, more than 1\.\d kB, most of it Encode\."):
         pack_fingerprint(Fingerprint({"seed": 1, "Encode.table": "x" * 2000}, {}))
 
 
 @pytest.mark.parametrize("depth", [250, 5000])
-def test_a_lane_whose_lists_are_deep(depth: int) -> None:
+def test_lane_with_deep_lists_is_rejected(depth: int) -> None:
     body = b"\x91" * depth + b"\xc0"
     raw = pack_state(LaneState(0, 0, stages={"x": msgspec.Raw(body)}))
     with pytest.raises(StateError, match=r"lane 0: .*Use another copy"):
@@ -66,7 +66,7 @@ def test_a_lane_whose_lists_are_deep(depth: int) -> None:
 
 
 @pytest.mark.long
-def test_a_split_of_few_kilobytes_that_names_billions_of_shards(tmp_path: Path, little_memory: None) -> None:
+def test_small_split_of_billions_of_shards_is_rejected(tmp_path: Path, little_memory: None) -> None:
     lines = "".join(f"  - '{i}-{{000000..099999}}.tar'\n" for i in range(800))
     root = meta(tmp_path, "split.yaml", f"split_parts:\n  train:\n{lines}")
     with pytest.raises(sp.ShardError, match=r"split\.yaml: more than 2,000,000 names up to '20-"):
@@ -74,14 +74,14 @@ def test_a_split_of_few_kilobytes_that_names_billions_of_shards(tmp_path: Path, 
 
 
 @pytest.mark.landing
-def test_a_pattern_of_long_names(tmp_path: Path, little_memory: None) -> None:
+def test_pattern_of_long_names_is_limited(tmp_path: Path, little_memory: None) -> None:
     root = meta(tmp_path, "split.yaml", f"split_parts:\n  train: ['{{000000..999999}}{'x' * 5000}.tar']\n")
     with pytest.raises(sp.ShardError, match="too long ones"):
         read_split(root, "train", [])
 
 
 @pytest.mark.parametrize("number", ["1:" * 1_500_000 + "1", "9" * 3_000_000, "0x" + "f" * 3_000_000])
-def test_an_integer_of_three_megabytes(tmp_path: Path, number: str) -> None:
+def test_integer_of_three_megabytes_is_rejected(tmp_path: Path, number: str) -> None:
     root = meta(tmp_path, ".info.yaml", f"shard_counts: {{a.tar: {number}}}\n")
     with pytest.raises(
         sp.ShardError, match=r"\.info\.yaml: cannot be read: line 1, column 23: a number of 300000. char"
@@ -90,7 +90,7 @@ def test_an_integer_of_three_megabytes(tmp_path: Path, number: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["!!int ''", "!!bool x", "!!timestamp x", "!!float x"])
-def test_a_value_that_is_not_what_its_tag_says(tmp_path: Path, value: str) -> None:
+def test_value_that_contradicts_its_tag_is_rejected(tmp_path: Path, value: str) -> None:
     with pytest.raises(sp.ShardError, match=r"\.info\.yaml: cannot be read: a value does not match its type"):
         read_counts(meta(tmp_path, ".info.yaml", f"shard_counts: {{a.tar: {value}}}\n"))
     (tmp_path / "mixture.yaml").write_text(f"sources: {{a: {{path: a, weight: {value}}}}}\n")
@@ -112,7 +112,7 @@ TENS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in rang
         ("sources: \0", "line 1: .*special characters are not allowed"),
     ],
 )
-def test_a_hostile_mixture(tmp_path: Path, text: str, message: str, little_memory: None) -> None:
+def test_hostile_mixture_is_rejected(tmp_path: Path, text: str, message: str, little_memory: None) -> None:
     (tmp_path / "mixture.yaml").write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
         custom.read_mixture(tmp_path / "mixture.yaml")
@@ -126,7 +126,7 @@ def test_a_mixture_may_have_aliases(tmp_path: Path) -> None:
     assert {name: source.weight for name, source in sources.items()} == {"a": 1, "b": 1, "c": 1}
 
 
-def test_a_mixture_that_is_no_text(tmp_path: Path) -> None:
+def test_mixture_that_is_not_text_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "mixture.yaml").write_bytes(b"sources: \xff\xfe")
     with pytest.raises(ValueError, match=r"mixture\.yaml, line 1: ") as caught:
         custom.read_mixture(tmp_path / "mixture.yaml")

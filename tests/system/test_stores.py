@@ -31,7 +31,7 @@ def test_resumes_are_exact_with_other_workers_and_ranks(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])  # which is one shard
-def test_the_same_samples_cut_alike_give_equal_batches_from_every_store(tmp_path: Path, kind: str) -> None:
+def test_every_store_yields_equal_batches_of_equal_samples(tmp_path: Path, kind: str) -> None:
     for each in ("tar", kind):
         WRITERS[each](tmp_path / each, SIZES)
     batches = [
@@ -66,7 +66,7 @@ def test_a_mixture_reads_every_store_by_the_names_of_its_files(tmp_path: Path) -
     assert sorted(ids) == sorted([*range(sum(SIZES))] * len(KEYED))
 
 
-def test_a_mixture_refuses_settings_of_another_kind_of_files(tmp_path: Path) -> None:
+def test_a_mixture_rejects_settings_of_another_kind_of_files(tmp_path: Path) -> None:
     WRITERS["jsonl"](tmp_path / "lines", SIZES)
     (tmp_path / "mixture.yaml").write_text("sources: {a: {path: lines, weight: 1, columns: [json]}}")
     with pytest.raises(ValueError, match=r"columns= does not apply to .*/lines: jsonl files"):
@@ -107,7 +107,7 @@ def _names_it_knows(sample: sp.Sample) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_what_a_sample_gives_it_knows_in_every_store(tmp_path: Path, kind: str) -> None:
+def test_samples_of_every_store_list_their_parts(tmp_path: Path, kind: str) -> None:
     WRITERS[kind](tmp_path, SIZES)
     sample = next(reader_of(kind, str(tmp_path), sp.Lane(), shuffle=False))
     assert _names_it_knows(sample)
@@ -118,7 +118,7 @@ def test_what_a_sample_gives_it_knows_in_every_store(tmp_path: Path, kind: str) 
         assert {"json", "other.json"} <= set(_names_it_knows(joined))
 
 
-def test_fields_of_jsonl_are_parts_as_columns_of_tables_are(tmp_path: Path) -> None:
+def test_jsonl_fields_are_parts_like_table_columns(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     lines, table = sp.open_dataset(tmp_path / "a.jsonl"), sp.open_dataset(tmp_path / "a.parquet")

@@ -35,9 +35,7 @@ def test_the_toy_pipeline_passes_and_the_resumes_are_counted(shards: Path) -> No
 @pytest.mark.parametrize(
     ("seed", "chains"), [(0, 3), *(pytest.param(seed, 8, marks=pytest.mark.long) for seed in (0, 1, 2, 3))]
 )
-def test_a_finite_pipeline_passes_with_ranks_that_begin_at_slots_they_do_not_divide(
-    shards: Path, seed: int, chains: int
-) -> None:
+def test_finite_pipeline_passes_with_ranks_that_start_at_odd_slots(shards: Path, seed: int, chains: int) -> None:
     pipeline = partial(toy_pipeline, str(shards), epochs=1)
     assert_exact_resume(pipeline, seed=seed, steps=40, after=1, chains=chains, world_sizes=(1, 2, 3, 4))
 
@@ -72,7 +70,7 @@ class LooksAhead(custom.PassThrough, custom.ItemStage):
 
 @pytest.mark.parametrize("stage", [Forgetful, LooksAhead])
 @pytest.mark.parametrize("epochs", [None, 1])
-def test_a_stage_whose_state_is_not_whole_fails(shards: Path, stage: type[custom.Stage], epochs: int | None) -> None:
+def test_stage_with_an_incomplete_state_fails(shards: Path, stage: type[custom.Stage], epochs: int | None) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(str(shards), lane, epochs=epochs), NumberEncoder())
         return sp.Batcher(stage(items), size=2)
@@ -128,7 +126,7 @@ class BatchesUnseeded(NumberEncoder):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, sp.TaskEncoder) else "",
 )
-def test_an_encoder_that_is_not_pure_fails(shards: Path, encoder: sp.TaskEncoder, field: str) -> None:
+def test_impure_encoder_fails(shards: Path, encoder: sp.TaskEncoder, field: str) -> None:
     """Built once and shared, as encoders are: nothing of it is made anew by a resume in one process."""
     pipeline = partial(number_pipeline, str(shards), encoder=encoder)
     with pytest.raises(AssertionError, match=rf"resumed at step \d+: the batch at step \d+ differs in {field}"):
@@ -166,7 +164,7 @@ class EndsEarlier(custom.PassThrough, custom.ItemStage):
         return next(self.source)
 
 
-def test_an_epoch_that_ends_elsewhere_after_a_resume_fails(shards: Path) -> None:
+def test_epoch_that_ends_differently_after_a_resume_fails(shards: Path) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         items = sp.Encode(sp.TarShardReader(str(shards), lane, epochs=1), NumberEncoder())
         return EndsEarlier(items)
@@ -204,7 +202,7 @@ def in_slots(steps: Any, first: int = 0) -> list[str]:
 
 
 @pytest.mark.parametrize(("tail", "world_size"), [("pad", 1), ("stop", 2), ("pad", 4)])
-def test_the_ranks_of_a_finite_run_give_in_one_process_what_one_rank_gives(
+def test_ranks_of_a_finite_run_in_one_process_yield_what_one_rank_yields(
     make_shards: Any, tail: Any, world_size: int
 ) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([150, 27])), epochs=1)
@@ -217,7 +215,7 @@ def test_the_ranks_of_a_finite_run_give_in_one_process_what_one_rank_gives(
         assert [rank.epoch for rank in ranks] == [epoch + 1] * world_size
 
 
-def test_between_two_steps_the_ranks_are_saved_and_others_go_on(shards: Path) -> None:
+def test_ranks_saved_between_two_steps_resume_on_others(shards: Path) -> None:
     pipeline = partial(toy_pipeline, str(shards), epochs=1)
     expected = in_slots([batch] for batch in sp.SavableLoader(pipeline, seed=3, lanes=12))
     ranks = ranks_of(pipeline, 2)
@@ -237,7 +235,7 @@ def test_between_two_steps_the_ranks_are_saved_and_others_go_on(shards: Path) ->
 @pytest.mark.parametrize(
     ("ranks", "listed"), [((), "none"), ((0,), "0 of 2"), ((1, 0), "1 of 2, 0 of 2"), ((0, 0), "0 of 2, 0 of 2")]
 )
-def test_loaders_that_are_not_all_ranks_in_their_order_are_refused(
+def test_loaders_that_are_not_all_ranks_in_their_order_are_rejected(
     shards: Path, ranks: tuple[int, ...], listed: str
 ) -> None:
     there = ranks_of(partial(number_pipeline, str(shards), epochs=1), 2)
@@ -246,13 +244,13 @@ def test_loaders_that_are_not_all_ranks_in_their_order_are_refused(
 
 
 @pytest.mark.parametrize("settings", [{"seed": 4}, {"lanes": 4}, {"tail": "pad"}])
-def test_loaders_of_several_runs_are_refused(shards: Path, settings: dict[str, Any]) -> None:
+def test_loaders_of_several_runs_are_rejected(shards: Path, settings: dict[str, Any]) -> None:
     pipeline = partial(number_pipeline, str(shards), epochs=1)
     with pytest.raises(ValueError, match="the loaders differ in seed, lanes, tail or epoch_slots"):
         steps_of_ranks([ranks_of(pipeline, 2)[0], ranks_of(pipeline, 2, **settings)[1]])
 
 
-def test_ranks_at_different_places_are_refused(make_shards: Any) -> None:
+def test_ranks_at_different_positions_are_rejected(make_shards: Any) -> None:
     ranks = ranks_of(partial(number_pipeline, str(make_shards([40, 40])), epochs=None), 2)
     next(ranks[1])
     with pytest.raises(ValueError, match=r"the ranks are at slot 0 of epoch 0, slot 2 of epoch 0\. Load one state"):

@@ -44,7 +44,7 @@ def make(tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     "name", [with_accelerate.prepare, with_fabric.prepare, lightning.SavableDataModule, hf.SavableTrainer]
 )
-def test_the_example_gives_what_its_comments_say(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_matches_its_comments(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_example_shards(tmp_path / "shards")
     monkeypatch.chdir(tmp_path)
     assert [run_example(code, name.__name__) for code in examples(name)] == [1]
@@ -77,14 +77,14 @@ def trainer(make: Any, folder: Path, loader: Any = None, evaluation: Any = None,
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True is not supported"),
     ],
 )
-def test_hf_arguments_that_would_change_a_resumed_run_are_refused(
+def test_hf_arguments_that_would_change_a_resumed_run_are_rejected(
     make: Any, tmp_path: Path, settings: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(ValueError, match=match):
         trainer(make, tmp_path, **settings)
 
 
-def test_hf_accumulation_that_leaves_the_last_step_of_a_resumed_epoch_out_is_refused(make: Any, tmp_path: Path) -> None:
+def test_hf_accumulation_that_drops_the_last_step_of_a_resumed_epoch_is_rejected(make: Any, tmp_path: Path) -> None:
     for saves in ({}, {"save_strategy": "epoch", "enable_jit_checkpoint": True}):
         with pytest.raises(
             ValueError, match="gradient_accumulation_steps=4 does not divide the 18 batches of an epoch"
@@ -95,7 +95,7 @@ def test_hf_accumulation_that_leaves_the_last_step_of_a_resumed_epoch_out_is_ref
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_hf_evaluation_must_begin_at_the_start(make: Any, tmp_path: Path, many: bool) -> None:
+def test_hf_evaluation_must_start_at_the_start(make: Any, tmp_path: Path, many: bool) -> None:
     evaluation = make(tail="pad")
     with pytest.raises(ValueError, match='on_iter="restart"'):
         trainer(make, tmp_path, evaluation={"one": evaluation} if many else evaluation)
@@ -114,9 +114,7 @@ def test_hf_evaluates_by_name_keeps_the_best_and_rotates(make: Any, tmp_path: Pa
     assert json.loads((kept[-1] / "savable_loader.json").read_text())["slot"] == int(kept[-1].name.split("-")[1])
 
 
-def test_hf_a_resumed_run_loads_the_same_best_model_at_its_end_and_keeps_the_same_checkpoints(
-    make: Any, tmp_path: Path
-) -> None:
+def test_hf_resumed_run_has_the_same_best_model_and_checkpoints(make: Any, tmp_path: Path) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}  # the first one
     settings = {"eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2, "lr_scheduler_type": "constant"}
 
@@ -143,7 +141,7 @@ def test_hf_a_resumed_run_loads_the_same_best_model_at_its_end_and_keeps_the_sam
 
 
 @pytest.mark.parametrize("content,match", [(None, "is not there"), (b"{", "no JSON"), (b"{}", "no state")])
-def test_hf_a_checkpoint_without_the_data_is_refused(
+def test_hf_a_checkpoint_without_the_data_is_rejected(
     make: Any, tmp_path: Path, content: bytes | None, match: str
 ) -> None:
     trainer(make, tmp_path, max_steps=2).train()
@@ -156,7 +154,7 @@ def test_hf_a_checkpoint_without_the_data_is_refused(
 
 
 @pytest.mark.parametrize("before,half,twice", [(8, 1, 2), (8, 2, 1), (26, 1, 2), (36, 2, 1)])
-def test_hf_ends_after_its_epochs_where_other_ranks_began_them(
+def test_hf_ends_after_epochs_started_by_other_ranks(
     make: Any, tmp_path: Path, before: int, half: int, twice: int
 ) -> None:
     """As if two ranks had taken half of the steps before, or this one had been half a rank."""
@@ -191,14 +189,14 @@ def test_hf_skipped_batches_are_found_at_the_first_step(make: Any, tmp_path: Pat
 # Accelerate and Fabric.
 
 
-def test_accelerate_saves_no_bare_loader_of_one_of_several_ranks(make: Any, tmp_path: Path) -> None:
+def test_accelerate_rejects_a_bare_loader_on_several_ranks(make: Any, tmp_path: Path) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     accelerator.register_for_checkpointing(make(ranks=(0, 2)))
     with pytest.raises(sp.SavableError, match=r"rank 0 only.*trainers\.accelerate\.prepare"):
         accelerator.save_state(str(tmp_path / "saved"))
 
 
-def test_accelerate_saves_between_two_steps_of_the_optimizer_alone(make: Any, tmp_path: Path) -> None:
+def test_accelerate_saves_only_between_optimizer_steps(make: Any, tmp_path: Path) -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -228,7 +226,7 @@ def test_accelerate_skips_nothing(make: Any) -> None:
             accelerate.skip_first_batches(loader, 3)
 
 
-def test_fabric_saves_no_bare_loader_of_one_of_several_ranks(make: Any, tmp_path: Path) -> None:
+def test_fabric_rejects_a_bare_loader_on_several_ranks(make: Any, tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu")
     with pytest.raises(sp.SavableError, match=r"rank 0 only.*trainers\.fabric\.prepare"):
         fabric.save(tmp_path / "saved", {"data": make(ranks=(0, 2))})
@@ -281,7 +279,7 @@ def lightning_trainer(folder: Path, **settings: Any) -> LightningTrainer:
     ],
     ids=["bare", "dict", "CombinedLoader", "TrainerLoader", "OnDevice"],
 )
-def test_lightning_fits_on_no_bare_loader(make: Any, tmp_path: Path, given: Any) -> None:
+def test_lightning_rejects_a_bare_loader_in_fit(make: Any, tmp_path: Path, given: Any) -> None:
     module = Module()
     with pytest.raises(sp.SavableError, match=r"a batch ahead.*SavableDataModule"):
         lightning_trainer(tmp_path, max_steps=2, enable_checkpointing=False).fit(module, given(make("endless")))
@@ -296,7 +294,7 @@ def test_lightning_evaluates_on_a_bare_loader(make: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["counted", "packed"])
 @pytest.mark.parametrize(("limit", "accumulate"), [(7, 1), (7, 3), (1, 1), (0.4, 1)])
-def test_lightning_has_epochs_of_the_limit_on_batches_and_leaves_none_out(
+def test_lightning_epochs_follow_the_batch_limit_without_dropping_any(
     make: Any, tmp_path: Path, kind: str, limit: float, accumulate: int
 ) -> None:
     if kind == "packed" and limit == 0.4:
@@ -323,7 +321,7 @@ def test_lightning_has_epochs_of_the_limit_on_batches_and_leaves_none_out(
         assert resumed.trained == expected[epochs * each + in_epoch * accumulate :]
 
 
-def test_lightning_validates_on_the_same_batches_whatever_the_sanity_check_took(make: Any, tmp_path: Path) -> None:
+def test_lightning_sanity_check_does_not_change_validation_batches(make: Any, tmp_path: Path) -> None:
     module = Module()
     data = lightning.SavableDataModule(make, val=lambda: make(on_iter="restart", tail="pad"))
     lightning_trainer(tmp_path, max_epochs=3, limit_val_batches=5).fit(module, datamodule=data)
@@ -331,13 +329,13 @@ def test_lightning_validates_on_the_same_batches_whatever_the_sanity_check_took(
     assert module.validated == [*first[:2], *first * 3] and len(set(first)) == 5
 
 
-def test_lightning_validation_must_begin_at_the_start(make: Any, tmp_path: Path) -> None:
+def test_lightning_validation_must_start_at_the_start(make: Any, tmp_path: Path) -> None:
     data = lightning.SavableDataModule(make, val=lambda: {"one": make(tail="pad")})
     with pytest.raises(ValueError, match='on_iter="restart"'):
         lightning_trainer(tmp_path, max_steps=2).fit(Module(), datamodule=data)
 
 
-def test_lightning_gives_again_what_was_fetched_when_a_run_goes_on(make: Any, tmp_path: Path) -> None:
+def test_lightning_repeats_prefetched_batches_on_resume(make: Any, tmp_path: Path) -> None:
     data = lightning.SavableDataModule(lambda: make("endless"))
     one = lightning_trainer(tmp_path, max_steps=3)
     one.fit(Module(), datamodule=data)
@@ -348,7 +346,7 @@ def test_lightning_gives_again_what_was_fetched_when_a_run_goes_on(make: Any, tm
 
 @pytest.mark.parametrize("before", [8, 18])
 @pytest.mark.parametrize("half,twice", [(1, 2), (2, 1)])
-def test_lightning_ends_an_epoch_that_other_ranks_began_where_it_ends(
+def test_lightning_ends_an_epoch_started_by_other_ranks(
     make: Any, tmp_path: Path, before: int, half: int, twice: int
 ) -> None:
     """As if two ranks had counted half of the batches before, or this one had been half a rank."""

@@ -54,7 +54,7 @@ def killed_while_it_saves(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("cut", [None, b"", b'{"best_metric": nul'])
-def test_hf_goes_on_from_the_newest_checkpoint_that_is_whole_and_names_the_others(
+def test_hf_resumes_from_the_newest_complete_checkpoint_and_names_others(
     make: Any, tmp_path: Path, cut: bytes | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
@@ -80,7 +80,7 @@ def test_hf_goes_on_from_the_newest_checkpoint_that_is_whole_and_names_the_other
     assert len([record for record in caplog.records if "are incomplete" in record.getMessage()]) == 1
 
 
-def test_hf_a_checkpoint_that_is_named_and_not_whole_is_refused(make: Any, tmp_path: Path) -> None:
+def test_hf_named_incomplete_checkpoint_is_rejected(make: Any, tmp_path: Path) -> None:
     trainer(make, tmp_path, max_steps=2).train()
     folder = tmp_path / "run/checkpoint-2"
     (folder / "trainer_state.json").unlink()
@@ -88,7 +88,7 @@ def test_hf_a_checkpoint_that_is_named_and_not_whole_is_refused(make: Any, tmp_p
         trainer(make, tmp_path).train(resume_from_checkpoint=str(folder))
 
 
-def test_hf_a_checkpoint_that_is_saved_over_is_not_whole_before_the_end(
+def test_hf_overwritten_checkpoint_is_incomplete_until_saved(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer(make, tmp_path, max_steps=4).train()
@@ -99,7 +99,7 @@ def test_hf_a_checkpoint_that_is_saved_over_is_not_whole_before_the_end(
     assert newest_whole(tmp_path / "run") == tmp_path / "run/checkpoint-2"
 
 
-def test_hf_a_folder_is_begun_when_the_state_is_at_hand(make: Any, tmp_path: Path) -> None:
+def test_hf_checkpoint_folder_is_created_once_the_state_is_ready(make: Any, tmp_path: Path) -> None:
     loader = make("endless")
     made = trainer(make, tmp_path, loader, save_strategy="no", max_steps=2)
     made.train()
@@ -134,7 +134,7 @@ class Weights(TrainerCallback):  # type: ignore[misc]
         ("endless", {"gradient_accumulation_steps": 2}),
     ],
 )
-def test_hf_a_run_that_has_ended_trains_no_more_however_often_it_is_started(
+def test_hf_finished_run_does_not_train_when_restarted(
     make: Any, tmp_path: Path, kind: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     weights = Weights()
@@ -154,7 +154,7 @@ def test_hf_a_run_that_has_ended_trains_no_more_however_often_it_is_started(
     assert further.train(resume_from_checkpoint=True).global_step == step + 2
 
 
-def test_hf_a_run_that_has_ended_still_loads_its_best_model(make: Any, tmp_path: Path) -> None:
+def test_hf_finished_run_loads_its_best_model(make: Any, tmp_path: Path) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}  # the first one
     settings = {"eval_strategy": "steps", "eval_steps": 2, **best}
 
@@ -170,7 +170,7 @@ def test_hf_a_run_that_has_ended_still_loads_its_best_model(make: Any, tmp_path:
 # What takes each batch several times.
 
 
-def test_hf_a_batch_that_grpo_cuts_into_slices_is_given_for_each_of_them(make: Any, tmp_path: Path) -> None:
+def test_hf_grpo_repeats_a_batch_for_each_of_its_slices(make: Any, tmp_path: Path) -> None:
     def run(name: str, saved: str | None = None) -> tuple[list[str], int]:
         seen: list[str] = []
 
@@ -196,7 +196,7 @@ def test_hf_a_batch_that_grpo_cuts_into_slices_is_given_for_each_of_them(make: A
 # What a causal model learns.
 
 
-def test_hf_the_loss_of_accumulated_packs_is_that_of_their_documents_alone(tmp_path: Path) -> None:
+def test_hf_loss_of_accumulated_packs_equals_that_of_single_documents(tmp_path: Path) -> None:
     size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=259, **size)
     asked = {f"answer {'x' * i} {i}": f"prompt {i}: " for i in range(40)}
@@ -241,7 +241,7 @@ def test_hf_the_loss_of_accumulated_packs_is_that_of_their_documents_alone(tmp_p
 # What is forgotten.
 
 
-def test_hf_early_stopping_keeps_its_patience_if_told_to_and_its_loss_is_named_otherwise(
+def test_hf_early_stopping_saves_its_patience_or_warns(
     make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     best = {"metric_for_best_model": "loss", "greater_is_better": True, "load_best_model_at_end": True}
@@ -338,7 +338,7 @@ def test_hf_names_the_labels_that_it_needs_for_an_evaluations_loss(
         assert ("evaluations have no eval_loss" in caplog.text) != has_loss
 
 
-def test_hf_takes_no_loader_on_a_device(make: Any, tmp_path: Path) -> None:
+def test_hf_rejects_a_loader_on_a_device(make: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"TrainerLoader takes a SavableLoader, not OnDevice"):
         trainer(make, tmp_path, OnDevice(make(), "cpu"))
 
@@ -369,7 +369,7 @@ def test_hf_a_bare_loader_that_its_trainer_iterates_over_is_named(
     assert "does not save the state" not in caplog.text
 
 
-def test_accelerate_a_loader_that_is_merely_prepared_is_named_when_its_loop_begins(
+def test_accelerate_a_loader_that_is_merely_prepared_is_named_when_its_loop_starts(
     make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerator = accelerate.Accelerator(cpu=True)

@@ -138,14 +138,14 @@ def check(names: dict[str, Any], trainer: str, base: Path, folder: Path, patch: 
     assert trained(names, trainer, base) == (straight[2 * TWO :], weights)
 
 
-def test_hf_packed_images_have_the_losses_of_their_documents_and_a_resumed_run_repeats_them(
+def test_hf_packed_images_have_single_document_losses_also_when_resumed(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = names_of("images.py", base)
     check(names, "SavableTrainer", base, tmp_path, monkeypatch)
 
 
-def test_hf_weights_by_the_names_of_the_first_release_are_refused_where_the_trainer_would_not_load_them(
+def test_hf_weights_with_old_names_are_rejected_if_they_would_not_load(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForImageTextToText
@@ -168,7 +168,7 @@ def test_hf_weights_by_the_names_of_the_first_release_are_refused_where_the_trai
     assert digest([*resumed.values()]) == digest([*weights.values()])
 
 
-def test_hf_packs_are_refused_where_the_trainer_cuts_rows_for_context_parallelism(
+def test_hf_packs_are_rejected_with_context_parallelism(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = names_of("images.py", base)

@@ -82,7 +82,7 @@ class Preempted(TrainerCallback):  # type: ignore[misc]
     [("on_step_begin", 1), ("on_pre_optimizer_step", 1), ("on_step_begin", 3), ("on_substep_end", 3)]
     + [("on_optimizer_step", accumulate) for accumulate in (1, 3)],
 )
-def test_a_checkpoint_before_the_end_of_the_job_is_right_wherever_it_is_saved(
+def test_checkpoint_before_the_end_of_a_job_is_right_at_any_step(
     make: Any, tmp_path: Path, event: str, accumulate: int
 ) -> None:
     """In the event itself or in the next one: also between a window's backward passes and its step."""
@@ -103,7 +103,7 @@ def test_a_checkpoint_before_the_end_of_the_job_is_right_wherever_it_is_saved(
 
 
 @pytest.mark.parametrize("kind", ["endless", "counted"])
-def test_a_step_that_was_interrupted_begins_anew_in_the_next_call(make: Any, tmp_path: Path, kind: str) -> None:
+def test_interrupted_step_restarts_in_the_next_call(make: Any, tmp_path: Path, kind: str) -> None:
     straight = trainer(tmp_path / "straight", make(kind), gradient_accumulation_steps=3, max_steps=5)
     straight.train()
     made = trainer(tmp_path / "run", make(kind), gradient_accumulation_steps=3, max_steps=5)
@@ -116,7 +116,7 @@ def test_a_step_that_was_interrupted_begins_anew_in_the_next_call(make: Any, tmp
     assert seen + made.model.seen[:9] == straight.model.seen
 
 
-def test_gradients_that_wait_for_the_next_epoch_do_not_give_their_batches_twice(make: Any, tmp_path: Path) -> None:
+def test_gradients_carried_to_the_next_epoch_do_not_repeat_batches(make: Any, tmp_path: Path) -> None:
     made = trainer(tmp_path, make("packed"), gradient_accumulation_steps=4, max_steps=8)
     made.train()
     assert len(made.model.seen) == len(set(made.model.seen))
@@ -124,7 +124,7 @@ def test_gradients_that_wait_for_the_next_epoch_do_not_give_their_batches_twice(
 
 @pytest.mark.parametrize("accumulate", [4, 16])
 @pytest.mark.parametrize("event,nth", [("on_epoch_end", 1), ("on_step_begin", 2), ("on_substep_end", 3)])
-def test_gradients_that_wait_through_an_epochs_end_are_not_lost_with_a_checkpoint(
+def test_gradients_carried_over_an_epochs_end_survive_a_checkpoint(
     make: Any, tmp_path: Path, event: str, nth: int, accumulate: int
 ) -> None:
     """An epoch has 18 batches, and the trainer does not know it: the last two wait for the next epoch's first step."""
@@ -144,9 +144,7 @@ def test_gradients_that_wait_through_an_epochs_end_are_not_lost_with_a_checkpoin
     assert resumed.model.weights == straight.model.weights
 
 
-def test_a_step_that_was_interrupted_behind_an_epochs_end_begins_anew_with_the_gradients_that_waited(
-    make: Any, tmp_path: Path
-) -> None:
+def test_step_interrupted_after_an_epochs_end_restarts_with_carried_gradients(make: Any, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 4, "max_steps": 6}
     straight = trainer(tmp_path / "straight", make("packed"), **settings)
     straight.train()
@@ -159,7 +157,7 @@ def test_a_step_that_was_interrupted_behind_an_epochs_end_begins_anew_with_the_g
     assert made.model.seen[: EPOCH - 16 + 8] == straight.model.seen[16 : EPOCH + 8]
 
 
-def test_an_accumulation_for_which_no_epoch_is_long_enough_is_an_error_and_no_run_without_end(tmp_path: Path) -> None:
+def test_accumulation_longer_than_an_epoch_is_an_error(tmp_path: Path) -> None:
     write_numbered_shards(tmp_path / "shards", [12])
     for kind, trained_on in (("packed", 6), ("counted", 3)):  # which steps at an epoch's end that it knows
         loader = sp.SavableLoader(ToyPipeline(str(tmp_path / "shards"), kind), seed=7, lanes=3)
@@ -169,7 +167,7 @@ def test_an_accumulation_for_which_no_epoch_is_long_enough_is_an_error_and_no_ru
         assert len(made.model.seen) == trained_on
 
 
-def test_an_accumulation_that_cannot_be_taken_back_is_refused_at_the_start(make: Any, tmp_path: Path) -> None:
+def test_accumulation_that_cannot_be_rolled_back_is_rejected_at_start(make: Any, tmp_path: Path) -> None:
     trainer(tmp_path, make(), gradient_accumulation_steps=16, max_steps=1).train()
     made = trainer(tmp_path, make(), gradient_accumulation_steps=17, max_steps=1)
     with pytest.raises(ValueError, match="gradient_accumulation_steps=17 exceeds the limit of 16"):
@@ -177,7 +175,7 @@ def test_an_accumulation_that_cannot_be_taken_back_is_refused_at_the_start(make:
     assert not made.model.seen
 
 
-def test_a_checkpoint_behind_the_step_of_deepspeed_is_refused() -> None:
+def test_checkpoint_after_deepspeeds_step_is_rejected() -> None:
     given: dict[str, Any] = {"ignore_data_skip": True, "auto_find_batch_size": False, "deepspeed": {}}
     check: Callable[..., None] = hf._check_arguments
     check(SimpleNamespace(**given, enable_jit_checkpoint=True), None)
@@ -185,7 +183,7 @@ def test_a_checkpoint_behind_the_step_of_deepspeed_is_refused() -> None:
         check(SimpleNamespace(**{**given, "deepspeed": "zero.json"}, enable_jit_checkpoint=True), None)
 
 
-def test_a_checkpoint_leaves_what_a_user_has_put_in_the_place_of_save_pretrained(tmp_path: Path) -> None:
+def test_checkpoint_keeps_a_users_save_pretrained(tmp_path: Path) -> None:
     class Own(PreTrainedModel):
         config_class = PretrainedConfig
 
@@ -202,7 +200,7 @@ def test_a_checkpoint_leaves_what_a_user_has_put_in_the_place_of_save_pretrained
     assert "save_pretrained" not in vars(model)
 
 
-def test_a_run_that_begins_beside_its_checkpoints_is_told_how_to_resume(
+def test_fresh_run_next_to_its_checkpoints_warns_how_to_resume(
     make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer(tmp_path / "run", make(), save_strategy="steps", save_steps=3).train()

@@ -138,7 +138,7 @@ ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Path], list[Call
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_a_run_goes_on_behind_the_epoch_of_its_last_checkpoint(make: Any, tmp_path: Path, case: str) -> None:
+def test_run_resumes_after_the_epoch_of_its_last_checkpoint(make: Any, tmp_path: Path, case: str) -> None:
     loader, settings, callbacks = ENDS[case]
 
     def run(epochs: int, name: str, resume: Path | None = None) -> Module:
@@ -155,7 +155,7 @@ def test_a_run_goes_on_behind_the_epoch_of_its_last_checkpoint(make: Any, tmp_pa
 @pytest.mark.parametrize(
     "kind,part", [("endless", 3), ("counted", 3), ("packed", 3), ("counted", 0.25), ("counted", 1.0)]
 )
-def test_a_run_that_overfits_sees_the_same_batches_in_each_epoch_and_behind_each_checkpoint(
+def test_overfitting_run_gets_the_same_batches_in_each_epoch_and_after_resumes(
     make: Any, tmp_path: Path, kind: str, part: float
 ) -> None:
     def run(name: str, resume: Path | None = None, epochs: int = 3) -> Module:
@@ -175,7 +175,7 @@ def test_a_run_that_overfits_sees_the_same_batches_in_each_epoch_and_behind_each
     assert run("two", tmp_path / "one/end.ckpt").seen == straight.seen[of_epoch:]
 
 
-def test_a_run_that_was_stopped_early_goes_on_behind_its_last_epoch(make: Any, tmp_path: Path) -> None:
+def test_early_stopped_run_resumes_after_its_last_epoch(make: Any, tmp_path: Path) -> None:
     def run(patience: int, resume: Path | None = None) -> Module:
         stop = EarlyStopping("score", patience=patience)
         saver = ModelCheckpoint(tmp_path / f"{patience}")
@@ -200,7 +200,7 @@ def test_a_trainer_that_has_trained_needs_the_state_of_the_loader(make: Any, tmp
         fit(trainer(tmp_path, max_epochs=2), SavableDataModule(make()), resume=tmp_path / "without.ckpt")
 
 
-def test_a_data_module_that_leaves_out_our_setup_is_told(make: Any, tmp_path: Path) -> None:
+def test_data_module_without_our_setup_is_an_error(make: Any, tmp_path: Path) -> None:
     class Own(SavableDataModule):
         def setup(self, stage: str) -> None:
             pass
@@ -214,7 +214,7 @@ def no_loader() -> sp.SavableLoader:
     raise AssertionError("a rank makes it")
 
 
-def test_a_data_module_of_plain_functions_can_be_sent_to_ranks_that_are_spawned() -> None:
+def test_data_module_of_plain_functions_can_be_pickled_to_spawned_ranks() -> None:
     pickle.loads(pickle.dumps(SavableDataModule(no_loader, val=no_loader)))
 
 
@@ -231,7 +231,7 @@ def broken() -> None:
 
 @pytest.mark.parametrize("kind,accumulate", [("endless", 1), ("endless", 3), ("counted", 3)])
 @pytest.mark.parametrize("where", ["fetched", "step", "backward", "end"])
-def test_an_error_at_any_moment_leaves_a_checkpoint_from_which_no_batch_is_lost(
+def test_error_at_any_moment_leaves_an_exact_checkpoint(
     make: Any, tmp_path: Path, where: str, kind: str, accumulate: int
 ) -> None:
     settings = {"max_steps": 30 // accumulate, "accumulate_grad_batches": accumulate}
@@ -246,7 +246,7 @@ def test_an_error_at_any_moment_leaves_a_checkpoint_from_which_no_batch_is_lost(
     assert resumed.weights == straight.weights, n
 
 
-def test_a_checkpoint_from_inside_the_optimizer_says_so(
+def test_checkpoint_from_inside_the_optimizer_is_an_error(
     make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = SavableDataModule(make("endless"))
@@ -261,7 +261,7 @@ def test_a_checkpoint_from_inside_the_optimizer_says_so(
 
 @pytest.mark.parametrize("kind,accumulate", [("endless", 3), ("counted", 1)])
 @pytest.mark.parametrize("where", ["fetched", "step", "optimizer", "stepped", "end", "validation", "encode"])
-def test_a_signal_at_any_moment_has_a_checkpoint_saved_from_which_no_batch_is_lost(
+def test_signal_at_any_moment_saves_an_exact_checkpoint(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, kind: str, accumulate: int
 ) -> None:
     """SLURM's, before it ends a job."""
@@ -296,9 +296,7 @@ def test_a_signal_at_any_moment_has_a_checkpoint_saved_from_which_no_batch_is_lo
 
 
 @pytest.mark.parametrize("where,accumulate", [("fetched", 3), ("step", 1), ("step", 3), ("end", 3)])
-def test_a_fit_that_was_interrupted_goes_on_in_the_next_one(
-    make: Any, tmp_path: Path, where: str, accumulate: int
-) -> None:
+def test_interrupted_fit_continues_in_the_next_one(make: Any, tmp_path: Path, where: str, accumulate: int) -> None:
     settings = {"max_steps": 12 // accumulate, "accumulate_grad_batches": accumulate}
     straight = fit(trainer(tmp_path, **settings), SavableDataModule(make("endless")))
     n = random.choice([1, 4, 5, 6])
@@ -310,7 +308,7 @@ def test_a_fit_that_was_interrupted_goes_on_in_the_next_one(
     assert done + fit(made, data, module).seen == straight.seen, n
 
 
-def test_the_search_for_a_learning_rate_takes_no_batch(make: Any, tmp_path: Path) -> None:
+def test_learning_rate_search_consumes_no_batch(make: Any, tmp_path: Path) -> None:
     class Rated(Module):
         lr = 0.1
 
@@ -337,12 +335,12 @@ class Skips(Callback):
 
 @pytest.mark.parametrize("always", [True, False])
 @pytest.mark.parametrize("kind", ["endless", "counted"])
-def test_a_trainer_that_skips_a_batch_is_found_in_that_step(make: Any, tmp_path: Path, kind: str, always: bool) -> None:
+def test_skipped_batch_is_detected_in_its_step(make: Any, tmp_path: Path, kind: str, always: bool) -> None:
     with pytest.raises(sp.SavableError, match="Turn off its own skipping"):
         fit(trainer(tmp_path, Skips(always), max_steps=4), SavableDataModule(make(kind)))
 
 
-def test_an_accumulation_that_cannot_be_taken_back_is_refused_at_the_start(make: Any, tmp_path: Path) -> None:
+def test_accumulation_that_cannot_be_rolled_back_is_rejected_at_start(make: Any, tmp_path: Path) -> None:
     for kind, most in (("endless", 15), ("counted", 16)):
         fit(trainer(tmp_path, max_steps=1, accumulate_grad_batches=most), SavableDataModule(make(kind)))
         module = Module()
@@ -356,7 +354,7 @@ def test_an_accumulation_that_cannot_be_taken_back_is_refused_at_the_start(make:
 
 
 @pytest.mark.parametrize("kind", ["endless", "counted"])
-def test_a_second_trainer_goes_on_behind_what_the_first_one_trained_on(make: Any, tmp_path: Path, kind: str) -> None:
+def test_second_trainer_continues_after_the_firsts_batches(make: Any, tmp_path: Path, kind: str) -> None:
     straight = fit(trainer(tmp_path, max_steps=12), SavableDataModule(make(kind)))
     data = SavableDataModule(make(kind))
     one, other = trainer(tmp_path, max_steps=4), trainer(tmp_path, ModelCheckpoint(tmp_path / "saved"), max_steps=4)
@@ -370,7 +368,7 @@ def test_a_second_trainer_goes_on_behind_what_the_first_one_trained_on(make: Any
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_a_whole_in_a_module_of_ones_own_gives_lightning_no_state(make: Any, tmp_path: Path, counts: bool) -> None:
+def test_global_loader_in_a_users_module_has_no_lightning_state(make: Any, tmp_path: Path, counts: bool) -> None:
     class Own(LightningDataModule):
         def train_dataloader(self) -> Any:
             return TrainerLoader(

@@ -39,9 +39,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.usefixtures("one_rank")
-def test_a_checkpoint_that_is_written_while_the_loader_goes_on_is_that_of_its_call(
-    make_shards: MakeShards, tmp_path: Path, workers: int
-) -> None:
+def test_async_checkpoint_has_the_state_at_its_call(make_shards: MakeShards, tmp_path: Path, workers: int) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([20, 7, 30])))
     make = partial(sp.SavableLoader, pipeline, seed=3, lanes=4)
     expected = take(make(), 17)

@@ -39,7 +39,7 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     size=st.integers(1, 4),
     pack=st.booleans(),
 )
-def test_the_parts_of_all_ranks_are_the_whole(lengths: list[list[int]], size: int, pack: bool) -> None:
+def test_parts_of_all_ranks_join_to_the_whole(lengths: list[list[int]], size: int, pack: bool) -> None:
     whole = {**batch_of(lengths, size, pack=pack), "valid": torch.ones(len(lengths), dtype=torch.bool)}
     parts = [cut_context(whole, rank, size) for rank in range(size)]
     assert same(join_context(parts), whole)
@@ -52,7 +52,7 @@ def test_the_parts_of_all_ranks_are_the_whole(lengths: list[list[int]], size: in
         assert len(set(seen)) == 1
 
 
-def test_a_rank_gets_a_piece_from_each_side_of_every_document() -> None:
+def test_rank_gets_a_piece_from_both_ends_of_every_document() -> None:
     whole = batch_of([[8, 3], [16]], 2)
     part = cut_context(whole, 0, 2)
     assert part["tokens"][0, :6].tolist() == [1, 2, 7, 8, 1, 256]
@@ -61,7 +61,7 @@ def test_a_rank_gets_a_piece_from_each_side_of_every_document() -> None:
     assert part["cu_seqlens"][:3].tolist() == [0, 4, 6]
 
 
-def test_attention_over_the_gathered_keys_is_that_of_the_whole() -> None:
+def test_attention_over_gathered_keys_equals_that_of_the_whole() -> None:
     size = 2
     whole = batch_of([[11, 4, 30], [25, 2]], size)
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_other_encoders_pad_documents_too(encoder: Any) -> None:
     assert encoder.batch(items, RNG)["tokens"].shape == (2, 16 if isinstance(encoder, ChatEncoder) else 8)
 
 
-def test_documents_that_cannot_be_shared_are_refused_with_the_cure() -> None:
+def test_documents_that_cannot_be_split_are_rejected_with_a_fix() -> None:
     batch = {"tokens": torch.zeros(1, 10), "cu_seqlens": torch.tensor([0, 4, 10])}
     with pytest.raises(ValueError, match=r"6 tokens, not a multiple of 2 \* 2\. Set multiple=4"):
         cut_context(batch, 0, 2)

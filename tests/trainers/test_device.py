@@ -45,7 +45,7 @@ def streams(shards: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["endless", "with a length", "without", "evaluation"])
-def test_batches_epochs_and_the_state_after_each_are_those_of_the_loader_alone(shards: str, name: str) -> None:
+def test_batches_epochs_and_states_equal_those_of_the_loader(shards: str, name: str) -> None:
     make = streams(shards)[name]
     plain, ahead = make(), OnDevice(make(), "cpu")
     assert ahead.state_dict() == plain.state_dict()
@@ -65,7 +65,7 @@ def test_batches_epochs_and_the_state_after_each_are_those_of_the_loader_alone(s
                 break
 
 
-def test_with_repeat_each_batch_is_given_that_often_and_loaded_once(shards: str) -> None:
+def test_repeat_yields_each_batch_several_times_and_loads_it_once(shards: str) -> None:
     make = streams(shards)["with a length"]
     plain, often = make(), OnDevice(make(), "cpu", repeat=3)
     assert len(often) == 3 * len(plain)
@@ -80,7 +80,7 @@ def test_with_repeat_each_batch_is_given_that_often_and_loaded_once(shards: str)
 
 
 @pytest.mark.parametrize("move", ["load", "skip", "iterate"])
-def test_a_batch_that_is_repeated_is_left_where_the_loader_is_moved(shards: str, move: str) -> None:
+def test_moving_the_loader_ends_a_repeated_batch(shards: str, move: str) -> None:
     make = streams(shards)["evaluation" if move == "iterate" else "endless"]
     expected, often = take(make(), 3), OnDevice(make(), "cpu", repeat=3)
     start = often.state_dict()
@@ -96,7 +96,7 @@ def test_a_batch_that_is_repeated_is_left_where_the_loader_is_moved(shards: str,
 
 
 @pytest.mark.parametrize("name,workers", [("endless", 0), ("endless", 1), ("with a length", 0), ("without", 0)])
-def test_a_run_that_is_cut_anywhere_goes_on_exactly(shards: str, name: str, workers: int) -> None:
+def test_run_resumes_exactly_after_any_interruption(shards: str, name: str, workers: int) -> None:
     make = streams(shards)[name]
     expected = take(make(), 14)
     with OnDevice(make(num_workers=workers), "cpu") as first:
@@ -112,7 +112,7 @@ def test_a_run_that_is_cut_anywhere_goes_on_exactly(shards: str, name: str, work
             assert take(again, 2) == expected[:2]
 
 
-def test_skipping_begins_behind_the_batch_given_last(shards: str) -> None:
+def test_skipping_starts_after_the_last_yielded_batch(shards: str) -> None:
     make = streams(shards)["endless"]
     expected = take(make(), 12)
     ahead = OnDevice(make(), "cpu")
@@ -122,7 +122,7 @@ def test_skipping_begins_behind_the_batch_given_last(shards: str) -> None:
     assert take(ahead, 3) == expected[7:10]
 
 
-def test_a_skip_after_the_last_batch_leaves_the_epoch_its_end(shards: str) -> None:
+def test_skip_after_the_last_batch_does_not_change_the_epochs_end(shards: str) -> None:
     make = streams(shards)["with a length"]
     first, second = (take(own, 1000) for own in [make()] * 2)
     ahead = OnDevice(make(), "cpu")
@@ -134,7 +134,7 @@ def test_a_skip_after_the_last_batch_leaves_the_epoch_its_end(shards: str) -> No
     assert given == len(first) and take(ahead, 1000) == second[2:]
 
 
-def test_an_evaluation_that_was_loaded_goes_on_once_and_then_begins_anew(shards: str) -> None:
+def test_loaded_evaluation_continues_once_and_then_restarts(shards: str) -> None:
     make = streams(shards)["evaluation"]
     whole = take(make(), 100)
     ahead = OnDevice(make(), "cpu")
@@ -160,7 +160,7 @@ class Fails(sp.TaskEncoder):
         return sample.json()["id"]
 
 
-def test_an_error_comes_where_its_batch_would_have_come(shards: str) -> None:
+def test_error_is_raised_at_its_batch(shards: str) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, shuffle=False), Fails()), size=1)
 
@@ -175,7 +175,7 @@ def test_an_error_comes_where_its_batch_would_have_come(shards: str) -> None:
         assert moved.state_dict() == plain.state_dict()
 
 
-def test_tensors_are_moved_in_containers_of_the_same_kinds_and_nothing_else_is(shards: str) -> None:
+def test_only_tensors_are_moved_in_containers_of_equal_types(shards: str) -> None:
     loader = streams(shards)["with a length"]()
     moved = next(OnDevice(loader, "meta"))
     assert moved["id"].device.type == "meta" and moved["drawn"] == [pytest.approx(x) for x in moved["drawn"]]
@@ -243,9 +243,7 @@ WITH_THE_LOADER = [device, run, savable_loader, epoch_end, misuse]
         pytest.param(WITH_THE_LOADER, "evaluation", 2, marks=pytest.mark.long),
     ],
 )
-def test_an_interrupt_at_any_line_loses_no_batch_and_gives_none_twice(
-    shards: str, modules: Any, name: str, before: int
-) -> None:
+def test_interrupt_at_any_line_loses_and_repeats_no_batch(shards: str, modules: Any, name: str, before: int) -> None:
     make = streams(shards)[name]
     expected = take(make(), before + 3)
     for at in range(1, 1000):
@@ -298,7 +296,7 @@ class FakeGpu:
         self.log.append(f"wait {event}")
 
 
-def test_a_gpu_copies_the_next_batch_before_the_trainer_gets_one_and_waits_for_that_one_alone(
+def test_gpu_copies_the_next_batch_ahead_and_waits_only_for_the_current_one(
     shards: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = FakeGpu()
@@ -316,7 +314,7 @@ def test_a_gpu_copies_the_next_batch_before_the_trainer_gets_one_and_waits_for_t
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_arrive_whole_on_a_gpu_while_it_is_at_work(shards: str) -> None:
+def test_batches_arrive_complete_on_a_busy_gpu(shards: str) -> None:
     make = streams(shards)["with a length"]
     expected = [batch["id"] for batch in make()]
     busy = torch.randn(2000, 2000, device="cuda")
@@ -329,7 +327,7 @@ def test_batches_arrive_whole_on_a_gpu_while_it_is_at_work(shards: str) -> None:
     assert all(got.is_cuda and torch.equal(got.cpu(), want * 2) for got, want in zip(found, expected, strict=True))
 
 
-def test_the_loader_behind_it_gives_no_state_that_is_a_batch_late(shards: str) -> None:
+def test_wrapped_loader_rejects_a_state_one_batch_ahead(shards: str) -> None:
     """Nor takes one: what was moved ahead would be given before it."""
     make = streams(shards)["endless"]
     loader = make()
@@ -353,7 +351,7 @@ def test_the_loader_behind_it_gives_no_state_that_is_a_batch_late(shards: str) -
     assert digest(next(ahead)) == expected[1]
 
 
-def test_the_loader_behind_it_may_be_used_where_it_holds_nothing(shards: str) -> None:
+def test_wrapped_loader_may_be_used_if_nothing_is_prefetched(shards: str) -> None:
     loader = streams(shards)["with a length"]()
     ahead = OnDevice(loader, "cpu")
     assert len(list(ahead)) == len(loader)
@@ -362,7 +360,7 @@ def test_the_loader_behind_it_may_be_used_where_it_holds_nothing(shards: str) ->
     assert len(list(again)) == len(loader)
 
 
-def test_the_loader_ends_with_the_last_name_for_it(shards: str) -> None:
+def test_loader_closes_with_its_last_reference(shards: str) -> None:
     """It does not hold what stands before it."""
     loader = streams(shards)["endless"]()
     ahead = OnDevice(loader, "cpu")
@@ -374,7 +372,7 @@ def test_the_loader_ends_with_the_last_name_for_it(shards: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
-def test_a_gpu_that_is_not_there_is_an_error_that_names_it(shards: str, device: str) -> None:
+def test_missing_gpu_is_an_error_that_names_it(shards: str, device: str) -> None:
     own = sp.SavableLoader(partial(toy_pipeline, shards), seed=3, lanes=2)
     with pytest.raises(
         ValueError, match=rf"torch sees 0 CUDA devices here, so there is no '{device}'\. Check the driver"

@@ -48,7 +48,7 @@ def steps(ranks: list[sp.SavableLoader], number: int) -> None:
             next(rank)
 
 
-def test_rows_in_flight_and_decisions_that_would_be_lost_are_refused(shards: str) -> None:
+def test_states_with_rows_in_flight_or_decisions_are_rejected(shards: str) -> None:
     def ranks(**settings: Any) -> tuple[sp.SavableLoader, sp.SavableLoader]:
         first, second = (
             sp.SavableLoader(partial(toy_pipeline, shards), ranks=(rank, 2), **SETTINGS, **settings)
@@ -81,7 +81,7 @@ def test_rows_in_flight_and_decisions_that_would_be_lost_are_refused(shards: str
 @pytest.mark.parametrize(
     ("pack", "dead"), [("best_fit", [2]), ("first_fit_decreasing", [0, 1]), ("sequential", [2]), (None, [0, 1])]
 )
-def test_the_completed_state_is_that_of_ranks_that_all_live(shards: str, pack: str | None, dead: list[int]) -> None:
+def test_completed_state_equals_that_of_all_live_ranks(shards: str, pack: str | None, dead: list[int]) -> None:
     ranks = ranks_of(partial(toy_pipeline, shards, pack=pack), 3)
     last = sp.merge_states(rank.state_dict() for rank in ranks)
     for done in (5, 4):
@@ -95,7 +95,7 @@ def test_the_completed_state_is_that_of_ranks_that_all_live(shards: str, pack: s
         last = expected
 
 
-def test_a_rank_makes_up_only_the_lanes_that_it_needs(shards: str) -> None:
+def test_rank_reconstructs_only_the_lanes_it_needs(shards: str) -> None:
     pipeline = partial(toy_pipeline, shards)
     ranks = ranks_of(pipeline, 3)
     last = sp.merge_states(rank.state_dict() for rank in ranks)
@@ -111,7 +111,7 @@ def test_a_rank_makes_up_only_the_lanes_that_it_needs(shards: str) -> None:
 
 
 @pytest.mark.parametrize("pipeline", [counted_pipeline, partial(toy_pipeline, epochs=1)])
-def test_a_last_state_of_an_epoch_before_is_enough(shards: str, pipeline: Any) -> None:
+def test_last_state_of_an_earlier_epoch_suffices(shards: str, pipeline: Any) -> None:
     made = partial(pipeline, shards)
     ranks = ranks_of(made, 1)
     last = ranks[0].state_dict()
@@ -125,7 +125,7 @@ def test_a_last_state_of_an_epoch_before_is_enough(shards: str, pipeline: Any) -
     assert take(again, 1000) == take(ranks[0], 1000)
 
 
-def test_states_that_do_not_fit_are_refused(shards: str) -> None:
+def test_states_that_do_not_fit_are_rejected(shards: str) -> None:
     ranks = ranks_of(partial(toy_pipeline, shards), 3)
     first = sp.merge_states(rank.state_dict() for rank in ranks)
     own = ranks[0].state_dict()
@@ -146,7 +146,7 @@ def test_states_that_do_not_fit_are_refused(shards: str) -> None:
         complete_state(ranks[0], [], first)
 
 
-def test_a_last_state_of_the_same_data_elsewhere_is_of_the_same_run(shards: str, tmp_path: Path) -> None:
+def test_last_state_of_moved_data_belongs_to_the_run(shards: str, tmp_path: Path) -> None:
     shutil.copytree(shards, tmp_path / "copy")
     here, there = (partial(toy_pipeline, folder) for folder in (shards, str(tmp_path / "copy")))
     last = ranks_of(there, 1)[0].state_dict()
@@ -184,7 +184,7 @@ if rank == 0:
 
 
 @pytest.mark.landing
-def test_a_rank_whose_group_could_not_be_formed_is_in_the_next_one() -> None:
+def test_rank_that_failed_to_join_a_group_joins_the_next() -> None:
     run = subprocess.run([sys.executable, "-c", FORMS_AGAIN], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert (run.returncode, run.stdout) == (0, "failed\n"), run.stderr[-2000:]
 
@@ -199,7 +199,7 @@ def survive(folder: Path, kills: int) -> dict[str, Any]:
 
 
 @pytest.mark.landing
-def test_survivors_of_three_ranks_of_which_ten_are_killed_train_on_every_slot_once(tmp_path: Path) -> None:
+def test_survivors_of_killed_ranks_train_on_every_slot_once(tmp_path: Path) -> None:
     found = survive(tmp_path, kills=10)
     assert found["kills"] == 10 and found["slots"] >= 30
     assert found["trained_once"] and found["as_one_rank"]
@@ -251,7 +251,7 @@ class Nodes:
 
 
 @pytest.mark.long
-def test_torchrun_goes_on_from_the_last_checkpoint_when_ranks_and_nodes_die(tmp_path: Path) -> None:
+def test_torchrun_resumes_from_the_last_checkpoint_after_ranks_and_nodes_die(tmp_path: Path) -> None:
     write_numbered_shards(tmp_path / "shards", [40, 7, 160])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -35,12 +35,12 @@ def test_a_state_passes_through_json(state: dict[str, Any], loader: sp.SavableLo
 
 
 @pytest.mark.parametrize("text", ["U0FW", "base64:U0F", "base64:U0F?", "base64:é", "x base64:U0FW"])
-def test_text_that_holds_no_bytes_is_refused(state: dict[str, Any], text: str) -> None:
+def test_text_without_encoded_bytes_is_rejected(state: dict[str, Any], text: str) -> None:
     with pytest.raises(StateError, match="lane_00001: no base64 bytes"):
         from_json({**to_json(state), "lane_00001": text})
 
 
 @pytest.mark.parametrize("form", [to_json, from_json])
-def test_what_is_no_state_is_refused(form: Any) -> None:
+def test_value_that_is_not_a_state_is_rejected(form: Any) -> None:
     with pytest.raises(StateError, match="this is no state of a SavableLoader"):
         form({"slot": 3})

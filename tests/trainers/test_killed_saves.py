@@ -26,7 +26,7 @@ def outcomes(name: str, folder: Path, stride: int) -> Counter[str]:
 
 @pytest.mark.landing
 @pytest.mark.parametrize("name", STRIDES)
-def test_some_kills_leave_a_pair_that_is_right_or_refused(name: str, tmp_path: Path) -> None:
+def test_kills_during_a_save_leave_a_matching_or_rejected_pair(name: str, tmp_path: Path) -> None:
     found = outcomes(name, tmp_path, STRIDES[name])
     assert found.total() > 0 and not found["apart"]
 
@@ -34,7 +34,7 @@ def test_some_kills_leave_a_pair_that_is_right_or_refused(name: str, tmp_path: P
 @pytest.mark.long
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("name", STRIDES)
-def test_so_does_each_kill(name: str, tmp_path: Path) -> None:
+def test_every_kill_during_a_save_leaves_a_matching_or_rejected_pair(name: str, tmp_path: Path) -> None:
     found = outcomes(name, tmp_path, 1)
     assert found["right"] > 0 and not found["apart"]
 
@@ -71,7 +71,7 @@ class Careless:
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_a_model_that_is_apart_from_its_data_is_found(tmp_path: Path, *, atomic: bool) -> None:
+def test_mismatched_model_and_data_are_detected(tmp_path: Path, *, atomic: bool) -> None:
     careless = Careless(tmp_path, atomic=atomic)
     trainer = Trainer(careless.train, careless.resume, careless.log_of, tmp_path)
     found = Counter(result.split()[0].rstrip(":") for *_, result in tried(trainer, range(0, 13, 4), 1))

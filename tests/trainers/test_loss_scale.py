@@ -28,7 +28,7 @@ def off(one: list[Any], other: list[Any]) -> float:
 
 
 @pytest.mark.parametrize("accumulated", ["accumulated", "whole"])
-def test_two_ranks_have_the_gradient_of_one_rank_on_all_batches(tmp_path: Path, accumulated: str) -> None:
+def test_gradient_of_two_ranks_equals_that_of_one(tmp_path: Path, accumulated: str) -> None:
     model, whole = toy_model(), joined(batches())
     loss_of(model, whole, "mean").backward()  # torch's own mean over all targets
     expected = [weight.grad for weight in model.parameters()]
@@ -41,16 +41,14 @@ def test_two_ranks_have_the_gradient_of_one_rank_on_all_batches(tmp_path: Path, 
     assert off(expected, [weight.grad for weight in means.parameters()]) > 0.05  # what each rank's own mean gives
 
 
-def test_one_process_divides_by_its_targets_and_none_is_no_error() -> None:
+def test_one_process_divides_by_its_targets_also_without_any() -> None:
     assert float(loss_scale(batches())) == pytest.approx(1 / 1859)
     assert float(loss_scale([{"labels": torch.full((2, 3), -100)}])) == 1
 
 
 @pytest.mark.landing  # each rank imports transformers
 @pytest.mark.parametrize(("how", "accumulated"), [("hf", 1), ("hf", 2), ("function", 2)])
-def test_hugging_faces_trainer_has_it_too_with_a_function_where_the_model_takes_no_number(
-    tmp_path: Path, how: str, accumulated: int
-) -> None:
+def test_hugging_faces_trainer_applies_the_loss_scale(tmp_path: Path, how: str, accumulated: int) -> None:
     with sp.ShardWriter(str(tmp_path / "shards")) as writer:
         for number, length in enumerate(LENGTHS):
             writer.write({"__key__": str(number), "txt": "abc defg hij"[number % 3 :] * length})

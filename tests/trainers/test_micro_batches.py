@@ -63,7 +63,7 @@ def test_each_part_of_a_batch_of_packs_is_the_batch_of_its_packs(lengths: list[l
         first += size
 
 
-def test_images_go_with_their_rows() -> None:
+def test_images_stay_with_their_rows() -> None:
     encoder = ChatEncoder(vision=Vision(NativeSize(patch=14, merge=1, min_pixels=1), token=300), max_length=96)
     items = [images_and_text(encoder, sizes) for sizes in ([2, 4], [], [6], [3, 2, 2])]
     for made in (items, [encoder.pack([items[0], items[1]], RNG), *(encoder.pack([each], RNG) for each in items[1:])]):
@@ -74,7 +74,7 @@ def test_images_go_with_their_rows() -> None:
         same(split(whole, 4)[1], encoder.batch(made[1:2], RNG))
 
 
-def test_the_captions_of_a_part_are_about_its_own_images() -> None:
+def test_captions_of_a_part_refer_to_its_images() -> None:
     encoder = CaptioningEncoder(image_size=2)
     captions = [
         {"image": torch.full((3, 2, 2), i, dtype=torch.uint8), **each} for i, each in enumerate(documents([3, 2, 5, 4]))
@@ -87,7 +87,7 @@ def test_the_captions_of_a_part_are_about_its_own_images() -> None:
     assert torch.equal(second["image"], whole["image"][3:])
 
 
-def test_a_batch_that_is_not_packed_has_fields_of_its_rows_alone() -> None:
+def test_unpacked_batch_is_split_by_rows() -> None:
     items = documents([3, 5, 2])
     pictures = [{"image": torch.zeros(3, 2, 2, dtype=torch.uint8), **each} for each in items]
     for batch in (LanguageModelingEncoder().batch(items, RNG), CaptioningEncoder(image_size=2).batch(pictures, RNG)):
@@ -95,7 +95,7 @@ def test_a_batch_that_is_not_packed_has_fields_of_its_rows_alone() -> None:
         assert [part["lengths"].tolist() for part in split(batch, 3)] == [[3], [5], [2]]
 
 
-def test_the_rows_that_count_and_a_users_own_fields_are_cut_with_the_rows() -> None:
+def test_valid_mask_and_users_fields_are_split_with_the_rows() -> None:
     encoder = LanguageModelingEncoder(max_length=8)
     packs = [encoder.pack(documents([2, 3]), RNG), encoder.pack(documents([4]), RNG)]
     batch = {**encoder.batch(packs, RNG), "valid": torch.tensor([True, False]), "key": ["a", "b"], "drawn": 0.5}
@@ -105,7 +105,7 @@ def test_the_rows_that_count_and_a_users_own_fields_are_cut_with_the_rows() -> N
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_the_samples_of_a_part_are_those_of_its_rows(named: bool) -> None:
+def test_sample_ids_are_split_with_the_rows(named: bool) -> None:
     ids = torch.arange(12).view(4, 3)
     batch = {
         "tokens" if named else "x": torch.zeros(3, 4),
@@ -121,17 +121,17 @@ def test_the_samples_of_a_part_are_those_of_its_rows(named: bool) -> None:
 
 
 @pytest.mark.parametrize("value", [7, 0.5, torch.tensor(3), torch.zeros(3), ["a"], "ab"])
-def test_a_field_that_is_not_of_the_rows_is_refused_by_name(value: Any) -> None:
+def test_field_not_aligned_with_rows_is_rejected_by_name(value: Any) -> None:
     with pytest.raises(ValueError, match="field 'mine' does not have 2 rows"):
         split({"tokens": torch.zeros(2, 4), "mine": value}, 2)
 
 
-def test_segments_that_go_over_the_end_of_a_row_are_refused() -> None:
+def test_segments_across_rows_are_rejected() -> None:
     with pytest.raises(ValueError, match="no boundary at 0 or at 4"):
         split({"tokens": torch.zeros(2, 4), "cu_seqlens": torch.tensor([0, 5, 8])}, 2)
 
 
-def test_more_parts_than_rows_and_batches_without_rows_are_refused() -> None:
+def test_more_parts_than_rows_and_batches_without_rows_are_rejected() -> None:
     with pytest.raises(ValueError, match="n must be 1 to 2, the rows of the batch, not 3"):
         split({"id": torch.arange(2)}, 3)
     with pytest.raises(ValueError, match="a has 2, b has 3"):
@@ -143,7 +143,7 @@ def test_more_parts_than_rows_and_batches_without_rows_are_refused() -> None:
             micro_batches({"id": torch.arange(2)}, size)
 
 
-def test_parts_of_a_size_for_trainers_that_ask_so() -> None:
+def test_batches_can_be_split_by_size() -> None:
     batch = {"id": torch.arange(7), "image": torch.zeros(7, 3)}
     assert [part["id"].tolist() for part in micro_batches(batch, 3.0)] == [[0, 1, 2], [3, 4, 5], [6]]
     assert rows(batch) == rows(batch["id"]) == 7

@@ -108,7 +108,7 @@ def text_batch(packs: Sequence[Sequence[int]] | None = ((0, 1), (2, 3)), **setti
 
 
 @pytest.mark.parametrize(("name", "attention"), [("Llama", "eager"), *((name, "sdpa") for name in MODELS)])
-def test_a_pack_of_texts_has_the_loss_of_its_documents_alone(name: str, attention: str) -> None:
+def test_loss_of_a_text_pack_equals_that_of_single_documents(name: str, attention: str) -> None:
     model = made(name, attention, **MODELS[name])
     expected = alone(model, DOCUMENTS)
     padded = (text_batch(multiple=16), text_batch(None, multiple=16))
@@ -121,7 +121,7 @@ def test_a_pack_of_texts_has_the_loss_of_its_documents_alone(name: str, attentio
         assert abs(loss(model, {**naive, **more}) - expected) > 1e-3  # the last: its cache hides the positions
 
 
-def test_the_parts_of_a_batch_add_up_to_its_loss() -> None:
+def test_losses_of_parts_add_up_to_the_batch_loss() -> None:
     model, batch = made("Llama"), text_batch(max_length=64)
     parts = [model_inputs(part, model) for part in split(batch, 2)]
     targets = [int((part["labels"] != -100).sum()) for part in parts]
@@ -129,7 +129,7 @@ def test_the_parts_of_a_batch_add_up_to_its_loss() -> None:
     assert summed / sum(targets) == pytest.approx(alone(model, DOCUMENTS), abs=1e-5)
 
 
-def test_rows_that_fill_a_batch_up_are_not_learned_and_other_fields_are_left_out() -> None:
+def test_padding_rows_are_masked_and_other_fields_dropped() -> None:
     model = made("Llama")
     valid = torch.tensor([True, False, True, True])
     batch = {**text_batch(None), "valid": valid, "receipts": torch.ones(4), "url": "x"}
@@ -139,7 +139,7 @@ def test_rows_that_fill_a_batch_up_are_not_learned_and_other_fields_are_left_out
     assert loss(model, inputs) == pytest.approx(alone(model, kept), abs=1e-5)
 
 
-def test_a_document_that_was_cut_learns_the_next_token_inside_a_row_and_not_behind_it() -> None:
+def test_cut_document_predicts_the_next_token_only_within_a_row() -> None:
     encoder = LanguageModelingEncoder(max_length=4)
     pieces: Any = encoder.encode(sample({"txt": "abcdefgh"}), Rng(7))
     first, second, third = pieces
@@ -151,7 +151,7 @@ def test_a_document_that_was_cut_learns_the_next_token_inside_a_row_and_not_behi
     assert inputs["labels"][0, :5].tolist() == [-100, 97, 98, 99, 100]  # d, behind c, at the place of another document
 
 
-def test_a_pack_of_chats_learns_the_answers_alone() -> None:
+def test_only_answers_contribute_to_the_loss_of_packed_chats() -> None:
     chats = [[("What?", "A cat."), ("Sure?", "Yes.")], [("Who?", "Me.")]]
     encoder, documents, items = ChatEncoder(), [], []
     for turns in chats:
@@ -173,7 +173,7 @@ def test_a_pack_of_chats_learns_the_answers_alone() -> None:
 # What a model learns.
 
 
-def test_a_model_learns_the_next_letter_and_the_one_behind_it_where_labels_are_shifted_twice() -> None:
+def test_doubly_shifted_labels_are_a_visible_error() -> None:
     letters, encoder = "abcdefghijklmnopqrstuvwxyz", LanguageModelingEncoder(max_length=32)
     texts = [(letters + letters)[start : start + 10] for start in range(26)]
     items = [item(encoder, sample({"txt": text})) for text in texts]
@@ -236,7 +236,7 @@ def smolvlm() -> Any:
 
 
 @pytest.mark.parametrize(("make", "merge"), [(llava, 1), (internvl, 2), (smolvlm, 2)])
-def test_a_pack_of_images_in_tiles_has_the_loss_of_its_documents_alone(make: Any, merge: int) -> None:
+def test_loss_of_packed_image_tiles_equals_that_of_single_documents(make: Any, merge: int) -> None:
     model = make()
     tiles = Tiles(4, merge, side=16, max_tiles=1)
     encoder = InterleavedEncoder(vision=Vision(tiles, IMAGE, mean=MEAN, std=STD))
@@ -292,7 +292,7 @@ def qwen_stories(model: Any, **settings: Any) -> tuple[InterleavedEncoder, list[
     return encoder, items, documents
 
 
-def test_qwen_gets_the_pixels_and_grids_of_its_processor() -> None:
+def test_qwen_gets_pixels_and_grids_like_from_its_processor() -> None:
     model = qwen()
     encoder, items, documents = qwen_stories(model)
     inputs = model_inputs(encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), model)
@@ -303,7 +303,7 @@ def test_qwen_gets_the_pixels_and_grids_of_its_processor() -> None:
 
 
 @pytest.mark.parametrize("made_so", [("sdpa",), ("eager",), ("sdpa", "Qwen2VL")])
-def test_a_pack_of_qwens_images_has_the_loss_of_its_documents_alone(made_so: tuple[str, ...]) -> None:
+def test_loss_of_packed_qwen_images_equals_that_of_single_documents(made_so: tuple[str, ...]) -> None:
     model = qwen(*made_so)
     encoder, items, documents = qwen_stories(model)
     expected = alone(model, documents)
@@ -317,9 +317,7 @@ def test_a_pack_of_qwens_images_has_the_loss_of_its_documents_alone(made_so: tup
 
 @pytest.mark.parametrize("multiple", [1, 16])
 @pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen2VL"])
-def test_positions_in_packs_with_images_are_those_that_the_model_gives_each_document_alone(
-    name: str, multiple: int
-) -> None:
+def test_positions_in_image_packs_equal_those_of_single_documents(name: str, multiple: int) -> None:
     model = qwen(name=name)
     encoder, items, documents = qwen_stories(model, multiple=multiple)
     assert len({len(document.ids) % multiple for document in documents}) > 1 or multiple == 1
@@ -339,7 +337,7 @@ def test_positions_in_packs_with_images_are_those_that_the_model_gives_each_docu
         assert loss(model, model_inputs(batch, model)) == pytest.approx(expected, abs=1e-5)
 
 
-def test_qwens_texts_without_images_are_kept_apart_too() -> None:
+def test_packed_qwen_texts_do_not_attend_to_each_other() -> None:
     model = qwen()
     for batch in (text_batch(), text_batch(None)):
         assert loss(model, model_inputs(batch, model)) == pytest.approx(alone(model, DOCUMENTS), abs=1e-5)
@@ -355,7 +353,7 @@ def film_positions(grid: torch.Tensor, letters: int) -> torch.Tensor:
     return torch.tensor(places).T[:, None]
 
 
-def test_a_pack_of_qwens_videos_has_the_loss_of_its_documents_alone() -> None:
+def test_loss_of_packed_qwen_videos_equals_that_of_single_documents() -> None:
     model = qwen()
     vision = Vision(NativeSize(14, 2, 28 * 28, 28 * 28 * 64), IMAGE, mean=MEAN, std=STD)
     video = VideoTokens(VIDEO, min_pixels=28 * 28, max_pixels=28 * 28 * 4, mean=MEAN, std=STD)
@@ -377,7 +375,7 @@ def test_a_pack_of_qwens_videos_has_the_loss_of_its_documents_alone() -> None:
     assert loss(model, inputs) == pytest.approx(alone(model, documents), abs=1e-5)
 
 
-def test_images_of_captions_go_to_git() -> None:
+def test_git_gets_the_images_of_captions() -> None:
     from transformers import GitConfig, GitForCausalLM
 
     config = GitConfig(vision_config={**EYES}, **SMALL, vocab_size=VOCABULARY, max_position_embeddings=64)
@@ -413,7 +411,7 @@ def with_flash(model: Any) -> Any:
     return model
 
 
-def test_flash_attention_keeps_texts_apart_in_any_rows(flash: None) -> None:
+def test_flash_attention_separates_packed_texts(flash: None) -> None:
     expected, model = alone(made("Llama"), DOCUMENTS), with_flash(made("Llama"))
     for packs in ([[0, 1], [2, 3]], [[0, 1, 2, 3]], None):
         inputs = model_inputs(text_batch(packs), model)
@@ -423,7 +421,7 @@ def test_flash_attention_keeps_texts_apart_in_any_rows(flash: None) -> None:
     assert loss(model, inputs) == pytest.approx(expected, abs=1e-5), "models that pass position_ids on alone"
 
 
-def test_flash_attention_keeps_qwens_images_apart_and_leaves_its_eyes_alone(flash: None) -> None:
+def test_flash_attention_separates_packed_qwen_images(flash: None) -> None:
     encoder, items, documents = qwen_stories(qwen())
     expected, model = alone(qwen(), documents), with_flash(qwen())
     for rows in ([encoder.pack(items[:2], Rng(7)), items[2]], items):
@@ -447,7 +445,7 @@ def test_flash_attention_keeps_qwens_images_apart_and_leaves_its_eyes_alone(flas
         ("Qwen3VL", {}, "how it attends is not known here"),
     ],
 )
-def test_packs_are_refused_for_a_model_that_would_mix_their_documents(name: str, settings: Any, why: str) -> None:
+def test_packs_are_rejected_for_models_that_would_mix_documents(name: str, settings: Any, why: str) -> None:
     import transformers
 
     config = getattr(transformers, f"{name}Config")(**settings)
@@ -460,19 +458,19 @@ def test_packs_are_refused_for_a_model_that_would_mix_their_documents(name: str,
     ("name", "settings"),
     [("Bloom", {"n_layer": 2, "n_head": 4}), ("Mamba", {"state_size": 4}), ("OPT", {"word_embed_proj_dim": 32})],
 )
-def test_rows_of_one_document_are_for_any_causal_model(name: str, settings: Any) -> None:
+def test_single_document_rows_fit_any_causal_model(name: str, settings: Any) -> None:
     model = made(name, "eager", **settings)
     assert loss(model, model_inputs(text_batch(None), model)) == pytest.approx(alone(model, DOCUMENTS), abs=1e-5)
 
 
-def test_packs_are_refused_where_the_attention_gets_no_mask() -> None:
+def test_packs_are_rejected_if_attention_gets_no_mask() -> None:
     model = made("Llama")
     model.config._attn_implementation = "own_kernel"
     with pytest.raises(ValueError, match="attention 'own_kernel' does not learn where documents begin"):
         model_inputs(text_batch(), model)
 
 
-def test_what_is_no_batch_of_tokens_or_no_model_is_named() -> None:
+def test_invalid_batch_or_model_is_named() -> None:
     model = made("Llama")
     batch = text_batch()
     with pytest.raises(ValueError, match=r"This batch has labels, tokens\.$"):
@@ -489,7 +487,7 @@ def test_what_is_no_batch_of_tokens_or_no_model_is_named() -> None:
         model_inputs(batch, T5Config())
 
 
-def test_images_and_sounds_that_a_model_does_not_take_are_named() -> None:
+def test_media_that_a_model_does_not_accept_are_named() -> None:
     vision = Vision(NativeSize(4, 2, 64, 1024), IMAGE)
     encoder = InterleavedEncoder(vision=vision, audio=AudioTokens(305))
     seen = encoder.batch([item(encoder, story("a", PHOTOS[0], "b"))], Rng(7))
@@ -508,7 +506,7 @@ def test_images_and_sounds_that_a_model_does_not_take_are_named() -> None:
         model_inputs(encoder.batch([heard], Rng(7)), made("Llama"))
 
 
-def test_what_a_model_would_learn_otherwise_without_an_error_is_named() -> None:
+def test_silently_different_model_inputs_are_an_error() -> None:
     model, batch = made("Llama"), text_batch()
     inputs = model_inputs(batch, model)
     check_inputs(inputs, model)

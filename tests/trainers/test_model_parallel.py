@@ -60,7 +60,7 @@ def loaded(loader: sp.SavableLoader, checkpoint: Path) -> sp.SavableLoader:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_peers_see_the_same_batches_and_data_parallel_ranks_share_the_slots(runs: Any, layout: str) -> None:
+def test_peers_get_equal_batches_and_data_parallel_ranks_share_slots(runs: Any, layout: str) -> None:
     folder, seen = runs
     processes = seen[layout]
     assert [process["peer"] for process in processes] == [0, 1, 0, 1]
@@ -71,7 +71,7 @@ def test_peers_see_the_same_batches_and_data_parallel_ranks_share_the_slots(runs
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_process_has_the_whole_state_and_a_checkpoint_of_all_goes_on_at_one_rank(runs: Any, layout: str) -> None:
+def test_each_process_has_the_global_state_and_one_rank_resumes_it(runs: Any, layout: str) -> None:
     folder, seen = runs
     one = alone(folder)
     take(one, 2 * STEPS)
@@ -83,7 +83,7 @@ def test_each_process_has_the_whole_state_and_a_checkpoint_of_all_goes_on_at_one
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_epoch_ends_for_all_of_them_and_stages_that_read_nothing_need_no_loader(runs: Any, layout: str) -> None:
+def test_epoch_ends_on_all_processes_and_pipeline_stages_without_data_need_no_loader(runs: Any, layout: str) -> None:
     folder, seen = runs
     expected = take(alone(folder, epochs=1), 1000)
     found = in_slots(seen[layout], "epoch")
@@ -92,6 +92,6 @@ def test_an_epoch_ends_for_all_of_them_and_stages_that_read_nothing_need_no_load
     assert others == [None, None] if layout == "pp" else others == [seen[layout][i]["epoch"] for i in (0, 2)]
 
 
-def test_the_parts_of_context_parallel_ranks_are_the_batch(runs: Any) -> None:
+def test_parts_of_context_parallel_ranks_join_to_the_batch(runs: Any) -> None:
     _, seen = runs
     assert all(process["joined"] == process["after"] for process in seen["cp"])

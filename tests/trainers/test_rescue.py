@@ -40,7 +40,7 @@ def lanes_of_a_rank(state: dict[str, Any], rank: int, world_size: int) -> dict[s
 
 
 @pytest.mark.parametrize("epochs,taken,num_workers", [(None, 22, 1), (1, 10, 0), (1, 45, 0)])
-def test_the_whole_state_is_found_again(make: Any, epochs: int | None, taken: int, num_workers: int) -> None:
+def test_global_state_is_reconstructed(make: Any, epochs: int | None, taken: int, num_workers: int) -> None:
     one = make(epochs=epochs)
     while taken:
         taken -= len(take(one, taken))
@@ -55,21 +55,21 @@ def test_the_whole_state_is_found_again(make: Any, epochs: int | None, taken: in
     assert take(again, 5) == expected
 
 
-def test_it_is_told_of_where_the_state_is_refused(make: Any) -> None:
+def test_rescue_is_suggested_when_a_state_is_rejected(make: Any) -> None:
     one = make()
     take(one, 6)
     with pytest.raises(sp.CheckpointMismatchError, match="To recover without these lanes"):
         make().load_state_dict(lanes_of_a_rank(one.state_dict(), 0, 2))
 
 
-def test_a_state_of_another_run_is_refused(make: Any) -> None:
+def test_a_state_of_another_run_is_rejected(make: Any) -> None:
     one = make(seed=4)
     take(one, 6)
     with pytest.raises(ValueError, match=r"fingerprint.* differ"):
         rescue(make(), lanes_of_a_rank(one.state_dict(), 0, 2))
 
 
-def test_lanes_that_are_not_where_the_slots_lead_are_refused(make: Any) -> None:
+def test_lanes_that_contradict_their_slots_are_rejected(make: Any) -> None:
     one = make()
     take(one, 6)
     early = one.state_dict()
@@ -81,14 +81,14 @@ def test_lanes_that_are_not_where_the_slots_lead_are_refused(make: Any) -> None:
         rescue(make(), lanes_of_a_rank(mixed, 0, 2))
 
 
-def test_a_slot_beyond_the_epoch_is_refused(make: Any) -> None:
+def test_a_slot_beyond_the_epoch_is_rejected(make: Any) -> None:
     one = make(epochs=1)
     take(one, 6)
     with pytest.raises(ValueError, match="differ"):
         rescue(make(epochs=1), {**lanes_of_a_rank(one.state_dict(), 0, 2), "slot": 600})
 
 
-def test_a_run_which_shards_have_joined_is_refused(tmp_path: Path) -> None:
+def test_run_with_joined_shards_is_rejected(tmp_path: Path) -> None:
     write_numbered_shards(tmp_path / "first", [20])
     write_numbered_shards(tmp_path / "all", [20, 20])
 

@@ -68,9 +68,7 @@ class Trainer:
 
 
 @of_kinds(("endless", 2), ("counted", 0), ("counted", 1), ("packed", 1))
-def test_the_state_is_that_after_the_batch_trained_on_at_each_step_and_through_the_ends_of_epochs(
-    make: Any, ahead: int
-) -> None:
+def test_state_is_after_the_last_trained_batch_at_every_step_and_epoch_end(make: Any, ahead: int) -> None:
     expected = [batch for batch, _ in Trainer(make(), 0).steps(45)]
     steps = Trainer(make(), ahead).steps(40)
     assert [batch for batch, _ in steps] == expected[:40]
@@ -80,7 +78,7 @@ def test_the_state_is_that_after_the_batch_trained_on_at_each_step_and_through_t
         assert [batch for batch, _ in again.steps(3)] == expected[step + 1 : step + 4], step
 
 
-def test_a_state_saved_between_the_end_and_the_training_on_its_last_batch_has_that_batch(make: Any) -> None:
+def test_state_saved_before_training_on_the_last_batch_repeats_it(make: Any) -> None:
     loader = make()
     trainer = Trainer(loader, ahead=1)
     *_, last = trainer.batches  # the trainer has seen the end, and trained on nothing yet
@@ -91,7 +89,7 @@ def test_a_state_saved_between_the_end_and_the_training_on_its_last_batch_has_th
     assert take(loader, 1) == [digest(last)]
 
 
-def test_what_was_fetched_and_left_comes_again_in_the_next_pass(make: Any) -> None:
+def test_fetched_unused_batches_are_repeated_in_the_next_iteration(make: Any) -> None:
     expected = take(make(), 8)
     trainer = Trainer(make(), ahead=1)
     found = [batch for batch, _ in trainer.steps(3)]
@@ -100,7 +98,7 @@ def test_what_was_fetched_and_left_comes_again_in_the_next_pass(make: Any) -> No
     assert found + [batch for batch, _ in trainer.steps(5)] == expected
 
 
-def test_a_trainer_that_skips_batches_beside_the_state_is_found(make: Any) -> None:
+def test_batches_skipped_by_the_trainer_are_detected(make: Any) -> None:
     trainer = Trainer(make(), ahead=0)
     trainer.steps(4)
     state = trainer.batches.state_dict()
@@ -112,7 +110,7 @@ def test_a_trainer_that_skips_batches_beside_the_state_is_found(make: Any) -> No
         resumed.train(next(batches))
 
 
-def test_a_trainer_that_trained_on_more_than_was_given_is_found(make: Any) -> None:
+def test_training_on_more_batches_than_yielded_is_detected(make: Any) -> None:
     trainer = Trainer(make(), ahead=0)
     trainer.steps(2)
     trainer.trained += 1
@@ -121,7 +119,7 @@ def test_a_trainer_that_trained_on_more_than_was_given_is_found(make: Any) -> No
 
 
 @pytest.mark.parametrize("how", ["restored", "skipped", "taken"])
-def test_a_loader_that_something_else_moves_is_found(make: Any, how: str) -> None:
+def test_loader_moved_by_other_code_is_detected(make: Any, how: str) -> None:
     loader = make()
     before = loader.state_dict()
     trainer = Trainer(loader, ahead=1)
@@ -137,7 +135,7 @@ def test_a_loader_that_something_else_moves_is_found(make: Any, how: str) -> Non
 
 
 @of_kinds(("endless", 1), ("counted", 0), ("counted", 2), ("packed", 1))
-def test_a_skip_passes_over_slots_behind_those_that_the_trainer_has_fetched(make: Any, ahead: int) -> None:
+def test_skip_applies_after_the_fetched_batches(make: Any, ahead: int) -> None:
     slots = take(make(), 20)
     expected = slots[: 3 + ahead] + slots[5 + ahead : 16]
     trainer = Trainer(make(), ahead=ahead)
@@ -154,7 +152,7 @@ def test_a_skip_passes_over_slots_behind_those_that_the_trainer_has_fetched(make
         assert [batch for batch, _ in again.steps(4)] == expected[done : done + 4], done
 
 
-def test_a_skip_stays_where_it_is_if_what_was_fetched_is_left_and_comes_again(make: Any) -> None:
+def test_skip_stays_if_fetched_batches_are_repeated(make: Any) -> None:
     slots = take(make(), 9)
     trainer = Trainer(make(), ahead=1)
     trainer.steps(3)
@@ -163,7 +161,7 @@ def test_a_skip_stays_where_it_is_if_what_was_fetched_is_left_and_comes_again(ma
     assert [batch for batch, _ in trainer.steps(4)] == [slots[3], *slots[6:9]]
 
 
-def test_a_skip_without_anything_fetched_is_the_loaders(make: Any) -> None:
+def test_skip_without_fetched_batches_equals_the_loaders(make: Any) -> None:
     loader, other = make(), make()
     batches = TrainerLoader(loader)
     for one in (batches, other):
@@ -173,7 +171,7 @@ def test_a_skip_without_anything_fetched_is_the_loaders(make: Any) -> None:
         batches.skip(-1)
 
 
-def test_a_skip_at_the_end_of_an_epoch_takes_nothing_of_the_next_one(make: Any) -> None:
+def test_skip_at_the_end_of_an_epoch_does_not_reach_the_next(make: Any) -> None:
     loader = make()
     slots = [digest(batch) for _ in range(2) for batch in loader]
     for given in (34, 35, 36):
@@ -186,7 +184,7 @@ def test_a_skip_at_the_end_of_an_epoch_takes_nothing_of_the_next_one(make: Any) 
         assert [batch for batch, _ in trainer.steps(2)] == slots[36:38]
 
 
-def test_a_bare_loader_refuses_a_state_with_a_skip_that_is_to_come(make: Any) -> None:
+def test_bare_loader_rejects_a_state_with_a_pending_skip(make: Any) -> None:
     trainer = Trainer(make(), ahead=1)
     trainer.steps(3)
     trainer.batches.skip(2)
@@ -235,34 +233,34 @@ def test_batches_are_moved_to_the_device_and_the_rest_is_the_loaders(make: Any) 
     assert batches.state_dict() == loader.state_dict()
 
 
-def test_an_evaluation_that_was_broken_off_begins_anew(make: Any) -> None:
+def test_interrupted_evaluation_restarts(make: Any) -> None:
     batches = TrainerLoader(make(tail="pad", on_iter="restart"))
     expected = take(batches, 3)
     assert take(batches, 1) + take(batches, 3) + take(batches, 3) == [expected[0], *expected, *expected]
 
 
 @pytest.mark.parametrize("make", ["endless"], indirect=True)
-def test_an_endless_loader_has_no_length_and_is_true(make: Any) -> None:
+def test_endless_loader_has_no_length_and_is_truthy(make: Any) -> None:
     batches = TrainerLoader(make())
     assert batches
     with pytest.raises(TypeError, match="length"):
         len(batches)
 
 
-def test_lanes_of_one_rank_alone_are_refused_when_they_are_saved(make: Any) -> None:
+def test_state_of_one_rank_alone_is_rejected_on_save(make: Any) -> None:
     batches = TrainerLoader(make(ranks=(0, 2)))
     with pytest.raises(ValueError, match=r"gathering needs torch\.distributed"):
         batches.state_dict()
 
 
-def test_who_asks_for_a_dataset_is_told_that_nothing_is_to_be_skipped(make: Any) -> None:
+def test_asking_for_a_dataset_is_an_error_that_names_skipping(make: Any) -> None:
     batches = TrainerLoader(make())
     with pytest.raises(AttributeError, match="Do not skip batches"):
         _ = batches.dataset
     assert not hasattr(batches, "dataset")
 
 
-def test_only_a_loader_is_taken() -> None:
+def test_only_a_loader_is_accepted() -> None:
     with pytest.raises(TypeError, match="a SavableLoader, not list"):
         TrainerLoader([])  # type: ignore[arg-type]
 
@@ -289,9 +287,7 @@ class Accumulates(Trainer):
 
 
 @of_kinds(("endless", 0), ("counted", 1), ("packed", 1))
-def test_the_state_at_any_moment_of_a_step_is_that_after_what_the_optimizer_has_stepped_on(
-    make: Any, ahead: int
-) -> None:
+def test_state_during_a_step_is_after_the_last_optimizer_step(make: Any, ahead: int) -> None:
     expected = [batch for batch, _ in Trainer(make(), 0).steps(18)]
     moments = list(islice(Accumulates(make(), ahead).moments(), 36))
     assert [batch for _, batch, _ in moments if batch] == expected[:12]
@@ -301,7 +297,7 @@ def test_the_state_at_any_moment_of_a_step_is_that_after_what_the_optimizer_has_
         assert [batch for _, batch, _ in islice(again.moments(), 9) if batch] == expected[done : done + 3]
 
 
-def test_a_step_that_was_broken_off_comes_again_from_its_first_batch(make: Any) -> None:
+def test_interrupted_step_is_repeated_from_its_first_batch(make: Any) -> None:
     expected = [batch for batch, _ in Trainer(make(), 0).steps(12)]
     for broken_off in range(9, 18):
         trainer = Accumulates(make(), 1)
@@ -314,7 +310,7 @@ def test_a_step_that_was_broken_off_comes_again_from_its_first_batch(make: Any) 
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_one_batch_more_may_be_on_its_way_only_until_the_trainer_has_begun_it(make: Any, ahead: int) -> None:
+def test_one_more_batch_may_be_in_transit_until_it_is_started(make: Any, ahead: int) -> None:
     trainer = Trainer(make(), ahead)
     batches = iter(trainer.batches)
     for _ in range(ahead + 1):
@@ -333,7 +329,7 @@ def test_one_batch_more_may_be_on_its_way_only_until_the_trainer_has_begun_it(ma
         skipped_one.batches.check()
 
 
-def test_another_trainer_goes_on_behind_what_the_first_one_trained_on(make: Any) -> None:
+def test_another_trainer_continues_after_the_firsts_batches(make: Any) -> None:
     slots = take(make(), 12)
     loader = make()
     first = Trainer(loader, ahead=1)
@@ -345,9 +341,7 @@ def test_another_trainer_goes_on_behind_what_the_first_one_trained_on(make: Any)
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_what_follows_is_not_refused(
-    make_shards: Any, counts: bool
-) -> None:
+def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_training_continues(make_shards: Any, counts: bool) -> None:
     def loader() -> sp.SavableLoader:
         return sp.SavableLoader(partial(packed_numbers, shards), seed=3, lanes=6)
 

@@ -29,10 +29,11 @@ from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.engine.messages import Delivery, LaneJob, RequestKind, row_count
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
 from savable_pipeline.run.state.lane_state import InVain, LaneState, pack_state, restoring, unpack_state, with_counts
-from savable_pipeline.stages.item_ref import ItemRef, as_ref, batch_rows
-from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.batcher import rebuild
+from savable_pipeline.stages.item_buffer import made_items
+from savable_pipeline.stages.item_ref import ItemRef, as_ref
+from savable_pipeline.stages.pipeline import datasets_of, upstream, verify_files
 from savable_pipeline.stages.stage import BatchStage, Stage
-from savable_pipeline.stages.task_encoder import Skip
 
 _WATCH_S = 0.25
 
@@ -143,7 +144,7 @@ class LaneRunner:
         live.counts = Counter()
         self._live[lane] = live
         seconds = time.perf_counter() - start
-        held = sum([stage.held_items for stage in live.stages])
+        held = sum(map(made_items, live.stages))
         rebuild_s = seconds * held / max(1, counts.get("Encode/items", 1))
         assert live.state is not None
         dry = batch is _DRY
@@ -161,9 +162,8 @@ class LaneRunner:
         stages = self._restore(job.lane).stages
         _avoid(stages, avoid)
         last = stages[-1]
-        batch, ref, kept = _fetched(last, job) if job.ref else _filler(last)
-        for stage in stages:
-            stage.verify(job.lane.batches * last.lane.count + last.lane.index)
+        batch, ref, kept = _rebuilt(last, job)
+        verify_files(stages, job.lane.batches * last.lane.count + last.lane.index)
         counts, seconds = take_counts(stages, {}), time.perf_counter() - start
         rows = row_count(ref, type(last).__name__)
         return Delivery(batch, packed, True, False, seconds, 0.0, counts, ref, ref=ref, rows=rows, remaining=kept)
@@ -188,8 +188,7 @@ class LaneRunner:
         if batch is _DRY and self._job.pad:
             batch = cast(BatchStage, live.stage).filler()  # `build` has checked it
             live.batches += 1
-        for stage in live.stages:
-            stage.verify(max(0, live.batches - 1) * live.lane.count + live.lane.index)
+        verify_files(live.stages, max(0, live.batches - 1) * live.lane.count + live.lane.index)
         if not more:
             self.verify_delivered()
         live.lane.unused = 0
@@ -221,7 +220,7 @@ class LaneRunner:
         lane.unused = 0
         stages = list(upstream(stage))
         live = _Live(stages, lane, saved.batches, saved.in_vain or {})
-        self._stores.update((id(store), store) for each in stages for store in each.stores_read())
+        self._stores.update((id(each.store), each.store) for each in datasets_of(stages))
         return live
 
     def _next(self, live: _Live, want: RequestKind) -> Any:
@@ -309,41 +308,19 @@ def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
     """Leave these samples, by index and epoch, out of a lane from now on."""
     for index, epoch in samples:
         for stage in stages:
-            if tag_of(index) in stage.info.tags:
+            if hasattr(stage, "avoid") and tag_of(index) in stage.info.tags:
                 stage.avoid(index, epoch, "its worker died")
 
 
-def _fetched(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:
-    """The batch of the rows that are left of it, its ref, and their numbers.
-
-    A filler if none is.
-    """
+def _rebuilt(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:
+    """The batch that `rebuild` makes. Raises `StateError` for a ref of none."""
     lane = job.lane
-    where = f"batch {lane.batches} of lane {lane.lane} in epoch {lane.epoch}, in flight in the state"
     try:
-        number, rows = batch_rows(as_ref(msgspec.msgpack.decode(job.ref)))
-        left = {row: ref for row, part in enumerate(rows) if (ref := last.info.left_of(part)) is not None}
-        batch, lost = last.fetch_rows((*number, *left.values()), job.size) if left else (None, ())
+        return rebuild(last, as_ref(msgspec.msgpack.decode(job.ref)) if job.ref else (), job.size)
     except (SavableError, OSError, MemoryError):
         raise
     except Exception as error:
         raise StateError(
-            f"{where}, cannot be rebuilt: {type(error).__name__}: {error}. Use another copy of the checkpoint, or "
-            "fix `fetch` of your stage."
+            f"batch {lane.batches} of lane {lane.lane} in epoch {lane.epoch}, in flight in the state, cannot be rebuilt"
+            f": {type(error).__name__}: {error}. Use another copy of the checkpoint, or fix `fetch` of your stage."
         ) from error
-    left = {row: ref for at, (row, ref) in enumerate(left.items()) if at not in lost}
-    if type(batch) is Skip or not left:
-        return _filler(last)
-    return batch, (*number, *left.values()), tuple(left)
-
-
-def _filler(last: Stage) -> tuple[Any, ItemRef, tuple[int, ...]]:
-    """A batch that counts for nothing: that of a padded lane which has no more, or the lane's first. It has no rows."""
-    if last.lane.pad:
-        return cast(BatchStage, last).filler(), (), ()
-    for batch in last:
-        return batch, last.ref, ()
-    raise SavableError(
-        f"{last.lane} has no batch to replace one that cannot be rebuilt, or to fill a step. Use fewer lanes or "
-        "more data."
-    )

@@ -493,7 +493,7 @@ def where(last: Stage, status: WorkerStatus) -> str:
 def can_skip(last: Stage, status: WorkerStatus, error: WorkerError) -> bool:
     """Whether the stage's `on_error` allows to skip the sample of a status."""
     stage = _stage_at(last, status)
-    return stage is not None and stage.can_skip(error)
+    return stage is not None and hasattr(stage, "can_skip") and bool(stage.can_skip(error))
 
 
 def _stage_at(last: Stage, status: WorkerStatus) -> Stage | None:

@@ -16,6 +16,7 @@ import msgspec
 
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.stages.chunked_stage import ChunkedStage
 from savable_pipeline.stages.encode import Encode, EncodeCall
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
@@ -97,8 +98,9 @@ def _measuring(kind: type[Stage]) -> type[Stage]:
     def measured(call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda stage, *arguments: vars(stage)["_clock"].time(stage, call, *arguments)
 
-    own = {name: call for name in _TIMED if (call := getattr(kind, name, None)) is not getattr(Stage, name, None)}
-    methods = {name: measured(call) for name, call in own.items() if call is not None}
+    # Defaults stay as they are: `maker_of` recognizes them.
+    defaults = [getattr(base, name, None) for base in (Stage, ChunkedStage) for name in _TIMED]
+    methods = {name: measured(call) for name in _TIMED if (call := getattr(kind, name, None)) and call not in defaults}
     return _MEASURING.setdefault(kind, type(kind.__name__, (kind,), methods))
 
 

@@ -1,4 +1,4 @@
-"""`Acknowledgements`: rows of a rank's batches that its trainer has not acknowledged.
+"""`Acknowledgements`: the rows that a rank's trainer has not acknowledged.
 
     loaded ──▶ to repeat ──▶ yielded ──▶ done, or dropped
                    ▲            │
@@ -50,7 +50,7 @@ _CANNOT_BE_MADE = "can no longer be made"
 
 
 class InFlight(NamedTuple):
-    """The number of unacknowledged rows, and the receipt (slot, row) of the oldest; None without any."""
+    """The number of unacknowledged rows, and the receipt of the oldest, or None."""
 
     rows: int
     oldest: tuple[int, int] | None
@@ -85,7 +85,7 @@ class _Lane:
         self.columns: EpochFlights | None = None
 
     def add_to_columns(self, flight: Outstanding, number: int) -> None:
-        """Add the batch of a round to the columns if they have all batches before it, and none has changed."""
+        """Add the batch of a round if the columns have all batches before it."""
         if flight.batch == next(iter(self.flights), None):
             self.columns = EpochFlights(flight.batch >> EPOCH_SHIFT, [], [], [])
         columns = self.columns
@@ -104,7 +104,7 @@ class _Lane:
 
 
 class Acknowledgements:
-    """The table of a rank. `noting`: whether `noted` returns the acknowledgements, for a ledger."""
+    """The table of a rank. With `noting`, `noted` returns acknowledgements."""
 
     def __init__(self, ranks: Ranks, lanes: int, *, noting: bool) -> None:
         self._ranks, self._lane_count, self._noting = ranks, lanes, noting
@@ -194,7 +194,7 @@ class Acknowledgements:
             self._last = None
 
     def wait(self, rows: int, most: int, timeout_s: float) -> None:
-        """Wait until at most `most` are in flight with these. Raises `SavableError` after `timeout_s`."""
+        """Wait for room for these rows. Raises `SavableError` after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_awaited = True
@@ -237,7 +237,7 @@ class Acknowledgements:
         self._young = []
 
     def give_again(self, number: int, kept: Iterable[int]) -> int:
-        """Note that the first waiting batch is repeated with the rows `kept`. Returns those that were open."""
+        """Repeat the first waiting batch with the rows `kept`. Returns the open ones."""
         with self._lock:
             flight = self.waiting[0]
             self._lose(flight, flight.open & ~sum(1 << row for row in kept))
@@ -341,7 +341,7 @@ class Acknowledgements:
         return lane.packed[1]
 
     def agree(self, own: dict[int, list[Flight]], merged: dict[int, list[Flight]], acks: dict[int, int]) -> None:
-        """Drop what other ranks have acknowledged, and acknowledgements that they know now.
+        """Drop rows that other ranks acknowledged, and acknowledgements they know now.
 
         `own` and `acks` are this rank's batches and acknowledgements in the state of all ranks. `merged` are the
         batches that remain in it.
@@ -391,7 +391,7 @@ class IssuedReceipts(NamedTuple):
 
 
 def receipts_of(batch: int, size: int, rows: int = 0, kept: Sequence[int] | None = None) -> torch.Tensor:
-    """Receipts of a batch of this size; -1 for rows that are not among the bits `rows`.
+    """Receipts of a batch of this size, with -1 for rows not in the bits `rows`.
 
     `kept`: the numbers of its rows, before the padding; by default all from 0 on.
     """

@@ -27,6 +27,7 @@ from savable_pipeline.run.loader.local_lanes import LocalLanes, chunk_sizes
 from savable_pipeline.run.loader.position import History, LanePosition, Observer, Position
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.stages.chunked_stage import count_of
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class EpochEnds:
         """Where an epoch ends, if the stages can count their lanes."""
         if epoch not in self._ends:
             stage = self._local.last_stage
-            counts = [stage.count_of(lane, epoch) for lane in range(self._settings.lanes)]
+            counts = [count_of(stage, lane, epoch) for lane in range(self._settings.lanes)]
             known = [count for count in counts if count is not None]
             countable = len(known) == len(counts) and not stage.info.endless
             self._ends = {epoch: counted_end(known, pad=self._settings.pad) if countable else None}
@@ -114,7 +115,7 @@ class EpochEnds:
         return -(-slots // step) if self._settings.pad else slots // step
 
     def towards_step(self, at: Position, vote: Callable[[int], int]) -> Position:
-        """The position with one more fact about the next step. Raises `SavableError` without a step."""
+        """The position with one more fact about the next step."""
         if at.is_over:  # loaded there, or with fewer slots left than a step
             return replace(self.next_epoch(at), previous=None)
         if not at.changed and (end := self._known(at, vote)) is not None:
@@ -126,7 +127,7 @@ class EpochEnds:
         return self.agreed(at, vote(proposed_end(at, self._prefetcher)))
 
     def agreed(self, at: Position, end: int) -> Position:
-        """The position with the `end` of all ranks, which ends the epoch unless it is a later one."""
+        """The position with the `end` of all ranks, which ends the epoch unless later."""
         return replace(at, end=end) if end > at.end else replace(at, final=True)
 
     def _known(self, at: Position, vote: Callable[[int], int]) -> int | None:
@@ -156,7 +157,7 @@ class EpochEnds:
 
 
 def proposed_end(position: Position, prefetcher: Prefetcher) -> int:
-    """This rank's vote at a position that must vote: the end of the epoch for its lanes."""
+    """This rank's vote: where the epoch ends for its lanes. `position` must vote."""
     if position.pad:
         return max((_next_slot(position, lane) + 1 for lane, at in position.lanes.items() if at.more), default=0)
     return min(_rounds(position, lane, prefetcher) for lane in position.lanes) * position.lane_count
@@ -190,7 +191,7 @@ def counted_end(counts: list[int], *, pad: bool) -> int:
 
 
 def warn_unused(position: Position, population: int, left_out: Mapping[str, int]) -> None:
-    """Warn about slots and batches that no rank gets of the epoch that ends at `position`.
+    """Warn about slots and batches of an ended epoch that no rank gets.
 
     `population`: the number of samples. `left_out`: skipped ones by reason. Raises `SavableError` for an epoch without
     any batch.

@@ -1,4 +1,4 @@
-"""`Ledger`: when a run yielded samples, what became of them, and their batches again.
+"""`Ledger`: when a run yielded samples, what became of them, and their batches.
 
     start 1    yielded ── trained ── killed              trained, but lost: the model of the checkpoint has not seen it
     start 2    yielded again ── trained                  trained

@@ -1,4 +1,4 @@
-"""`LocalLanes`: lanes of the trainer's process, their number, and hints about them.
+"""`LocalLanes`: lanes of the trainer's process, their number, and hints.
 
 Without `lanes=`, the data set the number of lanes:
 
@@ -37,8 +37,9 @@ from savable_pipeline.run.loader.settings import MOST_LANES, LoaderSettings
 from savable_pipeline.run.state.lane_state import LaneState, restoring
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.blending.blend import Blend
+from savable_pipeline.stages.chunked_stage import is_one_to_one
 from savable_pipeline.stages.encode import Encode
-from savable_pipeline.stages.filters import ItemFilter, SampleFilter
+from savable_pipeline.stages.filters import Filter
 from savable_pipeline.stages.mapped_function import LAMBDA
 from savable_pipeline.stages.packing.packer import OnlinePacker
 from savable_pipeline.stages.pipeline import upstream
@@ -78,7 +79,7 @@ class LocalLanes:
 
     @property
     def last_stage(self) -> Stage:
-        """The last stage of a lane, to inspect settings and data path, not to build batches.
+        """The last stage of a lane, to inspect its settings and data path.
 
         Building it opens the shards, and indexes them on first use.
         """
@@ -209,7 +210,7 @@ def first_epoch_batches(last: Stage) -> int | None:
     reader, *steps = upstream(last)
     if not (isinstance(reader, RecordReader) and isinstance(last, Batcher)):
         return None
-    if not all(step.one_for_one is not None or isinstance(step, SampleFilter | ItemFilter) for step in steps[:-1]):
+    if not all(is_one_to_one(step) is not None or isinstance(step, Filter) for step in steps[:-1]):
         return None
     excluded, selection = list(reader.info.excluded.numbers.get(reader.tag, ())), reader.selection
     count = reader.shares_of(0).count(0)
@@ -221,7 +222,7 @@ def first_epoch_batches(last: Stage) -> int | None:
 log = logging.getLogger(__name__)
 
 # Neighbours of a block remain so: 87 % of them in batches of samples, about a third in packs.
-_IN_ORDER = (Blend, Join, PassThrough, Encode, OnlinePacker, Batcher)
+_IN_ORDER = (Blend, Filter, Join, PassThrough, Encode, OnlinePacker, Batcher)
 
 
 def log_hints(last: Stage) -> None:

@@ -1,4 +1,4 @@
-"""`LoaderSettings`: checked arguments of a `SavableLoader`; `Acknowledge`, one of them."""
+"""`LoaderSettings`: checked arguments of a loader; `Acknowledge`, one of them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class LoaderSettings:
 
     @property
     def by_data(self) -> bool:
-        """Whether the data set the number of lanes, on which the data of a function may depend."""
+        """Whether the data set the number of lanes, which a function may use."""
         by_slots = self.pad or self.epoch_slots is not None
         return self.by_default and not by_slots and isinstance(self.pipeline, Pipeline)
 

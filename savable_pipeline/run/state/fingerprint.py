@@ -20,7 +20,8 @@ from savable_pipeline.data.dataset.shard_digests import begin_with, difference, 
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.lane_state import decoded, has_too_many, pack_state, unpack_state
-from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.chunked_stage import rules_of
+from savable_pipeline.stages.pipeline import datasets_of, upstream
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.stage_settings import SettingRule
 
@@ -38,6 +39,7 @@ _FIXED = {
     "stages": SettingRule(fixed="a stage was added, removed or exchanged"),
 }
 _NO_RULE = SettingRule()
+_OF_DATA = {"shards", "joins"}  # settings whose difference names the address of the data
 _JOINING = 'new shards may join at the next epoch: allow={"shards"}'
 _COME_AND_GO = ("joins", "exclude")  # fields that many states lack: `allow` may name them all the same
 _KINDS: dict[str, Any] = {  # of the fields that `compare` looks into
@@ -81,15 +83,14 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
     names = [
         _in_branch(branch, type(step).__qualname__)
         for branch, step in path
-        if not any(rule.whole_stage for rule in step.setting_rules.values())
+        if not any(rule.whole_stage for rule in rules_of(step).values())
     ]
     fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": names}
     addresses: dict[str, str] = {}
     shards: dict[str, ShardList] = {}
     required, rules = set(fields), dict(_FIXED)
     for _, step in path:
-        own_rules = step.setting_rules
-        addressed = step.addresses()
+        own_rules = rules_of(step)
         for setting, rule in own_rules.items():
             rules[stage_field(step, setting)] = rule
         for setting, value in step.settings().items():
@@ -97,8 +98,8 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
             fields[field] = _plain(field, value)
             if type(step).__module__.startswith(_OURS) and "." not in setting:  # not one of a user's own encoder
                 required.add(field)
-            if setting in addressed:
-                addresses[field] = clean_address(addressed[setting])
+            if setting in _OF_DATA and datasets_of([step]):
+                addresses[field] = clean_address(", ".join(each.address for each in datasets_of([step])))
             if setting in own_rules and (shards_of := own_rules[setting].shards):
                 shards[field] = shards_of(step)
     return FingerprintHere(fields, dict(_environment()), addresses, shards, frozenset(required), rules)
@@ -236,7 +237,7 @@ def stage_field(stage: Stage, setting: str) -> str:
 
     Another stage of its kind in the same branch adds a number.
     """
-    rule = stage.setting_rules.get(setting, _NO_RULE)
+    rule = rules_of(stage).get(setting, _NO_RULE)
     return _in_branch(stage.info.branch, rule.field or f"{type(stage).__qualname__}.{setting}")
 
 

@@ -26,18 +26,12 @@ from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.advice import check_choice, check_count, closest
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
+from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, make_elements, take_from
 from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.pipeline import sample_names
-from savable_pipeline.stages.stage import (
-    ChunkedStage,
-    ItemStage,
-    SampleStage,
-    Stage,
-    State,
-    parse_state,
-    saved_refs,
-)
+from savable_pipeline.stages.readers.reader import RecordReader
+from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import SettingRule
 from savable_pipeline.stages.task_encoder import Skip, common_encoder
@@ -204,7 +198,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         """Name each source by its own name, or `name/OWN` if this Blend is the source `name` of another."""
         self._branch = name
         for own, stage in self._stages.items():
-            stage.name_branch(f"{name}/{own}" if name else own)
+            _name_branch(stage, f"{name}/{own}" if name else own)
         self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.info.tags}
         if len(self._stage_of) < sum(len(stage.info.tags) for stage in self._stages.values()):
             raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same tag. Rename one.")
@@ -216,11 +210,11 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
     def make(self, elements: Sequence[Element]) -> None:
         """Set the values of elements, each by its source. Raises `CheckpointMismatchError` if it has none here."""
         for stage, mine in groupby(elements, lambda element: self._source_of(element.ref)):
-            stage.make(list(mine))
+            make_elements(stage, list(mine))
 
     def is_certain(self, ref: ItemRef) -> bool:
-        """See `Stage.is_certain`."""
-        return self._source_of(ref).is_certain(ref)
+        """See `ChunkedStage.is_certain`."""
+        return is_certain(self._source_of(ref), ref)
 
     def _source_of(self, ref: ItemRef | Ref) -> Stage:
         if isinstance(ref, Ref):
@@ -317,13 +311,13 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         """Take elements of a source until `n` are ready or it ends; return the number that are ready."""
         source = self._stages[name]
         while len(self._ahead[name]) < n:
-            fresh = source.take(n - len(self._ahead[name]))
+            fresh = take_from(source, n - len(self._ahead[name]))
             if not len(fresh):
                 break
             self._ahead[name] = np.concatenate([self._ahead[name], self._array(fresh)])
         ready = len(self._ahead[name])
         if self._makes and n and ready and self.yields != "samples" and not self._ahead[name][0].is_made:
-            source.make([self._ahead[name][0]])
+            make_elements(source, [self._ahead[name][0]])
         return ready
 
     def _array(self, taken: Any) -> _Elements:
@@ -355,7 +349,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             return sum([length for length, _ in element.sizes])
         stage = self._stages[name]
         if not element.is_made:
-            stage.make([element])
+            make_elements(stage, [element])
         if type(element.value) is Skip:
             return None
         encoder = stage.info.encoder
@@ -437,6 +431,21 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             "stride": self.stride,
             **({"schedule": self.schedule.settings()} if self.schedule is not None else {}),
         }
+
+
+def _name_branch(stage: Stage, name: str) -> None:
+    """Make a stage, with all upstream, part of the source `name`.
+
+    Raises ValueError for one whose elements the ranks of a step take together.
+    """
+    if isinstance(stage, Blend | RecordReader):
+        stage.name_branch(name)
+        return
+    if isinstance(stage, ChunkedStage) and stage.in_step:  # the turns would part the lanes' slots
+        raise ValueError(f"{stage.in_step} must be after the Blend, not in its source {name!r}")
+    for source in stage.sources:
+        _name_branch(source, name)
+    vars(stage).pop("info", None)  # it is described again, with the name
 
 
 def _check_sources(sources: Mapping[str, Stage]) -> None:

@@ -22,12 +22,13 @@ from savable_pipeline.core.keyed_random import SharedRanks, derive_key
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.advice import check_count
+from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, make_elements, take_from
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, parse_state
+from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 PAST = 16  # times `candidates`: packs given last that count
@@ -158,7 +159,8 @@ class Balance(ChunkedStage, ItemStage):
     """
 
     source: ItemStage
-    one_for_one = True
+    one_to_one = True
+    in_step = "Balance"
     ref: ItemRef = ()
     """The ref of the pack that was given last."""
 
@@ -182,10 +184,6 @@ class Balance(ChunkedStage, ItemStage):
         self._packs: list[_HeldPack] = []  # of each of them
         self._row_of_skips = 0
 
-    def name_branch(self, name: str) -> None:
-        """Refuse to be in a branch of a Blend, whose turns would part the lanes' slots."""
-        raise ValueError(f"Balance must be after the Blend, not in its source {name!r}")
-
     def take(self, n: int) -> list[Element]:
         """The next pack; none only at the end. After an error of the source, the next call tries again."""
         while True:
@@ -194,9 +192,9 @@ class Balance(ChunkedStage, ItemStage):
                 return []
             at = self._rule.choose([pack.waiting for pack in self._packs])
             element = self._held[at]
-            skips = self.lane.skips and not self._makes and self.source.is_certain(element.ref)
+            skips = self.lane.skips and not self._makes and is_certain(self.source, element.ref)
             if not (skips or element.is_made):
-                self.source.make([element])
+                make_elements(self.source, [element])
             self._held.remove(at)
             waiting = self._packs.pop(at).waiting
             if type(element.value) is not Skip:
@@ -226,13 +224,13 @@ class Balance(ChunkedStage, ItemStage):
 
     def _fill(self) -> None:
         while len(self._held) < self._rule.room:
-            elements = self.source.take(1)
+            elements = take_from(self.source, 1)
             if not elements:
                 return
             (element,) = elements
             if element.sizes is None:
                 if not element.is_made:
-                    self.source.make([element])
+                    make_elements(self.source, [element])
                 if type(element.value) is Skip:
                     continue
                 element.sizes = ((self._calls.length(element.value, least=0), self._calls.images(element.value)),)

@@ -12,7 +12,6 @@ of its items. The price: what the function wrote into an item would be lost, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,13 +22,14 @@ from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.chunked_stage import make_elements, take_from
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes, sample_indices
+from savable_pipeline.stages.packing.pack_stage import PackStage
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, parse_state
-from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
@@ -44,7 +44,7 @@ class _ItemPackerState(msgspec.Struct):
     source: dict[str, Any]
 
 
-class ItemPacker(ChunkedStage, ItemStage):
+class ItemPacker(PackStage):
     """Yields packs: `encoder.pack(items, rng)` of the groups that a function of yours chose from `size` items.
 
     When the packs of one round are given, the next `size` items are taken; at a finite source's end, fewer.
@@ -77,10 +77,6 @@ class ItemPacker(ChunkedStage, ItemStage):
         ('picture 2|picture 3', 2)
     """
 
-    source: ItemStage
-    ref: ItemRef = ()
-    """The last pack's number in the lane, then the refs of its items."""
-
     def __init__(
         self,
         source: ItemStage,
@@ -104,14 +100,6 @@ class ItemPacker(ChunkedStage, ItemStage):
         # rounds chosen; packs given, or skipped; items in a row that came into no pack
         self._rounds, self._count, self._in_vain = 0, 0, 0
 
-    def describe(self) -> StageInfo:
-        """The source's, one deeper, with the encoder whose `pack` is used."""
-        return replace(super().describe(), encoder=self._calls.encoder)
-
-    def ref_alone(self, ref: ItemRef) -> ItemRef:
-        """The ref of a first pack that holds this item alone."""
-        return (0, ref)
-
     def take(self, n: int) -> list[Element]:
         """The next pack; none only at the end."""
         while self._groups or self._choose():
@@ -134,11 +122,11 @@ class ItemPacker(ChunkedStage, ItemStage):
         while not self._groups:
             made = self._held.copies(len(self._held))
             while len(self._held) < self.size:
-                more = self.source.take(self.size - len(self._held))
+                more = take_from(self.source, self.size - len(self._held))
                 if not more:
                     break
                 self._held.add([Element(element.ref) for element in more])
-                self.source.make([element for element in more if not element.is_made])
+                make_elements(self.source, [element for element in more if not element.is_made])
                 made += more
             if not self._held:
                 return False
@@ -173,10 +161,6 @@ class ItemPacker(ChunkedStage, ItemStage):
             self.counts.update(skip_counters(packed.reason, next(sample_indices(refs[0]))))
         return packed, refs, sizes
 
-    def is_certain(self, ref: ItemRef) -> bool:
-        """Return whether a pack cannot be skipped, nor lose an item."""
-        return self._calls.packs_all and all(map(self.source.is_certain, ref[1:]))
-
     def make(self, elements: Sequence[Element]) -> None:
         """Set the values of packs, of the items that are left, and their refs; these stay beside a `Skip`."""
         for element in elements:
@@ -184,7 +168,7 @@ class ItemPacker(ChunkedStage, ItemStage):
             if isinstance(number, tuple) or not all(isinstance(part, tuple) for part in parts):
                 raise CheckpointMismatchError(f"ItemPacker: {element.ref} is no pack. Use another copy of the state.")
             items = [Element(part) for part in parts]
-            self.source.make(items)
+            make_elements(self.source, items)
             element.value, refs, _ = self._pack(items, number)
             if type(element.value) is not Skip:
                 element.sizes = left_sizes(element.sizes, element.ref, left := (number, *refs))

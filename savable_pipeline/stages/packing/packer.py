@@ -13,7 +13,8 @@ from savable_pipeline.stages.advice import check_choice, check_count
 from savable_pipeline.stages.cost import Cost, Costing, Size, check_cost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
-from savable_pipeline.stages.item_ref import Element, ItemRef, left_sizes
+from savable_pipeline.stages.item_ref import Element, left_sizes
+from savable_pipeline.stages.packing.pack_stage import PackStage
 from savable_pipeline.stages.packing.packing_policies import (
     OpenPack,
     Packing,
@@ -24,7 +25,7 @@ from savable_pipeline.stages.packing.packing_policies import (
 )
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, saved_piece
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ChunkedStage, ItemStage, State, parse_state
+from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -62,7 +63,7 @@ def check_packing(
         check_cost("OnlinePacker", cost)
 
 
-class OnlinePacker(ChunkedStage, ItemStage):
+class OnlinePacker(PackStage):
     """Yields packs: `encoder.pack(items, rng)` of items whose lengths, in tokens, sum to at most `max_length`.
 
     Args:
@@ -106,10 +107,6 @@ class OnlinePacker(ChunkedStage, ItemStage):
         >>> next(packs), next(packs)
         ('a|ab', 'abc|a')
     """
-
-    source: ItemStage
-    ref: ItemRef = ()
-    """The last pack's number in the lane, then the refs of its items; (ref, start, stop) for a cut item."""
 
     def __init__(
         self,
@@ -163,22 +160,12 @@ class OnlinePacker(ChunkedStage, ItemStage):
         Where the encoder upstream declares sizes, and is ours, items are placed and packs given before they are made.
         """
         source = self.source.info
-        declared = source.declared and source.encoder is self._calls.encoder
-        return replace(super().describe(), encoder=self._calls.encoder, declared=declared)
-
-    def ref_alone(self, ref: ItemRef) -> ItemRef:
-        """The ref of a first pack that holds this item alone."""
-        return (0, ref)
-
-    @property
-    def held_items(self) -> int:
-        """Made items in open packs, and the made item that is not placed yet."""
-        return self._pieces.made
+        return replace(super().describe(), declared=source.declared and source.encoder is self._calls.encoder)
 
     def take(self, n: int) -> list[Element]:
         """The next pack, unmade where the encoder declares sizes; none only at the end."""
         while (pack := self._fill()) is not None:
-            skips = self.lane.skips and self._is_certain([piece.ref for piece in pack.pieces])
+            skips = self.lane.skips and self.are_certain([piece.ref for piece in pack.pieces])
             if skips or self.info.declared:
                 self._counts_when_made |= not skips
                 element = self._element(pack.pieces)
@@ -254,13 +241,6 @@ class OnlinePacker(ChunkedStage, ItemStage):
                 f"{self._calls.encoder_name}.pack skipped {self._row_of_skipped_packs:,} packs in a row, the last "
                 f"one with {skip.reason!r}. Change `pack`."
             )
-
-    def is_certain(self, ref: ItemRef) -> bool:
-        """Return whether a pack cannot be skipped, nor lose an item."""
-        return self._is_certain([part if type(part[0]) is int else part[0] for part in ref[1:]])
-
-    def _is_certain(self, items: list[ItemRef]) -> bool:
-        return self._calls.packs_all and all(map(self.source.is_certain, items))
 
     def make(self, elements: Sequence[Element]) -> None:
         """Set the values of packs, of the items that are left, and their refs and sizes; these stay beside a `Skip`."""

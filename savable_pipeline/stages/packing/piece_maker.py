@@ -15,9 +15,10 @@ import msgspec
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.chunked_stage import make_elements, take_from
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_buffer import BudgetShare, MemoryBudget, is_whole
+from savable_pipeline.stages.item_buffer import BudgetShare, MemoryBudget, is_whole, note_buffer
 from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
 from savable_pipeline.stages.skipped_samples import SourceCounts, max_empty_samples
@@ -46,6 +47,7 @@ class PieceMaker:
         self._by_source = SourceCounts(stage.counts)
         budget = stage.lane.shared("held items", MemoryBudget, by_threads=True)
         self._share = BudgetShare(budget, max_bytes=max_bytes)
+        note_buffer(stage, self)
 
     @property
     def _packer(self) -> ItemStage:
@@ -67,7 +69,7 @@ class PieceMaker:
             return True
         if not self.ahead:
             n, source = self._packing.at_once, self._packer.source
-            while len(self.ahead) < n and (more := source.take(n - len(self.ahead))):
+            while len(self.ahead) < n and (more := take_from(source, n - len(self.ahead))):
                 self.ahead += more
             if not self.ahead:
                 return False
@@ -86,7 +88,7 @@ class PieceMaker:
         declared, ref = self._declared(element), element.ref
         if declared is None:
             if not element.is_made:
-                self._packer.source.make([element])
+                make_elements(self._packer.source, [element])
             if type(element.value) is Skip:  # which the stage upstream has counted
                 return
             length, images = self.measured(element.value)
@@ -213,7 +215,7 @@ class PieceMaker:
             if not isinstance(ref, tuple) or (isinstance(ref[0], tuple) and len(ref) != 3):
                 raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
         elements = [Element(ref[0] if isinstance(ref[0], tuple) else ref) for ref in refs]
-        self._packer.source.make(elements)
+        make_elements(self._packer.source, elements)
         return [self._cut(element.value, ref) for element, ref in zip(elements, refs, strict=True)]
 
     def _cut(self, item: Any, ref: ItemRef) -> Any:

@@ -11,7 +11,7 @@ Since it has no state and no random numbers, it can be added to a run in its mid
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
@@ -21,11 +21,11 @@ from savable_pipeline.data.dataset.opening import Samples, open_dataset
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import JoinedParts, Sample
 from savable_pipeline.data.shards.paths import Shards
-from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.stages.advice import check_choice
+from savable_pipeline.stages.chunked_stage import ChunkedStage, take_from
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import ChunkedStage, SampleStage, State
+from savable_pipeline.stages.stage import SampleStage, State
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
@@ -88,8 +88,9 @@ class Join(ChunkedStage, SampleStage):
     ) -> None:
         super().__init__(source)
         check_join(stores, on, missing)
-        self.missing, self.one_for_one = missing, missing == "empty"
+        self.missing, self.one_to_one = missing, missing == "empty"
         self._stores = {name: self._opened(name, stores[name]) for name in sorted(stores)}
+        self.datasets = tuple(store.dataset for store in self._stores.values())
         self._last: tuple[bytes, list[Sample]] = (b"", [])  # refs taken last, which are mostly opened next
         self._row = 0  # samples in a row that were left out
 
@@ -113,7 +114,7 @@ class Join(ChunkedStage, SampleStage):
     def take(self, n: int) -> RefArray:
         """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end, or if `n` is 0."""
         while True:
-            refs: RefArray = self.source.take(n)
+            refs: RefArray = take_from(self.source, n)
             if self.missing == "empty" or not len(refs):
                 return refs
             samples = self._joined(self.source.open_samples(refs))
@@ -173,15 +174,6 @@ class Join(ChunkedStage, SampleStage):
         """Begin to download the samples with these refs; those of the stores are not known yet."""
         self.source.prefetch(refs)
 
-    def verify(self, slot: int) -> None:
-        """See `Stage`: the shards of the stores are looked at too."""
-        for store in self._stores.values():
-            store.dataset.verify(slot)
-
-    def stores_read(self) -> Iterable[RecordStore]:
-        """See `Stage`: those that are joined."""
-        return [store.dataset.store for store in self._stores.values()]
-
     def save_state(self) -> State:
         """The source's: there is nothing to add, so that states with and without a Join are alike."""
         return self.source.save_state()
@@ -190,10 +182,6 @@ class Join(ChunkedStage, SampleStage):
         """Return to the position in `state`."""
         self._last, self._row = (b"", []), 0
         self.source.restore_state(state)
-
-    def addresses(self) -> dict[str, str]:
-        """The folders or URLs of the stores."""
-        return {"joins": ", ".join(store.dataset.address for store in self._stores.values())}
 
     def settings(self) -> dict[str, Any]:
         """By the name of each store a hash of its shards, and what becomes of samples that it lacks.

@@ -29,10 +29,11 @@ from savable_pipeline.data.stores.opening import Cache, Source, at_commit, find_
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.advice import check_count
+from savable_pipeline.stages.chunked_stage import ChunkedStage, is_one_to_one
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.lane_shares import GrowingSamples, LaneShares, check_epochs
 from savable_pipeline.stages.readers.read_order import BLOCK, EpochOrders
-from savable_pipeline.stages.stage import ChunkedStage, SampleStage, Stage, State, parse_state
+from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state
 from savable_pipeline.stages.stage_info import ExcludedSamples, StageInfo, excluded_numbers, read_exclude_file
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
@@ -241,6 +242,7 @@ class RecordReader(_TakesLane):
         data = store if isinstance(store, ReaderData) else ReaderData.of_store(store, lane)
         how: dict[str, Any] = {"on_error": on_error, "quarantine": quarantine, "unpacked_bytes": unpacked_bytes}
         self.dataset, named = data.opened(lane, **how)
+        self.datasets = (self.dataset,)
         self.exclude_file = read_exclude_file(exclude, lane, named, self.dataset)
         self.split, self.subset, self.on_error = split, subset, on_error
         self.tag, self.branch, self._lane = 0, "", lane
@@ -465,7 +467,7 @@ class RecordReader(_TakesLane):
             tags=frozenset([self.tag]),
             origins=frozenset([self.origin]),
             branch=self.branch,
-            excluded=ExcludedSamples.of_reader(self.tag, excluded),
+            excluded=ExcludedSamples({self.tag: excluded} if excluded else {}),
             gives_excluded=bool(excluded),
             raises=self.on_error == "raise",
         )
@@ -485,12 +487,6 @@ class RecordReader(_TakesLane):
             ) from error
         return self.dataset.open_samples(refs)[0]
 
-    def verify(self, slot: int) -> None:
-        """See `ReadsFiles`: the shards are looked at, at most once a second."""
-        self.dataset.verify(slot)
-        if self.exclude_file is not None:
-            self.exclude_file.verify()
-
     def count_faults(self) -> None:
         """Count the shards that could not be indexed to their end, and add them to the quarantine file."""
         for shard, fault in self.dataset.faults:
@@ -498,15 +494,19 @@ class RecordReader(_TakesLane):
             if self.dataset.quarantine is not None:
                 self.dataset.quarantine.add(shard=shard, reason=_DAMAGED, detail=fault)
 
-    def stores_read(self) -> Iterable[RecordStore]:
-        """See `ReadsFiles`."""
-        return (self.dataset.store,)
-
-    def addresses(self) -> dict[str, str]:
-        """The folder or the URL of the shards."""
-        return {"shards": self.dataset.address}
-
     @property
     def sources(self) -> tuple[Stage, ...]:
         """None: nothing comes before a reader."""
         return ()
+
+
+def set_batch_size(stage: Stage, rows: int) -> None:
+    """Tell the reader how many samples make a batch, if no stage after it drops some.
+
+    Called before the first sample.
+    """
+    aligned = True
+    while (one_to_one := is_one_to_one(stage)) is not None:
+        aligned, stage = aligned and one_to_one, stage.source
+    if isinstance(stage, RecordReader):
+        stage.set_batch_size(rows, aligned=aligned)

@@ -23,6 +23,7 @@ from savable_pipeline.run.loader.epoch_end import counted_end
 from savable_pipeline.run.loader.ranks import next_lanes
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batcher import Batcher
+from savable_pipeline.stages.chunked_stage import count_of
 from savable_pipeline.stages.packing.balance import Balance
 from savable_pipeline.stages.packing.packer import OnlinePacker
 from savable_pipeline.stages.pipeline import upstream
@@ -127,15 +128,14 @@ def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> St
     endless = parts.last.info.endless
     if endless and settings.epoch_slots is not None:
         return Steps("counted", True, settings.epoch_slots / ranks, 0, 0, 0, settings.epoch_slots)
-    counts = [] if endless else [parts.last.count_of(lane, 0) for lane in range(parts.last.lane.count)]
-    known = [count for count in counts if count is not None]
-    if known and len(known) == len(counts):
+    known = [count for lane in range(parts.last.lane.count) if (count := count_of(parts.last, lane, 0)) is not None]
+    if len(known) == parts.last.lane.count:
         return _finite("counted", settings, parts, known, ranks)
     if parts.rows is None or parts.by_length:
         return Steps("unknown", endless, 0, 0, 0, 0)
     if endless:
         return Steps("one item a sample", True, parts.population / parts.rows / ranks, 0, 0, 0)
-    each = [-(-round(parts.reader_samples(lane)) // parts.rows) for lane in range(len(counts))]
+    each = [-(-round(parts.reader_samples(lane)) // parts.rows) for lane in range(parts.last.lane.count)]
     return _finite("one item a sample", settings, parts, each, ranks)
 
 

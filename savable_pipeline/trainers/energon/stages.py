@@ -15,12 +15,13 @@ from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.bucket_batcher import BucketBatcher
+from savable_pipeline.stages.chunked_stage import ChunkedStage, count_of, take_from
 from savable_pipeline.stages.encode import Encode
 from savable_pipeline.stages.packing.item_packer import ItemPacker
 from savable_pipeline.stages.readers.join import Join
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.skipped_samples import max_empty_samples
-from savable_pipeline.stages.stage import BatchStage, ChunkedStage, ItemStage, PassThrough, SampleStage, Stage, State
+from savable_pipeline.stages.stage import BatchStage, ItemStage, PassThrough, SampleStage, Stage, State
 from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.trainers.energon.encoder import FromEnergon
 
@@ -58,14 +59,11 @@ class After(ChunkedStage, SampleStage):
 
     def take(self, n: int) -> Any:
         while self._remaining and n:
-            taken = len(self.source.take(min(self._remaining, _AT_ONCE)))
+            taken = len(take_from(self.source, min(self._remaining, _AT_ONCE)))
             if not taken:
                 break
             self._remaining -= taken
-        return self.source.take(n)
-
-    def fetch(self, ref: Any) -> Any:
-        return self.source.fetch(ref)
+        return take_from(self.source, n)
 
     def save_state(self) -> State:
         return {"left": self._remaining, **super().save_state()}
@@ -135,7 +133,7 @@ def _first_of(stage: Stage) -> Stage:
 
 def _samples_of(stage: Stage, lane: int) -> int | None:
     """Return the samples of a lane in an epoch; None if endless or with a join."""
-    counts = [each.count_of(lane, 0) for each in (stage.sources if isinstance(stage, Blend) else [stage])]
+    counts = [count_of(each, lane, 0) for each in (stage.sources if isinstance(stage, Blend) else [stage])]
     return None if None in counts else sum(count or 0 for count in counts)
 
 

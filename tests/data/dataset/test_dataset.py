@@ -70,19 +70,19 @@ def test_samples_are_counted_through_all_shards_sorted_by_name(shards: Path) -> 
     assert [entry[:2] for entry in dataset.manifest()] == [["a/0.tar", 2], ["b.tar", 0], ["c.tar", 3]]
 
 
-def test_refs_in_any_order_and_twice_name_their_samples(shards: Path) -> None:
+def test_refs_in_any_order_and_repeated_name_their_samples(shards: Path) -> None:
     samples = open_any(shards).open_samples(np.array([(4, 0), (1, 7), (4, 1)], REF))
     assert [(s.key, s.ref.epoch, s.ref.index) for s in samples] == [("p/k2", 0, 4), ("y", 7, 1), ("p/k2", 1, 4)]
 
 
-def test_a_subset_of_the_shards_is_a_dataset_of_its_own(shards: Path) -> None:
+def test_subset_of_the_shards_is_a_separate_dataset(shards: Path) -> None:
     open_any(shards)
     alone = open_any(shards / "c.tar")
     assert [sample.key for sample in all_samples(alone)] == ["p/k0", "p/k1", "p/k2"]
     assert all_samples(alone)[1]["bin"] == bytes(range(256)) * 40
 
 
-def test_the_source_is_a_hash_of_the_name_of_the_source_not_of_its_place(shards: Path) -> None:
+def test_source_is_a_hash_of_its_name_not_of_its_path(shards: Path) -> None:
     def of_source(name: str) -> Dataset:
         return open_any(shards, source=name)
 
@@ -107,7 +107,7 @@ def test_a_shard_that_changed_since_it_was_indexed_is_an_error_when_it_is_opened
     assert samples[0]["txt"] == b"one"  # the others are not touched by it
 
 
-def test_a_shard_cut_short_while_it_is_open_is_an_error(shards: Path) -> None:
+def test_shard_truncated_while_open_is_an_error(shards: Path) -> None:
     samples = all_samples(open_any(shards))
     assert samples[4]["txt"] == b"z"
     os.truncate(shards / "c.tar", 2048)
@@ -119,7 +119,7 @@ def test_a_shard_cut_short_while_it_is_open_is_an_error(shards: Path) -> None:
         _ = samples[4].key
 
 
-def test_a_read_that_gives_less_than_asked_for_goes_on(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_read_is_continued(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = all_samples(open_any(shards))
     pread = os.pread
     assert samples[3]["bin"]  # opens the shard
@@ -180,7 +180,7 @@ def test_shards_of_another_owner_are_read_too(shards: Path, monkeypatch: pytest.
     assert open_any(shards).read(0, 0, "json") == b"{}"
 
 
-def test_a_shard_that_is_gone_from_an_indexed_folder_is_an_error_until_it_is_indexed_again(shards: Path) -> None:
+def test_shard_deleted_from_an_indexed_folder_is_an_error_until_reindexed(shards: Path) -> None:
     open_any(shards)
     (shards / "c.tar").unlink()
     with pytest.raises(ShardError, match=r"1 indexed shards are gone, such as c\.tar\. Restore them"):
@@ -191,7 +191,7 @@ def test_a_shard_that_is_gone_from_an_indexed_folder_is_an_error_until_it_is_ind
 
 
 @pytest.mark.parametrize("filled", ["wholly", "from some point"])
-def test_a_shard_of_zeros_is_an_error_and_counted_where_it_is_skipped(make_shards: Any, filled: str) -> None:
+def test_shard_of_zeros_is_an_error_or_a_counted_skip(make_shards: Any, filled: str) -> None:
     root = make_shards([100, 100])
     size = (root / "0001.tar").stat().st_size
     with (root / "0001.tar").open("r+b") as file:
@@ -206,9 +206,7 @@ def test_a_shard_of_zeros_is_an_error_and_counted_where_it_is_skipped(make_shard
     assert reader.counts["skipped/rest of a damaged or missing shard"] == 1
 
 
-def test_a_folder_that_cannot_be_listed_is_an_error_and_counted_where_it_is_skipped(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unlistable_folder_is_an_error_or_a_counted_skip(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scandir = os.scandir
 
     def refuse(path: Any) -> Any:
@@ -227,7 +225,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_counted_where_it_is_skip
         sp.TarShardReader(shards, sp.Lane(), on_error=lambda error: False)
 
 
-def test_reads_are_noted_until_the_end_of_the_context_also_after_an_error(shards: Path) -> None:
+def test_reads_are_recorded_until_the_context_ends_also_after_an_error(shards: Path) -> None:
     dataset = open_any(shards)
     samples, noted = all_samples(dataset), list[tuple[int, int]]()
     with pytest.raises(KeyError), dataset.noting_reads(lambda size, taken_ns: noted.append((size, taken_ns))):

@@ -37,7 +37,7 @@ def saved(array: Any, **how: Any) -> bytes:
     return file.getvalue()
 
 
-def test_a_text_begins_behind_the_mark_of_an_editor() -> None:
+def test_text_starts_after_a_byte_order_mark() -> None:
     """As Python's own "utf-8-sig" reads it; a mark further on is a character."""
     text = "\ufeffgrößer \ufeff."
     marked = sample(txt=text.encode("utf-8-sig"), srt="1\n".encode("utf-8-sig"), json="[1]".encode("utf-8-sig"))
@@ -74,7 +74,7 @@ def test_each_part_is_decoded_by_the_last_word_of_its_extension() -> None:
 
 @settings(max_examples=settings.default.max_examples // 5)
 @given(hnp.arrays(st.sampled_from(["<i8", ">f4", "?", "<U3", "u1,<f8"]), hnp.array_shapes(min_dims=0, min_side=0)))
-def test_arrays_are_as_numpy_reads_them(array: Any) -> None:
+def test_arrays_equal_those_numpy_reads(array: Any) -> None:
     for raw in (saved(array), saved(np.asfortranarray(array))):
         found, expected = decoded_part("npy", raw), np.load(io.BytesIO(raw))
         assert found.dtype == expected.dtype
@@ -88,7 +88,7 @@ class Trap:
         return exec, ("raise SystemExit('unpickled')",)
 
 
-def test_objects_are_refused_and_not_unpickled() -> None:
+def test_object_arrays_are_rejected_and_not_unpickled() -> None:
     raw = saved(np.array([Trap()], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="Python objects, which are never unpickled"):
         decoded_part("npy", raw)
@@ -99,14 +99,14 @@ def test_objects_are_refused_and_not_unpickled() -> None:
         decoded_part("npz", archive.getvalue())
 
 
-def test_an_array_that_announces_more_than_is_there_allocates_nothing() -> None:
+def test_array_header_with_too_large_a_shape_allocates_nothing() -> None:
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (1 << 50,)})
     with pytest.raises(ValueError, match=r"8 bytes for shape \(1125899906842624,\) of float64"):
         decoded_part("npy", header.getvalue() + bytes(8))
 
 
-def test_an_archive_that_inflates_to_too_much_is_refused() -> None:
+def test_archive_that_decompresses_to_too_much_is_rejected() -> None:
     archive = io.BytesIO()
     np.savez_compressed(archive, a=np.zeros(2000))
     with pytest.raises(ValueError, match="more than 10,000"):
@@ -114,7 +114,7 @@ def test_an_archive_that_inflates_to_too_much_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_an_archive_of_a_compression_that_inflates_all_at_once_is_refused(kind: int) -> None:
+def test_archive_of_a_non_streaming_compression_is_rejected(kind: int) -> None:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", kind) as file:
         file.writestr("a.npy", saved(np.zeros(2000)))
@@ -128,13 +128,13 @@ def test_malformed_parts_are_errors(extension: str, data: bytes) -> None:
         decoded_part(extension, data)
 
 
-def test_the_default_encoder_gives_lists_with_none_for_what_is_missing() -> None:
+def test_default_encoder_returns_lists_with_none_for_missing_parts() -> None:
     encoder, rng = sp.Decoded(), sp.Rng(0)
     items = [encoder.encode(sample({"txt": "a"}), rng), encoder.encode(sample({"txt": "b", "json": {"x": 1}}), rng)]
     assert encoder.batch(items, rng) == {"__key__": ["a", "a"], "txt": ["a", "b"], "json": [None, {"x": 1}]}
 
 
-def test_a_compressed_part_is_read_as_text_and_json_by_its_ending(tmp_path: Path) -> None:
+def test_compressed_part_is_read_as_text_or_json_by_its_extension(tmp_path: Path) -> None:
     packed = gzip.compress("ü".encode()) + gzip.compress(b"!")
     parts = [("a.txt.gz", packed), ("a.JSON.GZ", gzip.compress(b'{"id": 1}')), ("a.cut.gz", packed[:-9])]
     write_tar(tmp_path / "a.tar", [*parts, ("a.no.gz", b"text")])
@@ -148,7 +148,7 @@ def test_a_compressed_part_is_read_as_text_and_json_by_its_ending(tmp_path: Path
             sample.text(part)
 
 
-def test_a_compressed_part_is_never_larger_than_it_may_be() -> None:
+def test_compressed_part_is_limited_in_size() -> None:
     assert len(unpacked("txt.gz", gzip.compress(bytes(600)) + gzip.compress(bytes(400)), 1000)) == 1000
     with pytest.raises(ValueError, match=r"txt\.gz cannot be decompressed: more than 1000 bytes when decompressed"):
         unpacked("txt.gz", gzip.compress(bytes(600)) + gzip.compress(bytes(401)), 1000)
@@ -179,7 +179,7 @@ def by_simplejpeg(data: bytes) -> Any:
 @pytest.mark.parametrize(
     ("quality", "how"), [(75, {}), (1, {"progressive": True}), (100, {"restart_marker_blocks": 3})], ids=str
 )
-def test_pixels_are_those_of_pillow_to_the_bit(mode: str, quality: int, subsampling: int, how: dict[str, Any]) -> None:
+def test_pixels_equal_pillows_bit_for_bit(mode: str, quality: int, subsampling: int, how: dict[str, Any]) -> None:
     for size in ((1, 1), (7, 5), (17, 33), (64, 48), (333, 250)):
         data = jpeg(mode, *size, quality=quality, subsampling=subsampling, **how)
         assert np.array_equal(by_simplejpeg(data), by_pillow(data))
@@ -187,12 +187,12 @@ def test_pixels_are_those_of_pillow_to_the_bit(mode: str, quality: int, subsampl
         assert decoded_part("jpg", data).flags.writeable
 
 
-def test_a_jpeg_of_red_green_and_blue_has_the_same_pixels_too() -> None:
+def test_jpeg_stored_as_rgb_has_pillows_pixels() -> None:
     data = jpeg("RGB", 40, 30, keep_rgb=True)
     assert np.array_equal(by_simplejpeg(data), by_pillow(data))
 
 
-def test_damaged_jpegs_become_or_raise_the_same_with_and_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_jpegs_decode_or_raise_equally_with_and_without_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(1)
     damaged = [damage(jpeg("RGB", 64, 48, subsampling=draw.choice((0, 2))), draw) for _ in range(100)]
     found = [outcome(data) for data in damaged]
@@ -220,7 +220,7 @@ def outcome(data: bytes) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["CMYK", "cut", "MPO", "PNG"])
-def test_what_is_not_a_plain_whole_jpeg_is_left_to_pillow(kind: str) -> None:
+def test_only_plain_complete_jpegs_use_simplejpeg(kind: str) -> None:
     plain = jpeg("RGB", 64, 48)
     file = io.BytesIO()
     if kind in ("MPO", "PNG"):
@@ -230,7 +230,7 @@ def test_what_is_not_a_plain_whole_jpeg_is_left_to_pillow(kind: str) -> None:
     assert by_simplejpeg(data) is None
 
 
-def test_without_it_the_same_arrays_come_from_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_simplejpeg_pillow_returns_equal_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     data = jpeg("RGB", 64, 48)
     assert by_simplejpeg(data) is not None
     monkeypatch.setattr(module, "_simplejpeg", lambda: None)
@@ -267,14 +267,14 @@ def sample_of(tmp_path: Any, image: Image.Image) -> sp.Sample:
 @pytest.mark.parametrize(
     ("background", "right"), [(None, (255, 255, 255)), ((0, 0, 9), (0, 0, 9)), ("lime", (0, 255, 0))]
 )
-def test_what_is_clear_shows_the_background(tmp_path: Any, mode: str, background: Any, right: Any) -> None:
+def test_transparent_pixels_show_the_background(tmp_path: Any, mode: str, background: Any, right: Any) -> None:
     sample = sample_of(tmp_path, half_clear(mode))
     found = sample.image() if background is None else sample.image(background=background)
     left = RED if mode != "LA" else (60, 60, 60)
     assert found.mode == "RGB" and [found.getpixel((x, 0)) for x in range(4)] == [left, left, right, right]
 
 
-def test_a_mode_with_alpha_keeps_it_and_half_clear_is_mixed(tmp_path: Any) -> None:
+def test_alpha_modes_keep_alpha_and_translucent_pixels_are_blended(tmp_path: Any) -> None:
     sample = sample_of(tmp_path, Image.new("RGBA", (1, 1), (0, 0, 0, 51)))
     assert sample.image(mode="RGBA").getpixel((0, 0)) == (0, 0, 0, 51)
     assert sample.image().getpixel((0, 0)) == (204, 204, 204)
@@ -288,7 +288,7 @@ def test_an_image_without_alpha_is_converted_as_before(tmp_path: Any, mode: str)
     assert sample.image().tobytes() == Image.open(io.BytesIO(sample["png"])).convert("RGB").tobytes()
 
 
-def test_a_preview_shows_the_same(tmp_path: Any) -> None:
+def test_preview_shows_the_same_background(tmp_path: Any) -> None:
     sample = sample_of(tmp_path, half_clear("RGBA"))
     thumbnail, about = thumbnail_of_file(sample["png"])
     assert about == "4 × 2 PNG RGBA, with alpha, on white"

@@ -61,7 +61,7 @@ def by_ffmpeg(data: bytes, pixels: str) -> NDArray[np.uint16]:
 
 
 @pytest.mark.parametrize("part", GRAY_FILES)
-def test_a_gray_image_of_16_bits_keeps_them_all(part: str) -> None:
+def test_gray_image_of_16_bits_keeps_all_bits(part: str) -> None:
     one, numbers = sample({part: GRAY_FILES[part]}), by_ffmpeg(GRAY_FILES[part], "gray16le")
     assert np.array_equal(numbers, GRAY)
     assert np.array_equal(one.image(), numbers)
@@ -73,7 +73,7 @@ def test_a_gray_image_of_16_bits_keeps_them_all(part: str) -> None:
 
 
 @pytest.mark.parametrize("part", GRAY_FILES)
-def test_8_bits_of_16_are_refused_unless_they_are_asked_for(part: str) -> None:
+def test_conversion_of_16_to_8_bits_is_rejected_unless_requested(part: str) -> None:
     one, numbers = sample({part: GRAY_FILES[part]}), by_ffmpeg(GRAY_FILES[part], "gray16le")
     for refused in (lambda: one.image(mode="RGB"), lambda: one.image(mode="L", box=(0, 0, 2, 2))):
         with pytest.raises(ValueError, match=r"16 bits per channel. Pass bits=8 for v >> 8"):
@@ -85,7 +85,7 @@ def test_8_bits_of_16_are_refused_unless_they_are_asked_for(part: str) -> None:
 
 
 @pytest.mark.parametrize("values", [GRAY / np.float32(65535), GRAY.astype(np.int32) + 70_000])
-def test_floats_and_32_bits_are_kept_and_never_become_8_bits(values: NDArray[Any]) -> None:
+def test_float_and_32_bit_images_are_never_converted_to_8_bits(values: NDArray[Any]) -> None:
     one = sample(tiff=written(values, "TIFF"))
     assert np.array_equal(one.image(), values) and np.array_equal(one.decoded()["tiff"], values)
     for settings in ({"mode": "RGB"}, {"mode": "L"}, {"bits": 8}, {"mode": "RGB", "bits": 8}):
@@ -95,7 +95,7 @@ def test_floats_and_32_bits_are_kept_and_never_become_8_bits(values: NDArray[Any
             one.image(**settings)
 
 
-def test_colours_of_16_bits_are_refused_unless_8_are_asked_for() -> None:
+def test_color_images_of_16_bits_are_rejected_without_bits_8() -> None:
     data = deep_png(COLOURS, 2)
     one = sample(png=data)
     for refused in (one.image, one.decoded, lambda: one.image(mode="RGBA")):
@@ -117,7 +117,7 @@ def test_other_bits_than_8_are_a_wrong_argument() -> None:
         sample(png=GRAY_FILES["png"]).image(bits=16)
 
 
-def test_deep_frames_of_a_video_or_of_images_are_refused() -> None:
+def test_deep_frames_of_a_video_or_of_images_are_rejected() -> None:
     """As depth maps are saved by LeRobot, as gray12le or as PNG of 16 bits."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as made:

@@ -39,12 +39,12 @@ def test_a_line_is_a_key_or_json_with_shard_and_key(data: Dataset, file: Path) -
     assert ExcludeFile(file, data).numbers == {1, 7, 9}
 
 
-def test_the_mark_that_editors_put_before_a_text_is_no_part_of_the_first_key(data: Dataset, file: Path) -> None:
+def test_byte_order_mark_is_not_part_of_the_first_key(data: Dataset, file: Path) -> None:
     file.write_text("s000001\ns000002\n", encoding="utf-8-sig")
     assert ExcludeFile(file, data).numbers == {1, 2}
 
 
-def test_what_names_no_sample_is_a_warning_with_its_number(
+def test_line_that_names_no_sample_is_a_warning_with_its_number(
     data: Dataset, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = ["s000001", "gone", '{"shard": "0000.tar", "key": "s000007"}', '{"shard": "9.tar", "key": "s000001"}']
@@ -62,7 +62,7 @@ def test_all_samples_with_a_key_are_excluded_and_only_one_of_a_named_shard(tmp_p
     assert ExcludeFile(file, data).numbers == {1, 4, 5}
 
 
-def test_keys_of_tables_are_those_of_the_column_that_the_reader_names(tmp_path: Path, file: Path) -> None:
+def test_keys_of_tables_are_in_the_readers_key_column(tmp_path: Path, file: Path) -> None:
     rows = [{"id": f"a{n}", "other": f"b{n}"} for n in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for key, name in [("id", "a2"), ("other", "b4"), (None, "rows.jsonl:5")]:
@@ -72,7 +72,7 @@ def test_keys_of_tables_are_those_of_the_column_that_the_reader_names(tmp_path: 
         file.unlink()
 
 
-def test_the_digest_tells_samples_and_not_lines_apart(data: Dataset, file: Path) -> None:
+def test_digest_distinguishes_samples_not_lines(data: Dataset, file: Path) -> None:
     digests = []
     for text in ("s000001\ns000002", "s000002\ns000001\ngone\n", "s000001", "s000003"):
         file.write_text(text)
@@ -81,18 +81,18 @@ def test_the_digest_tells_samples_and_not_lines_apart(data: Dataset, file: Path)
 
 
 @pytest.mark.parametrize("line", ["{no", '{"key": 3}', '{"shard": [], "key": "a"}'])
-def test_a_line_that_is_neither_is_refused_with_its_number(data: Dataset, file: Path, line: str) -> None:
+def test_invalid_line_is_rejected_with_its_number(data: Dataset, file: Path, line: str) -> None:
     file.write_text(f"s000001\n{line}\n")
     with pytest.raises(ValueError, match="line 2: "):
         ExcludeFile(file, data)
 
 
-def test_a_file_that_is_not_there_is_an_error_not_an_empty_one(data: Dataset, file: Path) -> None:
+def test_missing_exclude_file_is_an_error(data: Dataset, file: Path) -> None:
     with pytest.raises(sp.SavableError, match="Restore the file to keep its samples out"):
         ExcludeFile(file, data)
 
 
-def test_a_file_that_changes_is_an_error_and_one_that_is_touched_is_not(
+def test_changed_exclude_file_is_an_error_but_not_a_touched_one(
     data: Dataset, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exclude_file, "_SECONDS", 0)
@@ -108,7 +108,7 @@ def test_a_file_that_changes_is_an_error_and_one_that_is_touched_is_not(
         read.verify()
 
 
-def test_a_file_that_changes_and_looks_as_old_as_before_is_an_error(
+def test_changed_exclude_file_with_restored_time_is_an_error(
     data: Dataset, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exclude_file, "_SECONDS", 0)
@@ -121,7 +121,9 @@ def test_a_file_that_changes_and_looks_as_old_as_before_is_an_error(
         read.verify()
 
 
-def test_one_that_this_run_writes_is_refused(make_shards: Any, file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_exclude_file_written_by_this_run_is_rejected(
+    make_shards: Any, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.ERROR)
     file.write_text("s000001")
     with pytest.raises(ValueError, match="Pass a copy"):
@@ -169,7 +171,7 @@ def test_twenty_thousand_unknown_keys_are_counted_once_each_in_little_memory(
 
 
 @pytest.mark.parametrize("make", [lines_of, twins_of])
-def test_keys_of_one_hash_are_told_apart(
+def test_keys_with_equal_hashes_are_distinguished(
     make: Callable[[Path], Dataset], tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = make(tmp_path)
@@ -180,7 +182,7 @@ def test_keys_of_one_hash_are_told_apart(
     ]
 
 
-def test_a_pipe_is_no_file_of_excluded_samples(data: Dataset, file: Path) -> None:
+def test_pipe_as_exclude_file_is_rejected(data: Dataset, file: Path) -> None:
     os.mkfifo(file)
     with pytest.raises(sp.SavableError, match=f"exclude={file}: not a regular file but a folder, pipe or device"):
         ExcludeFile(file, data)

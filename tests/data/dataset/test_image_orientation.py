@@ -86,9 +86,7 @@ def one(name: str) -> sp.Sample:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_it_is_as_pillow_turns_it_whole_decoded_with_simplejpeg_or_without_and_measured(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_orientation_equals_pillows_with_and_without_simplejpeg(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     part, wanted = one(name), oracle(FILES[name])
     found, info = part.image(), part.media()
     assert (found.size, found.mode) == ((info.width, info.height), "RGB") == (wanted.size, "RGB")
@@ -103,7 +101,7 @@ def test_it_is_as_pillow_turns_it_whole_decoded_with_simplejpeg_or_without_and_m
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_bytes_as_they_are_are_not_turned(name: str) -> None:
+def test_exif_false_does_not_rotate(name: str) -> None:
     part = one(name)
     plain = oracle(file_of(name.rpartition(".")[2], 0)) if name.count(".") == 1 else None
     for found in (part.image(exif=False), Image.fromarray(part.decoded(exif=False)[name.rpartition(".")[2]])):
@@ -115,7 +113,7 @@ def test_the_bytes_as_they_are_are_not_turned(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_boxes_are_of_the_image_as_it_is_shown(name: str) -> None:
+def test_boxes_refer_to_the_rotated_image(name: str) -> None:
     part, whole = one(name), oracle(FILES[name])
     asked = []
     found = part.image(box=lambda *full: asked.append(full) or (2, 5, 20.5, 26))  # type: ignore[func-returns-value]
@@ -130,7 +128,7 @@ def test_boxes_are_of_the_image_as_it_is_shown(name: str) -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("size", [(1001, 701), (800, 640)])
-def test_a_photo_decoded_smaller_is_the_smaller_one_turned(orientation: int, size: tuple[int, int]) -> None:
+def test_scaled_photo_is_rotated_after_scaling(orientation: int, size: tuple[int, int]) -> None:
     data = file_of("jpg", orientation, photo(*size))
     part, (width, height) = sample(jpg=data), oracle(data).size
     asked = []
@@ -151,7 +149,7 @@ def test_a_photo_decoded_smaller_is_the_smaller_one_turned(orientation: int, siz
     assert np.abs(near.astype(float) - exact).mean() < 4
 
 
-def test_the_table_has_the_sizes_that_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_table_has_rotated_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbered = enumerate(FILES.items())
     write_tar(tmp_path / "0.tar", [(f"s{i:02d}.{name.rpartition('.')[2]}", data) for i, (name, data) in numbered])
     read = [each.media() for each in sp.open_dataset(tmp_path)]
@@ -162,7 +160,7 @@ def test_the_table_has_the_sizes_that_are_shown(tmp_path: Path, monkeypatch: pyt
     assert found == read == [MediaInfo(width=w, height=h) for w, h in (oracle(data).size for data in FILES.values())]
 
 
-def test_a_table_of_sizes_that_are_not_turned_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_table_of_unrotated_sizes_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was made before photos were turned."""
     write_tar(tmp_path / "0.tar", [("a.jpg", file_of("jpg", 6))])
     with monkeypatch.context() as earlier:
@@ -175,7 +173,7 @@ def test_a_table_of_sizes_that_are_not_turned_is_refused(tmp_path: Path, monkeyp
     assert sp.open_dataset(tmp_path)[0].media().width == HEIGHT
 
 
-def test_what_no_exif_can_be_read_from_stays_as_it_is() -> None:
+def test_image_with_unreadable_exif_is_not_rotated() -> None:
     for exif in (b"Exif\0\0", b"Exif\0\0MM\0*\xff\xff\xff\xff", b"Exif\0\0garbage!"):
         file = io.BytesIO()
         photo().save(file, "JPEG", exif=exif)

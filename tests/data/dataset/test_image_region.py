@@ -49,7 +49,7 @@ def pixels(image: Image.Image) -> np.ndarray[Any, Any]:
         ((3000, 1), (1001, 701), WHOLE),
     ],
 )
-def test_the_strongest_scale_is_taken_that_suffices(at_least: Any, size: Any, box: Any) -> None:
+def test_smallest_sufficient_scale_is_used(at_least: Any, size: Any, box: Any) -> None:
     found = sample(jpg=PHOTO).image(at_least=at_least)
     assert (found.size, found.info["box"], found.mode) == (size, box, "RGB")
 
@@ -67,7 +67,7 @@ def test_the_strongest_scale_is_taken_that_suffices(at_least: Any, size: Any, bo
         ((100.5, 60.25, 500, 360), None, 1),
     ],
 )
-def test_a_box_is_cut_from_the_image_as_it_is_decoded_whole(box: Any, at_least: Any, scale: int) -> None:
+def test_box_equals_a_crop_of_the_full_image(box: Any, at_least: Any, scale: int) -> None:
     found = sample(jpg=PHOTO).image(at_least=at_least, box=box)
     with Image.open(io.BytesIO(PHOTO)) as whole:
         whole.draft("RGB", (1001 // scale, 701 // scale))
@@ -77,7 +77,7 @@ def test_a_box_is_cut_from_the_image_as_it_is_decoded_whole(box: Any, at_least: 
     assert found.info["box"] == tuple(side - cut[i % 2] for i, side in enumerate(scaled))
 
 
-def test_a_scaled_region_resized_shows_what_the_exact_one_does() -> None:
+def test_resized_scaled_region_is_close_to_the_exact_one() -> None:
     part, box = sample(jpg=PHOTO), (37, 21, 837, 621)
     scaled, exact = part.image(at_least=(100, 75), box=box), part.image(box=box)
     assert scaled.size == (101, 76)
@@ -87,7 +87,7 @@ def test_a_scaled_region_resized_shows_what_the_exact_one_does() -> None:
     assert np.abs(shown[0] - shown[1]).mean() < 2
 
 
-def test_functions_are_given_the_size_that_the_header_says() -> None:
+def test_functions_get_the_size_in_the_header() -> None:
     given = []
 
     def half(width: int, height: int) -> tuple[float, float, float, float]:
@@ -99,7 +99,7 @@ def test_functions_are_given_the_size_that_the_header_says() -> None:
     assert (found.size, found.info["box"]) == ((126, 176), (0, 0, 125.125, 175.25))
 
 
-def test_what_is_not_smaller_is_unchanged_to_the_bit() -> None:
+def test_unscaled_image_is_unchanged_bit_for_bit() -> None:
     part = sample(jpg=PHOTO)
     assert part.image(at_least=(1001, 351)).tobytes() == part.image().tobytes()
     box = (3, 5, 400, 401)
@@ -108,7 +108,7 @@ def test_what_is_not_smaller_is_unchanged_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP", "TIFF"])
-def test_other_formats_are_decoded_in_full_and_cut(kind: str) -> None:
+def test_other_formats_are_decoded_in_full_and_cropped(kind: str) -> None:
     part = sample({kind.lower(): file_of(photo(90, 70), kind)})
     found = part.image(at_least=(2, 2), box=(10.5, 10, 50, 60))
     assert (found.size, found.info["box"]) == ((40, 50), (0.5, 0, 40, 50))
@@ -136,14 +136,14 @@ def test_every_kind_of_jpeg_is_scaled(mode: str, settings: dict[str, Any]) -> No
     assert part.image(mode="L", at_least=(40, 20)).mode == "L"
 
 
-def test_a_jpeg_of_several_pictures_is_the_first_of_them() -> None:
+def test_jpeg_with_several_images_yields_the_first() -> None:
     first, second = photo(161, 81), photo(30, 30)
     part = sample(jpg=file_of(first, "MPO", save_all=True, append_images=[second]))
     assert part.image(at_least=(161, 81)).tobytes() == part.image().tobytes()
     assert part.image(at_least=(20, 10)).size == (21, 11)
 
 
-def test_what_is_clear_shows_the_background_where_it_is_cut() -> None:
+def test_transparent_pixels_of_a_crop_show_the_background() -> None:
     drawn = photo(40, 30).convert("RGBA")
     drawn.putalpha(Image.linear_gradient("L").resize((40, 30)))
     part = sample(png=file_of(drawn, "PNG"))
@@ -174,14 +174,14 @@ def test_a_damaged_image_is_an_error_at_every_scale(progressive: bool) -> None:
     assert told[0] == UnidentifiedImageError.__name__ and told[-5] == "OSError" and told[-1] == ""
 
 
-def test_a_bomb_is_one_at_every_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decompression_bomb_is_an_error_at_every_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("savable_pipeline.data.shards.part_types.LARGEST_PIXELS", 1001 * 700)
     with pytest.raises(Image.DecompressionBombError, match="image of 1,001 × 701 pixels, over"):
         sample(jpg=PHOTO).image(at_least=(1, 1))
 
 
 @pytest.mark.parametrize("box", [(-1, 0, 5, 5), (0, 0, 1001.5, 5), (5, 5, 5, 6), (0, 9, 5, 8), (0, 0, 5, 702)])
-def test_a_box_that_is_empty_or_reaches_beyond_the_image_is_refused(box: Any) -> None:
+def test_a_box_that_is_empty_or_reaches_beyond_the_image_is_rejected(box: Any) -> None:
     with pytest.raises(ValueError, match=r"box=\(.*\) is empty or exceeds the image of 1001 × 701 pixels"):
         sample(jpg=PHOTO).image(box=box)
 
@@ -200,7 +200,7 @@ def test_a_box_that_is_empty_or_reaches_beyond_the_image_is_refused(box: Any) ->
         ({"box": "all"}, "box='all': expected 4 numbers"),
     ],
 )
-def test_sizes_and_boxes_that_are_none_are_refused(how: Any, message: str) -> None:
+def test_invalid_sizes_and_boxes_are_rejected(how: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sample(jpg=PHOTO).image(**how)
 

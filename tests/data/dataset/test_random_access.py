@@ -25,7 +25,7 @@ def data(make_shards: MakeShards) -> Samples:
     return sp.open_dataset(make_shards([5, 0, 7, 3]), transform=number_of)
 
 
-def test_it_is_indexed_and_sliced_as_a_list(data: Samples) -> None:
+def test_dataset_is_indexed_and_sliced_like_a_list(data: Samples) -> None:
     same = list(range(15))
     assert (len(data), list(data), data[-1], data[4]) == (15, same, 14, 4)
     for part in [slice(3, 9), slice(None, None, -2), slice(12, 99), slice(4, 4)]:
@@ -51,13 +51,13 @@ def test_samples_are_found_by_key(data: Samples) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
-def test_workers_of_torchs_loader_read_it(data: Samples, method: str) -> None:
+def test_workers_of_torchs_dataloader_read_it(data: Samples, method: str) -> None:
     data["s000001"]
     loader = DataLoader(data, batch_size=4, shuffle=False, num_workers=1, multiprocessing_context=method)
     assert [number for batch in loader for number in batch.tolist()] == list(range(15))
 
 
-def test_a_forked_copy_opens_the_shards_anew(data: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_copy_reopens_the_shards(data: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     before = data.dataset
     monkeypatch.setattr("os.getpid", lambda: -1)
     assert data.dataset is not before
@@ -81,7 +81,7 @@ def test_a_pickled_part_is_the_same_part(data: Samples) -> None:
     assert repr(again).endswith("6 of 15)")
 
 
-def test_without_a_transform_it_gives_samples_which_read_when_asked(make_shards: MakeShards) -> None:
+def test_without_a_transform_samples_are_read_lazily(make_shards: MakeShards) -> None:
     folder = make_shards([4])
     data = sp.open_dataset(folder)
     found = data[2]
@@ -96,9 +96,7 @@ def index_of(folder: Path) -> Path:
     return path
 
 
-def test_keys_are_read_once_and_their_index_lies_beside_the_shards(
-    make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_index_is_built_once_next_to_the_shards(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_shards([5, 7])
     assert sp.open_dataset(folder)["s000011"].key == "s000011"
     monkeypatch.setattr(key_index, "_write", None)
@@ -106,7 +104,7 @@ def test_keys_are_read_once_and_their_index_lies_beside_the_shards(
     assert index_of(folder).stat().st_size == 80 + 12 * 24
 
 
-def test_other_shards_have_an_index_of_their_own(make_shards: MakeShards) -> None:
+def test_other_shards_have_their_own_key_index(make_shards: MakeShards) -> None:
     folder = make_shards([5, 7])
     assert "s000011" in sp.open_dataset(folder)
     write_tar(folder / "0002.tar", [("new.json", b"{}")])
@@ -116,7 +114,7 @@ def test_other_shards_have_an_index_of_their_own(make_shards: MakeShards) -> Non
 
 
 @pytest.mark.parametrize("place", [3, 30, 70])
-def test_a_damaged_header_is_made_again(make_shards: MakeShards, place: int) -> None:
+def test_key_index_with_a_damaged_header_is_rebuilt(make_shards: MakeShards, place: int) -> None:
     folder = make_shards([5])
     assert "s000001" in sp.open_dataset(folder)
     path = index_of(folder)
@@ -127,7 +125,7 @@ def test_a_damaged_header_is_made_again(make_shards: MakeShards, place: int) -> 
     assert path.read_bytes() != raw
 
 
-def test_damage_in_the_middle_never_gives_another_sample(
+def test_damaged_key_index_never_returns_another_sample(
     make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(byte_source, "IN_MEMORY_BYTES", 0)  # a large index is not read as a whole when it is opened
@@ -152,7 +150,7 @@ def test_damage_in_the_middle_never_gives_another_sample(
     assert refused > 5
 
 
-def test_of_two_samples_with_one_key_it_gives_the_first(tmp_path: Path) -> None:
+def test_duplicate_key_returns_the_first_sample(tmp_path: Path) -> None:
     for shard, value in enumerate([b'{"id": 1}', b'{"id": 2}']):
         write_tar(tmp_path / f"{shard}.tar", [("same.json", value), (f"own{shard}.json", b"{}")])
     data = sp.open_dataset(tmp_path)
@@ -160,7 +158,7 @@ def test_of_two_samples_with_one_key_it_gives_the_first(tmp_path: Path) -> None:
     assert data.keys.twice == (0, 2)
 
 
-def test_a_place_that_cannot_be_written_is_passed_over(
+def test_unwritable_folder_is_skipped_for_the_key_index(
     make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_shards([3])

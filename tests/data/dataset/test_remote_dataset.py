@@ -89,7 +89,7 @@ def expected(local: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_read_what_a_disk_gives_even_after_the_trainer_has_read(
+def test_workers_read_the_same_as_from_disk_also_after_the_trainer_has_read(
     server: ToyServer, expected: list[Any], method: str
 ) -> None:
     with loader_of(f"{server.url}/shards/") as loader:
@@ -98,7 +98,7 @@ def test_workers_read_what_a_disk_gives_even_after_the_trainer_has_read(
             assert batches(workers) == expected
 
 
-def test_a_forked_process_fetches_by_a_process_of_its_own(server: ToyServer) -> None:
+def test_forked_process_downloads_through_its_own_process(server: ToyServer) -> None:
     dataset = open_any(f"{server.url}/shards/", cache=(None, 60_000))
     dataset.read(0, 3, "json")
     told, tell = os.pipe()
@@ -115,7 +115,7 @@ def test_a_forked_process_fetches_by_a_process_of_its_own(server: ToyServer) -> 
 
 
 @pytest.mark.parametrize("settings", [{}, {"cache_bytes": 8192}])
-def test_a_run_saved_from_a_disk_resumes_over_a_server(
+def test_run_saved_with_local_shards_resumes_with_remote_shards(
     server: ToyServer, local: Path, expected: list[Any], settings: dict[str, int]
 ) -> None:
     with loader_of(local) as loader:
@@ -134,7 +134,7 @@ def blended(shards: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=10), Ids()), size=4)
 
 
-def test_a_restored_buffer_has_what_it_holds_fetched_ahead_each_source_its_own(
+def test_restored_buffer_prefetches_its_refs_per_source(
     server: ToyServer, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = blended(str(local), sp.Lane(seed=5))
@@ -155,7 +155,7 @@ def test_a_restored_buffer_has_what_it_holds_fetched_ahead_each_source_its_own(
     assert [next(there) for _ in range(9)] == [next(here) for _ in range(9)]
 
 
-def test_a_ref_of_another_dataset_is_refused_over_a_server_as_on_a_disk(server: ToyServer, local: Path) -> None:
+def test_ref_of_another_dataset_is_rejected_remotely_as_locally(server: ToyServer, local: Path) -> None:
     beyond = np.array([(10**6, 0)], REF)
     for place in (str(local), f"{server.url}/shards"):
         with pytest.raises(sp.CheckpointMismatchError, match=f"{place}: the state names sample 1000000 of 118"):
@@ -197,7 +197,7 @@ def evict(dataset: Dataset, shard: int) -> None:
 
 
 @pytest.mark.parametrize("all_here", [False, True])
-def test_a_sample_that_is_evicted_while_it_is_read_is_fetched_again(
+def test_sample_evicted_during_a_read_is_downloaded_again(
     server: ToyServer, monkeypatch: pytest.MonkeyPatch, all_here: bool
 ) -> None:
     dataset = open_any(f"{server.url}/shards/", cache=(None, 60_000))
@@ -242,9 +242,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_whatever_happened_to_the_cache_between_two_runs_the_next_reads_what_a_disk_gives(
-    server: ToyServer, tmp_path: Path
-) -> None:
+def test_damaged_cache_between_runs_changes_no_byte(server: ToyServer, tmp_path: Path) -> None:
     """Each damage is done to what the run before it has left there, whole again."""
     for damage in (None, *DAMAGES):
         if damage is not None:
@@ -256,7 +254,7 @@ def test_whatever_happened_to_the_cache_between_two_runs_the_next_reads_what_a_d
 
 
 @pytest.mark.parametrize("damage", ["a shard deleted", "a shard with holes", "all shards deleted"])
-def test_files_that_go_while_a_run_has_them_not_open_are_fetched_again(
+def test_cache_files_deleted_while_closed_are_downloaded_again(
     server: ToyServer, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     before = filled(server, monkeypatch)
@@ -267,9 +265,7 @@ def test_files_that_go_while_a_run_has_them_not_open_are_fetched_again(
     assert [sample.json()["id"] for sample in before.open_samples(all_refs(before))] == list(range(118))
 
 
-def test_a_file_that_was_deleted_while_it_was_open_is_opened_again(
-    server: ToyServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_file_deleted_while_open_is_reopened(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = filled(server, monkeypatch)
     emptied(files_of(dataset).path(0))
     files_of(dataset).path(0).unlink()
@@ -277,7 +273,7 @@ def test_a_file_that_was_deleted_while_it_was_open_is_opened_again(
     assert [sample.json()["id"] for sample in dataset.open_samples(all_refs(dataset))] == list(range(118))
 
 
-def test_a_dataset_that_is_all_here_announces_nothing_until_something_is_evicted(
+def test_fully_cached_dataset_announces_nothing_until_an_eviction(
     server: ToyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = filled(server, monkeypatch)
@@ -295,7 +291,7 @@ def test_a_dataset_that_is_all_here_announces_nothing_until_something_is_evicted
     assert not dataset.prefetch_refs  # all is here again
 
 
-def test_an_array_over_a_server_has_the_bytes_of_the_part(server: ToyServer) -> None:
+def test_remote_array_has_the_bytes_of_the_part(server: ToyServer) -> None:
     dataset = open_any(f"{server.url}/shards/")
     for _ in range(2):  # fetched, and found in the cache
         array = dataset.array(0, 3, "json")
@@ -303,7 +299,7 @@ def test_an_array_over_a_server_has_the_bytes_of_the_part(server: ToyServer) -> 
         assert array.flags.writeable
 
 
-def test_two_workers_fetch_each_byte_once(server: ToyServer, local: Path) -> None:
+def test_two_workers_download_each_byte_once(server: ToyServer, local: Path) -> None:
     for _ in range(2):  # the second time nothing is fetched
         with loader_of(f"{server.url}/shards/", num_workers=2) as loader:
             batches(loader, 60)  # two epochs
@@ -319,7 +315,7 @@ def no_overlap(ranges: list[tuple[str, int, int]]) -> bool:
 SHARDS = 14
 
 
-def test_a_cache_of_twice_the_window_fetches_each_byte_once_an_epoch_and_keeps_to_its_bound(
+def test_cache_of_two_windows_downloads_each_byte_once_per_epoch_within_its_limit(
     make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_shards([160] * SHARDS, "many", pad="x" * 4000)
@@ -343,7 +339,7 @@ def test_a_cache_of_twice_the_window_fetches_each_byte_once_an_epoch_and_keeps_t
 
 
 @pytest.mark.parametrize("fault", ["503", "reset", "cut", "short", "less", "more", "slow"])
-def test_a_server_that_fails_now_and_then_changes_nothing(server: ToyServer, fault: str) -> None:
+def test_transient_server_errors_change_nothing(server: ToyServer, fault: str) -> None:
     failed: set[str] = set()
 
     def once_a_path(path: str, number: int) -> str | None:
@@ -357,7 +353,7 @@ def test_a_server_that_fails_now_and_then_changes_nothing(server: ToyServer, fau
     assert failed
 
 
-def test_a_server_that_stays_down_is_an_error_that_names_it_and_the_run_goes_on_when_it_is_back(
+def test_server_down_is_an_error_and_the_run_continues_when_it_is_back(
     server: ToyServer, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAVABLE_RETRY_S", "3")
@@ -387,7 +383,7 @@ def test_a_downloader_that_is_killed_is_replaced(
         assert got + batches(loader, STEPS - len(got)) == expected
 
 
-def test_a_downloader_that_dies_again_and_again_is_an_error(
+def test_downloader_that_dies_repeatedly_is_an_error(
     server: ToyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = open_any(f"{server.url}/shards/")
@@ -402,7 +398,7 @@ def test_a_downloader_that_dies_again_and_again_is_an_error(
     assert "ended with code -9: replaced, 3 of 3" in caplog.text
 
 
-def test_a_slow_link_delivers_as_long_as_bytes_come(
+def test_slow_link_works_as_long_as_bytes_arrive(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_numbered_shards(tmp_path / "large", [100], pad="x" * 10_000)
@@ -418,7 +414,7 @@ def test_a_slow_link_delivers_as_long_as_bytes_come(
         samples[0].json()
 
 
-def test_on_a_slow_link_what_is_needed_next_comes_first_in_small_requests(
+def test_slow_link_downloads_what_is_needed_next_first_in_small_requests(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_numbered_shards(tmp_path / "large", [160, 160, 160], pad="x" * 50_000)
@@ -435,7 +431,7 @@ def test_on_a_slow_link_what_is_needed_next_comes_first_in_small_requests(
 
 
 @pytest.mark.parametrize("down_s", [1.0, pytest.param(30.0, marks=pytest.mark.long)])
-def test_a_server_that_goes_away_is_waited_for(
+def test_unavailable_server_is_waited_for(
     tmp_path: Path, local: Path, expected: list[Any], down_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
@@ -467,7 +463,7 @@ def test_a_disk_without_room_for_the_flags_of_a_cache_is_an_error(
         open_any(f"{server.url}/shards/")
 
 
-def test_a_process_killed_in_the_middle_of_fetching_leaves_nothing_broken(
+def test_process_killed_during_a_download_leaves_a_valid_cache(
     server: ToyServer, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAVABLE_RETRY_S", "4")
@@ -495,14 +491,14 @@ def downloaders() -> list[int]:
     return [int(pid) for pid, _ in mine]
 
 
-def test_s3_gives_what_a_disk_gives(server: ToyServer, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_returns_the_same_as_a_disk(server: ToyServer, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     use_as_s3(server, monkeypatch)
     server.fault = lambda path, number: "503" if number % 7 == 0 else None
     with loader_of("s3://shards/", num_workers=2) as loader:
         assert batches(loader) == expected
 
 
-def test_a_split_and_its_excluded_samples_hold_over_a_server_too(server: ToyServer, local: Path) -> None:
+def test_split_and_its_excluded_samples_apply_to_remote_shards(server: ToyServer, local: Path) -> None:
     (local / ".nv-meta" / "split.yaml").write_text(
         "split_parts: {train: ['000{0..2}.tar'], val: [0003.tar]}\nexclude: [0001.tar/s000021]\n"
     )
@@ -511,7 +507,7 @@ def test_a_split_and_its_excluded_samples_hold_over_a_server_too(server: ToyServ
         assert batches(here) == batches(there)
 
 
-def test_a_damaged_shard_is_skipped_over_a_server_as_on_a_disk(server: ToyServer, local: Path) -> None:
+def test_damaged_remote_shard_is_skipped_like_a_local_one(server: ToyServer, local: Path) -> None:
     shutil.rmtree(local / ".nv-meta")
     raw = (local / "0001.tar").read_bytes()
     (local / "0001.tar").write_bytes(raw[:20_000] + bytes(512) + raw[20_512:])
@@ -532,9 +528,7 @@ def first_ids(dataset: Dataset) -> list[int]:
     return [sample.json()["id"] for sample in dataset.open_samples(all_refs(dataset))]
 
 
-def test_a_run_goes_on_by_the_version_that_it_began_with_when_another_run_indexes_a_shard_again(
-    server: ToyServer, local: Path
-) -> None:
+def test_run_keeps_its_index_version_when_another_run_reindexes(server: ToyServer, local: Path) -> None:
     before = open_any(f"{server.url}/shards/")
     (sample,) = before.open_samples(all_refs(before)[:1])
     assert first_ids(before)[0] == 0  # all are here: what is being written is not evicted
@@ -550,9 +544,7 @@ def test_a_run_goes_on_by_the_version_that_it_began_with_when_another_run_indexe
         sample.json()
 
 
-def test_a_shard_that_was_indexed_again_stays_so_when_another_is(
-    server: ToyServer, local: Path, tmp_path: Path
-) -> None:
+def test_reindexed_shard_stays_so_when_another_is_reindexed(server: ToyServer, local: Path, tmp_path: Path) -> None:
     firsts = [0, *itertools.accumulate(SIZES)]
     expected = [[*range(*pair)] for pair in itertools.pairwise(firsts)]
     open_any(f"{server.url}/shards/")
@@ -567,7 +559,7 @@ def test_a_shard_that_was_indexed_again_stays_so_when_another_is(
         assert first_ids(open_any(f"{server.url}/shards/")) == [*itertools.chain(*expected)]
 
 
-def test_a_shard_that_lies_otherwise_than_its_index_says_is_an_error_and_is_indexed_at_the_next_start(
+def test_shard_that_differs_from_its_index_is_an_error_and_reindexed_at_the_next_start(
     server: ToyServer, local: Path
 ) -> None:
     rewritten(local / "0000.tar", (b"s000000.json", b"s000000.text"))
@@ -583,9 +575,7 @@ def test_a_shard_that_lies_otherwise_than_its_index_says_is_an_error_and_is_inde
         assert list(samples[0]) == ["text"] and [s.json()["id"] for s in samples[1:]] == [*range(1, sum(SIZES))]
 
 
-def test_the_command_indexes_a_shard_on_a_web_server_that_has_another_size_again(
-    server: ToyServer, local: Path, tmp_path: Path
-) -> None:
+def test_index_command_reindexes_a_remote_shard_of_another_size(server: ToyServer, local: Path, tmp_path: Path) -> None:
     (local / ".nv-meta/savable.index").unlink()
     url = f"{server.url}/shards/{{0000..{len(SIZES) - 1:04d}}}.tar"
     assert first_ids(open_any(url)) == [*range(sum(SIZES))]
@@ -596,7 +586,7 @@ def test_the_command_indexes_a_shard_on_a_web_server_that_has_another_size_again
     assert first_ids(open_any(url))[: SIZES[0] + 40] == [*range(SIZES[0] + 40)]
 
 
-def test_a_shard_that_is_gone_from_an_indexed_bucket_is_an_error_and_counted_where_it_is_skipped(
+def test_shard_deleted_from_an_indexed_bucket_is_an_error_or_a_counted_skip(
     server: ToyServer, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_as_s3(server, monkeypatch)

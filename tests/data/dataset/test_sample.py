@@ -41,7 +41,7 @@ def sample(tmp_path: Path) -> Sample:
     return open_any(tmp_path).open_samples(np.array([(1, 2)], REF))[0]
 
 
-def test_it_is_a_mapping_from_extension_to_bytes(sample: Sample) -> None:
+def test_sample_is_a_mapping_from_extension_to_bytes(sample: Sample) -> None:
     assert isinstance(sample, Mapping)
     assert list(sample) == sample.keys() == ["PNG", "json", "seg.txt", "txt"]
     assert len(sample) == 4
@@ -50,19 +50,19 @@ def test_it_is_a_mapping_from_extension_to_bytes(sample: Sample) -> None:
     assert dict(sample) == dict(sample.items())
 
 
-def test_look_up_minds_no_case(sample: Sample) -> None:
+def test_lookup_ignores_case(sample: Sample) -> None:
     assert sample["png"] == sample["PNG"] == sample["Png"] == png()
     assert sample["SEG.txt"] == b"no"
     assert "png" in sample and "TXT" in sample and "jpg" not in sample
 
 
-def test_of_parts_that_differ_in_case_only_the_exact_one_is_found(tmp_path: Path) -> None:
+def test_exact_match_wins_among_parts_that_differ_in_case(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k.txt", b"small"), ("k.TXT", b"large")])
     sample = open_any(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
     assert (sample["txt"], sample["TXT"]) == (b"small", b"large")
 
 
-def test_a_missing_part_is_a_key_error_that_lists_what_there_is(sample: Sample) -> None:
+def test_missing_part_is_a_key_error_that_lists_the_parts(sample: Sample) -> None:
     with pytest.raises(KeyError, match=r"no part 'jpg'; the sample has PNG, json, seg\.txt, txt"):
         sample["jpg"]
     assert sample.get("jpg") is None
@@ -99,7 +99,7 @@ def image_file(extension: str) -> bytes:
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(x) run\n"
 
 
-def test_a_damaged_jpeg_is_told_as_when_all_of_its_pixels_are_made() -> None:
+def test_damaged_jpeg_is_reported_like_by_a_full_decode() -> None:
     draw = random.Random(0)
     told = []
     for trial in range(90):
@@ -136,7 +136,7 @@ def test_postscript_never_reaches_another_program(
     assert not reached
 
 
-def test_an_image_of_a_few_kilobytes_that_is_gigabytes_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_bomb_of_a_few_kilobytes_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the program has switched Pillow's limit off."""
     file = io.BytesIO()
     Image.new("1", (14_000, 13_000)).save(file, "png")
@@ -157,7 +157,7 @@ def test_a_part_of_another_format_is_decoded_when_it_is_named(tmp_path: Path) ->
     assert sample.image("tga", mode="L").size == (3, 2)
 
 
-def test_no_usual_part_is_a_key_error_that_names_the_sample(tmp_path: Path) -> None:
+def test_sample_without_a_usual_part_is_a_key_error_that_names_it(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k.bin", b"")])
     sample = open_any(tmp_path).open_samples(np.array([(0, 0)], REF))[0]
     for decode in (sample.image, sample.text):
@@ -167,7 +167,7 @@ def test_no_usual_part_is_a_key_error_that_names_the_sample(tmp_path: Path) -> N
         sample.json()
 
 
-def test_it_says_where_it_comes_from(sample: Sample) -> None:
+def test_sample_repr_names_its_origin(sample: Sample) -> None:
     assert (sample.key, sample.shard, sample.offset) == ("k", "a.tar", 1024)
     assert sample.ref == Ref(sample.ref.source, epoch=2, index=1, part=0)
     assert repr(sample) == "Sample('k', ['PNG', 'json', 'seg.txt', 'txt'], shard='a.tar', epoch=2, index=1)"
@@ -185,7 +185,7 @@ def test_a_pickled_sample_is_detached_from_its_shard(sample: Sample, tmp_path: P
     assert dict(pickle.loads(pickle.dumps(detached))) == dict(detached)
 
 
-def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
+def test_parts_are_read_lazily(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k.txt", b"1")])
     dataset = open_any(tmp_path)
     sample = dataset.open_samples(np.array([(0, 0)], REF))[0]
@@ -221,20 +221,20 @@ def decoded(decode: Any, raw: bytes) -> Any:
 
 
 @pytest.mark.parametrize("raw", ODD_JSON, ids=[repr(raw[:20]) for raw in ODD_JSON])
-def test_odd_json_is_decoded_or_refused_as_by_pythons_own_decoder(raw: bytes) -> None:
+def test_odd_json_is_decoded_or_rejected_like_by_python(raw: bytes) -> None:
     assert decoded(decoded_json, raw) == decoded(json.loads, raw)
 
 
 @settings(max_examples=settings.default.max_examples // 4)
 @given(JSON, strategies.booleans())
-def test_json_is_decoded_as_by_pythons_own_decoder(value: Any, ascii_only: bool) -> None:
+def test_json_is_decoded_like_by_python(value: Any, ascii_only: bool) -> None:
     raw = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     assert decoded(decoded_json, raw) == decoded(json.loads, raw)
 
 
 @settings(max_examples=settings.default.max_examples // 3)
 @given(strategies.from_regex(rb"-?[0-9]{1,25}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?", fullmatch=True))
-def test_a_number_is_decoded_as_by_pythons_own_decoder(raw: bytes) -> None:
+def test_numbers_are_decoded_like_by_python(raw: bytes) -> None:
     assert decoded(decoded_json, raw) == decoded(json.loads, raw)
 
 
@@ -245,20 +245,20 @@ def film(tmp_path: Path) -> sp.Sample:
     return next(sp.TarShardReader(tmp_path, sp.Lane(), shuffle=False))
 
 
-def test_video_and_sound_are_found_by_their_extensions(film: sp.Sample) -> None:
+def test_video_and_audio_are_found_by_extension(film: sp.Sample) -> None:
     assert [frame_number(frame) for frame in film.video().frames_by_index([7, 3])] == [7, 3]
     assert film.audio().codec == "flac" and film.audio("mp4").codec == "aac"
     assert np.abs(film.audio().samples()).max() > 0.4
 
 
-def test_a_part_that_is_no_media_is_named_with_its_sample_and_shard(film: sp.Sample) -> None:
+def test_part_that_is_not_media_is_reported_with_its_sample_and_shard(film: sp.Sample) -> None:
     with pytest.raises(MediaError, match=r"part 'bad.mp4' of sample 's0' of 0.tar: "):
         film.video("bad.mp4")
     with pytest.raises(KeyError, match="absent"):
         film.read_from(sp.Sample.__reduce__(film)[1][0]).video("absent")  # a pickled one opens its parts too
 
 
-def test_nothing_stays_open_of_many_clips(film: sp.Sample) -> None:
+def test_many_clips_leave_no_file_open(film: sp.Sample) -> None:
     before = len([*Path("/proc/self/fd").iterdir()])
     for n in range(30):
         film.video().frames([n % 20 / 10], size=(16, 16))

@@ -88,13 +88,13 @@ def test_up_to_1024_shards_are_listed_and_more_are_16_bytes_for_each_1024() -> N
     assert [sample_count(each) for each in (kept, summary(shards(7)))] == [5000, 14]
 
 
-def test_the_hashes_are_for_ever_the_same() -> None:
+def test_hashes_equal_the_golden_values() -> None:
     kept: Any = summary(shards(1025))
     assert kept["groups"] == "2OjryiZVymzEe6brezzH12Lq11lIH2KNIvOUodT6kPw="
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(-1, 12), st.integers(-1, 12), st.integers(1, 4))
-def test_that_shards_begin_with_others_is_told_as_by_a_list(
+def test_prefix_of_shards_is_detected_like_with_a_list(
     old: int, new: int, rewritten: int, gone: int, size: int
 ) -> None:
     before, now = entries(old), entries(new, rewritten=rewritten, gone=gone)
@@ -121,12 +121,12 @@ def test_that_shards_begin_with_others_is_told_as_by_a_list(
         (shards(0), "removed: all 3,000"),
     ],
 )
-def test_the_first_group_that_differs_is_named(here: ShardList, told: str) -> None:
+def test_first_different_group_is_reported(here: ShardList, told: str) -> None:
     saved = summary(shards(3000))
     assert re.search(told, difference(saved, here)), difference(saved, here)
 
 
-def test_a_state_of_many_shards_is_small_and_refused_where_one_was_rewritten() -> None:
+def test_state_of_many_shards_is_small_and_rejected_if_one_was_rewritten() -> None:
     made = entries(5000)
     state = state_of(made)
     assert len(state["fingerprint"]) < 2_000

@@ -36,7 +36,7 @@ def audio(data: bytes, **settings: float) -> Audio:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_range_is_that_of_a_full_decode(kind: str) -> None:
+def test_range_equals_that_of_a_full_decode(kind: str) -> None:
     """To the bit where nothing is lost in coding; else a decoder begun before the range comes as near as this."""
     settings, rate, tolerance = KINDS[kind]
     data, order = audio_bytes(6.0, **settings), random.Random(kind)  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def test_a_range_is_that_of_a_full_decode(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "aac in Matroska"])
-def test_a_range_is_the_same_to_the_bit_after_others_as_alone(kind: str) -> None:
+def test_range_does_not_depend_on_earlier_reads(kind: str) -> None:
     settings, rate, _ = KINDS.get(kind, ({"container": "matroska", "codec": "aac", "rate": 44100}, 44100, 0))
     data, order = audio_bytes(8.0, **settings), random.Random(kind)  # type: ignore[arg-type]
     with audio(data) as found:
@@ -85,7 +85,7 @@ def decoded(data: bytes, length: int) -> Any:
 @pytest.mark.parametrize(
     ("rate", "block", "channels"), [(8000, 4096, 1), (16000, 192, 2), (22050, 16384, 1), (44100, 4096, 2)]
 )
-def test_any_range_of_flac_is_that_of_a_full_decode(rate: int, block: int, channels: int) -> None:
+def test_any_range_of_flac_equals_a_full_decode(rate: int, block: int, channels: int) -> None:
     """Begun a quarter of a second before, where a block of 4,096 samples at 8 kHz takes half of one."""
     order = random.Random(rate + block)
     samples = order.randrange(3 * rate, 5 * rate)
@@ -121,7 +121,7 @@ def test_a_range_beyond_the_end_is_filled_with_zeros() -> None:
 
 
 @pytest.mark.parametrize("rate", [8000, 22050, 24000, 48000])
-def test_resampled_samples_follow_the_tone_wherever_the_range_begins(rate: int) -> None:
+def test_resampled_samples_follow_the_tone_wherever_the_range_starts(rate: int) -> None:
     with audio(audio_bytes(4.0, rate=16000)) as found:
         for start in (0.0, 1.0, 2.48):
             samples = found.samples(start, start + 1.0, rate=rate)
@@ -159,7 +159,7 @@ def noise_and_silence(container: str, codec: str, options: dict[str, str]) -> by
         ("mp3", "libmp3lame", {}, True),
     ],
 )
-def test_no_length_is_guessed_from_the_bit_rate_of_the_begin(
+def test_length_is_not_guessed_from_the_initial_bit_rate(
     container: str, codec: str, options: dict[str, str], known: bool
 ) -> None:
     data = noise_and_silence(container, codec, options)
@@ -170,7 +170,7 @@ def test_no_length_is_guessed_from_the_bit_rate_of_the_begin(
         assert np.abs(found.samples()[:, 9 * 44100 + 4000 :]).mean() > 0.1
 
 
-def test_an_mp3_that_is_cut_short_is_a_fault_where_its_header_says_its_length() -> None:
+def test_truncated_mp3_with_a_length_header_is_an_error() -> None:
     data = noise_and_silence("mp3", "libmp3lame", {})
     with (
         pytest.raises(MediaError, match=r"its audio ends at .* \(it was cut short\)"),
@@ -180,7 +180,7 @@ def test_an_mp3_that_is_cut_short_is_a_fault_where_its_header_says_its_length() 
 
 
 @pytest.mark.parametrize("layout", ["7.1", "hexadecagonal"])
-def test_many_channels_are_read_and_resampled_one_as_the_other(layout: str) -> None:
+def test_all_channels_are_resampled_equally(layout: str) -> None:
     channels = {"7.1": 8, "hexadecagonal": 16}[layout]
     pcm = (tone(1.0, 16000, channels) * 32767).astype(np.int16)
     file = io.BytesIO()
@@ -200,7 +200,7 @@ def test_many_channels_are_read_and_resampled_one_as_the_other(layout: str) -> N
         assert np.array_equal(found.samples(rate=8000)[:1, 100:-100], fewer[:, 100:-100])
 
 
-def test_a_range_of_a_file_begins_at_zero_and_ends_where_it_ends() -> None:
+def test_a_range_of_a_file_starts_at_zero_and_ends_where_it_ends() -> None:
     data = audio_bytes(4.0)
     with audio(data) as whole, audio(data, begin_s=1.0, end_s=2.5) as found:
         assert found.duration_s == 1.5
@@ -210,7 +210,7 @@ def test_a_range_of_a_file_begins_at_zero_and_ends_where_it_ends() -> None:
 
 
 @pytest.mark.parametrize("container", ["wav", "mp3", "webm", "adts"])
-def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_silence(container: str) -> None:
+def test_range_beyond_its_file_is_an_error_not_silence(container: str) -> None:
     data = audio_bytes(2.0, rate=48000, container=container, codec={"adts": "aac"}.get(container, ""))
     for begin_s, end_s in ((3.0, 4.0), (1.0, 2.5), (5.0, None)):
         with pytest.raises(MediaError, match=r"the part: .* end"), audio(data, begin_s=begin_s, end_s=end_s) as found:  # type: ignore[arg-type]
@@ -220,7 +220,7 @@ def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_silence(container: 
                 media_info(RangeFile(ByteSource.of(data), begin_s, end_s), "the part", container)
 
 
-def test_the_sound_of_a_video_has_its_clock() -> None:
+def test_audio_of_a_video_uses_its_clock() -> None:
     data = video_bytes(40, fps=10, audio="aac")
     with audio(data) as found:
         samples = found.samples(1.0, 2.0)
@@ -228,7 +228,7 @@ def test_the_sound_of_a_video_has_its_clock() -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_samples_that_are_no_numbers_are_a_fault(wrong: float) -> None:
+def test_nan_samples_are_an_error(wrong: float) -> None:
     data = bytearray(audio_bytes(1.0, container="wav", codec="pcm_f32le"))
     with audio(bytes(data)) as found:
         assert np.isfinite(found.samples()).all()
@@ -240,7 +240,7 @@ def test_samples_that_are_no_numbers_are_a_fault(wrong: float) -> None:
         found.samples()
 
 
-def test_damaged_and_foreign_files_are_faults_of_the_data() -> None:
+def test_damaged_and_foreign_files_are_data_errors() -> None:
     data = audio_bytes(2.0)
     for wrong in (b"", b"no sound", video_bytes(3)):
         with pytest.raises(MediaError, match="the part: "):
@@ -258,7 +258,7 @@ def test_damaged_and_foreign_files_are_faults_of_the_data() -> None:
 
 
 @pytest.mark.parametrize("rate", [(1 << 22) + 1, (1 << 31) - 1])
-def test_a_header_of_a_rate_that_no_sound_has_is_a_fault(rate: int) -> None:
+def test_impossible_sample_rate_in_a_header_is_an_error(rate: int) -> None:
     data = bytearray(audio_bytes(0.1, container="wav"))
     data[24:28] = rate.to_bytes(4, "little")
     with pytest.raises(MediaError, match=f"unsupported audio: 1 channels at {rate} Hz"):
@@ -266,7 +266,7 @@ def test_a_header_of_a_rate_that_no_sound_has_is_a_fault(rate: int) -> None:
 
 
 @pytest.mark.parametrize(("container", "codec"), [("ogg", "libopus"), ("ogg", "flac"), ("flac", "flac")])
-def test_a_bit_that_flips_never_gives_another_sound_of_the_whole(container: str, codec: str) -> None:
+def test_flipped_bit_never_changes_the_length_silently(container: str, codec: str) -> None:
     data, order = audio_bytes(1.0, container=container, codec=codec), random.Random(codec)
     right = Audio(io.BytesIO(data), "a").samples()
     faults, flips = 0, draws(20)
@@ -283,7 +283,7 @@ def test_a_bit_that_flips_never_gives_another_sound_of_the_whole(container: str,
     assert faults > len(flips) // 2  # the others flip what is no sound, but room for tags
 
 
-def test_tags_behind_the_pages_of_an_ogg_are_no_damage() -> None:
+def test_tags_after_the_pages_of_an_ogg_are_not_damage() -> None:
     data = audio_bytes(0.5, container="ogg")
     assert np.array_equal(
         Audio(io.BytesIO(data + b"TAG" + bytes(125)), "a").samples(), Audio(io.BytesIO(data), "a").samples()
@@ -310,7 +310,7 @@ def windows_media() -> bytes:
         (windows_media, "Windows Media audio"),
     ],
 )
-def test_a_format_that_is_not_read_is_named_and_not_called_damaged(make: Any, kind: str) -> None:
+def test_unsupported_format_is_reported_as_such(make: Any, kind: str) -> None:
     with pytest.raises(MediaError, match=f"the part: {kind} is not supported. Convert it") as error:
         audio(make())
     assert "damaged" not in str(error.value)

@@ -69,7 +69,7 @@ def starts(duration_s: float, length_s: float, **how: Any) -> list[float]:
     return [clip.start_s for clip in taken(sp.Clips(length_s=length_s, fps=20, **how).of(medium, rng), rng)]
 
 
-def test_frames_and_sound_of_a_clip_are_those_of_its_times() -> None:
+def test_frames_and_audio_of_a_clip_match_its_times() -> None:
     rng = sp.Rng(3)
     whole = sound().samples()
     for clip in taken(sp.Clips(length_s=1.5, fps=8, count=5, size=(32, 24)).of(video(), rng, audio=sound()), rng):
@@ -83,14 +83,14 @@ def test_frames_and_sound_of_a_clip_are_those_of_its_times() -> None:
 
 @examples(30)
 @given(st.floats(2.0, 1e6), st.integers(1, 20))
-def test_one_clip_begins_in_each_stratum_of_the_places_where_one_can(duration_s: float, count: int) -> None:
+def test_one_clip_starts_in_each_stratum_of_possible_starts(duration_s: float, count: int) -> None:
     room = duration_s - 2
     for part, start in enumerate(starts(duration_s, 2.0, count=count)):
         assert part * room / count <= start * (1 + 1e-12)
         assert start <= (part + 1) * room / count * (1 + 1e-12)
 
 
-def test_random_places_are_spread_over_each_stratum() -> None:
+def test_random_starts_are_spread_over_each_stratum() -> None:
     rng = sp.Rng(0)
     medium: Any = Lasting(12.0)
     clips, found = sp.Clips(length_s=2, fps=2, count=2), []
@@ -120,7 +120,7 @@ def test_a_clip_depends_on_no_clip_before_it(how: dict[str, Any]) -> None:
     "how",
     [{}, {"container": "matroska"}, {"container": "mpegts"}, {"options": {"movflags": "frag_keyframe+empty_moov"}}],
 )
-def test_damage_is_met_by_a_clip_whether_others_were_before_it_or_not(how: dict[str, Any]) -> None:
+def test_damage_raises_in_its_clip_also_without_earlier_clips(how: dict[str, Any]) -> None:
     whole, order, met = video_bytes(60, fps=10, gop=4, noise=40, **how), random.Random(7), 0
     clips, rng = sp.Clips(length_s=0.2, fps=10, stride_s=0.7), sp.Rng(0)
 
@@ -155,7 +155,7 @@ def test_damage_is_met_by_a_clip_whether_others_were_before_it_or_not(how: dict[
     assert met
 
 
-def test_clips_passed_over_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_clips_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[Any] = []
     monkeypatch.setattr(Lasting, "frames", lambda self, times_s, size: decoded.append(times_s))
     medium: Any = Lasting(10)
@@ -171,11 +171,11 @@ def test_clips_passed_over_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> N
     ("duration_s", "length_s", "stride_s", "count"),
     [(10, 2, 2, 5), (9.99, 2, 2, 4), (0.3, 0.1, 0.1, 3), (2, 2, 5, 1), (7, 2, 0.5, 11), (1, 0.7, 0.1, 4)],
 )
-def test_strides_go_on_as_long_as_a_clip_fits(duration_s: float, length_s: float, stride_s: float, count: int) -> None:
+def test_strided_clips_continue_while_one_fits(duration_s: float, length_s: float, stride_s: float, count: int) -> None:
     assert starts(duration_s, length_s, stride_s=stride_s) == [part * stride_s for part in range(count)]
 
 
-def test_a_clip_begins_at_the_last_keyframe() -> None:
+def test_a_clip_starts_at_the_last_keyframe() -> None:
     assert starts(7, 2, stride_s=1.5, align="keyframe") == [0, 1, 3, 4]
     clip = next(sp.Clips(length_s=1, fps=FPS, stride_s=3, align="keyframe").of(video(), sp.Rng(0)))
     assert frame_number(clip.frames[0]) == 0
@@ -184,7 +184,7 @@ def test_a_clip_begins_at_the_last_keyframe() -> None:
     assert frame_number(next(later).frames[0]) == 24  # at 2 s; 3 s are within a group of 24 frames
 
 
-def test_a_shorter_medium_gives_one_clip_with_its_last_frame_repeated_and_silence() -> None:
+def test_short_medium_yields_one_clip_padded_with_its_last_frame_and_silence() -> None:
     rng = sp.Rng(0)
     for how in ({"count": 3}, {"stride_s": 1.0}, {}):
         (clip,) = taken(sp.Clips(length_s=12, fps=2, **how).of(video(), rng, audio=sound()), rng)  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def test_a_shorter_medium_gives_one_clip_with_its_last_frame_repeated_and_silenc
         assert clip.audio[:, : 9 * RATE].any() and not clip.audio[:, 10 * RATE + 2048 :].any()
 
 
-def test_a_sound_that_ends_before_the_video_is_followed_by_zeros() -> None:
+def test_audio_shorter_than_its_video_is_padded_with_zeros() -> None:
     short = Audio(io.BytesIO(audio_bytes(3.0, rate=RATE)), "a.flac")
     clips = list(sp.Clips(length_s=2, fps=1, stride_s=2).of(video(), sp.Rng(0), audio=short))
     kept = [int(np.abs(clip.audio).max(0).nonzero()[0].max(initial=-1)) + 1 for clip in clips]
@@ -205,7 +205,7 @@ def test_a_sound_that_ends_before_the_video_is_followed_by_zeros() -> None:
 
 
 @pytest.mark.parametrize(("length_s", "rate"), [(0.1234, 11_025), (1 / 3, 16_000), (0.99999, None), (2, 44_100)])
-def test_sound_alone_is_cut_into_clips_of_equal_length(length_s: float, rate: int | None) -> None:
+def test_audio_alone_is_split_into_clips_of_equal_length(length_s: float, rate: int | None) -> None:
     rng = sp.Rng(5)
     found = taken(sp.Clips(length_s=length_s, count=6).of(None, rng, audio=sound(), rate=rate), rng)
     assert len(found) == 6
@@ -215,7 +215,7 @@ def test_sound_alone_is_cut_into_clips_of_equal_length(length_s: float, rate: in
         assert clip.frames is None and clip.times_s is None
 
 
-def test_items_are_what_is_made_of_a_clip() -> None:
+def test_items_are_built_from_clips() -> None:
     clips = sp.Clips(length_s=2, fps=1, stride_s=4)
     assert list(clips.of(video(), sp.Rng(0), make=lambda clip: clip.start_s)) == [0, 4, 8]
 
@@ -254,7 +254,7 @@ def test_wrong_settings_are_value_errors(wrong: dict[str, Any], message: str) ->
         sp.Clips(**{"length_s": 2, "fps": 8, **wrong})
 
 
-def test_what_no_clip_can_be_cut_of_is_an_error() -> None:
+def test_medium_without_a_possible_clip_is_an_error() -> None:
     with pytest.raises(ValueError, match="neither video nor audio"):
         sp.Clips(length_s=1).one(None, sp.Rng(0))
     with pytest.raises(ValueError, match="clips of a video need fps="):

@@ -52,7 +52,7 @@ def shown_times(data: bytes) -> tuple[list[Fraction], Fraction]:
         (NTSC, {}),
     ],
 )
-def test_frame_k_of_a_film_is_on_display_at_k_through_its_rate(rate: Fraction | int, film: dict[str, Any]) -> None:
+def test_frame_k_of_a_video_is_shown_at_k_divided_by_its_rate(rate: Fraction | int, film: dict[str, Any]) -> None:
     data = video_bytes(200, fps=rate, **film)
     assert numbers_at(data, [float(k / rate) for k in range(200)]) == list(range(200))
     assert numbers_at(data, np.float32([k / rate for k in range(200)]).tolist()) == list(range(200))
@@ -76,7 +76,7 @@ CLOCKS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
-def test_a_frame_is_on_display_from_half_a_tick_before_its_time_to_that_of_the_next(clock: str) -> None:
+def test_frame_is_shown_from_half_a_tick_before_its_time(clock: str) -> None:
     data = CLOCKS[clock]()
     times, tick = shown_times(data)
     with av.open(io.BytesIO(data)) as made:
@@ -117,7 +117,7 @@ def test_a_clock_that_counts_frames_shows_each_until_the_next(film: dict[str, An
             video.frames_by_index([10])
 
 
-def test_raw_video_has_no_times_and_is_refused_by_name() -> None:
+def test_raw_video_is_rejected_because_it_has_no_times() -> None:
     data = video_bytes(20, fps=10, container="h264")
     with (
         Video(io.BytesIO(data), "the part") as video,

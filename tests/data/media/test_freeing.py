@@ -30,7 +30,7 @@ def decoders() -> int:
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_videos_and_sounds_that_are_let_go_of_leave_no_decoder(closed: bool) -> None:
+def test_released_videos_and_audio_leave_no_decoder(closed: bool) -> None:
     before = decoders()
     for _ in range(3):
         video, audio = Video(io.BytesIO(MP4), "v.mp4"), Audio(io.BytesIO(MP4), "v.mp4")
@@ -44,7 +44,7 @@ def test_videos_and_sounds_that_are_let_go_of_leave_no_decoder(closed: bool) -> 
     assert decoders() == before
 
 
-def test_an_iterator_over_clips_that_is_let_go_of_in_the_middle_leaves_no_decoder() -> None:
+def test_clip_iterator_released_midway_leaves_no_decoder() -> None:
     before = decoders()
     clips = sp.Clips(length_s=0.5, fps=4, count=3).of(Video(io.BytesIO(MP4), "v.mp4"), sp.Rng(0))
     next(clips)
@@ -53,7 +53,7 @@ def test_an_iterator_over_clips_that_is_let_go_of_in_the_middle_leaves_no_decode
     assert decoders() == before
 
 
-def test_frames_take_no_memory_of_a_batch_which_a_buffer_that_holds_them_would_keep(
+def test_buffered_frames_do_not_use_batch_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[int] = []

@@ -85,7 +85,7 @@ _SAMPLE = _PARTS.map(lambda parts: {part: number % len(files()[part]) for part, 
 
 @examples(5)
 @given(shards=st.lists(st.lists(_SAMPLE, min_size=1, max_size=4), min_size=1, max_size=3))
-def test_a_table_says_what_the_headers_say(shards: list[list[dict[str, int]]], tmp_path_factory: Any) -> None:
+def test_media_table_equals_the_headers(shards: list[list[dict[str, int]]], tmp_path_factory: Any) -> None:
     root = write(tmp_path_factory.mktemp("data"), *shards)
     before = said(root)
     faults = index_media(root)[1]
@@ -95,7 +95,7 @@ def test_a_table_says_what_the_headers_say(shards: list[list[dict[str, int]]], t
     shutil.rmtree(root)
 
 
-def test_with_a_table_no_header_is_read(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_table_avoids_reading_headers(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = said(dataset)
     index_media(dataset)
     monkeypatch.setattr(media_table, "media_info", no_header)
@@ -106,16 +106,14 @@ def test_with_a_table_no_header_is_read(dataset: Path, monkeypatch: pytest.Monke
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_some_of_the_shards_have_their_part_of_the_table(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subset_of_shards_uses_its_part_of_the_table(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = said(dataset / "1.tar")
     index_media(dataset)
     monkeypatch.setattr(media_table, "media_info", no_header)
     assert said(dataset / "1.tar") == before
 
 
-def test_a_table_behind_a_url_is_copied_and_copied_again_when_it_was_replaced(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_table_is_copied_and_updated_when_replaced(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAVABLE_CACHE", str(dataset.parent / "cache"))
     before = said(dataset)
     with serving(dataset.parent) as server, monkeypatch.context() as patched:
@@ -173,7 +171,7 @@ REWRITTEN = r"{} was rewritten(, or PyAV reads .*)?"
     ("change", "why"),
     [(rewritten, REWRITTEN.format("1.tar")), (grown, REWRITTEN.format("0.tar")), (added, "2.tar is not in it")],
 )
-def test_a_table_of_other_shards_is_refused(dataset: Path, change: Callable[[Path], None], why: str) -> None:
+def test_a_table_of_other_shards_is_rejected(dataset: Path, change: Callable[[Path], None], why: str) -> None:
     index_media(dataset)
     change(dataset)
     with pytest.raises(sp.ShardError, match=rf"{why}\)\. Run `savable index --media`"):
@@ -189,7 +187,7 @@ def test_a_table_of_other_shards_is_refused(dataset: Path, change: Callable[[Pat
     assert found == said(dataset)
 
 
-def test_the_table_of_another_dataset_is_refused(dataset: Path, tmp_path: Path) -> None:
+def test_the_table_of_another_dataset_is_rejected(dataset: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "other", [{"mp4": 1, "json": 0}, {"mp4": 1, "flac": 0}], [{"seg.png": 0, "mp4": 2}])
     index_media(other)
     shutil.copytree(other / ".nv-meta", dataset / ".nv-meta")
@@ -198,7 +196,7 @@ def test_the_table_of_another_dataset_is_refused(dataset: Path, tmp_path: Path) 
         said(dataset)
 
 
-def test_a_damaged_or_cut_table_is_refused_or_right(dataset: Path) -> None:
+def test_a_damaged_or_cut_table_is_rejected_or_right(dataset: Path) -> None:
     before = said(dataset)
     index_media(dataset)
     path = dataset / TABLE
@@ -219,7 +217,7 @@ def test_a_damaged_or_cut_table_is_refused_or_right(dataset: Path) -> None:
     assert refused > len(whole) // 111 * 3 // 2
 
 
-def test_a_stopped_command_goes_on(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_media_index_resumes(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(done: int, total: int) -> None:
         if done == 1:
             raise KeyboardInterrupt
@@ -232,7 +230,7 @@ def test_a_stopped_command_goes_on(dataset: Path, monkeypatch: pytest.MonkeyPatc
     assert done == [(0, 1), (1, 1)]
 
 
-def test_several_processes_make_the_same_table(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_build_the_same_table(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     added(dataset)
     path, _ = index_media(dataset)
     alone = path.read_bytes()
@@ -260,7 +258,7 @@ def as_indexed(root: Path) -> Any:
     return lambda *_, **__: found
 
 
-def test_totals_count_hours_and_name_what_is_frequent(dataset: Path) -> None:
+def test_totals_have_hours_and_frequent_values(dataset: Path) -> None:
     index_media(dataset)
     table = sp.open_dataset(dataset).dataset.known_media.table
     assert table is not None

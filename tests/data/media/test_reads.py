@@ -85,7 +85,7 @@ def check_clip(sample: Sample, begin: float, decoded: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("begin", [0.0, 101.3, 237.0])
-def test_a_clip_reads_a_little_of_a_shard_on_a_disk(
+def test_clip_reads_little_of_a_local_shard(
     film: Path, decoded: list[Any], begin: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, read = list[int](), ShardFiles.read
@@ -95,7 +95,7 @@ def test_a_clip_reads_a_little_of_a_shard_on_a_disk(
 
 
 @pytest.mark.parametrize("begin", [0.0, 237.0])
-def test_a_clip_downloads_a_little_of_a_shard_behind_a_url(
+def test_clip_downloads_little_of_a_remote_shard(
     server: ToyServer, film: Path, decoded: list[Any], begin: float
 ) -> None:
     check_clip(sample_of(f"{server.url}/data"), begin, decoded)
@@ -115,9 +115,7 @@ def open_descriptors() -> int:
 
 
 @pytest.mark.parametrize("where", ["disk", "url"])
-def test_clips_leave_no_descriptor_behind_though_nobody_closes_them(
-    server: ToyServer, film: Path, where: str, decoded: list[Any]
-) -> None:
+def test_unclosed_clips_leak_no_descriptor(server: ToyServer, film: Path, where: str, decoded: list[Any]) -> None:
     sample = sample_of(film / "data" if where == "disk" else f"{server.url}/data")
     seen = set()
     for number in range(4):
@@ -126,7 +124,7 @@ def test_clips_leave_no_descriptor_behind_though_nobody_closes_them(
     assert len(seen) == 1
 
 
-def test_a_shard_that_is_cut_while_a_video_is_open_is_an_error_of_the_shard(film: Path, tmp_path: Path) -> None:
+def test_shard_truncated_while_a_video_is_open_is_a_shard_error(film: Path, tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes((film / "data/a.tar").read_bytes())
     with sample_of(tmp_path).video("mp4") as video:
         video.frames([1.0])

@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("begin_s", [0.0, 0.7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sound_ends_with_the_last_sample_that_ffmpeg_decodes(kind: str, begin_s: float) -> None:
+def test_audio_ends_with_the_last_sample_ffmpeg_decodes(kind: str, begin_s: float) -> None:
     data = audio_bytes(SECONDS, begin_s=begin_s, **KINDS[kind])
     expected, first_s = decoded(data)
     with Audio(io.BytesIO(data), "the part") as sound:
@@ -59,7 +59,7 @@ def test_a_sound_ends_with_the_last_sample_that_ffmpeg_decodes(kind: str, begin_
 
 
 @pytest.mark.parametrize("kind", ["Opus in Ogg", "MP3, by LAME", "FLAC in Matroska", "PCM in QuickTime"])
-def test_where_a_codec_says_what_it_pads_the_length_is_that_of_the_tone(kind: str) -> None:
+def test_length_excludes_codec_padding(kind: str) -> None:
     data, rate = audio_bytes(SECONDS, **KINDS[kind]), KINDS[kind]["rate"]
     original = tone(SECONDS, rate, 1)[0]
     with Audio(io.BytesIO(data), "the part") as sound:
@@ -70,7 +70,7 @@ def test_where_a_codec_says_what_it_pads_the_length_is_that_of_the_tone(kind: st
 
 
 @pytest.mark.parametrize("container", ["matroska", "mp4", "mpegts"])
-def test_a_video_that_does_not_begin_at_0_is_as_long_as_it_is(container: str) -> None:
+def test_video_that_does_not_start_at_0_has_its_true_length(container: str) -> None:
     data = video_bytes(20, container=container, b_frames=0, times=[700 + 100 * number for number in range(20)])
     with Video(io.BytesIO(data), "the part") as video:
         assert video.duration_s in (

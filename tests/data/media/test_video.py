@@ -53,7 +53,7 @@ def numbers(frames: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_frame_by_its_time_or_its_index_is_that_of_a_full_decode(kind: str) -> None:
+def test_frame_by_time_or_index_equals_a_full_decode(kind: str) -> None:
     data = video_bytes(40, **KINDS[kind])  # type: ignore[arg-type]
     with av.open(io.BytesIO(data)) as made:
         full = [frame.to_ndarray(format="rgb24").transpose(2, 0, 1) for frame in made.decode(video=0)]
@@ -73,7 +73,7 @@ def test_a_frame_by_its_time_or_its_index_is_that_of_a_full_decode(kind: str) ->
             assert all((frame == full[n]).all() for frame, n in zip(frames, chosen, strict=True))
 
 
-def test_a_range_of_a_file_begins_at_zero() -> None:
+def test_a_range_of_a_file_starts_at_zero() -> None:
     data = video_bytes(40, fps=10)
     with video(data, begin_s=1.5, end_s=2.5) as found:
         assert found.duration_s == 1.0
@@ -86,7 +86,7 @@ def test_a_range_of_a_file_begins_at_zero() -> None:
             found.frames([1.2])
 
 
-def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_still() -> None:
+def test_range_beyond_its_video_is_an_error_not_a_repeated_frame() -> None:
     data = video_bytes(40, fps=10)
     with video(data, begin_s=3.0, end_s=4.1) as found:  # as much as rounded times may be late
         assert numbers(found.frames([0.0, 1.05])) == [30, 39]
@@ -95,7 +95,7 @@ def test_a_range_that_ends_behind_its_file_is_a_fault_and_no_still() -> None:
             video(data, begin_s=begin_s, end_s=end_s)  # type: ignore[arg-type]
 
 
-def test_frames_are_resized_and_a_time_may_come_twice() -> None:
+def test_frames_are_resized_and_times_may_repeat() -> None:
     with video(video_bytes(12)) as found:
         frames = found.frames([0.5, 0.0, 0.5], size=(100, 80))
         assert frames.shape == (3, 3, 80, 100) and frames.dtype == np.uint8
@@ -113,7 +113,7 @@ def test_the_keyframe_at_a_time_is_the_last_one_before_it() -> None:
 
 
 @pytest.mark.parametrize("degrees", [90, 180, -90])
-def test_a_video_that_was_held_otherwise_is_turned(degrees: int) -> None:
+def test_rotated_video_is_turned_upright(degrees: int) -> None:
     """As players turn it: by what the display matrix says, which counts against the clock."""
     with video(video_bytes(3, rotation=degrees)) as found:
         assert found.size == ((48, 64) if degrees % 180 else (64, 48))
@@ -123,7 +123,7 @@ def test_a_video_that_was_held_otherwise_is_turned(degrees: int) -> None:
         assert found.frames([0], size=(30, 50)).shape == (1, 3, 50, 30)
 
 
-def test_damaged_and_foreign_files_are_faults_of_the_data() -> None:
+def test_damaged_and_foreign_files_are_data_errors() -> None:
     data = video_bytes(40, noise=60)
     for wrong in (b"", b"no video at all" * 100, data[: len(data) // 2], audio_bytes(0.1)):
         with pytest.raises(MediaError, match="the part: "):
@@ -133,7 +133,7 @@ def test_damaged_and_foreign_files_are_faults_of_the_data() -> None:
             found.frames_by_index(range(40))
 
 
-def test_a_file_that_is_cut_short_behind_its_header_is_a_fault_where_frames_are_missing() -> None:
+def test_truncated_video_is_an_error_at_its_missing_frames() -> None:
     data = video_bytes(120, noise=60, options={"movflags": "faststart"})
     with video(data[: len(data) // 2]) as found:
         assert found.duration_s == 10.0 and numbers(found.frames([0.5])) == [6]
@@ -142,14 +142,14 @@ def test_a_file_that_is_cut_short_behind_its_header_is_a_fault_where_frames_are_
 
 
 @pytest.mark.parametrize("text", ["#EXTM3U\n#EXTINF:5,\n{}\n#EXT-X-ENDLIST\n", "ffconcat version 1.0\nfile {}\n"])
-def test_a_list_of_other_files_opens_none_of_them(text: str, tmp_path: Path) -> None:
+def test_playlist_opens_no_other_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "other.mp4").write_bytes(video_bytes(3))
     for path in (tmp_path / "other.mp4", "other.mp4"):
         with pytest.raises(MediaError, match="cannot be opened"):
             video(text.format(path).encode())
 
 
-def test_an_error_of_reading_the_file_passes_as_it_is() -> None:
+def test_read_error_of_the_file_is_raised_unchanged() -> None:
     class Broken(io.BytesIO):
         fails = False
 
@@ -166,7 +166,7 @@ def test_an_error_of_reading_the_file_passes_as_it_is() -> None:
         assert raised.value.errno == 5 and not isinstance(raised.value, MediaError)
 
 
-def test_a_codec_that_is_not_known_is_a_fault_and_its_header_says_no_size() -> None:
+def test_unknown_codec_is_an_error_and_has_no_size() -> None:
     data = video_bytes(6, container="matroska").replace(b"V_MPEG4/ISO/AVC", b"V_MPEG4/ISO/XYZ")
     with pytest.raises(MediaError, match="no video that can be decoded"):
         video(data)
@@ -174,7 +174,7 @@ def test_a_codec_that_is_not_known_is_a_fault_and_its_header_says_no_size() -> N
     assert (info.width, info.height) == (None, None) and info.duration_s == 0.5
 
 
-def test_frames_whose_times_go_back_are_a_fault_and_never_another_frame() -> None:
+def test_decreasing_frame_times_are_an_error() -> None:
     data = b"".join(video_bytes(12, container="mpegts", b_frames=0) for _ in range(2))
     with (
         video(data) as found,
@@ -184,7 +184,7 @@ def test_frames_whose_times_go_back_are_a_fault_and_never_another_frame() -> Non
     assert media_fault(io.BytesIO(data))[0].startswith("times that go back")
 
 
-def test_frames_that_change_their_size_are_a_fault_unless_they_are_resized() -> None:
+def test_frames_of_changing_size_are_an_error_unless_resized() -> None:
     parts = ((64, 48), range(0, 960, 80)), ((32, 24), range(960, 1920, 80))
     data = b"".join(
         video_bytes(12, container="mpegts", size=size, b_frames=0, times=list(times)) for size, times in parts
@@ -199,7 +199,7 @@ def test_frames_that_change_their_size_are_a_fault_unless_they_are_resized() -> 
         assert found.frames([0.0, 1.0], size=(32, 24)).shape == (2, 3, 24, 32)
 
 
-def test_frames_by_index_are_the_same_whether_the_duration_was_asked_for_or_not(
+def test_frames_by_index_do_not_depend_on_asking_for_the_duration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A header may say less than there is."""
@@ -210,7 +210,7 @@ def test_frames_by_index_are_the_same_whether_the_duration_was_asked_for_or_not(
         assert numbers(asked.frames_by_index([39])) == numbers(unasked.frames_by_index([39])) == [39]
 
 
-def test_after_an_error_the_same_frame_is_an_error_again() -> None:
+def test_damaged_frame_raises_each_time() -> None:
     data = video_bytes(120, noise=60, gop=1000, options={"movflags": "faststart"})
     at = len(data) // 2
     with video(data[:at] + bytes(3000) + data[at + 3000 :]) as found:

@@ -26,7 +26,7 @@ print(json.dumps({"Version": 1, "AccessKeyId": f"KEY{time.time_ns()}", "SecretAc
 
 @pytest.mark.parametrize("folder", ["plain", "with%20blank"])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_address_is_asked_for_as_it_is_written(tmp_path: Path, name: str, folder: str) -> None:
+def test_url_is_requested_as_written(tmp_path: Path, name: str, folder: str) -> None:
     (tmp_path / unquote(folder)).mkdir()
     (tmp_path / unquote(folder) / unquote(name)).write_bytes(b"0123456789")
     with serving(tmp_path) as server:
@@ -37,7 +37,7 @@ def test_an_address_is_asked_for_as_it_is_written(tmp_path: Path, name: str, fol
         assert found == b"23456"
 
 
-def test_shards_behind_escaped_addresses_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_at_escaped_urls_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving_a_machine(tmp_path, monkeypatch) as server:
         write_numbered_shards(tmp_path / "www", [3])
         (shard,) = (tmp_path / "www").glob("*.tar")
@@ -87,9 +87,7 @@ def test_credentials_of_a_profile_are_read_and_refreshed_before_they_expire(
     assert first["expires_at"] - datetime.now(UTC) <= timedelta(minutes=10)
 
 
-def test_keys_in_the_environment_come_first_and_a_profile_that_is_not_there_is_an_error(
-    profile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_keys_win_and_a_missing_profile_is_an_error(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "gone")
     with pytest.raises(RemoteError, match=r"no credentials for AWS_PROFILE='gone': .*gone"):
         ObjectStore(1.0).stat("s3://b", "a.tar")

@@ -42,7 +42,7 @@ def downloader_of(dataset: Dataset) -> Downloader:
     return files.files.remote.session.connected()
 
 
-def test_a_run_goes_on_with_another_one(server: ToyServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_continues_with_a_new_downloader(server: ToyServer, caplog: pytest.LogCaptureFixture) -> None:
     data = sp.open_dataset(f"{server.url}/shards/")
     data[0].json()
     os.kill(downloader_of(data.dataset).pid, signal.SIGSTOP)
@@ -50,7 +50,7 @@ def test_a_run_goes_on_with_another_one(server: ToyServer, caplog: pytest.LogCap
     assert "had been stopped" in caplog.text and "replaced, 1 of 3" in caplog.text
 
 
-def test_so_it_does_where_it_was_stopped_amid_an_answer(server: ToyServer, tmp_path: Path) -> None:
+def test_run_continues_after_a_downloader_killed_within_an_answer(server: ToyServer, tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(8 << 20))
     downloader = Downloader(tmp_path / "cache", 1 << 30)
     try:
@@ -64,7 +64,7 @@ def test_so_it_does_where_it_was_stopped_amid_an_answer(server: ToyServer, tmp_p
         downloader.close()
 
 
-def test_requests_to_one_that_reads_nothing_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_a_hung_downloader_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAVABLE_RETRY_S", "1")
     downloader = Downloader(tmp_path / "cache", 1 << 30)
     try:
@@ -76,7 +76,7 @@ def test_requests_to_one_that_reads_nothing_end_too(tmp_path: Path, monkeypatch:
         downloader.close()
 
 
-def test_a_thread_that_waits_has_ended_before_the_descriptor_is_free(tmp_path: Path) -> None:
+def test_waiting_thread_ends_before_its_descriptor_is_reused(tmp_path: Path) -> None:
     downloader = Downloader(tmp_path, 1 << 20)
     began, freed = threading.Event(), threading.Event()
     receive, wait_for_answer = downloader._child.connection.recv, downloader._wait_for_answer

@@ -70,7 +70,7 @@ def ids(samples: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".tar"])
-def test_a_dataset_is_read_by_its_name_and_the_token_goes_to_the_hub_alone(
+def test_hub_dataset_is_read_by_name_and_the_token_is_sent_only_to_the_hub(
     hub: ToyHub, tmp_path: Path, suffix: str
 ) -> None:
     commit = hub.commit(repository(tmp_path / "repo", suffix))
@@ -85,9 +85,7 @@ def test_a_dataset_is_read_by_its_name_and_the_token_goes_to_the_hub_alone(
     assert all(hub.times(f"/resolve/{commit}/data/train-0000{n}") == 1 for n in range(2))
 
 
-def test_what_a_node_has_listed_of_a_commit_is_not_asked_again_and_bytes_in_the_cache_neither(
-    hub: ToyHub, tmp_path: Path
-) -> None:
+def test_commit_is_listed_once_per_node_and_cached_bytes_are_not_downloaded(hub: ToyHub, tmp_path: Path) -> None:
     commit = hub.commit(repository(tmp_path / "repo"))
     expected = ids(sp.open_dataset(f"{NAME}@{commit}/data"))
     hub.asked.clear(), hub.stored.clear()
@@ -95,7 +93,7 @@ def test_what_a_node_has_listed_of_a_commit_is_not_asked_again_and_bytes_in_the_
     assert not hub.times("/datasets/") and not hub.stored
 
 
-def test_another_revision_with_the_same_files_downloads_only_what_is_new(hub: ToyHub, tmp_path: Path) -> None:
+def test_new_revision_downloads_only_new_files(hub: ToyHub, tmp_path: Path) -> None:
     repo = repository(tmp_path / "repo")
     hub.commit(repo)
     assert ids(sp.open_dataset(NAME)) == list(range(2 * ROWS))
@@ -115,7 +113,7 @@ def test_another_revision_with_the_same_files_downloads_only_what_is_new(hub: To
     assert footer == 0
 
 
-def test_a_tar_of_the_same_size_in_another_commit_is_another_one(hub: ToyHub, tmp_path: Path) -> None:
+def test_changed_tar_of_equal_size_in_another_commit_is_detected(hub: ToyHub, tmp_path: Path) -> None:
     repo = repository(tmp_path / "repo", ".tar")
     first = hub.commit(repo)
     assert ids(sp.open_dataset(NAME)) == list(range(2 * ROWS))
@@ -129,7 +127,7 @@ def test_a_tar_of_the_same_size_in_another_commit_is_another_one(hub: ToyHub, tm
     assert not hub.stored
 
 
-def test_a_signed_address_that_has_expired_is_asked_for_again(hub: ToyHub, tmp_path: Path) -> None:
+def test_expired_signed_url_is_renewed(hub: ToyHub, tmp_path: Path) -> None:
     (tmp_path / "repo").mkdir()
     pads = np.random.default_rng(0).bytes(4 << 16)
     table = pa.table({"id": range(4), "pad": [pads[n << 16 : n + 1 << 16] for n in range(4)]})
@@ -160,9 +158,7 @@ class Clock:
         self.now += seconds
 
 
-def test_where_the_hub_says_when_to_come_again_every_process_of_the_node_waits(
-    hub: ToyHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_processes_of_a_node_obey_retry_after(hub: ToyHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.commit(repository(tmp_path / "repo"))
     from huggingface_hub import constants
 
@@ -216,7 +212,7 @@ NOT_THERE = {
 }
 
 
-def test_what_is_not_there_or_may_not_be_read_is_told(hub: ToyHub, tmp_path: Path) -> None:
+def test_missing_or_forbidden_dataset_is_an_error(hub: ToyHub, tmp_path: Path) -> None:
     hub.commit(repository(tmp_path / "repo"))
     one_process = Session.of().connected()
     for address, told in NOT_THERE.items():
@@ -230,7 +226,7 @@ def test_what_is_not_there_or_may_not_be_read_is_told(hub: ToyHub, tmp_path: Pat
     one_process.close()
 
 
-def test_several_splits_are_refused_with_the_names_to_choose_from(hub: ToyHub, tmp_path: Path) -> None:
+def test_several_splits_are_rejected_with_the_names_to_choose_from(hub: ToyHub, tmp_path: Path) -> None:
     repo = repository(tmp_path / "repo")
     write(repo, "data/test-00000-of-00001.parquet", 900)
     hub.commit(repo)
@@ -258,7 +254,7 @@ def numbers(address: str, **settings: Any) -> sp.SavableLoader:
     return sp.SavableLoader(pipeline, seed=3, lanes=2, **settings)
 
 
-def test_a_resumed_run_reads_the_commit_that_it_began_with_wherever_the_branch_is(hub: ToyHub, tmp_path: Path) -> None:
+def test_resumed_run_reads_its_original_commit(hub: ToyHub, tmp_path: Path) -> None:
     repo = repository(tmp_path / "repo")
     hub.commit(repo)
     with numbers(NAME) as loader:
@@ -279,7 +275,7 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with_wherever_the_branch_i
         loader.load_state_dict(state)
 
 
-def test_the_commands_and_mixtures_take_an_address_of_the_hub(
+def test_commands_and_mixtures_accept_hub_addresses(
     hub: ToyHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = hub.commit(repository(tmp_path / "repo"))

@@ -88,7 +88,7 @@ def batches(shards: str, count: int | None = None, **settings: Any) -> list[str]
 
 
 @pytest.mark.parametrize(("server", "workers"), [("alike", 0), ("unlike", 2)], indirect=["server"])
-def test_batches_are_those_of_the_same_shards_on_a_disk(server: ToyServer, tmp_path: Path, workers: int) -> None:
+def test_remote_batches_equal_local_ones(server: ToyServer, tmp_path: Path, workers: int) -> None:
     found = batches(f"{server.url}/shards/", num_workers=workers)
     assert found == batches(str(tmp_path / "shards"))
     (here,) = (tmp_path / "cache").glob("*/*/*/index")
@@ -96,7 +96,7 @@ def test_batches_are_those_of_the_same_shards_on_a_disk(server: ToyServer, tmp_p
 
 
 @pytest.mark.parametrize("server", ["alike", "unlike"], indirect=True)
-def test_no_more_is_fetched_of_the_index_than_the_rows_of_what_is_read(server: ToyServer, tmp_path: Path) -> None:
+def test_only_needed_index_rows_are_downloaded(server: ToyServer, tmp_path: Path) -> None:
     size = (tmp_path / "shards" / INDEX_NAME).stat().st_size
     dataset = open_any(f"{server.url}/shards/")
     head = server.sent(INDEX_NAME)
@@ -110,7 +110,7 @@ def test_no_more_is_fetched_of_the_index_than_the_rows_of_what_is_read(server: T
 
 
 @pytest.mark.parametrize(("change", "on_error"), [("rows", "raise"), ("size", "skip"), ("version", "raise")])
-def test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goes_on(
+def test_index_replaced_during_a_run_is_an_error_and_its_state_still_resumes(
     server: ToyServer, tmp_path: Path, change: str, on_error: Any
 ) -> None:
     index = tmp_path / "shards" / INDEX_NAME
@@ -131,9 +131,7 @@ def test_an_index_that_is_replaced_under_a_run_ends_it_by_name_and_its_state_goe
         assert given + [digest(batch) for batch in loader] == expected
 
 
-def test_what_was_fetched_serves_the_next_run_and_what_was_lost_of_it_is_fetched_again(
-    server: ToyServer, tmp_path: Path
-) -> None:
+def test_cached_index_parts_are_reused_and_lost_ones_downloaded_again(server: ToyServer, tmp_path: Path) -> None:
     url = f"{server.url}/shards/"
     first, sent = batches(url), server.sent("")
     assert batches(url) == first
@@ -153,7 +151,7 @@ def test_what_was_fetched_serves_the_next_run_and_what_was_lost_of_it_is_fetched
     assert marks.read_bytes().count(b"\1") == SHARDS
 
 
-def test_of_shards_that_were_added_the_index_is_made_alone(server: ToyServer, tmp_path: Path) -> None:
+def test_only_added_shards_are_indexed(server: ToyServer, tmp_path: Path) -> None:
     write_tar(tmp_path / "shards" / f"{SHARDS:04d}.tar", members(SHARDS, alike=False))
     sent = server.sent()
     dataset = open_any(f"{server.url}/shards/{{0000..{SHARDS:04d}}}.tar")
@@ -161,13 +159,13 @@ def test_of_shards_that_were_added_the_index_is_made_alone(server: ToyServer, tm
     assert dataset.manifest() == open_any(str(tmp_path / "shards")).manifest()
 
 
-def test_sizes_of_parts_are_told_by_some_samples(server: ToyServer) -> None:
+def test_part_sizes_are_estimated_from_some_samples(server: ToyServer) -> None:
     sizes, looked_at = open_any(f"{server.url}/shards/").part_sizes()
     assert len(sizes["txt"]) == looked_at == SHARDS * SAMPLES
     assert set(sizes) == {"txt", "cls"}
 
 
-def test_a_head_that_is_cut_short_or_forged_makes_another_index(server: ToyServer, tmp_path: Path) -> None:
+def test_truncated_or_forged_index_head_is_rebuilt(server: ToyServer, tmp_path: Path) -> None:
     index = tmp_path / "shards" / INDEX_NAME
     raw = index.read_bytes()
     for n, wrong in enumerate([raw[:60], raw[:16] + b"\xff" * 8 + raw[24:], raw[:30] + b"x" + raw[31:]]):
@@ -190,7 +188,7 @@ def parts_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[To
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_of_every_kind_are_read_by_parts_of_their_index_and_none_is_asked_for_at_the_start(
+def test_files_of_every_format_use_partial_indexes_and_none_is_requested_at_start(
     parts_server: ToyServer, tmp_path: Path, kind: str
 ) -> None:
     name = others_beside(tmp_path, kind)

@@ -29,7 +29,7 @@ from tests.support.toy_server import ToyServer, serving, use_as_s3
 OBJECTS = [("a-b.tar", 3, "one"), ("a.tar", 1 << 40, "two"), ("a/b.tar", 0, ""), ("z/\N{SNOWMAN}.tar", 7, "\xe9")]
 
 
-def test_objects_come_in_the_order_of_their_names_with_sizes_and_stamps() -> None:
+def test_objects_are_listed_by_name_with_size_and_etag() -> None:
     mixed = random.Random(0).sample(OBJECTS, len(OBJECTS))
     listing = Listing.of(mixed)
     assert mixed != OBJECTS
@@ -41,7 +41,7 @@ def test_objects_come_in_the_order_of_their_names_with_sizes_and_stamps() -> Non
     assert [listing.find(name) for name in ("", "a", "a.tar2", "zz")] == [None] * 4
 
 
-def test_those_to_keep_are_kept_with_their_sizes_and_stamps() -> None:
+def test_selected_objects_are_listed_with_size_and_etag() -> None:
     listing = Listing.of(OBJECTS)
     assert listing.only(lambda name: True) is listing
     assert list(listing.only(lambda name: "b" in name)) == [OBJECTS[0], OBJECTS[2]]
@@ -88,7 +88,7 @@ def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return passes
 
 
-def test_finding_names_does_not_read_the_listing_again_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finding_names_reads_the_listing_once(monkeypatch: pytest.MonkeyPatch) -> None:
     objects = [(f"{number:04d}.tar", number, f"{number:x}") for number in range(1000)]
     listing = Listing.of(objects)
     passes = count_passes(monkeypatch)
@@ -97,7 +97,7 @@ def test_finding_names_does_not_read_the_listing_again_for_each(monkeypatch: pyt
     assert len(passes) == 2  # the names and the stamps
 
 
-def test_indexing_an_unchanged_bucket_lists_it_once_and_looks_up_no_shard(
+def test_indexing_an_unchanged_bucket_lists_it_once_and_requests_no_shard(
     server: ToyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index_path, faults = index_any("s3://bucket")
@@ -112,7 +112,7 @@ def test_indexing_an_unchanged_bucket_lists_it_once_and_looks_up_no_shard(
     assert len(passes) < 10
 
 
-def test_a_listing_that_fails_on_its_way_begins_again(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_listing_restarts(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ObjectStore(1.0).listing("s3://bucket")
     server.requests = 0
     server.fault = lambda path, number: "reset" if number in (3, 8) else None
@@ -120,7 +120,7 @@ def test_a_listing_that_fails_on_its_way_begins_again(server: ToyServer, monkeyp
     assert server.requests == 3 + 5 + 7
 
 
-def test_a_listing_that_gets_farther_each_time_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_that_makes_progress_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = 0
 
     def listing(store: object) -> Iterator[list[dict[str, object]]]:
@@ -153,9 +153,7 @@ class Bucket:
         return Listing.of([(f"{self.listed}.tar", 9, "stamp")])
 
 
-def test_who_asks_while_another_lists_takes_what_it_finds_and_who_asks_later_lists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_listings_are_shared_and_later_ones_are_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket, waiting, flock = Bucket(), threading.Semaphore(0), fcntl.flock
 
     def watched(file: Any, operation: int) -> None:
@@ -177,7 +175,7 @@ def test_who_asks_while_another_lists_takes_what_it_finds_and_who_asks_later_lis
     assert shared_listing(tmp_path, "s3://b", bucket).texts()[0] == "2.tar"
 
 
-def test_who_waited_for_one_that_failed_or_left_rubbish_lists(tmp_path: Path) -> None:
+def test_waiting_process_lists_itself_after_a_failed_listing(tmp_path: Path) -> None:
     bucket = Bucket()
 
     def failing(root: str) -> Listing:

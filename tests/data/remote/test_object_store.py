@@ -58,7 +58,7 @@ def server(clock: Clock, monkeypatch: pytest.MonkeyPatch, up_at: float) -> Objec
     return ObjectStore(retry_s())
 
 
-def test_a_server_that_is_down_for_thirty_seconds_is_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_down_for_thirty_seconds_is_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server(clock, monkeypatch, up_at=30.0).listing("http://127.0.0.1:1/") == Listing.of([("a.tar", 5, '"x"')])
     assert 30 <= clock.now < 50
 
@@ -129,14 +129,14 @@ def pace_of(bytes_per_s: float, seconds: float = 10.0, step_s: float = 0.1) -> P
         (1e9, 2e9, PIECE),
     ],
 )
-def test_two_seconds_of_bytes_are_asked_for_at_once(bytes_per_s: float, at_once: float, request_bytes: float) -> None:
+def test_two_seconds_of_bytes_are_requested_at_once(bytes_per_s: float, at_once: float, request_bytes: float) -> None:
     pace = pace_of(bytes_per_s)
     assert pace.at_once == pytest.approx(at_once, rel=0.02)
     assert pace.request == pytest.approx(request_bytes, rel=0.02)
     assert pace.chunk <= pace.request / 16
 
 
-def test_a_link_that_gets_slower_or_faster_is_noticed_within_three_seconds() -> None:
+def test_change_of_link_speed_is_detected_within_three_seconds() -> None:
     clock = Clock()
     pace = Pace(clock.monotonic)
     with pace.asking() as came:
@@ -147,7 +147,7 @@ def test_a_link_that_gets_slower_or_faster_is_noticed_within_three_seconds() -> 
             assert pace.at_once == pytest.approx(2 * speed, rel=0.15)
 
 
-def test_time_in_which_nothing_was_asked_for_does_not_count() -> None:
+def test_idle_time_does_not_count_for_link_speed() -> None:
     clock = Clock()
     pace = Pace(clock.monotonic)
     for _ in range(20):
@@ -189,7 +189,7 @@ def test_the_most_urgent_comes_first_then_the_oldest() -> None:
     assert [queue.get().number for _ in range(5)] == [2, 4, 1, 3, 0]
 
 
-def test_only_what_somebody_waits_for_goes_beyond_the_pace() -> None:
+def test_only_awaited_requests_exceed_the_pace() -> None:
     queue = RequestQueue(Pace(), 16)
     for number in range(12):
         queue.put(request(number))
@@ -203,7 +203,7 @@ def test_only_what_somebody_waits_for_goes_beyond_the_pace() -> None:
     assert threads.numbers(6)[5:] == [20]
 
 
-def test_small_requests_are_made_by_all_threads_but_those_kept_for_what_is_urgent() -> None:
+def test_small_requests_use_all_threads_except_those_reserved_for_urgent_ones() -> None:
     queue = RequestQueue(Pace(), 5)
     for number in range(9):
         queue.put(request(number, size=6000))

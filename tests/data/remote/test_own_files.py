@@ -55,7 +55,7 @@ def linked_pipe(path: Path, victim: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "put"), [("room", linked), ("flags", linked_pipe), ("0.tar", linked), ("0.tar", piped), ("lock", piped)]
 )
-def test_a_file_of_the_cache_that_was_replaced_is_refused_and_nothing_written_through_it(
+def test_replaced_cache_file_is_rejected_and_not_written_through(
     server: ToyServer, tmp_path: Path, name: str, put: Callable[[Path, Path], None]
 ) -> None:
     url = f"{server.url}/shards/"
@@ -78,7 +78,7 @@ def test_a_file_of_the_cache_that_was_replaced_is_refused_and_nothing_written_th
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_folder_of_the_cache_that_is_a_link_is_refused(server: ToyServer, tmp_path: Path, depth: int) -> None:
+def test_a_folder_of_the_cache_that_is_a_link_is_rejected(server: ToyServer, tmp_path: Path, depth: int) -> None:
     url = f"{server.url}/shards/"
     all_of(url)
     (folder,) = (tmp_path / "cache").iterdir()
@@ -90,7 +90,7 @@ def test_a_folder_of_the_cache_that_is_a_link_is_refused(server: ToyServer, tmp_
         all_of(url)
 
 
-def test_the_cache_that_is_named_may_be_a_link_and_open_to_all(
+def test_configured_cache_may_be_a_link_and_open_to_all(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "disk").mkdir()
@@ -109,7 +109,7 @@ def test_a_folder_that_was_open_to_others_is_closed_to_them(tmp_path: Path) -> N
     assert cache_folder(tmp_path) == own and stat.S_IMODE(own.stat().st_mode) == 0o700
 
 
-def test_another_users_folder_and_file_are_refused_by_the_owners_name(
+def test_another_users_folder_and_file_are_rejected_by_the_owners_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import pwd
@@ -126,7 +126,7 @@ def test_another_users_folder_and_file_are_refused_by_the_owners_name(
     assert (tmp_path / "file").read_bytes() == BEFORE
 
 
-def test_what_is_written_aside_follows_no_link(tmp_path: Path) -> None:
+def test_temporary_file_follows_no_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(BEFORE)
     (tmp_path / "file.tmp").symlink_to(victim)

@@ -57,7 +57,7 @@ LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != 
 
 
 @pytest.mark.parametrize("kind", ["tar", "jsonl", *LONG])
-def test_machines_give_the_index_of_this_one_and_keep_nothing(
+def test_remote_scan_equals_a_local_index_and_leaves_nothing(
     server: ToyServer, tmp_path: Path, kind: str, index: Callable[..., object]
 ) -> None:
     if kind not in ("tar", "jsonl"):
@@ -75,7 +75,7 @@ def test_machines_give_the_index_of_this_one_and_keep_nothing(
     assert server.requests < sent + 20, "what is indexed is not read again"
 
 
-def test_tars_are_read_whole_once_by_machines_and_damaged_ones_are_told(
+def test_machines_read_each_tar_once_and_report_damage(
     server: ToyServer, tmp_path: Path, index: Callable[..., tuple[bytes, list[ShardEntry]]]
 ) -> None:
     damaged = tmp_path / "www/tar/000003.tar"
@@ -90,7 +90,7 @@ def test_tars_are_read_whole_once_by_machines_and_damaged_ones_are_told(
 
 
 @pytest.mark.parametrize("moments", [[56], pytest.param(range(5, 80, 5), marks=pytest.mark.long)])
-def test_after_a_kill_only_the_rest_is_read_and_the_index_is_the_same(
+def test_killed_scan_resumes_and_builds_the_same_index(
     server: ToyServer, tmp_path: Path, moments: Sequence[int], index: Callable[..., tuple[bytes, list[ShardEntry]]]
 ) -> None:
     here, killed, less = index("s3://tar/", "here"), 0, 0
@@ -108,7 +108,7 @@ def test_after_a_kill_only_the_rest_is_read_and_the_index_is_the_same(
 
 
 @pytest.mark.parametrize("name", ["tar/000001.tar", "jsonl/0001.jsonl"])
-def test_what_machines_indexed_is_pinned_here(
+def test_shards_indexed_by_machines_are_pinned(
     server: ToyServer, tmp_path: Path, name: str, index: Callable[..., object]
 ) -> None:
     files = f"{server.url}/{name}" if name.endswith(".tar") else "s3://jsonl/"
@@ -121,7 +121,7 @@ def test_what_machines_indexed_is_pinned_here(
                 dataset.read(shard, row, extension)
 
 
-def test_a_file_that_grows_meanwhile_and_one_that_fails_are_told_by_name(
+def test_growing_and_failing_files_are_reported_by_name(
     server: ToyServer, tmp_path: Path, index: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kind, name in (("jsonl", "0001.jsonl"), ("tar", "000001.tar")):

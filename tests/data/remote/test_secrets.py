@@ -31,7 +31,7 @@ from tests.support.toy_server import serving, use_as_s3
         ("/data/a@b?c=d", "/data/a@b?c=d"),
     ],
 )
-def test_an_address_is_told_without_its_secrets(text: str, told: str) -> None:
+def test_url_is_shown_without_secrets(text: str, told: str) -> None:
     assert clean_address(text) == told
 
 
@@ -47,7 +47,7 @@ def test_an_address_is_told_without_its_secrets(text: str, told: str) -> None:
         "pipe:curl http://me:hidden@h/a.tar",
     ],
 )
-def test_a_url_with_a_secret_is_refused_and_the_secret_not_repeated(
+def test_a_url_with_a_secret_is_rejected_and_the_secret_not_repeated(
     url: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.DEBUG), pytest.raises(sp.ShardError) as caught:
@@ -60,7 +60,7 @@ def test_a_url_with_a_secret_is_refused_and_the_secret_not_repeated(
 
 
 @pytest.mark.parametrize("target", ["s3://key:hidden@bucket/there", "ftp://me:hidden@h/there"])
-def test_a_target_with_a_secret_is_refused_and_the_secret_not_repeated(
+def test_a_target_with_a_secret_is_rejected_and_the_secret_not_repeated(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
@@ -74,7 +74,7 @@ def test_a_target_with_a_secret_is_refused_and_the_secret_not_repeated(
     assert "hidden" not in str(caught.value)
 
 
-def test_the_address_of_a_users_own_store_is_kept_without_its_secrets(tmp_path: Path) -> None:
+def test_address_of_a_users_store_is_saved_without_secrets(tmp_path: Path) -> None:
     class Numbers(custom.RecordStore):
         address = "db://me:hidden@host/table?password=hidden"
         entries = (custom.ShardEntry("all", size=0, samples=40, digest=1),)
@@ -104,7 +104,7 @@ def test_the_address_of_a_users_own_store_is_kept_without_its_secrets(tmp_path: 
 # Redirects.
 
 
-def test_a_bucket_whose_server_sends_requests_elsewhere_is_refused_before_a_credential_is_sent(
+def test_redirecting_bucket_is_rejected_before_credentials_are_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "b").mkdir()
@@ -123,9 +123,7 @@ def test_a_bucket_whose_server_sends_requests_elsewhere_is_refused_before_a_cred
         assert any(one.get("x-amz-security-token") == "hidden" for one in first.headers)
 
 
-def test_a_web_server_may_send_requests_elsewhere_which_carry_no_credentials(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_web_server_may_redirect_without_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.tar").write_bytes(b"x" * 100)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "hidden")
     with serving(tmp_path) as first, serving(tmp_path) as other:
@@ -167,7 +165,7 @@ def test_a_server_that_compresses_what_it_sends_is_an_error_by_name_at_its_first
 
 
 @pytest.mark.parametrize(("status", "indexed"), [("403", False), ("400", True)])
-def test_a_listed_shard_of_a_bucket_that_may_not_be_read_is_an_error_about_credentials_at_once(
+def test_forbidden_listed_shard_is_a_credential_error_at_once(
     tmp_path: Path, make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch, status: str, indexed: bool
 ) -> None:
     """S3 says 400 for a token that has expired."""

@@ -83,9 +83,7 @@ def test_two_hundred_shards_with_an_index_are_opened_in_few_requests(server: Toy
     assert opened(server, f"{server.url}/b/many/")[1] <= 8
 
 
-def test_what_was_added_since_is_found_by_the_next_opening_in_the_same_process(
-    server: ToyServer, tmp_path: Path
-) -> None:
+def test_added_shards_are_found_by_the_next_opening(server: ToyServer, tmp_path: Path) -> None:
     folder, url = tmp_path / "www" / "b" / "tars", "s3://b/tars/"
     first = sp.open_dataset(url)
     (folder / "split.txt").write_text("of no shard")
@@ -116,7 +114,7 @@ def ids(sample: sp.Sample) -> int:
     return int(sample.json()["id"])
 
 
-def test_a_source_that_is_opened_again_is_looked_at_again(server: ToyServer, tmp_path: Path) -> None:
+def test_reopened_source_is_checked_again(server: ToyServer, tmp_path: Path) -> None:
     source = find_source("s3://b/tars/")
     assert len(open_store(source).entries) == SHARDS
     write_numbered_shards(tmp_path / "more", [3])
@@ -124,7 +122,7 @@ def test_a_source_that_is_opened_again_is_looked_at_again(server: ToyServer, tmp
     assert len(open_store(source).entries) == SHARDS + 1
 
 
-def test_a_job_asks_anew_for_what_the_one_before_it_asked_for(server: ToyServer, tmp_path: Path) -> None:
+def test_each_job_repeats_its_requests(server: ToyServer, tmp_path: Path) -> None:
     url, found = f"{server.url}/b/tars", set()
     for size in (3, 4):
         (tmp_path / "www" / "b" / "tars" / "a.txt").write_bytes(bytes(size))
@@ -150,7 +148,7 @@ def test_datasets_of_one_cache_share_a_process_that_ends_with_the_last(
     assert only.poll() is not None
 
 
-def test_what_is_looked_up_again_in_an_opening_is_not_asked_for_again(server: ToyServer, tmp_path: Path) -> None:
+def test_repeated_lookups_of_an_opening_are_requested_once(server: ToyServer, tmp_path: Path) -> None:
     session = Session(tmp_path / "cache", 10**8)
     url, before = f"{server.url}/b/tars", server.requests
     for _ in range(3):

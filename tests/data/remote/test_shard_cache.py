@@ -83,7 +83,7 @@ def is_valid(cached: ShardCache, shards: Path, row: int) -> bool:
         max_size=25,
     )
 )
-def test_whatever_comes_and_goes_a_row_that_is_here_has_its_bytes(
+def test_cached_row_has_its_bytes_after_any_history(
     shards: Path, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]]
 ) -> None:
     cached = version(shards, tmp_path_factory.mktemp("cache"))
@@ -111,9 +111,7 @@ def test_whatever_comes_and_goes_a_row_that_is_here_has_its_bytes(
     assert bytes_in_use(cached.folder.parent.parent) == 0
 
 
-def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_now(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_used_rows_are_evicted_first_and_requested_ones_only_for_urgent_ones(shards: Path, tmp_path: Path) -> None:
     cached = version(shards, tmp_path)
     cached.protect()
     bring(cached, shards, 0, 6)
@@ -132,9 +130,7 @@ def test_what_was_used_leaves_first_and_what_is_wanted_only_for_what_is_needed_n
     assert here(cached) == [0, 4, 5]
 
 
-def test_what_other_threads_have_reserved_and_not_written_yet_takes_its_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reserved_bytes_count_as_used_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_space, "_PAUSE_S", 0.0)
     space = CacheSpace(tmp_path, 8192)
     space.reserve(4096)
@@ -145,14 +141,14 @@ def test_what_other_threads_have_reserved_and_not_written_yet_takes_its_space(
     assert space.try_reserve(4096)
 
 
-def test_what_no_reader_is_left_to_want_leaves_like_what_was_used(shards: Path, tmp_path: Path) -> None:
+def test_rows_without_readers_are_evicted_like_used_ones(shards: Path, tmp_path: Path) -> None:
     cached = version(shards, tmp_path)
     bring(cached, shards, 7, 16)
     assert CacheSpace(tmp_path, bytes_in_use(tmp_path)).try_reserve(1000)
     assert here(cached) == []
 
 
-def test_a_file_that_grows_while_room_is_made_is_counted_as_it_is_then(
+def test_file_growing_during_eviction_is_counted_at_its_new_size(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = version(shards, tmp_path)
@@ -184,7 +180,7 @@ def test_a_row_that_is_being_written_stays(shards: Path, tmp_path: Path) -> None
     os.close(fd)
 
 
-def test_what_a_killed_download_has_left_leaves_with_its_shard(shards: Path, tmp_path: Path) -> None:
+def test_remains_of_a_killed_download_are_evicted_with_its_shard(shards: Path, tmp_path: Path) -> None:
     cached = version(shards, tmp_path)
     bring(cached, shards, 8, 9)
     fd = cached.open(2)
@@ -198,7 +194,7 @@ def test_what_a_killed_download_has_left_leaves_with_its_shard(shards: Path, tmp
     os.close(fd)
 
 
-def test_an_eviction_takes_rows_away_then_drops_their_bytes(
+def test_eviction_invalidates_rows_before_dropping_bytes(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = version(shards, tmp_path)
@@ -211,7 +207,7 @@ def test_an_eviction_takes_rows_away_then_drops_their_bytes(
     assert seen == [(True, 0)]
 
 
-def test_rows_of_another_version_never_pass_for_those_of_this_one(shards: Path, tmp_path: Path) -> None:
+def test_rows_of_another_version_are_never_used(shards: Path, tmp_path: Path) -> None:
     cached = version(shards, tmp_path)
     cached.pin(0, '"before"')
     bring(cached, shards, 0, 6)
@@ -239,7 +235,7 @@ def test_flags_of_a_wrong_size_that_a_reader_holds_are_an_error(shards: Path, tm
         create_flags(cached.folder)
 
 
-def test_where_the_cache_lies_and_how_large_it_may_be_come_from_arguments_then_the_environment(
+def test_cache_path_and_size_come_from_arguments_then_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SAVABLE_CACHE", raising=False)

@@ -137,7 +137,7 @@ def files_of(cache: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("seed", "trials"), [(1, 10), *(pytest.param(seed, 50, marks=pytest.mark.long) for seed in range(2, 12))]
 )
-def test_whatever_has_cut_zeroed_or_changed_the_files_no_wrong_byte_is_read_and_all_is_there_again(
+def test_damaged_cache_files_yield_no_wrong_byte_and_are_repaired(
     server: ToyServer, expected: dict[str, Samples], tmp_path: Path, seed: int, trials: int
 ) -> None:
     draw, errors = random.Random(seed), 0
@@ -161,7 +161,7 @@ def test_whatever_has_cut_zeroed_or_changed_the_files_no_wrong_byte_is_read_and_
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bit_that_flipped_in_the_cache_is_found_told_once_and_its_row_alone_fetched_again(
+def test_flipped_bit_in_the_cache_is_reported_once_and_only_its_row_downloaded(
     server: ToyServer, expected: dict[str, Samples], tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert read(kind) == expected[kind]
@@ -190,7 +190,7 @@ def test_a_bit_that_flipped_in_the_cache_is_found_told_once_and_its_row_alone_fe
     assert sum(stop - start for start, stop in again) < size / 2
 
 
-def test_a_cache_of_an_older_release_is_made_again_and_says_so_in_one_line(
+def test_cache_of_an_older_release_is_rebuilt_with_one_line(
     server: ToyServer, expected: dict[str, Samples], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert read("indexed") == expected["indexed"]
@@ -205,7 +205,7 @@ def test_a_cache_of_an_older_release_is_made_again_and_says_so_in_one_line(
 
 
 @pytest.mark.parametrize(("kind", "disk"), [("indexed", 0), ("indexed", 50_000), ("jsonl", 150_000)])
-def test_on_a_full_disk_what_is_read_is_right_or_an_error_that_says_so(
+def test_full_disk_yields_right_bytes_or_a_clear_error(
     server: ToyServer, expected: dict[str, Samples], monkeypatch: pytest.MonkeyPatch, kind: str, disk: int
 ) -> None:
     read(kind)  # its index
@@ -228,9 +228,7 @@ def test_on_a_full_disk_what_is_read_is_right_or_an_error_that_says_so(
     assert read(kind) == expected[kind]
 
 
-def test_a_cache_smaller_than_what_is_read_at_once_is_an_error_that_names_the_least_size(
-    server: ToyServer, expected: dict[str, Samples]
-) -> None:
+def test_too_small_cache_is_an_error_that_names_the_least_size(server: ToyServer, expected: dict[str, Samples]) -> None:
     longest = max(range(36), key=lambda number: len(expected["indexed"][number][1]["bin"]))
     dataset = open_any("s3://indexed/", cache=(None, 5000))
     with pytest.raises(RemoteError, match=r"Set cache_bytes= or SAVABLE_CACHE_BYTES to at least [0-9]+$") as error:
@@ -272,7 +270,7 @@ def children(pid: int) -> list[int]:
     [(6, 100_000), *(pytest.param(250, 100_000 << 5 * (seed % 2), marks=pytest.mark.long) for seed in range(4))],
 )
 @pytest.mark.timeout(1800)
-def test_whatever_is_killed_in_the_midst_no_wrong_byte_is_read_and_the_cache_works_on(
+def test_kill_at_any_point_leaves_a_working_cache(
     server: ToyServer, expected: dict[str, Samples], kills: int, limit: int
 ) -> None:
     draw, fork, done = random.Random(kills + limit), multiprocessing.get_context("fork"), [0, 0]
@@ -303,7 +301,7 @@ def test_whatever_is_killed_in_the_midst_no_wrong_byte_is_read_and_the_cache_wor
 
 
 @pytest.mark.parametrize("by_another", [False, True])
-def test_a_cache_that_is_removed_between_two_loaders_of_a_process_is_made_again(
+def test_a_cache_that_is_removed_between_two_loaders_of_a_process_is_rebuilt(
     server: ToyServer, expected: dict[str, Samples], tmp_path: Path, by_another: bool
 ) -> None:
     first = open_any("s3://indexed/")

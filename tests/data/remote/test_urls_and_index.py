@@ -46,12 +46,12 @@ def test_a_folder_in_a_bucket_means_the_tars_below_it() -> None:
     assert found("s3://b/p/", stamps=True) == ("s3://b/p", ["a.tar", "x/b.tar"], [9, 9], ["v1", "v1"])
 
 
-def test_a_brace_pattern_is_spelled_out_without_asking() -> None:
+def test_brace_pattern_is_expanded_without_requests() -> None:
     names = ["a/08.tar", "a/09.tar", "a/10.tar", "b/08.tar", "b/09.tar", "b/10.tar"]
     assert found("http://h/p/{a,b}/{08..10}.tar") == ("http://h/p", names, [-1] * 6, [""] * 6)
 
 
-def test_a_glob_and_a_list_are_looked_up_in_buckets() -> None:
+def test_glob_and_list_are_resolved_in_buckets() -> None:
     assert found("s3://b/p/*.tar") == ("s3://b/p", ["a.tar"], [9], [""])
     assert found("s3://b/p/*/b.*", stamps=True) == ("s3://b/p/x", ["b.tar"], [9], ["v1"])
     assert found("s3://b/p/**/[ab].tar")[1] == ["a.tar", "x/b.tar"]
@@ -82,7 +82,7 @@ def test_what_cannot_be_read_is_an_error(shards: Any, message: str) -> None:
         ("s3://b/p/z*.tar", "no shard matches"),
     ],
 )
-def test_shards_that_are_not_there_are_an_error(shards: Any, message: str) -> None:
+def test_missing_shards_are_an_error(shards: Any, message: str) -> None:
     with pytest.raises(sp.ShardError, match=message):
         found(shards)
 
@@ -107,7 +107,7 @@ def keys(dataset: Dataset) -> list[str]:
     return [dataset.key(shard, row) for shard in range(3) for row in range(*dataset.firsts[shard : shard + 2])]
 
 
-def test_without_an_index_the_shards_are_fetched_once_to_make_one_and_stay(server: ToyServer, tmp_path: Path) -> None:
+def test_without_an_index_shards_are_downloaded_once_and_stay_cached(server: ToyServer, tmp_path: Path) -> None:
     url = f"{server.url}/shards/{{0000..0002}}.tar"
     dataset_bytes = sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.tar"))
     dataset = open_any(url)
@@ -118,7 +118,7 @@ def test_without_an_index_the_shards_are_fetched_once_to_make_one_and_stay(serve
     assert again.manifest() == open_any(str(tmp_path / "shards")).manifest()
 
 
-def test_of_shards_that_were_added_the_index_is_made_alone(server: ToyServer, tmp_path: Path) -> None:
+def test_only_added_shards_are_indexed(server: ToyServer, tmp_path: Path) -> None:
     open_any(f"{server.url}/shards/{{0000..0001}}.tar")
     sent = server.sent()
     dataset = open_any(f"{server.url}/shards/{{0000..0002}}.tar")
@@ -127,9 +127,7 @@ def test_of_shards_that_were_added_the_index_is_made_alone(server: ToyServer, tm
     assert keys(dataset) == [f"s{i:06d}" for i in range(12)]
 
 
-def test_what_the_cache_holds_is_fetched_again_once_for_an_index_with_more_shards(
-    server: ToyServer, tmp_path: Path
-) -> None:
+def test_cached_shards_are_downloaded_once_more_for_a_larger_index(server: ToyServer, tmp_path: Path) -> None:
     """A limit that docs/add-data.md tells of: the cache belongs to a version of the index."""
     two, three = (f"{server.url}/shards/{{0000..{last}}}.tar" for last in ("0001", "0002"))
     bytes_of_two = sum((tmp_path / "shards" / f"{shard:04d}.tar").stat().st_size for shard in (0, 1))
@@ -142,23 +140,19 @@ def test_what_the_cache_holds_is_fetched_again_once_for_an_index_with_more_shard
     assert server.sent() == sent
 
 
-def test_a_shard_that_has_another_size_now_is_indexed_again_beside_those_that_were_added(
-    server: ToyServer, tmp_path: Path
-) -> None:
+def test_resized_shard_is_reindexed_together_with_added_ones(server: ToyServer, tmp_path: Path) -> None:
     open_any(f"{server.url}/shards/{{0000..0001}}.tar")
     write_tar(tmp_path / "shards" / "0000.tar", [(f"s{i}.json", b"{}") for i in range(30)])
     dataset = open_any(f"{server.url}/shards/{{0000..0002}}.tar")
     assert dataset.manifest() == open_any(str(tmp_path / "shards")).manifest()
 
 
-def test_an_index_is_made_of_shards_that_the_cache_cannot_hold(server: ToyServer) -> None:
+def test_shards_larger_than_the_cache_are_indexed(server: ToyServer) -> None:
     dataset = open_any(f"{server.url}/shards/{{0000..0002}}.tar", cache=(None, 8192))
     assert keys(dataset) == [f"s{i:06d}" for i in range(12)]
 
 
-def test_what_was_fetched_for_an_index_that_was_not_finished_is_not_fetched_again(
-    server: ToyServer, tmp_path: Path
-) -> None:
+def test_unfinished_indexing_reuses_its_downloads(server: ToyServer, tmp_path: Path) -> None:
     url = f"{server.url}/shards/{{0000..0002}}.tar"
     bad, good = tmp_path / "shards" / "0002.tar", tmp_path / "good.tar"
     good.write_bytes(bad.read_bytes())
@@ -171,7 +165,7 @@ def test_what_was_fetched_for_an_index_that_was_not_finished_is_not_fetched_agai
     assert server.sent() == sent + bad.stat().st_size
 
 
-def test_an_index_pass_that_was_killed_goes_on_where_it_was_though_the_cache_holds_no_shard(
+def test_killed_indexing_resumes_although_the_cache_has_no_shard(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{server.url}/shards/{{0000..0002}}.tar"
@@ -198,7 +192,7 @@ def test_an_index_pass_that_was_killed_goes_on_where_it_was_though_the_cache_hol
     assert open_any(url, cache=(None, 8192)).manifest() == open_any(str(tmp_path / "shards")).manifest()
 
 
-def test_what_was_left_of_a_shard_that_is_another_now_is_not_used(server: ToyServer, tmp_path: Path) -> None:
+def test_remains_of_a_changed_shard_are_not_used(server: ToyServer, tmp_path: Path) -> None:
     url = f"{server.url}/shards/{{0000..0002}}.tar"
     truncated = (tmp_path / "shards" / "0002.tar").read_bytes()
     (tmp_path / "shards" / "0002.tar").write_bytes(truncated[:100])
@@ -212,7 +206,7 @@ def test_what_was_left_of_a_shard_that_is_another_now_is_not_used(server: ToySer
     assert open_any(url, cache=(None, 8192)).manifest() == open_any(str(tmp_path / "shards")).manifest()
 
 
-def test_a_web_servers_folder_has_the_names_of_its_index_or_of_energons_info(server: ToyServer, tmp_path: Path) -> None:
+def test_web_folder_lists_the_names_of_its_index_or_energons_info(server: ToyServer, tmp_path: Path) -> None:
     with pytest.raises(sp.ShardError, match=r"no .nv-meta/savable.index or .nv-meta/.info.json .* Name the shards"):
         open_any(f"{server.url}/shards/")
     info = tmp_path / "shards" / ".nv-meta" / ".info.json"
@@ -230,7 +224,7 @@ def test_a_web_servers_folder_has_the_names_of_its_index_or_of_energons_info(ser
         open_any(f"{server.url}/shards/")
 
 
-def test_an_index_that_was_replaced_on_the_server_is_fetched_again(
+def test_index_replaced_on_the_server_is_downloaded_again(
     server: ToyServer, tmp_path: Path, make_shards: MakeShards
 ) -> None:
     open_any(str(tmp_path / "shards"))
@@ -244,7 +238,7 @@ def test_an_index_that_was_replaced_on_the_server_is_fetched_again(
     assert dataset.key(2, 12) == "s000012"
 
 
-def test_an_index_that_does_not_fit_the_bucket_is_made_again(
+def test_an_index_that_does_not_fit_the_bucket_is_rebuilt(
     server: ToyServer, tmp_path: Path, make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_as_s3(server, monkeypatch)

@@ -50,9 +50,7 @@ exclude:
 
 
 @pytest.mark.parametrize(("name", "text"), [("split__yaml", YAML_SPLITS), ("split__json", json.dumps(SPLITS))])
-def test_a_split_is_its_shards_less_those_excluded_and_the_keys_excluded_of_each(
-    tmp_path: Path, name: str, text: str
-) -> None:
+def test_split_is_its_shards_without_excluded_shards_and_keys(tmp_path: Path, name: str, text: str) -> None:
     root = meta(tmp_path, **{name: text})
     assert split_names(root) == ["train", "val"]
     train = read_split(root, "train", NAMES)
@@ -134,7 +132,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in WRONG.items() for text in texts], ids=repr)
-def test_what_is_wrong_is_an_error_that_names_the_file(tmp_path: Path, name: str, text: str) -> None:
+def test_wrong_metadata_is_an_error_that_names_the_file(tmp_path: Path, name: str, text: str) -> None:
     root = meta(tmp_path, **{name: text})
     with pytest.raises(ShardError, match=r"\.nv-meta/\.?(split|info|dataset)\."):
         read_everything(root)
@@ -148,7 +146,7 @@ def read_everything(root: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["{{<<: [{}]}}", "[{}]"])
-def test_a_small_file_makes_no_large_object(tmp_path: Path, kind: str) -> None:
+def test_small_yaml_file_cannot_expand_to_a_large_object(tmp_path: Path, kind: str) -> None:
     """Merge keys and lists of aliases, each ten times the one before."""
     first = "a0: &a0 {x: 1}\n" if "<<" in kind else "a0: &a0 [x]\n"
     tens = "".join(f"a{i}: &a{i} {kind.format(', '.join([f'*a{i - 1}'] * 10))}\n" for i in range(1, 9))
@@ -205,7 +203,7 @@ def ids(stage: custom.Stage) -> list[int]:
     return [int(sample["jpg"]) for sample in stage]
 
 
-def test_a_reader_gives_the_samples_of_its_split_with_the_numbers_of_the_whole_dataset(prepared: Path) -> None:
+def test_reader_of_a_split_uses_indices_of_the_whole_dataset(prepared: Path) -> None:
     reader = sp.TarShardReader(prepared, sp.Lane(), split="train", epochs=1, shuffle=False)
     assert reader.population == 7
     samples = list(reader)
@@ -216,7 +214,7 @@ def test_a_reader_gives_the_samples_of_its_split_with_the_numbers_of_the_whole_d
     assert sorted(number for lane in lanes for number in ids(lane)) == [0, 1, 2, 3, 7, 9, 11]
 
 
-def test_an_exclude_that_names_nothing_is_told_once_with_the_names(
+def test_exclude_that_matches_nothing_warns_once_with_the_names(
     prepared: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared: dict[Any, Any] = {}
@@ -237,7 +235,7 @@ def test_fields_are_found_where_the_field_map_says(prepared: Path) -> None:
         sample.field("label")
 
 
-def test_what_is_selected_is_part_of_the_fingerprint_and_the_split_file_is_not(prepared: Path) -> None:
+def test_selection_is_part_of_the_fingerprint_but_not_the_split_file(prepared: Path) -> None:
     def selection() -> Any:
         return sp.TarShardReader(prepared, sp.Lane(), split="train").settings()["selection"]
 
@@ -249,7 +247,7 @@ def test_what_is_selected_is_part_of_the_fingerprint_and_the_split_file_is_not(p
     assert selection()["samples"] == before["samples"] and selection() != before
 
 
-def test_a_shard_that_energon_knows_and_nobody_finds_is_an_error(prepared: Path) -> None:
+def test_missing_shard_of_energons_metadata_is_an_error(prepared: Path) -> None:
     (prepared / "a/1.tar").unlink()
     with pytest.raises(ShardError, match=r"a/1\.tar: No such file"):
         open_any(prepared)
@@ -262,7 +260,7 @@ def test_a_split_of_a_dataset_without_splits_is_an_error(tmp_path: Path) -> None
         sp.TarShardReader(tmp_path, sp.Lane(), split="train")
 
 
-def test_the_files_that_the_configuration_names_are_read_in_place_of_the_usual_ones(prepared: Path) -> None:
+def test_configured_metadata_files_replace_the_usual_ones(prepared: Path) -> None:
     other = "split_parts: {train: [a/0.tar, b.tar]}\nexclude: [a/0.tar/k1]\n"
     meta(prepared, dataset__yaml="split_config: v2/split.yaml\ninfo_config: counts.json\n")
     (prepared / ".nv-meta/v2").mkdir()
@@ -278,7 +276,7 @@ def test_the_files_that_the_configuration_names_are_read_in_place_of_the_usual_o
 
 
 @pytest.mark.parametrize("setting", ["sample_loader", "part_filter"])
-def test_a_setting_that_is_not_applied_is_told_at_opening_and_leaves_no_fields(
+def test_unsupported_setting_warns_at_opening_and_disables_fields(
     prepared: Path, caplog: pytest.LogCaptureFixture, setting: str
 ) -> None:
     meta(prepared, dataset__yaml=f"{setting}: loader.py:function\n")

@@ -62,7 +62,7 @@ ALL = ["a/0.tar", "a/1.tar", "b/2.tar"]
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_where_the_mark_holds_nothing_is_listed_or_looked_at(
+def test_valid_mark_avoids_listing_and_stat(
     root: Path, listed: list[Any], monkeypatch: pytest.MonkeyPatch, on_error: Any
 ) -> None:
     monkeypatch.setattr(indexing, "_FilesNow", None)
@@ -97,7 +97,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_any_change_of_a_folder_ends_it(root: Path, listed: list[Any], change: str) -> None:
+def test_any_change_of_a_folder_invalidates_the_mark(root: Path, listed: list[Any], change: str) -> None:
     work, expected = CHANGES[change]
     work(root)
     if isinstance(expected, str):
@@ -108,7 +108,7 @@ def test_any_change_of_a_folder_ends_it(root: Path, listed: list[Any], change: s
     assert listed
 
 
-def test_a_shard_overwritten_in_its_place_is_an_error_once_and_indexed_at_the_next_start(root: Path) -> None:
+def test_shard_overwritten_in_place_is_an_error_once_and_reindexed_at_the_next_start(root: Path) -> None:
     with (root / "a/1.tar").open("r+b") as file:
         other = root.parent / "other.tar"
         write_tar(other, [("1.txt", b"another"), ("2.txt", b"x" * 20_000)])
@@ -119,7 +119,7 @@ def test_a_shard_overwritten_in_its_place_is_an_error_once_and_indexed_at_the_ne
     assert texts(root) == ["a/0.tar", "another", "x" * 20_000, "b/2.tar"]
 
 
-def test_a_start_that_listed_all_marks_the_index_for_the_next(root: Path, listed: list[Any]) -> None:
+def test_start_that_listed_everything_writes_the_mark(root: Path, listed: list[Any]) -> None:
     (root / MARK).unlink()
     texts(root)
     assert listed == [str(root)] and (root / MARK).exists()
@@ -134,7 +134,7 @@ def test_folders_that_changed_a_moment_ago_are_not_marked(root: Path, monkeypatc
     assert not (root / MARK).exists()
 
 
-def test_a_file_system_whose_folders_tell_nothing_is_not_marked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_folder_times_is_not_marked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / MARK).unlink()
     stat, before = Path.stat, (root / META).stat()
     monkeypatch.setattr(Path, "stat", lambda path, **how: before if path == root / META else stat(path, **how))
@@ -142,7 +142,7 @@ def test_a_file_system_whose_folders_tell_nothing_is_not_marked(root: Path, monk
     assert not (root / MARK).exists()
 
 
-def test_a_damaged_shard_is_told_each_time(root: Path, listed: list[Any]) -> None:
+def test_damaged_shard_is_reported_each_time(root: Path, listed: list[Any]) -> None:
     os.truncate(root / "b/2.tar", 700)
     index_files(root, TARS)
     assert (root / MARK).exists()
@@ -153,7 +153,7 @@ def test_a_damaged_shard_is_told_each_time(root: Path, listed: list[Any]) -> Non
         texts(root)
 
 
-def test_a_copy_has_no_mark_until_it_was_looked_at(root: Path, listed: list[Any]) -> None:
+def test_copied_dataset_has_no_mark_until_it_was_listed(root: Path, listed: list[Any]) -> None:
     shutil.copytree(root, root.parent / "copy")
     (root.parent / "copy/b/2.tar").unlink()
     with pytest.raises(sp.ShardError, match="are gone"):

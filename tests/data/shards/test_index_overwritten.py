@@ -50,7 +50,7 @@ def run_that_loses_its_index(root: str, change: str, workers: int, method: str) 
 
 @pytest.mark.parametrize("host", ["in process", "thread", "fork"])
 @pytest.mark.parametrize("change", ["shifted", "cut"])
-def test_a_run_goes_on_with_the_index_that_it_read(make_shards: MakeShards, change: str, host: str) -> None:
+def test_run_keeps_the_index_it_has_read(make_shards: MakeShards, change: str, host: str) -> None:
     root = make_shards([300])
 
     def batches(changed: str) -> Any:
@@ -73,7 +73,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("change", ["shifted", "head, and the time put back"])
-def test_a_run_ends_whose_large_index_is_overwritten(make_shards: MakeShards, mapped: None, change: str) -> None:
+def test_overwriting_a_large_index_ends_the_run(make_shards: MakeShards, mapped: None, change: str) -> None:
     root = make_shards([300])
     index = root / ".nv-meta/savable.index"
     with sp.SavableLoader(sp.read(root).map(lambda s: s.json()["id"]).batch(4), seed=0, lanes=2) as loader:
@@ -88,7 +88,7 @@ def test_a_run_ends_whose_large_index_is_overwritten(make_shards: MakeShards, ma
 
 
 @pytest.mark.parametrize("change", ["cut", "emptied"])
-def test_a_large_index_that_was_cut_is_an_error_before_more_of_it_is_read(
+def test_truncated_large_index_is_an_error_before_it_is_read_further(
     make_shards: MakeShards, mapped: None, change: str
 ) -> None:
     root = make_shards([9, 9])
@@ -101,7 +101,7 @@ def test_a_large_index_that_was_cut_is_an_error_before_more_of_it_is_read(
             use()
 
 
-def test_a_run_goes_on_whose_large_index_is_replaced_or_gone(make_shards: MakeShards, mapped: None) -> None:
+def test_replaced_or_deleted_large_index_does_not_affect_a_run(make_shards: MakeShards, mapped: None) -> None:
     root = make_shards([300])
     index = root / ".nv-meta/savable.index"
     with sp.SavableLoader(sp.read(root).map(lambda s: s.json()["id"]).batch(4), seed=0, lanes=2) as loader:
@@ -115,7 +115,7 @@ def test_a_run_goes_on_whose_large_index_is_replaced_or_gone(make_shards: MakeSh
         assert [*found, *(next(loader).tolist() for _ in range(3))] == expected
 
 
-def test_a_large_table_of_a_folder_is_looked_at_before_a_file_is_blamed(tmp_path: Path, mapped: None) -> None:
+def test_large_folder_table_is_checked_before_a_file_is_blamed(tmp_path: Path, mapped: None) -> None:
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(str(number))
     with sp.SavableLoader(sp.read(tmp_path).map(sp.Sample.text).batch(4), seed=0, lanes=2) as loader:
@@ -135,7 +135,7 @@ def keys_of(root: Path) -> tuple[Any, Path]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_keys_are_found_by_the_index_that_was_read(make_shards: MakeShards, change: str) -> None:
+def test_keys_are_found_with_the_index_that_was_read(make_shards: MakeShards, change: str) -> None:
     data, path = keys_of(make_shards([300]))
     overwrite(path, CHANGES[change])
     assert data.keys.find(KEYS).tolist() == list(range(300))
@@ -151,7 +151,7 @@ def test_a_large_index_of_keys_that_is_overwritten_is_an_error(
         data["s000007"]
 
 
-def test_an_index_of_keys_that_was_zeroed_but_for_its_head_is_made_again(make_shards: MakeShards) -> None:
+def test_zeroed_key_index_is_rebuilt(make_shards: MakeShards) -> None:
     data, path = keys_of(make_shards([300]))
     overwrite(path, lambda raw: raw[:80] + bytes(len(raw) - 80))
     assert sp.open_dataset(data.dataset.address)["s000007"].key == "s000007"

@@ -82,13 +82,13 @@ def mixed(tmp_path: Path) -> tuple[Path, dict[str, list[dict[str, bytes]]]]:
 NAMES = ["a.tar", "b.tar", "c.tar", "d.tar"]
 
 
-def test_every_part_lies_where_the_index_says(mixed: Any) -> None:
+def test_every_part_is_at_its_indexed_offset(mixed: Any) -> None:
     root, expected = mixed
     assert contents(root, open_index(root, NAMES)) == expected
     assert contents(root, TarIndex(root / INDEX_NAME)) == expected  # again, from the file
 
 
-def test_shards_that_are_all_alike_need_no_layouts_and_no_firsts(make_shards: Any) -> None:
+def test_uniform_shards_need_no_layouts_and_no_firsts(make_shards: Any) -> None:
     root = make_shards([3, 0, 2])
     index = open_index(root, ["0000.tar", "0001.tar", "0002.tar"])
     assert (len(index.layouts), index.members, len(index.layout_of), len(index.firsts)) == (1, 1, 0, 0)
@@ -135,7 +135,7 @@ def test_the_offsets_file_equals_megatron_energons_byte_for_byte(mixed: Any) -> 
         assert (root / name).with_suffix(".tar.idx").read_bytes() == ours, name
 
 
-def test_the_offsets_file_is_where_each_sample_begins_and_the_end(tmp_path: Path) -> None:
+def test_offsets_file_has_the_start_of_each_sample_and_the_end(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("a.txt", b"1"), ("a.json", b"2"), ("b.txt", b"x" * 600)])
     open_index(tmp_path, ["a.tar"])
     raw = (tmp_path / "a.tar.idx").read_bytes()
@@ -157,7 +157,7 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_only_what_is_new_or_rewritten_is_scanned_again(mixed: Any, scanned: list[str]) -> None:
+def test_only_new_and_rewritten_shards_are_scanned(mixed: Any, scanned: list[str]) -> None:
     root, expected = mixed
     open_index(root, NAMES)
     assert sorted(scanned) == NAMES
@@ -180,7 +180,7 @@ def test_only_what_is_new_or_rewritten_is_scanned_again(mixed: Any, scanned: lis
     assert contents(root, index)["d.tar"] == expected["d.tar"]
 
 
-def test_a_subset_uses_the_index_of_all_and_leaves_it_whole(mixed: Any, scanned: list[str]) -> None:
+def test_subset_uses_the_full_index_without_changing_it(mixed: Any, scanned: list[str]) -> None:
     root, _ = mixed
     open_index(root, ["a.tar"])
     open_index(root, ["c.tar"])
@@ -198,7 +198,7 @@ def test_a_moved_or_copied_dataset_needs_no_new_index(mixed: Any, tmp_path: Path
     assert scanned == []
 
 
-def test_an_index_with_any_byte_damaged_or_cut_off_is_noticed_before_it_is_used(mixed: Any) -> None:
+def test_damaged_or_truncated_index_is_detected_before_use(mixed: Any) -> None:
     """The header's when it is opened, a row's when its shard is."""
     root, expected = mixed
     open_index(root, NAMES)
@@ -226,7 +226,7 @@ def arrays_of(index: TarIndex) -> list[memoryview]:
     return [index.starts, index.layout_of, index.firsts, index.sizes]
 
 
-def test_an_index_that_is_damaged_is_made_again(mixed: Any, caplog: Any) -> None:
+def test_damaged_index_is_rebuilt(mixed: Any, caplog: Any) -> None:
     root, expected = mixed
     open_index(root, NAMES)
     path = root / INDEX_NAME
@@ -263,7 +263,7 @@ def _note(trace: Path, what: str) -> None:
         file.write(f"{what}\n")
 
 
-def test_of_several_processes_that_open_at_once_one_makes_the_index(mixed: Any, tmp_path: Path) -> None:
+def test_one_of_several_concurrent_processes_builds_the_index(mixed: Any, tmp_path: Path) -> None:
     root, expected = mixed
     context = multiprocessing.get_context("fork")
     found, together = context.Queue(), context.Barrier(5)
@@ -278,7 +278,7 @@ def test_of_several_processes_that_open_at_once_one_makes_the_index(mixed: Any, 
     assert not list(root.glob("**/*.tmp"))
 
 
-def test_of_read_only_places_the_indexes_lie_in_the_cache(
+def test_indexes_of_read_only_folders_are_in_the_cache(
     mixed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scanned: list[str]
 ) -> None:
     root, expected = mixed
@@ -300,7 +300,7 @@ def test_of_read_only_places_the_indexes_lie_in_the_cache(
         open_index(root, NAMES)
 
 
-def test_a_shard_that_cannot_be_read_is_an_error_until_it_is_mended(mixed: Any, scanned: list[str]) -> None:
+def test_unreadable_shard_is_an_error_until_it_is_repaired(mixed: Any, scanned: list[str]) -> None:
     root, expected = mixed
     whole = (root / "c.tar").read_bytes()
     (root / "c.tar").write_bytes(b"no tar" * 1000)
@@ -314,7 +314,7 @@ def test_a_shard_that_cannot_be_read_is_an_error_until_it_is_mended(mixed: Any, 
     assert scanned == ["c.tar"]
 
 
-def test_a_tolerant_index_has_what_stands_before_the_damage(mixed: Any) -> None:
+def test_tolerant_index_has_the_samples_before_the_damage(mixed: Any) -> None:
     root, expected = mixed
     os.truncate(root / "c.tar", 4096)  # within the second sample
     index = open_index(root, [*NAMES, "z.tar"], tolerant=True)
@@ -325,7 +325,7 @@ def test_a_tolerant_index_has_what_stands_before_the_damage(mixed: Any) -> None:
     assert entries["c.tar"].fault.startswith("c.tar: truncated: the member at byte")
 
 
-def test_a_tolerant_index_keeps_what_it_knows_of_shards_that_change_or_go(mixed: Any, scanned: list[str]) -> None:
+def test_tolerant_index_keeps_entries_of_changed_and_deleted_shards(mixed: Any, scanned: list[str]) -> None:
     root, _ = mixed
     before = open_index(root, NAMES).shards
     write_tar(root / "a.tar", [("other.txt", b"x" * 5000)])
@@ -341,7 +341,7 @@ def test_a_tolerant_index_keeps_what_it_knows_of_shards_that_change_or_go(mixed:
     assert not faults
 
 
-def test_several_processes_make_the_index_that_one_makes(mixed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_build_the_same_index_as_one(mixed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     root, _ = mixed
     (root / "c.tar").write_bytes(b"no tar" * 1000)
     told: list[tuple[int, int]] = []
@@ -355,9 +355,7 @@ def test_several_processes_make_the_index_that_one_makes(mixed: Any, monkeypatch
     assert path.read_bytes() == alone
 
 
-def test_who_is_stopped_while_indexing_goes_on_from_there(
-    mixed: Any, scanned: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_indexing_resumes(mixed: Any, scanned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     root, expected = mixed
 
     def stop(done: int, total: int) -> None:
@@ -372,7 +370,7 @@ def test_who_is_stopped_while_indexing_goes_on_from_there(
     assert scanned == NAMES[3:]
 
 
-def test_who_is_stopped_between_a_shard_and_its_offsets_writes_them_when_it_goes_on(
+def test_indexing_interrupted_before_an_offsets_file_writes_it_on_resume(
     mixed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object) -> None:
@@ -386,7 +384,7 @@ def test_who_is_stopped_between_a_shard_and_its_offsets_writes_them_when_it_goes
     assert [name for name in NAMES if not (root / f"{name}.idx").exists()] == []
 
 
-def test_offsets_that_another_program_wrote_later_are_left_as_they_are(mixed: Any, caplog: Any) -> None:
+def test_newer_offsets_of_another_program_are_not_overwritten(mixed: Any, caplog: Any) -> None:
     root, _ = mixed
     (root / "a.tar.idx").write_bytes(bytes(8))
     (root / "c.tar.idx").write_bytes(bytes(8))
@@ -397,7 +395,7 @@ def test_offsets_that_another_program_wrote_later_are_left_as_they_are(mixed: An
     assert "a.tar.idx: not the offsets" in caplog.text
 
 
-def test_the_hash_of_a_shard_changes_with_names_and_places_not_with_contents(tmp_path: Path) -> None:
+def test_hash_of_a_shard_depends_on_names_and_offsets_not_on_contents(tmp_path: Path) -> None:
     def digest(members: list[tuple[str, bytes]]) -> int:
         write_tar(tmp_path / "a.tar", members)
         return TARS.scan(tmp_path, "a.tar").entry.digest
@@ -409,7 +407,7 @@ def test_the_hash_of_a_shard_changes_with_names_and_places_not_with_contents(tmp
     assert digest([("b.txt", b"2"), ("a.txt", b"1")]) != plain
 
 
-def test_names_that_are_no_utf8_are_read_and_such_extensions_refused(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_read_and_such_extensions_rejected(tmp_path: Path) -> None:
     for name, extension in [("ok.tar", "txt"), ("bad.tar", "tx\udce9")]:
         with tarfile.open(tmp_path / name, "w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as tar:
             tar.addfile(tarfile.TarInfo(f"caf\udce9.{extension}"))
@@ -419,7 +417,7 @@ def test_names_that_are_no_utf8_are_read_and_such_extensions_refused(tmp_path: P
         open_index(tmp_path, ["bad.tar"])
 
 
-def test_a_shard_whose_own_name_is_no_utf8_is_refused(tmp_path: Path) -> None:
+def test_shard_whose_file_name_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9.tar")
     write_tar(tmp_path / name, [("a.txt", b"")])
     with pytest.raises(ShardError, match="UTF-8"):
@@ -449,7 +447,7 @@ def full_below(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
     monkeypatch.setattr("savable_pipeline.data.shards.tar_format.replace_file", replace)
 
 
-def test_where_the_datasets_disk_is_full_the_index_lies_in_the_users_cache(
+def test_index_is_in_the_users_cache_if_the_datasets_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_tar(tmp_path / "data/a.tar", [("k.txt", b"x")])
@@ -466,7 +464,7 @@ def test_where_the_datasets_disk_is_full_the_index_lies_in_the_users_cache(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_user_without_a_home_indexes_beside_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_a_home_indexes_next_to_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tar(tmp_path / "a.tar", [("k.txt", b"x")])
     monkeypatch.setattr("savable_pipeline.data.shards.indexing.user_cache", lambda: None)
     assert open_index(tmp_path, ["a.tar"]).shards[0].samples == 1
@@ -499,7 +497,7 @@ def table(name: str, layouts: list[LayoutParts], samples: int = 4, size: int = 7
         [table("a.tar", TWO[1:]), table("b.tar", TWO[1:])],
     ],
 )
-def test_tables_come_back_as_they_were(tmp_path: Path, tables: list[ShardTable]) -> None:
+def test_tables_round_trip(tmp_path: Path, tables: list[ShardTable]) -> None:
     write_index(tmp_path / "index", iter(tables), TARS)
     index = TarIndex(tmp_path / "index")
     assert [index.table(number) for number in range(len(index.shards))] == tables
@@ -507,7 +505,7 @@ def test_tables_come_back_as_they_were(tmp_path: Path, tables: list[ShardTable])
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
 
-def test_shards_out_of_order_are_refused(tmp_path: Path) -> None:
+def test_shards_out_of_order_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.tar after b\.tar: an index has its shards in the order of names"):
         write_index(tmp_path / "index", [table("b.tar", ONE), table("a.tar", ONE)], TARS)
     assert not list(tmp_path.iterdir())
@@ -525,7 +523,7 @@ def test_memory_does_not_grow_with_samples(tmp_path: Path) -> None:
     assert (tmp_path / "index").stat().st_size > 36_000_000 > 2 * most
 
 
-def test_scanned_tables_outlive_a_process_that_was_killed_while_it_wrote_one(tmp_path: Path) -> None:
+def test_scanned_tables_survive_a_kill_during_a_write(tmp_path: Path) -> None:
     first, second = table("a.tar", ONE), table("b.tar", TWO)
     left = ScannedTables(tmp_path / "index")
     left.add(first)
@@ -540,7 +538,7 @@ def test_scanned_tables_outlive_a_process_that_was_killed_while_it_wrote_one(tmp
     assert not path.exists()
 
 
-def test_an_index_beyond_the_limit_on_the_size_of_files_is_written_elsewhere_or_an_error(
+def test_index_larger_than_the_file_size_limit_is_written_elsewhere_or_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tar(tmp_path / "shards/a.tar", [("a.txt", b"")])

@@ -89,7 +89,7 @@ def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> Non
         ("s3://bucket/x.tar", "URL", "damaged shard"),
     ],
 )
-def test_what_is_not_there_is_an_error_that_names_it(root: Path, name: str, message: str, reason: str) -> None:
+def test_missing_path_is_an_error_that_names_it(root: Path, name: str, message: str, reason: str) -> None:
     (root / "empty").mkdir()
     with pytest.raises(ShardError, match=message) as caught:
         find_shards(name if "://" in name else str(root / name))
@@ -122,7 +122,7 @@ def test_compressed_tars_are_pointed_out(root: Path, tmp_path: Path, caplog: pyt
         find_shards(root.parent / "only")
 
 
-def test_a_link_to_a_folder_is_left_out_with_a_warning(
+def test_link_to_a_folder_is_skipped_with_a_warning(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -131,9 +131,7 @@ def test_a_link_to_a_folder_is_left_out_with_a_warning(
     assert "more: a link to a folder is skipped" in caplog.text
 
 
-def test_a_home_a_variable_a_file_url_and_two_in_one_are_spelled_out(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_home_variable_and_file_url_are_expanded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(root.parent))
     monkeypatch.setenv("SHARDS", str(root))
     two = ["b/000.tar", "b/001.tar"]
@@ -150,7 +148,7 @@ def test_a_home_a_variable_a_file_url_and_two_in_one_are_spelled_out(
 
 
 @pytest.mark.parametrize("name", ["$HOME", "~", "a::b"])
-def test_a_folder_of_such_a_name_is_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_folder_named_like_a_pattern_is_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "x.tar").touch()
     monkeypatch.chdir(tmp_path)
@@ -167,7 +165,7 @@ def test_a_folder_of_such_a_name_is_that_folder(tmp_path: Path, monkeypatch: pyt
         ("$NO_SUCH_VARIABLE/x", "The environment has no such variable"),
     ],
 )
-def test_what_only_other_loaders_read_is_an_error_that_says_what_to_write(name: str, told: str) -> None:
+def test_syntax_of_other_loaders_is_an_error_that_says_what_to_write(name: str, told: str) -> None:
     with pytest.raises(ShardError, match=re.escape(told)):
         find_shards(name)
     if not name.startswith("$"):
@@ -175,7 +173,7 @@ def test_what_only_other_loaders_read_is_an_error_that_says_what_to_write(name: 
             is_remote(name)
 
 
-def test_a_folder_of_lance_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_lance_folder_is_an_error_with_a_fix(tmp_path: Path) -> None:
     for name in ("data/a.lance", "_versions/1.manifest", "_transactions/0.txn"):
         (tmp_path / "x.lance" / name).parent.mkdir(parents=True)
         (tmp_path / "x.lance" / name).write_bytes(b"LANC")
@@ -207,7 +205,7 @@ def test_a_folder_of_lance_is_told_with_what_to_do(tmp_path: Path) -> None:
         ("{}", ["{}"]),
     ],
 )
-def test_braces_are_spelled_out(pattern: str, expected: list[str]) -> None:
+def test_braces_are_expanded(pattern: str, expected: list[str]) -> None:
     assert expand_braces(pattern) == expected
 
 
@@ -227,7 +225,7 @@ def test_braces_that_mean_too_many_names_are_an_error(pattern: str, told: str) -
         expand_braces(pattern)
 
 
-def test_a_long_pattern_of_lone_braces_takes_no_time() -> None:
+def test_long_pattern_of_unmatched_braces_is_fast() -> None:
     assert expand_braces("}" * 100_000) == ["}" * 100_000]
     with pytest.raises(ShardError, match="the braces mean more than"):
         expand_braces("{" * 100_000)
@@ -257,7 +255,7 @@ def photos(tmp_path: Path) -> Path:
         lambda path: custom.JsonlReader(path, LANE),
     ],
 )
-def test_every_reader_of_shards_says_which_command_makes_a_dataset_of_raw_files(
+def test_every_shard_reader_names_the_command_that_converts_raw_files(
     photos: Path, opened: Callable[[Path], Any]
 ) -> None:
     with pytest.raises(
@@ -266,7 +264,7 @@ def test_every_reader_of_shards_says_which_command_makes_a_dataset_of_raw_files(
         opened(photos)
 
 
-def test_a_folder_of_litdata_is_not_taken_for_one_of_tokens(tmp_path: Path) -> None:
+def test_litdata_folder_is_not_mistaken_for_tokens(tmp_path: Path) -> None:
     assert sp.open_dataset(litdata(tmp_path / "lit"))[0].json()
 
 
@@ -282,7 +280,7 @@ def test_a_folder_for_shards_that_is_empty_or_missing_names_the_command_that_fil
             opened(f"{tmp_path / name}")
 
 
-def test_a_missing_file_and_a_folder_for_rows_are_nothing_to_convert_into(tmp_path: Path) -> None:
+def test_missing_file_and_row_folder_do_not_suggest_conversion(tmp_path: Path) -> None:
     for missing in (tmp_path / "0.tar", tmp_path / "$NONE/shards"):
         with pytest.raises(sp.ShardError, match=r"no such file or folder(?!(.|\n)*convert)"):
             sp.TarShardReader(missing, LANE)
@@ -298,7 +296,7 @@ def test_a_missing_file_and_a_folder_for_rows_are_nothing_to_convert_into(tmp_pa
         ("photo.png", r"no tar header at byte 0"),
     ],
 )
-def test_a_table_or_a_photo_is_no_tar(tmp_path: Path, name: str, told: str) -> None:
+def test_table_or_photo_is_not_a_tar(tmp_path: Path, name: str, told: str) -> None:
     (tmp_path / name).write_bytes(b"a,b\n1,2\n")
     with pytest.raises(sp.ShardError, match=told):
         sp.TarShardReader(tmp_path / name, LANE)
@@ -310,7 +308,7 @@ def test_a_compressed_table_says_what_reads_it(tmp_path: Path) -> None:
         sp.open_dataset(tmp_path / "captions.tsv.gz")
 
 
-def test_two_folders_with_colons_between_are_all_shards_of_both(tmp_path: Path) -> None:
+def test_colon_separated_folders_are_the_shards_of_both(tmp_path: Path) -> None:
     for name in "ab":
         write_tar(tmp_path / name / "0.tar", [(f"{name}.txt", b"")])
         (tmp_path / name / "x.jsonl").write_text(f'{{"key": "{name}"}}\n')

@@ -26,9 +26,7 @@ def told(path: Path, caplog: pytest.LogCaptureFixture) -> str:
     return caplog.text
 
 
-def test_a_tar_of_which_samples_are_less_than_half_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tar_with_less_than_half_sample_bytes_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_tar(tmp_path / "a.tar", [("k.txt", b"x" * 20_000), ("README", b"r" * 15_000)])
     write_tar(tmp_path / "b.tar", [("k.txt", b"x" * 10_000), ("README", b"r" * 15_000)])
     write_tar(tmp_path / "c.tar", [("k.txt", b"x")])  # a record of zeros, as every small tar has it
@@ -51,9 +49,7 @@ def test_zeros_beyond_a_record_are_a_warning(tmp_path: Path, caplog: pytest.LogC
     assert told(path, caplog) == ""
 
 
-def test_samples_whose_files_do_not_lie_side_by_side_are_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_samples_with_scattered_members_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = [f"k{i}" for i in range(3)]
     path = tmp_path / "a.tar"
     write_tar(path, [(f"{key}.{extension}", b"x" * 9000) for extension in ("jpg", "txt") for key in keys])
@@ -119,7 +115,7 @@ def test_a_reader_warns_of_links_when_it_indexes_and_whenever_it_opens(
     assert index.links == {0: Links(3, "b.txt")}
 
 
-def test_what_the_cure_writes_has_the_bytes_that_links_lead_to(
+def test_suggested_fix_writes_the_bytes_that_links_refer_to(
     tmp_path: Path, warned: Callable[[Path], list[str]]
 ) -> None:
     folder = tmp_path / "data"

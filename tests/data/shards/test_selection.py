@@ -31,7 +31,7 @@ def selected(sizes: list[int], subset: Any = None, names: list[str] | None = Non
 
 @settings(max_examples=settings.default.max_examples // 3)
 @given(SIZES, SHARES)
-def test_ranges_that_meet_share_nothing_and_together_are_all(sizes: list[int], shares: list[float]) -> None:
+def test_adjacent_ranges_are_disjoint_and_cover_everything(sizes: list[int], shares: list[float]) -> None:
     cuts = sorted({0.0, 1.0, *shares})
     parts = [selected(sizes, (low, high)) for low, high in itertools.pairwise(cuts)]
     assert sorted(itertools.chain.from_iterable(parts)) == list(range(sum(sizes)))
@@ -39,11 +39,11 @@ def test_ranges_that_meet_share_nothing_and_together_are_all(sizes: list[int], s
 
 @settings(max_examples=settings.default.max_examples // 3)
 @given(SIZES, st.integers(1, 320))
-def test_a_count_is_that_many(sizes: list[int], count: int) -> None:
+def test_subset_by_count_has_that_many_samples(sizes: list[int], count: int) -> None:
     assert len(selected(sizes, count)) == (count if count <= sum(sizes) else 0)
 
 
-def test_a_share_is_about_that_much_and_a_smaller_one_is_part_of_it() -> None:
+def test_fraction_has_about_its_size_and_contains_smaller_ones() -> None:
     sizes = [7] * 3000
     tenth, fifth = selected(sizes, 0.1), selected(sizes, 0.2)
     assert abs(len(tenth) - 2100) < 100
@@ -51,7 +51,7 @@ def test_a_share_is_about_that_much_and_a_smaller_one_is_part_of_it() -> None:
     assert len(selected([10_000], 0.1)) in (1000, 1001)
 
 
-def test_what_is_drawn_of_a_shard_stays_when_shards_are_added_and_does_not_follow_the_order() -> None:
+def test_subset_of_a_shard_is_independent_of_added_shards_and_order() -> None:
     few = selected([50, 50], 0.3, ["a.tar", "c.tar"])
     more = selected([50, 50, 50], 0.3, ["a.tar", "b.tar", "c.tar"])
     assert [i for i in more if i < 50] == [i for i in few if i < 50]
@@ -59,14 +59,14 @@ def test_what_is_drawn_of_a_shard_stays_when_shards_are_added_and_does_not_follo
     assert [i for i in few if i < 50] != [i - 50 for i in few if i >= 50]
 
 
-def test_a_subset_is_taken_of_what_the_split_leaves() -> None:
+def test_subset_applies_to_the_split() -> None:
     excluded = {"1.tar": np.arange(1, 20)}
     found = selected([20, 20, 20], 11, shards=["1.tar", "2.tar"], excluded=excluded)
     assert len(found) == 11 and all(i == 20 or i >= 40 for i in found)
 
 
 @pytest.mark.parametrize("subset", [0.25, (0.5, 0.75), 30])
-def test_the_lanes_of_any_order_give_the_subset_once_an_epoch(subset: Any) -> None:
+def test_lanes_of_any_order_yield_the_subset_once_per_epoch(subset: Any) -> None:
     sizes = [13, 0, 41, 70]
     expected = selected(sizes, subset, [f"{i:04d}.tar" for i in range(4)])
     for settings_ in ({"shuffle": False}, {"block_size": 1, "window": None}, {"block_size": 4, "window": 2}):
@@ -77,19 +77,19 @@ def test_the_lanes_of_any_order_give_the_subset_once_an_epoch(subset: Any) -> No
 
 
 @pytest.mark.parametrize("subset", [0, -1, 0.0, 1.5, -0.1, (0.5, 0.5), (0.7, 0.3), (0.1, 2), True, "0.1", (0.1,)])
-def test_what_is_no_share_range_or_count_is_refused(subset: Any) -> None:
+def test_invalid_subset_is_rejected(subset: Any) -> None:
     with pytest.raises(ValueError, match=r"subset=.*Pass a fraction"):
         readers([10], subset=subset)(0)
 
 
-def test_a_subset_of_nothing_and_of_more_than_there_is_are_errors() -> None:
+def test_empty_and_too_large_subsets_are_errors() -> None:
     with pytest.raises(ShardError, match="there are only 10 samples"):
         readers([10], subset=11)(0)
     with pytest.raises(ShardError, match="leave no sample"):
         readers([1], subset=1e-9)(0)
 
 
-def test_a_stopped_reader_of_a_subset_goes_on_where_it_was() -> None:
+def test_reader_of_a_subset_resumes_exactly() -> None:
     make = readers([50, 60], lanes=2, subset=0.4)
     whole = make(1).take(60).tolist()
     reader = make(1)

@@ -41,7 +41,7 @@ def warned(folder: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_what_a_stopped_conversion_left_is_read_with_a_warning_until_it_has_ended(
+def test_output_of_an_interrupted_conversion_is_read_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, target = fill(tmp_path / "in", 9), tmp_path / "out"
@@ -55,7 +55,7 @@ def test_what_a_stopped_conversion_left_is_read_with_a_warning_until_it_has_ende
     assert check_dataset(target, processes=1).problems == []
 
 
-def test_what_a_stopped_writer_left_is_read_with_a_warning_until_it_has_ended(
+def test_output_of_an_interrupted_writer_is_read_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(RuntimeError):
@@ -67,7 +67,7 @@ def test_what_a_stopped_writer_left_is_read_with_a_warning_until_it_has_ended(
     assert warned(tmp_path, caplog) == []
 
 
-def test_parts_that_were_stopped_or_never_begun_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_interrupted_and_missing_parts_are_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, 3, part=(0, 4))
     with pytest.raises(RuntimeError):
         write(tmp_path, 3, part=(2, 4), fail=True)

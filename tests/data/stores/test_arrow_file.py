@@ -76,7 +76,9 @@ def samples(path: Path, **settings: Any) -> list[dict[str, bytes]]:
     ],
     ids=["plain", "gaps", "shuffled", "with a schema"],
 )
-def test_batches_lie_where_the_footer_says(tmp_path: Path, compression: str | None, layout: dict[str, Any]) -> None:
+def test_batches_are_at_the_offsets_in_the_footer(
+    tmp_path: Path, compression: str | None, layout: dict[str, Any]
+) -> None:
     path = tmp_path / "a.arrow"
     written(path, compression)
     expected = samples(path)
@@ -87,7 +89,7 @@ def test_batches_lie_where_the_footer_says(tmp_path: Path, compression: str | No
     assert samples(path, columns=["id"]) == [{"id": each["id"]} for each in expected]
 
 
-def test_a_file_whose_schema_lies_in_the_footer_is_pinned(tmp_path: Path) -> None:
+def test_file_with_its_schema_in_the_footer_is_pinned(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
     written(path)
     as_polars(path)
@@ -102,7 +104,7 @@ def test_a_file_whose_schema_lies_in_the_footer_is_pinned(tmp_path: Path) -> Non
         assert not is_as_indexed(file, index, 0)
 
 
-def test_every_command_takes_such_a_file(tmp_path: Path) -> None:
+def test_every_command_accepts_an_arrow_file(tmp_path: Path) -> None:
     path, target = tmp_path / "a.arrow", tmp_path / "tars"
     written(path)
     as_polars(path, gap=8)
@@ -120,7 +122,7 @@ def test_every_command_takes_such_a_file(tmp_path: Path) -> None:
     [(-8, "byte -8"), (1 << 40, "byte 1099511627776"), (0, "byte 0"), (72, "overlap"), (68, "no Arrow message")],
 )
 @pytest.mark.parametrize("polars", [True, False])
-def test_a_footer_that_lies_is_a_named_error(tmp_path: Path, begin: int, told: str, polars: bool) -> None:
+def test_wrong_footer_is_an_error_that_names_the_file(tmp_path: Path, begin: int, told: str, polars: bool) -> None:
     path = tmp_path / "a.arrow"
     written(path)
     if polars:
@@ -135,7 +137,7 @@ def test_a_footer_that_lies_is_a_named_error(tmp_path: Path, begin: int, told: s
     assert "a.arrow" in str(error.value) and "copy it again" in str(error.value)
 
 
-def test_a_footer_of_any_bytes_is_read_right_or_refused(tmp_path: Path) -> None:
+def test_footer_of_any_bytes_is_read_correctly_or_rejected(tmp_path: Path) -> None:
     path, chance = tmp_path / "a.arrow", random.Random(7)
     written(path)
     as_polars(path)
@@ -159,7 +161,7 @@ def test_a_footer_of_any_bytes_is_read_right_or_refused(tmp_path: Path) -> None:
     assert right > 3
 
 
-def test_a_batch_that_the_footer_leaves_out_is_not_lost_silently(tmp_path: Path) -> None:
+def test_batch_missing_in_the_footer_is_not_lost_silently(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
     raw = written(path)
     vector = raw.index(struct.pack("<I", 4) + blocks_of(path)[0], len(raw) // 2)
@@ -170,7 +172,7 @@ def test_a_batch_that_the_footer_leaves_out_is_not_lost_silently(tmp_path: Path)
 
 
 @pytest.mark.parametrize("length", [-1, 0, 1, 1 << 30])
-def test_a_footer_of_a_length_that_cannot_be_is_refused(tmp_path: Path, length: int) -> None:
+def test_footer_of_an_impossible_length_is_rejected(tmp_path: Path, length: int) -> None:
     path = tmp_path / "a.arrow"
     raw = written(path)
     path.write_bytes(raw[:-10] + struct.pack("<i", length) + raw[-6:])
@@ -178,14 +180,14 @@ def test_a_footer_of_a_length_that_cannot_be_is_refused(tmp_path: Path, length: 
         samples(path)
 
 
-def test_feather_of_version_1_is_told_with_its_cure(tmp_path: Path) -> None:
+def test_feather_version_1_is_an_error_with_a_fix(tmp_path: Path) -> None:
     path = tmp_path / "a.feather"
     path.write_bytes(b"FEA1" + bytes(40) + b"FEA1")
     with pytest.raises(sp.ShardError, match=r"a\.feather: Feather version 1, .*feather\.write_feather"):
         samples(path)
 
 
-def test_what_polars_writes_is_read_as_pyarrow_reads_it(tmp_path: Path) -> None:
+def test_polars_files_are_read_like_by_pyarrow(tmp_path: Path) -> None:
     pl = pytest.importorskip("polars")
     frame = pl.DataFrame({"id": range(300), "txt": [f"text {n}" if n % 7 else None for n in range(300)]})
     for compression in ("uncompressed", "lz4", "zstd"):
@@ -201,7 +203,7 @@ def test_what_polars_writes_is_read_as_pyarrow_reads_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])
-def test_numbers_in_big_endian_order_are_refused_by_name(tmp_path: Path, new: Any) -> None:
+def test_numbers_in_big_endian_order_are_rejected_by_name(tmp_path: Path, new: Any) -> None:
     path, table = tmp_path / "big.arrow", pa.table({"id": pa.array([1, 2], pa.int32())})
     with new(path, table.schema) as file:
         file.write_table(table)
@@ -215,7 +217,7 @@ def test_numbers_in_big_endian_order_are_refused_by_name(tmp_path: Path, new: An
         sp.open_dataset(path)
 
 
-def test_a_column_that_pyarrow_has_no_class_for_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_column_of_a_type_unknown_to_pyarrow_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     table = pa.table({"i": pa.array([pa.MonthDayNano([1, 2, 3])])})
     with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table)

@@ -39,7 +39,7 @@ def expected(column: Any, row: int) -> Any:
 
 @every_store
 @pytest.mark.parametrize("rows", [3, 20_000])  # large batches of Arrow are read value by value
-def test_numbers_and_lists_of_them_are_arrays_of_their_own_type(tmp_path: Path, name: str, rows: int) -> None:
+def test_numbers_and_number_lists_are_arrays_of_their_type(tmp_path: Path, name: str, rows: int) -> None:
     columns = {column: pa.concat_arrays([each] * (rows // 3)) for column, each in NUMBERS.items()}
     store: Any = open_store(write(tmp_path / name, pa.table(columns), 30_000), format=name[2:])
     for column, values in NUMBERS.items():
@@ -52,7 +52,7 @@ def test_numbers_and_lists_of_them_are_arrays_of_their_own_type(tmp_path: Path, 
 
 
 @every_store
-def test_a_row_that_a_shuffle_buffer_keeps_gives_the_same_arrays(tmp_path: Path, name: str) -> None:
+def test_buffered_row_returns_the_same_arrays(tmp_path: Path, name: str) -> None:
     table = pa.table({"ids": [[i, i + 1] for i in range(300)], "tags": [["x"]] * 300})
     write(tmp_path / name, table, 10)
     reader = {"a.parquet": custom.ParquetReader, "a.arrow": custom.ArrowReader}[name]
@@ -103,7 +103,7 @@ TIMES: dict[str, tuple[Any, Any]] = {
 
 
 @every_store
-def test_moments_and_spans_are_spelled_from_their_integers(tmp_path: Path, name: str) -> None:
+def test_timestamps_and_durations_are_formatted_from_integers(tmp_path: Path, name: str) -> None:
     table = pa.table({column: values for column, (values, _) in TIMES.items()})
     sample = sp.open_dataset(write(tmp_path / name, table))[0]
     assert {part: sample.json(part) for part in sample} == {column: value for column, (_, value) in TIMES.items()}

@@ -63,7 +63,7 @@ def parts_of(store: Any, row: int) -> dict[str, bytes]:
 
 
 @every_store
-def test_each_column_is_a_part_and_a_null_is_none(tmp_path: Path, name: str) -> None:
+def test_each_column_is_a_part_and_null_is_missing(tmp_path: Path, name: str) -> None:
     store = STORES[name](write(tmp_path / name, pa.Table.from_pylist(ROWS)))
     assert [parts_of(store, row) for row in range(2)] == PARTS
     with pytest.raises(KeyError, match="no part 'raw'; the sample has txt, tags"):
@@ -72,7 +72,7 @@ def test_each_column_is_a_part_and_a_null_is_none(tmp_path: Path, name: str) -> 
 
 
 @every_store
-def test_large_and_viewed_strings_are_read_alike(tmp_path: Path, name: str) -> None:
+def test_large_strings_and_string_views_are_read_equally(tmp_path: Path, name: str) -> None:
     kinds = [pa.large_string(), *([pa.string_view()] if name == "a.arrow" else []), pa.large_binary()]
     for number, kind in enumerate(kinds):
         table = pa.table({"txt": pa.array(["one", None, "a text that is longer than twelve bytes"]).cast(kind)})
@@ -98,7 +98,7 @@ def test_images_are_parts_named_by_their_path_or_by_their_bytes(tmp_path: Path, 
 
 
 @every_store
-def test_several_images_are_named_by_column_too(tmp_path: Path, name: str) -> None:
+def test_several_image_columns_are_named_by_column(tmp_path: Path, name: str) -> None:
     image = {"bytes": b"b", "path": "x.jpg"}
     store = STORES[name](write(tmp_path / name, pa.Table.from_pylist([{"left": image, "right": image}])))
     assert store.extensions(0, 0) == ["left.jpg", "right.jpg"]
@@ -106,7 +106,7 @@ def test_several_images_are_named_by_column_too(tmp_path: Path, name: str) -> No
 
 
 @every_store
-def test_columns_are_chosen_partitions_are_parts_and_a_column_is_the_key(tmp_path: Path, name: str) -> None:
+def test_columns_key_and_partitions_can_be_chosen(tmp_path: Path, name: str) -> None:
     write(tmp_path / "lang=d%C3%A9" / name, pa.table({"a": [1, 2], "b": [3, 4], "c": ["k", "l"]}))
     store = STORES[name](tmp_path, columns=("b",), key="c")
     assert parts_of(store, 1) == {"b": b"4", "lang": "dé".encode()}
@@ -125,9 +125,7 @@ def test_columns_are_chosen_partitions_are_parts_and_a_column_is_the_key(tmp_pat
         (pa.array([1, None]), "is missing or null"),
     ],
 )
-def test_a_row_without_a_key_that_is_text_is_an_error_that_names_it(
-    tmp_path: Path, name: str, keys: Any, fault: str
-) -> None:
+def test_row_without_a_text_key_is_an_error_that_names_it(tmp_path: Path, name: str, keys: Any, fault: str) -> None:
     store = STORES[name](write(tmp_path / name, pa.table({"k": keys, "b": [3, 4]})), columns=("b",), key="k")
     assert store.key(0, 0) in ("a", "1")
     with pytest.raises(sp.ShardError, match=rf"{name}: row 1: 'k' of key= {fault}\. .*leave out key="):
@@ -147,7 +145,7 @@ def test_a_later_file_without_the_column_is_an_error_that_names_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("unit", [0, 1])  # months, and days with milliseconds
-def test_a_type_that_pyarrow_has_no_values_of_is_named(tmp_path: Path, unit: int) -> None:
+def test_type_without_python_values_is_named(tmp_path: Path, unit: int) -> None:
     sink = io.BytesIO()
     table = pa.table({"span": pa.array([pa.MonthDayNano([1, 2, 3])]), "id": [1]})
     with pa.ipc.new_stream(sink, table.schema) as stream:
@@ -171,7 +169,7 @@ def schema_of(data: bytes) -> str:
     return "" if "month_day_nano" in found else found
 
 
-def test_row_groups_are_decoded_once_and_kept_within_the_bound(tmp_path: Path) -> None:
+def test_row_groups_are_decoded_once_and_cached_within_the_limit(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", pa.table({"txt": ["x" * 1000] * 400}), rows=100)
     whole = DecodedBlocks[Any]()
     store = open_store(path, format="parquet", blocks=whole)
@@ -186,7 +184,7 @@ def test_row_groups_are_decoded_once_and_kept_within_the_bound(tmp_path: Path) -
     assert small.decoded == 4
 
 
-def test_epochs_leave_nothing_awaited_and_each_group_is_decoded_once_an_epoch(tmp_path: Path) -> None:
+def test_each_row_group_is_decoded_once_per_epoch_over_epochs(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", pa.table({"txt": ["x" * 1000] * 400}), rows=100)
     blocks = DecodedBlocks[Any](limit=150_000)
     store: Any = open_store(path, format="parquet", blocks=blocks)
@@ -260,7 +258,7 @@ def flipped(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_flipped_page_is_named_and_its_samples_are_counted_under_skip(
+def test_damaged_page_is_reported_and_its_samples_are_counted_skips(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(
@@ -279,7 +277,7 @@ def test_a_flipped_page_is_named_and_its_samples_are_counted_under_skip(
         reader.dataset.store.read(0, 10, "id")
 
 
-def test_an_arrow_stream_that_is_cut_gives_the_batches_before_it_under_skip(tmp_path: Path) -> None:
+def test_truncated_arrow_stream_yields_its_whole_batches_with_skip(tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow", pa.table({"id": range(30)}), 10)
     os.truncate(path, path.stat().st_size - 30)
     with pytest.raises(sp.ShardError, match=r"the message at byte \d+ should end at byte \d+ of \d+"):
@@ -288,7 +286,7 @@ def test_an_arrow_stream_that_is_cut_gives_the_batches_before_it_under_skip(tmp_
     assert [sample.json("id") for sample in reader] == list(range(20))
 
 
-def test_offsets_of_an_arrow_batch_that_lie_are_an_error_not_a_crash(tmp_path: Path) -> None:
+def test_wrong_offsets_of_an_arrow_batch_are_an_error_not_a_crash(tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow", pa.table({"txt": ["one", "two", "three"]}))
     data = bytearray(path.read_bytes())
     place = data.index(b"\0\0\0\0\3\0\0\0\6\0\0\0\x0b\0\0\0")
@@ -304,7 +302,7 @@ def test_offsets_of_an_arrow_batch_that_lie_are_an_error_not_a_crash(tmp_path: P
 
 
 @pytest.mark.parametrize("column", ["image", "viewed", "viewed image"])
-def test_a_column_of_images_or_of_views_that_lies_does_not_kill_the_process(tmp_path: Path, column: str) -> None:
+def test_wrong_offsets_of_images_or_views_do_not_crash_the_process(tmp_path: Path, column: str) -> None:
     """Whatever lies in its buffers: Arrow itself follows them, and ends the process or reads what is not there."""
     run_forked(read_with_lies, tmp_path, column)
 
@@ -340,7 +338,7 @@ def test_compressed_arrow_batches_are_decoded_once_into_the_cache(tmp_path: Path
     assert store.blocks.decoded == 2 and store.blocks.bytes > 100_000
 
 
-def test_dictionaries_are_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_dictionaries_are_rejected_with_what_to_do(tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow", pa.table({"a": pa.array(["x"]).dictionary_encode()}))
     with pytest.raises(sp.ShardError, match=r"dictionary-encoded .*`column\.dictionary_decode\(\)`"):
         open_store(path, format="arrow")
@@ -354,7 +352,7 @@ def save_to_disk(folder: Path, names: list[str]) -> None:
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
 
 
-def test_a_folder_of_save_to_disk_is_read_and_only_the_files_that_it_names(tmp_path: Path) -> None:
+def test_save_to_disk_folder_is_read_by_its_listed_files(tmp_path: Path) -> None:
     names = [f"data-0000{i}-of-00002.arrow" for i in range(2)]
     save_to_disk(tmp_path / "saved", names)
     write(tmp_path / "saved" / "cache-12ab.arrow", pa.table({"other": [1]}))
@@ -374,7 +372,7 @@ def test_of_several_splits_one_must_be_named(tmp_path: Path) -> None:
 
 
 @every_store
-def test_no_flipped_byte_does_worse_than_an_error_or_another_value(tmp_path: Path, name: str) -> None:
+def test_flipped_byte_is_at_worst_an_error_or_another_value(tmp_path: Path, name: str) -> None:
     """A byte anywhere: the parts are read, or it is a `ShardError`; nothing else is raised, and no process dies."""
     draw = random.Random(name)
     rows = [
@@ -398,7 +396,7 @@ def test_no_flipped_byte_does_worse_than_an_error_or_another_value(tmp_path: Pat
 
 
 @every_store
-def test_two_columns_of_one_name_are_told_as_that_and_others_are_read(tmp_path: Path, name: str) -> None:
+def test_duplicate_column_names_are_reported_and_others_are_read(tmp_path: Path, name: str) -> None:
     table = pa.table([[1, 2], ["a", "b"], ["c", "d"]], names=["id", "txt", "txt"])
     store = STORES[name](write(tmp_path / name, table))
     told = r"2 columns are named 'txt'\. Rename them, or choose by columns="
@@ -442,9 +440,7 @@ def lengthened(path: Path) -> None:
     [(lambda path: None, "encrypted columns. Write the file without encryption"),
      (lengthened, "pyarrow crashed on the footer")],
 )  # fmt: skip
-def test_a_file_that_aborts_pyarrow_is_an_error_that_names_it_and_the_others_are_read(
-    tmp_path: Path, change: Any, fault: str
-) -> None:
+def test_file_that_aborts_pyarrow_is_an_error_and_others_are_read(tmp_path: Path, change: Any, fault: str) -> None:
     encrypted(tmp_path / "b.parquet")
     change(tmp_path / "b.parquet")
     write(tmp_path / "a.parquet", SECRET)
@@ -458,7 +454,7 @@ def test_a_file_that_aborts_pyarrow_is_an_error_that_names_it_and_the_others_are
     assert [fault in problem.detail for problem in check_dataset(tmp_path, processes=1).problems] == [True]
 
 
-def test_a_small_file_that_becomes_large_is_refused_before_it_has_taken_its_memory(tmp_path: Path) -> None:
+def test_small_file_that_decompresses_to_too_much_is_rejected_early(tmp_path: Path) -> None:
     """The dictionary has one value of 1 MB, which 20,000 rows repeat: 20 GB, in a file of 300 bytes."""
     column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(20_000, np.int32)), [bytes(1_000_000)])
     write(tmp_path / "a.parquet", pa.table({"raw": column}), 20_000, compression="zstd", store_schema=False)
@@ -473,7 +469,7 @@ def test_a_small_file_that_becomes_large_is_refused_before_it_has_taken_its_memo
         next(custom.ParquetReader(tmp_path, sp.Lane(), unpacked_bytes=1000))["raw"]
 
 
-def test_what_is_read_does_not_depend_on_how_many_rows_are_decoded_at_a_time(tmp_path: Path) -> None:
+def test_rows_do_not_depend_on_the_decoding_batch_size(tmp_path: Path) -> None:
     table = pa.table({"txt": [f"{i % 50:0100d}" for i in range(1000)], "id": range(1000)})
     write(tmp_path / "a.parquet", table)
     few = open_store(tmp_path, format="parquet", unpacked_bytes=130_000)

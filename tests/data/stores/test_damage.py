@@ -72,9 +72,7 @@ def read(reader: Any, folder: Path, on_error: str) -> tuple[list[str], dict[str,
 
 @pytest.mark.parametrize("indexed", [False, True], ids=["new", "indexed"])
 @pytest.mark.parametrize("kind", STORES)
-def test_damage_is_an_error_that_names_the_file_and_under_skip_nothing_else_is_lost(
-    tmp_path: Path, kind: str, indexed: bool
-) -> None:
+def test_damage_names_the_file_and_skip_loses_nothing_else(tmp_path: Path, kind: str, indexed: bool) -> None:
     write, reader, name = STORES[kind]
     shard = name.replace(".idx", ".bin")
     for damage, damaged in DAMAGES.items():
@@ -95,7 +93,7 @@ def test_damage_is_an_error_that_names_the_file_and_under_skip_nothing_else_is_l
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "idx"])
-def test_a_folder_in_the_place_of_a_file_that_was_indexed_is_told(tmp_path: Path, kind: str) -> None:
+def test_folder_that_replaced_an_indexed_file_is_reported(tmp_path: Path, kind: str) -> None:
     write, reader, name = STORES[kind]
     write(tmp_path / "data", [3, 3])
     read(reader, tmp_path / "data", "raise")
@@ -110,7 +108,7 @@ def test_a_folder_in_the_place_of_a_file_that_was_indexed_is_told(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["parquet", "stream", "idx"])
-def test_every_command_tells_damage_in_a_line(tmp_path: Path, kind: str) -> None:
+def test_every_command_reports_damage_in_one_line(tmp_path: Path, kind: str) -> None:
     write, _, name = STORES[kind]
     write(tmp_path / "data", [3, 3])
     path = tmp_path / "data" / name

@@ -50,7 +50,7 @@ def at_most(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", PACK)
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 3 * 1024 + 5])
-def test_what_was_packed_comes_back(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_bytes_round_trip(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, piece in (("_PIECE", 1024), ("_STEP", 700), ("_ZST_STEP", 100)):  # of a mebibyte and so on
         monkeypatch.setattr(module, name, piece)
     for data in (bytes(size), random.Random(size).randbytes(size)):
@@ -63,7 +63,7 @@ def test_what_was_packed_comes_back(kind: str, size: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("kind", PACK)
-def test_a_bomb_is_refused_before_it_has_taken_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decompression_bomb_is_rejected_before_it_uses_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size, bound = (100 * MIB, BOUND) if kind == "zst" else (30 * MIB, 20 * MIB)
     packed = PACK[kind](b"1\n" + bytes(size))  # a short line, and a long one
     for promised, most in ((500, 1 << 30), (None, MIB)):
@@ -76,7 +76,7 @@ def test_a_bomb_is_refused_before_it_has_taken_memory(kind: str, monkeypatch: py
     assert Unpacked(io.BytesIO(PACK[kind](lines)), kind, line_bytes=100).readall() == lines
 
 
-def test_a_shard_that_its_index_calls_small_takes_no_more_than_that(tmp_path: Path) -> None:
+def test_decompression_is_limited_by_the_indexed_size(tmp_path: Path) -> None:
     source = write_mds(tmp_path / "in", {"text": "str"}, [[LARGE]], packed="zstd")
     index = json.loads((source / "index.json").read_text())
     index["shards"][0]["raw_data"]["bytes"] = 500
@@ -111,7 +111,7 @@ READERS: dict[str, Any] = {"litdata": custom.LitDataReader, "mds": custom.MdsRea
 
 
 @pytest.mark.parametrize("case", ["litdata", "mds", "json.gz", "npz"])
-def test_an_option_of_readers_and_of_a_dataset_says_how_much_may_be_unpacked(tmp_path: Path, case: str) -> None:
+def test_option_limits_the_decompressed_size(tmp_path: Path, case: str) -> None:
     folder, value_of, error = unpacked_cases(tmp_path)[case]
     reader, name = READERS[folder.name], sp.Lane()
     for most in (MIB // 2, 2 * MIB):
@@ -126,7 +126,7 @@ def test_an_option_of_readers_and_of_a_dataset_says_how_much_may_be_unpacked(tmp
                 value_of(sample)
 
 
-def test_what_is_not_compressed_has_no_such_bound(tmp_path: Path) -> None:
+def test_uncompressed_shards_have_no_such_limit(tmp_path: Path) -> None:
     archive = io.BytesIO()
     np.savez(archive, a=np.zeros(MIB, np.uint8))
     write_tar(tmp_path / "a.tar", [("a.npz", archive.getvalue())])
@@ -135,7 +135,7 @@ def test_what_is_not_compressed_has_no_such_bound(tmp_path: Path) -> None:
     assert len(sp.open_dataset(tmp_path / "mds", unpacked_bytes=100)[0]["bin"]) == MIB
 
 
-def test_conversion_unpacks_no_more_than_its_option_says(tmp_path: Path) -> None:
+def test_conversion_limits_the_decompressed_size(tmp_path: Path) -> None:
     source = write_mds(tmp_path / "in", {"data": "bytes"}, [[bytes(MIB)]], packed="gz")
     with pytest.raises(ValueError, match="Pass a larger unpacked_bytes"):
         sp.convert(source, tmp_path / "out", unpacked_bytes=MIB // 2)
@@ -153,7 +153,7 @@ def test_conversion_unpacks_no_more_than_its_option_says(tmp_path: Path) -> None
         assert sp.convert(tmp_path / name, tmp_path / f"{name} out").samples == 1
 
 
-def test_a_record_by_itself_is_refused_alone(tmp_path: Path) -> None:
+def test_too_large_record_is_rejected_alone(tmp_path: Path) -> None:
     rows = [record([b"a"]), record([LARGE]), record([b"c"])]
     source = write_litdata(
         tmp_path / "in", ["bytes"], LEAF, [[b"a"]] * 3, compression="zstd", compression_level="sample"

@@ -114,7 +114,7 @@ def expect_error(
 @pytest.mark.parametrize(
     ("name", "closed"), [("a.parquet", False), ("a.arrow", True), ("a.jsonl", False), ("a.bin", True)]
 )
-def test_a_file_is_an_error_whether_it_is_open_or_was_closed_since(tmp_path: Path, name: str, closed: bool) -> None:
+def test_overwritten_file_is_an_error_whether_open_or_closed(tmp_path: Path, name: str, closed: bool) -> None:
     write, reader = FORMATS[name]
     write(tmp_path / name)
 
@@ -125,7 +125,7 @@ def test_a_file_is_an_error_whether_it_is_open_or_was_closed_since(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_file_that_is_cut_or_changed_before_it_is_opened_is_an_error(tmp_path: Path, name: str) -> None:
+def test_file_truncated_or_changed_before_opening_is_an_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     for change, told in (
         (lambda raw: raw[:-9], r"\d+ bytes, but \d+ when indexed"),
@@ -146,7 +146,7 @@ def pipeline_of(path: Path, lane: sp.Lane) -> custom.Stage:
 @pytest.mark.parametrize(
     ("name", "closed"), [("a.parquet", True), ("a.arrow", False), ("a.jsonl", True), ("a.bin", False)]
 )
-def test_what_puts_the_time_of_writing_back_is_an_error_where_the_bytes_compared_are_others(
+def test_changed_file_with_restored_mtime_is_an_error_if_compared_bytes_differ(
     tmp_path: Path, name: str, closed: bool
 ) -> None:
     path = tmp_path / name
@@ -162,7 +162,7 @@ def test_what_puts_the_time_of_writing_back_is_an_error_where_the_bytes_compared
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl"])
-def test_where_the_bytes_compared_are_equal_a_warning_says_so_once(tmp_path: Path, name: str, caplog: Any) -> None:
+def test_changed_file_with_equal_compared_bytes_warns_once(tmp_path: Path, name: str, caplog: Any) -> None:
     path = tmp_path / name
     FORMATS[name][0](path)
     with sp.SavableLoader(partial(pipeline_of, path), seed=0, lanes=1) as loader:
@@ -176,7 +176,7 @@ def test_where_the_bytes_compared_are_equal_a_warning_says_so_once(tmp_path: Pat
     assert f"{name}: its inode changed during the run" in told
 
 
-def test_the_idx_of_tokens_whose_time_was_put_back_is_looked_at_too(tmp_path: Path) -> None:
+def test_token_idx_with_restored_mtime_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     write_tokens(path)
     with sp.SavableLoader(partial(pipeline_of, path), seed=0, lanes=1) as loader:
@@ -186,7 +186,7 @@ def test_the_idx_of_tokens_whose_time_was_put_back_is_looked_at_too(tmp_path: Pa
             next(loader)
 
 
-def test_the_idx_of_tokens_is_looked_at_too(tmp_path: Path) -> None:
+def test_token_idx_is_checked(tmp_path: Path) -> None:
     write_tokens(tmp_path / "a.bin")
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
@@ -195,7 +195,7 @@ def test_the_idx_of_tokens_is_looked_at_too(tmp_path: Path) -> None:
     expect_error(pipeline, tmp_path / "a.idx")
 
 
-def test_views_of_an_arrow_file_are_right_only_as_long_as_it_is(
+def test_views_of_an_arrow_file_are_valid_only_while_it_is_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrow_store, "is_replaced", lambda: True)  # as in a worker
@@ -212,7 +212,7 @@ def test_views_of_an_arrow_file_are_right_only_as_long_as_it_is(
 
 
 @pytest.mark.parametrize("name", [None, "a.arrow", "a.bin"])
-def test_the_store_of_a_join_is_looked_at_too(tmp_path: Path, name: str | None) -> None:
+def test_store_of_a_join_is_checked(tmp_path: Path, name: str | None) -> None:
     reader: Any = sp.TarShardReader if name is None else FORMATS[name][1]
     for folder in ("own", "other"):
         if name is None:

@@ -59,14 +59,14 @@ def opened(folder: Path, **settings: object) -> dict[str, dict[str, bytes]]:
 
 @examples(8)
 @given(names=st.sets(NAMES, min_size=1), last=st.booleans())
-def test_samples_are_what_os_walk_finds(tmp_path_factory: pytest.TempPathFactory, names: set[str], last: bool) -> None:
+def test_samples_equal_those_of_os_walk(tmp_path_factory: pytest.TempPathFactory, names: set[str], last: bool) -> None:
     folder = write(tmp_path_factory.mktemp("in"), *names)
     found = opened(folder, key_end="last" if last else "first")
     expected = walked(folder, last=last)
     assert found == expected and list(found) == list(expected)
 
 
-def test_they_are_those_that_convert_writes_with_their_classes(tmp_path: Path) -> None:
+def test_samples_and_classes_equal_converted_ones(tmp_path: Path) -> None:
     images = fill(tmp_path / "in/images", 8)
     source = write(images.parent, "cat/0.txt", "cat/1.json", "dog/0.txt", ".hidden", "no_extension", "README.md")
     (source / "cat/empty.jpg").touch()
@@ -78,9 +78,7 @@ def test_they_are_those_that_convert_writes_with_their_classes(tmp_path: Path) -
         assert set(inside) - set(written) <= {key for key in inside if "/" not in key}, "no class of their own"
 
 
-def test_one_looks_at_them_by_number_and_key_and_is_told_what_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dataset_has_random_access_and_reports_rejected_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write(tmp_path, "a/0.txt", "a/1.txt", "no_extension")
     samples = sp.open_dataset(folder)
     assert (len(samples), samples[1].key, samples["a/0"].text(), samples[-1]["TXT"]) == (
@@ -111,7 +109,7 @@ def test_resumes_with_classes_are_exact(tmp_path: Path) -> None:
     assert assert_exact_resume(partial(texts, tmp_path), seed=3, lanes=2, steps=6, chains=1)
 
 
-def test_a_file_that_changes_under_a_run_is_an_error_and_a_start_reads_it_anew(tmp_path: Path) -> None:
+def test_file_changed_during_a_run_is_an_error_and_read_again_at_the_next_start(tmp_path: Path) -> None:
     folder = write(tmp_path, "a.txt", "b.txt")
     samples = sp.open_dataset(folder)
     stat = (folder / "b.txt").stat()
@@ -147,7 +145,7 @@ def of_texts(folder: Path, **options: Any) -> Any:
     return sp.read(folder, **options).map(lambda sample: sample.text()).batch(4)
 
 
-def test_a_copy_elsewhere_goes_on(tmp_path: Path) -> None:
+def test_run_resumes_on_a_copy_of_the_folder(tmp_path: Path) -> None:
     for folder in (tmp_path / "one", tmp_path / "two"):
         write(folder, *(f"{i:02d}.txt" for i in range(40)))
     state, expected = state_after(tmp_path / "one", 2)
@@ -155,7 +153,7 @@ def test_a_copy_elsewhere_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["added", "renamed", "longer", "another part"])
-def test_a_state_of_other_files_is_refused(tmp_path: Path, change: str) -> None:
+def test_a_state_of_other_files_is_rejected(tmp_path: Path, change: str) -> None:
     folder = write(tmp_path, *(f"{i:02d}.txt" for i in range(40)), "39.json")
     state, _ = state_after(folder, 2)
     if change == "added":
@@ -170,9 +168,7 @@ def test_a_state_of_other_files_is_refused(tmp_path: Path, change: str) -> None:
         goes_on(folder, state)
 
 
-def test_an_index_of_many_files_is_believed_until_a_folder_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_of_many_files_is_trusted_until_a_folder_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_store, "_LOOKED_AT", 3)
     folder = write(tmp_path, *(f"{name}/{i}.txt" for name in "ab" for i in range(3)))
     old = time.time() - 60
@@ -190,7 +186,7 @@ def test_an_index_of_many_files_is_believed_until_a_folder_changes(
     assert len(sp.open_dataset(folder)) == 7
 
 
-def test_a_run_that_goes_on_without_a_lost_file_keeps_its_samples(tmp_path: Path) -> None:
+def test_run_resumed_without_a_lost_file_has_the_other_samples(tmp_path: Path) -> None:
     folder = write(tmp_path, *(f"{i:02d}.txt" for i in range(40)))
     state, expected = state_after(folder, 2, on_error="skip")
     lost = expected[2][1]
@@ -206,7 +202,7 @@ def labels(folder: Path, classes: Any) -> dict[str, int | None]:
     return {sample.key: int(sample["cls"]) if "cls" in sample else None for sample in samples}
 
 
-def test_classes_are_those_of_torchvision(tmp_path: Path) -> None:
+def test_classes_equal_torchvisions(tmp_path: Path) -> None:
     names = ["z/0", "Z/0", "b/z/0", "b/a/1", "10/0", "9/0", "é/0", "c/d/e/0"]
     write(tmp_path, *(f"{name}.jpg" for name in names))
     (tmp_path / "a").mkdir()  # has a number too
@@ -223,7 +219,7 @@ def splits(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_other_splits_have_the_numbers_of_a_list_a_file_or_the_training_folder(splits: Path) -> None:
+def test_other_splits_use_class_indices_of_a_list_file_or_training_folder(splits: Path) -> None:
     names = ["animals", "bikes", "cars"]
     (splits / "names.json").write_text(json.dumps(names))
     (splits / "names.txt").write_text("\n".join(names))
@@ -252,13 +248,13 @@ def test_other_splits_have_the_numbers_of_a_list_a_file_or_the_training_folder(s
         ("missing", "a/0.jpg", "No such file or directory"),
     ],
 )
-def test_samples_without_a_class_are_refused(tmp_path: Path, classes: Any, extra: str, told: str) -> None:
+def test_samples_without_a_class_are_rejected(tmp_path: Path, classes: Any, extra: str, told: str) -> None:
     folder = write(tmp_path / "in", extra) if "train" in extra else write(tmp_path / "in", "a/1.jpg", extra)
     with pytest.raises((ShardError, ValueError), match=told):
         sp.open_dataset(folder, classes=classes)
 
 
-def test_another_list_of_classes_is_another_run_and_is_logged(splits: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_list_of_classes_is_a_mismatch_and_logged(splits: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
 
     def run(state: Any = None) -> Any:
@@ -277,7 +273,7 @@ def test_another_list_of_classes_is_another_run_and_is_logged(splits: Path, capl
         run(state)
 
 
-def test_a_worker_that_finds_other_classes_than_the_run_began_with_is_an_error(splits: Path) -> None:
+def test_worker_that_finds_other_classes_is_an_error(splits: Path) -> None:
     pinned: dict[str, bytes] = {}
     opened = sp.open_dataset(splits / "val", classes=splits / "train")
     opened.pinned(pinned)
@@ -286,7 +282,7 @@ def test_a_worker_that_finds_other_classes_than_the_run_began_with_is_an_error(s
         pickle.loads(pickle.dumps(opened))
 
 
-def test_two_images_of_one_name_are_an_error_that_counts_them(tmp_path: Path) -> None:
+def test_duplicate_image_names_are_a_counted_error(tmp_path: Path) -> None:
     names = [f"{i}.jpg" for i in range(9)]
     folder = write(tmp_path / "in", *names, "lion.jpg", "lion.png", "pineapple.jpg", "pineapple.JPG")
     told = r"2 samples have two files of one kind, such as lion\.jpg and lion\.png\. Rename one"
@@ -312,7 +308,7 @@ def test_images_with_masks_in_half_of_the_samples_are_parts_of_one(tmp_path: Pat
     assert len(sp.open_dataset(folder)) == 9
 
 
-def test_keys_up_to_the_last_dot_are_the_names_of_files_and_those_in_tars_are_told(tmp_path: Path) -> None:
+def test_last_dot_keys_are_file_names_and_differences_to_tars_warn(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", "v1.0/dromedary.v1.final.txt", "v1.0/camel.txt")
     assert [sample.key for sample in sp.open_dataset(folder, key_end="last")] == [
         "v1.0/camel",
@@ -332,14 +328,12 @@ def test_keys_up_to_the_last_dot_are_the_names_of_files_and_those_in_tars_are_to
         ([f"img.{i:04d}.txt" for i in range(30)], 'a key ends at the first dot .* Give key_end="last"'),
     ],
 )
-def test_what_may_be_meant_otherwise_is_an_error_that_names_the_cure(
-    tmp_path: Path, names: list[str], told: str
-) -> None:
+def test_ambiguous_folder_is_an_error_with_a_fix(tmp_path: Path, names: list[str], told: str) -> None:
     with pytest.raises(ShardError, match=told):
         sp.open_dataset(write(tmp_path, *names))
 
 
-def test_a_list_in_a_file_beside_photos_is_a_table_and_an_object_is_a_part(tmp_path: Path) -> None:
+def test_json_list_next_to_photos_is_a_table_and_an_object_is_a_part(tmp_path: Path) -> None:
     folder = write(tmp_path, "a.jpg", "a.json", "b.jpg", "b.json")
     assert [list(sample) for sample in sp.open_dataset(folder)] == [["jpg", "json"]] * 2
     (folder / "all.json").write_text('[{"n": 1}]')

@@ -52,7 +52,7 @@ def test_a_line_is_the_part_json_and_its_fields_are_parts(lines: Path) -> None:
         second["caption"]  # null
 
 
-def test_an_empty_text_is_a_part_of_no_bytes_and_null_is_no_part(tmp_path: Path) -> None:
+def test_empty_string_is_an_empty_part_and_null_is_missing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"caption": "", "tags": [], "note": null}\n')
     store = open_store(tmp_path, format="jsonl")
     assert [store.read(0, 0, name) for name in ("caption", "tags")] == [b"", b"[]"]
@@ -76,9 +76,7 @@ def test_the_key_may_be_a_field(tmp_path: Path) -> None:
         ('{"id": 1', "invalid JSON: "),
     ],
 )
-def test_a_line_without_the_key_that_is_asked_for_is_an_error_that_names_it(
-    tmp_path: Path, line: str, fault: str
-) -> None:
+def test_line_without_the_key_field_is_an_error_that_names_it(tmp_path: Path, line: str, fault: str) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"id": 0}}\n{line}\n')
     store = open_store(tmp_path, format="jsonl", key="id")
     assert store.key(0, 0) == "0"
@@ -86,7 +84,7 @@ def test_a_line_without_the_key_that_is_asked_for_is_an_error_that_names_it(
         store.key(0, 1)
 
 
-def test_fields_beside_not_a_number_and_lone_surrogates_are_read_as_the_line_is(tmp_path: Path) -> None:
+def test_fields_next_to_nan_and_lone_surrogates_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": 5, "x": NaN, "y": -Infinity, "txt": "\\ud83d?"}\n{"id": 6, "x": NaN}')
     first, second = custom.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, key="id")
     assert (first.key, second.key) == ("5", "6")
@@ -94,7 +92,7 @@ def test_fields_beside_not_a_number_and_lone_surrogates_are_read_as_the_line_is(
     assert (first["x"], first["y"], first["txt"]) == (b"NaN", b"-Infinity", b"\xed\xa0\xbd?")
 
 
-def test_fields_of_a_line_that_is_no_json_are_an_error_that_names_it_and_are_counted(tmp_path: Path) -> None:
+def test_fields_of_an_invalid_line_are_a_counted_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"txt": "a"}\n{"txt": "b\n{"txt": "c"}\n')
     reader = custom.JsonlReader(tmp_path, sp.Lane(), shuffle=False, epochs=1, on_error="skip")
     broken = reader.dataset.open_samples(reader.take(2))[1]
@@ -108,19 +106,19 @@ def test_fields_of_a_line_that_is_no_json_are_an_error_that_names_it_and_are_cou
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_lines_are_found_whatever_is_read_at_a_time(lines: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_found_for_any_read_size(lines: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = jsonl.JSONL.scan(lines.parent, lines.name)
     monkeypatch.setattr(jsonl, "_CHUNK", chunk)
     assert jsonl.JSONL.scan(lines.parent, lines.name) == expected
     assert np.frombuffer(expected.rows, "<u8").tolist() == [0, 41, 71, 75, len(LINES)]
 
 
-def test_a_last_line_without_newline_may_hold_not_a_number(tmp_path: Path) -> None:
+def test_last_line_without_newline_may_contain_nan(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": NaN}')
     assert open_store(tmp_path, format="jsonl").entries[0].fault == ""
 
 
-def test_a_last_line_that_was_cut_is_an_error_and_under_skip_the_lines_before_it_are_read(lines: Path) -> None:
+def test_truncated_last_line_is_an_error_and_skip_reads_the_lines_before(lines: Path) -> None:
     lines.write_bytes(LINES[:-3])
     with pytest.raises(sp.ShardError, match=r"a\.jsonl: the last line, at byte 75, was cut: .*copy the file again"):
         custom.JsonlReader(lines, sp.Lane())
@@ -130,7 +128,7 @@ def test_a_last_line_that_was_cut_is_an_error_and_under_skip_the_lines_before_it
 
 
 @pytest.mark.parametrize("line", [0, 2, 4])
-def test_a_state_is_of_the_lines_that_were_there_and_not_of_others_as_long(tmp_path: Path, line: int) -> None:
+def test_state_detects_changed_lines_of_equal_length(tmp_path: Path, line: int) -> None:
     path = tmp_path / "a.jsonl"
     texts = [f'{{"id": {number}}}\n' for number in range(5)]
     path.write_text("".join(texts))
@@ -145,7 +143,7 @@ def test_a_state_is_of_the_lines_that_were_there_and_not_of_others_as_long(tmp_p
         loader.load_state_dict(state)
 
 
-def test_compressed_files_are_refused_with_the_command_that_unpacks(lines: Path) -> None:
+def test_compressed_files_are_rejected_with_the_command_that_unpacks(lines: Path) -> None:
     packed = lines.with_name("b.jsonl.gz")
     packed.write_bytes(b"")
     with pytest.raises(sp.ShardError, match=r"a compressed file cannot be read at an offset. Unpack it, or run"):
@@ -155,16 +153,14 @@ def test_compressed_files_are_refused_with_the_command_that_unpacks(lines: Path)
         custom.JsonlReader(lines.parent, sp.Lane())
 
 
-def test_a_file_of_no_lines_is_an_error(tmp_path: Path) -> None:
+def test_file_without_lines_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\n\n")
     with pytest.raises(sp.ShardError, match="no sample in 1 shards"):
         custom.JsonlReader(tmp_path, sp.Lane())
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
-def test_lines_of_blanks_are_no_samples_and_no_part_of_one(
-    tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blank_lines_are_not_samples(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "_CHUNK", chunk)
     lines = [b" ", b'  {"id": 0} ', b"", b" \t ", b" " * 200, b'{"id": 1}\r', b"\r", b'{"id": 2}', b"\t", b"  "]
     for number, end in enumerate((b"", b"\n")):
@@ -175,7 +171,7 @@ def test_lines_of_blanks_are_no_samples_and_no_part_of_one(
         assert [sample.json("id") for sample in samples] == [0, 1, 2]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+def test_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path) -> None:
     for number, text in enumerate((b'{"id": 0, "txt": "a"}\n{"id": 1}\n', b'{"id": 0, "txt": "a"}')):
         path = tmp_path / f"{number}.jsonl"
         path.write_bytes(b"\xef\xbb\xbf" + text)
@@ -197,14 +193,16 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
         (lambda raw: b'{"id": ', "the last line, at byte 0, was cut"),
     ],
 )
-def test_what_is_no_jsonl_is_called_what_it_is(tmp_path: Path, written: Callable[[bytes], bytes], told: str) -> None:
+def test_file_that_is_not_jsonl_is_reported_as_what_it_is(
+    tmp_path: Path, written: Callable[[bytes], bytes], told: str
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(written(LINES))
     with pytest.raises(sp.ShardError, match=rf"/a\.jsonl: {told}"):
         custom.JsonlReader(path, sp.Lane())
 
 
-def test_the_array_of_a_field_that_is_no_text_is_an_error_that_names_json(tmp_path: Path) -> None:
+def test_array_of_a_non_text_field_is_an_error_that_names_json(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "abc", "ids": [1, 2], "n": 5, "none": null}\n')
     sample = sp.open_dataset(tmp_path / "a.jsonl")[0]
     assert sample.array("text").tobytes() == b"abc" and sample.array("json").tobytes() == sample["json"]

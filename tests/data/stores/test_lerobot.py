@@ -50,7 +50,7 @@ def check_episodes(files: Any) -> None:
         assert [frame_number(frame) for frame in video.frames_by_index(frames.tolist())] == shown
 
 
-def test_an_episode_has_its_videos_its_frames_and_what_its_row_says(folder: Path) -> None:
+def test_episode_has_its_videos_frames_and_row_values(folder: Path) -> None:
     check_episodes(folder)
     sample = sp.open_dataset(folder)["1"]
     told = ["episode_index", "tasks", "length", "dataset_from_index", "dataset_to_index"]
@@ -61,7 +61,7 @@ def test_an_episode_has_its_videos_its_frames_and_what_its_row_says(folder: Path
     assert {name.rpartition(".")[2] for name in names} == {"json", "mp4", "parquet"} and len(names) == 6
 
 
-def test_a_folder_of_lerobot_is_one_for_the_reader_of_parquet_too_and_no_other_version_is(folder: Path) -> None:
+def test_lerobot_folder_of_its_version_is_readable_as_parquet(folder: Path) -> None:
     reader = custom.ParquetReader(folder, sp.Lane(), shuffle=False, epochs=1)
     assert [sample.key for sample in reader] == ["0", "1", "2", "3"]
     assert next(custom.ParquetReader(folder, sp.Lane(), key="length", shuffle=False)).key == "12"
@@ -75,7 +75,7 @@ def test_a_folder_of_lerobot_is_one_for_the_reader_of_parquet_too_and_no_other_v
     assert find_source(folder / "data").format.name == "parquet"
 
 
-def test_an_episode_behind_a_url_is_that_of_the_disk(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_remote_episode_equals_the_local_one(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
     with serving(tmp_path) as server:
         use_as_s3(server, monkeypatch)
@@ -124,9 +124,7 @@ def test_an_image_without_its_bytes_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lacking", [1, 2])
-def test_frames_that_the_metadata_lists_and_the_video_lacks_are_damage_by_time_and_by_index(
-    tmp_path: Path, lacking: int
-) -> None:
+def test_frames_missing_in_the_video_are_damage_by_time_and_by_index(tmp_path: Path, lacking: int) -> None:
     data = sp.open_dataset(write_lerobot(tmp_path, lacking=lacking))
     for episode, last in ((2, LENGTHS[2] - 1), (3, LENGTHS[3] - 1)):
         video = data[episode].video(TOP)
@@ -173,7 +171,7 @@ def test_joined_videos_show_the_frames_of_their_episodes(b_frames: int) -> None:
         (None, "", "leads out"),
     ],
 )
-def test_what_info_json_names_outside_of_the_folder_is_refused(
+def test_paths_outside_of_the_folder_in_info_json_are_rejected(
     tmp_path: Path, template: str | None, named: str, fault: str
 ) -> None:
     sample = sp.open_dataset(write_lerobot(tmp_path, video_path=template))[0]
@@ -212,7 +210,7 @@ class Windows(sp.TaskEncoder):
         return {"frames": frames, "state": sample.array("observation.state")[at], "action": action[at:][:1]}
 
 
-def test_episodes_train_and_a_resume_is_exact_with_workers_and_without(folder: Path) -> None:
+def test_episodes_resume_exactly_with_and_without_workers(folder: Path) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         samples = sp.ShuffleBuffer(custom.ParquetReader(folder, lane), size=3)
         return sp.Batcher(sp.Encode(samples, Windows()), size=2)

@@ -82,14 +82,14 @@ def test_only_the_blocks_that_are_read_are_downloaded(
     assert len(requests(server)) == before
 
 
-def test_reading_on_brings_more_at_once_and_no_more_than_the_part_has(server: ToyServer) -> None:
+def test_sequential_reads_download_growing_blocks_within_the_part(server: ToyServer) -> None:
     with samples_of(open_any(f"{server.url}/data"))["film0"].open("bin") as file:
         assert b"".join(iter(partial(file.read, 20_000), b"")) == FILMS[0]
     assert MIB // 4 < max(requests(server)) <= MIB and len(requests(server)) < 26
     assert sum(requests(server)) <= len(FILMS[0]) + MIB // 2
 
 
-def test_a_short_sample_does_not_bring_its_long_neighbours(server: ToyServer) -> None:
+def test_short_sample_does_not_download_its_long_neighbors(server: ToyServer) -> None:
     samples = samples_of(open_any(f"{server.url}/data"))
     assert (samples["before"].json(), samples["between"].text(), samples["behind"].text()) == (0, "short", "short too")
     assert samples["between"].open("txt").read() == b"short"
@@ -115,7 +115,7 @@ def excerpts(place: str, lane: sp.Lane) -> custom.Stage:
 
 
 @pytest.mark.parametrize("cache_bytes", [100 * MIB, 20 * MIB], ids=["all fit", "not all fit"])
-def test_a_run_that_reads_excerpts_gives_those_of_a_disk_and_downloads_little(
+def test_run_that_reads_excerpts_equals_a_local_one_and_downloads_little(
     server: ToyServer, made: Path, cache_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(cache_bytes))
@@ -128,7 +128,7 @@ def test_a_run_that_reads_excerpts_gives_those_of_a_disk_and_downloads_little(
     assert sum(requests(server)) < 6 * MIB and max(requests(server)) <= MIB
 
 
-def test_once_one_was_read_as_a_whole_the_next_are_downloaded_ahead(server: ToyServer) -> None:
+def test_after_one_whole_read_the_next_samples_are_prefetched(server: ToyServer) -> None:
     dataset = open_any(f"{server.url}/data")
     samples = samples_of(dataset)
     dataset.prefetch(np.array([(3, 0)], REF))
@@ -149,9 +149,7 @@ def replace(server: ToyServer, films: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("first", ["before", "film0"], ids=["a short sample", "a long one"])
-def test_a_shard_that_is_replaced_is_an_error_whatever_was_read_before_and_indexed_at_the_next_start(
-    server: ToyServer, first: str
-) -> None:
+def test_replaced_shard_is_an_error_and_reindexed_at_the_next_start(server: ToyServer, first: str) -> None:
     samples, other = samples_of(open_any(f"{server.url}/data")), [film[::-1] for film in FILMS]
     assert samples[first].json() == 0
     replace(server, other)
@@ -169,7 +167,7 @@ def test_a_shard_that_is_replaced_is_an_error_whatever_was_read_before_and_index
             )
 
 
-def test_a_sample_that_lies_elsewhere_than_indexed_is_an_error(server: ToyServer) -> None:
+def test_sample_at_another_offset_than_indexed_is_an_error(server: ToyServer) -> None:
     films = [FILMS[0][:-600] + FILMS[1][-600:] * 2, FILMS[1][:-600], FILMS[2]]
     replace(server, films)  # of the same size
     fault = r"a\.tar: the shard was rewritten after indexing"
@@ -181,7 +179,7 @@ def test_a_sample_that_lies_elsewhere_than_indexed_is_an_error(server: ToyServer
     assert samples_of(open_any(f"{server.url}/data"))["film1"]["bin"] == films[1]
 
 
-def test_a_cache_smaller_than_a_sample_gives_its_bytes_and_keeps_its_bound(server: ToyServer, tmp_path: Path) -> None:
+def test_cache_smaller_than_a_sample_returns_its_bytes_within_its_limit(server: ToyServer, tmp_path: Path) -> None:
     samples = samples_of(open_any(f"{server.url}/data", cache=(None, 3 * MIB)))
     for _ in range(2):
         with samples["film0"].open("bin") as one, samples["film1"].open("bin") as other:
@@ -191,9 +189,7 @@ def test_a_cache_smaller_than_a_sample_gives_its_bytes_and_keeps_its_bound(serve
         assert bytes_in_use(tmp_path / "cache") <= 4 * MIB
 
 
-def test_a_block_that_is_evicted_while_it_is_read_is_fetched_again(
-    server: ToyServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_evicted_during_a_read_is_downloaded_again(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = open_any(f"{server.url}/data")
     file = samples_of(dataset)["film0"].open("bin")
     assert file.read(10) == FILMS[0][:10]
@@ -212,7 +208,7 @@ def test_a_block_that_is_evicted_while_it_is_read_is_fetched_again(
     assert evicted
 
 
-def test_what_wants_a_whole_file_reads_it_as_a_buffer_in_memory(server: ToyServer) -> None:
+def test_whole_file_is_read_as_a_buffer_in_memory(server: ToyServer) -> None:
     copied = io.BytesIO()
     with samples_of(open_any(f"{server.url}/data"))["film2"].open("bin") as file:
         copied.write(file.read())

@@ -43,7 +43,7 @@ def test_a_row_with_a_path_and_no_bytes_is_an_error_by_column_that_names_the_com
 
 @every_store
 @pytest.mark.parametrize("in_lists", [False, True])
-def test_a_file_in_which_no_row_has_bytes_may_have_no_type_for_them(tmp_path: Path, name: str, in_lists: bool) -> None:
+def test_bytes_field_may_have_null_type_if_all_are_null(tmp_path: Path, name: str, in_lists: bool) -> None:
     images: list[Any] = [named("0.png"), named("1.png")]
     rows = pa.Table.from_pylist([{"image": [image] if in_lists else image} for image in images])
     with pytest.raises(sp.ShardError, match=r"'1\.png' and no bytes \(2 of 2 rows"):
@@ -51,7 +51,7 @@ def test_a_file_in_which_no_row_has_bytes_may_have_no_type_for_them(tmp_path: Pa
 
 
 @every_store
-def test_the_column_of_an_image_is_known_where_it_is_read(tmp_path: Path, name: str) -> None:
+def test_image_knows_its_column(tmp_path: Path, name: str) -> None:
     samples = sp.open_dataset(write(tmp_path / name, table([named("0.png", b"0"), None])))
     first, second = samples
     assert (list(first), first["image"], first.get("image"), "image" in first) == (["png", "caption"], b"0", b"0", True)
@@ -59,7 +59,7 @@ def test_the_column_of_an_image_is_known_where_it_is_read(tmp_path: Path, name: 
 
 
 @every_store
-def test_under_skip_only_the_rows_without_bytes_are_left_out_and_counted(tmp_path: Path, name: str) -> None:
+def test_skip_drops_and_counts_only_rows_without_bytes(tmp_path: Path, name: str) -> None:
     images = [named("0.png", b"0"), named("1.png"), None, named(None), named(""), named("5.png", b"5")]
     path = write(tmp_path / name, table(images), rows=4)
 
@@ -85,7 +85,7 @@ class Names(sp.TaskEncoder):
 
 
 @every_store
-def test_a_partial_store_tells_nulls_and_named_files(tmp_path: Path, name: str) -> None:
+def test_partial_store_reports_nulls_and_named_files(tmp_path: Path, name: str) -> None:
     rows = table([named("d/0.png"), None, named(None), named("noend"), named("e.jpg", b"e")])
     store = STORES[name](write(tmp_path / name, rows), partial=True)
     assert [list(store.extensions(0, row)) for row in range(5)] == [["caption"]] * 4 + [["jpg", "caption"]]
@@ -114,7 +114,7 @@ def test_a_list_of_images_is_a_part_for_each(tmp_path: Path, name: str, kind: An
 
 
 @pytest.mark.parametrize("ends", [[0, 5], [2, 1], [-1, 1]])
-def test_offsets_of_a_list_that_lie_are_an_error(ends: list[int]) -> None:
+def test_wrong_list_offsets_are_an_error(ends: list[int]) -> None:
     items = pa.array([named("a.png", b"a"), named("b.png", b"b")], MEDIA)
     offsets = bytearray(8)
     buffers = [None, pa.py_buffer(offsets)]
@@ -127,7 +127,7 @@ def test_offsets_of_a_list_that_lie_are_an_error(ends: list[int]) -> None:
 
 
 @every_store
-def test_several_lists_are_named_by_column_and_one_image_beside_them_is_not(tmp_path: Path, name: str) -> None:
+def test_several_image_lists_are_named_by_column_but_not_a_single_image(tmp_path: Path, name: str) -> None:
     images = pa.array([[named("a.png", b"a")]], pa.list_(MEDIA))
     rows = pa.table({"left": images, "right": images, "mask": pa.array([named("m.png", b"m")], MEDIA)})
     store = STORES[name](write(tmp_path / name, rows))
@@ -135,7 +135,7 @@ def test_several_lists_are_named_by_column_and_one_image_beside_them_is_not(tmp_
 
 
 @every_store
-def test_an_element_without_bytes_is_an_error_too(tmp_path: Path, name: str) -> None:
+def test_list_element_without_bytes_is_an_error(tmp_path: Path, name: str) -> None:
     lists = [[named("a.png", b"a")], [named("b.png", b"b"), named("c.png")]]
     path = write(tmp_path / name, table(lists, pa.list_(MEDIA)))
     store = STORES[name](path)
@@ -147,7 +147,7 @@ def test_an_element_without_bytes_is_an_error_too(tmp_path: Path, name: str) -> 
     assert without.named_files(0, 1) == [NamedFile("image", "c.png", "1.png")]
 
 
-def test_rows_that_are_kept_have_the_same_parts_and_faults() -> None:
+def test_buffered_rows_have_the_same_parts_and_errors() -> None:
     lists = [[named("a.png", b"a"), named("b.png", b"b")], [named("c.png")]]
     rows = ArrowRows(table(lists, pa.list_(MEDIA)).to_batches(), constants={"year": b"2"})
     kept = rows.kept(0)
@@ -185,9 +185,7 @@ def without_views(kind: Any) -> Any:
 
 
 @every_view
-def test_images_of_view_types_are_the_parts_that_images_are(
-    tmp_path: Path, name: str, images: list[Any], kind: Any
-) -> None:
+def test_image_views_are_the_same_parts_as_images(tmp_path: Path, name: str, images: list[Any], kind: Any) -> None:
     plain = STORES[name](write(tmp_path / "plain" / name, table([*images, None], without_views(kind))))
     viewed = STORES[name](
         write(tmp_path / "viewed" / name, table([*images, None], kind), rows=4 if name == "a.arrow" else 9)
@@ -198,7 +196,7 @@ def test_images_of_view_types_are_the_parts_that_images_are(
     assert set(found[8]) == {"caption"}
 
 
-def test_images_of_view_types_are_converted_as_they_are(tmp_path: Path) -> None:
+def test_image_views_are_converted_unchanged(tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow", table([[each, each] for each in PICTURES], pa.list_(VIEWS, 2)))
     sp.convert(path, tmp_path / "shards")
     read, stored = sp.open_dataset(tmp_path / "shards"), sp.open_dataset(path)
@@ -207,7 +205,7 @@ def test_images_of_view_types_are_converted_as_they_are(tmp_path: Path) -> None:
 
 
 @every_store
-def test_a_view_without_bytes_names_its_file(tmp_path: Path, name: str) -> None:
+def test_image_view_without_bytes_names_its_file(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, table([named("0.png"), *PICTURES], VIEWS))
     with pytest.raises(sp.ShardError, match=r"holds '0\.png' and no bytes \(1 of 9"):
         list(sp.open_dataset(path)[0])
@@ -249,9 +247,7 @@ def test_bytes_of_images_in_a_column_of_that_name_are_images(tmp_path: Path, nam
 
 
 @every_store
-def test_of_several_images_and_beside_a_column_of_that_name_each_has_the_name_of_its_column(
-    tmp_path: Path, name: str
-) -> None:
+def test_ambiguous_image_columns_are_named_by_column(tmp_path: Path, name: str) -> None:
     columns = {"image": [picture(1)], "img": [picture(2)], "vector": [b"BM no image by its column's name"]}
     (sample,) = sp.open_dataset(write(tmp_path / name, pa.table(columns)))
     assert list(sample) == ["image.png", "img.png", "vector"] and sample["img"] == picture(2)
@@ -261,7 +257,7 @@ def test_of_several_images_and_beside_a_column_of_that_name_each_has_the_name_of
 
 @every_store
 @pytest.mark.parametrize("kind", [NO_PATHS, pa.list_(NO_PATHS), pa.list_(NO_PATHS, 2)])
-def test_images_whose_paths_have_no_type_are_images(tmp_path: Path, name: str, kind: Any) -> None:
+def test_images_with_null_typed_paths_are_images(tmp_path: Path, name: str, kind: Any) -> None:
     listed = kind != NO_PATHS
     images = [[named(None, picture(i))] * 2 if listed else named(None, picture(i)) for i in range(3)]
     store = STORES[name](write(tmp_path / name, table(images, kind), rows=2))

@@ -39,7 +39,7 @@ def first_sample(path: Path) -> Sample:
     return open_any(path).open_samples(np.array([(0, 0)], REF))[0]
 
 
-def test_it_reads_and_seeks_as_a_file_of_the_same_bytes_does(shard: Path) -> None:
+def test_member_file_reads_and_seeks_like_a_file(shard: Path) -> None:
     draw, same = random.Random(1), io.BytesIO(NOISE)
     with first_sample(shard).open("bin") as file:
         for _ in range(2_000):
@@ -51,7 +51,7 @@ def test_it_reads_and_seeks_as_a_file_of_the_same_bytes_does(shard: Path) -> Non
             assert file.tell() == same.tell()
 
 
-def test_reading_a_little_reads_a_little_of_the_shard(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_read_reads_little_of_the_shard(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, read = list[int](), ShardFiles.read
     monkeypatch.setattr(ShardFiles, "read", lambda *given: (sizes.append(given[-1]), read(*given))[1])
     with first_sample(shard).open("bin") as file:
@@ -61,7 +61,7 @@ def test_reading_a_little_reads_a_little_of_the_shard(shard: Path, monkeypatch: 
     assert 0 < sum(sizes) <= 1 << 16
 
 
-def test_it_cannot_be_written_and_ends_where_the_part_does(shard: Path) -> None:
+def test_member_file_is_read_only_and_ends_with_its_part(shard: Path) -> None:
     sample = first_sample(shard)
     with sample.open("bin") as file:
         assert (file.readable(), file.seekable(), file.writable()) == (True, True, False)
@@ -91,7 +91,7 @@ def test_zipfile_reads_it(tmp_path: Path) -> None:
     assert zipfile.ZipFile(first_sample(tmp_path).open("zip")).read("inside") == NOISE
 
 
-def test_it_reads_on_when_its_shard_was_closed_and_in_a_forked_child(shard: Path) -> None:
+def test_member_file_works_after_its_shard_was_closed_and_after_a_fork(shard: Path) -> None:
     with first_sample(shard).open("bin") as file:
         file.seek(150_000)
         close_down_to(0)
@@ -101,7 +101,7 @@ def test_it_reads_on_when_its_shard_was_closed_and_in_a_forked_child(shard: Path
         assert file.read(100_000) == NOISE[150_000:250_000]  # the child's position is its own
 
 
-def test_a_shard_that_was_cut_is_an_error_as_of_read(shard: Path) -> None:
+def test_truncated_shard_raises_like_read(shard: Path) -> None:
     with first_sample(shard).open("bin") as file:
         file.read(10)
         os.truncate(shard, 150_000)
@@ -110,9 +110,7 @@ def test_a_shard_that_was_cut_is_an_error_as_of_read(shard: Path) -> None:
         assert caught.value.reason == "changed shard"
 
 
-def test_a_shard_that_was_replaced_or_overwritten_is_an_error_as_of_read(
-    shard: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replaced_or_overwritten_shard_raises_like_read(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
     sample, raw = first_sample(shard), shard.read_bytes()
     with sample.open("bin") as file:
@@ -137,7 +135,7 @@ def test_a_compressed_column_is_read_whole(tmp_path: Path) -> None:
         assert (file.seek(299_990), file.read()) == (299_990, NOISE[-10:])
 
 
-def test_parts_of_joined_copied_and_other_samples_open_too(shard: Path, tmp_path: Path) -> None:
+def test_parts_of_joined_and_copied_samples_can_be_opened(shard: Path, tmp_path: Path) -> None:
     write_tar(tmp_path / "b.tar", [("k.raw", NOISE)])
     joined = next(custom.Join(sp.TarShardReader(shard, sp.Lane(), shuffle=False), {"other": tmp_path / "b.tar"}))
     for sample in (joined, pickle.loads(pickle.dumps(joined)), copy.deepcopy(joined)):

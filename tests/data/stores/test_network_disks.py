@@ -62,9 +62,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EIO])
 @pytest.mark.parametrize("kind", READERS)
-def test_a_file_that_cannot_be_read_for_a_moment_is_opened_and_read_again(
-    tmp_path: Path, fail: Fail, kind: str, number: int
-) -> None:
+def test_transient_read_error_reopens_the_file(tmp_path: Path, fail: Fail, kind: str, number: int) -> None:
     WRITERS[kind](tmp_path / "data", [4, 4])
     expected = list(items(kind, tmp_path / "data"))
     assert len(expected) == 8
@@ -75,9 +73,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_opened_and_read_again(
 
 
 @pytest.mark.parametrize("kind", ["tar", "jsonl"])  # of the others, the rows are decoded
-def test_what_is_opened_again_is_compared_with_what_it_was_before_a_byte_is_used(
-    tmp_path: Path, fail: Fail, kind: str
-) -> None:
+def test_reopened_file_is_compared_before_a_byte_is_used(tmp_path: Path, fail: Fail, kind: str) -> None:
     WRITERS[kind](tmp_path / "data", [4])
     stage = items(kind, tmp_path / "data")
     next(stage)
@@ -93,7 +89,7 @@ def test_what_is_opened_again_is_compared_with_what_it_was_before_a_byte_is_used
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EIO])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_network_disk_that_stays_away_is_the_environments_error_whatever_the_policy(
+def test_unavailable_network_disk_is_an_environment_error(
     tmp_path: Path, fail: Fail, monkeypatch: pytest.MonkeyPatch, on_error: Any, number: int
 ) -> None:
     WRITERS["tar"](tmp_path / "data", [4])
@@ -107,7 +103,7 @@ def test_a_network_disk_that_stays_away_is_the_environments_error_whatever_the_p
         next(stage)
 
 
-def test_an_error_of_a_local_disk_is_tried_once_more_and_then_the_shards(tmp_path: Path, fail: Fail) -> None:
+def test_local_disk_error_is_retried_once_and_then_a_shard_error(tmp_path: Path, fail: Fail) -> None:
     WRITERS["tar"](tmp_path / "data", [4])
     expected = list(items("tar", tmp_path / "data"))
     stage = items("tar", tmp_path / "data", on_error="skip")
@@ -117,7 +113,7 @@ def test_an_error_of_a_local_disk_is_tried_once_more_and_then_the_shards(tmp_pat
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_new_file_is_indexed_though_it_cannot_be_read_for_a_moment(tmp_path: Path, fail: Fail, kind: str) -> None:
+def test_new_file_is_indexed_despite_a_transient_error(tmp_path: Path, fail: Fail, kind: str) -> None:
     WRITERS[kind](tmp_path / "data", [4])
     WRITERS[kind](tmp_path / "same", [4])
     expected = list(items(kind, tmp_path / "same"))
@@ -127,9 +123,7 @@ def test_a_new_file_is_indexed_though_it_cannot_be_read_for_a_moment(tmp_path: P
     assert list(items(kind, tmp_path / "data")) == expected
 
 
-def test_a_file_that_cannot_be_looked_at_for_a_moment_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transient_stat_error_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     WRITERS["tar"](tmp_path / "data", [4])
     dataset = sp.open_dataset(tmp_path / "data")
     assert dataset[0].key
@@ -147,7 +141,7 @@ def test_a_file_that_cannot_be_looked_at_for_a_moment_is_opened_again(
     assert files.keys() == kept.keys() and not any(files[shard] is kept[shard] for shard in kept) and not failing[0]
 
 
-def test_a_file_that_a_row_names_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_of_a_named_file_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jpg").write_bytes(b"picture")
     (tmp_path / "a.jsonl").write_text('{"image": "a.jpg"}\n')
     sample = sp.open_dataset(tmp_path / "a.jsonl", file_fields=["image"])[0]

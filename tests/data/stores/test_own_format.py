@@ -45,7 +45,7 @@ def write(folder: Path, *counts: int) -> Path:
     return folder
 
 
-def test_files_are_recognized_and_read_and_a_cut_one_is_an_error(tmp_path: Path) -> None:
+def test_users_format_is_recognized_and_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", 3, 2)
     (folder / "README.md").write_text("# vectors")
     assert find_source(folder).format.name == "fvecs"
@@ -66,7 +66,7 @@ class Sums(sp.TaskEncoder):
         return sample.key, float(np.frombuffer(sample["vector"], np.float32).sum())
 
 
-def test_a_pipeline_of_it_resumes_exactly(tmp_path: Path) -> None:
+def test_pipeline_of_a_users_format_resumes_exactly(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", 20, 10)
     pipeline = sp.read(str(folder)).shuffle(8).encode(Sums()).batch(3)
     assert_exact_resume(partial(lambda chain: chain, pipeline)(), lanes=2, steps=4, workers=(0,), chains=1)

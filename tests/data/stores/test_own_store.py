@@ -49,7 +49,7 @@ def test_a_table_resumes_exactly_with_other_workers_and_ranks(tmp_path: Path) ->
     assert_exact_resume(pipeline, seed=3, lanes=2, steps=5, workers=(0, 1), world_sizes=(1, 2), chains=1)
 
 
-def test_a_state_is_refused_where_the_table_has_changed(tmp_path: Path) -> None:
+def test_state_is_rejected_if_the_table_changed(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.db", 60)
     with sp.SavableLoader(partial(table_pipeline, path), seed=1, lanes=2) as loader:
         next(iter(loader))

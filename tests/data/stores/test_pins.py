@@ -47,7 +47,7 @@ class Pipeline:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_batch_that_was_read_from_an_overwritten_shard_is_never_given(
+def test_batch_read_from_an_overwritten_shard_is_never_yielded(
     make_shards: Any, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
@@ -69,9 +69,7 @@ def test_a_batch_that_was_read_from_an_overwritten_shard_is_never_given(
                 next(batches)
 
 
-def test_the_shards_are_looked_at_once_a_second_and_before_they_are_closed(
-    make_shards: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_are_checked_once_a_second_and_before_closing(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(shard_files.time, "monotonic", lambda: now)
     root = make_shards([2, 2, 2])
@@ -100,7 +98,7 @@ def test_the_shards_are_looked_at_once_a_second_and_before_they_are_closed(
         files[0]
 
 
-def test_a_shard_of_the_same_size_with_another_layout_is_noticed_when_it_is_opened(tmp_path: Path) -> None:
+def test_shard_of_equal_size_with_another_layout_is_detected_at_opening(tmp_path: Path) -> None:
     def write(names: list[str]) -> None:
         write_tar(tmp_path / "a.tar", [(name, json.dumps(name).encode()) for name in names])
 
@@ -116,7 +114,7 @@ def test_a_shard_of_the_same_size_with_another_layout_is_noticed_when_it_is_open
         (tmp_path / ".nv-meta/savable.index").unlink()
 
 
-def test_a_shard_that_was_only_moved_or_touched_before_it_was_opened_is_read(tmp_path: Path) -> None:
+def test_moved_or_touched_shard_is_read(tmp_path: Path) -> None:
     write_numbered_shards(tmp_path / "shards", [3])
     dataset = open_any(tmp_path / "shards")
     os.utime(tmp_path / "shards/0000.tar", (1, 1))
@@ -125,7 +123,7 @@ def test_a_shard_that_was_only_moved_or_touched_before_it_was_opened_is_read(tmp
     dataset.verify(0)
 
 
-def test_only_what_changes_the_inode_without_a_reason_is_looked_at_closer(
+def test_only_unexplained_inode_changes_are_examined(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
@@ -154,7 +152,7 @@ def test_only_what_changes_the_inode_without_a_reason_is_looked_at_closer(
     assert len(caplog.records) == 1
 
 
-def test_another_thread_may_close_a_shard_and_give_a_batch_while_what_was_given_is_looked_at(
+def test_threads_may_close_shards_and_yield_batches_during_a_check(
     make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = make_shards([2, 2])
@@ -183,9 +181,7 @@ def test_another_thread_may_close_a_shard_and_give_a_batch_while_what_was_given_
         os.close(descriptor)
 
 
-def test_files_that_outlive_the_names_of_their_module_as_at_exit_are_closed(
-    make_shards: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_closed_at_interpreter_exit(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     files = open_any(make_shards([2])).store.files  # type: ignore[attr-defined]
     descriptor, ignored = int(files[0]), []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
@@ -198,7 +194,7 @@ def test_files_that_outlive_the_names_of_their_module_as_at_exit_are_closed(
         os.fstat(descriptor)
 
 
-def test_a_run_resumes_without_the_samples_of_a_deleted_shard_as_the_error_says(make_shards: Any) -> None:
+def test_run_resumes_without_a_deleted_shard_as_the_error_suggests(make_shards: Any) -> None:
     root = make_shards([40, 40, 40])
 
     def run(on_error: Any, state: Any = None) -> tuple[Any, list[int]]:

@@ -74,7 +74,7 @@ def sounds(files: Any, kind: str = "parquet") -> list[NDArray[np.float32]]:
 
 
 @every_table
-def test_a_row_gives_its_range_of_a_file_beside_the_table(tmp_path: Path, kind: str) -> None:
+def test_row_returns_its_range_of_a_file_next_to_the_table(tmp_path: Path, kind: str) -> None:
     first, *_, last = samples(write(tmp_path, kind), kind)
     assert list(first)[-1] == "audio" and "audio" not in last
     assert first.json("audio") == {"path": "wav/a.wav", "begin_s": 0.5, "end_s": 1.0}
@@ -103,7 +103,7 @@ def test_a_row_gives_its_range_of_a_file_beside_the_table(tmp_path: Path, kind: 
         ("table.parquet/../wav/a.wav", "leads out"),
     ],
 )
-def test_what_a_row_names_outside_of_the_dataset_is_refused_by_name(tmp_path: Path, path: str, fault: str) -> None:
+def test_path_outside_of_the_dataset_is_rejected_by_name(tmp_path: Path, path: str, fault: str) -> None:
     (tmp_path / "secret.wav").write_bytes(sound(1))
     path = path.format(root=tmp_path)
     folder = write(tmp_path / "data", rows=[{**ROWS[0], "path": path}])
@@ -114,7 +114,7 @@ def test_what_a_row_names_outside_of_the_dataset_is_refused_by_name(tmp_path: Pa
         sample.audio("audio")
 
 
-def test_a_link_inside_of_the_dataset_and_a_table_in_a_folder_of_its_own_are_read(tmp_path: Path) -> None:
+def test_link_within_the_dataset_and_table_in_a_subfolder_are_read(tmp_path: Path) -> None:
     write(tmp_path / "en")
     (tmp_path / "en/wav/a.wav").rename(tmp_path / "a.wav")
     (tmp_path / "en/wav/a.wav").symlink_to(tmp_path / "a.wav")
@@ -138,14 +138,14 @@ def test_a_link_inside_of_the_dataset_and_a_table_in_a_folder_of_its_own_are_rea
 
 @every_table
 @pytest.mark.parametrize("wrong", [{"end": 0.25}, {"start": -1.0}, {"start": "x"}, {"end": float("nan")}])
-def test_a_range_that_cannot_be_one_is_a_fault_of_the_data(tmp_path: Path, kind: str, wrong: dict[str, Any]) -> None:
+def test_invalid_range_is_a_data_error(tmp_path: Path, kind: str, wrong: dict[str, Any]) -> None:
     (sample,) = samples(write(tmp_path, kind, [{**ROWS[0], **wrong}]), kind)
     with pytest.raises(sp.ShardError, match="row 0: no range of a file") as caught:
         sample.audio("audio")
     assert caught.value.reason == "malformed range"
 
 
-def test_columns_of_ranges_must_be_there(tmp_path: Path) -> None:
+def test_range_columns_must_exist(tmp_path: Path) -> None:
     wrong: Any = {"audio": ("path", "begin", None)}
     with pytest.raises(ValueError, match="begin"):
         custom.ParquetReader(write(tmp_path), sp.Lane(), ranges=wrong)
@@ -171,9 +171,7 @@ def loader_of(folder: Any) -> sp.SavableLoader:
     return sp.SavableLoader(pipeline, seed=0, lanes=1)
 
 
-def test_a_long_file_that_is_overwritten_under_a_run_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_file_overwritten_during_a_run_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
     monkeypatch.setattr(shard_files, "_LOOK_SHARE", 0)
     with loader_of(write(tmp_path, rows=ROWS[:3])) as loader:
@@ -186,7 +184,7 @@ def test_a_long_file_that_is_overwritten_under_a_run_is_an_error(
             [next(loader) for _ in range(50)]
 
 
-def test_a_long_file_that_was_replaced_between_runs_is_refused_by_the_fingerprint(tmp_path: Path) -> None:
+def test_long_file_replaced_between_runs_is_a_mismatch(tmp_path: Path) -> None:
     with loader_of(write(tmp_path, rows=ROWS[:3])) as loader:
         next(loader)
         state = loader.state_dict()
@@ -196,7 +194,7 @@ def test_a_long_file_that_was_replaced_between_runs_is_refused_by_the_fingerprin
 
 
 @pytest.mark.parametrize("change", ["removed", "renamed", "cut"])
-def test_a_long_file_that_is_gone_is_an_error_at_the_start_and_under_a_run(tmp_path: Path, change: str) -> None:
+def test_missing_long_file_is_an_error_at_start_and_during_a_run(tmp_path: Path, change: str) -> None:
     found = samples(write(tmp_path))
     path = tmp_path / "wav/a.wav"
     if change == "cut":
@@ -212,7 +210,7 @@ def test_a_long_file_that_is_gone_is_an_error_at_the_start_and_under_a_run(tmp_p
 
 
 @pytest.mark.parametrize("through", ["http", "s3"])
-def test_ranges_behind_a_url_are_those_of_the_disk_and_a_little_of_the_file_is_fetched(
+def test_remote_ranges_equal_local_ones_and_download_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through: str
 ) -> None:
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
@@ -233,7 +231,7 @@ def test_ranges_behind_a_url_are_those_of_the_disk_and_a_little_of_the_file_is_f
             there[2].audio("audio").samples()
 
 
-def test_what_is_known_of_a_range_is_its_own_duration(tmp_path: Path) -> None:
+def test_media_info_of_a_range_has_its_duration(tmp_path: Path) -> None:
     found = [sample.media("audio") for sample in samples(write(tmp_path)) if "audio" in sample]
     assert [info.duration_s for info in found] == [0.5, 0.75, 1.0]
     assert [(info.rate, info.frames) for info in found] == [(RATE, None)] * 3

@@ -38,7 +38,7 @@ def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_runs_of_samples_are_announced_each_at_once(shards: Path, told: list[tuple[str, int, int]]) -> None:
+def test_each_run_of_samples_is_announced_in_one_call(shards: Path, told: list[tuple[str, int, int]]) -> None:
     open_any(shards).store.prefetch(np.array([1, 2, 3, 4, 0, 4, 2]))
     end = (shards / "0.tar").stat().st_size
     assert told == [
@@ -50,12 +50,12 @@ def test_runs_of_samples_are_announced_each_at_once(shards: Path, told: list[tup
     ]
 
 
-def test_a_reader_announces_what_enters_the_buffer(shards: Path, told: list[tuple[str, int, int]]) -> None:
+def test_reader_announces_samples_that_enter_the_buffer(shards: Path, told: list[tuple[str, int, int]]) -> None:
     next(sp.ShuffleBuffer(sp.TarShardReader(shards, sp.Lane(), shuffle=False, epochs=1), size=2))
     assert [name for name, _, _ in told] == ["0.tar", "1.tar"]
 
 
-def test_a_restored_buffer_announces_nothing_of_a_disk(shards: Path, told: list[tuple[str, int, int]]) -> None:
+def test_restored_buffer_announces_nothing_for_local_shards(shards: Path, told: list[tuple[str, int, int]]) -> None:
     saved = sp.ShuffleBuffer(sp.TarShardReader(shards, sp.Lane()), size=3)
     next(saved)
     told.clear()
@@ -76,7 +76,7 @@ def test_small_samples_and_shards_that_are_gone_are_not_announced(
     assert told == []
 
 
-def test_what_is_in_memory_is_not_announced(shards: Path, told: list[tuple[str, int, int]]) -> None:
+def test_samples_in_memory_are_not_announced(shards: Path, told: list[tuple[str, int, int]]) -> None:
     dataset = open_any(shards)
     runs = [(0, 0, 1024), (1, 1024, 2048)]
     dataset.read(0, 0, "txt")
@@ -85,7 +85,7 @@ def test_what_is_in_memory_is_not_announced(shards: Path, told: list[tuple[str, 
     assert not in_memory(dataset.store.files, [*runs, (1, 0, 1 << 30)])  # beyond the end there is nothing
 
 
-def test_one_block_on_the_disk_has_all_announced(tmp_path: Path) -> None:
+def test_announced_blocks_on_disk_are_merged(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", [("k.txt", b"x" * (16 << 20))])
     dataset = open_any(tmp_path)
     descriptor = dataset.store.files[0]

@@ -49,7 +49,7 @@ def reader_of(folder: Path, lane: sp.Lane, **settings: Any) -> custom.SampleStag
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_store_gives_the_parts_and_the_bytes_that_conversion_writes(tmp_path: Path, case: str) -> None:
+def test_store_returns_the_parts_and_bytes_of_a_conversion(tmp_path: Path, case: str) -> None:
     store = store_of(CASES[case](tmp_path / "in"))
     places = [(shard, row) for shard in store.listed_order() for row in range(store.entries[shard].samples)]
     rejected = {int(key) for _, key, reason in GOLDEN[case]["rejected"] if reason != "empty file"}
@@ -68,7 +68,7 @@ def test_a_store_gives_the_parts_and_the_bytes_that_conversion_writes(tmp_path: 
     assert found == GOLDEN[case]["parts"]
 
 
-def test_the_key_of_a_sample_is_its_place_or_what_a_field_holds(tmp_path: Path) -> None:
+def test_key_of_a_sample_is_its_position_or_a_field(tmp_path: Path) -> None:
     source = write_captioned_mds(tmp_path / "in")
     lane = sp.Lane()
     assert next(custom.MdsReader(source, lane, shuffle=False)).key == "shard.00000.mds:0"
@@ -91,7 +91,7 @@ def test_the_key_of_a_sample_is_its_place_or_what_a_field_holds(tmp_path: Path) 
         ),
     ],
 )
-def test_what_is_not_read_is_refused_by_its_name_when_it_is_opened(
+def test_unsupported_encodings_are_rejected_by_name_at_opening(
     tmp_path: Path, folder: Callable[[Path], Path], message: str
 ) -> None:
     source = folder(tmp_path / "in")
@@ -118,7 +118,7 @@ def test_damaged_records_are_errors_or_skipped_and_counted(tmp_path: Path) -> No
     assert skipped == {"skipped/damaged record": 4, "skipped/value that JSON cannot hold": 1}
 
 
-def test_a_shard_that_cannot_be_unpacked_is_an_error_for_each_of_its_samples_and_read_once(tmp_path: Path) -> None:
+def test_shard_that_cannot_be_decompressed_is_an_error_per_sample_and_read_once(tmp_path: Path) -> None:
     source = write_captioned_mds(tmp_path / "in", packed="zstd")
     path = source / "shard.00001.mds.zstd"
     path.write_bytes(path.read_bytes()[:20] + bytes(path.stat().st_size - 20))
@@ -138,7 +138,7 @@ def test_a_shard_that_cannot_be_unpacked_is_an_error_for_each_of_its_samples_and
         (write_arrow_litdata, 5),
     ],
 )
-def test_each_group_is_unpacked_once_an_epoch_for_all_lanes_and_as_much_is_kept_as_may_be(
+def test_each_group_is_decompressed_once_per_epoch_within_the_cache_limit(
     tmp_path: Path, write: Callable[..., Path], groups: int
 ) -> None:
     source = write(tmp_path / "in", 20)
@@ -160,7 +160,7 @@ def test_each_group_is_unpacked_once_an_epoch_for_all_lanes_and_as_much_is_kept_
     assert blocks.decoded == groups
 
 
-def test_moments_and_spans_in_rows_of_arrow_are_spelled_without_pandas(tmp_path: Path) -> None:
+def test_timestamps_and_durations_are_formatted_without_pandas(tmp_path: Path) -> None:
     """pyarrow itself makes other objects of them where pandas is installed, and none of a nanosecond elsewhere."""
     source = write_arrow_litdata(tmp_path / "in", 2)
     rows = [
@@ -175,7 +175,7 @@ def test_moments_and_spans_in_rows_of_arrow_are_spelled_without_pandas(tmp_path:
     ]
 
 
-def test_what_is_not_compressed_is_read_record_by_record(tmp_path: Path) -> None:
+def test_uncompressed_shards_are_read_record_by_record(tmp_path: Path) -> None:
     for write in (write_captioned_mds, write_captioned_litdata, partial(write_captioned_litdata, level="sample")):
         source = write(tmp_path / f"{len(list(tmp_path.iterdir()))}")
         store = store_of(source)
@@ -183,7 +183,7 @@ def test_what_is_not_compressed_is_read_record_by_record(tmp_path: Path) -> None
         assert store.read(1, 1, "jpg") == jpeg(5) and store.blocks.decoded == 0
 
 
-def test_of_a_shard_that_lies_there_in_both_forms_the_plain_one_is_read(tmp_path: Path) -> None:
+def test_uncompressed_shard_wins_over_its_compressed_copy(tmp_path: Path) -> None:
     store = store_of(raw_and_packed(tmp_path / "in"))
     assert [entry.name for entry in store.entries] == [
         "shard.00000.mds.zstd",
@@ -193,13 +193,13 @@ def test_of_a_shard_that_lies_there_in_both_forms_the_plain_one_is_read(tmp_path
     assert [store.row_groups(shard)[0] for shard in range(3)] == [[4], [4], [2]]  # type: ignore[index]
 
 
-def test_rows_of_arrow_that_unpack_to_more_than_may_be_are_refused(tmp_path: Path) -> None:
+def test_arrow_rows_that_decompress_to_too_much_are_rejected(tmp_path: Path) -> None:
     source = write_arrow_litdata(tmp_path / "in", compression="zstd")
     with pytest.raises(sp.ShardError, match=r"rows in Arrow of .* bytes, more than 256"):
         store_of(source, blocks=DecodedBlocks(1), unpacked_bytes=1 << 8).read(0, 0, "json")
 
 
-def test_numbers_that_lie_take_no_memory(tmp_path: Path) -> None:
+def test_forged_counts_use_no_memory(tmp_path: Path) -> None:
     bombs = {
         "pixels": (["pil"], U32(1 << 31) + U32(1 << 31) + U32(3) + b"RGB" + bytes(9)),
         "wide": (["pil"], U32((1 << 32) - 1) + U32(0) + U32(3) + b"RGB" + bytes(9)),
@@ -214,7 +214,7 @@ def test_numbers_that_lie_take_no_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("samples", [-1, 5, 1 << 40])
-def test_an_index_that_lies_about_a_count_is_an_error(tmp_path: Path, samples: int) -> None:
+def test_wrong_count_in_the_index_is_an_error(tmp_path: Path, samples: int) -> None:
     for packed in ("", "zstd"):
         source = write_captioned_mds(tmp_path / f"in{packed}", 4, packed=packed)
         change(source, lambda index: index["shards"][0].update(samples=samples))
@@ -222,7 +222,7 @@ def test_an_index_that_lies_about_a_count_is_an_error(tmp_path: Path, samples: i
             store_of(source).extensions(0, 0)
 
 
-def test_offsets_that_lie_are_damage_of_their_records(tmp_path: Path) -> None:
+def test_wrong_offsets_are_damage_of_their_records(tmp_path: Path) -> None:
     source = write_captioned_mds(tmp_path / "in", 4)
     path = source / "shard.00000.mds"
     raw = bytearray(path.read_bytes())
@@ -249,7 +249,7 @@ def rename(index: Any) -> None:
 
 
 @pytest.mark.parametrize("packed", ["", "zstd"])
-def test_an_index_that_changed_is_another_dataset_and_a_state_is_refused(tmp_path: Path, packed: str) -> None:
+def test_changed_index_is_a_mismatch(tmp_path: Path, packed: str) -> None:
     source = write_captioned_mds(tmp_path / "in", packed=packed)
 
     def loader() -> sp.SavableLoader:
@@ -270,7 +270,7 @@ def test_an_index_that_changed_is_another_dataset_and_a_state_is_refused(tmp_pat
 
 @pytest.mark.parametrize("name", ["index.json", "shard.00001.mds.zstd"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_is_overwritten_under_a_run_is_an_error(
+def test_file_overwritten_during_a_run_is_an_error(
     tmp_path: Path, name: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
@@ -312,7 +312,7 @@ def test_chunks_added_at_the_end_are_read_from_the_next_epoch_on_and_the_state_l
     assert "shard.00004.mds:0" in {next(grown).key for _ in range(40)}
 
 
-def test_what_is_named_wrongly_says_what_to_name(tmp_path: Path) -> None:
+def test_wrong_path_is_an_error_with_the_right_one(tmp_path: Path) -> None:
     source = write_captioned_mds(tmp_path / "in")
     with pytest.raises(sp.ShardError, match=r"in: no index\.json\. Name the one folder"):
         custom.MdsReader(source / "shard.00000.mds", sp.Lane())
@@ -358,9 +358,7 @@ def with_name(name: str) -> Callable[[Path], object]:
     ],
     ids=["name of 5000", "name of 300", "pipe", "endless", "cut", "no UTF-8"],
 )
-def test_an_index_that_is_none_is_an_error_and_no_wait(
-    tmp_path: Path, change: Callable[[Path], object], told: str
-) -> None:
+def test_invalid_index_is_an_immediate_error(tmp_path: Path, change: Callable[[Path], object], told: str) -> None:
     source = with_index(tmp_path / "in", change)
     with pytest.raises(sp.ShardError, match=told):
         custom.MdsReader(source, sp.Lane())
@@ -368,7 +366,7 @@ def test_an_index_that_is_none_is_an_error_and_no_wait(
         sp.open_dataset(source)
 
 
-def test_a_pipe_that_is_called_a_shard_is_damaged(tmp_path: Path) -> None:
+def test_pipe_named_like_a_shard_is_damaged(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "0.tar")
     with pytest.raises(sp.ShardError, match=r"0\.tar: not a regular file but a folder, pipe or device"):
         sp.open_dataset(tmp_path)

@@ -37,7 +37,7 @@ def change_caption(folder: Path, name: str) -> None:
     (folder / name).write_bytes(data.replace(b"no. 5", b"no. 6"))
 
 
-def test_the_hash_is_that_of_another_program(tmp_path: Path) -> None:
+def test_hash_equals_that_of_another_program(tmp_path: Path) -> None:
     folder = hashed(write_captioned_mds(tmp_path / "mds"), "sha1")
     path = folder / "shard.00001.mds"
     said = json.loads((folder / "index.json").read_text())["shards"][1]["raw_data"]["hashes"]["sha1"]
@@ -80,7 +80,7 @@ def test_a_compressed_shard_has_the_hash_of_the_compressed_file(tmp_path: Path) 
     assert problem.shard == "shard.00002.mds.zstd" and "0" * 40 in problem.detail
 
 
-def test_a_hash_that_nobody_knows_is_a_wrong_setting_and_one_that_is_not_there_an_error(tmp_path: Path) -> None:
+def test_unknown_hash_is_a_setting_error_and_a_missing_one_a_data_error(tmp_path: Path) -> None:
     folder = hashed(write_captioned_mds(tmp_path / "mds"))
     assert not check_dataset(str(folder)).problems
     with pytest.raises(ValueError, match="validate_hash must be an algorithm of hashlib or xxhash, not 'ours'"):
@@ -89,7 +89,7 @@ def test_a_hash_that_nobody_knows_is_a_wrong_setting_and_one_that_is_not_there_a
         next(custom.MdsReader(folder, sp.Lane(), validate_hash="sha256")).json()
 
 
-def test_what_has_no_hashes_is_read_as_before(tmp_path: Path) -> None:
+def test_dataset_without_hashes_is_read(tmp_path: Path) -> None:
     folder = write_captioned_litdata(tmp_path / "litdata")
     assert not check_dataset(str(folder)).problems
     assert open_any(folder).count == 10

@@ -90,7 +90,7 @@ def sent(server: ToyServer, kind: str) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_sample_is_that_of_the_folder_and_each_byte_is_fetched_once(
+def test_remote_samples_equal_local_ones_and_each_byte_is_downloaded_once(
     server: ToyServer, www: Path, kind: str
 ) -> None:
     there = samples(kind, urls_of(server.url, kind))
@@ -109,7 +109,7 @@ def test_every_sample_is_that_of_the_folder_and_each_byte_is_fetched_once(
         *(pytest.param(each, "spawn", marks=pytest.mark.long) for each in KINDS),
     ],
 )
-def test_workers_read_what_a_disk_gives_even_after_the_trainer_has_read(
+def test_workers_read_the_same_as_from_disk_also_after_the_trainer_has_read(
     server: ToyServer, www: Path, kind: str, method: str
 ) -> None:
     expected = local(www, kind)
@@ -122,7 +122,7 @@ def test_workers_read_what_a_disk_gives_even_after_the_trainer_has_read(
 
 
 @kinds("arrow", "jsonl", "litdata")
-def test_a_cache_that_holds_a_part_changes_nothing(
+def test_partial_cache_changes_nothing(
     server: ToyServer, www: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_cache(monkeypatch)
@@ -132,7 +132,7 @@ def test_a_cache_that_holds_a_part_changes_nothing(
 
 @kinds("parquet", "tokens")
 @pytest.mark.parametrize("empty", [pytest.param(False, marks=pytest.mark.long), True])
-def test_a_run_saved_from_a_disk_resumes_over_a_server_and_back(
+def test_run_resumes_between_local_and_remote_shards(
     server: ToyServer, www: Path, tmp_path: Path, kind: str, empty: bool
 ) -> None:
     expected = local(www, kind)
@@ -153,7 +153,7 @@ def test_a_run_saved_from_a_disk_resumes_over_a_server_and_back(
     ("kind", "fault"),
     [("parquet", "503"), ("arrow", "reset"), ("jsonl", "cut"), ("tokens", "less"), ("mds", "more")],
 )
-def test_a_server_that_fails_now_and_then_changes_nothing(server: ToyServer, www: Path, kind: str, fault: str) -> None:
+def test_transient_server_errors_change_nothing(server: ToyServer, www: Path, kind: str, fault: str) -> None:
     failed = set[str]()
 
     def once_a_path(path: str, number: int) -> str | None:
@@ -192,7 +192,7 @@ def files_of(dataset: Dataset) -> CachedBlocks:
     return files
 
 
-def test_large_columns_that_are_not_chosen_are_not_fetched(server: ToyServer, www: Path) -> None:
+def test_large_columns_that_are_not_chosen_are_not_downloaded(server: ToyServer, www: Path) -> None:
     for kind in ("parquet", "arrow"):
         table = pa.table({"pad": pa.array([bytes(PAD)] * 2500), "txt": pa.array([f"{i:0400d}" for i in range(2500)])})
         path = www / kind / "large"
@@ -209,7 +209,7 @@ def test_large_columns_that_are_not_chosen_are_not_fetched(server: ToyServer, ww
 
 
 @kinds("jsonl", "litdata")
-def test_a_file_that_is_rewritten_under_a_run_is_an_error_and_another_run_is_of_it(
+def test_file_rewritten_during_a_run_is_an_error_and_the_next_run_reads_it(
     server: ToyServer, www: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_cache(monkeypatch)
@@ -226,9 +226,7 @@ def test_a_file_that_is_rewritten_under_a_run_is_an_error_and_another_run_is_of_
 
 
 @kinds("parquet", "tokens")
-def test_a_file_that_is_rewritten_is_skipped_and_counted_where_that_is_asked(
-    server: ToyServer, www: Path, tmp_path: Path, kind: str
-) -> None:
+def test_rewritten_file_is_a_counted_skip_if_requested(server: ToyServer, www: Path, tmp_path: Path, kind: str) -> None:
     def run() -> tuple[set[str], int]:
         stage = ids_pipeline(kind, urls_of(server.url, kind), sp.Lane(), on_error="skip", epochs=1)
         keys = {key for batch in stage for _, key, _ in batch}
@@ -252,9 +250,7 @@ def test_a_folder_in_a_bucket_is_listed(
 
 
 @kinds("arrow", "tokens", "litdata")
-def test_a_folder_of_a_web_server_is_listed_by_the_index_in_it_and_nothing_is_scanned(
-    server: ToyServer, www: Path, kind: str
-) -> None:
+def test_web_folder_is_listed_by_its_index_without_a_scan(server: ToyServer, www: Path, kind: str) -> None:
     if kind not in LISTED:
         with pytest.raises(sp.ShardError, match="web servers cannot be listed"):
             READERS[kind](f"{server.url}/{kind}/", sp.Lane())
@@ -267,9 +263,7 @@ def test_a_folder_of_a_web_server_is_listed_by_the_index_in_it_and_nothing_is_sc
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_files_that_are_not_those_of_the_index_beside_them_are_an_error(
-    server: ToyServer, www: Path, kind: str
-) -> None:
+def test_files_that_differ_from_their_index_are_an_error(server: ToyServer, www: Path, kind: str) -> None:
     index_files(www / kind, format_named(kind))
     path = www / kind / names_of(kind)[0]
     old, new = (b'"id": 0', b'"xx": 0') if kind == "jsonl" else (b"json", b"jsXn")
@@ -281,7 +275,7 @@ def test_files_that_are_not_those_of_the_index_beside_them_are_an_error(
     assert samples(kind, f"{server.url}/{kind}/") == samples(kind, str(www / "copy"))  # indexed again, here
 
 
-def test_a_file_of_a_bucket_that_was_replaced_since_it_was_fetched_is_indexed_again_whatever_its_index_says(
+def test_replaced_bucket_file_is_reindexed_whatever_its_index_says(
     server: ToyServer, www: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_as_s3(server, monkeypatch)
@@ -299,7 +293,7 @@ def test_a_file_of_a_bucket_that_was_replaced_since_it_was_fetched_is_indexed_ag
 
 
 @kinds("arrow", "mds")
-def test_a_file_beside_its_index_that_is_rewritten_under_a_run_is_an_error_and_is_indexed_at_the_next_start(
+def test_indexed_file_rewritten_during_a_run_is_an_error_and_reindexed_next(
     server: ToyServer, www: Path, tmp_path: Path, kind: str
 ) -> None:
     index_files(www / kind, format_named(kind))
@@ -319,7 +313,7 @@ def test_a_file_beside_its_index_that_is_rewritten_under_a_run_is_an_error_and_i
     assert server.sent("") - server.sent("index.json") == sent
 
 
-def test_of_files_that_were_added_or_replaced_the_index_is_made_alone(server: ToyServer, www: Path) -> None:
+def test_only_added_or_replaced_files_are_indexed(server: ToyServer, www: Path) -> None:
     urls, paths = urls_of(server.url, "jsonl"), [www / "jsonl" / name for name in names_of("jsonl")]
     open_any(urls[:3])
     sent = sent_before = server.sent("")
@@ -332,7 +326,7 @@ def test_of_files_that_were_added_or_replaced_the_index_is_made_alone(server: To
     assert sent_before
 
 
-def test_a_split_beside_the_files_holds(server: ToyServer, www: Path) -> None:
+def test_split_next_to_the_files_applies(server: ToyServer, www: Path) -> None:
     (www / "jsonl" / ".nv-meta").mkdir()
     (www / "jsonl" / ".nv-meta" / "split.yaml").write_text('{"split_parts": {"train": ["000{1..2}.jsonl"]}}')
     assert samples("jsonl", urls_of(server.url, "jsonl"), split="train") == samples(
@@ -340,14 +334,14 @@ def test_a_split_beside_the_files_holds(server: ToyServer, www: Path) -> None:
     )
 
 
-def test_an_object_that_is_not_there_is_an_error(server: ToyServer) -> None:
+def test_missing_object_is_an_error(server: ToyServer) -> None:
     with pytest.raises(sp.ShardError, match=r"/jsonl/0009\.jsonl: no such object"):
         custom.JsonlReader(f"{server.url}/jsonl/0009.jsonl", sp.Lane())
     with pytest.raises(sp.ShardError, match=r"a compressed file cannot be read at an offset. Unpack it"):
         custom.JsonlReader(f"{server.url}/jsonl/0.jsonl.gz", sp.Lane())
 
 
-def test_a_process_killed_while_it_fetches_leaves_nothing_broken(server: ToyServer, www: Path) -> None:
+def test_process_killed_during_a_download_leaves_a_valid_cache(server: ToyServer, www: Path) -> None:
     for kind in ("parquet", "tokens"):
         for kill_at in (2, 5, 9):
             seen = server.requests
@@ -369,14 +363,14 @@ def test_a_process_killed_while_it_fetches_leaves_nothing_broken(server: ToyServ
         assert samples(kind, urls_of(server.url, kind)) == samples(kind, str(www / kind))
 
 
-def test_windows_of_flat_tokens(server: ToyServer, www: Path) -> None:
+def test_windows_of_flat_token_files_are_read_remotely(server: ToyServer, www: Path) -> None:
     read: Callable[[Any], Any] = lambda files: samples("tokens", files, length=33, stride=32, dtype="int32")  # noqa: E731
     (www / "tokens" / "0000.idx").unlink()
     (www / "tokens" / "0002.idx").unlink()
     assert read(urls_of(server.url, "tokens")) == read(str(www / "tokens"))
 
 
-def test_a_folder_of_several_splits_is_refused(server: ToyServer, www: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_several_splits_is_rejected(server: ToyServer, www: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_as_s3(server, monkeypatch)
     (www / "arrow" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with pytest.raises(sp.ShardError, match=r"1 splits, train. Read the folder of one, such as train"):

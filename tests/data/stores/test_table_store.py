@@ -42,7 +42,7 @@ def read(data: bytes, separator: str) -> list[dict[str, str | None]]:
     blanks=st.integers(0, 2),
     last=st.booleans(),
 )
-def test_rows_are_what_pythons_csv_reads_in_any_order(
+def test_rows_equal_those_of_pythons_csv_in_any_order(
     tmp_path_factory: pytest.TempPathFactory,
     rows: list[tuple[str, str]],
     ending: str,
@@ -68,7 +68,7 @@ def test_rows_are_what_pythons_csv_reads_in_any_order(
     indent=st.none() | st.integers(0, 2),
     marked=st.booleans(),
 )
-def test_elements_are_what_json_reads_in_any_order(
+def test_elements_equal_those_of_json_in_any_order(
     tmp_path_factory: pytest.TempPathFactory, values: list[dict[str, Any]], indent: int | None, marked: bool
 ) -> None:
     path = tmp_path_factory.mktemp("in") / "a.json"
@@ -97,7 +97,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.json", "t.jsonl"])
-def test_parts_are_those_that_convert_writes(photos: Path, tmp_path: Path, name: str) -> None:
+def test_parts_equal_those_of_a_conversion(photos: Path, tmp_path: Path, name: str) -> None:
     sp.convert(photos / name, tmp_path / "out")
     given: dict[str, Any] = {"file_fields": ["image"]} if name == "t.jsonl" else {}
     inside, written = sp.open_dataset(photos / name, **given), sp.open_dataset(tmp_path / "out")
@@ -159,7 +159,7 @@ def test_a_row_opens_nothing_outside_its_folder(photos: Path, tmp_path: Path, ce
     assert error.value.reason == told
 
 
-def test_a_table_or_a_file_that_changes_under_a_run_is_an_error(photos: Path) -> None:
+def test_table_or_file_changed_during_a_run_is_an_error(photos: Path) -> None:
     samples = sp.open_dataset(photos / "t.csv")
     first = samples[0]["jpg"]
     later = time.time() + 5  # as if it were written later on
@@ -190,13 +190,13 @@ def test_a_table_or_a_file_that_changes_under_a_run_is_an_error(photos: Path) ->
         ("a.json", '{"n": 1}', "not a whole list of objects"),
     ],
 )
-def test_what_is_no_table_is_an_error_that_says_where(tmp_path: Path, name: str, text: str, told: str) -> None:
+def test_invalid_table_is_an_error_with_its_position(tmp_path: Path, name: str, text: str, told: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ShardError, match=told):
         sp.open_dataset(tmp_path / name)
 
 
-def test_a_row_of_another_width_is_a_fault_of_this_row_alone(tmp_path: Path) -> None:
+def test_row_of_another_width_is_an_error_of_this_row_only(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b\n1,2\n3\n4,5\n")
     samples = sp.open_dataset(tmp_path / "a.csv")
     assert [samples[0].json(), samples[2].json()] == [{"a": "1", "b": "2"}, {"a": "4", "b": "5"}]
@@ -206,7 +206,7 @@ def test_a_row_of_another_width_is_a_fault_of_this_row_alone(tmp_path: Path) -> 
     assert [each["a"] for each in kept] == ["1", "4"]
 
 
-def test_only_lines_of_jsonl_are_bounded(tmp_path: Path, monkeypatch: Any) -> None:
+def test_only_jsonl_lines_have_a_length_limit(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(jsonl, "LONGEST_LINE", 20)
     row = {"text": "a" * 30}
     for name, text in {"a.jsonl": json.dumps(row), "a.json": json.dumps([row]), "a.csv": "text\n" + "a" * 30}.items():
@@ -216,7 +216,7 @@ def test_only_lines_of_jsonl_are_bounded(tmp_path: Path, monkeypatch: Any) -> No
         sp.open_dataset(tmp_path / "a.jsonl")[0].json()
 
 
-def test_a_folder_of_tables_alone_is_one_dataset(tmp_path: Path) -> None:
+def test_folder_of_only_tables_is_one_dataset(tmp_path: Path) -> None:
     for name in ("a.csv", "sub/b.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("n\n1\n2\n")
@@ -276,7 +276,7 @@ def test_info_counts_missing_files_and_prints_the_rest(tmp_path: Path) -> None:
     assert found.warnings[0].startswith("2 samples name files that are not there, of 3 looked at: ")
 
 
-def test_a_list_nested_too_deep_is_the_fault_of_its_file(tmp_path: Path) -> None:
+def test_too_deeply_nested_list_is_an_error_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 60_000 + "]" * 60_000)
     with pytest.raises(ShardError, match=r"deep\.json: not a whole list of objects"):
         sp.open_dataset(tmp_path / "deep.json")

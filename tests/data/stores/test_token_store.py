@@ -56,14 +56,14 @@ def test_windows_cross_documents_and_may_overlap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [8, 9, 16, 17, 23, 24, 25])
-def test_each_window_is_whole_and_a_rest_too_short_for_one_is_no_sample(tmp_path: Path, tokens: int) -> None:
+def test_windows_are_whole_and_a_short_remainder_is_not_a_sample(tmp_path: Path, tokens: int) -> None:
     np.save(tmp_path / "a.npy", np.arange(tokens, dtype=np.uint16))
     windows = sp.read(tmp_path / "a.npy", length=9, stride=8, shuffle=False) if tokens > 8 else ()
     found = [sample.array("tokens").tolist() for sample in windows]
     assert found == [[*range(begin, begin + 9)] for begin in range(0, tokens - 8, 8)]
 
 
-def test_flat_files_are_read_with_the_type_that_is_given_or_that_npy_says(tmp_path: Path) -> None:
+def test_flat_files_use_the_given_dtype_or_that_of_npy(tmp_path: Path) -> None:
     np.arange(10, dtype=np.uint32).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "b.npy", np.arange(12, dtype=np.int64).reshape(4, 3))
     store = open_store(tmp_path, format="tokens", length=3, dtype="uint32")
@@ -77,7 +77,7 @@ def test_flat_files_are_read_with_the_type_that_is_given_or_that_npy_says(tmp_pa
         open_store(tmp_path, format="tokens", dtype="uint32")
 
 
-def test_a_flat_file_that_is_cut_in_a_token_is_named_and_under_skip_its_whole_tokens_are_read(tmp_path: Path) -> None:
+def test_flat_file_truncated_within_a_token_is_reported_or_read_with_skip(tmp_path: Path) -> None:
     for name in "ab":
         np.arange(10, dtype=np.uint32).tofile(tmp_path / f"{name}.bin")
     os.truncate(tmp_path / "a.bin", 39)
@@ -89,7 +89,7 @@ def test_a_flat_file_that_is_cut_in_a_token_is_named_and_under_skip_its_whole_to
 
 
 @pytest.mark.parametrize("header", [b"{'descr': (", b"{'shape': 1", b"\xff\xfe", b""])
-def test_a_damaged_header_of_an_array_is_named(tmp_path: Path, header: bytes) -> None:
+def test_damaged_array_header_is_reported(tmp_path: Path, header: bytes) -> None:
     np.save(tmp_path / "a.npy", np.arange(10))
     raw = bytearray((tmp_path / "a.npy").read_bytes())
     raw[10:127] = header.ljust(117)
@@ -123,7 +123,7 @@ def damage_firsts(idx: bytearray) -> None:
         (lambda idx: idx.__delitem__(slice(50, None)), "bytes, but its header says"),
     ],
 )
-def test_an_idx_that_lies_is_an_error_that_names_it(tmp_path: Path, damage: object, fault: str) -> None:
+def test_wrong_idx_is_an_error_that_names_it(tmp_path: Path, damage: object, fault: str) -> None:
     write_bin(tmp_path / "a.bin", DOCUMENTS)
     idx = bytearray((tmp_path / "a.idx").read_bytes())
     damage(idx)  # type: ignore[operator]
@@ -150,7 +150,7 @@ def lay_firsts(idx: Path, *firsts: int) -> None:
     os.utime(idx, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def test_files_rewritten_to_the_same_size_are_an_error_under_a_run_and_indexed_again_by_the_next(
+def test_files_rewritten_to_equal_size_are_an_error_and_reindexed_by_the_next_run(
     tmp_path: Path,
 ) -> None:
     write_bin(tmp_path / "a.bin", DOCUMENTS)
@@ -174,7 +174,7 @@ def test_files_rewritten_to_the_same_size_are_an_error_under_a_run_and_indexed_a
             resumed.load_state_dict(state)
 
 
-def test_an_idx_with_an_old_date_that_takes_the_place_of_another_is_noticed(tmp_path: Path) -> None:
+def test_replacing_idx_with_an_old_date_is_detected(tmp_path: Path) -> None:
     write_bin(tmp_path / "a.bin", DOCUMENTS)
     assert open_store(tmp_path, format="tokens").array(0, 0, "tokens").tolist() == [1, 2, 3]
     time.sleep(0.02)  # a tick of the clock that stamps files
@@ -182,7 +182,7 @@ def test_an_idx_with_an_old_date_that_takes_the_place_of_another_is_noticed(tmp_
     assert open_store(tmp_path, format="tokens").array(0, 0, "tokens").tolist() == [1, 2, 3, 4]
 
 
-def test_an_idx_that_is_put_beside_its_bin_later_or_taken_away_is_noticed(tmp_path: Path) -> None:
+def test_added_or_removed_idx_is_detected(tmp_path: Path) -> None:
     write_bin(tmp_path / "a.bin", DOCUMENTS)
     (tmp_path / "a.idx").rename(tmp_path / "elsewhere")
     assert open_store(tmp_path, format="tokens", length=2, dtype="uint16").entries[0].samples == 14
@@ -194,7 +194,7 @@ def test_an_idx_that_is_put_beside_its_bin_later_or_taken_away_is_noticed(tmp_pa
         open_store(tmp_path, format="tokens")
 
 
-def test_a_process_without_descriptors_does_not_blame_the_idx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_descriptors_does_not_blame_the_idx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_none(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -206,7 +206,7 @@ def test_a_process_without_descriptors_does_not_blame_the_idx(tmp_path: Path, mo
     assert not isinstance(error.value, sp.ShardError)
 
 
-def test_an_array_of_objects_is_refused_and_never_unpickled(tmp_path: Path) -> None:
+def test_an_array_of_objects_is_rejected_and_never_unpickled(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([{}, []], dtype=object), allow_pickle=True)
     with pytest.raises(sp.ShardError, match="array of object"):
         open_store(tmp_path, format="tokens", length=1)
@@ -233,7 +233,7 @@ def test_documents_resume_exactly(tmp_path: Path) -> None:
     assert assert_exact_resume(partial(token_pipeline, tmp_path), lanes=2, steps=8, chains=1) > 8
 
 
-def test_arrays_without_a_header_are_read_with_the_type_that_is_given(tmp_path: Path) -> None:
+def test_headerless_arrays_use_the_given_dtype(tmp_path: Path) -> None:
     for name in ("a.npy", "b.npy"):
         np.arange(30, dtype=np.uint16).tofile(tmp_path / name)
     samples = list(custom.TokenReader(tmp_path, sp.Lane(), length=10, dtype="uint16", shuffle=False, epochs=1))
@@ -246,7 +246,7 @@ def test_arrays_without_a_header_are_read_with_the_type_that_is_given(tmp_path: 
         custom.TokenReader(tmp_path, sp.Lane(), length=5, dtype="uint64")
 
 
-def test_an_array_that_lost_its_header_is_not_taken_for_bare_numbers(tmp_path: Path) -> None:
+def test_array_that_lost_its_header_is_not_read_as_numbers(tmp_path: Path) -> None:
     for name in ("a.npy", "b.npy"):
         np.save(tmp_path / name, np.arange(30, dtype=np.uint16))
     (tmp_path / "b.npy").write_bytes(bytes(16) + (tmp_path / "b.npy").read_bytes()[16:])

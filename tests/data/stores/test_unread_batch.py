@@ -93,7 +93,7 @@ def by_value(patch: pytest.MonkeyPatch, small: int = 0, whole: int = 0) -> None:
         (0, 0, "zstd", ("ids", "image")),
     ],
 )
-def test_what_is_read_by_value_equals_what_is_viewed(
+def test_values_read_equal_values_viewed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     small: int,
@@ -110,7 +110,7 @@ def test_what_is_read_by_value_equals_what_is_viewed(
         assert (dict(found[6][0])["ids"], found[5][1]) == (b"[0, 1, 2, 3, 4, 5, null]", ["ids", "nothing"])
 
 
-def test_a_batch_that_lies_gives_the_same_rows_and_errors_in_each_process(tmp_path: Path) -> None:
+def test_damaged_batch_yields_the_same_rows_and_errors_in_each_process(tmp_path: Path) -> None:
     run_forked(read_lies, tmp_path)
 
 
@@ -141,7 +141,7 @@ class Beginnings(sp.TaskEncoder):
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_a_file_cut_short_under_a_run_without_workers_is_an_error(tmp_path: Path, compression: str) -> None:
+def test_file_truncated_during_a_run_without_workers_is_an_error(tmp_path: Path, compression: str) -> None:
     run_forked(cut_under_a_run, tmp_path / "a.arrow", compression)
 
 
@@ -161,7 +161,7 @@ def cut_under_a_run(path: Path, compression: str) -> None:
         assert caught.value.reason == "changed shard"
 
 
-def test_wherever_a_file_is_cut_each_row_is_right_or_an_error_that_says_so(tmp_path: Path) -> None:
+def test_rows_of_a_truncated_file_are_right_or_a_clear_error(tmp_path: Path) -> None:
     run_forked(cut_anywhere, tmp_path)
 
 
@@ -181,7 +181,7 @@ def cut_anywhere(folder: Path) -> None:
     assert errors > 15
 
 
-def test_of_a_large_batch_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_requested_rows_of_a_large_batch_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = [{"bytes": bytes([n]) * 100_000, "path": f"{n}.jpg"} for n in range(100)]
     path = write(tmp_path / "a.arrow", pa.table({"image": images, "ids": [list(range(5000))] * 100}), 100)
     store = open_store(path, format="arrow")
@@ -204,7 +204,7 @@ def test_of_a_large_batch_only_what_is_asked_for_is_read(tmp_path: Path, monkeyp
     assert sum(sizes) < 600_000 and store.blocks.bytes < 100_000
 
 
-def test_a_file_that_was_closed_is_opened_again_and_another_in_its_place_is_an_error(
+def test_closed_file_is_reopened_and_a_replaced_one_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_value(monkeypatch)
@@ -229,7 +229,7 @@ class Maps(sp.TaskEncoder):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of what is mapped")
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_only_workers_which_are_started_again_map_a_file(tmp_path: Path, num_workers: int) -> None:
+def test_only_replaceable_workers_map_files(tmp_path: Path, num_workers: int) -> None:
     write(tmp_path / "only here.arrow", pa.table({"txt": ["x" * 100_000] * 20}), 10)
 
     def pipeline(lane: sp.Lane) -> custom.Stage:

@@ -27,7 +27,7 @@ def loader(pipeline: Any, num_workers: int = 2, timeout: float = 60) -> sp.Savab
 
 
 @pytest.mark.parametrize("how", ["kill", "hang"])
-def test_it_is_left_out_where_the_policy_is_to_skip(make_shards: Any, tmp_path: Path, how: str, caplog: Any) -> None:
+def test_avoided_sample_is_dropped_if_the_policy_skips(make_shards: Any, tmp_path: Path, how: str, caplog: Any) -> None:
     shards, cured = str(make_shards([60, 60])), tmp_path / "cured"
     pipeline = partial(tolerant, shards, how, cured, "skip")
     with loader(pipeline, timeout=0.5 if how == "hang" else 60) as own:
@@ -49,7 +49,7 @@ def test_it_is_left_out_where_the_policy_is_to_skip(make_shards: Any, tmp_path: 
         assert again[4] == [57, 80] != whole[28] and again[5] == whole[29]
 
 
-def test_a_function_decides_case_by_case(make_shards: Any, tmp_path: Path) -> None:
+def test_on_error_function_decides_case_by_case(make_shards: Any, tmp_path: Path) -> None:
     told: list[Exception] = []
 
     def policy(error: Exception) -> bool:
@@ -80,7 +80,7 @@ class KillsWhenMadeAgain(FaultyEncoder):
         return items
 
 
-def test_a_sample_of_an_open_pack_that_cannot_be_made_again_leaves_the_pack(make_shards: Any, tmp_path: Path) -> None:
+def test_sample_that_cannot_be_rebuilt_leaves_its_open_pack(make_shards: Any, tmp_path: Path) -> None:
     encoder = KillsWhenMadeAgain("kill", 4, tmp_path / "made")
     shards = str(make_shards([60]))
 
@@ -101,7 +101,7 @@ def test_a_sample_of_an_open_pack_that_cannot_be_made_again_leaves_the_pack(make
         assert next(own)[0][:2] == [3, 5] and next(own) is not None
 
 
-def test_the_policy_is_that_of_the_branch_to_which_the_sample_belongs(make_shards: Any, tmp_path: Path) -> None:
+def test_policy_of_the_samples_branch_applies(make_shards: Any, tmp_path: Path) -> None:
     shards = str(make_shards([20]))
 
     def pipeline(lane: sp.Lane) -> custom.Stage:

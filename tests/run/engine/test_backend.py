@@ -73,7 +73,7 @@ def fresh(lane: int) -> bytes:
     return fresh_lane(lane, 0, NO_FACTS)
 
 
-def test_requests_of_a_lane_are_answered_in_their_order_whatever_is_awaited_first(backend: Backend) -> None:
+def test_requests_of_a_lane_are_answered_in_order(backend: Backend) -> None:
     backend.start()
     draw = random.Random(0)
     states = {lane: fresh(lane) for lane in range(LANES)}
@@ -105,7 +105,7 @@ def test_lanes_restart_at_the_states_of_new_requests(backend: Backend) -> None:
         assert (again.batch, again.state, again.more) == (second.batch, second.state, True)
 
 
-def test_a_lane_can_be_asked_for_more_and_be_skipped(backend: Backend) -> None:
+def test_lane_can_get_more_requests_and_skips(backend: Backend) -> None:
     backend.start()
     ask: Callable[..., Delivery] = lambda *request: backend.answer(backend.ask(0, *request))  # noqa: E731
     peek = ask(fresh(0), "peek")
@@ -140,7 +140,7 @@ def test_a_run_takes_one_batch_of_each_lane_in_turn_and_requests_ahead(shards: s
     assert run.prefetcher.numbers()["ready_batches"] == capacity
 
 
-def test_a_finite_run_ends_before_the_first_round_that_a_lane_cannot_fill_and_looks_once(shards: str) -> None:
+def test_finite_run_ends_before_the_first_incomplete_round_and_checks_shards_once(shards: str) -> None:
     backend = FakeBackend([3, 2, 3], capacity=4)
     run = fake_run(backend, shards, lanes=3, epochs=1)
     assert list(run) == [(0, slot % 3, slot // 3) for slot in range(6)]
@@ -174,7 +174,7 @@ def test_after_an_error_of_any_answer_the_run_stops_the_backend_and_repeats_the_
     assert errors > 10
 
 
-def test_a_run_opens_its_backend_when_it_is_made_and_closes_it_once_nobody_has_it(shards: str) -> None:
+def test_run_opens_its_backend_when_built_and_closes_it_when_released(shards: str) -> None:
     backend = FakeBackend()
     run = fake_run(backend, shards, lanes=4)
     assert backend.calls == ["open"]
@@ -186,7 +186,7 @@ def test_a_run_opens_its_backend_when_it_is_made_and_closes_it_once_nobody_has_i
     assert backend.calls[-2:] == ["stop", "close"]
 
 
-def test_a_fault_that_the_backend_finds_at_last_is_raised_once(shards: str) -> None:
+def test_error_in_the_backends_final_check_is_raised_once(shards: str) -> None:
     backend = FakeBackend()
     run = fake_run(backend, shards, lanes=4)
     next(run)

@@ -56,7 +56,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_nothing_is_left_after_close_or_a_with_block_that_an_error_leaves(pipeline: Any, num_workers: int) -> None:
+def test_close_and_with_block_leave_no_process_also_after_an_error(pipeline: Any, num_workers: int) -> None:
     before = held()
     own = loader(pipeline, num_workers)
     take(own, 5)
@@ -70,7 +70,7 @@ def test_nothing_is_left_after_close_or_a_with_block_that_an_error_leaves(pipeli
     assert held() <= before
 
 
-def test_no_worker_is_left_after_an_error_of_an_encoder(make_shards: Any, tmp_path: Path) -> None:
+def test_encoder_error_leaves_no_worker(make_shards: Any, tmp_path: Path) -> None:
     encoder = FaultyEncoder("value", 9, tmp_path / "cured")
     own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder))
     with pytest.raises(sp.EncodeError):
@@ -79,7 +79,7 @@ def test_no_worker_is_left_after_an_error_of_an_encoder(make_shards: Any, tmp_pa
     own.close()
 
 
-def test_nothing_is_left_after_break_and_del_or_of_a_loader_that_never_began(pipeline: Any) -> None:
+def test_break_del_and_an_unused_loader_leave_no_process(pipeline: Any) -> None:
     before = held()
     own = loader(pipeline)
     for _batch in own:
@@ -93,7 +93,7 @@ def test_nothing_is_left_after_break_and_del_or_of_a_loader_that_never_began(pip
 
 
 @pytest.mark.parametrize("how", ["made", "taken by no one"])
-def test_closing_does_not_wait_for_batches_that_are(make_shards: Any, tmp_path: Path, how: str) -> None:
+def test_closing_does_not_wait_for_batches_in_progress(make_shards: Any, tmp_path: Path, how: str) -> None:
     encoder = FaultyEncoder("hang", 9, tmp_path / "cured") if how == "made" else LargeEncoder()
     own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder), workers=sp.Workers(prefetch=4))
     next(own)
@@ -120,7 +120,7 @@ def test_a_worker_that_does_not_end_is_killed(pipeline: Any, monkeypatch: pytest
     assert begun and not left
 
 
-def test_nothing_is_put_where_a_killed_process_would_leave_it(pipeline: Any) -> None:
+def test_killed_process_leaves_no_file_or_shared_memory(pipeline: Any) -> None:
     """A file in /dev/shm outlives whom it belongs to."""
     before = {pid: in_shared_memory(pid) for pid in (*descendants(os.getpid()), os.getpid())}
     with loader(pipeline) as own:
@@ -161,7 +161,7 @@ def test_two_loaders_at_once_do_not_disturb_each_other(pipeline: Any) -> None:
     assert found == train
 
 
-def test_a_child_of_the_trainer_that_exits_ends_no_worker(pipeline: Any) -> None:
+def test_exiting_child_of_the_trainer_ends_no_worker(pipeline: Any) -> None:
     """Such as a process that the trainer forks to save a checkpoint, which inherits the loader."""
     own = loader(pipeline)
     expected = take(loader(pipeline, 0), 10)
@@ -176,7 +176,7 @@ def test_a_child_of_the_trainer_that_exits_ends_no_worker(pipeline: Any) -> None
     own.close()
 
 
-def test_a_forked_child_of_the_trainer_that_asks_for_batches_is_told_to_make_a_loader_of_its_own(pipeline: Any) -> None:
+def test_forked_child_that_iterates_is_an_error_that_suggests_its_own_loader(pipeline: Any) -> None:
     own = loader(pipeline)
     take(own, 4)
     told, write = os.pipe()
@@ -223,7 +223,7 @@ def test_workers_end_when_their_trainer_is_killed(make_shards: Any, method: str)
     wait_until_gone(workers)
 
 
-def test_ctrl_c_reaches_the_trainer_alone_whose_state_is_whole(make_shards: Any, tmp_path: Path) -> None:
+def test_ctrl_c_reaches_only_the_trainer_and_its_state_is_complete(make_shards: Any, tmp_path: Path) -> None:
     trainer, workers = start(make_shards([40, 7, 60]), "fork", "run")
     time.sleep(0.2)
     os.killpg(trainer.pid, signal.SIGINT)

@@ -85,7 +85,7 @@ main_folder()
         "ends-itself",
     ],
 )
-def test_a_script_that_workers_cannot_import_is_told_once_with_the_cure(
+def test_script_that_workers_cannot_import_is_reported_once_with_a_fix(
     make_shards: Any, tmp_path: Path, script: str, method: str, told: str
 ) -> None:
     file = tmp_path / "train.py"
@@ -114,7 +114,7 @@ class Looks:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_multiprocessing_stays_as_it_is_while_a_process_starts(make_shards: Any, method: str) -> None:
+def test_multiprocessing_is_unchanged_while_a_process_starts(make_shards: Any, method: str) -> None:
     seen: set[str] = set()
     pipeline = Looks(partial(number_pipeline, str(make_shards([20]))), seen)
     with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=1, workers=sp.Workers(start_method=method)) as loader:

@@ -153,7 +153,7 @@ def histories(undisturbed: Undisturbed, seeds: range) -> Counter[str]:
     return seen
 
 
-def test_no_history_of_the_workers_changes_a_batch_or_a_state(undisturbed: Undisturbed) -> None:
+def test_random_worker_histories_change_no_batch_and_no_state(undisturbed: Undisturbed) -> None:
     seen = histories(undisturbed, range(HISTORIES))
     assert all(seen[trouble] > 5 for trouble in TROUBLES), seen
     assert seen["restarts"] > HISTORIES and seen["errors"] < seen["restarts"] / 10, seen
@@ -161,5 +161,5 @@ def test_no_history_of_the_workers_changes_a_batch_or_a_state(undisturbed: Undis
 
 @pytest.mark.long
 @pytest.mark.timeout(4 * 3600)
-def test_nor_do_very_many(undisturbed: Undisturbed) -> None:
+def test_many_random_histories_change_no_batch_and_no_state(undisturbed: Undisturbed) -> None:
     histories(undisturbed, range(HISTORIES, MORE))

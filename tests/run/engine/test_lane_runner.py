@@ -70,7 +70,7 @@ DOORS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("door", ["loader", "workers", "plan", "preview", "resume"])
-def test_a_lane_of_ones_own_in_the_function_is_refused_by_all_that_build_it(make_shards: Any, door: str) -> None:
+def test_pipeline_function_that_creates_its_own_lane_is_rejected(make_shards: Any, door: str) -> None:
     with pytest.raises(ValueError, match=r"TarShardReader was made for Lane\(0 of 1, seed=0\), not for Lane\(. of 4"):
         DOORS[door](of_another_lane(str(make_shards([40]))))
 
@@ -83,13 +83,13 @@ def test_a_lane_of_ones_own_in_the_function_is_refused_by_all_that_build_it(make
         (sources_of_another_lane, "TarShardReader of the source 'books' was made for Lane(0 of 1"),
     ],
 )
-def test_a_reader_of_another_lane_is_named_with_the_cure(make_shards: Any, make: Any, named: str) -> None:
+def test_reader_of_another_lane_is_an_error_with_a_fix(make_shards: Any, make: Any, named: str) -> None:
     pipeline = make(str(make_shards([40])))
     with pytest.raises(ValueError, match=f"{re.escape(named)}.*Create each reader in the pipeline function"):
         by_runner(pipeline)
 
 
-def test_the_lane_of_the_function_is_taken_from_all(make_shards: Any) -> None:
+def test_every_builder_accepts_the_functions_lane(make_shards: Any) -> None:
     shards = str(make_shards([40]))
     for door in DOORS.values():
         door(lambda lane: batches(sp.TarShardReader(shards, lane)))

@@ -83,7 +83,7 @@ each = pytest.mark.parametrize("workers", [0, 1])
 
 
 @each
-def test_a_finite_run_does_not_end_without_an_error(root: Path, workers: int) -> None:
+def test_finite_run_on_an_overwritten_shard_ends_with_an_error(root: Path, workers: int) -> None:
     own = begun(root, workers, epochs=1)
     with pytest.raises(sp.ShardError, match=OVERWRITTEN) as caught:
         for _ in own:
@@ -101,7 +101,7 @@ def left_over(root: Path, lane: Lane) -> custom.Stage:
 
 
 @each
-def test_a_pass_does_not_end_without_an_error_where_the_lane_of_its_last_batch_has_more(
+def test_epoch_on_an_overwritten_shard_ends_with_an_error_although_its_lane_has_more(
     root: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_main, "_IDLE_S", 10_000.0)
@@ -119,13 +119,13 @@ def test_a_pass_does_not_end_without_an_error_where_the_lane_of_its_last_batch_h
 
 
 @each
-def test_a_pass_of_shards_that_stay_ends_and_the_next_begins(root: Path, workers: int) -> None:
+def test_epoch_on_unchanged_shards_ends_and_the_next_starts(root: Path, workers: int) -> None:
     with sp.SavableLoader(partial(left_over, root), seed=0, lanes=2, num_workers=workers) as own:
         assert [sum(1 for _ in own) for _ in range(3)] == [40] * 3 and own.stats()["restarts"] == 0
 
 
 @each
-def test_a_run_that_is_broken_off_ends_with_an_error_where_it_is_closed(root: Path, workers: int) -> None:
+def test_interrupted_run_on_an_overwritten_shard_raises_at_close(root: Path, workers: int) -> None:
     own = begun(root, workers)
     with pytest.raises(sp.ShardError, match=OVERWRITTEN) as caught:
         own.close()
@@ -136,7 +136,7 @@ def test_a_run_that_is_broken_off_ends_with_an_error_where_it_is_closed(root: Pa
 
 
 @each
-def test_a_run_that_another_error_ends_logs_it(root: Path, workers: int, caplog: Any) -> None:
+def test_run_ended_by_another_error_logs_the_overwritten_shard(root: Path, workers: int, caplog: Any) -> None:
     own = begun(root, workers)
     with pytest.raises(ZeroDivisionError):
         left_with(ZeroDivisionError(), own)
@@ -145,14 +145,14 @@ def test_a_run_that_another_error_ends_logs_it(root: Path, workers: int, caplog:
 
 
 @each
-def test_a_loader_that_is_dropped_logs_it(root: Path, workers: int, caplog: Any) -> None:
+def test_released_loader_logs_the_overwritten_shard(root: Path, workers: int, caplog: Any) -> None:
     own = begun(root, workers)
     del own
     gc.collect()
     assert "it was overwritten while this run read it" in caplog.text
 
 
-def test_a_state_without_workers_is_of_shards_that_were_looked_at(root: Path) -> None:
+def test_state_without_workers_is_saved_after_a_check_of_the_shards(root: Path) -> None:
     own = begun(root, 0)
     with pytest.raises(sp.ShardError, match=OVERWRITTEN):
         own.state_dict()
@@ -169,7 +169,7 @@ def eventually_raises(act: Callable[[], object]) -> pytest.ExceptionInfo[sp.Shar
     return caught
 
 
-def test_a_worker_that_is_idle_reports_it_to_the_next_state_and_batch(root: Path) -> None:
+def test_idle_worker_reports_an_overwritten_shard_to_the_next_state_and_batch(root: Path) -> None:
     own = begun(root, 1)
     eventually_raises(own.state_dict)
     with pytest.raises(sp.ShardError, match=OVERWRITTEN):
@@ -178,7 +178,7 @@ def test_a_worker_that_is_idle_reports_it_to_the_next_state_and_batch(root: Path
 
 
 @each
-def test_a_state_from_before_goes_on_once_the_old_shard_is_back(root: Path, workers: int) -> None:
+def test_earlier_state_resumes_once_the_old_shard_is_restored(root: Path, workers: int) -> None:
     raw = (root / "0000.tar").read_bytes()
     own = loader(root, workers)
     before = [next(own).tolist() for _ in range(3)]
@@ -197,7 +197,7 @@ def test_a_state_from_before_goes_on_once_the_old_shard_is_back(root: Path, work
 
 
 @each
-def test_nothing_is_said_of_shards_that_stay_as_they_are(root: Path, workers: int, caplog: Any) -> None:
+def test_unchanged_shards_are_not_reported(root: Path, workers: int, caplog: Any) -> None:
     with loader(root, workers, epochs=1) as own:
         assert sum(len(batch) for batch in own) == 80
         own.state_dict()

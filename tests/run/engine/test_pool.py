@@ -54,7 +54,7 @@ def test_a_new_lane_goes_to_the_worker_with_the_fewest_requests() -> None:
     assert choice(0.1, [2, 2, 2]) is None
 
 
-def test_a_lane_stays_where_it_is_unless_another_worker_begins_it_sooner() -> None:
+def test_lane_stays_with_its_worker_unless_another_starts_it_sooner() -> None:
     assert choice(0.1, [0, 0], holder=1) == 1
     assert choice(0.1, [0, 1], holder=1) == 0
     assert choice(0.001, [0, 1], holder=1) == 1, "to move takes longer than to wait"
@@ -63,15 +63,13 @@ def test_a_lane_stays_where_it_is_unless_another_worker_begins_it_sooner() -> No
     assert choice(0.1, [1, 2], holder=1, rebuild_s=0.15) is None, "it waits until its holder has room"
 
 
-def test_a_lane_that_is_at_work_stays_where_it_works() -> None:
+def test_running_lane_stays_with_its_worker() -> None:
     assert choice(0.1, [0, 1], holder=1, sent=1) == 1
     assert choice(0.1, [0, 2], holder=1, sent=2) is None
 
 
 @pytest.mark.parametrize("lanes,num_workers", [(12, 5), (3, 4)])
-def test_lanes_move_between_workers_and_the_batches_are_the_same(
-    make_shards: Any, lanes: int, num_workers: int
-) -> None:
+def test_moving_lanes_between_workers_changes_no_batch(make_shards: Any, lanes: int, num_workers: int) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
     settings: dict[str, Any] = {"seed": 3, "lanes": lanes}
     expected = take(sp.SavableLoader(pipeline, **settings), 30)
@@ -79,7 +77,7 @@ def test_lanes_move_between_workers_and_the_batches_are_the_same(
         assert take(own, 30) == expected
 
 
-def test_no_worker_is_idle_while_lanes_wait_for_another_and_it_forgets_those_that_have_moved(make_shards: Any) -> None:
+def test_idle_workers_take_over_waiting_lanes_and_old_ones_forget_them(make_shards: Any) -> None:
     """4 workers on 6 lanes: dealt fixed, two of them would hold two lanes each, and the others one."""
     pipeline = partial(number_pipeline, str(make_shards([600])), encoder=SleepyEncoder())
     with sp.SavableLoader(pipeline, seed=3, lanes=6, num_workers=4) as own:
@@ -92,7 +90,7 @@ def test_no_worker_is_idle_while_lanes_wait_for_another_and_it_forgets_those_tha
         assert told == [] and sum(len(worker.forget) for worker in pool._workers) < 12
 
 
-def test_the_server_may_be_killed_too(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_fork_server_may_be_killed(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
     expected = take(sp.SavableLoader(pipeline, seed=3, lanes=12), 30)
     before = descendants(os.getpid())

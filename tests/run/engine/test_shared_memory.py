@@ -24,7 +24,7 @@ def _pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), _LookedAt(), check=0.0), size=1)
 
 
-def test_a_garbage_collection_in_a_forked_worker_looks_at_nothing_of_the_trainers(make_shards: Any) -> None:
+def test_garbage_collection_in_a_forked_worker_ignores_the_trainers_objects(make_shards: Any) -> None:
     owned: list[list[int]] = [[] for _ in range(50_000)]
     with sp.SavableLoader(partial(_pipeline, str(make_shards([8]))), seed=1, lanes=2, num_workers=1) as loader:
         assert next(iter(loader))[0] < len(owned) / 2

@@ -23,7 +23,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_loader_whose_server_is_stopped_is_closed_and_leaves_nothing(
+def test_loader_with_a_stopped_fork_server_closes_completely(
     make_shards: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_host, "_LOOK_S", 1.0)
@@ -54,7 +54,7 @@ LONG = pytest.mark.long
     ("wait_s", "method"),
     [(0.3, "fork"), pytest.param(None, "fork", marks=LONG), pytest.param(None, "forkserver", marks=LONG)],
 )
-def test_a_loader_whose_server_is_stopped_and_whose_workers_are_killed_goes_on_with_others(
+def test_loader_with_a_stopped_fork_server_replaces_killed_workers(
     make_shards: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, wait_s: float | None, method: str
 ) -> None:
     if wait_s is not None:
@@ -81,7 +81,7 @@ def tracker() -> set[int]:
     return set() if pid is None else {pid}
 
 
-def test_a_server_that_is_only_slow_to_begin_is_left_alone(
+def test_slowly_starting_fork_server_is_not_killed(
     make_shards: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_host, "_SILENT_S", 0.05)

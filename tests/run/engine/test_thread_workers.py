@@ -97,7 +97,7 @@ def check_legs(sizes: list[int], chosen: dict[str, Any], seed: int) -> None:
 
 @given(shard_sizes, quiet, st.integers(0, 2**20))
 @examples(4, shrink=False)
-def test_threads_and_processes_give_the_same_batches_and_states_from_one_to_the_other(
+def test_threads_and_processes_yield_the_same_batches_and_exchange_states(
     sizes: list[int], chosen: dict[str, Any], seed: int
 ) -> None:
     check_legs(sizes, chosen, seed)
@@ -106,7 +106,7 @@ def test_threads_and_processes_give_the_same_batches_and_states_from_one_to_the_
 @pytest.mark.long
 @given(shard_sizes, quiet, st.integers(0, 2**20))
 @examples(300, shrink=False)
-def test_so_do_very_many(sizes: list[int], chosen: dict[str, Any], seed: int) -> None:
+def test_many_threads_and_processes_yield_the_same_batches(sizes: list[int], chosen: dict[str, Any], seed: int) -> None:
     check_legs(sizes, chosen, seed)
 
 
@@ -131,7 +131,7 @@ class Seeded(NumberEncoder):
         ),
     ],
 )
-def test_an_encoder_that_needs_the_global_generators_is_refused_by_name_with_the_cure(
+def test_encoder_that_needs_global_generators_is_rejected_with_a_fix(
     make_shards: Any, make: Callable[[Any], Any], named: str
 ) -> None:
     pipeline = make(sp.read(make_shards([40]))).batch(2)
@@ -147,7 +147,7 @@ def small(sample: sp.Sample) -> bool:
     return sample.json()["id"] < 30
 
 
-def test_functions_that_say_so_run_in_threads(make_shards: Any) -> None:
+def test_functions_marked_thread_safe_run_in_threads(make_shards: Any) -> None:
     quiet = sp.read(make_shards([60])).filter(small, global_rng=False).map(numbered, global_rng=False).batch(2)
     expected = [next(iter_) for iter_ in [iter(sp.SavableLoader(quiet, seed=3, lanes=LANES))] for _ in range(9)]
     with loader(quiet) as own:
@@ -192,14 +192,14 @@ def test_each_thread_has_a_copy_of_the_encoder(make_shards: Any) -> None:
     assert len(Alone.used) == 3 and id(encoder) not in Alone.used
 
 
-def test_but_not_of_one_that_is_thread_safe(make_shards: Any) -> None:
+def test_thread_safe_encoder_is_not_copied(make_shards: Any) -> None:
     encoder = Safe()
     with loader(partial(number_pipeline, str(make_shards([600])), encoder=encoder)) as own:
         next(own)
     assert Safe.used == {id(encoder)}
 
 
-def test_an_encoder_that_cannot_be_copied_is_an_error_with_the_cure(make_shards: Any) -> None:
+def test_encoder_that_cannot_be_copied_is_an_error_with_a_fix(make_shards: Any) -> None:
     with (
         loader(partial(number_pipeline, str(make_shards([40])), encoder=Uncopied())) as own,
         pytest.raises(ValueError, match=r"Uncopied cannot be copied for a worker thread .*thread_safe = True"),
@@ -269,7 +269,7 @@ def of_a_step(root: Path, step: str, function: Callable[..., Any]) -> Any:
 
 
 @pytest.mark.parametrize("step", STEPS_WITH_FUNCTIONS)
-def test_each_thread_has_a_copy_of_what_is_bound_to_the_function_of_a_step(make_shards: Any, step: str) -> None:
+def test_each_thread_has_a_copy_of_objects_bound_to_a_function(make_shards: Any, step: str) -> None:
     Mine.used.clear()
     mine = Mine()
     with loader(of_a_step(make_shards([600]), step, STEPS_WITH_FUNCTIONS[step][0](mine))) as own:
@@ -281,9 +281,7 @@ def test_each_thread_has_a_copy_of_what_is_bound_to_the_function_of_a_step(make_
 
 
 @pytest.mark.parametrize("step", STEPS_WITH_FUNCTIONS)
-def test_what_the_function_of_a_step_only_refers_to_is_refused_if_it_is_not_thread_safe(
-    make_shards: Any, step: str
-) -> None:
+def test_unsafe_global_of_a_function_is_rejected_in_threads(make_shards: Any, step: str) -> None:
     draws = random.Random(3)
     functions: dict[int, Callable[..., Any]] = {
         0: lambda: Tokens(draws and Mine()),
@@ -299,7 +297,7 @@ def test_what_the_function_of_a_step_only_refers_to_is_refused_if_it_is_not_thre
         next(own)
 
 
-def test_a_tokenizer_that_two_functions_truncate_otherwise_gives_the_batches_of_one_process(make_shards: Any) -> None:
+def test_tokenizer_shared_by_two_functions_yields_the_same_batches_in_threads(make_shards: Any) -> None:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1}, unk_token="a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     pipeline = sp.read(make_shards([600])).map(partial(truncated, words), global_rng=False, check=0.0).batch(4)
@@ -324,7 +322,7 @@ class Counting(NumberEncoder):
         return self.calls
 
 
-def test_an_encoder_that_gives_two_results_is_told_of_other_threads_where_there_are_any(make_shards: Any) -> None:
+def test_impure_encoder_error_mentions_threads_if_there_are_any(make_shards: Any) -> None:
     pipeline = sp.read(make_shards([60])).encode(Counting()).batch(2)
     with (
         loader(pipeline) as own,
@@ -363,7 +361,7 @@ def test_a_trainer_may_write_to_its_batches(make_shards: Any) -> None:
         assert len(raws) == 1, "bytes cannot be written to: they are not copied"
 
 
-def test_what_is_twice_in_a_batch_is_so_in_its_copy() -> None:
+def test_object_that_is_twice_in_a_batch_is_twice_in_its_copy() -> None:
     array, shared = np.arange(3), [1]
     made = apart({"a": [array, array], "b": (shared, shared), "c": np.float32(2.5), "d": None}, {})
     assert made["a"][0] is made["a"][1] is not array and made["b"][0] is made["b"][1] is not shared
@@ -387,7 +385,7 @@ def test_a_trainer_keeps_its_generators_signals_and_number_of_threads(make_shard
     assert settings() == before
 
 
-def test_the_memory_that_stages_hold_is_counted_right_in_many_threads() -> None:
+def test_memory_of_stages_is_counted_correctly_in_many_threads() -> None:
     budget = MemoryBudget()
 
     def hold() -> None:
@@ -438,7 +436,7 @@ class Waits(NumberEncoder):
         return number
 
 
-def test_a_thread_that_hangs_is_an_error_which_says_that_it_cannot_be_ended(make_shards: Any) -> None:
+def test_hung_thread_is_an_error_that_says_it_cannot_be_killed(make_shards: Any) -> None:
     encoder = Waits()
     pipeline = partial(number_pipeline, str(make_shards([600])), encoder=encoder)
     told = (
@@ -474,7 +472,7 @@ def test_a_thread_that_ends_is_replaced(make_shards: Any, caplog: pytest.LogCapt
     assert "ended by SystemExit, while it made a batch of lane 4" in caplog.text
 
 
-def test_a_loader_whose_thread_is_slow_closes_without_it(
+def test_loader_closes_without_waiting_for_a_slow_thread(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(thread_host, "_LOOK_S", 0.2)
@@ -487,7 +485,7 @@ def test_a_loader_whose_thread_is_slow_closes_without_it(
     encoder.may.set()
 
 
-def test_a_shard_that_is_overwritten_is_told_at_the_close(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwritten_shard_is_reported_at_close(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_files, "_LOOK_S", 10_000.0)
     root: Path = make_shards([84])
     own = loader(partial(number_pipeline, str(root)), threads(2, prefetch=1))
@@ -499,7 +497,7 @@ def test_a_shard_that_is_overwritten_is_told_at_the_close(make_shards: Any, monk
         own.close()
 
 
-def test_torchs_number_of_threads_is_told_where_it_may_matter(make_shards: Any, caplog: Any) -> None:
+def test_torchs_number_of_threads_is_warned_of_if_it_may_matter(make_shards: Any, caplog: Any) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -509,7 +507,7 @@ def test_torchs_number_of_threads_is_told_where_it_may_matter(make_shards: Any, 
     assert "torch has 3 threads here and one in worker processes" in caplog.text
 
 
-def test_a_filter_leaves_the_trainers_generators_alone_without_workers(make_shards: Any) -> None:
+def test_filter_without_workers_does_not_change_the_trainers_generators(make_shards: Any) -> None:
     alone = sp.SavableLoader(sp.read(make_shards([60])).filter(small).map(numbered, global_rng=False).batch(2), seed=3)
     next(alone)
     random.seed(5)

@@ -36,7 +36,7 @@ def test_a_start_method_is_a_name_or_a_context() -> None:
     assert sp.Workers(start_method="spawn").context().get_start_method() == "spawn"
 
 
-def test_the_number_of_workers_is_given_once_here_or_there(make_shards: Any) -> None:
+def test_number_of_workers_is_passed_once(make_shards: Any) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40])))
     expected = take(sp.SavableLoader(pipeline, seed=3, lanes=4), 6)
     with sp.SavableLoader(pipeline, seed=3, lanes=4, workers=sp.Workers(2)) as loader:
@@ -46,6 +46,6 @@ def test_the_number_of_workers_is_given_once_here_or_there(make_shards: Any) -> 
         sp.SavableLoader(pipeline, seed=3, num_workers=3, workers=sp.Workers(2))
 
 
-def test_a_bound_of_rows_in_flight_is_at_least_one() -> None:
+def test_max_in_flight_is_at_least_one() -> None:
     with pytest.raises(ValueError, match="max_in_flight must be at least 1, not 0"):
         sp.Acknowledge(max_in_flight=0)

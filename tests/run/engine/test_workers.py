@@ -61,7 +61,7 @@ def faulty(make_shards: Any, tmp_path: Path) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("killed", "after", "epochs"), [(slice(0, 1), 1, None), (slice(1, 2), 4, 1), (slice(0, 2), 4, None)], ids=str
 )
-def test_a_worker_that_was_killed_is_replaced_and_the_same_batches_come(
+def test_killed_worker_is_replaced_and_the_batches_are_the_same(
     make_shards: Any, killed: slice, after: int, epochs: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=epochs)
@@ -80,7 +80,7 @@ def test_a_worker_that_was_killed_is_replaced_and_the_same_batches_come(
     assert "ended by signal SIGKILL" in caplog.text and "replaced" in caplog.text
 
 
-def test_workers_killed_all_the_time_change_nothing(make_shards: Any) -> None:
+def test_continuously_killed_workers_change_nothing(make_shards: Any) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
     expected = take(loader(pipeline, 0), 60)
     draw = random.Random(3)
@@ -110,7 +110,7 @@ def test_a_worker_killed_in_the_middle_of_sending_a_batch_is_replaced_and_nothin
         assert found == expected
 
 
-def test_what_a_worker_delivered_before_it_died_is_not_given_again(make_shards: Any, tmp_path: Path) -> None:
+def test_batches_delivered_by_a_dead_worker_are_not_repeated(make_shards: Any, tmp_path: Path) -> None:
     encoder = CuredEncoder("kill", 9, 1, tmp_path / "log")
     pipeline = partial(number_pipeline, str(make_shards([60])), encoder=encoder)
     with loader(pipeline, 1, lanes=1, workers=sp.Workers(prefetch=4)) as own:  # asked for more of the lane by then
@@ -131,7 +131,7 @@ def many_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_workers_are_replaced_whatever_the_trainer_has_open(faulty: Any, many_descriptors: None) -> None:
+def test_workers_are_replaced_with_any_open_descriptors(faulty: Any, many_descriptors: None) -> None:
     with loader(faulty("none"), 0) as alone:
         expected = take(alone, 12)
     with loader(faulty("none"), 2) as own:
@@ -143,7 +143,7 @@ def test_workers_are_replaced_whatever_the_trainer_has_open(faulty: Any, many_de
 
 
 @pytest.mark.parametrize("how", ["segfault", "hang"])
-def test_a_sample_that_ends_its_worker_three_times_is_made_the_fourth_time(
+def test_sample_that_kills_three_workers_is_built_by_the_fourth(
     make_shards: Any, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     encoder = CuredEncoder(how, 9, 3, tmp_path / "failed")
@@ -159,7 +159,7 @@ def test_a_sample_that_ends_its_worker_three_times_is_made_the_fourth_time(
         assert re.search(r"innermost call first:\n.*line \d+ in fail\n.*line \d+ in encode\n", message)
 
 
-def test_a_sample_that_always_ends_its_worker_stops_the_run_at_its_own_batch(faulty: Any, tmp_path: Path) -> None:
+def test_sample_that_kills_every_worker_stops_the_run_at_its_batch(faulty: Any, tmp_path: Path) -> None:
     """Not before, though the workers are ahead; the state is that before the batch."""
     with loader(faulty("kill", at=13), workers=sp.Workers(prefetch=8)) as own:
         found = [next(own) for _ in range(6)]
@@ -172,9 +172,7 @@ def test_a_sample_that_always_ends_its_worker_stops_the_run_at_its_own_batch(fau
 
 
 @pytest.mark.parametrize("how", ["exit", "os exit"])
-def test_an_encoder_that_ends_the_process_each_time_is_told_with_its_exit_code(
-    faulty: Any, how: str, tmp_path: Path
-) -> None:
+def test_encoder_that_exits_its_process_is_reported_with_the_exit_code(faulty: Any, how: str, tmp_path: Path) -> None:
     with loader(faulty(how), 1) as own:
         found = [next(own) for _ in range(4)]
         for _ in range(2):
@@ -188,7 +186,7 @@ def test_an_encoder_that_ends_the_process_each_time_is_told_with_its_exit_code(
     assert found == [[2 * i, 2 * i + 1] for i in range(10)]
 
 
-def test_so_many_deaths_in_all_end_the_run(make_shards: Any) -> None:
+def test_too_many_worker_deaths_end_the_run(make_shards: Any) -> None:
     pipeline = partial(number_pipeline, str(make_shards([60])))
     with (
         loader(pipeline, 1, workers=sp.Workers(max_restarts=3)) as own,
@@ -201,7 +199,7 @@ def test_so_many_deaths_in_all_end_the_run(make_shards: Any) -> None:
 
 
 @pytest.mark.parametrize("in_a_row", [3, 4])
-def test_workers_that_die_before_they_start_end_the_run_only_if_four_do_in_a_row(
+def test_four_consecutive_workers_that_die_at_start_end_the_run(
     make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_row: int
 ) -> None:
     births = tmp_path / "births"
@@ -234,7 +232,7 @@ def test_workers_that_die_before_they_start_end_the_run_only_if_four_do_in_a_row
 # Hanging.
 
 
-def test_a_worker_that_hangs_is_told_with_its_lane_after_the_timeout(faulty: Any, tmp_path: Path) -> None:
+def test_hung_worker_is_reported_with_its_lane_after_the_timeout(faulty: Any, tmp_path: Path) -> None:
     with loader(faulty("hang", epochs=1), workers=sp.Workers(timeout=0.5)) as own:
         found = [next(own) for _ in range(4)]
         pids = workers(own)
@@ -250,7 +248,7 @@ def test_a_worker_that_hangs_is_told_with_its_lane_after_the_timeout(faulty: Any
     assert found == [[2 * i, 2 * i + 1] for i in range(10)]
 
 
-def test_a_batch_that_takes_long_but_not_too_long_is_no_matter(faulty: Any) -> None:
+def test_slow_batch_within_the_timeout_is_no_error(faulty: Any) -> None:
     with loader(faulty("none"), 1, workers=sp.Workers(timeout=2)) as own:
         next(own)
         (pid,) = workers(own)
@@ -278,7 +276,7 @@ def test_stopped_workers_are_killed_when_the_loader_closes(faulty: Any, monkeypa
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_the_timeout_does_not_count_the_imports_of_a_worker(make_shards: Any) -> None:
+def test_timeout_excludes_the_imports_of_a_worker(make_shards: Any) -> None:
     """A spawned worker imports torch, which takes seconds."""
     pipeline = partial(number_pipeline, str(make_shards([20])))
     with loader(pipeline, 1, workers=sp.Workers(start_method="spawn", timeout=0.5)) as own:
@@ -302,7 +300,7 @@ def test_a_worker_that_does_not_start_is_an_error(make_shards: Any, monkeypatch:
     ("how", "num_workers", "at", "epochs"),
     [("value", 0, 0, None), ("value", 2, 9, None), ("unpicklable", 2, 0, 1), ("unpicklable", 0, 9, 1)],
 )
-def test_an_error_of_an_encoder_says_where_and_again_and_nothing_is_lost(
+def test_encoder_error_names_its_sample_repeats_and_loses_nothing(
     faulty: Any, tmp_path: Path, how: str, num_workers: int, at: int, epochs: int | None
 ) -> None:
     with loader(faulty(how, at, epochs=epochs), num_workers) as own:
@@ -334,7 +332,7 @@ def test_an_error_of_an_encoder_says_where_and_again_and_nothing_is_lost(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_class_of_the_users_own_can_be_caught_as_ours(make_shards: Any, num_workers: int) -> None:
+def test_users_error_class_can_be_caught_as_savable_error(make_shards: Any, num_workers: int) -> None:
     pipeline = partial(faulty_stage_pipeline, str(make_shards([20])))
     with loader(pipeline, num_workers) as own:
         for _ in range(2):
@@ -343,7 +341,7 @@ def test_an_error_class_of_the_users_own_can_be_caught_as_ours(make_shards: Any,
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_of_an_encoder_shows_the_frames_of_the_user_alone(faulty: Any, num_workers: int) -> None:
+def test_encoder_error_shows_only_the_users_frames(faulty: Any, num_workers: int) -> None:
     with loader(faulty("value", 9), num_workers) as own:
         with pytest.raises(sp.EncodeError) as caught:
             take(own, 20)
@@ -362,14 +360,14 @@ def stops_to_decide(error: sp.SavableError) -> bool:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_on_error_function_sees_and_raises_the_same_with_workers_and_without(faulty: Any, num_workers: int) -> None:
+def test_on_error_function_works_the_same_with_and_without_workers(faulty: Any, num_workers: int) -> None:
     with loader(faulty("value", 9, on_error=refuses_to_decide), num_workers) as own:
         for _ in range(2):
             with pytest.raises(LookupError, match="no policy for EncodeError of ValueError"):
                 take(own, 20)
 
 
-def test_an_on_error_function_whose_error_cannot_be_sent_is_told_with_its_traceback(faulty: Any) -> None:
+def test_unpicklable_error_of_an_on_error_function_is_reported_with_its_traceback(faulty: Any) -> None:
     with (
         loader(faulty("value", 9, on_error=stops_to_decide), 2) as own,
         pytest.raises(sp.WorkerError, match=r"in a worker(.|\n)*in stops_to_decide"),
@@ -377,7 +375,7 @@ def test_an_on_error_function_whose_error_cannot_be_sent_is_told_with_its_traceb
         take(own, 20)
 
 
-def test_a_pipeline_that_cannot_be_built_in_a_worker_is_told_with_its_traceback(make_shards: Any) -> None:
+def test_pipeline_that_fails_to_build_in_a_worker_is_reported_with_its_traceback(make_shards: Any) -> None:
     pipeline = partial(builds_only_here, os.getpid(), str(make_shards([20])))
     with loader(pipeline) as own:
         for _ in range(2):
@@ -386,7 +384,7 @@ def test_a_pipeline_that_cannot_be_built_in_a_worker_is_told_with_its_traceback(
             assert "in builds_only_here" in caught.value.__notes__[0]
 
 
-def test_a_batch_that_cannot_be_sent_is_told(make_shards: Any) -> None:
+def test_unpicklable_batch_is_reported(make_shards: Any) -> None:
     pipeline = partial(number_pipeline, str(make_shards([20])), encoder=LambdaEncoder())
     with loader(pipeline) as own:
         for _ in range(2):
@@ -472,7 +470,7 @@ def one(loader: sp.SavableLoader) -> str:
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator that is closed
-def test_a_loader_interrupted_at_any_moment_stands_before_or_after_a_batch(
+def test_loader_interrupted_at_any_moment_is_before_or_after_a_batch(
     make_shards: Any, num_workers: int, stride: int, epochs: int | None, start: int
 ) -> None:
     """As by Ctrl-C in a notebook, after which one looks at the loader, saves it, and goes on.
@@ -522,7 +520,7 @@ def redefined(sample: sp.Sample) -> int:  # type: ignore[no-redef]
     return 2
 
 
-def test_what_cannot_be_sent_to_workers_is_an_error_with_the_cure_for_its_cause(make_shards: Any) -> None:
+def test_unpicklable_object_is_an_error_with_a_fix_for_its_cause(make_shards: Any) -> None:
     read = sp.read(make_shards([4]))
     causes = {
         r"cannot pickle '_thread.lock' object\. Make what .* tokenizer, in the worker.*\.encode\(make\)": Tokenizing(),

@@ -57,7 +57,7 @@ def test_a_state_that_was_saved_and_not_loaded_is_an_error(make: Any, folder: Pa
     assert [given.batch.slot for given in LedgerFiles(folder).batches() if not given.lost] == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_of_all_starts_the_last_slot_and_the_last_state_are_named(make: Any) -> None:
+def test_last_slot_and_last_state_of_all_starts_are_named(make: Any) -> None:
     own = make()
     take(own, 5)
     state = own.state_dict()
@@ -68,7 +68,7 @@ def test_of_all_starts_the_last_slot_and_the_last_state_are_named(make: Any) -> 
     expect_forgotten(make(), 5, 8)
 
 
-def test_in_epochs_of_so_many_slots_a_saved_slot_is_counted_from_the_beginning(make: Any) -> None:
+def test_with_epoch_slots_a_saved_slot_counts_from_the_start_of_the_run(make: Any) -> None:
     own = make(epoch_slots=12)
     take(own, 1000), take(own, 2)
     own.state_dict()
@@ -76,7 +76,7 @@ def test_in_epochs_of_so_many_slots_a_saved_slot_is_counted_from_the_beginning(m
     expect_forgotten(make(epoch_slots=12), 14, 14)
 
 
-def test_what_a_trainer_saved_counts(make: Any) -> None:
+def test_state_saved_by_a_trainer_counts(make: Any) -> None:
     batches = TrainerLoader(make())
     ahead = iter(batches)
     next(ahead), next(ahead)
@@ -85,7 +85,7 @@ def test_what_a_trainer_saved_counts(make: Any) -> None:
     expect_forgotten(make(), 2, 2)
 
 
-def test_where_no_state_was_saved_it_is_a_warning(make: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_restart_without_a_saved_state_is_a_warning(make: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     own = make()
     own.state_dict()  # of the start, which needs no loading
     take(own, 4)
@@ -100,7 +100,7 @@ def test_where_no_state_was_saved_it_is_a_warning(make: Any, folder: Path, caplo
     assert len(warned(caplog)) == 1
 
 
-def test_a_run_that_was_killed_while_it_saved_for_the_first_time_may_begin_again(
+def test_run_killed_during_its_first_save_may_restart(
     make: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pid = os.fork()
@@ -117,7 +117,7 @@ def test_a_run_that_was_killed_while_it_saved_for_the_first_time_may_begin_again
     assert len(warned(caplog)) == 1
 
 
-def test_a_state_that_was_saved_last_of_all_counts_where_the_loader_was_closed(make: Any) -> None:
+def test_state_saved_before_close_counts(make: Any) -> None:
     with make() as own:
         take(own, 2)
         own.state_dict()
@@ -133,7 +133,7 @@ def test_a_save_that_failed_does_not_count(make: Any, caplog: pytest.LogCaptureF
     assert len(warned(caplog)) == 1
 
 
-def test_who_loads_skips_or_goes_back_has_not_forgotten_it(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_skipping_or_going_back_is_not_a_forgotten_state(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     own = make()
     start = own.state_dict()
     take(own, 2)
@@ -167,7 +167,7 @@ def test_ranks_that_communicate_raise_together_and_warn_once(
     assert len(list(folder.iterdir())) == files
 
 
-def test_another_runs_ledger_is_refused_as_such(make: Any, shards: str, folder: Path) -> None:
+def test_ledger_of_another_run_is_rejected(make: Any, shards: str, folder: Path) -> None:
     own = make()
     take(own, 2)
     own.state_dict()

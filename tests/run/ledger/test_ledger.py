@@ -77,7 +77,7 @@ def test_the_ledger_has_every_row_of_every_yielded_batch(
         assert [len(row) for row in given.batch.samples.by_row()] == [len(row) for row in trace.rows]
 
 
-def test_batches_yielded_after_the_resumed_state_are_lost_and_each_slot_keeps_one(shards: str, folder: Path) -> None:
+def test_batches_after_the_resumed_state_are_lost_and_each_slot_has_one(shards: str, folder: Path) -> None:
     pipeline = partial(toy_pipeline, shards)
     draw = random.Random(5)
     expected: dict[tuple[int, int], list[int]] = {}
@@ -112,7 +112,7 @@ def test_a_killed_run_loses_no_record_of_a_yielded_batch(shards: str, folder: Pa
     assert slots[: len(given)] == given and len(slots) <= len(given) + 1
 
 
-def test_loading_in_one_process_begins_another_file(shards: str, folder: Path) -> None:
+def test_loading_a_state_starts_a_new_ledger_file(shards: str, folder: Path) -> None:
     own = loader(partial(toy_pipeline, shards), folder)
     take(own, 3)
     state = own.state_dict()
@@ -144,7 +144,7 @@ def test_batches_skipped_after_a_resume_are_lost_in_the_ledger(shards: str, fold
     assert [given.batch.slot for given in ledger.batches() if given.lost] == [5, 6, 7, 8, 9]
 
 
-def test_a_start_on_a_node_whose_clock_is_a_day_behind_comes_after_the_others_all_the_same(
+def test_start_with_a_wrong_clock_is_ordered_after_the_others(
     shards: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On 2 ranks that cannot talk; each later start is killed before the next, on a node that is farther behind."""
@@ -197,7 +197,7 @@ def counted(folder: Path) -> list[tuple[int, int]]:
         ([(1, 0, 0), (2, 1, 0), (3, 0, 0), (4, 1, 0), (5, 0, 2)], [(3, 0), (4, 1), (5, 0)]),
     ],
 )
-def test_the_ranks_of_a_start_belong_together_whenever_they_began(
+def test_ranks_of_a_start_belong_together_regardless_of_time(
     folder: Path, starts: list[tuple[int, int, int]], counts: list[tuple[int, int]]
 ) -> None:
     write_starts(folder, *starts)
@@ -216,7 +216,7 @@ def test_the_ranks_of_a_start_belong_together_whenever_they_began(
         {"own": ("samples", "items", "batches"), "max_buffer_bytes": 0, "too_long": "split"},
     ],
 )
-def test_any_batch_can_be_made_again_byte_for_byte(
+def test_any_batch_can_be_rebuilt_byte_for_byte(
     shards: str, folder: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(records, "STATE_EVERY", 2)
@@ -245,7 +245,7 @@ def test_without_a_state_the_lane_runs_from_the_start_of_its_epoch(shards: str, 
             assert digest(make_again(pipeline, LedgerFiles(folder), epoch, slot).batch) == batches[slot]
 
 
-def test_another_pipeline_is_refused(shards: str, folder: Path) -> None:
+def test_another_pipeline_is_rejected(shards: str, folder: Path) -> None:
     take(loader(partial(toy_pipeline, shards), folder), 13)
     with pytest.raises(sp.CheckpointMismatchError, match="max_length"):
         make_again(partial(toy_pipeline, shards, max_length=21), LedgerFiles(folder), 0, 12)
@@ -357,9 +357,7 @@ def test_a_rank_that_cannot_write_stops_all_ranks_once(shards: str, folder: Path
 
 
 @pytest.mark.usefixtures("meeting")
-def test_ranks_that_can_talk_write_the_largest_of_the_numbers_after_those_that_each_finds(
-    shards: str, folder: Path, tmp_path: Path
-) -> None:
+def test_communicating_ranks_agree_on_the_largest_start_number(shards: str, folder: Path, tmp_path: Path) -> None:
     folders = [folder, tmp_path / "other"]
     tomorrow = time.time_ns() + 86_400 * 10**9
     folders[1].mkdir()
@@ -371,7 +369,7 @@ def test_ranks_that_can_talk_write_the_largest_of_the_numbers_after_those_that_e
 
 
 @pytest.mark.usefixtures("meeting")
-def test_a_rank_that_was_closed_goes_on_without_the_others(shards: str, folder: Path) -> None:
+def test_closed_rank_continues_without_the_others(shards: str, folder: Path) -> None:
     ranks = [loader(partial(toy_pipeline, shards), folder, ranks=(rank, 2)) for rank in range(2)]
     next_of_each(ranks)
     ranks[1].close()
@@ -405,18 +403,18 @@ def test_a_sample_takes_few_bytes(make_shards: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [[0], [5, 5, 5], [0, 255], [0, 256], [1 << 40, 3], [(1 << 62) + 1, 0], []])
-def test_columns_come_back(values: list[int]) -> None:
+def test_columns_round_trip(values: list[int]) -> None:
     packed = pack_column(np.array(values)) if values else b""
     assert unpack_column(packed, len(values)).tolist() == values
 
 
-def test_a_forged_column_is_refused() -> None:
+def test_a_forged_column_is_rejected() -> None:
     for packed in (b"\x01ab", b"\x03abcabc", b"\x0b", b"\x09ab"):
         with pytest.raises(sp.SavableError, match="damaged"):
             unpack_column(packed, 3)
 
 
-def test_a_forged_number_of_items_takes_no_memory(folder: Path) -> None:
+def test_forged_number_of_items_uses_no_memory(folder: Path) -> None:
     folder.mkdir()
     start = Start(records.FORMAT, 1, 0, 1, 1, 0, 0, 0, [], b"")
     forged = Batch(0, 0, 1 << 60, b"\x09\x00", b"\x09\x00", b"\x09\x00")
@@ -508,9 +506,7 @@ def growing(folder: Path, epochs: int | None, lane: sp.Lane) -> custom.Stage:
 
 
 @pytest.mark.parametrize("epochs", [1, None])
-def test_batches_from_before_and_after_shards_joined_can_be_made_again(
-    tmp_path: Path, folder: Path, epochs: int | None
-) -> None:
+def test_batches_before_and_after_added_shards_can_be_rebuilt(tmp_path: Path, folder: Path, epochs: int | None) -> None:
     """Also those of epochs that begin later in the same start, of which a lane has no state in the ledger."""
     data, source = tmp_path / "now", tmp_path / "all"
     write_numbered_shards(source, [30, 30, 30, 30, 30])
@@ -544,7 +540,7 @@ def test_batches_from_before_and_after_shards_joined_can_be_made_again(
         assert digest(make_again(pipeline, ledger, epoch, slot).batch) == given[epoch, slot], (epoch, slot)
 
 
-def test_in_epochs_of_so_many_slots_the_slots_go_on_counting(shards: str, folder: Path) -> None:
+def test_with_epoch_slots_the_slot_numbers_continue(shards: str, folder: Path) -> None:
     pipeline = partial(toy_pipeline, shards)
     given: list[str] = []
     with loader(pipeline, folder, epoch_slots=24) as own:
@@ -587,9 +583,7 @@ def test_excluded_samples_are_not_yielded_again(make_shards: Any, folder: Path, 
         make_again(pipeline, LedgerFiles(folder), 0, 29)
 
 
-def test_another_run_is_refused_in_a_folder_before_its_ledger_cannot_be_read_any_more(
-    folder: Path, shards: str
-) -> None:
+def test_another_run_in_a_ledger_folder_is_rejected_before_it_writes(folder: Path, shards: str) -> None:
     take(loader(partial(toy_pipeline, shards), folder), 3)
     before = sorted(folder.iterdir())
     other = sp.SavableLoader(partial(toy_pipeline, shards), seed=4, lanes=12, ledger=folder)

@@ -105,7 +105,7 @@ def listed(batch: Any) -> list[list[int]]:
     ],
     ids=str,
 )
-def test_a_batch_comes_again_in_the_bytes_in_which_it_was_given(shards: str, how: dict[str, Any], tail: str) -> None:
+def test_batch_is_repeated_byte_for_byte(shards: str, how: dict[str, Any], tail: str) -> None:
     """In epoch 1, whose keys are others than those of epoch 0."""
     pipeline = partial(toy_pipeline, shards, epochs=1, **how)
     with loader(pipeline, tail=tail) as own, loader(pipeline, tail=tail) as resumed:
@@ -123,7 +123,7 @@ def test_a_batch_comes_again_in_the_bytes_in_which_it_was_given(shards: str, how
         assert bare(next(resumed)) == bare(next(own))
 
 
-def test_samples_without_an_encoder_and_batches_that_are_no_dicts_come_again(shards: str) -> None:
+def test_samples_and_batches_that_are_not_dicts_are_repeated(shards: str) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.TarShardReader(shards, lane), size=3)
 
@@ -138,9 +138,7 @@ def test_samples_without_an_encoder_and_batches_that_are_no_dicts_come_again(sha
 
 
 @pytest.mark.parametrize("tail", ["stop", "pad"])
-def test_a_row_that_is_excluded_when_it_is_loaded_is_closed_and_its_batch_comes_shorter(
-    shards: str, tmp_path: Path, tail: str
-) -> None:
+def test_row_excluded_on_load_is_closed_and_its_batch_is_shorter(shards: str, tmp_path: Path, tail: str) -> None:
     exclude = tmp_path / "exclude.txt"
     exclude.write_text("")
 
@@ -182,7 +180,7 @@ class Pairs(custom.ItemStage):
         return tuple(self.source.fetch(part) for part in ref[1:])
 
 
-def test_rows_of_a_users_own_merging_stage_lose_what_is_excluded_and_have_no_receipt_without_anything(
+def test_rows_of_a_merging_stage_lose_excluded_samples_and_empty_ones_have_no_receipt(
     shards: str, tmp_path: Path
 ) -> None:
     (exclude := tmp_path / "exclude.txt").write_text("")
@@ -219,7 +217,7 @@ class Texts(sp.TaskEncoder):
         return items
 
 
-def test_a_row_that_fails_now_leaves_its_batch_shorter_and_one_of_such_rows_alone_comes_without_receipts(
+def test_row_that_fails_on_repetition_shortens_its_batch_and_an_empty_batch_has_no_receipts(
     shards: str,
 ) -> None:
     broken: set[int] = set()
@@ -244,9 +242,7 @@ def test_a_row_that_fails_now_leaves_its_batch_shorter_and_one_of_such_rows_alon
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_a_batch_that_was_filled_up_comes_again_as_it_was_whatever_the_size_of_batches_now(
-    shards: str, size: int
-) -> None:
+def test_padded_batch_is_repeated_at_its_old_size(shards: str, size: int) -> None:
     """Of 107 samples on 4 lanes, the last batches of the epoch have 2 of 3 rows, or 0."""
     pipeline = partial(counted_pipeline, shards)
     with loader(partial(pipeline, size=3), tail="pad") as own:
@@ -264,7 +260,7 @@ def test_a_batch_that_was_filled_up_comes_again_as_it_was_whatever_the_size_of_b
             assert bare(again) == bare(batch) and listed(again) == listed(batch)
 
 
-def test_a_pack_in_flight_keeps_the_items_of_the_sources_that_stay(tmp_path: Path) -> None:
+def test_pack_in_flight_has_the_items_of_remaining_sources(tmp_path: Path) -> None:
     for name, first in (("a", 0), ("b", 1000)):
         with sp.ShardWriter(tmp_path / name) as writer:
             for number in range(first, first + 40):
@@ -300,7 +296,7 @@ def _open(state: dict[str, Any]) -> dict[int, list[int]]:
     return {each.batch: [row for row in range(each.rows) if each.open >> row & 1] for each in flights}
 
 
-def test_again_comes_next_before_what_is_made_ahead_and_only_with_the_rows_that_were_asked_for(shards: str) -> None:
+def test_again_yields_only_the_requested_rows_before_prefetched_batches(shards: str) -> None:
     with loader(partial(counted_pipeline, shards, size=3)) as own:
         given = [next(own) for _ in range(4)]
         own.requeue([(1, 2), (0, 0), (1, 0), (99, 0)])
@@ -314,7 +310,7 @@ def test_again_comes_next_before_what_is_made_ahead_and_only_with_the_rows_that_
         assert own.stats()["samples"] == 15 and own.stats()["batches"] == 7
 
 
-def test_what_was_asked_for_again_at_an_epochs_end_comes_before_that_and_len_counts_slots(shards: str) -> None:
+def test_rows_requested_again_are_yielded_before_the_epochs_end_and_len_counts_slots(shards: str) -> None:
     with loader(partial(counted_pipeline, shards, size=4)) as own:
         taken = []
         for batch in own:
@@ -329,7 +325,7 @@ def test_what_was_asked_for_again_at_an_epochs_end_comes_before_that_and_len_cou
         assert later == [taken[0], [1 << EPOCH_SHIFT, 0]] and own.epoch == 1
 
 
-def test_open_rows_of_an_epoch_stay_in_the_state_and_come_first_in_the_next(shards: str) -> None:
+def test_open_rows_stay_in_the_state_and_are_first_in_the_next_epoch(shards: str) -> None:
     pipeline = partial(counted_pipeline, shards, size=4)
     with loader(pipeline) as own, loader(pipeline) as resumed:
         given = list(own)
@@ -340,7 +336,7 @@ def test_open_rows_of_an_epoch_stay_in_the_state_and_come_first_in_the_next(shar
         assert list(map(bare, taken[:2])) == list(map(bare, given[-2:])) and len(taken) == len(resumed) + 2
 
 
-def test_a_trainer_of_one_pass_that_was_killed_after_its_last_batch_learns_how_many_rows_come_again(
+def test_trainer_killed_after_the_last_batch_of_an_epoch_learns_how_many_rows_repeat(
     shards: str,
 ) -> None:
     pipeline = partial(counted_pipeline, shards, size=4)
@@ -373,7 +369,7 @@ def test_a_trainer_of_one_pass_that_was_killed_after_its_last_batch_learns_how_m
         lambda each: torch.cat([each, torch.full((2, 2), -1)]),
     ],
 )
-def test_receipts_are_taken_in_any_form_and_order(shards: str, form: Any) -> None:
+def test_receipts_are_accepted_in_any_form_and_order(shards: str, form: Any) -> None:
     with loader(partial(counted_pipeline, shards, size=4)) as own:
         first = next(own)["receipts"]
         next(own)
@@ -388,7 +384,7 @@ def minus_one(rows: Any, where: int) -> Any:
 
 
 @pytest.mark.parametrize("write", [lambda each: minus_one(each, 1), lambda each: minus_one(each.numpy(), 1)])
-def test_receipts_that_the_trainer_wrote_into_are_taken_as_they_stand_now(shards: str, write: Any) -> None:
+def test_receipts_changed_by_the_trainer_are_used_as_changed(shards: str, write: Any) -> None:
     with loader(partial(counted_pipeline, shards, size=4)) as own:
         batch = next(own)
         write(batch["receipts"])
@@ -401,7 +397,7 @@ def test_receipts_that_the_trainer_wrote_into_are_taken_as_they_stand_now(shards
         assert [listed(next(own))[row] for row in range(2)] == [[-1, -1], [1, 1]]
 
 
-def test_the_command_for_states_shows_what_is_in_flight(shards: str, tmp_path: Path) -> None:
+def test_state_command_shows_rows_in_flight(shards: str, tmp_path: Path) -> None:
     with loader(partial(counted_pipeline, shards, size=4)) as own:
         torch.save({"data": own.state_dict()}, tmp_path / "none.pt")
         given = [next(own)["receipts"] for _ in range(6)]
@@ -414,7 +410,7 @@ def test_the_command_for_states_shows_what_is_in_flight(shards: str, tmp_path: P
     assert "in flight" in told and "13 rows" in told
 
 
-def test_receipts_said_twice_are_unknown_and_those_of_another_loader_are_what_they_say(shards: str) -> None:
+def test_receipts_acknowledged_twice_are_unknown_and_those_of_another_loader_count(shards: str) -> None:
     pipeline = partial(counted_pipeline, shards, size=4)
     with loader(pipeline) as own, loader(pipeline) as other:
         first, second = next(own)["receipts"], next(other)["receipts"]
@@ -428,7 +424,7 @@ def test_receipts_said_twice_are_unknown_and_those_of_another_loader_are_what_th
         assert not table_of(own)._handed and not table_of(other)._handed
 
 
-def test_receipts_after_a_load_are_those_of_the_batch_that_was_given_after_it(shards: str) -> None:
+def test_receipts_after_a_load_belong_to_the_batch_yielded_after_it(shards: str) -> None:
     """And so is the trace: batches are counted anew."""
     with loader(partial(counted_pipeline, shards, size=4)) as own:
         own.acknowledge(next(own)["receipts"])
@@ -441,7 +437,7 @@ def test_receipts_after_a_load_are_those_of_the_batch_that_was_given_after_it(sh
             assert listed(next(own))[0] == [slot, 0] == own.receipts()[0].tolist() and own.trace().slot == slot
 
 
-def test_receipts_that_another_process_wrote_into_are_taken_as_they_stand_now(shards: str) -> None:
+def test_receipts_changed_by_another_process_are_used_as_changed(shards: str) -> None:
     with loader(partial(counted_pipeline, shards, size=4)) as own:
         receipts = next(own)["receipts"]
         receipts.share_memory_()  # as torch.multiprocessing does with what it sends
@@ -450,7 +446,7 @@ def test_receipts_that_another_process_wrote_into_are_taken_as_they_stand_now(sh
         assert _open(own.state_dict()) == {0: [2]}
 
 
-def test_unknown_receipts_are_counted_and_others_refused(shards: str) -> None:
+def test_unknown_receipts_are_counted_and_others_rejected(shards: str) -> None:
     with loader(partial(counted_pipeline, shards, size=4)) as own:
         first = next(own)["receipts"]
         own.drop(first[:1], "stale")
@@ -500,7 +496,7 @@ def test_max_in_flight_waits_for_another_thread_and_raises_after_the_timeout(sha
         timer.join()
 
 
-def test_threads_acknowledge_while_others_save_and_take(shards: str) -> None:
+def test_threads_acknowledge_while_others_save_and_iterate(shards: str) -> None:
     """Each state names just the rows that are open at its slot: none twice, none lost."""
     pipeline = partial(counted_pipeline, shards, size=2)
     with loader(pipeline) as own:
@@ -533,7 +529,7 @@ def test_threads_acknowledge_while_others_save_and_take(shards: str) -> None:
         loader(pipeline).load_state_dict(state)
 
 
-def test_a_state_of_an_earlier_place_has_what_was_given_before_it_whatever_was_saved_since(shards: str) -> None:
+def test_lagged_state_has_the_rows_yielded_before_it(shards: str) -> None:
     with loader(partial(counted_pipeline, shards)) as own:
         for _ in range(5):
             next(own)
@@ -546,7 +542,7 @@ def test_a_state_of_an_earlier_place_has_what_was_given_before_it_whatever_was_s
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("tail", ["stop", "pad"])
-def test_rows_in_columns_are_saved_as_if_each_batch_was_read_again(shards: str, seed: int, tail: str) -> None:
+def test_batches_in_columns_are_saved_like_batches_read_again(shards: str, seed: int, tail: str) -> None:
     draw, given, in_columns = random.Random(seed), [], 0
     with loader(partial(counted_pipeline, shards, size=2), lanes=2, tail=tail) as own:
         lanes = table_of(own)._lanes.values()
@@ -569,7 +565,7 @@ def test_rows_in_columns_are_saved_as_if_each_batch_was_read_again(shards: str, 
 
 
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)])
-def test_ctrl_c_at_any_bytecode_gives_a_batch_or_does_not_and_the_state_agrees(shards: str, every: int) -> None:
+def test_ctrl_c_at_any_bytecode_leaves_the_state_consistent_with_the_batch(shards: str, every: int) -> None:
     pipeline = partial(number_pipeline, shards)
     modules = [rows_in_flight, acknowledgements, run, savable_loader]
     for how in ("new", "again", "loaded"):
@@ -602,9 +598,7 @@ def test_ctrl_c_at_any_bytecode_gives_a_batch_or_does_not_and_the_state_agrees(s
 
 
 @pytest.mark.parametrize("kind", ["acknowledge", "requeue"])
-def test_ctrl_c_at_any_bytecode_of_an_acknowledgement_leaves_a_state_that_loads_and_counts_what_is_in_flight(
-    shards: str, kind: str
-) -> None:
+def test_ctrl_c_at_any_bytecode_of_an_acknowledgement_leaves_a_valid_state(shards: str, kind: str) -> None:
     modules = [acknowledgements]
     pipeline = partial(number_pipeline, shards)
     with loader(pipeline, lanes=2) as own, loader(pipeline, lanes=2) as other:
@@ -649,7 +643,7 @@ def taken(ranks: Sequence[sp.SavableLoader]) -> list[Any]:
 
 @pytest.mark.parametrize("tail", ["stop", "pad"])
 @pytest.mark.parametrize("whole", [True, False])
-def test_each_rank_is_given_equally_many_first_by_the_state_or_by_a_vote(shards: str, tail: str, whole: bool) -> None:
+def test_each_rank_repeats_equally_many_rows_by_state_or_vote(shards: str, tail: str, whole: bool) -> None:
     pipeline = partial(toy_pipeline, shards, epochs=1)
     before = ranks_of(pipeline, 2, tail=tail)
     steps = [taken(before) for _ in range(4)]
@@ -668,7 +662,7 @@ def test_each_rank_is_given_equally_many_first_by_the_state_or_by_a_vote(shards:
     assert not any(batch.get("valid", torch.ones(1)).logical_not().all() for batch in taken(after))
 
 
-def test_what_a_rank_acknowledges_of_anothers_rows_is_applied_when_states_are_merged(shards: str) -> None:
+def test_acknowledgements_of_another_ranks_rows_apply_when_states_are_merged(shards: str) -> None:
     ranks = ranks_of(partial(counted_pipeline, shards), 4)
     steps = [taken(ranks) for _ in range(2)]
     ranks[3].acknowledge(steps[0][1]["receipts"])
@@ -692,7 +686,7 @@ def test_what_a_rank_acknowledges_of_anothers_rows_is_applied_when_states_are_me
     assert [listed(next(ranks[1]))[0][0] for _ in range(2)] == [1, 5]
 
 
-def test_rows_of_one_batch_that_two_ranks_acknowledge_are_all_closed_when_states_are_merged(shards: str) -> None:
+def test_merge_closes_rows_of_one_batch_that_two_ranks_acknowledge(shards: str) -> None:
     ranks = ranks_of(partial(counted_pipeline, shards), 2)
     own, _ = taken(ranks)
     ranks[0].acknowledge(own["receipts"][:1])
@@ -700,7 +694,7 @@ def test_rows_of_one_batch_that_two_ranks_acknowledge_are_all_closed_when_states
     assert _open(sp.merge_states([rank.state_dict() for rank in ranks])) == {1: [0, 1]}
 
 
-def test_a_receipt_of_a_rank_that_is_ahead_is_kept_and_saved_once_the_state_is_past_it(shards: str) -> None:
+def test_receipt_of_a_rank_ahead_is_saved_once_the_state_passes_it(shards: str) -> None:
     ranks = ranks_of(partial(counted_pipeline, shards), 2)
     ahead = next(ranks[1])
     ranks[0].acknowledge(ahead["receipts"])
@@ -709,7 +703,7 @@ def test_a_receipt_of_a_rank_that_is_ahead_is_kept_and_saved_once_the_state_is_p
     assert _open(sp.merge_states([rank.state_dict() for rank in ranks])) == {0: [0, 1]}
 
 
-def test_what_was_asked_for_again_comes_once_though_it_is_done_by_then_so_that_ranks_stay_together(shards: str) -> None:
+def test_rows_requested_again_are_yielded_once_even_if_done_in_the_meantime(shards: str) -> None:
     ranks = ranks_of(partial(counted_pipeline, shards), 2)
     step = taken(ranks)
     for rank, batch in zip(ranks, step, strict=True):
@@ -719,7 +713,7 @@ def test_what_was_asked_for_again_comes_once_though_it_is_done_by_then_so_that_r
     assert [listed(batch)[0] for batch in taken(ranks)] == [[2, 0], [3, 0]]
 
 
-def test_a_batch_that_fills_up_takes_nothing_out_of_what_is_in_flight(shards: str) -> None:
+def test_padding_batch_does_not_change_rows_in_flight(shards: str) -> None:
     before = ranks_of(partial(counted_pipeline, shards), 2)
     steps = [taken(before), taken(before)]
     before[1].acknowledge(steps[1][1]["receipts"])
@@ -743,7 +737,7 @@ class OwnValid(sp.TaskEncoder):
 
 
 @pytest.mark.parametrize("own_key", [True, False])
-def test_a_key_valid_of_the_encoder_stays_and_is_not_taken_for_ours(shards: str, own_key: bool) -> None:
+def test_key_valid_of_the_encoder_stays(shards: str, own_key: bool) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), OwnValid() if own_key else Ids()), size=3)
 
@@ -762,7 +756,7 @@ def test_a_key_valid_of_the_encoder_stays_and_is_not_taken_for_ours(shards: str,
     assert filler["valid"].tolist() == ([int(filler["id"].sum())] if own_key else [False] * 3)
 
 
-def test_ranks_that_cannot_talk_take_their_own_files_each_by_itself(shards: str) -> None:
+def test_ranks_without_communication_load_their_own_files(shards: str) -> None:
     pipeline = partial(toy_pipeline, shards)
     ranks = ranks_of(pipeline, 2)
     given = [[next(rank) for rank in ranks] for _ in range(2)]
@@ -774,7 +768,7 @@ def test_ranks_that_cannot_talk_take_their_own_files_each_by_itself(shards: str)
     assert [listed(next(resumed[0]))[0][0] for _ in range(3)] == [0, 2, 4]
 
 
-def test_steps_of_ranks_gives_the_same_in_one_process(shards: str) -> None:
+def test_steps_of_ranks_yields_the_same_in_one_process(shards: str) -> None:
     ranks = ranks_of(partial(counted_pipeline, shards), 2)
     step = next(steps_of_ranks(ranks))
     state = sp.merge_states([rank.state_dict() for rank in ranks])
@@ -786,7 +780,7 @@ def test_steps_of_ranks_gives_the_same_in_one_process(shards: str) -> None:
 @pytest.mark.parametrize(
     "seed", [*range(120), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(120, 600))]
 )
-def test_a_random_history_is_that_of_a_list(shards: str, seed: int) -> None:
+def test_random_history_equals_a_plain_list_model(shards: str, seed: int) -> None:
     """Kills, other ranks, rows done, dropped and asked for again; `tools/soak/soak.py in_flight` runs 10,000."""
     history(seed, shards)
 
@@ -794,7 +788,7 @@ def test_a_random_history_is_that_of_a_list(shards: str, seed: int) -> None:
 # What it costs, and what is refused.
 
 
-def test_a_state_keeps_at_most_20_bytes_for_each_sample_in_flight(shards: str) -> None:
+def test_state_has_at_most_20_bytes_per_sample_in_flight(shards: str) -> None:
     for size, batches in ((1, 200), (8, 25)):
         with loader(partial(counted_pipeline, shards, size=size), epoch_slots=None) as own:
             empty = len(pickled(own.state_dict()))
@@ -811,7 +805,7 @@ def test_a_state_keeps_at_most_20_bytes_for_each_sample_in_flight(shards: str) -
             ]
 
 
-def test_a_distributed_checkpoint_gives_back_what_is_in_flight_to_a_fresh_loader(shards: str, tmp_path: Path) -> None:
+def test_distributed_checkpoint_restores_rows_in_flight_in_a_new_loader(shards: str, tmp_path: Path) -> None:
     """It loads the keys of the state that it is handed, which is a fresh loader's, and says nothing of others."""
     with loader(partial(counted_pipeline, shards)) as own, loader(partial(counted_pipeline, shards)) as fresh:
         for _ in range(6):
@@ -824,7 +818,7 @@ def test_a_distributed_checkpoint_gives_back_what_is_in_flight_to_a_fresh_loader
         assert _open(fresh.state_dict()) == _open(own.state_dict()) != {}
 
 
-def test_a_distributed_checkpoint_with_rows_in_flight_is_refused_by_a_loader_that_would_lose_them(
+def test_a_distributed_checkpoint_with_rows_in_flight_is_rejected_by_a_loader_that_would_lose_them(
     shards: str, tmp_path: Path
 ) -> None:
     with (
@@ -843,7 +837,7 @@ def pickled(state: dict[str, Any]) -> bytes:
     return b"".join(value for value in state.values() if isinstance(value, bytes))
 
 
-def test_without_acknowledge_nothing_differs_and_its_methods_are_refused(shards: str) -> None:
+def test_without_acknowledge_nothing_changes_and_its_methods_are_rejected(shards: str) -> None:
     with (
         loader(partial(counted_pipeline, shards)) as own,
         loader(partial(counted_pipeline, shards), acknowledge=False) as plain,
@@ -866,7 +860,7 @@ def test_without_acknowledge_nothing_differs_and_its_methods_are_refused(shards:
         assert own.in_flight() == (0, None) and not _open(own.state_dict())
 
 
-def test_settings_trainers_and_lags_that_do_not_go_with_it_are_refused_in_one_sentence(shards: str) -> None:
+def test_settings_incompatible_with_acknowledge_are_rejected_in_one_sentence(shards: str) -> None:
     pipeline = partial(counted_pipeline, shards)
     for wrong, message in [
         ({"on_iter": "restart"}, "acknowledge= does not apply"),
@@ -905,7 +899,7 @@ class Unsaved(Odd):
     row = (np.int64(5), 0, 0)
 
 
-def test_a_stage_whose_refs_show_no_rows_is_named_and_an_encoder_with_the_key_too(shards: str) -> None:
+def test_stage_without_row_refs_and_encoder_with_the_key_are_named(shards: str) -> None:
     with (
         loader(lambda lane: Odd(toy_pipeline(shards, lane, pack=None))) as own,
         pytest.raises(SavableError, match="the ref of Odd"),
@@ -989,7 +983,7 @@ def test_a_forged_batch_in_flight_is_a_state_error_and_changes_nothing(shards: s
 
 
 @pytest.mark.parametrize("ref", [[0, [10**9, 0, 0]], [0, [1, 0, 7]], [0, [[1, 0, 0], 0]], [0, [1]]])
-def test_a_forged_ref_that_names_no_sample_is_an_error_of_ours_when_its_batch_is_made(shards: str, ref: Any) -> None:
+def test_forged_ref_of_no_sample_is_a_savable_error_when_its_batch_is_built(shards: str, ref: Any) -> None:
     with loader(partial(toy_pipeline, shards, pack=None)) as own:
         next(own)
         own.load_state_dict(forged(own.state_dict(), change("refs", ref, at=0)))
@@ -998,7 +992,7 @@ def test_a_forged_ref_that_names_no_sample_is_an_error_of_ours_when_its_batch_is
 
 
 @pytest.mark.parametrize("merged", [True, False])
-def test_a_state_without_an_entry_of_rows_in_flight_or_with_that_of_another_save_is_refused(
+def test_a_state_without_an_entry_of_rows_in_flight_or_with_that_of_another_save_is_rejected(
     shards: str, merged: bool
 ) -> None:
     def saved() -> dict[str, Any]:
@@ -1038,7 +1032,7 @@ def test_a_state_without_an_entry_of_rows_in_flight_or_with_that_of_another_save
     assert fresh.in_flight().rows == 8 * (1 + merged) - (merged and 1)
 
 
-def test_a_plain_state_in_an_acknowledging_loader_begins_with_nothing_in_flight(shards: str) -> None:
+def test_plain_state_in_an_acknowledging_loader_has_nothing_in_flight(shards: str) -> None:
     pipeline = partial(counted_pipeline, shards)
     with loader(pipeline, acknowledge=False) as plain, loader(pipeline) as own:
         next(plain)
@@ -1049,7 +1043,7 @@ def test_a_plain_state_in_an_acknowledging_loader_begins_with_nothing_in_flight(
 # Workers.
 
 
-def test_workers_make_batches_again_and_a_killed_one_is_replaced_meanwhile(shards: str) -> None:
+def test_workers_rebuild_batches_and_a_killed_one_is_replaced(shards: str) -> None:
     pipeline = partial(toy_pipeline, shards)
     with loader(pipeline) as own, loader(pipeline, num_workers=2) as resumed:
         given = [next(own) for _ in range(9)]
@@ -1068,9 +1062,7 @@ def test_workers_make_batches_again_and_a_killed_one_is_replaced_meanwhile(shard
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_200_histories_on_real_ranks_with_workers_that_are_killed_are_those_of_a_list(
-    shards: str, tmp_path: Path
-) -> None:
+def test_200_histories_on_real_ranks_with_killed_workers_equal_a_list_model(shards: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.forked_ranks", "tests.support.in_flight_ranks", "2,1,4,2"]
     root = Path(__file__).parents[3]
     paths = os.pathsep.join([str(root), str(root / "tools/soak")])

@@ -44,7 +44,7 @@ def given(tmp_path: Path) -> dict[tuple[int, int], list[Any]]:
     return found
 
 
-def test_each_time_that_a_sample_was_given_is_seen_with_its_source_and_rank(
+def test_seen_lists_each_yield_of_a_sample_with_source_and_rank(
     tmp_path: Path, given: dict[tuple[int, int], list[Any]]
 ) -> None:
     expected: dict[str, list[tuple[Any, ...]]] = {}
@@ -68,7 +68,7 @@ def test_each_time_that_a_sample_was_given_is_seen_with_its_source_and_rank(
         (found[given[0, 0][0].key] or [])[0].slot = 1  # type: ignore[misc]
 
 
-def test_each_batch_that_counts_is_made_again(tmp_path: Path, given: dict[tuple[int, int], list[Any]]) -> None:
+def test_each_batch_that_counts_is_rebuilt(tmp_path: Path, given: dict[tuple[int, int], list[Any]]) -> None:
     ledger = sp.Ledger(tmp_path / "ledger")
     for (start, slot), batch in given.items():
         if start == 1 or slot < 4:
@@ -82,13 +82,13 @@ def test_each_batch_that_counts_is_made_again(tmp_path: Path, given: dict[tuple[
 
 
 @pytest.mark.usefixtures("given")
-def test_one_str_is_not_taken_for_many_keys(tmp_path: Path) -> None:
+def test_single_str_is_not_treated_as_many_keys(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"keys must be a list: \['s000001'\]"):
         sp.Ledger(tmp_path / "ledger").find("s000001")
 
 
 @pytest.mark.usefixtures("given")
-def test_what_was_given_can_be_asked_of_one_source_whose_data_moved(tmp_path: Path) -> None:
+def test_yields_of_a_source_whose_data_moved_can_be_queried(tmp_path: Path) -> None:
     (tmp_path / "web").rename(tmp_path / "moved")
     ledger = sp.Ledger(tmp_path / "ledger")
     with pytest.raises(SavableError, match="no such file or folder"):

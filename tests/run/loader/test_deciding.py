@@ -207,7 +207,7 @@ def test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their
 
 
 @pytest.mark.parametrize("at", [0, 6, 21])
-def test_it_is_the_run_stopped_and_resumed_with_other_settings(shards: Path, tmp_path: Path, at: int) -> None:
+def test_decision_equals_a_run_resumed_with_other_settings(shards: Path, tmp_path: Path, at: int) -> None:
     file = tmp_path / "gone"
     file.write_text("".join(f"s{number:06d}\n" for number in range(0, 40, 3)))
     weights = {"a": 1, "b": 5, "text": 1}
@@ -229,7 +229,7 @@ def keys_of(made: sp.SavableLoader, name: str) -> list[str]:
     return [sample.key for sample in made.trace().samples if sample.ref.source in reader.info.origins]
 
 
-def test_each_resume_knows_it_and_a_state_without_any_has_no_byte_of_it(shards: Path) -> None:
+def test_every_resume_has_the_decision_and_a_state_without_any_has_no_byte_of_it(shards: Path) -> None:
     with loader(shards) as one:
         before = one.state_dict()
         assert b"decisions" not in b"".join(value for value in before.values() if isinstance(value, bytes))
@@ -266,7 +266,7 @@ def sp_decisions(made: sp.SavableLoader) -> Decisions:
     ("tail", "packed"),
     [("stop", False), ("pad", True), *(pytest.param(*each, marks=pytest.mark.long) for each in OTHERS)],
 )
-def test_a_finite_run_goes_on_with_it_in_its_next_epochs(shards: Path, tail: str, packed: bool) -> None:
+def test_finite_run_applies_a_decision_in_its_next_epochs(shards: Path, tail: str, packed: bool) -> None:
     how: dict[str, Any] = {"epochs": 1, "max_length": 16 if packed else None, "settings": {"tail": tail}}
     plan = {
         5: {"exclude": ["s000001", *(key("b", number) for number in range(9))]},
@@ -283,9 +283,7 @@ def test_a_finite_run_goes_on_with_it_in_its_next_epochs(shards: Path, tail: str
 
 
 @pytest.mark.parametrize(("world_size", "at"), [(1, 2), (1, 8), (2, 2), (2, 8)])
-def test_a_pass_that_could_be_counted_gives_all_that_is_left_once_half_of_it_is_excluded(
-    shards: Path, world_size: int, at: int
-) -> None:
+def test_counted_epoch_yields_the_rest_after_half_of_it_is_excluded(shards: Path, world_size: int, at: int) -> None:
 
     def plain(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards / "a", lane, epochs=1), Ids()), size=2)
@@ -324,7 +322,7 @@ def passes(made: sp.SavableLoader, plan: Mapping[int, Any]) -> tuple[list[Any], 
     return found, states[:-1]
 
 
-def test_a_lag_does_not_reach_before_it(shards: Path) -> None:
+def test_lag_does_not_reach_before_a_decision(shards: Path) -> None:
     with loader(shards) as one:
         for _ in range(3):
             next(one)
@@ -339,7 +337,7 @@ def test_a_lag_does_not_reach_before_it(shards: Path) -> None:
             one.state_dict(lag=2)
 
 
-def test_packs_begun_after_it_have_the_new_length(shards: Path) -> None:
+def test_packs_started_after_a_decision_have_the_new_length(shards: Path) -> None:
     for policy in ("best_fit", "first_fit_decreasing", "sequential"):
         with loader(shards, policy=policy) as one:
             lengths = [item["length"] for _ in range(30) for item in next(one)["items"]]
@@ -367,7 +365,7 @@ def test_packs_begun_after_it_have_the_new_length(shards: Path) -> None:
         ({"max_length": True}, "must be 1 to 16"),
     ],
 )
-def test_what_cannot_be_decided_is_an_error_and_changes_nothing(shards: Path, what: Any, says: str) -> None:
+def test_invalid_decision_is_an_error_and_changes_nothing(shards: Path, what: Any, says: str) -> None:
     with loader(shards) as one:
         next(one)
         before = one.state_dict()
@@ -410,7 +408,7 @@ def by_pairs(lengths: list[int]) -> list[list[int]]:
     return [[place] for place in range(len(lengths))]
 
 
-def test_ranks_that_decide_otherwise_are_named_when_their_states_are_merged(shards: Path) -> None:
+def test_different_decisions_of_ranks_are_named_when_states_are_merged(shards: Path) -> None:
     def states(*weights: int) -> list[Any]:
         found = []
         for rank, weight in enumerate(weights):
@@ -428,7 +426,7 @@ def test_ranks_that_decide_otherwise_are_named_when_their_states_are_merged(shar
         merge_states(states(3, 0))
 
 
-def test_settings_given_after_it_win_with_a_warning(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_passed_after_a_decision_win_with_a_warning(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
     with loader(shards) as one:
         next(one)
         one.reconfigure(weights={"a": 1, "b": 1, "text": 1}, max_length=8, exclude=["s000001"])
@@ -448,7 +446,7 @@ def test_settings_given_after_it_win_with_a_warning(shards: Path, caplog: pytest
         assert sp_decisions(other) == decided
 
 
-def test_rows_in_flight_of_which_nothing_is_excluded_are_given_again_as_they_were(shards: Path) -> None:
+def test_rows_in_flight_without_exclusions_are_repeated_unchanged(shards: Path) -> None:
     settings = {"acknowledge": True}
     with loader(shards, settings=settings) as one:
         given = [next(one) for _ in range(4)]
@@ -481,7 +479,7 @@ def left_of(given: list[Any], gone: set[str]) -> list[Any]:
     ("when", "num_workers", "packed"),
     [("after a resume", 0, False), ("asked for again", 1, True), ("before the save", 0, True)],
 )
-def test_an_excluded_sample_in_flight_is_closed_and_comes_no_more(
+def test_excluded_sample_in_flight_is_closed_and_not_repeated(
     shards: Path, packed: bool, num_workers: int, when: str
 ) -> None:
     how: dict[str, Any] = {"max_length": 16 if packed else None}
@@ -516,9 +514,7 @@ def test_an_excluded_sample_in_flight_is_closed_and_comes_no_more(
         assert left_of([next(last) for _ in expected], set()) == expected
 
 
-def test_a_ledger_names_the_rows_of_a_batch_that_came_shorter_as_their_receipts_do(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_ledger_numbers_the_rows_of_a_shortened_batch_like_its_receipts(shards: Path, tmp_path: Path) -> None:
     how: dict[str, Any] = {"max_length": None, "settings": {"acknowledge": True, "ledger": tmp_path}}
     with loader(shards, **how) as one:
         first = next(one)
@@ -543,7 +539,7 @@ def test_excluded_keys_take_eight_bytes_each_in_a_state_and_tiny_weights_are_bou
         assert sp_decisions(one).weights == {"": {"a": 7, "b": 3, "text": 0}}
 
 
-def test_a_state_with_damaged_decisions_is_refused(shards: Path) -> None:
+def test_a_state_with_damaged_decisions_is_rejected(shards: Path) -> None:
     with loader(shards) as one:
         next(one)
         one.reconfigure(exclude=["s000001"])
@@ -560,7 +556,7 @@ def forged(body: Any) -> bytes:
 
 
 @pytest.mark.parametrize("other", ["from slot 7 on: a=2", "ValueError: decide: pass weights="])
-def test_ranks_that_can_talk_and_decide_otherwise_are_named_at_once(shards: Path, other: str) -> None:
+def test_different_decisions_of_communicating_ranks_are_an_immediate_error(shards: Path, other: str) -> None:
     class Talking(Ranks):
         can_talk = True
 
@@ -577,7 +573,7 @@ def test_ranks_that_can_talk_and_decide_otherwise_are_named_at_once(shards: Path
 
 
 @pytest.mark.landing
-def test_real_ranks_that_decide_otherwise_are_named_on_both_and_go_on_as_before(shards: Path, tmp_path: Path) -> None:
+def test_different_decisions_of_real_ranks_raise_on_both_and_change_nothing(shards: Path, tmp_path: Path) -> None:
     folder = shards / "a"
     command = ["tests.support.forked_ranks", "tests.support.deciding_ranks", "2", str(folder), str(tmp_path)]
     root = Path(__file__).parents[3]
@@ -615,9 +611,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["step", "scheduled tokens", "tokens"])
-def test_decided_weights_replace_a_schedule_and_count_tokens_in_buckets_on_other_ranks_too(
-    shards: Path, name: str
-) -> None:
+def test_decided_weights_replace_a_schedule_by_tokens_on_other_ranks(shards: Path, name: str) -> None:
     how, decided = SCHEDULES[name], {"weights": {"a": 1, "b": 4}}
     made = partial(mixed, shards, **how)
     with loader_of(made) as one:

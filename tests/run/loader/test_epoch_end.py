@@ -79,7 +79,7 @@ def valid_ids(batches: list[Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(("samples", "num_workers"), [(1, 0), (3, 2), (16, 0), (50, 2), (61, 0)])
-def test_every_sample_comes_exactly_once_and_every_batch_has_the_same_shape(
+def test_padded_epoch_yields_every_sample_once_in_batches_of_one_shape(
     make_shards: Any, samples: int, num_workers: int
 ) -> None:
     with loader(partial(evaluation, str(make_shards([samples]))), num_workers=num_workers) as own:
@@ -105,7 +105,7 @@ def blended(shards: str, lane: sp.Lane, *, packed: bool) -> custom.Stage:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_lanes_to_which_a_blend_gives_nothing_are_filled_up_too(make_shards: Any, packed: bool) -> None:
+def test_lanes_without_samples_of_a_blend_are_padded(make_shards: Any, packed: bool) -> None:
     with loader(partial(blended, str(make_shards([2])), packed=packed)) as own:
         batches = list(own)
     assert 1 <= len(batches) <= 4
@@ -113,7 +113,7 @@ def test_lanes_to_which_a_blend_gives_nothing_are_filled_up_too(make_shards: Any
 
 
 @pytest.mark.parametrize("samples", [3, 50])
-def test_ranks_together_give_what_one_gives(make_shards: Any, samples: int) -> None:
+def test_ranks_together_yield_the_same_as_one(make_shards: Any, samples: int) -> None:
     pipeline = partial(evaluation, str(make_shards([samples])))
     expected = [digest(batch) for batch in loader(pipeline)]
     for world_size in (1, 2, 4):
@@ -130,7 +130,7 @@ def assert_ranks(pipeline: Any, world_size: int, expected: list[str]) -> None:
     assert [next(own, None) for own in runs] == [None] * world_size
 
 
-def test_it_resumes_exactly(make_shards: Any) -> None:
+def test_padded_epoch_resumes_exactly(make_shards: Any) -> None:
     shards = str(make_shards([50]))
     settings: dict[str, Any] = {"lanes": 4, "steps": 20, "chains": 1, "world_sizes": [1, 2, 4], "tail": "pad"}
     assert assert_exact_resume(partial(evaluation, shards), workers=[0, 1], **settings) > 20
@@ -145,7 +145,7 @@ def steps_of_four(pipeline: Any, steps: int) -> list[list[Any]]:
     return [[entry.batch for entry in _take_step(runs)] for _ in range(steps)]
 
 
-def test_ranks_that_begin_between_two_steps_end_alike(make_shards: Any) -> None:
+def test_ranks_that_start_between_two_steps_end_together(make_shards: Any) -> None:
     shards = make_shards([36])
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
@@ -165,30 +165,30 @@ def test_ranks_that_begin_between_two_steps_end_alike(make_shards: Any) -> None:
     assert given == [even, odd], "slot 17 is half a step: of no rank"
 
 
-def test_a_lane_without_a_sample_of_its_own_takes_what_the_first_samples_give(make_shards: Any) -> None:
+def test_lane_without_samples_pads_with_the_first_samples(make_shards: Any) -> None:
     (batches,) = steps_of_four(partial(evaluation, str(make_shards([1]))), 1)
     assert [batch["id"].tolist() for batch in batches] == [[0, 0, 0, 0]] * 4
     assert [batch["valid"].tolist() for batch in batches] == [[True, False, False, False]] + [[False] * 4] * 3
     assert len(list(loader(partial(evaluation, str(make_shards([1])))))) == 1
 
 
-def test_a_batch_that_only_fills_up_was_made_of_no_sample(make_shards: Any) -> None:
+def test_padding_batch_has_no_sample_ids(make_shards: Any) -> None:
     own = loader(partial(evaluation, str(make_shards([1]))), ranks=(2, 4))
     assert (next(own)["valid"].sum().item(), len(own.trace().samples)) == (0, 0)
 
 
-def test_where_no_sample_gives_an_item_that_is_an_error(make_shards: Any) -> None:
+def test_padding_without_any_item_is_an_error(make_shards: Any) -> None:
     with pytest.raises(sp.SavableError):
         list(loader(partial(evaluation, str(make_shards([30])), encoder=SkipsMost())))
 
 
 @pytest.mark.parametrize("encoder", [Listed(), Marked()])
-def test_batches_that_cannot_be_marked_are_an_error(make_shards: Any, encoder: Any) -> None:
+def test_batches_without_a_place_for_the_valid_mask_are_an_error(make_shards: Any, encoder: Any) -> None:
     with pytest.raises(sp.EncodeError, match=r"must return a dict without a key"):
         next(loader(partial(evaluation, str(make_shards([30])), encoder=encoder)))
 
 
-def test_what_ends_in_no_batcher_cannot_be_filled_up(make_shards: Any) -> None:
+def test_pipeline_without_a_batcher_cannot_be_padded(make_shards: Any) -> None:
     shards = str(make_shards([30]))
     with pytest.raises(ValueError, match=r"needs a last stage with filler\(\)"):
         next(loader(lambda lane: sp.Encode(sp.TarShardReader(shards, lane, epochs=1), Ids())))
@@ -199,7 +199,7 @@ def test_what_ends_in_no_batcher_cannot_be_filled_up(make_shards: Any) -> None:
 # Lengths.
 
 
-def test_a_length_is_what_an_epoch_has(make_shards: Any) -> None:
+def test_length_equals_the_number_of_batches_of_an_epoch(make_shards: Any) -> None:
     shards = str(make_shards([103]))
     for settings in ({"tail": "stop"}, {"tail": "pad"}, {"tail": "stop", "lanes": 3}):
         own = loader(partial(evaluation, shards), **settings)
@@ -207,7 +207,7 @@ def test_a_length_is_what_an_epoch_has(make_shards: Any) -> None:
             assert len(own) == len(list(own)) > 0
 
 
-def test_where_it_cannot_be_known_there_is_none(make_shards: Any) -> None:
+def test_unknown_length_raises(make_shards: Any) -> None:
     shards = str(make_shards([40]))
     endless = loader(lambda lane: sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), Ids()), size=2), tail="stop")
     for own in (
@@ -220,7 +220,7 @@ def test_where_it_cannot_be_known_there_is_none(make_shards: Any) -> None:
         assert own, "it is true, as things without a length are"
 
 
-def test_an_encoder_that_breaks_its_word_is_an_error(make_shards: Any) -> None:
+def test_encoder_that_contradicts_its_declared_length_is_an_error(make_shards: Any) -> None:
     class Liar(SkipsMost):
         one_to_one = True
 

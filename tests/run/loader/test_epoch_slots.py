@@ -40,9 +40,7 @@ def without_epochs(pipeline: Any, n: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("num_workers", "takes_all"), [(0, True), (2, False)])
-def test_epochs_have_their_length_and_together_are_the_endless_run(
-    endless: Any, num_workers: int, takes_all: bool
-) -> None:
+def test_epochs_by_slots_join_to_the_endless_run(endless: Any, num_workers: int, takes_all: bool) -> None:
     """Trainers ask for one batch more, or take `len(loader)` and never do."""
     with loader(endless, num_workers) as own:
         passes = [take(own if takes_all else islice(own, len(own)), 1000) for _ in range(3)]
@@ -60,13 +58,13 @@ def test_the_slots_of_an_epoch_are_shared_by_the_ranks(endless: Any, world_size:
     assert found == without_epochs(endless, 24)
 
 
-def test_every_cut_resumes_exactly_through_epochs_with_other_workers_and_ranks(endless: Any) -> None:
+def test_every_interruption_resumes_exactly_across_epochs_workers_and_ranks(endless: Any) -> None:
     assert_exact_resume(
         endless, lanes=6, steps=14, workers=(0, 1), world_sizes=(1, 2, 3), chains=1, after=1, epoch_slots=6
     )
 
 
-def test_the_body_of_the_loop_knows_its_epoch_and_its_batch(endless: Any) -> None:
+def test_loop_body_sees_its_epoch_and_batch(endless: Any) -> None:
     own = loader(endless)
     for epoch in range(3):
         seen = [(own.epoch, own.trace().slot) for _ in own]
@@ -75,7 +73,7 @@ def test_the_body_of_the_loop_knows_its_epoch_and_its_batch(endless: Any) -> Non
     assert next(own, None) is None and next(own, None) is None, "an iterator that has ended stays so"
 
 
-def test_the_state_is_that_of_the_endless_run_and_goes_on_in_epochs_of_any_length(endless: Any) -> None:
+def test_state_with_epoch_slots_equals_the_endless_runs_and_fits_any_length(endless: Any) -> None:
     own, plain = loader(endless), loader(endless, epoch_slots=None)
     take(islice(own, 12), 1000), take(plain, 12)
     state = own.state_dict()
@@ -105,7 +103,7 @@ def test_one_batch_ahead_of_the_trainer_the_state_is_right_at_the_end_of_an_epoc
     assert take(again, 5) == without_epochs(endless, 30)[cut : cut + 5][: 12 - cut % 12]
 
 
-def test_where_an_epoch_is_begun_no_batch_before_it_is_taken_back(endless: Any) -> None:
+def test_load_at_an_epoch_start_repeats_no_earlier_batch(endless: Any) -> None:
     own = loader(endless)
     take(own, 1000)
     after = own.state_dict()
@@ -115,7 +113,7 @@ def test_where_an_epoch_is_begun_no_batch_before_it_is_taken_back(endless: Any) 
         own.trace()
 
 
-def test_with_restart_each_pass_is_the_first_epoch(endless: Any) -> None:
+def test_with_restart_each_iteration_is_the_first_epoch(endless: Any) -> None:
     own = loader(endless, 1, on_iter="restart")
     expected = without_epochs(endless, 12)
     with own:
@@ -142,7 +140,7 @@ def test_skipping_ends_with_the_epoch(endless: Any) -> None:
         assert take(own, 1000) == expected[12:24]
 
 
-def test_a_run_that_begins_between_two_steps_loses_no_slot(endless: Any) -> None:
+def test_run_started_between_two_steps_loses_no_slot(endless: Any) -> None:
     one = loader(endless)
     take(islice(one, 5), 5)
     runs = [Run(LoaderSettings(endless, seed=3, lanes=6, epoch_slots=12, ranks=(rank, 3))) for rank in range(3)]
@@ -159,7 +157,7 @@ def test_a_run_that_begins_between_two_steps_loses_no_slot(endless: Any) -> None
     assert found == without_epochs(endless, 38)[5:]
 
 
-def test_workers_live_on_and_begin_the_next_epoch_before_it_is_asked_for(endless: Any) -> None:
+def test_workers_persist_and_prefetch_the_next_epoch(endless: Any) -> None:
     with loader(endless, 2) as own:
         take(islice(own, 11), 11)
         before, requested = workers(own), len(own._run.prefetcher._requests)
@@ -170,12 +168,12 @@ def test_workers_live_on_and_begin_the_next_epoch_before_it_is_asked_for(endless
 
 
 @pytest.mark.parametrize("wrong", [0, -6, 10, 3])
-def test_slots_that_are_no_multiple_of_the_lanes_are_refused(endless: Any, wrong: int) -> None:
+def test_epoch_slots_must_be_a_multiple_of_the_lanes(endless: Any, wrong: int) -> None:
     with pytest.raises(ValueError, match=rf"a multiple of the 6 lanes, such as \d+, not {wrong}$"):
         loader(endless, epoch_slots=wrong)
 
 
-def test_a_pipeline_that_ends_has_epochs_of_its_own(make_shards: Any) -> None:
+def test_finite_pipeline_rejects_epoch_slots(make_shards: Any) -> None:
     own = loader(partial(counted_pipeline, str(make_shards([60, 60]))))
     for use in (len, next):
         with pytest.raises(ValueError, match="epoch_slots needs an endless pipeline"):

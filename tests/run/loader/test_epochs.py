@@ -38,9 +38,7 @@ def packed(make_shards: Any) -> Any:
 
 
 @pytest.mark.parametrize(("num_workers", "tail"), [(0, "stop"), (2, "pad")])
-def test_a_trainer_that_takes_as_many_batches_as_the_length_says_gets_every_epoch_whole(
-    counted: Any, num_workers: int, tail: str
-) -> None:
+def test_trainer_that_takes_len_batches_gets_whole_epochs(counted: Any, num_workers: int, tail: str) -> None:
     """As HF Trainer, Lightning and Composer do. They never hear of the end."""
     with loader(counted, num_workers, tail=tail) as own:
         passes = [take(islice(own, len(own)), 1000) for _ in range(4)]
@@ -50,9 +48,7 @@ def test_a_trainer_that_takes_as_many_batches_as_the_length_says_gets_every_epoc
 
 
 @pytest.mark.parametrize("kind", ["counted", "packed"])
-def test_the_body_of_the_loop_at_the_last_batch_sees_its_epoch_and_its_trace(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_loop_body_at_the_last_batch_sees_its_epoch_and_trace(kind: str, request: pytest.FixtureRequest) -> None:
     own = loader(request.getfixturevalue(kind))
     for epoch in range(3):
         seen = [(own.epoch, own.trace().slot, len(own.trace().samples) > 0) for _ in own]
@@ -89,7 +85,7 @@ def test_the_state_after_the_last_batch_is_the_start_of_the_next_epoch_for_any_r
         pytest.param("continue", "spawn", marks=pytest.mark.long),
     ],
 )
-def test_workers_live_from_pass_to_pass(packed: Any, method: str, on_iter: str) -> None:
+def test_workers_persist_between_epochs(packed: Any, method: str, on_iter: str) -> None:
     with loader(packed, 2, workers=sp.Workers(start_method=method), on_iter=on_iter) as own:
         pids = []
         for _ in range(3):
@@ -99,9 +95,7 @@ def test_workers_live_from_pass_to_pass(packed: Any, method: str, on_iter: str) 
         assert pids == [workers(own)] * 3 and own.stats()["restarts"] == 0
 
 
-def test_ranks_vote_once_a_round_and_once_more_though_every_step_fails_and_is_taken_again(
-    packed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_vote_once_per_round_even_if_steps_fail_and_repeat(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = loader(packed)
     rounds = [len(take(alone, 1000)) // 6 for _ in range(2)]
     settings: dict[str, Any] = {"seed": 3, "lanes": 6, "pin_memory": True}
@@ -162,7 +156,7 @@ def test_a_known_length_needs_no_vote(counted: Any) -> None:
 
 
 @pytest.mark.parametrize(("num_workers", "epochs"), [(0, None), (2, 1)])
-def test_a_batch_that_came_and_was_not_given_is_the_next_one(
+def test_received_batch_that_was_not_yielded_is_the_next_one(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch, num_workers: int, epochs: int | None
 ) -> None:
     """As where there is no page-locked memory left."""

@@ -34,7 +34,7 @@ def pipeline(request: pytest.FixtureRequest, make_shards: Any) -> Any:
 # on_iter="restart".
 
 
-def test_every_pass_gives_the_same_bytes_wherever_the_one_before_was_broken_off(pipeline: Any) -> None:
+def test_every_evaluation_yields_the_same_bytes_after_any_break(pipeline: Any) -> None:
     whole = take(loader(pipeline, on_iter="continue"), 1000)
     with loader(pipeline, 2) as own:
         start = own.state_dict()
@@ -47,7 +47,7 @@ def test_every_pass_gives_the_same_bytes_wherever_the_one_before_was_broken_off(
         assert take(islice(own, len(whole)), 1000) == whole and own.state_dict() == start
 
 
-def test_after_a_load_the_first_iter_goes_on_and_later_ones_restart(pipeline: Any) -> None:
+def test_first_iter_after_a_load_continues_and_later_ones_restart(pipeline: Any) -> None:
     whole = take(loader(pipeline), 1000)
     first = loader(pipeline)
     take(first, 5)
@@ -60,7 +60,7 @@ def test_after_a_load_the_first_iter_goes_on_and_later_ones_restart(pipeline: An
             assert take(own, 4) == whole[:4]
 
 
-def test_what_iter_does_is_one_of_two(pipeline: Any) -> None:
+def test_on_iter_is_one_of_two_values(pipeline: Any) -> None:
     with pytest.raises(ValueError, match="on_iter must be 'continue' or 'restart', not 'again'"):
         loader(pipeline, on_iter="again")
 
@@ -99,7 +99,7 @@ def test_400_samples_in_eights_are_50_batches_whatever_the_lanes_and_ranks(make_
         assert [next(one, None) for one in runs] == [None] * world_size
 
 
-def test_what_is_not_shuffled_comes_in_file_order_in_every_pass(make_shards: Any) -> None:
+def test_unshuffled_evaluation_yields_file_order_each_time(make_shards: Any) -> None:
     pipeline = partial(counted_pipeline, str(make_shards([101])), size=7, shuffle=False)
     for settings in ({"on_iter": "restart"}, {"on_iter": "continue"}):
         own = loader(pipeline, lanes=12, tail="pad", **settings)
@@ -131,9 +131,7 @@ def test_other_ranks_resume_over_the_end_of_a_padded_epoch_exactly(make_shards: 
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_length_is_not_trusted_in_an_epoch_that_was_begun_with_another_batch_size(
-    make_shards: Any, num_workers: int
-) -> None:
+def test_length_is_unknown_in_an_epoch_started_with_another_batch_size(make_shards: Any, num_workers: int) -> None:
     """Also after a second resume, which finds the same settings as here: the state says it."""
     small, large = (partial(counted_pipeline, str(make_shards([120])), size=size) for size in (2, 5))
     own = loader(small, on_iter="continue", tail="pad")

@@ -102,7 +102,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     steps=st.lists(st.integers(0, 9), min_size=3, max_size=3),
 )
 @examples(20)
-def test_each_sample_of_a_padded_pass_comes_once(
+def test_padded_epoch_yields_each_sample_once(
     shards: Path, samples: int, order: dict[str, Any], epochs: float, lanes: int, sizes: list[int], steps: list[int]
 ) -> None:
     make = partial(pipeline, str(shards / str(samples)), epochs=epochs, **order)
@@ -117,7 +117,7 @@ def test_each_sample_of_a_padded_pass_comes_once(
     steps=st.lists(st.integers(0, 9), min_size=2, max_size=2),
 )
 @examples(8)
-def test_no_sample_comes_twice_before_the_first_lane_is_dry(
+def test_no_sample_repeats_before_the_first_lane_is_exhausted(
     shards: Path, order: dict[str, Any], lanes: int, sizes: list[int], steps: list[int]
 ) -> None:
     make = partial(pipeline, str(shards / "96"), epochs=1, **order)
@@ -132,7 +132,7 @@ def test_no_sample_comes_twice_before_the_first_lane_is_dry(
     steps=st.integers(0, 12),
 )
 @examples(8)
-def test_an_endless_run_in_file_order_gives_each_sample_once_an_epoch(
+def test_endless_run_in_file_order_yields_each_sample_once_per_epoch(
     shards: Path, block_size: int | None, lanes: int, sizes: list[int], steps: int
 ) -> None:
     make = partial(pipeline, str(shards / "60"), shuffle=False, block_size=block_size)
@@ -147,14 +147,14 @@ def test_an_endless_run_in_file_order_gives_each_sample_once_an_epoch(
 
 
 @pytest.mark.parametrize(("tail", "shuffle"), [("pad", True), ("pad", False), ("stop", True)])
-def test_all_of_96_samples_come_after_5_batches_of_4_and_then_8(shards: Path, tail: str, shuffle: bool) -> None:
+def test_all_96_samples_are_yielded_in_5_batches_of_4_then_8(shards: Path, tail: str, shuffle: bool) -> None:
     make = partial(pipeline, str(shards / "96"), epochs=1, shuffle=shuffle)
     found = run_of_sizes(make, [4, 8], [5], lanes=8, tail=tail)
     assert len(set(found)) == len(found) and len(found) >= (96 if tail == "pad" else 84)
 
 
 @pytest.mark.parametrize("first", ["given", "skipped"])
-def test_a_rank_that_was_given_fresh_lanes_alone_knows_how_they_are_cut(shards: Path, first: str) -> None:
+def test_rank_with_only_fresh_lanes_knows_their_spans(shards: Path, first: str) -> None:
     """As after DCP has resharded a state over more ranks."""
     make = partial(pipeline, str(shards / "96"), epochs=1)
     with loader(partial(make, size=4), lanes=8, tail="pad") as own:
@@ -170,7 +170,7 @@ def test_a_rank_that_was_given_fresh_lanes_alone_knows_how_they_are_cut(shards: 
     assert set(Counter(found).values()) == {1} and len(found) == (96 if first == "given" else 92)
 
 
-def test_fresh_lanes_of_a_dead_rank_are_cut_as_those_of_the_survivors(shards: Path) -> None:
+def test_fresh_lanes_of_a_dead_rank_have_the_spans_of_the_survivors(shards: Path) -> None:
     make = partial(pipeline, str(shards / "96"), epochs=1)
     with loader(partial(make, size=4), lanes=8, tail="pad") as both:
         start = both.state_dict()
@@ -189,7 +189,7 @@ def test_fresh_lanes_of_a_dead_rank_are_cut_as_those_of_the_survivors(shards: Pa
     assert set(Counter(found).values()) == {1} and len(found) == 96
 
 
-def test_at_the_start_of_an_epoch_the_new_size_cuts_the_shares(shards: Path) -> None:
+def test_new_batch_size_applies_to_spans_at_the_start_of_an_epoch(shards: Path) -> None:
     make = partial(pipeline, str(shards / "96"), epochs=1)
     with loader(partial(make, size=4), lanes=8) as own:
         start = own.state_dict()
@@ -234,7 +234,7 @@ def resumed_in(shards: str, order: dict[str, Any], first: str, steps: int, *, la
 )
 @example(samples=17, order=ORDERS[0], lanes=9, size=3, steps=2)
 @examples(14)
-def test_a_pass_begun_with_tail_stop_that_goes_on_with_pad_gives_each_sample_once(
+def test_epoch_started_with_tail_stop_and_resumed_with_pad_yields_each_sample_once(
     shards: Path, samples: int, order: dict[str, Any], lanes: int, size: int, steps: int
 ) -> None:
     found = resumed_in(str(shards / str(samples)), order, "stop", steps, lanes=lanes, size=size)
@@ -251,7 +251,7 @@ def test_a_pass_begun_with_tail_stop_that_goes_on_with_pad_gives_each_sample_onc
 @example(samples=17, order=ORDERS[0], lanes=9, size=2, steps=3)
 @example(samples=17, order={"shuffle": True, "blend": True}, lanes=4, size=4, steps=7)
 @examples(14)
-def test_a_pass_begun_with_tail_pad_that_goes_on_with_stop_ends_before_the_round_that_a_lane_cannot_fill(
+def test_epoch_started_with_tail_pad_and_resumed_with_stop_ends_before_an_incomplete_round(
     shards: Path, samples: int, order: dict[str, Any], lanes: int, size: int, steps: int
 ) -> None:
     found = resumed_in(str(shards / str(samples)), order, "pad", steps, lanes=lanes, size=size)
@@ -264,7 +264,7 @@ def test_a_pass_begun_with_tail_pad_that_goes_on_with_stop_ends_before_the_round
     assert found == of_pad[: max(ends, rounds * lanes)]
 
 
-def test_ranks_agree_where_a_pass_ends_that_goes_on_with_another_tail(shards: Path) -> None:
+def test_ranks_agree_on_the_end_of_an_epoch_resumed_with_another_tail(shards: Path) -> None:
     """Also a rank that was given fresh lanes alone."""
     make = partial(pipeline, str(shards / "17"), size=3, epochs=1)
     found, state = run_to(make, 1, lanes=8, tail="stop")
@@ -279,7 +279,7 @@ def test_ranks_agree_where_a_pass_ends_that_goes_on_with_another_tail(shards: Pa
     assert sorted(given) == [(0, number) for number in range(17)]
 
 
-def test_at_the_start_of_an_epoch_the_new_tail_cuts_the_shares(shards: Path) -> None:
+def test_new_tail_applies_to_spans_at_the_start_of_an_epoch(shards: Path) -> None:
     make = partial(pipeline, str(shards / "17"), size=3, epochs=1)
     _, state = run_to(make, 0, lanes=9, tail="stop")
     assert run_to(make, None, state, lanes=9, tail="pad") == run_to(make, None, lanes=9, tail="pad")

@@ -98,7 +98,7 @@ def check_seen(at: Path, slots: dict[str, int], rest: list[str], *more: str) -> 
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_each_given_key_has_its_slot_and_others_have_none(
+def test_each_yielded_key_has_its_slot_and_others_have_none(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_all(tmp_path)
@@ -125,7 +125,7 @@ def make_old(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_ledger_of_an_earlier_release_answers_where_the_folder_is_what_was_read(tmp_path: Path, kind: str) -> None:
+def test_ledger_of_an_earlier_release_works_if_the_folder_is_unchanged(tmp_path: Path, kind: str) -> None:
     write_all(tmp_path)
     slots, rest = given_keys(tmp_path, kind)
     make_old(tmp_path / "ledger")
@@ -138,7 +138,7 @@ def test_a_ledger_of_an_earlier_release_answers_where_the_folder_is_what_was_rea
     return None
 
 
-def test_data_that_moved_is_named_and_other_data_are_refused(tmp_path: Path) -> None:
+def test_data_that_moved_is_named_and_other_data_are_rejected(tmp_path: Path) -> None:
     write_all(tmp_path)
     slots, rest = given_keys(tmp_path, "parquet")
     shutil.move(tmp_path / "parquet", tmp_path / "moved")
@@ -150,7 +150,7 @@ def test_data_that_moved_is_named_and_other_data_are_refused(tmp_path: Path) -> 
     assert code == 2 and "not the samples of the run" in lines[0]
 
 
-def test_files_that_came_later_change_no_answer(tmp_path: Path) -> None:
+def test_later_files_change_no_answer(tmp_path: Path) -> None:
     write_all(tmp_path)
     slots, rest = given_keys(tmp_path, "jsonl")
     (tmp_path / "jsonl" / "1.jsonl").write_text('{"name": "new", "text": "x"}\n')
@@ -176,7 +176,7 @@ def own_store(lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(custom.RecordReader(lane.shared("numbers", Numbers), lane), size=2)
 
 
-def test_a_store_of_the_runs_own_is_refused(tmp_path: Path) -> None:
+def test_users_store_is_rejected_in_ledger_queries(tmp_path: Path) -> None:
     with sp.SavableLoader(own_store, seed=1, lanes=2, ledger=tmp_path / "ledger") as own:
         key = next(own)[0].key
     for more in ([], ["--data", str(tmp_path)]):
@@ -194,5 +194,5 @@ def test_a_store_of_the_runs_own_is_refused(tmp_path: Path) -> None:
         ("", ""),
     ],
 )
-def test_a_password_in_a_url_is_not_kept(files: Any, kept: Any) -> None:
+def test_password_in_a_url_is_not_saved(files: Any, kept: Any) -> None:
     assert files_to_keep(files) == kept

@@ -81,7 +81,7 @@ def refusal(made: sp.SavableLoader, state: dict[str, Any], allow: Any = ("shards
     return str(caught.value)
 
 
-def test_they_join_at_the_epoch_after_the_last_that_any_lane_has_begun(data: Path) -> None:
+def test_new_shards_join_at_the_epoch_after_the_last_started_one(data: Path) -> None:
     state = after(4 * 12 + 1, folder=data)  # 21 samples over 4 lanes; the buffer takes 5 more: lane 0 is in epoch 3
     add(data, 2)
     made = loader(data)
@@ -102,7 +102,7 @@ def test_they_join_at_the_epoch_after_the_last_that_any_lane_has_begun(data: Pat
     assert growth_in(again.state_dict()) == {"": [(0, 2), (4, 5)]}
 
 
-def test_before_the_first_batch_they_are_there_from_the_start(data: Path) -> None:
+def test_new_shards_before_the_first_batch_are_used_from_the_start(data: Path) -> None:
     state = after(0, folder=data)
     add(data, 2)
     made, fresh = loader(data), loader(data)
@@ -111,7 +111,7 @@ def test_before_the_first_batch_they_are_there_from_the_start(data: Path) -> Non
     assert [int(next(made)) for _ in range(40)] == [int(next(fresh)) for _ in range(40)]
 
 
-def test_each_source_of_a_blend_has_its_own_epoch(data: Path) -> None:
+def test_shards_join_each_source_of_a_blend_at_its_own_epoch(data: Path) -> None:
     for name, shards in (("a", (0,)), ("b", (1, 2))):
         (data / name).mkdir()
         for shard in shards:
@@ -128,7 +128,7 @@ def test_each_source_of_a_blend_has_its_own_epoch(data: Path) -> None:
     assert growth_in(again.state_dict()) == {"a": [(0, 1), (4, 2)], "b": [(0, 2), (1, 4)]}
 
 
-def test_the_word_is_for_later_too_and_does_nothing_where_no_shard_is_new(data: Path) -> None:
+def test_permission_for_new_shards_applies_later_and_is_harmless_without_any(data: Path) -> None:
     with loader(data, ranks=(1, 2)) as made:
         next(made)
         state = made.state_dict()  # a rank's own part
@@ -136,7 +136,7 @@ def test_the_word_is_for_later_too_and_does_nothing_where_no_shard_is_new(data: 
     assert made.state_dict() == state
 
 
-def test_it_takes_the_state_of_all_lanes(data: Path) -> None:
+def test_joining_shards_needs_the_state_of_all_lanes(data: Path) -> None:
     made = [loader(data, ranks=(rank, 2)) for rank in range(2)]
     for each in made:
         next(each)
@@ -156,7 +156,7 @@ def _of_rank(data: Path, states: list[dict[str, Any]], rank: int) -> dict[str, A
     return made.state_dict()
 
 
-def test_ranks_that_grew_otherwise_do_not_go_together(data: Path) -> None:
+def test_ranks_with_different_new_shards_are_rejected(data: Path) -> None:
     state = after(5, folder=data)
     add(data, 2)
     grown = loader(data)
@@ -182,7 +182,7 @@ def test_ranks_that_grew_otherwise_do_not_go_together(data: Path) -> None:
         ("last.tar", "before.tar", "last_1.tar"),
     ],
 )
-def test_a_shard_between_others_is_refused_with_a_name_that_would_do(
+def test_new_shard_between_others_is_rejected_with_a_better_name(
     tmp_path: Path, last: str, new: str, advice: str
 ) -> None:
     folder = tmp_path / "data"
@@ -213,13 +213,13 @@ def test_removed_and_rewritten_shards_stay_an_error(data: Path) -> None:
     assert "allow={'TarShardReader.shards'}" not in refusal(loader(data), state, ())
 
 
-def test_other_differences_are_still_refused(data: Path) -> None:
+def test_other_differences_are_rejected_with_new_shards(data: Path) -> None:
     state = after(5, folder=data)
     add(data, 2)
     assert "window: saved 128, here 2" in refusal(loader(data, how={"window": 2}), state)
 
 
-def test_a_count_whose_shares_would_move_is_refused_and_a_share_is_not(data: Path) -> None:
+def test_subset_by_count_rejects_new_shards_and_by_fraction_accepts_them(data: Path) -> None:
     states = {subset: after(5, folder=data, how={"subset": subset}) for subset in (10, 0.5)}
     add(data, 2)
     told = refusal(loader(data, how={"subset": 10}), states[10])
@@ -231,7 +231,7 @@ def test_a_count_whose_shares_would_move_is_refused_and_a_share_is_not(data: Pat
     assert "subset: saved 0.5, here 0.4" in refusal(other, states[0.5])
 
 
-def test_a_split_grows_with_its_list_and_may_not_take_other_shards_than_it_did(data: Path) -> None:
+def test_split_grows_with_its_list_without_changing_old_shards(data: Path) -> None:
     def split(*shards: int) -> None:
         lines = "".join(f"  - '{shard:04d}.tar'\n" for shard in shards)
         (data / ".nv-meta" / "split.yaml").write_text(f"split_parts:\n  train:\n{lines}\n")
@@ -250,7 +250,7 @@ def test_a_split_grows_with_its_list_and_may_not_take_other_shards_than_it_did(d
     assert "TarShardReader.selection: " in refusal(loader(data, how={"split": "train"}), state)
 
 
-def test_an_evaluation_whose_passes_are_all_epoch_0_cannot_grow(data: Path) -> None:
+def test_evaluation_cannot_get_new_shards(data: Path) -> None:
     state = after(1, folder=data, how={"epochs": 1}, on_iter="restart")
     add(data, 2)
     told = refusal(loader(data, how={"epochs": 1}, on_iter="restart"), state)
@@ -291,7 +291,7 @@ def unmarked(folder: Path, lane: sp.Lane) -> custom.Stage:
     return Unmarked(sp.TarShardReader(folder, lane, epochs=2))
 
 
-def test_a_lane_that_had_another_batch_is_asked_again(tmp_path: Path) -> None:
+def test_lane_that_read_an_old_batch_is_requested_again(tmp_path: Path) -> None:
     """In the epoch that it was to come from, it has other samples now, which are all skipped."""
     write_numbered_shards(tmp_path, [2 * LANES])
     state = after(2 * LANES, folder=tmp_path, make=unmarked)
@@ -303,7 +303,7 @@ def test_a_lane_that_had_another_batch_is_asked_again(tmp_path: Path) -> None:
         next(made)
 
 
-def test_a_loader_that_has_looked_at_the_grown_data_reads_old_epochs_as_they_were(data: Path) -> None:
+def test_loader_of_grown_data_reads_old_epochs_unchanged(data: Path) -> None:
     finite = {"epochs": 1}
     with loader(data, how=finite) as made:
         old = [int(next(made)) for _ in range(2)]  # two of the lanes have read nothing yet

@@ -29,7 +29,7 @@ from tests.support.toy_pipelines import toy_pipeline
         pytest.param(0, 4, 1, id="a length"),
     ],
 )
-def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_gives_none_twice(
+def test_ctrl_c_at_any_bytecode_of_a_step_loses_and_repeats_no_batch(
     make_shards: Any, epochs: int | None, before: int, batches: int
 ) -> None:
     shards = str(make_shards([30, 30]))
@@ -55,7 +55,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_gives_none_twice(
     assert at > 100
 
 
-def test_ctrl_c_where_numpy_compares_is_ctrl_c_when_a_state_within_a_fan_out_is_restored(make_shards: Any) -> None:
+def test_ctrl_c_in_a_numpy_comparison_of_a_restore_is_raised_as_ctrl_c(make_shards: Any) -> None:
     """In a comparison of structured arrays numpy makes a TypeError of it, which has lost its cause."""
     pipeline = partial(toy_pipeline, str(make_shards([30, 30])), pack=None, skip=0)
     with sp.SavableLoader(pipeline, seed=3, lanes=1) as own:

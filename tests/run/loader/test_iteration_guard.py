@@ -49,7 +49,7 @@ def through_workers(give: Callable[[], Any], workers: int = 2) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_loader_that_a_worker_of_torch_makes_for_itself_is_refused(make: Any, workers: int) -> None:
+def test_loader_built_in_a_torch_worker_is_rejected(make: Any, workers: int) -> None:
     with pytest.raises(sp.SavableError, match=f"was created in worker 0 of the {workers} of torch's DataLoader"):
         through_workers(make, workers)
 
@@ -62,7 +62,7 @@ def test_a_loader_that_a_worker_of_torch_makes_for_itself_is_refused(make: Any, 
         (lambda loader: OnDevice(loader, "cpu"), True, {"ranks": (0, 1)}),
     ],
 )
-def test_a_loader_that_torchs_workers_hold_is_refused_also_if_it_was_begun_before(
+def test_loader_inside_torchs_workers_is_rejected_also_if_already_started(
     make: Any, wrap: Any, begun: bool, settings: dict[str, int]
 ) -> None:
     loader = make(**settings)
@@ -72,7 +72,7 @@ def test_a_loader_that_torchs_workers_hold_is_refused_also_if_it_was_begun_befor
         through_workers(lambda: wrap(loader))
 
 
-def test_workers_that_were_told_their_share_give_each_batch_once(make: Any) -> None:
+def test_torch_workers_with_explicit_ranks_yield_each_batch_once(make: Any) -> None:
     def share() -> Any:
         info: Any = get_worker_info()
         return make(ranks=(info.id, info.num_workers))
@@ -80,7 +80,7 @@ def test_workers_that_were_told_their_share_give_each_batch_once(make: Any) -> N
     assert through_workers(share) == take(make(), 10)
 
 
-def test_without_workers_torchs_loader_may_hold_one(make: Any) -> None:
+def test_torch_dataloader_without_workers_may_wrap_a_loader(make: Any) -> None:
     loader = make()
     assert through_workers(lambda: loader, 0) == take(make(), 5)
 
@@ -106,9 +106,7 @@ def in_a_fork(work: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(
     ("settings", "begun"), [({}, False), ({"num_workers": 1}, True), ({"ranks": (0, 1)}, True)], ids=str
 )
-def test_a_forked_process_does_not_go_on_with_its_parents_loader(
-    make: Any, settings: dict[str, int], begun: bool
-) -> None:
+def test_forked_process_may_not_iterate_its_parents_loader(make: Any, settings: dict[str, int], begun: bool) -> None:
     expected = take(make(), 6)
     with make(**settings) as loader:
         found = take(loader, 3) if begun else []
@@ -118,7 +116,7 @@ def test_a_forked_process_does_not_go_on_with_its_parents_loader(
         assert found + take(loader, 6 - len(found)) == expected  # the parent's goes on
 
 
-def test_a_forked_process_may_look_at_its_parents_loader_and_make_its_own(make: Any) -> None:
+def test_forked_process_may_inspect_its_parents_loader_and_build_its_own(make: Any) -> None:
     loader = make()
     next(loader)
     state = loader.state_dict()

@@ -66,7 +66,7 @@ def lanes_of(pipeline: Any, **settings: Any) -> int:
         *[(479, 24), (480, 48), (959, 48), (960, 96), (10**9, 96), (None, 96)],
     ],
 )
-def test_an_epoch_of_so_many_batches_has_so_many_lanes(batches: int | None, lanes: int) -> None:
+def test_number_of_lanes_follows_from_batches_per_epoch(batches: int | None, lanes: int) -> None:
     assert lanes_for(batches, endless=False) == lanes
     assert lanes_for(batches, endless=True) == max(8, lanes)
 
@@ -122,7 +122,7 @@ PIPELINES: dict[str, tuple[Callable[[str], Any], dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_what_the_index_cannot_count_has_96_lanes(tmp_path: Path, name: str) -> None:
+def test_uncountable_pipeline_has_96_lanes(tmp_path: Path, name: str) -> None:
     make, settings, lanes = PIPELINES[name]
     assert lanes_of(make(write_numbers(tmp_path / "data", 100)), **settings) == lanes
 

@@ -83,7 +83,7 @@ def test_a_state_after_each_batch_resumes_with_the_next(pipeline: Any) -> None:
         assert take(resumed(pipeline, state), 3) == found[step : step + 3]
 
 
-def test_a_state_in_the_middle_of_a_fan_out_gives_the_parts_that_are_left(make_shards: Any) -> None:
+def test_state_within_a_fan_out_resumes_with_the_remaining_parts(make_shards: Any) -> None:
     """Every sample has three parts and a batch has one, so two of three states lie inside a sample."""
     pipeline = partial(toy_pipeline, str(make_shards([40])), buffer=None, pack=None, size=1, skip=0, fan_out=1)
     own = loader(pipeline, lanes=1)
@@ -97,7 +97,7 @@ def test_a_state_in_the_middle_of_a_fan_out_gives_the_parts_that_are_left(make_s
         assert str(batch["items"][0]) == str(found[step])
 
 
-def test_a_state_does_not_change_when_the_loader_goes_on(pipeline: Any) -> None:
+def test_state_does_not_change_when_the_loader_continues(pipeline: Any) -> None:
     own = loader(pipeline)
     take(own, 3)
     state = own.state_dict()
@@ -134,7 +134,7 @@ def test_save_state_and_restore_state_are_the_same_two_methods(pipeline: Any) ->
     assert take(fresh, 5) == take(own, 5)
 
 
-def test_a_live_list_in_a_stages_state_is_copied_when_it_is_taken(make_shards: Any) -> None:
+def test_live_list_in_a_stages_state_is_copied(make_shards: Any) -> None:
     """As the last stage of a finite pipeline, whose next batch is made to know that there is one."""
     pipeline = partial(pairing_pipeline, str(make_shards([60])))
     own = loader(pipeline, lanes=2)
@@ -178,7 +178,7 @@ def pairing_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
 # Epochs.
 
 
-def test_a_state_after_the_last_batch_begins_the_next_epoch_before_and_after_its_end_is_told(finite: Any) -> None:
+def test_state_after_the_last_batch_starts_the_next_epoch(finite: Any) -> None:
     alone = loader(finite)
     first, second = take(alone, 1000), take(alone, 1000)
     with loader(finite, 2) as own:
@@ -225,7 +225,7 @@ def test_loading_inside_a_running_loop_takes_effect_with_the_next_batch(pipeline
     assert found == expected[:8] + expected[3:9]
 
 
-def test_loading_into_a_finished_loader_goes_on_from_the_state(finite: Any) -> None:
+def test_loading_into_a_finished_loader_continues_from_the_state(finite: Any) -> None:
     own = loader(finite)
     take(own, 7)
     state = own.state_dict()
@@ -236,7 +236,7 @@ def test_loading_into_a_finished_loader_goes_on_from_the_state(finite: Any) -> N
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_load_that_fails_leaves_the_loader_where_it_was(pipeline: Any, num_workers: int) -> None:
+def test_failed_load_does_not_move_the_loader(pipeline: Any, num_workers: int) -> None:
     expected = take(loader(pipeline), 12)
     with loader(pipeline, num_workers) as own:
         assert take(own, 4) == expected[:4]
@@ -259,7 +259,7 @@ def test_a_load_that_fails_leaves_the_loader_where_it_was(pipeline: Any, num_wor
 # Looking back.
 
 
-def test_lag_gives_the_state_some_batches_ago(pipeline: Any) -> None:
+def test_lag_returns_an_earlier_state(pipeline: Any) -> None:
     with loader(pipeline, 2, lanes=4) as own:
         states = [own.state_dict()]
         for step in range(1, 24):
@@ -269,7 +269,7 @@ def test_lag_gives_the_state_some_batches_ago(pipeline: Any) -> None:
                 assert own.state_dict(lag=lag) == states[step - lag]
 
 
-def test_lag_of_a_rank_gives_the_state_some_of_its_own_batches_ago(pipeline: Any) -> None:
+def test_lag_of_a_rank_counts_its_own_batches(pipeline: Any) -> None:
     own = loader(pipeline, ranks=(1, 3))
     states = [own.state_dict()]
     for _ in range(9):
@@ -279,14 +279,14 @@ def test_lag_of_a_rank_gives_the_state_some_of_its_own_batches_ago(pipeline: Any
 
 
 @pytest.mark.parametrize("lag", [-1, 3, MAX_LAG + 1])
-def test_a_lag_beyond_what_was_given_is_an_error(pipeline: Any, lag: int) -> None:
+def test_lag_beyond_the_yielded_batches_is_an_error(pipeline: Any, lag: int) -> None:
     own = loader(pipeline)
     take(own, 2)
     with pytest.raises(ValueError, match=f"lag={lag}: at most 2 batches can be taken back"):
         own.state_dict(lag=lag)
 
 
-def test_lag_does_not_reach_behind_a_load_or_into_the_epoch_before(finite: Any) -> None:
+def test_lag_does_not_reach_before_a_load_or_the_epoch(finite: Any) -> None:
     own = loader(finite)
     take(own, 1000)
     for given, begin in ((0, lambda: iter(own)), (3, lambda: own.load_state_dict(own.state_dict()))):
@@ -300,7 +300,7 @@ def test_lag_does_not_reach_behind_a_load_or_into_the_epoch_before(finite: Any) 
             own.state_dict(lag=2)
 
 
-def test_lag_after_the_last_batch_goes_back_into_its_epoch_until_the_end_is_told(finite: Any) -> None:
+def test_lag_after_the_last_batch_reaches_into_its_epoch(finite: Any) -> None:
     own = loader(finite)
     batches, states = iter(own), [own.state_dict()]
     for _ in range(len(take(loader(finite), 1000))):
@@ -362,7 +362,7 @@ def test_a_ranks_own_state_is_enough_for_the_same_rank(pipeline: Any) -> None:
         assert take(resumed(pipeline, state, ranks=(rank, 3)), 4) == expected[12 + rank :: 3]
 
 
-def test_a_state_in_which_lanes_are_missing_says_which(pipeline: Any) -> None:
+def test_state_with_missing_lanes_names_them(pipeline: Any) -> None:
     states = rank_states(pipeline, 4, 2)
     with pytest.raises(sp.CheckpointMismatchError, match=r"has lanes 0, 4, 8 of 12, .* needs lane 1\. .*merge"):
         loader(pipeline).load_state_dict(states[0])
@@ -372,7 +372,7 @@ def test_a_state_in_which_lanes_are_missing_says_which(pipeline: Any) -> None:
     assert take(resumed(pipeline, joined, ranks=(1, 4)), 2) == take(loader(pipeline), 16)[9::4]
 
 
-def test_ranks_that_saved_at_different_steps_are_told_so(pipeline: Any) -> None:
+def test_states_saved_at_different_steps_are_rejected_by_name(pipeline: Any) -> None:
     early, late = rank_states(pipeline, 2, 3)[0], rank_states(pipeline, 2, 20)[1]
     with pytest.raises(sp.CheckpointMismatchError, match="differ in slot: 40 and 6; save all at one step"):
         sp.merge_states([early, late])
@@ -381,7 +381,7 @@ def test_ranks_that_saved_at_different_steps_are_told_so(pipeline: Any) -> None:
             loader(pipeline).load_state_dict(mixed)
 
 
-def test_lanes_that_were_exchanged_are_found(pipeline: Any) -> None:
+def test_exchanged_lanes_are_detected(pipeline: Any) -> None:
     state = loader(pipeline).state_dict()
     with pytest.raises(
         sp.CheckpointMismatchError, match="lane_00001 is at batch 0 of lane 2, epoch 0, instead of batch 0 of lane 1"
@@ -423,7 +423,7 @@ def test_loading_logs_nothing_when_nothing_differs(pipeline: Any, caplog: pytest
         pytest.param(7, "best_fit", False, 2, marks=pytest.mark.landing),
     ],
 )
-def test_other_batch_sizes_on_the_way_keep_the_order_in_each_lane_and_give_each_sample_once(
+def test_changed_batch_sizes_keep_each_lanes_order_and_yield_each_sample_once(
     make_shards: Any, lanes: int, pack: str | None, drop_last: bool, num_workers: int
 ) -> None:
     settings: dict[str, Any] = {"epochs": 1, "skip": 0, "pack": pack, "drop_last": drop_last}
@@ -449,7 +449,7 @@ def test_other_batch_sizes_on_the_way_keep_the_order_in_each_lane_and_give_each_
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_epoch_of_which_less_is_left_than_a_larger_batch_ends(make_shards: Any, num_workers: int) -> None:
+def test_epoch_with_less_than_a_larger_batch_remaining_ends(make_shards: Any, num_workers: int) -> None:
     small, large = (
         partial(toy_pipeline, str(make_shards([9])), size=size, epochs=1, drop_last=True, pack=None, skip=0, fan_out=0)
         for size in (2, 5)

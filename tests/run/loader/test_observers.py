@@ -62,7 +62,7 @@ def counted_run(shards: str, capacity: int = 0, **settings: Any) -> tuple[Run, C
     return run, count
 
 
-def test_an_observer_hears_of_each_step_in_order(shards: str) -> None:
+def test_observers_are_called_for_each_step_in_order(shards: str) -> None:
     run, count = counted_run(shards)
     assert next(run) == (0, 0, 0, "counted")
     run.skip(2)
@@ -74,7 +74,7 @@ def test_an_observer_hears_of_each_step_in_order(shards: str) -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, 3])
-def test_a_batch_that_an_observer_refuses_is_the_next_one_and_the_state_stays(shards: str, capacity: int) -> None:
+def test_batch_rejected_by_an_observer_is_repeated_and_the_state_stays(shards: str, capacity: int) -> None:
     run, count = counted_run(shards, capacity)
     expected = [(0, slot % 2, slot // 2, "counted") for slot in range(6)]
     count.refuses = {0, 3, 5}
@@ -88,7 +88,7 @@ def test_a_batch_that_an_observer_refuses_is_the_next_one_and_the_state_stays(sh
     assert found == expected and not count.refuses
 
 
-def test_what_an_observer_adds_to_a_state_is_its_own_entry_and_refused_by_its_own_sentence(shards: str) -> None:
+def test_observers_have_their_own_state_entries_and_error_messages(shards: str) -> None:
     run, _ = counted_run(shards)
     next(run), next(run)
     state = run.state_dict()
@@ -121,7 +121,7 @@ def test_a_state_that_an_observer_rejects_changes_nothing(make_shards: Any) -> N
         assert other.state_dict() == before
 
 
-def test_an_entry_of_rows_in_flight_that_is_missing_is_refused_by_its_sentence(shards: str) -> None:
+def test_an_entry_of_rows_in_flight_that_is_missing_is_rejected_by_its_sentence(shards: str) -> None:
     with sp.SavableLoader(sp.read(shards).map(_key).batch(2), seed=1, lanes=2, acknowledge=True) as loader:
         next(loader)
         state = loader.state_dict()
@@ -134,7 +134,7 @@ def _key(sample: sp.Sample) -> str:
     return sample.key
 
 
-def test_a_run_and_what_takes_its_steps_name_no_observer() -> None:
+def test_run_and_stepper_name_no_observer() -> None:
     folder = Path(run_module.__file__ or "").parent
     for name in ("run", "prefetcher", "epoch_end", "position", "states"):
         tree = ast.parse((folder / f"{name}.py").read_text())

@@ -37,7 +37,7 @@ def shards(make_shards: Any) -> str:
     return str(make_shards([40, 20]))
 
 
-def test_each_time_that_a_sample_was_given_is_told_with_what_became_of_it(shards: str, tmp_path: Path) -> None:
+def test_ledger_lists_each_yield_of_a_sample_with_its_outcome(shards: str, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger"
     pipeline = partial(counted_pipeline, shards)
     with loader(pipeline, ledger) as own:
@@ -75,9 +75,7 @@ def test_each_time_that_a_sample_was_given_is_told_with_what_became_of_it(shards
     ]
 
 
-def test_a_rank_writes_what_it_acknowledges_of_another_and_a_pack_is_told_by_its_rows(
-    shards: str, tmp_path: Path
-) -> None:
+def test_rank_records_acknowledgements_of_other_ranks_and_packs_by_row(shards: str, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger"
     pipeline = partial(toy_pipeline, shards, pack="best_fit", skip=0, fan_out=0)
     ranks = [loader(pipeline, ledger, ranks=(rank, 2)) for rank in range(2)]
@@ -92,7 +90,7 @@ def test_a_rank_writes_what_it_acknowledges_of_another_and_a_pack_is_told_by_its
     assert told(ledger, rows[0][0]) == [[(False, "", False)]] * len(rows[0][0])
 
 
-def test_a_batch_given_again_takes_no_slot_in_the_ledger_and_can_be_made_from_it(shards: str, tmp_path: Path) -> None:
+def test_repeated_batch_has_no_slot_in_the_ledger_and_can_be_rebuilt(shards: str, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger"
     pipeline = partial(counted_pipeline, shards)
     with loader(pipeline, ledger) as own:

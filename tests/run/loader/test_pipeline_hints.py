@@ -39,7 +39,7 @@ def said_of(pipeline: Callable[[sp.Lane], Any], caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_pipeline_with_all_stages_is_no_matter(
+def test_pipeline_with_all_stages_gets_no_hint(
     make_shards: Any, caplog: pytest.LogCaptureFixture, num_workers: int
 ) -> None:
     root = str(make_shards([20]))
@@ -51,14 +51,14 @@ def test_a_pipeline_with_all_stages_is_no_matter(
     assert said_of(pipeline, caplog, num_workers=num_workers) == []
 
 
-def test_a_pipeline_without_a_batcher_is_told_once(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_pipeline_without_a_batcher_warns_once(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     root = str(make_shards([20]))
     (told,) = said_of(lambda lane: sp.Encode(sp.TarShardReader(root, lane, shuffle=False), NumberEncoder()), caplog)
     assert told.startswith("WARNING the pipeline ends with Encode, so each step gets a single element")
 
 
 @pytest.mark.parametrize(("point", "inside"), [(30, False), (300, False), (20, True)])
-def test_a_point_of_a_schedule_inside_the_buffers_behind_it_is_told(
+def test_schedule_point_within_later_buffers_warns(
     make_shards: Any, caplog: pytest.LogCaptureFixture, point: int, inside: bool
 ) -> None:
     root = str(make_shards([40]))
@@ -77,7 +77,7 @@ def test_a_point_of_a_schedule_inside_the_buffers_behind_it_is_told(
     assert not said_of(partial(pipeline, behind=False), caplog), "its draws are those of the batches"
 
 
-def test_a_batch_larger_than_the_dataset_is_told(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_larger_than_the_dataset_warns(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     root = str(make_shards([20]))
 
     def pipeline(lane: sp.Lane, epochs: int | None = None) -> custom.Stage:
@@ -176,7 +176,7 @@ def unsaid() -> None:
 
 
 @pytest.mark.parametrize("name", LEFT_IN_BLOCKS)
-def test_a_shuffle_that_leaves_neighbours_together_is_warned_of_with_the_cure(
+def test_shuffle_that_keeps_neighbors_together_warns_with_a_fix(
     make_shards: Any, caplog: pytest.LogCaptureFixture, unsaid: None, name: str
 ) -> None:
     pipeline = partial(LEFT_IN_BLOCKS[name], str(make_shards([400, 400])))
@@ -189,7 +189,7 @@ def test_a_shuffle_that_leaves_neighbours_together_is_warned_of_with_the_cure(
 
 
 @pytest.mark.parametrize("name", MIXED_OR_MEANT)
-def test_a_shuffle_that_mixes_or_blocks_that_are_meant_are_no_matter(
+def test_sufficient_shuffle_and_intended_blocks_do_not_warn(
     make_shards: Any, caplog: pytest.LogCaptureFixture, unsaid: None, name: str
 ) -> None:
     pipeline = partial(MIXED_OR_MEANT[name], str(make_shards([400, 400])))
@@ -198,7 +198,7 @@ def test_a_shuffle_that_mixes_or_blocks_that_are_meant_are_no_matter(
         assert neighbours(pipeline) < 0.1
 
 
-def test_blocks_of_tokens_and_of_shards_with_a_sample_each_are_no_matter(
+def test_token_blocks_and_single_sample_shards_do_not_warn(
     make_shards: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, unsaid: None
 ) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(4000, dtype=np.uint16))
@@ -211,7 +211,7 @@ class Unpacked(sp.TaskEncoder):
     """Has no `pack`."""
 
 
-def test_an_encoder_that_cannot_pack_is_refused_by_a_packer(make_shards: Any) -> None:
+def test_an_encoder_that_cannot_pack_is_rejected_by_a_packer(make_shards: Any) -> None:
     items = sp.Encode(sp.TarShardReader(make_shards([4]), sp.Lane()), Unpacked())
     with pytest.raises(ValueError, match=r"OnlinePacker: Unpacked has no pack\(items, rng\)"):
         sp.OnlinePacker(items, max_length=8)
@@ -226,7 +226,7 @@ def test_an_encoder_that_cannot_pack_is_refused_by_a_packer(make_shards: Any) ->
         (7, "7$"),
     ],
 )
-def test_what_is_no_encoder_is_refused_with_what_to_write(make_shards: Any, wrong: Any, cure: str) -> None:
+def test_invalid_encoder_is_rejected_with_a_fix(make_shards: Any, wrong: Any, cure: str) -> None:
     samples = sp.TarShardReader(make_shards([4]), sp.Lane())
     with pytest.raises(ValueError, match=f"Encode takes a TaskEncoder, not .*{cure}"):
         sp.Encode(samples, wrong)
@@ -239,7 +239,7 @@ def test_what_is_no_encoder_is_refused_with_what_to_write(make_shards: Any, wron
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("epochs", [None, 1])
-def test_a_loader_in_a_loader_is_refused(
+def test_a_loader_in_a_loader_is_rejected(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch, num_workers: int, epochs: int | None
 ) -> None:
     class OneToOne(NumberEncoder):
@@ -270,9 +270,7 @@ class Told(Scaled):
         return {"scale": self.scale}
 
 
-def test_settings_of_an_encoder_that_no_state_would_know_are_named(
-    make_shards: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsaved_settings_of_an_encoder_are_named(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     root = str(make_shards([20]))
 
     def pipeline(lane: sp.Lane, encoder: sp.TaskEncoder) -> custom.Stage:

@@ -38,7 +38,7 @@ def found(ranks: Any = None, lanes: int = 12) -> tuple[int, int]:
 # Lanes and slots.
 
 
-def test_ranks_and_lanes_are_those_of_the_drawing() -> None:
+def test_ranks_and_lanes_match_the_drawing_in_the_docs() -> None:
     first, second = Ranks(0, 2, None), Ranks(1, 2, None)
     assert (list(first.lanes(4)), list(second.lanes(4))) == ([0, 2], [1, 3])
     assert [(first.slot(start), second.slot(start)) for start in (0, 2, 4)] == [(0, 1), (2, 3), (4, 5)]
@@ -58,7 +58,7 @@ def test_each_lane_and_each_slot_of_a_step_belongs_to_one_rank(world_size: int) 
 # Where they come from.
 
 
-def test_they_come_from_the_process_group_or_a_mesh(one_process_group: None) -> None:
+def test_ranks_come_from_a_process_group_or_mesh(one_process_group: None) -> None:
     assert found() == found(dist.group.WORLD) == (0, 1)
     assert find_ranks(dist.group.WORLD, 12).group is dist.group.WORLD
     assert found(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))) == (0, 1)
@@ -69,7 +69,9 @@ def test_they_come_from_the_process_group_or_a_mesh(one_process_group: None) -> 
     assert found((1, 4)) == found([1, 4]) == found(sp.Ranks(1, 4)) == (1, 4)
 
 
-def test_a_loader_of_a_group_gathers_and_ends_as_alone(one_process_group: None, make_shards: Any) -> None:
+def test_loader_of_a_process_group_gathers_and_ends_like_a_single_one(
+    one_process_group: None, make_shards: Any
+) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1)
     alone = sp.SavableLoader(pipeline, seed=3, lanes=12, ranks=(0, 1))
     loader = sp.SavableLoader(pipeline, seed=3, lanes=12)
@@ -80,7 +82,7 @@ def test_a_loader_of_a_group_gathers_and_ends_as_alone(one_process_group: None, 
 
 
 @pytest.mark.parametrize("given", [0, (1,), (0, 1, 2), ("0", "1"), "web", object()])
-def test_what_names_no_rank_is_an_error(given: object) -> None:
+def test_invalid_ranks_are_an_error(given: object) -> None:
     with pytest.raises(ValueError, match=r"ranks must be \(rank, world_size\), a process group, a mesh or sp.Ranks"):
         found(given)
 
@@ -101,7 +103,7 @@ def test_a_world_size_that_does_not_divide_the_lanes_is_an_error_that_lists_thos
         found(ranks=(0, 24))
 
 
-def test_a_world_that_is_announced_but_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_announced_world_without_a_process_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun sets WORLD_SIZE; without init_process_group each rank would take itself for the only one."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=r"WORLD_SIZE=4.* Call init_process_group first"):
@@ -128,7 +130,7 @@ def ranks_now(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> No
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: world_size)
 
 
-def test_a_loader_that_was_made_before_its_ranks_were_there_is_an_error_at_the_first_batch(
+def test_loader_built_before_its_process_group_is_an_error_at_the_first_batch(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
@@ -146,7 +148,7 @@ def test_a_loader_that_was_made_before_its_ranks_were_there_is_an_error_at_the_f
     next(early[0])
 
 
-def test_a_loader_that_found_its_ranks_is_an_error_where_they_are_others(
+def test_loader_whose_ranks_changed_is_an_error(
     one_process_group: None, make_shards: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was made in a process that was forked later."""
@@ -160,7 +162,7 @@ def test_a_loader_that_found_its_ranks_is_an_error_where_they_are_others(
     next(of_a_group)
 
 
-def test_a_world_that_is_announced_by_the_first_batch_but_not_there_is_an_error(
+def test_world_announced_before_the_first_batch_without_a_group_is_an_error(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = sp.SavableLoader(partial(toy_pipeline, str(make_shards([40]))), seed=3, lanes=12)
@@ -172,7 +174,7 @@ def test_a_world_that_is_announced_by_the_first_batch_but_not_there_is_an_error(
 # Agreeing.
 
 
-def test_ranks_given_as_numbers_cannot_agree_on_an_end_and_say_so(make_shards: Any) -> None:
+def test_ranks_as_numbers_cannot_agree_on_an_end(make_shards: Any) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1)
     loader = sp.SavableLoader(pipeline, seed=3, lanes=12, ranks=(0, 2))
     with pytest.raises(ValueError, match=r"the 2 ranks of a finite run must agree on its end.*init_process_group"):
@@ -181,7 +183,7 @@ def test_ranks_given_as_numbers_cannot_agree_on_an_end_and_say_so(make_shards: A
         loader.global_state_dict()
 
 
-def test_ranks_given_as_numbers_talk_through_torch_distributed_where_it_has_the_same(
+def test_ranks_as_numbers_use_a_matching_torch_process_group(
     one_process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -195,7 +197,7 @@ def test_ranks_given_as_numbers_talk_through_torch_distributed_where_it_has_the_
             other.agree(7, smallest=True)
 
 
-def test_ranks_given_as_numbers_need_no_agreement_where_the_length_is_known(make_shards: Any) -> None:
+def test_ranks_as_numbers_need_no_agreement_if_the_length_is_known(make_shards: Any) -> None:
     pipeline = partial(counted_pipeline, str(make_shards([50])))
     alone = sp.SavableLoader(pipeline, seed=3, lanes=4, ranks=(0, 1))
     expected = take(alone, 1000) + take(alone, 1000)
@@ -204,7 +206,7 @@ def test_ranks_given_as_numbers_need_no_agreement_where_the_length_is_known(make
     assert [batch for step in zip(*found, strict=True) for batch in step] == expected
 
 
-def test_a_skip_where_the_length_was_known_is_an_error(make_shards: Any) -> None:
+def test_skip_in_an_epoch_of_known_length_is_an_error(make_shards: Any) -> None:
     class Skips(Numbers):
         def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
             number, drawn = super().encode(sample, rng)
@@ -241,7 +243,7 @@ os._exit(0) if rank else os.wait()
 """
 
 
-def test_a_state_of_all_ranks_that_only_rank_0_asks_for_says_that_each_must(make_shards: Any) -> None:
+def test_global_state_requested_only_on_rank_0_is_an_error(make_shards: Any) -> None:
     folder = make_shards([40])
     run = subprocess.run([sys.executable, "-c", ALONE, str(folder)], capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
@@ -261,7 +263,7 @@ class Counting(sp.TaskEncoder):
         return {"shards": 5}
 
 
-def test_a_setting_of_an_encoder_that_is_called_shards_is_none_of_what_ranks_read(make_shards: Any) -> None:
+def test_encoder_setting_named_shards_is_not_compared_between_ranks(make_shards: Any) -> None:
     folder = str(make_shards([8]))
     with sp.SavableLoader(lambda lane: _encoded(folder, lane), seed=1, lanes=2) as loader:
         told: list[str] = []

@@ -40,7 +40,7 @@ def test_each_row_has_source_index_and_part_of_its_samples(
                 assert counts == [len(row) for row in traced.rows]
 
 
-def test_sources_tell_what_is_blended(shards: str) -> None:
+def test_sources_map_ids_to_blended_names(shards: str) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         sources = {name: sp.TarShardReader(shards, lane, subset=part) for name, part in PARTS.items()}
         return sp.Batcher(sp.Encode(sp.Blend(sources, weights={"web": 2, "books": 1}), Numbers()), size=4)
@@ -61,13 +61,13 @@ class Numbers(sp.TaskEncoder):
         return {"id": sample.json()["id"]}
 
 
-def test_rows_that_only_fill_up_have_no_sample(shards: str) -> None:
+def test_padding_rows_have_no_sample(shards: str) -> None:
     with sp.SavableLoader(partial(counted_pipeline, shards), seed=3, lanes=12, tail="pad", sample_ids=True) as own:
         for batch in own:
             assert (batch["sample_ids"][:, 0] >= 0).tolist() == batch["valid"].tolist()
 
 
-def test_a_state_is_the_same_with_and_without(shards: str) -> None:
+def test_state_is_the_same_with_and_without_ids(shards: str) -> None:
     with_ids, without = (
         sp.SavableLoader(partial(toy_pipeline, shards), seed=3, lanes=12, sample_ids=ids) for ids in (True, False)
     )
@@ -89,7 +89,7 @@ class Takes(Numbers):
 
 
 @pytest.mark.parametrize("encoder", [Lists(), Takes()])
-def test_a_batch_that_cannot_take_them_is_an_error_and_not_given(shards: str, encoder: sp.TaskEncoder) -> None:
+def test_batch_without_room_for_ids_is_an_error_and_not_yielded(shards: str, encoder: sp.TaskEncoder) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), encoder), size=4)
 

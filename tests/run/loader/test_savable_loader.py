@@ -70,9 +70,7 @@ def test_slot_q_belongs_to_rank_q_mod_w(pipeline: Any, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("start", "world_size"), [(1, 2), (5, 4), (7, 3), (12, 4), (14, 4)])
-def test_from_any_start_a_step_takes_as_many_consecutive_slots_as_there_are_ranks(
-    pipeline: Any, start: int, world_size: int
-) -> None:
+def test_step_takes_consecutive_slots_of_all_ranks_from_any_start(pipeline: Any, start: int, world_size: int) -> None:
     first = loader(pipeline)
     take(first, start)
     state = first.state_dict()
@@ -94,7 +92,7 @@ def test_workers_and_prefetch_change_no_batch(pipeline: Any, num_workers: int, p
         assert take(own, 30) == take(loader(pipeline), 30)
 
 
-def test_workers_change_no_batch_of_a_finite_run_nor_its_end(finite: Any) -> None:
+def test_workers_change_no_batch_and_not_the_end_of_a_finite_run(finite: Any) -> None:
     with loader(finite, 2) as own:
         alone = loader(finite)
         for _ in range(3):
@@ -147,7 +145,7 @@ def test_a_fresh_interpreter_with_another_hash_seed_agrees_with_and_without_work
 # Its names and arguments.
 
 
-def test_its_public_names_are_those_of_the_design(pipeline: Any) -> None:
+def test_loader_has_the_documented_public_names(pipeline: Any) -> None:
     iterating, looking = ["epoch", "skip", "close"], ["stats", "trace", "sources"]
     saving = ["state_dict", "load_state_dict", "save_state", "restore_state", "global_state_dict"]
     names = {name for name in [*dir(sp.SavableLoader), *dir(loader(pipeline))] if name[0] != "_"}
@@ -155,7 +153,7 @@ def test_its_public_names_are_those_of_the_design(pipeline: Any) -> None:
     assert names == {*iterating, *saving, *looking, *acknowledging}
 
 
-def test_its_arguments_are_its_settings() -> None:
+def test_arguments_of_the_loader_are_its_settings() -> None:
     """Written out in its signature for those who read it there; every name, type and default but one is the same."""
     arguments = [*inspect.signature(sp.SavableLoader).parameters.values()]
     *settings, last = inspect.signature(LoaderSettings).parameters.values()
@@ -170,12 +168,12 @@ def test_its_arguments_are_its_settings() -> None:
 # Iterating.
 
 
-def test_iterating_after_break_goes_on(pipeline: Any) -> None:
+def test_iterating_after_break_continues(pipeline: Any) -> None:
     with loader(pipeline, 2) as own:
         assert take(own, 3) + take(own, 1) + take(own, 6) == take(loader(pipeline), 10)
 
 
-def test_iterating_after_close_goes_on(pipeline: Any) -> None:
+def test_iterating_after_close_continues(pipeline: Any) -> None:
     for num_workers in (0, 2):
         own = loader(pipeline, num_workers)
         found = take(own, 5)
@@ -186,7 +184,7 @@ def test_iterating_after_close_goes_on(pipeline: Any) -> None:
         assert found == take(loader(pipeline), 14)
 
 
-def test_an_epoch_ends_and_the_next_iter_begins_another_one(finite: Any) -> None:
+def test_epoch_ends_and_the_next_iter_starts_another(finite: Any) -> None:
     own = loader(finite)
     assert own.epoch == 0
     first = take(own, 1000)
@@ -199,13 +197,13 @@ def test_an_epoch_ends_and_the_next_iter_begins_another_one(finite: Any) -> None
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_finite_run_ends_at_a_round_with_each_lane_as_often(finite: Any, num_workers: int) -> None:
+def test_finite_run_ends_at_a_whole_round(finite: Any, num_workers: int) -> None:
     lengths = [len(take(finite(sp.Lane(lane, 12, 3)), 1000)) for lane in range(12)]
     with loader(finite, num_workers) as own:
         assert len(take(own, 1000)) == 12 * min(lengths) > 0
 
 
-def test_a_finite_run_whose_lanes_all_are_dry_at_once_gives_every_sample(make_shards: Any) -> None:
+def test_finite_run_whose_lanes_end_together_yields_every_sample(make_shards: Any) -> None:
     pipeline = partial(number_pipeline, str(make_shards([12, 12])), epochs=1)
     for num_workers in (0, 2):
         with loader(pipeline, num_workers, lanes=3) as own:
@@ -238,9 +236,7 @@ def reader_and_buffer(shards: str, epochs: int | None, lane: sp.Lane) -> custom.
     return sp.ShuffleBuffer(sp.TarShardReader(shards, lane, epochs=epochs), size=5)
 
 
-def test_slots_that_ranks_leave_out_at_the_end_of_an_epoch_are_told(
-    finite: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unused_slots_at_the_end_of_an_epoch_warn(finite: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A run of one rank that goes on with four at slot 3: the last step would need 11 … 14, but the epoch has 12."""
     first = loader(finite)
     take(first, 3)
@@ -261,7 +257,7 @@ def test_slots_that_ranks_leave_out_at_the_end_of_an_epoch_are_told(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loader_that_is_let_go_of_leaves_no_cycle(pipeline: Any, num_workers: int) -> None:
+def test_released_loader_leaves_no_reference_cycle(pipeline: Any, num_workers: int) -> None:
     """So that its shards and workers are closed at once, not when the garbage collector comes by."""
     gc.disable()
     try:

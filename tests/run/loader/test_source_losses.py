@@ -15,7 +15,7 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.filters import SampleFilter
+from savable_pipeline.stages.filters import Filter
 from savable_pipeline.testing import assert_exact_resume
 
 Skips = Callable[[sp.Sample], str]
@@ -87,7 +87,7 @@ def steps_until_error(pipeline: Any, *, cut_every: int = 0, most: int = 400, **s
 @pytest.mark.parametrize(
     ("lanes", "buffer", "most", "num_workers"), [(1, 1, 330, 0), (8, 1, 1000, 2), (96, 1, 1600, 0), (96, 20, 1800, 0)]
 )
-def test_a_source_that_gives_nothing_in_its_first_epoch_is_an_error(
+def test_source_that_yields_nothing_in_its_first_epoch_is_an_error(
     make_shards: Any, num_workers: int, lanes: int, buffer: int, most: int
 ) -> None:
     """All lanes must have had their first epoch, or together five: a buffer holds some of the first back."""
@@ -98,7 +98,7 @@ def test_a_source_that_gives_nothing_in_its_first_epoch_is_an_error(
     assert f": 'no text' {found[1]}. " in error and f"on {lanes} lanes" in error
 
 
-def test_a_large_source_that_gives_nothing_is_an_error_after_10_000_samples(tmp_path: Path) -> None:
+def test_large_source_that_yields_nothing_is_an_error_after_10_000_samples(tmp_path: Path) -> None:
     (tmp_path / "large.jsonl").write_text("".join(json.dumps({"id": n}) + "\n" for n in range(30_000)))
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
@@ -111,12 +111,12 @@ def test_a_large_source_that_gives_nothing_is_an_error_after_10_000_samples(tmp_
 
 
 @pytest.mark.parametrize("cut_every", [1])
-def test_a_run_that_is_resumed_meets_the_error_at_the_same_step(make_shards: Any, cut_every: int) -> None:
+def test_resumed_run_raises_the_error_at_the_same_step(make_shards: Any, cut_every: int) -> None:
     pipeline = partial(blended, str(make_shards([300])), all_of_web)
     assert steps_until_error(pipeline, cut_every=cut_every) == steps_until_error(pipeline)
 
 
-def test_a_source_that_has_given_something_is_no_error_before_or_after_a_resume(make_shards: Any) -> None:
+def test_source_that_yielded_something_is_no_error(make_shards: Any) -> None:
     pipeline = partial(blended, str(make_shards([60])), only_early)
     assert_exact_resume(pipeline, lanes=4, steps=20, chains=1)
     with sp.SavableLoader(pipeline, seed=7, lanes=4) as own:
@@ -138,7 +138,7 @@ def test_a_source_that_has_given_something_is_no_error_before_or_after_a_resume(
 
 
 @pytest.mark.parametrize(("num_workers", "blend"), [(0, True), (2, False)])
-def test_nothing_of_a_finite_pass_is_an_error(make_shards: Any, num_workers: int, blend: bool) -> None:
+def test_finite_epoch_that_yields_nothing_is_an_error(make_shards: Any, num_workers: int, blend: bool) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
         reader = partial(sp.TarShardReader, root, epochs=1)
         samples = sp.Blend({"web": reader(lane), "books": reader(lane)}) if blend else reader(lane)
@@ -161,12 +161,12 @@ def no_fourth(sample: sp.Sample) -> bool:
 def finite_blend(root: str, lane: sp.Lane, *, web: int = 1) -> custom.Stage:
     """Of "web" a filter leaves out a quarter, and the encoder the rest, long before "books" ends."""
     readers: dict[str, Any] = {"books": sp.TarShardReader(root, lane, epochs=1)}
-    readers["web"] = SampleFilter(sp.TarShardReader(f"{root}/0000.tar", lane, epochs=1), no_fourth)
+    readers["web"] = Filter(sp.TarShardReader(f"{root}/0000.tar", lane, epochs=1), no_fourth)
     samples = sp.Blend(readers, weights={"web": web, "books": 1})
     return sp.Batcher(sp.Encode(samples, Numbers(all_of_web)), size=2)
 
 
-def test_a_resume_near_the_end_of_a_finite_pass_meets_the_error_too(make_shards: Any) -> None:
+def test_resume_near_the_end_of_an_empty_epoch_raises_the_error(make_shards: Any) -> None:
     def until_error(state: Any = None, **how: Any) -> tuple[int, str]:
         batches = 0
         with sp.SavableLoader(partial(finite_blend, root, **how), seed=7, lanes=2) as own:
@@ -190,7 +190,7 @@ def test_a_resume_near_the_end_of_a_finite_pass_meets_the_error_too(make_shards:
     assert not until_error(states[batches - 2], web=0)[1], "it is off since"
 
 
-def test_a_branch_that_ends_with_nothing_is_an_error(make_shards: Any) -> None:
+def test_branch_that_ends_without_a_sample_is_an_error(make_shards: Any) -> None:
     """Its `Encode` alone sees it, and the Blend goes on without it."""
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
@@ -204,9 +204,7 @@ def test_a_branch_that_ends_with_nothing_is_an_error(make_shards: Any) -> None:
     assert steps <= 12 and error.startswith("Encode skipped the first 40")
 
 
-def test_a_share_above_a_tenth_is_one_warning_with_reason_and_cure(
-    make_shards: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loss_above_a_tenth_warns_once_with_reason_and_fix(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     pipeline = partial(blended, str(make_shards([1200])), partial(few_of_web, share=0.6))
     with sp.SavableLoader(pipeline, seed=7, lanes=8, num_workers=2) as own:
         for _ in range(100):
@@ -221,9 +219,7 @@ def test_a_share_above_a_tenth_is_one_warning_with_reason_and_cure(
     assert stats["source/web/skipped/longer than max_length"] == stats["source/web/skipped"] > 1000
 
 
-def test_a_share_of_a_small_source_is_warned_of_after_an_epoch(
-    make_shards: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loss_of_a_small_source_warns_after_an_epoch(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     with sp.SavableLoader(
         partial(blended, str(make_shards([100])), partial(few_of_web, share=0.6)), seed=7, lanes=4
     ) as own:
@@ -233,7 +229,7 @@ def test_a_share_of_a_small_source_is_warned_of_after_an_epoch(
     assert "of the source 'web': 'longer than max_length' " in told
 
 
-def test_a_share_below_a_tenth_is_no_matter(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_loss_below_a_tenth_does_not_warn(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     pipeline = partial(blended, str(make_shards([200])), partial(few_of_web, share=0.05))
     with sp.SavableLoader(pipeline, seed=7, lanes=4) as own:
         for _ in range(600):  # more than 1,000 samples of the source
@@ -253,7 +249,7 @@ def nothing(sample: sp.Sample) -> str:
 
 
 @pytest.mark.parametrize("how", ["exclude", "decide", "filter"])
-def test_what_is_excluded_decided_or_filtered_is_no_fault(
+def test_excluded_and_filtered_samples_are_not_losses(
     make_shards: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     root = str(make_shards([20]))
@@ -280,7 +276,7 @@ def packed(root: str, lane: sp.Lane, **settings: Any) -> custom.Stage:
     return sp.Batcher(sp.OnlinePacker(items, **{"max_length": 50, **settings}), size=2)
 
 
-def test_tokens_that_packing_leaves_out_are_warned_of_once(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_dropped_by_packing_warn_once(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     root = str(make_shards([400]))
     with (
         caplog.at_level(logging.WARNING),
@@ -293,7 +289,7 @@ def test_tokens_that_packing_leaves_out_are_warned_of_once(make_shards: Any, cap
     assert "Pass too_long='split', 'truncate' or 'skip'" in told
 
 
-def test_what_packing_was_told_to_leave_out_is_no_matter(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_dropped_on_request_do_not_warn(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     with sp.SavableLoader(partial(packed, str(make_shards([400])), too_long="skip"), seed=7, lanes=4) as own:
         for _ in range(200):
             next(own)
@@ -315,7 +311,7 @@ def test_a_source_of_which_no_item_fits_a_pack_is_an_error(make_shards: Any) -> 
     assert "'longer than max_length' 1" in error and "Pass too_long='split', 'truncate' or 'skip'" in error
 
 
-def test_samples_in_a_row_are_counted_by_source_without_a_loader_too(make_shards: Any) -> None:
+def test_consecutive_losses_are_counted_by_source_without_a_loader(make_shards: Any) -> None:
     batches = blended(str(make_shards([10])), all_of_web, sp.Lane())
     with pytest.raises(
         sp.EncodeError, match=r"skipped 1,600 samples of the source 'web' in a row, the last one with 'no text'"

@@ -58,7 +58,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_gives_the_batches_of_savable_loader_in_its_order(pipeline: Any, num_workers: int) -> None:
+def test_stateful_dataset_yields_the_batches_of_savable_loader_in_order(pipeline: Any, num_workers: int) -> None:
     with sp.SavableLoader(pipeline, seed=3, lanes=12) as own:
         expected = take(own, 20)
     assert take(loader(pipeline, num_workers), 20) == expected
@@ -78,7 +78,7 @@ def test_chains_of_resumes_are_exact_with_the_same_workers(pipeline: Any, num_wo
     assert found == expected
 
 
-def test_state_between_its_snapshots_is_exact(pipeline: Any) -> None:
+def test_state_between_snapshots_is_exact(pipeline: Any) -> None:
     expected = take(loader(pipeline, 2), 12)
     first = loader(pipeline, 2, snapshot_every_n_steps=4)
     batches = iter(first)
@@ -109,7 +109,7 @@ def test_a_state_that_was_returned_does_not_change_later(pipeline: Any) -> None:
 
 
 @pytest.mark.parametrize(("num_workers", "options"), [(0, {}), (2, {"persistent_workers": True})])
-def test_each_epoch_is_whole_and_other_than_the_one_before(
+def test_each_epoch_is_whole_and_differs_from_the_previous(
     make_shards: Any, num_workers: int, options: dict[str, Any]
 ) -> None:
     finite = partial(toy_pipeline, str(make_shards(SMALL)), epochs=1)
@@ -156,7 +156,7 @@ def test_resume_in_the_second_epoch_and_at_the_end_of_the_first(make_shards: Any
         pytest.param(2, "counted", marks=pytest.mark.landing),
     ],
 )
-def test_saved_at_every_step_no_epoch_is_given_twice(make_shards: Any, num_workers: int, kind: str) -> None:
+def test_saving_at_every_step_repeats_no_epoch(make_shards: Any, num_workers: int, kind: str) -> None:
     """Above all right after an epoch's last batch, before its end is told."""
     shards = str(make_shards(SMALL))
     finite: Any = (
@@ -178,7 +178,7 @@ def test_saved_at_every_step_no_epoch_is_given_twice(make_shards: Any, num_worke
         assert take(resumed, 1000) == third
 
 
-def test_with_filled_up_batches_every_sample_comes_once_in_the_order_of_savable_loader(make_shards: Any) -> None:
+def test_padded_epoch_yields_every_sample_once_in_loader_order(make_shards: Any) -> None:
     evaluation = partial(counted_pipeline, str(make_shards([50, 21])), size=8, shuffle=False)
     dataset = sp.StatefulDataset(evaluation, seed=3, lanes=12, tail="pad")
     batches = StatefulDataLoader(dataset, batch_size=None, num_workers=3, collate_fn=unchanged)
@@ -201,7 +201,7 @@ def test_workers_and_ranks_that_do_not_divide_the_lanes_are_a_clear_error(pipeli
         next(iter(loader(pipeline, 5)))
 
 
-def test_ranks_and_workers_together_give_the_slots_in_order(pipeline: Any) -> None:
+def test_ranks_and_workers_together_yield_the_slots_in_order(pipeline: Any) -> None:
     with sp.SavableLoader(pipeline, seed=3, lanes=12) as own:
         expected = take(own, 16)
     for rank in range(2):
@@ -210,7 +210,7 @@ def test_ranks_and_workers_together_give_the_slots_in_order(pipeline: Any) -> No
         assert take(ranked, 8) == expected[rank::2]
 
 
-def test_shards_that_are_added_meanwhile_wait_for_the_next_start(make_shards: Any) -> None:
+def test_shards_added_during_a_run_wait_for_the_next_start(make_shards: Any) -> None:
     folder = make_shards([20, 20, 20])
     later = folder.parent / "0002.tar"
     (folder / "0002.tar").rename(later)

@@ -24,7 +24,7 @@ def loader(pipeline: Any, num_workers: int = 0, **settings: Any) -> sp.SavableLo
 
 
 @pytest.mark.parametrize(("num_workers", "pack"), [(0, None), (2, "best_fit")])
-def test_samples_are_those_that_the_given_batches_were_made_of(make_shards: Any, num_workers: int, pack: Any) -> None:
+def test_samples_counts_those_in_yielded_batches(make_shards: Any, num_workers: int, pack: Any) -> None:
     with loader(partial(toy_pipeline, str(make_shards([60])), pack=pack), num_workers) as own:
         expected = 0
         for _, _batch in zip(range(20), own, strict=False):
@@ -47,7 +47,7 @@ class Pairs(custom.BatchStage):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_samples_of_a_batch_stage_of_ones_own_are_counted_once(make_shards: Any, num_workers: int) -> None:
+def test_samples_of_a_users_batch_stage_are_counted_once(make_shards: Any, num_workers: int) -> None:
     root = str(make_shards([40]))
     with loader(lambda lane: Pairs(sp.TarShardReader(root, lane)), num_workers) as own:
         assert len(take(own, 7)) == 7
@@ -91,7 +91,7 @@ def test_each_source_has_its_samples_drawn_and_skipped(make_shards: Any, num_wor
     assert sum(skipped) == found["Encode/skipped/odd"] > 0 and bool(skipped[1]) == first
 
 
-def test_without_a_blend_no_number_is_of_a_source(make_shards: Any) -> None:
+def test_without_a_blend_stats_have_no_sources(make_shards: Any) -> None:
     own = loader(partial(toy_pipeline, str(make_shards([40]))))
     take(own, 10)
     assert not [name for name in own.stats() if "source" in name]
@@ -106,9 +106,7 @@ def test_bytes_are_those_of_the_parts_that_were_read(make_shards: Any, num_worke
     assert 8 <= found["bytes"] / found["Encode/items"] <= 11
 
 
-def test_time_in_which_samples_are_read_is_not_that_of_encode(
-    make_shards: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_time_is_not_counted_as_encode_time(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pread = os.pread
 
     def slow_pread(*place: int) -> bytes:
@@ -134,7 +132,7 @@ class SlowOnce(NumberEncoder):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_slowest_sample_and_shard_are_told(make_shards: Any, num_workers: int) -> None:
+def test_slowest_sample_and_shard_are_reported(make_shards: Any, num_workers: int) -> None:
     pipeline = partial(number_pipeline, str(make_shards([20, 20])), encoder=SlowOnce(), size=40)
     with loader(pipeline, num_workers, lanes=1) as own:
         take(own, 2)  # of which the first is timed
@@ -144,7 +142,7 @@ def test_the_slowest_sample_and_shard_are_told(make_shards: Any, num_workers: in
     assert names["slowest_shard_s"] == names["slowest_sample_s"].split(",")[0] != "0.tar"
 
 
-def test_percentiles_are_of_the_last_numbers() -> None:
+def test_percentiles_are_of_recent_values() -> None:
     series = Recent(kept=100)
     for number in range(1000, 0, -1):
         series.add(float(number))

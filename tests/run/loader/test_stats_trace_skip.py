@@ -31,7 +31,7 @@ def loader(pipeline: Any, num_workers: int = 0, **settings: Any) -> sp.SavableLo
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_stats_count_what_was_given_and_left_out(make_shards: Any, num_workers: int) -> None:
+def test_stats_count_yielded_and_dropped_samples(make_shards: Any, num_workers: int) -> None:
     """Of 100 samples every seventh is skipped (15) and every fifth other makes three items: 17 x 3 + 68."""
     pipeline = partial(toy_pipeline, str(make_shards([100])), epochs=1, pack=None, size=1, buffer=None)
     with loader(pipeline, num_workers, lanes=1) as own:
@@ -45,7 +45,7 @@ def test_stats_count_what_was_given_and_left_out(make_shards: Any, num_workers: 
         assert found["wait_s"] > 0 and all(found[name] > 0 for name in spent)
 
 
-def test_every_number_is_one_that_loggers_take(pipeline: Any) -> None:
+def test_every_statistic_is_a_plain_number(pipeline: Any) -> None:
     with loader(pipeline, 2) as own:
         take(own, 5)
         for name, number in own.stats().items():
@@ -59,7 +59,7 @@ def test_rates_are_those_since_the_last_call(pipeline: Any) -> None:
     assert own.stats()["batches_per_s"] == 0
 
 
-def test_a_batch_that_is_made_again_after_an_error_is_counted_once(make_shards: Any) -> None:
+def test_batch_rebuilt_after_an_error_is_counted_once(make_shards: Any) -> None:
     class Sometimes(NumberEncoder):
         failed = False
 
@@ -77,7 +77,7 @@ def test_a_batch_that_is_made_again_after_an_error_is_counted_once(make_shards: 
     assert own.stats()["Encode/items"] == 20
 
 
-def test_a_trainer_that_starves_is_told_where_the_time_goes(
+def test_starving_trainer_gets_a_warning_with_the_slowest_stage(
     pipeline: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stats, "_WINDOW_S", 0.0)
@@ -125,9 +125,7 @@ def test_a_loader_is_shown_as_the_tree_of_its_stages(pipeline: Any) -> None:
 
 
 @pytest.mark.parametrize(("num_workers", "epochs"), [(0, 1), (2, None)])
-def test_slots_that_are_passed_over_leave_the_rest_as_it_is(
-    pipeline: Any, num_workers: int, epochs: int | None
-) -> None:
+def test_skipped_slots_do_not_change_the_rest(pipeline: Any, num_workers: int, epochs: int | None) -> None:
     pipeline = partial(pipeline, epochs=epochs, size=1)
     expected = take(loader(pipeline), 60)
     with loader(pipeline, num_workers) as own:
@@ -144,7 +142,7 @@ def test_slots_that_are_passed_over_leave_the_rest_as_it_is(
     assert take(again, 10) == expected[17:27]
 
 
-def test_passing_over_makes_no_batch(make_shards: Any) -> None:
+def test_skipping_builds_no_batch(make_shards: Any) -> None:
     class Counting(NumberEncoder):
         batches = 0
 
@@ -175,7 +173,7 @@ class Logged(sp.TaskEncoder):
         return 1
 
 
-def test_workers_pass_over_side_by_side(make_shards: Any, tmp_path: Path) -> None:
+def test_workers_skip_in_parallel(make_shards: Any, tmp_path: Path) -> None:
     encoder = Logged(str(tmp_path / "log"))
     with loader(partial(number_pipeline, str(make_shards([80])), encoder=encoder), 2) as own:
         own.skip(24)
@@ -184,7 +182,7 @@ def test_workers_pass_over_side_by_side(make_shards: Any, tmp_path: Path) -> Non
     assert any(later[0] < earlier[1] for earlier, later in pairwise(spans))
 
 
-def test_passing_over_stops_at_the_end_of_the_epoch_that_it_began_in(pipeline: Any) -> None:
+def test_skipping_stops_at_the_end_of_its_epoch(pipeline: Any) -> None:
     pipeline = partial(pipeline, epochs=1)
     alone = loader(pipeline)
     first, second, third = take(alone, 1000), take(alone, 1000), take(alone, 1000)
@@ -235,7 +233,7 @@ def test_after_an_epochs_last_batch_a_running_loader_skips_what_a_resumed_one_do
 
 
 @pytest.mark.parametrize("how", [{}, {"ranks": (1, 3)}])
-def test_what_was_passed_over_is_no_batch_that_was_given(pipeline: Any, how: dict[str, tuple[int, int]]) -> None:
+def test_skipped_slots_are_not_yielded_batches(pipeline: Any, how: dict[str, tuple[int, int]]) -> None:
     own, step = loader(pipeline, **how), how.get("ranks", (0, 1))[1]
     states, traces = [], []
     for skipped in (0, 14 * step, 3 * step, 0, 2 * step):
@@ -247,7 +245,7 @@ def test_what_was_passed_over_is_no_batch_that_was_given(pipeline: Any, how: dic
         assert [own.state_dict(lag=lag) for lag in range(1, len(states) + 1)] == states[::-1]
 
 
-def test_only_whole_steps_are_passed_over(pipeline: Any) -> None:
+def test_only_whole_steps_are_skipped(pipeline: Any) -> None:
     own = loader(pipeline, ranks=(0, 4))
     for slots in (-4, 3, 6):
         with pytest.raises(ValueError, match=f"a multiple of the 4 ranks, not {slots}"):
@@ -256,6 +254,6 @@ def test_only_whole_steps_are_passed_over(pipeline: Any) -> None:
     assert own.state_dict()["slot"] == 8
 
 
-def test_more_workers_than_lanes_is_said(pipeline: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_more_workers_than_lanes_warns(pipeline: Any, caplog: pytest.LogCaptureFixture) -> None:
     loader(pipeline, 3, lanes=4, ranks=(0, 2)).close()
     assert "3 workers for the 2 lanes of this rank" in caplog.text and "lanes=6 or more" in caplog.text

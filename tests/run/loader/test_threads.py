@@ -27,7 +27,7 @@ class Waits(NumberEncoder):
         return number
 
 
-def test_a_second_thread_is_told_at_once_and_disturbs_nothing(make_shards: Any) -> None:
+def test_second_thread_gets_an_error_at_once_without_side_effects(make_shards: Any) -> None:
     encoder = Waits()
     own = sp.SavableLoader(partial(number_pipeline, str(make_shards([20])), encoder=encoder), seed=3, lanes=1)
     found = [next(own), next(own)]
@@ -46,7 +46,7 @@ def test_a_second_thread_is_told_at_once_and_disturbs_nothing(make_shards: Any) 
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_states_that_another_thread_takes_all_the_time_are_whole(make_shards: Any, num_workers: int) -> None:
+def test_states_saved_continuously_by_another_thread_are_complete(make_shards: Any, num_workers: int) -> None:
     pipeline = partial(packed_numbers, str(make_shards([40, 7, 60])), epochs=1)
     expected = []
     with sp.SavableLoader(pipeline, seed=3, lanes=6, num_workers=num_workers) as own:

@@ -36,13 +36,13 @@ OTHERS = ("accelerate.checkpointing", "lightning.fabric.strategies.strategy", "l
 
 
 @pytest.mark.parametrize("module", OTHERS)
-def test_trainers_that_keep_the_state_of_rank_0_are_refused_on_several_ranks(make: Any, module: str) -> None:
+def test_trainers_that_save_only_rank_0_are_rejected_on_several_ranks(make: Any, module: str) -> None:
     assert asked_by(module, make())["slot"] == 0
     with pytest.raises(sp.SavableError, match=r"saves the state of rank 0 only.*savable_pipeline\.trainers"):
         asked_by(module, make(ranks=(0, 2)))
 
 
-def test_a_callback_of_composer_is_refused_on_several_ranks_and_given_what_is_whole(make: Any) -> None:
+def test_composer_callback_is_rejected_on_several_ranks_unless_the_state_is_global(make: Any) -> None:
     def callback(loader: sp.SavableLoader) -> Any:
         return loader.state_dict()
 
@@ -54,30 +54,30 @@ def test_a_callback_of_composer_is_refused_on_several_ranks_and_given_what_is_wh
 
 
 @pytest.mark.parametrize("module", LIGHTNING)
-def test_lightning_is_refused_always(make: Any, module: str) -> None:
+def test_bare_loader_in_lightning_is_always_rejected(make: Any, module: str) -> None:
     with pytest.raises(sp.SavableError, match=r"a batch ahead.*SavableDataModule"):
         asked_by(module, make())
 
 
 @pytest.mark.parametrize("module", ["torch.distributed.checkpoint.state_dict_saver", "accelerated", "__main__"])
-def test_others_are_given_the_state(make: Any, module: str) -> None:
+def test_other_callers_get_the_state(make: Any, module: str) -> None:
     assert asked_by(module, make(ranks=(0, 2)))["slot"] == 0
 
 
 @pytest.mark.parametrize("module", [*OTHERS, *LIGHTNING])
-def test_a_state_that_is_whole_is_given(make: Any, module: str) -> None:
+def test_global_state_is_returned(make: Any, module: str) -> None:
     assert asked_by(module, make(), "global_state_dict")["slot"] == 0
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_a_loader_is_not_copied_and_says_what_to_do(make: Any, copied: Any) -> None:
+def test_copying_a_loader_is_an_error_with_a_fix(make: Any, copied: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot be copied or pickled. Create it"):
         copied(make())
 
 
 @pytest.mark.parametrize("wrap", [lambda loader: loader, TrainerLoader, lambda loader: OnDevice(loader, "cpu")])
 @pytest.mark.parametrize("settings", [{}, {"shuffle": True}, {"batch_size": None}])
-def test_torchs_data_loader_around_a_loader_is_told_that_it_is_one(make: Any, wrap: Any, settings: Any) -> None:
+def test_wrapping_a_loader_in_torchs_dataloader_is_an_error(make: Any, wrap: Any, settings: Any) -> None:
     loader = make()
     with pytest.raises(TypeError, match="length of this loader is not known"):
         len(wrap(loader))
@@ -107,7 +107,7 @@ BARE = [lambda loader: loader, lambda loader: OnDevice(loader, "cpu")]
 
 
 @pytest.mark.parametrize("wrap", BARE)
-def test_hugging_faces_trainer_that_begins_a_bare_loader_is_told_that_nothing_saves_it(
+def test_bare_loader_in_hugging_faces_trainer_warns_that_nothing_saves_it(
     make: Any, wrap: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     (found,) = warned(wrap(make()), "transformers.trainer", caplog)
@@ -117,7 +117,7 @@ def test_hugging_faces_trainer_that_begins_a_bare_loader_is_told_that_nothing_sa
 
 @pytest.mark.parametrize("wrap", BARE)
 @pytest.mark.usefixtures("accelerator")
-def test_a_loop_beside_an_accelerator_is_told_that_nothing_saves_a_bare_loader(
+def test_bare_loader_next_to_an_accelerator_warns_that_nothing_saves_it(
     make: Any, wrap: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     (found,) = warned(wrap(make()), "__main__", caplog)
@@ -126,7 +126,7 @@ def test_a_loop_beside_an_accelerator_is_told_that_nothing_saves_a_bare_loader(
 
 @pytest.mark.parametrize("caller", ["transformers.trainer", "__main__"])
 @pytest.mark.usefixtures("accelerator")
-def test_what_is_loaded_whole_or_evaluated_and_what_goes_on_is_begun_without_a_word(
+def test_loaded_evaluated_and_continued_loaders_start_silently(
     make: Any, caller: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun = make()
@@ -142,7 +142,7 @@ def test_what_is_loaded_whole_or_evaluated_and_what_goes_on_is_begun_without_a_w
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_a_restarted_job_that_loads_nothing_is_told_at_its_first_batch(
+def test_restarted_job_that_loads_no_state_warns_at_its_first_batch(
     make: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def told(loader: sp.SavableLoader) -> list[str]:

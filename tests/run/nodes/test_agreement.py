@@ -84,7 +84,7 @@ def here() -> tuple[agreement.Requirements, dict[str, Any]]:
     return agreement.requirements_of(pickle.dumps(partial(number_pipeline, "x")), main), main
 
 
-def test_a_machine_agrees_with_itself_and_says_on_what(here: tuple[agreement.Requirements, dict[str, Any]]) -> None:
+def test_machine_agrees_with_itself_and_lists_the_facts(here: tuple[agreement.Requirements, dict[str, Any]]) -> None:
     manifest, main = here
     assert not agreement.unmet_requirements(manifest, main, [])
     assert {"savable_pipeline", "python", "processor", "numpy", "torch", "pillow"} <= manifest.keys()
@@ -93,7 +93,7 @@ def test_a_machine_agrees_with_itself_and_says_on_what(here: tuple[agreement.Req
     assert "(build " in manifest["pillow"] and "ORDER" in manifest["savable_pipeline"]
 
 
-def test_none_of_these_may_differ_unless_it_is_allowed(here: tuple[agreement.Requirements, dict[str, Any]]) -> None:
+def test_every_compared_fact_may_differ_only_if_allowed(here: tuple[agreement.Requirements, dict[str, Any]]) -> None:
     manifest, main = here
     names = ["savable_pipeline", "python", "processor", "pillow", "module tests.support.toy_faults"]
     others = manifest | dict.fromkeys(names, "another")
@@ -103,7 +103,7 @@ def test_none_of_these_may_differ_unless_it_is_allowed(here: tuple[agreement.Req
 
 
 @pytest.mark.parametrize("library", ["pyarrow", "av", "tokenizers", "transformers", "torch"])
-def test_a_library_that_decides_bytes_must_be_of_one_release_on_both(
+def test_libraries_that_affect_bytes_must_have_equal_releases(
     here: tuple[agreement.Requirements, dict[str, Any]], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, main = here
@@ -112,7 +112,7 @@ def test_a_library_that_decides_bytes_must_be_of_one_release_on_both(
     assert agreement.unmet_requirements(manifest, main, []) == [f"{library}: 0.1 there, {manifest[library]} here"]
 
 
-def test_a_decoder_that_is_used_where_it_is_installed_must_be_missing_on_both(
+def test_optional_decoder_must_be_installed_on_both_or_none(
     here: tuple[agreement.Requirements, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = here[1]
@@ -125,7 +125,7 @@ def test_a_decoder_that_is_used_where_it_is_installed_must_be_missing_on_both(
     assert agreement.unmet_requirements(manifest, main, []) == ["simplejpeg: 2.0 there, none here"]
 
 
-def test_a_node_without_cryptography_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_node_without_cryptography_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(node_agent, "can_authenticate_bodies", lambda: False)
     found: list[tuple[int, bytes]] = []
     for trusted in (False, True):
@@ -146,7 +146,7 @@ def test_a_node_without_cryptography_is_refused(monkeypatch: pytest.MonkeyPatch,
     ]
 
 
-def test_a_module_or_main_file_that_is_not_there_is_named(here: tuple[agreement.Requirements, dict[str, Any]]) -> None:
+def test_missing_module_or_main_file_is_named(here: tuple[agreement.Requirements, dict[str, Any]]) -> None:
     manifest = {"module nowhere.at_all": "source 1", agreement.MAIN_MODULE: "source 2"}
     found = agreement.unmet_requirements(manifest, {"init_main_from_path": "/nowhere/train.py"}, [])
     assert found == [
@@ -155,7 +155,7 @@ def test_a_module_or_main_file_that_is_not_there_is_named(here: tuple[agreement.
     ]
 
 
-def test_a_pipeline_that_cannot_be_sent_is_refused_at_once(tmp_path: Path) -> None:
+def test_unpicklable_pipeline_is_rejected_at_once(tmp_path: Path) -> None:
     workers = sp.SocketWorkers(["127.0.0.1:1"], key_file=new_key(tmp_path))
     with pytest.raises(ValueError, match="cannot be sent to other machines"):
         sp.SavableLoader(lambda lane: number_pipeline("x", lane), seed=3, workers=workers)

@@ -53,7 +53,7 @@ def is_refused(end: socket.socket) -> bool:
         return True
 
 
-def test_a_wrong_key_is_refused_by_either_side(guarded: tuple[Agent, Path]) -> None:
+def test_a_wrong_key_is_rejected_by_either_side(guarded: tuple[Agent, Path]) -> None:
     with pytest.raises(ConnectionError, match="the same --key-file"):
         greeted(guarded[0], b"another key, of others")
     ours, theirs = socket.socketpair()
@@ -80,7 +80,7 @@ def test_messages_without_the_key_are_rejected(guarded: tuple[Agent, Path], sent
         assert is_refused(end)
 
 
-def test_half_a_handshake_is_refused_in_seconds(guarded: tuple[Agent, Path]) -> None:
+def test_half_a_handshake_is_rejected_in_seconds(guarded: tuple[Agent, Path]) -> None:
     with connected(guarded[0]) as end:
         end.sendall(b"x" * 40)
         assert is_refused(end)
@@ -135,7 +135,7 @@ def received(passed: bytes, secret: wire.Secret = OTHER_END) -> tuple[list[bytes
             found += [bytes(each.head) for each in frames]
 
 
-def test_no_changed_byte_of_a_frame_is_taken() -> None:
+def test_changed_byte_of_a_frame_is_rejected() -> None:
     frame = sent(SECRET, b"a pickle")[0]
     assert received(frame)[0] == [b"a pickle"]
     header = wire.HEADER.size + wire.CODE_BYTES
@@ -147,7 +147,7 @@ def test_no_changed_byte_of_a_frame_is_taken() -> None:
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_no_mutated_stream_gives_another_frame(trusted: bool) -> None:
+def test_mutated_stream_never_yields_another_frame(trusted: bool) -> None:
     """On a trusted network, the bodies alone may be others."""
     draw = random.Random(f"streams {trusted}")
     here, there = SECRET._replace(trusted=trusted), OTHER_END._replace(trusted=trusted)
@@ -180,7 +180,7 @@ def test_no_mutated_stream_gives_another_frame(trusted: bool) -> None:
         assert found == [b"0", b"1", b"2", b"3"][: len(found)]
 
 
-def test_a_forged_header_takes_no_memory() -> None:
+def test_forged_header_uses_no_memory() -> None:
     ours, theirs = socket.socketpair()
     header = wire.HEADER.pack(wire.WIRE_MAGIC, wire.ANSWER, 1 << 30, 0, 1 << 36, bytes(32), bytes(16))
     ours.sendall(header + bytes(wire.CODE_BYTES))
@@ -195,7 +195,7 @@ def test_a_forged_header_takes_no_memory() -> None:
 
 
 @pytest.mark.parametrize("at_once", [wire._GMAC_BYTES, 100])
-def test_the_code_of_a_body_is_that_of_aes_gcm(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_is_authenticated_with_aes_gcm(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's other interface is the oracle; the pieces of a body count as one."""
     monkeypatch.setattr(wire, "_GMAC_BYTES", at_once)
     ours, theirs = socket.socketpair()
@@ -223,7 +223,7 @@ def test_keys_differ_by_connection_and_by_direction() -> None:
     assert len(set(parts)) == 8
 
 
-def test_no_mutated_handshake_is_let_in() -> None:
+def test_mutated_handshake_is_rejected() -> None:
     key, draw = b"a key of ours, a secret", random.Random(7)
     for _ in range(500):
         hello = wire.new_hello()
@@ -255,7 +255,7 @@ def test_an_answer_with_other_lengths_than_its_parts_is_not_unpickled(head: byte
         wire.read_answer(frame)
 
 
-def test_two_hundred_that_say_nothing_keep_nobody_out(guarded: tuple[Agent, Path], tmp_path: Path) -> None:
+def test_two_hundred_silent_connections_do_not_block_others(guarded: tuple[Agent, Path], tmp_path: Path) -> None:
     agent, key_file = guarded
     write_numbered_shards(tmp_path / "shards", [40])
     before = len(os.listdir(f"/proc/{agent.process.pid}/fd"))  # noqa: PTH208
@@ -272,7 +272,7 @@ def test_two_hundred_that_say_nothing_keep_nobody_out(guarded: tuple[Agent, Path
     assert agent.log.read_text().count("rejected") == 1  # in the first minute, with all that the tests above did
 
 
-def test_a_worker_of_no_session_is_refused(guarded: tuple[Agent, Path]) -> None:
+def test_worker_without_a_session_is_rejected(guarded: tuple[Agent, Path]) -> None:
     with pytest.raises(ConnectionError):
         greeted(guarded[0], wire.read_key(guarded[1]), wire.FOR_WORKER)
 
@@ -281,7 +281,7 @@ def test_a_worker_of_no_session_is_refused(guarded: tuple[Agent, Path]) -> None:
     ("mode", "key", "message"),
     [(0o644, b"x" * 32, "chmod 600"), (0o600, b"x" * 15, "15 bytes"), (0o640, b"x" * 32, "read by other users")],
 )
-def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, mode: int, key: bytes, message: str) -> None:
+def test_weak_key_is_rejected(tmp_path: Path, mode: int, key: bytes, message: str) -> None:
     file = tmp_path / "key"
     file.write_bytes(key + b"\n")
     file.chmod(mode)
@@ -291,13 +291,13 @@ def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, mode: int, key: byte
         wire.read_key(tmp_path / "none")
 
 
-def test_a_key_file_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_key_file_that_is_a_pipe_is_rejected_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ValueError, match="is a pipe or a device"):
         wire.read_key(tmp_path / "pipe")
 
 
-def test_a_key_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_file_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "key"
     file.write_bytes(b"x" * 32)
     file.chmod(0o600)
@@ -311,7 +311,7 @@ def test_a_key_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("listen", "warns"), [("0.0.0.0:0", True), ("0:0", True), ("127.0.0.1:0", False)])
-def test_an_agent_on_every_network_warns(listen: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_agent_on_all_interfaces_warns(listen: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
     NodeAgent(listen, b"k" * 32, 1).close()
     assert ("listens on every network" in caplog.text) is warns
 
@@ -322,7 +322,7 @@ def test_an_agent_binds_to_an_address_that_is_named(address: str) -> None:
         read_address(address)
 
 
-def test_an_address_of_another_machine_is_an_error_that_says_what_to_give() -> None:
+def test_address_of_another_machine_is_an_error_with_a_fix() -> None:
     with pytest.raises(OSError, match=r"^192\.0\.2\.1:0: .*\. Use an address of this machine, and a free port"):
         NodeAgent("192.0.2.1:0", b"k" * 32, 1)
 
@@ -343,7 +343,7 @@ def interrupted(*_: object) -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 0), (1, 0), (0, 2)], ids=["twice", "swapped", "one lost"])
-def test_whole_frames_that_come_twice_or_in_another_order_end_the_connection(order: tuple[int, int]) -> None:
+def test_repeated_or_reordered_frames_end_the_connection(order: tuple[int, int]) -> None:
     frames = sent(SECRET, b"0", b"1", b"2")
     found, why = received(b"".join(frames[number] for number in order))
     assert found == [b"0"][: 1 - order[0]] and "arrived instead of" in why

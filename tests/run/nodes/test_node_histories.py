@@ -190,14 +190,14 @@ def histories(nodes: Nodes, expected: list[tuple[Any, list[Any], list[Any]]], se
     return seen
 
 
-def test_no_history_of_the_nodes_changes_a_batch_or_a_state(nodes: Nodes, expected: list[Any]) -> None:
+def test_random_node_histories_change_no_batch_and_no_state(nodes: Nodes, expected: list[Any]) -> None:
     seen = histories(nodes, expected, range(HISTORIES))
     assert seen.total() > 0, seen
 
 
 @pytest.mark.long
 @pytest.mark.timeout(6 * 3600)
-def test_nor_do_very_many(nodes: Nodes, expected: list[Any]) -> None:
+def test_many_random_histories_change_no_batch_and_no_state(nodes: Nodes, expected: list[Any]) -> None:
     few = int(os.environ.get("NODE_HISTORIES", MORE))
     seen = histories(nodes, expected, range(HISTORIES, HISTORIES + few))
     print(few, dict(seen))

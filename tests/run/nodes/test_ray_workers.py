@@ -16,7 +16,7 @@ from tests.support.toy_faults import packed_numbers
 
 
 @pytest.mark.landing
-def test_two_of_three_nodes_of_a_cluster_are_lost(
+def test_run_survives_the_loss_of_two_of_three_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_numbered_shards(tmp_path / "shards", [40, 7, 60])
@@ -55,6 +55,6 @@ def test_two_of_three_nodes_of_a_cluster_are_lost(
     [{"nodes": 0}, {"nodes": (3, 2)}, {"nodes": 1, "num_cpus": 0}],
     ids=["none", "less than least", "no processor"],
 )
-def test_wrong_settings_are_refused(wrong: dict[str, int]) -> None:
+def test_wrong_settings_are_rejected(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="num_cpus"):
         sp.RayWorkers(**{"num_cpus": 1, **wrong})  # type: ignore[arg-type]

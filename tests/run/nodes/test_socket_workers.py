@@ -69,9 +69,7 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> float:
     return time.monotonic() - began
 
 
-def test_batches_and_states_are_those_of_local_workers_from_one_to_the_other_and_back(
-    shards: str, nodes: tuple[list[Agent], Path]
-) -> None:
+def test_socket_and_local_workers_exchange_batches_and_states(shards: str, nodes: tuple[list[Agent], Path]) -> None:
     pipeline = partial(packed_numbers, shards)
     expected = taken(sp.SavableLoader(pipeline, seed=3, lanes=LANES), 40)
     made, key_file = nodes
@@ -112,7 +110,7 @@ def test_two_ranks_use_one_agent(shards: str, nodes: tuple[list[Agent], Path]) -
             assert loader.stats()["num_workers"] == 1
 
 
-def test_batches_that_a_trainer_keeps_are_not_overwritten(shards: str, one: tuple[list[Agent], Path]) -> None:
+def test_batches_referenced_by_the_trainer_are_not_overwritten(shards: str, one: tuple[list[Agent], Path]) -> None:
     pipeline = partial(number_pipeline, shards, encoder=LargeEncoder(100_000))
     expected = [int(batch[0]) for batch, _ in taken(sp.SavableLoader(pipeline, seed=3, lanes=LANES), 40)]
     with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*one)) as loader:
@@ -127,7 +125,9 @@ def test_batches_that_a_trainer_keeps_are_not_overwritten(shards: str, one: tupl
         assert len(places) < 12  # memory is used again
 
 
-def test_an_encoder_fails_as_in_a_local_worker(shards: str, one: tuple[list[Agent], Path], tmp_path: Path) -> None:
+def test_encoder_error_equals_that_of_a_local_worker(
+    shards: str, one: tuple[list[Agent], Path], tmp_path: Path
+) -> None:
     pipeline = partial(number_pipeline, shards, encoder=FaultyEncoder("value", 20, tmp_path / "cured"))
     loader = sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*one))
     with loader, pytest.raises(sp.EncodeError, match="no such colour"):
@@ -162,7 +162,7 @@ def test_a_worker_that_hangs_is_replaced_and_its_stack_is_in_the_message(
     assert "gave no batch in 1.5 s and was killed" in caplog.text and "in fail" in caplog.text
 
 
-def test_a_shard_that_is_overwritten_is_told_at_the_close(tmp_path: Path, one: tuple[list[Agent], Path]) -> None:
+def test_overwritten_shard_is_reported_at_close(tmp_path: Path, one: tuple[list[Agent], Path]) -> None:
     write_numbered_shards(tmp_path / "shards", [84])
     loader = sp.SavableLoader(partial(number_pipeline, str(tmp_path / "shards")), seed=3, lanes=2, workers=remote(*one))
     taken(loader, 6)
@@ -176,7 +176,7 @@ def test_a_shard_that_is_overwritten_is_told_at_the_close(tmp_path: Path, one: t
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.long), "cut"])
-def test_a_node_that_is_gone_is_done_without_within_two_seconds(
+def test_lost_node_is_replaced_within_two_seconds(
     shards: str, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = partial(packed_numbers, shards)
@@ -243,7 +243,7 @@ def test_a_trainer_that_was_stopped_loses_no_node(
     assert "lost" not in caplog.text
 
 
-def test_a_slow_link_is_not_taken_for_a_lost_one(
+def test_slow_link_is_not_mistaken_for_a_lost_one(
     shards: str, nodes: tuple[list[Agent], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A megabyte takes longer than a connection may be silent."""
@@ -314,7 +314,7 @@ def test_a_network_that_changes_every_body_is_an_error_that_names_the_connection
     proxy.close()
 
 
-def test_such_workers_need_cryptography_or_a_trusted_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_workers_need_cryptography_or_a_trusted_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_workers, "can_authenticate_bodies", lambda: False)
     key_file = new_key(tmp_path)
     with pytest.raises(ValueError, match=r"need `cryptography`\. Run pip install cryptography on all machines"):
@@ -350,7 +350,7 @@ def test_sessions_and_their_processes_end_with_their_trainer(shards: str, tmp_pa
         until(lambda: len(descendants(made[0].process.pid)) <= 1)  # multiprocessing's tracker stays
 
 
-def test_without_such_workers_nothing_of_them_is_imported(shards: str) -> None:
+def test_unused_socket_workers_are_not_imported(shards: str) -> None:
     script = (
         "import sys; from functools import partial; import savable_pipeline as sp\n"
         "from tests.support.toy_faults import number_pipeline\n"
@@ -373,12 +373,12 @@ def test_without_such_workers_nothing_of_them_is_imported(shards: str) -> None:
     ],
     ids=["text", "no port", "count", "prefetch"],
 )
-def test_wrong_settings_are_refused(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_rejected(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sp.SocketWorkers(**wrong, key_file=new_key(tmp_path))
 
 
-def test_nodes_build_lanes_of_the_number_that_the_data_set(shards: str, one: tuple[list[Agent], Path]) -> None:
+def test_nodes_use_the_number_of_lanes_that_the_data_determine(shards: str, one: tuple[list[Agent], Path]) -> None:
     pipeline = sp.read(shards).shuffle(5).encode(NumberEncoder()).batch(1)
     expected = taken(sp.SavableLoader(pipeline, seed=3, lanes=8), 20)
     with sp.SavableLoader(pipeline, seed=3, workers=remote(*one)) as loader:

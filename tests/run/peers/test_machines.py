@@ -99,7 +99,7 @@ def test_positions_that_differ_on_two_machines_are_an_error_on_all(
         assert all("share batches, but not their steps" in str(error) for error in errors)
 
 
-def test_a_process_without_the_secret_is_refused(make_shards: MakeShards) -> None:
+def test_a_process_without_the_secret_is_rejected(make_shards: MakeShards) -> None:
     """It connects to the first rank while that waits; the peers meet all the same."""
     shards = make_shards([40, 40, 40])
     with closing(loaders(shards, 2)) as found:
@@ -124,7 +124,7 @@ def test_a_process_without_the_secret_is_refused(make_shards: MakeShards) -> Non
         stranger.close()
 
 
-def test_peers_of_two_users_are_refused(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_of_two_users_are_rejected(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting.os, "geteuid", lambda: 4711)
     with closing(loaders(make_shards([40]), 2)) as found:
         errors = side_by_side([partial(next, loader) for loader in found])

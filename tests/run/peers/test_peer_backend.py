@@ -299,7 +299,7 @@ def test_a_loader_that_was_closed_on_one_rank_is_named(shards: Path) -> None:
             next(found[1])
 
 
-def test_acknowledging_is_refused(shards: Path) -> None:
+def test_acknowledging_is_rejected(shards: Path) -> None:
     with pytest.raises(ValueError, match="acknowledge= does not apply to ranks that share"):
         loaders(shards, 2, acknowledge=True)
 

@@ -66,7 +66,7 @@ def test_a_killed_peer_ends_all_by_name(make_shards: MakeShards, tmp_path: Path,
         assert take(resumed, 3) == take(alone(shards), taken + 3)[taken:]
 
 
-def test_first_ranks_in_two_data_groups_are_refused(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_first_ranks_in_two_data_groups_are_rejected(make_shards: MakeShards, tmp_path: Path) -> None:
     seen = run(tmp_path, 4, "wrong_groups", str(make_shards([4])))
     for errors in seen.values():
         assert "have one data group, but one alone is a first peer" in errors["errors"][-1]

@@ -193,7 +193,7 @@ def without(state: dict[str, Any], *fields: str) -> dict[str, Any]:
     return {**state, "fingerprint": pack_fingerprint(Fingerprint(kept, found.environment, found.addresses))}
 
 
-def test_a_state_without_its_stages_is_refused_by_a_run_of_another_seed_and_batch_size(
+def test_a_state_without_its_stages_is_rejected_by_a_run_of_another_seed_and_batch_size(
     folder: Path, saved: dict[str, Any]
 ) -> None:
     other = sp.SavableLoader(partial(toy_pipeline, str(folder / "tar"), size=3), seed=4, lanes=3)
@@ -203,7 +203,7 @@ def test_a_state_without_its_stages_is_refused_by_a_run_of_another_seed_and_batc
             other.load_state_dict(without(saved, *fields))
 
 
-def test_each_field_that_a_state_lacks_is_named(folder: Path, saved: dict[str, Any]) -> None:
+def test_missing_fields_of_a_state_are_named(folder: Path, saved: dict[str, Any]) -> None:
     fields = unpack_fingerprint(saved["fingerprint"]).fields
     assert fields["TarShardReader.epochs"] is None
     for field in fields:
@@ -211,7 +211,7 @@ def test_each_field_that_a_state_lacks_is_named(folder: Path, saved: dict[str, A
             toy(folder).load_state_dict(without(saved, field))
 
 
-def test_a_setting_of_a_users_encoder_that_is_none_may_be_new(folder: Path) -> None:
+def test_new_encoder_setting_of_none_is_allowed(folder: Path) -> None:
     """It means what the encoder did before."""
 
     class Encoder(sp.TaskEncoder):
@@ -256,7 +256,7 @@ def test_other_lanes_in_the_state_than_in_its_fingerprint_are_a_state_error(
     ],
     ids=range(11),
 )
-def test_odd_keys_and_numbers_are_state_errors_or_no_lanes(saved: dict[str, Any], odd: dict[Any, Any]) -> None:
+def test_odd_keys_and_numbers_are_state_errors_or_ignored(saved: dict[str, Any], odd: dict[Any, Any]) -> None:
     harmless = all(isinstance(name, str) and name not in saved for name in odd)
     for read in (check_flat, summarize, lambda state: sp.merge_states([state, saved])):
         try:
@@ -294,7 +294,7 @@ class Keeping(custom.PassThrough, custom.SampleStage):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_a_users_own_stage_raises_is_a_state_error_with_its_cause_and_a_fault_of_the_disk_passes(
+def test_error_of_a_users_stage_is_a_state_error_with_its_cause_but_not_a_disk_error(
     folder: Path, num_workers: int
 ) -> None:
     def pipeline(lane: sp.Lane) -> custom.Stage:
@@ -325,9 +325,7 @@ def test_a_wrong_name_in_allow_is_still_a_value_error(folder: Path, saved: dict[
         toy(folder).load_state_dict(saved, allow={"sede"})
 
 
-def test_joined_shards_that_are_not_there_are_refused_and_the_loader_loads_the_next_state(
-    folder: Path, saved: dict[str, Any]
-) -> None:
+def test_missing_joined_shards_are_rejected_and_the_next_state_loads(folder: Path, saved: dict[str, Any]) -> None:
     own = toy(folder)
     expected = take(own, 7)
     facts = RunFacts({"": [(0, 1), (1, 900)]})
@@ -345,7 +343,7 @@ def test_joined_shards_that_are_not_there_are_refused_and_the_loader_loads_the_n
 # Objects.
 
 
-def test_objects_are_counted_as_they_lie() -> None:
+def test_nested_objects_of_a_state_are_counted() -> None:
     values = [[], {}, [1, [2, {}]], {"a": [None, True, 1.5]}, "x" * 40, b"y" * 300, "z" * 70_000, -5, -(2**40), 2**63]
     for value in values:
         packed = msgspec.msgpack.encode([value] * 300_000 if sys.getsizeof(value) < 100 else value)
@@ -370,7 +368,7 @@ def bomb(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("content", [b"\x90", b"\x80", b"\x81\x01\x90", b"\xa2ab"])
-def test_a_small_state_of_millions_of_lists_is_refused_before_they_are_made(content: bytes) -> None:
+def test_small_state_of_millions_of_lists_is_rejected_before_decoding(content: bytes) -> None:
     raw = bomb(content)
     assert len(raw) < 1 << 20
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -379,7 +377,7 @@ def test_a_small_state_of_millions_of_lists_is_refused_before_they_are_made(cont
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # in KiB; its own bytes are 20 MB
 
 
-def test_what_a_state_cannot_give_back_is_an_error_at_the_start() -> None:
+def test_value_that_a_state_cannot_restore_is_an_error_at_the_start() -> None:
     with pytest.raises(ValueError, match="over a million values"):
         pack_fingerprint(Fingerprint({"zeros": [0] * 2_000_000}, {}))
 

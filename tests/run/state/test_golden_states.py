@@ -146,22 +146,20 @@ def saved() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_golden_state_goes_on_exactly_as_it_did_when_it_was_written(
-    tmp_path: Path, saved: dict[str, Any], name: str
-) -> None:
+def test_golden_state_resumes_exactly(tmp_path: Path, saved: dict[str, Any], name: str) -> None:
     with golden_loader(tmp_path, name) as loader:
         loader.load_state_dict(saved[name]["data"])
         assert next_digests(loader, 40) == saved[name]["next"]
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_this_release_writes_what_a_golden_state_holds(saved: dict[str, Any], name: str) -> None:
+def test_this_release_writes_the_golden_states(saved: dict[str, Any], name: str) -> None:
     again, golden = written(name), saved[name]
     assert again["next"] == golden["next"]
     assert {**again["data"], "fingerprint": 0} == {**golden["data"], "fingerprint": 0}  # it names library versions
 
 
-def test_the_run_of_packs_has_buffers_half_full_and_a_fan_out_cut_in_its_middle(saved: dict[str, Any]) -> None:
+def test_golden_run_has_half_full_buffers_and_an_interrupted_fan_out(saved: dict[str, Any]) -> None:
     lanes = read_lanes(saved["packed"]["data"], range(6))
     stages = [state.stages for state in lanes.values() if state.stages]
     assert any(stage["source"]["packs"] for stage in stages)
@@ -169,7 +167,7 @@ def test_the_run_of_packs_has_buffers_half_full_and_a_fan_out_cut_in_its_middle(
     assert all(stage["source"]["source"]["source"]["refs"] for stage in stages)
 
 
-def test_the_golden_states_take_little_room() -> None:
+def test_golden_states_are_small() -> None:
     assert GOLDEN.stat().st_size < 80_000
 
 

@@ -104,7 +104,7 @@ def with_other_values(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         index_media(root)
 
 
-def test_a_packer_sees_the_same_lengths_with_a_table_and_without(
+def test_packer_gets_the_same_lengths_with_and_without_a_media_table(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_headers, by_table = Sounds(), Sounds()
@@ -120,7 +120,7 @@ def test_a_packer_sees_the_same_lengths_with_a_table_and_without(
 
 
 @pytest.mark.parametrize("first", ["headers", "table"])
-def test_a_run_goes_on_when_a_table_comes_or_goes(dataset: Path, first: str, caplog: Any) -> None:
+def test_run_resumes_with_an_added_or_removed_media_table(dataset: Path, first: str, caplog: Any) -> None:
     uninterrupted = take(loader(dataset), 14)
     if first == "table":
         index_media(dataset)
@@ -134,7 +134,7 @@ def test_a_run_goes_on_when_a_table_comes_or_goes(dataset: Path, first: str, cap
     assert "media: saved " in caplog.text and "no table of media, so that headers are read" in caplog.text
 
 
-def test_a_run_does_not_go_on_by_a_table_of_other_values(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_rejects_a_media_table_of_other_values(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index_media(dataset)
     state = saved_after(dataset, 7)
     with_other_values(dataset, monkeypatch)
@@ -142,7 +142,7 @@ def test_a_run_does_not_go_on_by_a_table_of_other_values(dataset: Path, monkeypa
         resumed(dataset, state, 1)
 
 
-def test_shards_join_a_run_with_their_table_unless_old_values_changed(
+def test_new_shards_join_with_their_media_table_unless_old_values_changed(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index_media(dataset)
@@ -155,9 +155,7 @@ def test_shards_join_a_run_with_their_table_unless_old_values_changed(
         resumed(dataset, state, 1, allow={"shards"})
 
 
-def test_a_worker_that_starts_later_has_the_table_that_the_run_began_with(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_worker_uses_the_runs_first_media_table(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without: dict[str, bytes] = {}
     sp.TarShardReader(dataset, sp.Lane(worker=WorkerContext(pinned=without)))
     index_media(dataset)

@@ -53,7 +53,7 @@ def refusal(pipeline: Callable[[sp.Lane], custom.Stage], state: dict[str, Any], 
 
 
 @pytest.mark.parametrize("setting", ["order", "parts", "shards", "exclude", "level"])
-def test_a_filter_called_like_a_reader_may_differ_in_any_setting(shards: str, setting: str) -> None:
+def test_filter_named_like_a_reader_may_differ_in_any_setting(shards: str, setting: str) -> None:
     state = state_of(partial(filtered, shards, **{setting: 1}))
     changed = partial(filtered, shards, **{setting: 2})
     field = f"LogReader.{setting}"
@@ -64,7 +64,7 @@ def test_a_filter_called_like_a_reader_may_differ_in_any_setting(shards: str, se
     assert len(take(loader, 1)) == 1
 
 
-def test_a_filters_exclude_is_not_the_readers(shards: str, tmp_path: Path) -> None:
+def test_exclude_setting_of_a_filter_is_not_the_readers(shards: str, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("s000003\n")
     state = state_of(partial(filtered, shards, exclude="a"))
     told = refusal(partial(filtered, shards, left_out=tmp_path / "out", exclude="b"), state, allow="exclude")
@@ -72,7 +72,7 @@ def test_a_filters_exclude_is_not_the_readers(shards: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("cause", ["shuffle", "epochs", "policy"])
-def test_an_own_stages_order_is_no_consequence_of_its_other_settings(shards: str, cause: str) -> None:
+def test_order_setting_of_a_users_stage_is_compared_alone(shards: str, cause: str) -> None:
     state = state_of(partial(filtered, shards, **{cause: 1, "order": 1}))
     changed = partial(filtered, shards, **{cause: 2, "order": 2})
     assert "  LogReader.order: saved 1, here 2\n" in refusal(changed, state, allow=f"LogReader.{cause}")
@@ -113,7 +113,7 @@ def test_a_reader_of_any_name_never_differs_in_its_shards() -> None:
         sp.SavableLoader(other, **RUN).load_state_dict(state, allow="Rows.shards")
 
 
-def test_what_a_reader_of_any_name_excludes_is_allowed_by_one_word(tmp_path: Path) -> None:
+def test_exclusions_of_any_reader_are_allowed_by_one_name(tmp_path: Path) -> None:
     (tmp_path / "exclude").write_text("3\n")
     excluding = partial(rows, exclude=tmp_path / "exclude")
     state = state_of(rows)

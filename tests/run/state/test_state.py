@@ -24,7 +24,7 @@ from savable_pipeline.run.state.summary import summarize
 LANE = LaneState(3, epoch=1, batches=2, more=True, stages={"held": [[1, 0, 0]], "source": {"refs": b"\0" * 24}})
 
 
-def test_a_state_comes_back_as_it_was() -> None:
+def test_state_round_trips() -> None:
     assert unpack_state(pack_state(LANE), LaneState, "lane 3") == LANE
     assert unpack_state(bytearray(pack_state(LaneState(0, 0))), LaneState, "lane 0") == LaneState(0, 0)
 
@@ -38,7 +38,7 @@ def test_a_state_is_its_magic_numbers_checksum_and_messagepack() -> None:
     }  # fmt: skip
 
 
-def test_every_flipped_byte_and_every_cut_is_a_state_error() -> None:
+def test_every_flipped_byte_and_truncation_is_a_state_error() -> None:
     raw = pack_state(LANE)
     damaged = [raw[:cut] for cut in range(len(raw))]
     damaged += [raw[:i] + bytes([raw[i] ^ 1 << bit]) + raw[i + 1 :] for i in range(len(raw)) for bit in (0, 7)]
@@ -52,14 +52,14 @@ HERE = f"but this release reads ORDER {ORDER} and STATE {STATE}. "
 
 
 @pytest.mark.parametrize(("order", "state"), [(ORDER, STATE + 1), (ORDER + 1, STATE), (ORDER - 1, STATE)])
-def test_a_lane_of_other_numbers_is_refused_in_a_sentence_that_names_both(order: int, state: int) -> None:
+def test_lane_of_other_versions_is_rejected_in_a_sentence_with_both(order: int, state: int) -> None:
     raw = pack_state(LANE)
     told = f"^lane 3: saved with ORDER {order} and STATE {state}, {HERE}"
     with pytest.raises(StateError, match=told):
         unpack_state(raw[:4] + struct.pack("<HH", state, order) + raw[8:], LaneState, "lane 3")
 
 
-def test_a_state_of_other_numbers_is_refused_with_the_last_commit_that_reads_it(
+def test_state_of_other_versions_is_rejected_with_the_last_commit_that_reads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(LAST_COMMITS, (1, 2), "abc1234")
@@ -70,13 +70,13 @@ def test_a_state_of_other_numbers_is_refused_with_the_last_commit_that_reads_it(
         assert str(refused.value).endswith("Load it with commit abc1234")
 
 
-def test_a_lane_of_the_first_number_which_had_no_order_is_refused_by_the_same_sentence() -> None:
+def test_lane_of_the_first_version_is_rejected_by_the_same_sentence() -> None:
     raw = b"SAVL\1\0" + pack_state(LANE)[8:]
     with pytest.raises(StateError, match=f"ORDER none and STATE 1, {HERE}Load it with commit d039fef"):
         unpack_state(raw, LaneState, "lane 3")
 
 
-def test_a_state_without_the_numbers_is_refused_by_the_same_sentence() -> None:
+def test_state_without_versions_is_rejected_by_the_same_sentence() -> None:
     old = {"format": 1, **{name: value for name, value in flat([0]).items() if name not in ("order", "state")}}
     with pytest.raises(StateError, match=f"^the state: saved with ORDER none and STATE none, {HERE}") as refused:
         check_flat(old)
@@ -84,7 +84,7 @@ def test_a_state_without_the_numbers_is_refused_by_the_same_sentence() -> None:
 
 
 @pytest.mark.parametrize("raw", [None, 5, "text", [1], torch.zeros(3)])
-def test_what_is_no_bytes_is_a_state_error(raw: Any) -> None:
+def test_lane_that_is_not_bytes_is_a_state_error(raw: Any) -> None:
     with pytest.raises(StateError, match="lane 3: a state must be bytes, not"):
         unpack_state(raw, LaneState, "lane 3")
 
@@ -116,17 +116,17 @@ def flat(lanes: list[int], *, of: int = 4, slot: int = 6, epoch: int = 0, run: b
     return {**numbers, "fingerprint": run, "facts": pack_state(NO_FACTS), "acknowledge": 0, **states}
 
 
-def test_lanes_lie_under_names_of_their_own() -> None:
+def test_lanes_have_their_own_keys() -> None:
     assert lane_name(7) == "lane_00007"
     assert lane_numbers({**flat([2, 0]), "lane_x": 1, "lanes": 4}) == [0, 2]
 
 
-def test_lanes_are_read_and_checked_to_be_of_the_step() -> None:
+def test_lanes_are_checked_to_be_of_the_step() -> None:
     read = read_lanes(flat([0, 1, 2, 3]), [1, 3])
     assert {lane: state.batches for lane, state in read.items()} == {1: 2, 3: 1}
 
 
-def test_a_lane_that_is_not_there_is_an_error_that_lists_those_that_are() -> None:
+def test_missing_lane_is_an_error_that_lists_the_present_ones() -> None:
     with pytest.raises(sp.CheckpointMismatchError, match="the state has lanes 0-1, 3 of 4, but this rank needs lane 2"):
         read_lanes(flat([0, 1, 3]), [0, 2])
     with pytest.raises(sp.CheckpointMismatchError, match="has lanes none of 4"):
@@ -154,7 +154,7 @@ def test_a_lane_of_another_step_is_an_error(changes: dict[str, int]) -> None:
         ({**flat([0]), "lanes": 0}, "the state has no lanes"),
     ],
 )
-def test_what_is_no_flat_state_is_a_state_error(state: Any, message: str) -> None:
+def test_value_that_is_not_a_flat_state_is_a_state_error(state: Any, message: str) -> None:
     with pytest.raises(StateError, match=message):
         check_flat(state)
     with pytest.raises(StateError, match=message):
@@ -185,7 +185,7 @@ def test_states_of_different_steps_or_runs_are_not_merged(other: dict[str, Any],
         sp.merge_states([flat([0]), other])
 
 
-def test_a_damaged_lane_is_noticed_when_states_are_merged() -> None:
+def test_damaged_lane_is_detected_when_states_are_merged() -> None:
     damaged = flat([1])
     damaged["lane_00001"] = damaged["lane_00001"][:-1] + b"?"
     with pytest.raises(StateError, match="lane_00001: damaged"):

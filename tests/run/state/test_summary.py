@@ -33,7 +33,7 @@ def checkpoints(make_shards: Any, tmp_path: Path) -> list[Path]:
     return paths
 
 
-def test_finds_the_state_in_a_checkpoint_and_reads_where_each_lane_stands(checkpoints: list[Path]) -> None:
+def test_summary_finds_the_state_in_a_checkpoint_and_each_lanes_position(checkpoints: list[Path]) -> None:
     summary = summarize(read_checkpoint(checkpoints[0]))
     assert summary.numbers == {"epoch": 0, "slot": 4, "lanes": 12}
     assert summary.settings["ShuffleBuffer.size"] == 10
@@ -76,7 +76,7 @@ def test_the_command_compares_two_files_and_says_so_by_its_exit_code(checkpoints
     assert same.exit_code == 0 and "both resume with the same batches" in same.output
 
 
-def test_of_different_pipelines_the_command_names_the_stages_first_and_no_lane(
+def test_command_reports_only_stages_of_different_pipelines(
     checkpoints: list[Path], make_shards: Any, tmp_path: Path
 ) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 60])), buffer=None)
@@ -89,7 +89,7 @@ def test_of_different_pipelines_the_command_names_the_stages_first_and_no_lane(
     assert "lane 0" not in result.output and "ShuffleBuffer.size 10 against missing" in " ".join(result.output.split())
 
 
-def test_the_first_ref_that_differs_is_named() -> None:
+def test_first_different_ref_is_reported() -> None:
     row = {"ShuffleBuffer.refs": (5).to_bytes(8, "little") + (0).to_bytes(4, "little")}
     other = {"ShuffleBuffer.refs": (7).to_bytes(8, "little") + (1).to_bytes(4, "little")}
     from savable_pipeline.run.state.summary import StateSummary
@@ -112,7 +112,7 @@ def test_a_state_in_json_is_read_as_such_and_in_a_folder_of_a_trainer(checkpoint
             read_checkpoint(tmp_path / "mine.json")
 
 
-def test_a_setting_that_one_state_lacks_is_missing_and_not_none(checkpoints: list[Path]) -> None:
+def test_setting_missing_in_one_state_is_shown_as_missing(checkpoints: list[Path]) -> None:
     one, other = (summarize(read_checkpoint(path)) for path in (checkpoints[0], checkpoints[0]))
     other.settings.pop("Encode.mean", None)
     for value, said in (([0.5, None], "[0.5, None]"), (None, "None"), ("missing", "missing")):
@@ -128,7 +128,9 @@ def test_a_setting_that_one_state_lacks_is_missing_and_not_none(checkpoints: lis
         ("damaged", "checksum does not match"),
     ],
 )
-def test_what_is_no_state_is_one_clear_line(checkpoints: list[Path], tmp_path: Path, content: Any, said: str) -> None:
+def test_file_without_a_state_is_one_clear_line(
+    checkpoints: list[Path], tmp_path: Path, content: Any, said: str
+) -> None:
     path = tmp_path / "other.pt"
     if content is None:
         path.write_bytes(b"no checkpoint")

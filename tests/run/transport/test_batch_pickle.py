@@ -38,7 +38,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (), (0,), (2, 0, 3), (1, 1)], ids=str)
-def test_tensors_of_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_of_every_dtype_and_shape_round_trip(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     size = torch.empty(shape).numel() * dtype.itemsize
     bits = torch.arange(size, dtype=torch.uint8) % 2  # a bool is 0 or 1
     tensor = bits.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
@@ -62,7 +62,7 @@ def test_tensors_of_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, 
     ],
     ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.stride()}",
 )
-def test_views_that_are_not_laid_out_in_one_piece(tensor: torch.Tensor) -> None:
+def test_non_contiguous_views(tensor: torch.Tensor) -> None:
     found = passed(tensor)
     assert torch.equal(found, tensor)
     found += 1
@@ -89,7 +89,7 @@ def test_the_order_of_dimensions_in_memory_is_kept(tensor: torch.Tensor) -> None
     ]
 
 
-def test_large_tensors_and_arrays_stay_where_they_are_and_small_ones_are_copied() -> None:
+def test_large_tensors_and_arrays_are_not_copied_and_small_ones_are() -> None:
     large, small = torch.arange(4096), np.arange(512)
     pieces, buffers = dumps({"large": large, "array": np.zeros((3, 4096)), "small": small})
     assert [len(buffer) for buffer in buffers] == [8 * 4096, 8 * 3 * 4096]
@@ -103,7 +103,7 @@ def test_a_slice_carries_only_its_own_bytes() -> None:
     assert len(b"".join(pieces)) < 500 and not buffers
 
 
-def test_large_bytes_are_a_piece_of_the_pickle_and_not_copied() -> None:
+def test_large_bytes_are_out_of_band_and_not_copied() -> None:
     large = bytes(100_000)
     pieces, buffers = dumps(["a", large, bytearray(b"b" * 100_000), "c" * 100_000])
     assert any(piece is large for piece in pieces) and not buffers
@@ -125,7 +125,7 @@ def test_large_bytes_are_a_piece_of_the_pickle_and_not_copied() -> None:
     ],
     ids=["conj", "neg", "leaf", "not a leaf", "parameter", "sparse", "sparse rows", "quantized"],
 )
-def test_tensors_of_other_kinds_stay_of_their_kind(make: Any) -> None:
+def test_tensor_subclasses_keep_their_class(make: Any) -> None:
     tensor = make()
     found = passed(tensor)
     assert type(found) is type(tensor)
@@ -137,12 +137,12 @@ def test_tensors_of_other_kinds_stay_of_their_kind(make: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors(layout: torch.layout) -> None:
+def test_nested_tensors_round_trip(layout: torch.layout) -> None:
     found = passed(torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)], layout=layout))
     assert [part.tolist() for part in found.unbind()] == [[1, 1], [0, 1, 2]]
 
 
-def test_everything_that_is_read_back_can_be_written_to() -> None:
+def test_unpickled_arrays_are_writable() -> None:
     found = passed({"tensor": torch.zeros(3), "array": np.zeros(3), "empty": torch.zeros(0), "scalar": torch.tensor(1)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -154,7 +154,7 @@ def test_everything_that_is_read_back_can_be_written_to() -> None:
     assert (found["tensor"] == 1).all() and (found["array"] == 1).all() and found["scalar"] == 2
 
 
-def test_tensors_that_share_storage_arrive_as_equal_tensors_of_their_own() -> None:
+def test_tensors_that_share_storage_arrive_as_separate_equal_tensors() -> None:
     base = torch.arange(10)
     first, second, same = passed([base[:5], base[3:8], base[:5]])
     assert (first.tolist(), second.tolist(), same.tolist()) == ([0, 1, 2, 3, 4], [3, 4, 5, 6, 7], [0, 1, 2, 3, 4])
@@ -162,7 +162,7 @@ def test_tensors_that_share_storage_arrive_as_equal_tensors_of_their_own() -> No
     assert second.tolist() == [3, 4, 5, 6, 7]
 
 
-def test_one_tensor_in_two_places_stays_one() -> None:
+def test_tensor_referenced_twice_stays_one() -> None:
     tensor = torch.arange(10)
     first, second = passed([tensor, tensor])
     assert first is second
@@ -185,7 +185,7 @@ def test_one_tensor_in_two_places_stays_one() -> None:
     ],
     ids=lambda array: f"{array.dtype} {array.shape}",
 )
-def test_arrays_of_every_kind(array: Any) -> None:
+def test_arrays_of_every_kind_round_trip(array: Any) -> None:
     found = passed(array)
     assert type(found) is type(array) and found.dtype == array.dtype and found.shape == array.shape
     assert np.array_equal(found, array)
@@ -230,7 +230,7 @@ def test_a_sample_arrives_with_its_parts_and_its_ref(make_shards: Any) -> None:
     assert (found.json(), found.key, found.ref, found.shard) == ({"id": 0}, "s000000", sample.ref, "0000.tar")
 
 
-def test_an_object_that_cannot_be_pickled_is_an_error_and_not_a_hang() -> None:
+def test_unpicklable_object_is_an_error_not_a_hang() -> None:
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
         dumps({"a": lambda: 1})
     with pytest.raises(TypeError):

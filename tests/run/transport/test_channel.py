@@ -53,7 +53,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order_with_their_descriptors(
     assert open_files() <= before  # fewer where the garbage of another test was collected
 
 
-def test_the_trainers_end_waits_for_nothing() -> None:
+def test_sending_from_the_trainer_does_not_block() -> None:
     ours, theirs = pair()
     assert ours.receive() == []
     for number in range(40):  # a megabyte that no one reads
@@ -80,7 +80,7 @@ def test_messages_sent_before_the_end_are_received_and_then_eof() -> None:
     ours.close()
 
 
-def test_descriptors_that_no_one_takes_are_closed() -> None:
+def test_unreceived_descriptors_are_closed() -> None:
     before = open_files()
     ours, theirs = pair()
     with Path("/proc/self/stat").open() as file:
@@ -92,7 +92,7 @@ def test_descriptors_that_no_one_takes_are_closed() -> None:
     assert open_files() <= before  # fewer where the garbage of another test was collected
 
 
-def test_a_forked_process_holds_no_end() -> None:
+def test_forked_process_has_no_end_of_the_channel() -> None:
     """Or the death of the other side would go unnoticed as long as that process lives."""
     ours, theirs = pair()
     ready, wait = os.pipe(), os.pipe()

@@ -37,14 +37,14 @@ class Passing:
         return self.reader.read(written.segment, written.spans)
 
 
-def test_bytes_arrive_in_their_places_and_can_be_written_to() -> None:
+def test_bytes_arrive_at_their_offsets_and_are_writable() -> None:
     passed = Passing()(b"one", b"", b"x" * 100_000)
     assert [bytes(view) for view in passed] == [b"one", b"", b"x" * 100_000]
     passed[0][0] = 0
     assert bytes(passed[0]) == b"\0ne"
 
 
-def test_pieces_lie_end_to_end_after_the_other_bytes() -> None:
+def test_pieces_are_contiguous_after_the_other_bytes() -> None:
     passing = Passing()
     passed = passing(b"one", pieces=[b"two", bytearray(b""), b"t" * 100_000, b"hree"])
     assert [bytes(view) for view in passed] == [b"one", b"two" + b"t" * 100_000 + b"hree"]
@@ -56,7 +56,7 @@ def test_pieces_lie_end_to_end_after_the_other_bytes() -> None:
     assert [bytes(view) for view in passing(begun, pieces=large)] == [b"x" * 1000, b"".join(large)]
 
 
-def test_a_segment_is_used_again_when_the_last_view_of_it_is_gone_and_not_before() -> None:
+def test_segment_is_reused_only_after_its_last_view_is_gone() -> None:
     passing = Passing()
     first = torch.frombuffer(passing(b"a" * 5000)[0], dtype=torch.uint8)
     half = first[2500:]
@@ -71,14 +71,14 @@ def test_a_segment_is_used_again_when_the_last_view_of_it_is_gone_and_not_before
     assert passing.made == 3 and int(second.sum()) == 5000 * ord("b")
 
 
-def test_a_trainer_that_keeps_every_batch_gets_copies_and_the_worker_never_runs_out_of_segments() -> None:
+def test_trainer_that_keeps_every_batch_gets_copies() -> None:
     passing = Passing()
     kept = [passing(bytes([i]) * 3000)[0] for i in range(40)]
     assert passing.made == MOST_VIEWED + 1
     assert [bytes(view) for view in kept] == [bytes([i]) * 3000 for i in range(40)]
 
 
-def test_larger_bytes_take_the_place_of_segments_that_are_too_small() -> None:
+def test_too_small_segments_are_replaced() -> None:
     passing = Passing()
     for size in (1000, 100_000, 300_000, 5_000_000, 10):
         assert bytes(passing(b"z" * size)[0]) == b"z" * size
@@ -98,7 +98,7 @@ def test_a_forked_child_that_drops_its_views_frees_nothing() -> None:
     assert passing.made == 2 and bytes(view) == b"a" * 5000
 
 
-def test_a_segment_that_was_viewed_when_the_trainer_forked_is_never_used_again() -> None:
+def test_segment_viewed_during_a_fork_is_never_reused() -> None:
     """The child may view it still, long after the trainer has let go."""
     passing = Passing()
     view = np.frombuffer(passing(b"a" * 5000)[0], np.uint8)
@@ -136,7 +136,7 @@ def test_buffers_allocated_in_the_segment_are_not_copied_and_others_follow_them(
     assert bytes(views[1][:2]) == b"xb" and where % 64 == 0
 
 
-def test_a_batch_that_outgrows_the_segment_it_was_begun_in_is_moved_whole() -> None:
+def test_batch_that_outgrows_its_segment_is_moved() -> None:
     passing = Passing()
     passing(b"a" * 70_000)
     for size in (200_000, 400_000, 10, 10):
@@ -151,7 +151,7 @@ def test_a_batch_that_outgrows_the_segment_it_was_begun_in_is_moved_whole() -> N
     assert len(passing.reader._segments) <= 2 and passing.writer._segments.keys() <= passing.reader._segments.keys()
 
 
-def test_a_segment_of_which_the_worker_keeps_a_part_is_not_used_for_another_batch() -> None:
+def test_segment_with_memory_kept_by_the_worker_is_not_reused() -> None:
     """An encoder that keeps what it made, against the rules, spoils nothing that the trainer sees."""
     passing = Passing()
     passing(b"a" * 5000)
@@ -202,7 +202,7 @@ def pipeline(make_shards: Any) -> Any:
     return partial(images, str(make_shards([60, 60])))
 
 
-def test_batches_that_are_kept_keep_their_content_while_others_come(pipeline: Any) -> None:
+def test_kept_batches_do_not_change(pipeline: Any) -> None:
     with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2) as loader:
         kept = [batch for _, batch in zip(range(60), loader, strict=False)]
     for batch in kept:  # workers and loader are gone

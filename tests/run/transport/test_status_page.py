@@ -27,7 +27,7 @@ def test_a_stack_that_is_half_written_is_read_as_a_whole_later() -> None:
         page.close()
 
 
-def test_the_stacks_of_a_worker_without_that_function_are_read_as_they_are() -> None:
+def test_stacks_of_a_worker_without_the_function_are_read_unchanged() -> None:
     page = StatusPage.make()
     try:
         os.pwrite(page.descriptor, LISTENER.encode(), os.fstat(page.descriptor).st_size)

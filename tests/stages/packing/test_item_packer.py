@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.stages.item_buffer import made_items
 from savable_pipeline.stages.item_ref import Element
 from savable_pipeline.testing import assert_exact_resume
 from tests.stages.packing.test_packer import Items, Packs
@@ -234,7 +235,7 @@ def test_items_beyond_the_memory_budget_are_rebuilt_without_changing_packs() -> 
     packs, held = [], []
     for pack in stage:
         packs.append(pack)
-        held.append(stage.held_items)
+        held.append(made_items(stage))
     assert packs == expected
     assert max(held) <= 2
     assert stage.source.fetched  # type: ignore[attr-defined]

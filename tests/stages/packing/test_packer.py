@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
+from savable_pipeline.stages.item_buffer import made_items
 from savable_pipeline.stages.stage import ItemRef
 from tests.support.draws import few
 from tests.support.toy_dataset import readers
@@ -442,8 +443,8 @@ def test_items_beyond_the_process_budget_are_rebuilt() -> None:
     first = next(stage)
     assert next(poor) == first
     ahead = len(stage._pieces.ahead)  # taken at once, at most 16, and in no pack yet: beside the limit
-    assert stage.held_items == 2 + ahead
-    assert poor.held_items == ahead
+    assert made_items(stage) == 2 + ahead
+    assert made_items(poor) == ahead
     assert list(poor) == list(stage)
     assert stage.source.fetched == []  # type: ignore[attr-defined]
     assert sorted(poor.source.fetched) == list(range(7))  # type: ignore[attr-defined]
@@ -458,6 +459,6 @@ def test_lanes_of_a_process_share_one_budget() -> None:
         stages.append(sp.OnlinePacker(items, max_length=11, open_packs=1, encoder=Packs(), max_buffer_bytes=300))
     for stage in stages:
         assert stage._pieces.add_next() and stage._pieces.add_next()
-    assert [stage.held_items - len(stage._pieces.ahead) for stage in stages] == [2, 0]
+    assert [made_items(stage) - len(stage._pieces.ahead) for stage in stages] == [2, 0]
     del stages[0], stage
     assert shared["held items"].used == 0

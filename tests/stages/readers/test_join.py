@@ -19,7 +19,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.filters import SampleFilter
+from savable_pipeline.stages.chunked_stage import count_of
+from savable_pipeline.stages.filters import Filter
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards, write_tar
@@ -139,7 +140,7 @@ def test_buffer_after_a_join_yields_each_sample_once_under_its_ref(data: Path, m
 def test_sample_without_a_match_can_stay_without_the_parts(data: Path) -> None:
     samples = custom.Join(reader(data), {"captions": data / "captions"}, missing="empty")
     found = list(samples)
-    assert len(found) == samples.count_of(0, 0) == 60
+    assert len(found) == count_of(samples, 0, 0) == 60
     assert list(found[4]) == ["json"]
     assert found[4].get("captions.txt") is None
     assert found[5]["captions.txt"] == b"caption of s000005"
@@ -292,7 +293,7 @@ def test_added_join_that_skips_also_skips_buffered_samples(data: Path, after: st
         samples = custom.Join(samples, {"captions": data / "captions"}) if join else samples
         samples = samples if late else sp.ShuffleBuffer(samples, size=7)
         if after == "filter":
-            samples = SampleFilter(samples, lambda sample: not join or bool(sample["captions.txt"]))
+            samples = Filter(samples, lambda sample: not join or bool(sample["captions.txt"]))
         made: Any = sp.Encode(samples, Needs(join, declares=declares))
         if after == "pack":
             return sp.OnlinePacker(made, max_length=5, open_packs=2)

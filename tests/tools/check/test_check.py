@@ -142,7 +142,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("what", DAMAGES)
-def test_each_kind_of_damage_is_found_where_it_is_and_nothing_else(dataset: Path, what: str) -> None:
+def test_check_finds_each_kind_of_damage_and_nothing_else(dataset: Path, what: str) -> None:
     damage, expected = DAMAGES[what]
     damage(dataset)
     before = snapshot(dataset)
@@ -154,7 +154,7 @@ def test_each_kind_of_damage_is_found_where_it_is_and_nothing_else(dataset: Path
 
 
 @pytest.mark.usefixtures("here")
-def test_a_fault_of_a_sample_says_which_and_where(dataset: Path) -> None:
+def test_error_of_a_sample_names_it_and_its_position(dataset: Path) -> None:
     DAMAGES["malformed JSON"][0](dataset)
     (problem,) = check_dataset(dataset).problems
     assert (problem.shard, problem.key, problem.part, problem.index) == ("1.tar", "k1", "json", 1)
@@ -167,7 +167,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_the_command_tells_what_is_wrong_as_text_and_as_json(dataset: Path) -> None:
+def test_check_command_reports_problems_as_text_and_json(dataset: Path) -> None:
     whole = run("check", dataset, "--workers", 1)
     assert (whole.exit_code, whole.stdout.split(" in ")[0]) == (0, "no problem found")
     DAMAGES["truncated"][0](dataset)
@@ -189,7 +189,7 @@ def test_the_command_tells_what_is_wrong_as_text_and_as_json(dataset: Path) -> N
     assert run("check", dataset / "nothing").exit_code == 2
 
 
-def test_the_command_indexes_and_lists_what_it_could_not_read(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_command_indexes_and_lists_unreadable_shards(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("savable_pipeline.tools.cli.console._LINE_EVERY_S", 0.0)
     (dataset / INDEX_NAME).unlink()
     os.truncate(dataset / "1.tar", 5700)
@@ -205,7 +205,7 @@ def test_the_command_indexes_and_lists_what_it_could_not_read(dataset: Path, mon
     assert "indexing: 0 of 0 shards" in run("index", dataset).stderr
 
 
-def test_a_process_that_dies_over_a_shard_costs_that_shard(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_killed_by_a_shard_costs_only_that_shard(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def each_shard(task: Any, root: Path, names: list[str], processes: int) -> Any:
         return processes_of_shards.each_shard(die_over_one, root, names, processes)
 
@@ -215,7 +215,7 @@ def test_a_process_that_dies_over_a_shard_costs_that_shard(dataset: Path, monkey
     assert report.samples == 6
 
 
-def test_samples_whose_files_do_not_lie_side_by_side_are_a_problem_of_their_shard(dataset: Path) -> None:
+def test_samples_with_scattered_members_are_a_problem_of_their_shard(dataset: Path) -> None:
     write_tar(dataset / "3.tar", [(f"k{i}.{part}", b"x" * 90) for part in ("txt", "bin") for i in range(3)])
     (problem,) = (each for each in check_dataset(dataset, processes=1).problems if each.reason == "torn samples")
     assert (problem.shard, "3 samples" in problem.detail) == ("3.tar", True)
@@ -231,7 +231,7 @@ def test_images_with_alpha_are_a_warning(dataset: Path) -> None:
     assert check_dataset(dataset / "0.tar").with_alpha == 0 and check_dataset(dataset / "new").with_alpha == 2
 
 
-def test_images_of_which_others_are_shown_than_meant_are_warnings(dataset: Path) -> None:
+def test_images_that_decode_differently_than_expected_are_warnings(dataset: Path) -> None:
     deep, turned = io.BytesIO(), io.BytesIO()
     Image.new("I;16", (4, 4), 30_000).save(deep, "PNG")
     exif = Image.Exif()

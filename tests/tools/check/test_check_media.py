@@ -97,7 +97,7 @@ def test_broken_audio_and_video_are_problems_and_long_videos_with_one_keyframe_a
 
 
 @pytest.mark.parametrize("lacking", [0, 1, 2])
-def test_episodes_whose_video_lacks_frames_are_counted(
+def test_episodes_with_missing_video_frames_are_counted(
     lacking: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = checked(write_lerobot(tmp_path, lacking=lacking), monkeypatch)
@@ -108,7 +108,7 @@ def test_episodes_whose_video_lacks_frames_are_counted(
     assert details == (wanted if lacking else [])
 
 
-def test_a_share_is_decoded(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fraction_of_media_is_decoded(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(checked(dataset, monkeypatch, decode=0.0)) == {}
     some, more = (found(checked(dataset, monkeypatch, decode=share)) for share in (0.3, 0.8))
     assert some.keys() < more.keys() < WRONG.keys()
@@ -116,7 +116,7 @@ def test_a_share_is_decoded(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> N
         check_dataset(dataset, decode=1.5)
 
 
-def test_without_pyav_all_else_is_checked(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyav_everything_else_is_checked(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
     monkeypatch.setattr(
         builtins, "__import__", lambda name, *rest: exec("raise ImportError") if name == "av" else real(name, *rest)
@@ -128,7 +128,7 @@ def test_without_pyav_all_else_is_checked(dataset: Path, monkeypatch: pytest.Mon
     assert told.exit_code == 2 and "pip install av" in told.stderr
 
 
-def test_the_commands_name_what_cannot_be_read_and_show_the_rest(dataset: Path) -> None:
+def test_commands_report_unreadable_media_and_show_the_rest(dataset: Path) -> None:
     indexed = run("index", "--media", dataset)
     assert indexed.exit_code == 1
     assert "savable.media.index" in indexed.stdout

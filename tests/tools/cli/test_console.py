@@ -48,13 +48,13 @@ def test_an_error_shows_a_name_as_text(tmp_path: Path) -> None:
     assert run.exit_code == 2 and SEEN in run.output and "\x1b" not in run.output
 
 
-def test_a_word_between_colons_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_word_between_colons_is_not_an_emoji(capsys: pytest.CaptureFixture[str]) -> None:
     console().print(f"{escape_markup('train.py:train: equal')}")
     assert capsys.readouterr().out == "train.py:train: equal\n"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_progress_shows_a_target_as_it_was_given(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_a_target_as_passed(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("savable_pipeline.tools.cli.console._LINE_EVERY_S", 0.0)
     shown = io.StringIO()
     on = Console(file=shown, force_terminal=terminal, emoji=False, width=200, color_system=None)
@@ -63,7 +63,7 @@ def test_progress_shows_a_target_as_it_was_given(terminal: bool, monkeypatch: py
     assert "importing train.py:train: [bold]\\x07" in shown.getvalue()
 
 
-def test_lone_surrogates_and_ends_of_lines_are_escapes() -> None:
+def test_lone_surrogates_and_line_ends_are_escaped() -> None:
     assert escape_markup("a\udcff\n\u2028b é 猫") == "a\\udcff\\n\\u2028b é 猫"
 
 

@@ -42,14 +42,14 @@ def test_python_m_runs_every_command() -> None:
     assert shown.returncode == 2 and "there is no folder gone" in shown.stderr, shown.stderr
 
 
-def test_a_clean_conversion_exits_with_zero_and_says_what_it_wrote(tmp_path: Path) -> None:
+def test_clean_conversion_exits_with_zero_and_reports_its_output(tmp_path: Path) -> None:
     result = run("convert", fill(tmp_path / "in", 7), tmp_path / "out", "--shard-samples", "3")
     assert result.exit_code == 0
     assert result.stdout == "7 samples in 3 shards, 30.7 kB\nnothing rejected\n"
     assert len(tar_files(tmp_path / "out")) == 14
 
 
-def test_rejects_are_told_with_their_reasons_and_exit_with_one(tmp_path: Path) -> None:
+def test_rejects_are_reported_with_reasons_and_exit_with_one(tmp_path: Path) -> None:
     bad = {f"bad{i:02d}.jpg": b"x" for i in range(11)} | {"no[red]dot": b"x", ".hidden": b""}
     result = run("convert", fill(tmp_path / "in", 2, **bad), tmp_path / "out")
     assert result.exit_code == 1
@@ -71,14 +71,14 @@ def test_rejects_are_told_with_their_reasons_and_exit_with_one(tmp_path: Path) -
     assert len(tar_files(tmp_path / "out")) == 4
 
 
-def test_with_skip_bad_rejects_are_told_and_exit_with_zero(tmp_path: Path) -> None:
+def test_with_skip_bad_rejects_are_reported_and_exit_with_zero(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 2, notes=b"x")
     result = run("convert", source, tmp_path / "out", "--skip-bad")
     assert result.exit_code == 0 and "1 × no extension" in result.stdout and "FAILED" not in result.stdout
     assert run("convert", source, tmp_path / "out").exit_code == 1, "told again, though all is done"
 
 
-def test_where_everything_is_rejected_the_exit_code_is_two_in_any_case(tmp_path: Path) -> None:
+def test_if_everything_is_rejected_the_exit_code_is_two(tmp_path: Path) -> None:
     result = run("convert", fill(tmp_path / "in", 0, notes=b"x"), tmp_path / "out", "--skip-bad")
     assert result.exit_code == 2
     assert "1 × no extension" in result.stdout and "everything" in result.stderr
@@ -152,7 +152,7 @@ def test_another_conversion_into_the_same_folder_exits_with_two(tmp_path: Path) 
     assert "shard_samples: None there, 1 here" in result.stderr
 
 
-def test_the_same_conversion_again_says_that_all_is_there(tmp_path: Path) -> None:
+def test_repeated_conversion_reports_that_it_is_complete(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 2)
     first, second = (run("convert", source, tmp_path / "out").stdout for _ in range(2))
     assert second == f"all is there already, nothing was written:\n{first}"
@@ -160,7 +160,7 @@ def test_the_same_conversion_again_says_that_all_is_there(tmp_path: Path) -> Non
     assert run("convert", source, tmp_path / "out").stdout == first
 
 
-def test_compressed_tars_again_say_that_all_is_there(tmp_path: Path) -> None:
+def test_repeated_conversion_of_compressed_tars_reports_that_it_is_complete(tmp_path: Path) -> None:
     (tmp_path / "packed").mkdir()
     with tarfile.open(tmp_path / "packed/a.tar.gz", "w:gz") as tar:
         tar.add(fill(tmp_path / "in", 2) / "000.txt", "000.txt")
@@ -188,7 +188,7 @@ def test_another_source_into_the_same_folder_is_an_error_with_both_paths(tmp_pat
     assert f"000.txt; source: '{source}' there, '{same_sizes}' here" in result.stderr
 
 
-def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_prints_one_word_and_exits_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -218,7 +218,7 @@ def test_a_short_job_shows_no_progress_in_a_pipe_and_a_bar_on_a_terminal(tmp_pat
     assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
 
 
-def test_info_says_what_a_dataset_holds(tmp_path: Path) -> None:
+def test_info_summarizes_a_dataset(tmp_path: Path) -> None:
     run_conversion(fill(tmp_path / "in", 7, **{"b/001.json": b"{}"}), tmp_path / "out", SMALL)
     before = snapshot(tmp_path / "out")
     shown = run("info", tmp_path / "out").stdout
@@ -242,7 +242,7 @@ def test_info_of_some_shards_counts_those_only(tmp_path: Path) -> None:
     assert (facts["shards"], facts["samples"], facts["parts"]["jpg"]["samples"]) == (2, 4, 4)
 
 
-def test_info_knows_the_splits_and_what_they_leave_out(tmp_path: Path) -> None:
+def test_info_shows_splits_and_exclusions(tmp_path: Path) -> None:
     run_conversion(fill(tmp_path / "in", 7), tmp_path / "out", SMALL)
     splits = {"split_parts": {"train": ["00000{0..1}.tar"], "val": ["000002.tar"]}, "exclude": ["000000.tar"]}
     (tmp_path / "out/.nv-meta/split.yaml").write_text(json.dumps(splits))
@@ -252,7 +252,7 @@ def test_info_knows_the_splits_and_what_they_leave_out(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "expected a mapping, found list" in result.stderr
 
 
-def test_info_check_and_preview_take_the_settings_by_which_data_are_named(tmp_path: Path) -> None:
+def test_info_check_and_preview_accept_settings_of_stores(tmp_path: Path) -> None:
     photos, page = tmp_path / "photos", tmp_path / "page.html"
     fill(photos, 0, **{f"a/img.v1.{i:04d}.txt": b"x" for i in range(30)})
     for command in (["info"], ["check", "--workers=1"], ["preview", "-o", str(page)]):
@@ -282,7 +282,7 @@ def test_info_check_and_preview_take_the_settings_by_which_data_are_named(tmp_pa
     assert "key_end must be 'first' or 'last', not 'middle'" in run("info", photos, "--key-end", "middle").stderr
 
 
-def test_check_says_a_fault_of_many_samples_in_one_line_with_their_number_and_the_first_of_them(tmp_path: Path) -> None:
+def test_check_groups_errors_of_many_samples_in_one_line(tmp_path: Path) -> None:
     photos = fill(tmp_path / "photos", 0, **{f"{i:03d}.jpg": b"no image" for i in range(120)}, **{"x.json": b"{"})
     said = run("check", photos, "--workers=1").stdout
     lines = [line for line in said.splitlines() if not line.startswith("warning")]
@@ -322,7 +322,7 @@ def test_the_lanes_of_a_state_are_read_on_a_terminal_of_80_columns(make_shards: 
         assert words in lanes, lanes
 
 
-def test_check_says_the_place_in_a_table_and_the_reason_once(tmp_path: Path) -> None:
+def test_check_names_position_and_reason_in_a_table_once(tmp_path: Path) -> None:
     (tmp_path / "bad.csv").write_text("image,text\nno.jpg,a cat\n")
     lines = run("check", tmp_path / "bad.csv", "--file-field", "image", "--workers=1").stdout.splitlines()
     assert lines[0].startswith("1 problem found in 1 sample (") and lines[-1] == "FAILED: 1 problem"

@@ -61,32 +61,32 @@ def test_a_loader_is_planned_in_tables(train: str) -> None:
     assert printed.count("known from") == 1 and "0 samples" not in printed
 
 
-def test_json_holds_the_same_numbers(train: str) -> None:
+def test_json_has_the_same_numbers(train: str) -> None:
     result = CliRunner().invoke(app, ["plan", f"{train}:pipeline", "--ranks=3", "--lanes=3", "--json"])
     found = json.loads(result.stdout)
     assert found["steps"]["how"] == "counted" and found["steps"]["steps"] == 9 and found["planned_lanes"] == 3
     assert found["steps"]["unused_samples"] == 0  # 27 batches, the last of 3 samples
 
 
-def test_a_pipeline_has_the_lanes_of_a_loader_unless_they_are_given(train: str) -> None:
+def test_pipeline_is_planned_with_a_loaders_default_lanes(train: str) -> None:
     assert "96 (default)" in plan(f"{train}:pipeline --ranks 2")
     assert "12 (yours)" in plan(f"{train}:pipeline --ranks 2 --lanes 12")
 
 
-def test_a_chain_has_the_lanes_that_its_data_set(train: str) -> None:
+def test_chain_is_planned_with_the_lanes_of_its_data(train: str) -> None:
     """26 full batches, of one epoch."""
     assert "2 (default)" in (printed := plan(f"{train}:chain --ranks 2")) and "runs on 2 ranks with 2 lanes" in printed
     printed = plan(f"{train}:chain --ranks 3")
     assert "cannot start: 3 ranks do not divide its 2 lanes. This plan is for lanes=3." in printed
 
 
-def test_wrong_wishes_are_errors_of_one_line(train: str) -> None:
+def test_wrong_plan_options_are_errors_of_one_line(train: str) -> None:
     printed = plan(f"{train}:loader --ranks 8 --nodes 3")
     assert printed.startswith("2\n") and "--nodes must divide --ranks" in printed
     assert "for a pipeline function" in plan(f"{train}:loader --lanes 4")
 
 
-def test_the_nodes_that_keep_up_are_said_of_what_was_measured(train: str) -> None:
+def test_plan_reports_the_nodes_needed_by_the_measurement(train: str) -> None:
     printed = plan(f"{train}:loader --ranks 2 --batch-s 0.9 --step-s 0.25 --node-workers 4")
     assert re.search(r"workers per rank +4 ", printed), printed  # 3.6 are busy
     assert re.search(r"CPU nodes for remote workers +2 +4 workers on each", printed), printed  # 7.2 of 4

@@ -50,13 +50,13 @@ def litter(cache: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("shards", ["/data/00000{1..2}.tar"])
-def test_info_over_a_server_is_that_of_the_folder(server: ToyServer, data: Path, shards: str) -> None:
+def test_remote_info_equals_local_info(server: ToyServer, data: Path, shards: str) -> None:
     here = json.loads(run("info", "--json", f"{data.parent}{shards}").stdout)
     there = json.loads(run("info", "--json", f"{server.url}{shards}").stdout)
     assert there == {**here, "root": f"{server.url}/data"}
 
 
-def test_check_over_a_server_finds_what_it_finds_in_the_folder(server: ToyServer, data: Path, tmp_path: Path) -> None:
+def test_remote_check_equals_local_check(server: ToyServer, data: Path, tmp_path: Path) -> None:
     raw = bytearray((data / "000001.tar").read_bytes())
     raw[512:600] = bytes(88)
     (data / "000001.tar").write_bytes(raw)
@@ -73,7 +73,7 @@ def test_check_over_a_server_finds_what_it_finds_in_the_folder(server: ToyServer
     assert litter(tmp_path / "cache") == []
 
 
-def test_a_shard_that_a_server_does_not_give_is_a_problem_of_that_shard_alone(server: ToyServer) -> None:
+def test_shard_unavailable_on_a_server_is_a_problem_of_that_shard_only(server: ToyServer) -> None:
     server.fault = lambda path, number: "403" if path.endswith("1.tar") else None
     report = json.loads(run("check", "--json", f"{server.url}/data/", "--workers", "1").stdout)
     assert [(problem["shard"], problem["reason"]) for problem in report["problems"]] == [
@@ -82,7 +82,7 @@ def test_a_shard_that_a_server_does_not_give_is_a_problem_of_that_shard_alone(se
     assert report["samples"] == 4
 
 
-def test_index_over_a_server_makes_what_can_be_uploaded(
+def test_remote_index_writes_files_to_upload(
     server: ToyServer, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("savable_pipeline.tools.cli.console._LINE_EVERY_S", 0.0)
@@ -95,7 +95,7 @@ def test_index_over_a_server_makes_what_can_be_uploaded(
     assert server.sent() == 3 * 10_240
 
 
-def test_index_over_a_server_lists_what_is_damaged(server: ToyServer, data: Path) -> None:
+def test_remote_index_lists_damage(server: ToyServer, data: Path) -> None:
     (data / INDEX_NAME).unlink()
     os.truncate(data / "000001.tar", 3000)
     result = run("index", f"{server.url}/data/")
@@ -103,7 +103,7 @@ def test_index_over_a_server_lists_what_is_damaged(server: ToyServer, data: Path
     assert "000001.tar: no tar header at byte 2560: truncated" in result.stdout
 
 
-def test_preview_over_a_server_shows_the_same_samples(server: ToyServer, data: Path, tmp_path: Path) -> None:
+def test_remote_preview_shows_the_same_samples(server: ToyServer, data: Path, tmp_path: Path) -> None:
     pages = []
     for shards in (str(data), f"{server.url}/data/"):
         assert run("preview", shards, "-o", tmp_path / "page.html").exit_code == 0
@@ -113,14 +113,14 @@ def test_preview_over_a_server_shows_the_same_samples(server: ToyServer, data: P
 
 
 @pytest.mark.parametrize("command", ["info", "index", "check", "preview"])
-def test_a_server_that_has_no_such_thing_is_one_line_and_exit_code_two(server: ToyServer, command: str) -> None:
+def test_missing_remote_dataset_is_one_line_and_exit_code_two(server: ToyServer, command: str) -> None:
     result = run(command, f"{server.url}/nowhere/")
     assert result.exit_code == 2
     last = result.stderr.splitlines()[-1]
     assert last.startswith(f"error: {server.url}/nowhere: no .nv-meta/savable.index")
 
 
-def test_of_a_sample_longer_than_a_piece_only_what_is_shown_is_fetched(server: ToyServer, tmp_path: Path) -> None:
+def test_preview_downloads_only_the_shown_part_of_a_long_sample(server: ToyServer, tmp_path: Path) -> None:
     film = os.urandom(9 << 20)
     write_tar(tmp_path / "films/0.tar", [("a/b.mp4", film), ("a/b.txt", b"x" * 20_000)])
     sp.TarShardReader(str(tmp_path / "films"), sp.Lane())
@@ -138,9 +138,7 @@ def test_of_a_sample_longer_than_a_piece_only_what_is_shown_is_fetched(server: T
 
 
 @pytest.mark.parametrize("kind", ["parquet", pytest.param("tokens", marks=pytest.mark.long)])
-def test_every_command_says_of_files_behind_a_url_what_it_says_of_the_folder(
-    server: ToyServer, tmp_path: Path, kind: str
-) -> None:
+def test_every_command_reports_remote_files_like_local_ones(server: ToyServer, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
     WRITERS[kind](folder)
@@ -166,7 +164,7 @@ def test_every_command_says_of_files_behind_a_url_what_it_says_of_the_folder(
 @pytest.mark.parametrize(
     "kind", [k if k in ("parquet", "mds") else pytest.param(k, marks=pytest.mark.long) for k in KINDS]
 )
-def test_index_of_files_over_a_server_makes_what_can_be_uploaded(server: ToyServer, tmp_path: Path, kind: str) -> None:
+def test_remote_index_of_files_writes_files_to_upload(server: ToyServer, tmp_path: Path, kind: str) -> None:
     (tmp_path / "rows").mkdir()
     WRITERS[kind](tmp_path / "rows")
     made = run("index", f"{server.url}/rows/{'' if kind in LISTED else names_of(kind)[0]}")

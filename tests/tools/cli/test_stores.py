@@ -72,7 +72,7 @@ def test_check_finds_a_part_that_is_all_zeros(tmp_path: Path) -> None:
     assert "1 problem" in found and "a.parquet:0.bin: zero-filled: all 64 bytes are zeros" in found
 
 
-def test_a_folder_of_several_kinds_is_refused_and_one_of_tars_is_one_of_tars(tmp_path: Path) -> None:
+def test_folder_of_several_formats_is_rejected_but_not_one_of_tars(tmp_path: Path) -> None:
     for kind in ("parquet", "jsonl"):
         WRITERS[kind](tmp_path / "data", SIZES)
     result = CliRunner().invoke(app, ["info", str(tmp_path / "data")])
@@ -82,7 +82,7 @@ def test_a_folder_of_several_kinds_is_refused_and_one_of_tars_is_one_of_tars(tmp
     assert json.loads(run("info", str(tmp_path / "data"), "--json"))["samples"] == 5
 
 
-def test_a_file_that_is_gone_is_named_and_index_goes_on_without_it(tmp_path: Path) -> None:
+def test_deleted_file_is_named_and_index_continues_without_it(tmp_path: Path) -> None:
     WRITERS["jsonl"](tmp_path / "lines", SIZES)
     run("index", str(tmp_path / "lines"))
     (tmp_path / "lines/0001.jsonl").unlink()

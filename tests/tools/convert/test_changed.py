@@ -39,7 +39,7 @@ def later(path: Path) -> None:
         os.utime(shard, (time.time() - 3600,) * 2)
 
 
-def test_contents_that_changed_at_equal_sizes_are_another_conversion(tmp_path: Path) -> None:
+def test_changed_contents_of_equal_size_are_another_conversion(tmp_path: Path) -> None:
     source = texts(tmp_path / "in")
     report = run_conversion(source, tmp_path / "out", TEXTS)
     later(tmp_path / "out")
@@ -75,7 +75,7 @@ def test_another_source_of_equal_names_and_sizes_is_another_conversion(
     assert run_conversion(again, tmp_path / "out", TEXTS) == first
 
 
-def test_a_conversion_of_another_source_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_of_another_source_does_not_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, other = texts(tmp_path / "in"), texts(tmp_path / "other")
     (other / "009.txt").write_text("text Y")
     no_margin(monkeypatch)
@@ -87,7 +87,7 @@ def test_a_conversion_of_another_source_does_not_go_on(tmp_path: Path, monkeypat
         run_conversion(other, tmp_path / "out", TEXTS)
 
 
-def test_a_mended_file_of_a_shard_that_was_rejected_whole_is_a_change(tmp_path: Path) -> None:
+def test_repaired_file_of_a_fully_rejected_shard_is_a_change(tmp_path: Path) -> None:
     source = texts(tmp_path / "in", 4)
     for i in range(5, 7):
         (source / f"{i:03d}.json").write_text("[1")
@@ -97,7 +97,7 @@ def test_a_mended_file_of_a_shard_that_was_rejected_whole_is_a_change(tmp_path: 
         run_conversion(source, tmp_path / "out", TEXTS)
 
 
-def test_a_conversion_that_goes_on_notices_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_conversion_detects_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = texts(tmp_path / "in")
     monkeypatch.setattr("savable_pipeline.tools.convert.conversion._finish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -108,7 +108,7 @@ def test_a_conversion_that_goes_on_notices_too(tmp_path: Path, monkeypatch: pyte
         run_conversion(source, tmp_path / "out", TEXTS)
 
 
-def test_a_rejected_file_that_was_mended_is_a_change(tmp_path: Path) -> None:
+def test_repaired_rejected_file_is_a_change(tmp_path: Path) -> None:
     source = texts(tmp_path / "in")
     (source / "bad.json").write_text("[1")
     assert len(run_conversion(source, tmp_path / "out", TEXTS).rejected) == 1
@@ -118,7 +118,7 @@ def test_a_rejected_file_that_was_mended_is_a_change(tmp_path: Path) -> None:
         run_conversion(source, tmp_path / "out", TEXTS)
 
 
-def test_a_compressed_tar_that_changed_at_equal_size(tmp_path: Path) -> None:
+def test_compressed_tar_changed_at_equal_size_is_another_conversion(tmp_path: Path) -> None:
     source = tmp_path / "in"
     for content in (b"1", b"2"):
         write_tar(tmp_path / "plain.tar", [("k.txt", content)])
@@ -131,7 +131,9 @@ def test_a_compressed_tar_that_changed_at_equal_size(tmp_path: Path) -> None:
         run_conversion(source, tmp_path / "out", Options())
 
 
-def test_another_compressed_tar_of_equal_name_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_compressed_tar_of_equal_name_and_size_is_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, content in (("in", b"1"), ("other", b"2")):
         write_tar(tmp_path / "plain.tar", [("k.txt", content)])
         (tmp_path / name).mkdir()
@@ -152,7 +154,7 @@ def test_two_names_that_would_have_one_key_are_rejected(tmp_path: Path) -> None:
     assert [reject.reason for reject in report.rejected] == ["two names with one key"] * 2
 
 
-def test_samples_that_lack_a_part_that_nearly_all_have_are_counted(tmp_path: Path) -> None:
+def test_samples_without_a_common_part_are_counted(tmp_path: Path) -> None:
     source = texts(tmp_path / "in", 30)
     for i in range(28):
         (source / f"{i:03d}.json").write_text("1")

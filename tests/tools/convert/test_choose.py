@@ -22,7 +22,7 @@ def keys_of(folder: Path, split: str | None = None) -> list[str]:
     return [sample.key for sample in reader]
 
 
-def test_a_split_has_shards_of_its_own_and_a_sample_stays_in_its_split(tmp_path: Path) -> None:
+def test_split_has_its_own_shards_and_samples_stay_in_their_split(tmp_path: Path) -> None:
     run_conversion(fill(tmp_path / "in", 60), tmp_path / "out", HALVES)
     train, val = keys_of(tmp_path / "out", "train"), keys_of(tmp_path / "out", "val")
     assert len(train) + len(val) == 60 and 35 < len(train) < 55 and not set(train) & set(val)
@@ -33,7 +33,7 @@ def test_a_split_has_shards_of_its_own_and_a_sample_stays_in_its_split(tmp_path:
     assert set(val) < set(keys_of(tmp_path / "more", "val"))
 
 
-def test_what_can_be_read_in_place_is_split_here_or_a_warning_says_that_shares_move(tmp_path: Path) -> None:
+def test_readable_source_is_split_in_place_or_warns_about_moving_proportions(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "rows.jsonl", *({"id": number} for number in range(20)))
     tars = tmp_path / "photos"
     for source, name, warns in (
@@ -50,7 +50,7 @@ def test_what_can_be_read_in_place_is_split_here_or_a_warning_says_that_shares_m
         )
 
 
-def test_the_split_of_a_key_is_the_same_for_ever(tmp_path: Path) -> None:
+def test_split_of_a_key_equals_the_golden_value(tmp_path: Path) -> None:
     run_conversion(fill(tmp_path / "in", 12), tmp_path / "out", HALVES)
     assert keys_of(tmp_path / "out", "val") == ["003"]
 
@@ -68,12 +68,12 @@ def test_the_split_of_a_key_is_the_same_for_ever(tmp_path: Path) -> None:
         (("../a", "1"),),
     ],
 )
-def test_splits_that_cannot_be(split: tuple[tuple[str, str], ...]) -> None:
+def test_impossible_splits_are_rejected(split: tuple[tuple[str, str], ...]) -> None:
     with pytest.raises(ValueError, match=r"invalid split|add up to"):
         Options(split=split)
 
 
-def test_only_the_parts_that_are_named_are_kept(tmp_path: Path) -> None:
+def test_only_named_parts_are_converted(tmp_path: Path) -> None:
     lines = [{"image": ["000.jpg", "b/001.jpg"]}, {"image": "000.jpg"}, {"x": 1}]
     source = write_lines(fill(tmp_path / "in", 2) / "m.jsonl", *lines)
     report = run_conversion(source, tmp_path / "out", Options(only=("JPG",)))
@@ -86,7 +86,7 @@ def test_only_the_parts_that_are_named_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("only", "caption"), [((), True), (("jpg", "json"), True), (("jpg",), False)])
-def test_energon_is_told_of_no_part_that_was_not_kept(tmp_path: Path, only: tuple[str, ...], caption: bool) -> None:
+def test_energon_metadata_has_only_converted_parts(tmp_path: Path, only: tuple[str, ...], caption: bool) -> None:
     source = write_lines(fill(tmp_path / "in", 1) / "m.jsonl", {"image": "000.jpg", "caption": "a cat"})
     run_conversion(source, tmp_path / "out", Options(only=only))
     described = (tmp_path / "out/.nv-meta/dataset.yaml").read_text()
@@ -94,7 +94,7 @@ def test_energon_is_told_of_no_part_that_was_not_kept(tmp_path: Path, only: tupl
     assert ("CrudeWebdataset" in described) != caption
 
 
-def test_the_options_of_the_command_choose(tmp_path: Path) -> None:
+def test_command_options_choose_samples_and_parts(tmp_path: Path) -> None:
     fill(tmp_path / "in", 6)
     (tmp_path / "keys.txt").write_text("000\n003\n\n")
     shares = ["--split", "a=0.5", "--split=b=0.5", "--only", "txt", "--keys", str(tmp_path / "keys.txt")]
@@ -106,12 +106,12 @@ def test_the_options_of_the_command_choose(tmp_path: Path) -> None:
     assert run.exit_code == 2 and "no sample has 1 of the keys, such as nowhere" in run.stderr
 
 
-def test_no_key_at_all_is_an_error(tmp_path: Path) -> None:
+def test_selection_without_any_key_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keys= is empty"):
         run_conversion(fill(tmp_path / "in", 2), tmp_path / "out", SMALL, keys=[])
 
 
-def test_tars_are_merged_or_split_into_other_shards(tmp_path: Path) -> None:
+def test_tars_are_merged_or_split_into_new_shards(tmp_path: Path) -> None:
     run_conversion(fill(tmp_path / "in", 10), tmp_path / "threes", SMALL)
     run_conversion(tmp_path / "threes", tmp_path / "one", Options(), reshard=True)
     run_conversion(tmp_path / "one", tmp_path / "again", SMALL, reshard=True)
@@ -124,7 +124,7 @@ def test_tars_are_merged_or_split_into_other_shards(tmp_path: Path) -> None:
     assert report.samples == 1 and list(tar_files(tmp_path / "texts")) == ["000.txt"]
 
 
-def test_keys_that_occur_again_get_the_name_of_their_shard(tmp_path: Path) -> None:
+def test_repeated_keys_get_the_name_of_their_shard(tmp_path: Path) -> None:
     write_tar(tmp_path / "in/a.tar", [("./k.txt", b"1"), ("./l.cls", b"")])
     write_tar(tmp_path / "in/b.v2.tar", [("k.txt", b"2"), ("m.txt", b"3"), ("k.txt", b"4")])
     report = run_conversion(tmp_path / "in", tmp_path / "out", Options(), reshard=True)

@@ -32,7 +32,7 @@ SHORT = ("folder", "jsonl.gz", "mds", "tars")
 
 
 @pytest.mark.parametrize("kind", [k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in ONE_A_READER])
-def test_machines_that_are_lost_write_the_bytes_of_local_processes(
+def test_lost_machines_do_not_change_the_written_bytes(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ONE_A_READER[kind](tmp_path / "in")
@@ -57,7 +57,9 @@ def test_machines_that_are_lost_write_the_bytes_of_local_processes(
     assert not [path for path in Path("far").rglob("*") if path.is_dir() and path.name != ".nv-meta"]
 
 
-def test_compressed_tars_become_the_bytes_of_local_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_tars_are_converted_to_the_same_bytes_on_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_conversion(fill(tmp_path / "in", 15), tmp_path / "tars", SMALL)
     monkeypatch.chdir(tmp_path)
     Path("packed").mkdir()
@@ -76,7 +78,7 @@ def test_compressed_tars_become_the_bytes_of_local_processes(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("step", [55, pytest.param(12, marks=pytest.mark.long)])
-def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(tmp_path: Path, step: int) -> None:
+def test_killed_and_repeated_conversion_writes_the_same_bytes(tmp_path: Path, step: int) -> None:
     source = fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""})
     run_conversion(source, tmp_path / "local", SMALL)
     event = 1
@@ -92,7 +94,7 @@ def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(tmp
     assert event > 100  # else the hook saw too little
 
 
-def test_what_is_finished_is_not_written_again_by_whichever_engine(tmp_path: Path) -> None:
+def test_finished_shards_are_not_rewritten_by_any_engine(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 9)
 
     class Breaks(ToyEngine):
@@ -110,7 +112,7 @@ def test_what_is_finished_is_not_written_again_by_whichever_engine(tmp_path: Pat
     assert {path: path.stat().st_mtime_ns for path in written} == written
 
 
-def test_two_attempts_at_one_shard_at_once_leave_its_bytes_and_no_other_file(tmp_path: Path) -> None:
+def test_concurrent_attempts_at_a_shard_leave_its_bytes_and_no_other_file(tmp_path: Path) -> None:
     run_conversion(fill(tmp_path / "in", 9), tmp_path / "local", Options())
     jobs: list[ShardJob] = []
 
@@ -131,7 +133,7 @@ def test_two_attempts_at_one_shard_at_once_leave_its_bytes_and_no_other_file(tmp
     assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
 
 
-def test_a_shard_that_another_machine_put_elsewhere_is_an_error(
+def test_shard_written_to_another_folder_by_a_machine_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unshared(job: ShardJob) -> object:
@@ -147,7 +149,7 @@ def test_a_shard_that_another_machine_put_elsewhere_is_an_error(
         run_conversion(fill(tmp_path / "in", 3), tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
 
 
-def test_an_index_made_elsewhere_is_the_one_made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_built_by_machines_equals_a_local_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_conversion(fill(tmp_path / "in", 9), tmp_path / "local", SMALL)
     shutil.rmtree(tmp_path / "local/.nv-meta")
     shutil.copytree(tmp_path / "local", tmp_path / "far")
@@ -162,7 +164,7 @@ def test_an_index_made_elsewhere_is_the_one_made_here(tmp_path: Path, monkeypatc
     assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
 
 
-def test_tables_are_indexed_elsewhere_too(tmp_path: Path) -> None:
+def test_tables_are_indexed_by_machines(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", {"n": 1}, {"n": 2})
     write_lines(tmp_path / "b.jsonl", {"n": 3})
     form, engine = find_source(str(tmp_path)).format, ToyEngine(tmp_path / "elsewhere")
@@ -174,7 +176,7 @@ def test_tables_are_indexed_elsewhere_too(tmp_path: Path) -> None:
     assert engine.runs >= 2
 
 
-def test_a_shard_of_another_size_elsewhere_is_an_error(tmp_path: Path) -> None:
+def test_shard_of_another_size_on_a_machine_is_an_error(tmp_path: Path) -> None:
     run_conversion(fill(tmp_path / "in", 3), tmp_path / "out", SMALL)
 
     class Elsewhere(ToyEngine):
@@ -199,6 +201,6 @@ def test_without_ray_the_command_says_what_to_install(tmp_path: Path, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
-def test_an_engine_that_there_is_not_is_refused(tmp_path: Path) -> None:
+def test_unknown_engine_is_rejected(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["index", str(tmp_path), "--engine", "spark"])
     assert result.exit_code == 2 and "--engine is one of local, ray, not 'spark'" in result.output

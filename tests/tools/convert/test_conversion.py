@@ -16,7 +16,7 @@ from savable_pipeline.tools.convert import Options, conversion, run_conversion
 from tests.support.toy_files import fill, snapshot
 
 
-def test_its_arguments_are_the_settings_of_a_conversion_with_their_defaults() -> None:
+def test_convert_has_the_settings_of_a_conversion_with_their_defaults() -> None:
     arguments = {name: each.default for name, each in inspect.signature(sp.convert).parameters.items()}
     settings = {field.name: field.default for field in msgspec.structs.fields(Options)}
     more = {name: each.default for name, each in inspect.signature(run_conversion).parameters.items()}
@@ -74,7 +74,7 @@ def test_each_setting_reaches_the_conversion(tmp_path: Path, monkeypatch: pytest
     }
 
 
-def test_it_writes_the_bytes_of_the_command_and_goes_on_where_that_did(tmp_path: Path) -> None:
+def test_convert_writes_the_commands_bytes_and_resumes_its_conversion(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 40)
     told = ["--split", "train=0.7", "--split", "val=0.3", "--only", "txt", "--shard-samples", "7"]
     assert CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "told"), *told]).exit_code == 0
@@ -89,7 +89,7 @@ def test_it_writes_the_bytes_of_the_command_and_goes_on_where_that_did(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["file_fields", "only", "keys"])
-def test_one_str_is_not_taken_for_many(tmp_path: Path, name: str) -> None:
+def test_single_str_is_not_treated_as_many(tmp_path: Path, name: str) -> None:
     settings: dict[str, Any] = {name: "txt"}
     with pytest.raises(ValueError, match=rf"{name} must be a list, not a str. Pass \['txt'\]"):
         sp.convert(fill(tmp_path / "in", 2), tmp_path / "out", **settings)
@@ -107,7 +107,7 @@ def test_one_str_is_not_taken_for_many(tmp_path: Path, name: str) -> None:
         ({"split": {"train": float("nan")}}, "invalid split"),
     ],
 )
-def test_a_wrong_setting_is_refused_before_anything_is_written(
+def test_a_wrong_setting_is_rejected_before_anything_is_written(
     tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

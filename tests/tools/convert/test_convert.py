@@ -43,7 +43,7 @@ def test_a_jsonl_line_is_a_sample_with_the_files_it_names(tmp_path: Path) -> Non
     assert files["000000003.1.jpg"] == (tmp_path / "in/000.jpg").read_bytes()
 
 
-def test_jsonl_fields_name_keys_files_and_parts_as_told(tmp_path: Path) -> None:
+def test_jsonl_fields_name_keys_files_and_parts_by_option(tmp_path: Path) -> None:
     fill(tmp_path / "pictures", 2)
     source = write_lines(tmp_path / "meta.jsonl", {"id": "z/1", "a": "000.jpg", "m": "b/001.jpg"}, {"id": 7})
     options = Options(key_field="id", file_fields=("a", "m=mask"))
@@ -59,7 +59,7 @@ def test_a_jsonl_with_a_byte_order_mark_and_no_last_newline_is_read_whole(tmp_pa
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 20_480, 30_720])
-def test_a_shard_does_not_grow_longer_than_told(tmp_path: Path, shard_bytes: int) -> None:
+def test_shard_size_is_limited(tmp_path: Path, shard_bytes: int) -> None:
     long_names = {f"{i:0200d}.txt": b"x" for i in range(30)}  # each takes two more blocks of headers
     run_conversion(fill(tmp_path / "in", 30, **long_names), tmp_path / "out", Options(shard_bytes=shard_bytes))
     sizes = [path.stat().st_size for path in sorted((tmp_path / "out").glob("*.tar"))]
@@ -67,7 +67,7 @@ def test_a_shard_does_not_grow_longer_than_told(tmp_path: Path, shard_bytes: int
     assert len(sizes) == 60 if shard_bytes == 1 else len(sizes) < 12
 
 
-def test_names_that_are_long_or_not_ascii_come_back_as_they_were(tmp_path: Path) -> None:
+def test_long_and_non_ascii_names_round_trip(tmp_path: Path) -> None:
     names = ["é/ü.txt", f"{'n' * 200}.txt", f"{'d' * 120}/{'e' * 120}/x.txt"]
     source = fill(tmp_path / "in", 0, **{name: name.encode() for name in names})
     run_conversion(source, tmp_path / "out", SMALL)
@@ -76,7 +76,7 @@ def test_names_that_are_long_or_not_ascii_come_back_as_they_were(tmp_path: Path)
     )
 
 
-def test_the_index_is_the_one_that_a_scan_of_the_shards_makes(tmp_path: Path) -> None:
+def test_index_equals_that_of_a_scan(tmp_path: Path) -> None:
     run_conversion(fill(tmp_path / "in", 10), tmp_path / "out", SMALL)
     written = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out/.nv-meta")
@@ -89,7 +89,7 @@ def test_the_index_is_the_one_that_a_scan_of_the_shards_makes(tmp_path: Path) ->
     assert len(made) == 4 + 4 + 1
 
 
-def test_webdataset_reads_what_was_written(tmp_path: Path) -> None:
+def test_webdataset_reads_converted_shards(tmp_path: Path) -> None:
     wds = pytest.importorskip("webdataset")
     source = fill(tmp_path / "in", 7)
     run_conversion(source, tmp_path / "out", SMALL)
@@ -99,7 +99,7 @@ def test_webdataset_reads_what_was_written(tmp_path: Path) -> None:
     assert all(read[key]["jpg"] == (source / f"{key}.jpg").read_bytes() for key in read)
 
 
-def test_energon_loads_what_was_written(tmp_path: Path) -> None:
+def test_energon_loads_converted_shards(tmp_path: Path) -> None:
     energon = pytest.importorskip("megatron.energon")
     lines = [{"image": f"{('', 'b/', 'b/c.d/')[i % 3]}{i:03d}.jpg", "caption": f"no. {i}"} for i in range(7)]
     fill(tmp_path / "in", 7)
@@ -125,7 +125,7 @@ def test_the_sample_offsets_equal_those_of_energon_byte_for_byte(tmp_path: Path)
     assert len(before) == 3 and all(path.read_bytes() == offsets for path, offsets in before.items())
 
 
-def test_samples_that_energon_has_no_type_for_are_left_to_a_cooker(tmp_path: Path) -> None:
+def test_samples_without_an_energon_type_use_a_cooker(tmp_path: Path) -> None:
     run_conversion(fill(tmp_path / "in", 1, **{"a.raw": b"x"}), tmp_path / "out", SMALL)
     assert "CrudeWebdataset" in (tmp_path / "out/.nv-meta/dataset.yaml").read_text()
 
@@ -139,7 +139,7 @@ def test_samples_that_energon_has_no_type_for_are_left_to_a_cooker(tmp_path: Pat
         ("new.txt", SMALL, "samples: 4 there, 5 here"),
     ],
 )
-def test_another_conversion_into_the_same_folder_is_refused(
+def test_another_conversion_into_the_same_folder_is_rejected(
     tmp_path: Path, change: str, options: Options, message: str
 ) -> None:
     source = fill(tmp_path / "in", 4)
@@ -152,7 +152,7 @@ def test_another_conversion_into_the_same_folder_is_refused(
     assert snapshot(tmp_path / "out") == before
 
 
-def test_a_manifest_of_another_version_is_refused_with_the_cure(tmp_path: Path) -> None:
+def test_manifest_of_another_version_is_rejected_with_a_fix(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 2)
     run_conversion(source, tmp_path / "out", SMALL)
     path = tmp_path / "out" / MANIFEST
@@ -167,7 +167,7 @@ def test_a_manifest_of_another_version_is_refused_with_the_cure(tmp_path: Path) 
             run_conversion(source, tmp_path / "out", SMALL)
 
 
-def test_a_folder_with_shards_of_another_origin_is_refused_and_untouched(tmp_path: Path) -> None:
+def test_folder_with_foreign_shards_is_rejected_and_unchanged(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 4)
     (tmp_path / "out/deep").mkdir(parents=True)
     (tmp_path / "out/deep/x.tar").write_bytes(b"")
@@ -189,7 +189,7 @@ def test_a_folder_with_shards_of_another_origin_is_refused_and_untouched(tmp_pat
         ("in", "out", {"key_field": "id"}, "a key field is for records"),
     ],
 )
-def test_a_source_or_target_that_cannot_be_is_an_error(
+def test_impossible_source_or_target_is_an_error(
     tmp_path: Path, source: str, target: str, options: dict[str, Any], message: str
 ) -> None:
     fill(tmp_path / "in", 4)
@@ -201,7 +201,7 @@ def test_a_source_or_target_that_cannot_be_is_an_error(
 
 
 @pytest.mark.parametrize("options", [{"shard_bytes": 0}, {"shard_samples": 0}])
-def test_a_shard_that_could_hold_nothing_is_an_error(options: dict[str, int]) -> None:
+def test_shard_size_of_zero_is_an_error(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         Options(**options)  # type: ignore[arg-type]
 

@@ -34,9 +34,7 @@ def flat(text: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "dotted"), [*zip(NAMES, (1, 2, 20, 100), strict=True)])
-def test_names_that_dots_would_merge_into_one_sample_stop_a_conversion_that_names_the_cure(
-    tmp_path: Path, name: str, dotted: int
-) -> None:
+def test_names_merged_by_dots_stop_a_conversion_with_a_fix(tmp_path: Path, name: str, dotted: int) -> None:
     plain = [f"photo_{i}.txt" for i in range(100 - dotted)]
     source = write(tmp_path / "in", *(name.format(i) for i in range(dotted)), *plain)
     stopped = run("convert", source, tmp_path / "out")
@@ -55,7 +53,7 @@ def test_names_that_dots_would_merge_into_one_sample_stop_a_conversion_that_name
 
 
 @pytest.mark.parametrize("count", [9])
-def test_names_that_begin_anew_in_each_folder_are_found_merged_too(tmp_path: Path, count: int) -> None:
+def test_names_repeated_in_each_folder_are_detected_as_merged(tmp_path: Path, count: int) -> None:
     source = write(tmp_path / "in", *(f"{name}/frame.{i:03d}.txt" for name in "ab" for i in range(count)))
     stopped = run("convert", source, tmp_path / "out")
     assert stopped.exit_code == 2
@@ -73,12 +71,12 @@ def test_names_that_begin_anew_in_each_folder_are_found_merged_too(tmp_path: Pat
         [f"{name}.cam{i:02d}.txt" for name in "ab" for i in range(30)],
     ],
 )
-def test_dots_that_begin_the_name_of_a_part_are_no_fault(tmp_path: Path, names: list[str]) -> None:
+def test_dots_at_the_start_of_a_part_are_no_error(tmp_path: Path, names: list[str]) -> None:
     done = run("convert", write(tmp_path / "in", *names), tmp_path / "out")
     assert done.exit_code == 0 and "--key-end" not in done.output
 
 
-def test_letters_of_another_case_and_jpeg_are_no_other_part_that_samples_lack(tmp_path: Path) -> None:
+def test_case_and_jpeg_spelling_do_not_make_a_missing_part(tmp_path: Path) -> None:
     names = [*(f"{i}.jpg" for i in range(94)), *(f"{i}.JPG" for i in range(94, 97)), "97.jpeg", "98.JPEG"]
     source = write(
         tmp_path / "in", *names, *(name.rpartition(".")[0] + ".TXT" for name in names[:97]), "99.txt", "99.jpg"
@@ -90,7 +88,7 @@ def test_letters_of_another_case_and_jpeg_are_no_other_part_that_samples_lack(tm
 CLASSES = [f"{name}/{part}/{i}.jpg" for name in ("dog", "cat", "10") for part in ("big", "small") for i in range(4)]
 
 
-def test_the_top_folder_of_a_sample_becomes_its_class_as_torchvision_numbers_it(tmp_path: Path) -> None:
+def test_top_folder_becomes_the_class_numbered_like_by_torchvision(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 0, **{name: jpeg(i) for i, name in enumerate(CLASSES)})
     done = run("convert", "--classes", source, tmp_path / "out")
     assert done.exit_code == 0 and "warning" not in done.output
@@ -108,7 +106,7 @@ def test_the_top_folder_of_a_sample_becomes_its_class_as_torchvision_numbers_it(
     assert again.exit_code == 0 and "24 samples in 5 shards" in again.output
 
 
-def test_classes_do_not_change_with_the_parts_and_keys_that_are_kept(tmp_path: Path) -> None:
+def test_classes_do_not_depend_on_chosen_parts_and_keys(tmp_path: Path) -> None:
     source = write(
         tmp_path / "in", *(f"{name}/{i}.{part}" for name in "abc" for i in range(3) for part in ("txt", "md"))
     )
@@ -120,7 +118,7 @@ def test_classes_do_not_change_with_the_parts_and_keys_that_are_kept(tmp_path: P
     }
 
 
-def test_samples_without_a_folder_or_with_a_class_of_their_own_are_rejected(tmp_path: Path) -> None:
+def test_samples_without_a_folder_or_with_their_own_class_are_rejected(tmp_path: Path) -> None:
     source = write(tmp_path / "in", "notes.md", "a/0.txt", "a/1.txt", "a/1.cls", "b/0.txt")
     report = sp.convert(source, tmp_path / "out", classes=True)
     assert report.samples == 2
@@ -130,7 +128,7 @@ def test_samples_without_a_folder_or_with_a_class_of_their_own_are_rejected(tmp_
     }
 
 
-def test_classes_of_anything_but_a_folder_are_an_error(tmp_path: Path) -> None:
+def test_classes_need_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(ValueError, match="not a folder of files: classes are"):
         sp.convert(tmp_path / "a.jsonl", tmp_path / "out", classes=True)
@@ -150,6 +148,6 @@ def test_classes_of_anything_but_a_folder_are_an_error(tmp_path: Path) -> None:
         ([f"{i}/image.jpg" for i in range(9)], False),
     ],
 )
-def test_folders_that_look_like_classes_are_hinted_at(tmp_path: Path, names: list[str], hinted: bool) -> None:
+def test_folders_that_look_like_classes_get_a_hint(tmp_path: Path, names: list[str], hinted: bool) -> None:
     done = run("convert", "--no-check-images", write(tmp_path / "in", *names), tmp_path / "out")
     assert done.exit_code == 0 and ("look like classes: --classes" in flat(done.output)) == hinted

@@ -28,7 +28,7 @@ SHORT = ("parquet",)
 
 
 @pytest.mark.parametrize("kind", [k if k in EACH else pytest.param(k, marks=pytest.mark.long) for k in KINDS])
-def test_a_url_gives_the_shards_of_the_disk(server: ToyServer, tmp_path: Path, kind: str) -> None:
+def test_remote_source_converts_to_the_same_shards(server: ToyServer, tmp_path: Path, kind: str) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
     local = converted(source, tmp_path / "local")
     assert local.samples >= 19 and local.shards > 3
@@ -39,7 +39,9 @@ def test_a_url_gives_the_shards_of_the_disk(server: ToyServer, tmp_path: Path, k
 
 
 @pytest.mark.parametrize("kind", [k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in KINDS])
-def test_machines_give_the_shards_of_the_disk_and_keep_nothing(server: ToyServer, tmp_path: Path, kind: str) -> None:
+def test_machines_convert_remote_sources_to_the_same_shards_and_leave_nothing(
+    server: ToyServer, tmp_path: Path, kind: str
+) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
     local = converted(source, tmp_path / "local")
 
@@ -59,7 +61,9 @@ def test_machines_give_the_shards_of_the_disk_and_keep_nothing(server: ToyServer
 @pytest.mark.parametrize(
     "kind", ["mds.zstd", *(pytest.param(k, marks=pytest.mark.long) for k in ("jsonl", "tars", "litdata"))]
 )
-def test_a_web_server_and_several_processes_give_them_too(server: ToyServer, tmp_path: Path, kind: str) -> None:
+def test_web_source_and_several_processes_convert_to_the_same_shards(
+    server: ToyServer, tmp_path: Path, kind: str
+) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
     local = converted(source, tmp_path / "local")
     url = url_of(server, source, "http") + ("/{000000..000006}.tar" if kind == "tars" else "")
@@ -78,7 +82,7 @@ def test_a_web_server_and_several_processes_give_them_too(server: ToyServer, tmp
         pytest.param("array", False, range(10, 90, 16), marks=pytest.mark.long),
     ],
 )
-def test_after_a_kill_the_same_command_goes_on_with_the_same_bytes(
+def test_killed_remote_conversion_resumes_with_the_same_bytes(
     server: ToyServer, tmp_path: Path, kind: str, engine: bool, moments: Sequence[int]
 ) -> None:
     source, killed = KINDS[kind](tmp_path / "www" / kind), 0
@@ -98,7 +102,7 @@ def test_after_a_kill_the_same_command_goes_on_with_the_same_bytes(
 
 
 @pytest.mark.parametrize("kind", ["parquet", pytest.param("mds", marks=pytest.mark.long)])
-def test_a_server_that_fails_midway_is_a_line_and_the_rerun_goes_on(
+def test_server_failure_is_one_line_and_a_rerun_resumes(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
@@ -127,7 +131,7 @@ def test_a_server_that_fails_midway_is_a_line_and_the_rerun_goes_on(
 @pytest.mark.parametrize(
     "kind", ["jsonl", "mds", *(pytest.param(k, marks=pytest.mark.long) for k in ("parquet", "tars"))]
 )
-def test_a_machine_reads_no_other_object_than_was_planned(server: ToyServer, tmp_path: Path, kind: str) -> None:
+def test_machine_reads_only_planned_objects(server: ToyServer, tmp_path: Path, kind: str) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
     below = {"parquet": "/{a,sub/b,sub/c}.parquet", "tars": "/{000000..000006}.tar"}.get(kind, "")
 
@@ -164,7 +168,7 @@ def replace_captions(source: Path) -> None:
         pytest.param("litdata", "/", replace_captions, marks=pytest.mark.long),
     ],
 )
-def test_objects_that_were_replaced_at_equal_size_since_are_noticed_and_equal_ones_are_not(
+def test_objects_replaced_at_equal_size_are_detected_unless_equal(
     server: ToyServer, tmp_path: Path, kind: str, below: str, replace: Callable[[Path], None]
 ) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
@@ -178,7 +182,7 @@ def test_objects_that_were_replaced_at_equal_size_since_are_noticed_and_equal_on
         converted(url, tmp_path / "there")
 
 
-def test_files_that_records_name_come_from_a_folder_or_stay_text(server: ToyServer, tmp_path: Path) -> None:
+def test_files_named_by_records_come_from_a_folder_or_stay_text(server: ToyServer, tmp_path: Path) -> None:
     source = jsonl(tmp_path / "www/in")
     url = url_of(server, source)
     local = run_conversion(source, tmp_path / "local", HALVES)
@@ -195,7 +199,7 @@ def test_files_that_records_name_come_from_a_folder_or_stay_text(server: ToyServ
 
 
 @pytest.mark.parametrize("kind", ["mds", pytest.param("litdata", marks=pytest.mark.long)])
-def test_a_cache_without_room_for_all_files_gives_the_same_shards(
+def test_small_cache_converts_to_the_same_shards(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
@@ -207,7 +211,7 @@ def test_a_cache_without_room_for_all_files_gives_the_same_shards(
     assert server.sent("") > sum(path.stat().st_size for path in source.iterdir()) + 4096, "some came twice"
 
 
-def test_a_source_within_the_target_is_refused(server: ToyServer, tmp_path: Path) -> None:
+def test_a_source_within_the_target_is_rejected(server: ToyServer, tmp_path: Path) -> None:
     KINDS["tars"](tmp_path / "www/tars")
     with pytest.raises(ValueError, match=r"must not contain each other. Convert to another URL"):
         run_conversion("s3://tars/", "s3://tars/out", SMALL, reshard=True)

@@ -55,7 +55,7 @@ def may_mount(folder: Path) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SOURCES)
-def test_a_disk_that_fills_at_any_moment(tmp_path: Path, kind: str) -> None:
+def test_full_disk_at_any_moment_is_a_clear_error(tmp_path: Path, kind: str) -> None:
     if not may_mount(tmp_path):
         pytest.skip("no disk may be mounted here, not even in a name space of its own")
     done = subprocess.run([*ALONE, kind, str(tmp_path)], capture_output=True, text=True, env={**os.environ})

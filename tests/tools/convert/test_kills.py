@@ -52,16 +52,14 @@ def kill_and_go_on(folder: Path, source: Path, moments: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "moment"), [("folder", 12), ("jsonl.gz", 45), ("mds", 12), ("tars", 45)])
-def test_a_conversion_that_is_killed_goes_on_and_ends_with_the_same_bytes(
-    tmp_path: Path, kind: str, moment: int
-) -> None:
+def test_killed_conversion_resumes_to_the_same_bytes(tmp_path: Path, kind: str, moment: int) -> None:
     """Of every kind thirty times: below."""
     kill_and_go_on(tmp_path, SOURCES[kind](tmp_path / "in", 8), [moment])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SOURCES)
-def test_thirty_kills_before_any_touch_of_a_file(tmp_path: Path, kind: str) -> None:
+def test_thirty_kills_before_file_operations_change_no_byte(tmp_path: Path, kind: str) -> None:
     source = SOURCES[kind](tmp_path / "in", 8)
     last = events(source, tmp_path / "out", tmp_path)
     draw = random.Random(kind)
@@ -70,7 +68,7 @@ def test_thirty_kills_before_any_touch_of_a_file(tmp_path: Path, kind: str) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SOURCES)
-def test_thirty_kills_at_any_time(tmp_path: Path, kind: str) -> None:
+def test_thirty_kills_at_random_times_change_no_byte(tmp_path: Path, kind: str) -> None:
     """SIGKILL at times spread over a run, up to three before it may end; each tenth to one with two writers."""
     source = SOURCES[kind](tmp_path / "in", 48)
     draw, out = random.Random(kind), tmp_path / "out"
@@ -137,9 +135,7 @@ def test_a_conversion_leaves_no_file_open(tmp_path: Path, kind: str) -> None:
     assert not [link for link in links if link.startswith(str(tmp_path))]
 
 
-def test_a_disk_that_is_full_is_a_clear_line_and_the_same_command_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_one_line_and_the_same_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, add, room = fill(tmp_path / "in", 9), ShardFile.add, [5]
 
     def full(shard: ShardFile, key: str, parts: dict[str, bytes]) -> None:

@@ -17,7 +17,7 @@ CURE = "pack the files again with `tar --hard-dereference`, and `--dereference` 
 
 
 @pytest.mark.parametrize("indexed", [False, True])
-def test_tars_with_links_are_refused_with_the_cure(tmp_path: Path, indexed: bool) -> None:
+def test_tars_with_links_are_rejected_with_a_fix(tmp_path: Path, indexed: bool) -> None:
     write(tmp_path / "source/0.tar", FEW)
     if indexed:
         sp.open_dataset(tmp_path / "source")
@@ -26,12 +26,12 @@ def test_tars_with_links_are_refused_with_the_cure(tmp_path: Path, indexed: bool
     assert not (tmp_path / "out").exists()
 
 
-def test_links_that_would_be_no_parts_are_no_fault(tmp_path: Path) -> None:
+def test_links_that_are_not_parts_are_no_error(tmp_path: Path) -> None:
     write(tmp_path / "source/0.tar", [("a.txt", b"1"), ("plain", (HARD, "a.txt")), ("d", (SYMBOLIC, "a.txt"))])
     assert run_conversion(tmp_path / "source", tmp_path / "out", Options(), reshard=True).samples == 1
 
 
-def test_compressed_tars_are_repacked_with_their_links_and_that_is_told(tmp_path: Path) -> None:
+def test_compressed_tars_are_repacked_with_links_and_a_message(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     raw = write(tmp_path / "0.tar", FEW).read_bytes()
     (tmp_path / "source/0.tar.gz").write_bytes(gzip.compress(raw))
@@ -42,7 +42,7 @@ def test_compressed_tars_are_repacked_with_their_links_and_that_is_told(tmp_path
 
 
 @pytest.mark.parametrize("command", ["info", "check"])
-def test_info_and_check_tell_of_links_with_the_cure(tmp_path: Path, command: str) -> None:
+def test_info_and_check_report_links_with_a_fix(tmp_path: Path, command: str) -> None:
     for i in range(2):
         entries = [(name, part) for name, part in FEW if not name.endswith("jpg") or isinstance(part, tuple)]
         write(tmp_path / f"d/{i}.tar", [*entries, ("e.txt", b"")])

@@ -15,7 +15,7 @@ from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.check.file_check import Checking, check_file
+from savable_pipeline.tools.check.file_check import CheckSettings, check_file
 from savable_pipeline.tools.convert import Options, part_data, run_conversion
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
 from tests.support.toy_files import tar_files
@@ -48,7 +48,7 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def test_media_and_what_lies_beside_them_become_parts_byte_for_byte(tmp_path: Path) -> None:
+def test_media_and_sidecar_files_become_parts_byte_for_byte(tmp_path: Path) -> None:
     files = {f"talks/{ending}.{ending}": make() for ending, make in MAKES.items()}
     files |= {f"talks/{ending}.srt": SRT.encode() for ending in MAKES}
     files |= {f"talks/{ending}.en.vtt": VTT.encode() for ending in MAKES}
@@ -68,7 +68,7 @@ def test_media_and_what_lies_beside_them_become_parts_byte_for_byte(tmp_path: Pa
             assert sample.audio().samples(0.1, 0.2).any()
 
 
-def test_broken_media_are_rejected_with_all_that_lies_beside_them(tmp_path: Path) -> None:
+def test_damaged_media_are_rejected_with_their_sidecar_files(tmp_path: Path) -> None:
     film = MAKES["mp4"]()
     files = {
         "good.mp4": film,
@@ -95,10 +95,10 @@ def test_without_pyav_media_are_converted_unread(tmp_path: Path, monkeypatch: py
     assert (report.rejected, report.samples) == ([], 1)
 
 
-def test_subtitles_that_are_no_utf8_are_told_by_the_check(tmp_path: Path) -> None:
+def test_subtitles_that_are_not_utf8_are_reported_by_check(tmp_path: Path) -> None:
     write(tmp_path / "in", {"a.flac": MAKES["flac"](), "a.srt": SRT.encode("latin-1")})
     run_conversion(tmp_path / "in", tmp_path / "out", Options())
-    assert [problem.reason for problem in check_file(tmp_path / "out", "000000.tar", Checking()).problems] == [
+    assert [problem.reason for problem in check_file(tmp_path / "out", "000000.tar", CheckSettings()).problems] == [
         "malformed text"
     ]
 
@@ -121,7 +121,7 @@ def test_a_long_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
     assert tar_files(tmp_path / "out")["a.wav"] == (tmp_path / "in/a.wav").read_bytes()
 
 
-def test_a_long_file_that_changed_since_is_told_from_one_that_was_touched(tmp_path: Path) -> None:
+def test_changed_long_file_is_distinguished_from_a_touched_one(tmp_path: Path) -> None:
     write(tmp_path / "in", {"a.wav": long_wav(1), "a.json": b"{}"})
     run_conversion(tmp_path / "in", tmp_path / "out", Options())
     write(tmp_path / "in", {"a.wav": long_wav(1)})  # the same bytes
@@ -131,7 +131,7 @@ def test_a_long_file_that_changed_since_is_told_from_one_that_was_touched(tmp_pa
         run_conversion(tmp_path / "in", tmp_path / "out", Options())
 
 
-def test_a_manifest_of_films_is_converted_with_its_films(tmp_path: Path) -> None:
+def test_manifest_of_videos_is_converted_with_its_videos(tmp_path: Path) -> None:
     film = MAKES["mp4"]()
     write(tmp_path / "in", {"films/a.mp4": film})
     (tmp_path / "in/list.jsonl").write_text(json.dumps({"video": "films/a.mp4", "caption": "numbers"}) + "\n")

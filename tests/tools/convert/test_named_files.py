@@ -73,7 +73,7 @@ def test_without_their_folder_rows_that_name_files_are_an_error_by_column(tmp_pa
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 @pytest.mark.parametrize("absolute", [False, True])
-def test_with_their_folder_the_bytes_are_those_of_rows_that_hold_them(
+def test_with_their_folder_named_files_equal_inline_bytes(
     tmp_path: Path, pictures: Path, name: str, absolute: bool
 ) -> None:
     paths = [(pictures if absolute else Path()) / f"cats/{i}.png" for i in range(6)]
@@ -85,7 +85,7 @@ def test_with_their_folder_the_bytes_are_those_of_rows_that_hold_them(
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_lists_of_images_are_the_same_parts_in_place_and_converted(tmp_path: Path, pictures: Path, name: str) -> None:
+def test_image_lists_are_the_same_parts_in_place_and_converted(tmp_path: Path, pictures: Path, name: str) -> None:
     paths = [f"cats/{i}.png" for i in range(6)]
     images, files = with_bytes(*paths), named(*paths)
     whole = write(tmp_path / "whole" / name, [images[:2], [], images[2:]], pa.list_(MEDIA))
@@ -97,7 +97,7 @@ def test_lists_of_images_are_the_same_parts_in_place_and_converted(tmp_path: Pat
     assert tars(tmp_path / "named") == tars(tmp_path / "out")
 
 
-def test_what_leads_out_of_the_folder_is_rejected_by_name(tmp_path: Path, pictures: Path) -> None:
+def test_path_out_of_the_folder_is_rejected_by_name(tmp_path: Path, pictures: Path) -> None:
     (tmp_path / "secret.png").write_bytes(png(0))
     (pictures / "link.png").symlink_to(tmp_path / "secret.png")
     (pictures / "out").symlink_to(tmp_path)
@@ -123,7 +123,7 @@ def test_what_leads_out_of_the_folder_is_rejected_by_name(tmp_path: Path, pictur
     assert list(reasons(tmp_path / "out").values()) == expected
 
 
-def test_a_link_that_leads_out_later_is_an_error_while_it_is_read(
+def test_link_changed_to_lead_out_is_an_error_when_read(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from savable_pipeline.tools.convert import conversion
@@ -142,9 +142,7 @@ def test_a_link_that_leads_out_later_is_an_error_while_it_is_read(
         taken(source, tmp_path / "out", pictures)
 
 
-def test_a_folder_that_was_exchanged_since_is_not_taken_for_the_one_that_was_converted(
-    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exchanged_folder_is_detected(tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("savable_pipeline.tools.convert.resume._MARGIN_NS", 0)
     source = write(tmp_path / "a.parquet", named("cats/0.png", "cats/1.png"))
     (tmp_path / "aside").mkdir()
@@ -158,7 +156,7 @@ def test_a_folder_that_was_exchanged_since_is_not_taken_for_the_one_that_was_con
         taken(source, tmp_path / "out", pictures)
 
 
-def test_nothing_rejected_is_said_only_where_every_column_of_every_row_arrived(tmp_path: Path, pictures: Path) -> None:
+def test_nothing_rejected_is_printed_only_if_every_value_was_converted(tmp_path: Path, pictures: Path) -> None:
     def said(images: list[Any], *more: str) -> str:
         source = write(tmp_path / "a.parquet", images)
         target = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -196,7 +194,7 @@ def test_info_and_check_count_nulls_and_empty_parts_and_name_the_command(tmp_pat
             assert words in text, (command, words)
 
 
-def test_a_preview_shows_what_is_wrong_with_a_row(tmp_path: Path) -> None:
+def test_preview_shows_errors_of_a_row(tmp_path: Path) -> None:
     source = write(tmp_path / "a.parquet", named("0.png"))
     page = tmp_path / "page.html"
     assert CliRunner().invoke(app, ["preview", str(source), "-o", str(page)]).exit_code == 0

@@ -158,7 +158,7 @@ def array(sample: sp.Sample, name: str) -> object:
 @pytest.mark.parametrize(
     "packing", ["{}", *(json.dumps({"compression": name}) for name in ("zstd", "zstd:9", "gz:5", "bz2"))]
 )
-def test_mds_as_mosaic_streaming_writes_it(tmp_path: Path, packing: str) -> None:
+def test_mds_written_by_mosaic_streaming_is_converted(tmp_path: Path, packing: str) -> None:
     expected = written(MDS, tmp_path / "in", packing)
     for sample, (values, raw, vector, fixed, pixels, image, mask) in zip(
         samples(tmp_path / "in", tmp_path / "out", from_url=True), expected, strict=True
@@ -175,7 +175,7 @@ PACKINGS = [{}, *({"compression": "zstd", "compression_level": level} for level 
 
 
 @pytest.mark.parametrize("packing", [json.dumps(packing) for packing in PACKINGS])
-def test_chunks_as_litdata_writes_them(tmp_path: Path, packing: str) -> None:
+def test_chunks_written_by_litdata_are_converted(tmp_path: Path, packing: str) -> None:
     expected = written(LITDATA, tmp_path / "in", packing)
     for sample, (values, raw, vector, fixed, pixels, tensor) in zip(
         samples(tmp_path / "in", tmp_path / "out", from_url=True), expected, strict=True
@@ -187,7 +187,7 @@ def test_chunks_as_litdata_writes_them(tmp_path: Path, packing: str) -> None:
 
 
 @pytest.mark.parametrize("packing", ["{}", '{"compression": "zstd"}'])
-def test_rows_as_optimize_of_litdata_writes_them(tmp_path: Path, packing: str) -> None:
+def test_rows_written_by_litdata_optimize_are_converted(tmp_path: Path, packing: str) -> None:
     expected = written(ROWS_OF_LITDATA, tmp_path / "in", packing)
     for sample, (values, image) in zip(
         samples(tmp_path / "in", tmp_path / "out", from_url=True), expected, strict=True
@@ -196,14 +196,14 @@ def test_rows_as_optimize_of_litdata_writes_them(tmp_path: Path, packing: str) -
 
 
 @pytest.mark.parametrize("to", ["disk", "hub"])
-def test_what_hf_datasets_writes(tmp_path: Path, to: str) -> None:
+def test_datasets_written_by_hf_datasets_are_converted(tmp_path: Path, to: str) -> None:
     expected = written(HUGGING_FACE, tmp_path / "in", json.dumps({"to": to}))
     for sample, (image, caption, label) in zip(samples(tmp_path / "in", tmp_path / "out"), expected, strict=True):
         assert sample["jpg"].hex() == image
         assert (sample["caption"].decode(), json.loads(sample["label"])) == (caption, label)
 
 
-def test_tars_as_webdataset_writes_them(tmp_path: Path) -> None:
+def test_tars_written_by_webdataset_are_converted(tmp_path: Path) -> None:
     expected = written(WEBDATASET, tmp_path / "in", "{}")
     found = samples(tmp_path / "in", tmp_path / "out", reshard=True)
     assert [[sample.key, sample["jpg"].hex(), sample["json"].decode()] for sample in found] == expected

@@ -40,7 +40,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_every_kind_of_source_gives_the_bytes_of_local_processes(tmp_path: Path) -> None:
+def test_every_source_converts_to_the_same_bytes_on_ray(tmp_path: Path) -> None:
     from savable_pipeline.tools.convert.ray_engine import RayEngine
 
     with RayEngine() as engine:
@@ -60,7 +60,7 @@ def test_every_kind_of_source_gives_the_bytes_of_local_processes(tmp_path: Path)
             assert (told[0], told[-1]) == (0, 8), kind
 
 
-def test_a_node_that_is_killed_costs_its_shards_in_work_only(tmp_path: Path, cluster: RayCluster) -> None:
+def test_killed_node_costs_only_its_shards_in_progress(tmp_path: Path, cluster: RayCluster) -> None:
     from savable_pipeline.tools.convert.ray_engine import RayEngine
 
     source = fill(tmp_path / "in", 400)
@@ -85,7 +85,7 @@ def test_a_node_that_is_killed_costs_its_shards_in_work_only(tmp_path: Path, clu
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("shards", [*range(0, 50, 2), 1, 3, 5, 47, 49])  # finished when the driver is killed
-def test_a_driver_that_is_killed_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, shards: int) -> None:
+def test_killed_driver_resumes_to_the_same_bytes(tmp_path: Path, shards: int) -> None:
     source = fill(tmp_path / "in", 400)
     run_conversion(source, tmp_path / "local", FEW)
     command = [sys.executable, "-m", "savable_pipeline.tools.cli.main", "convert", str(source), str(tmp_path / "far")]
@@ -104,7 +104,7 @@ def test_a_driver_that_is_killed_goes_on_and_ends_with_the_same_bytes(tmp_path: 
 
 
 @pytest.mark.usefixtures("cluster")
-def test_the_index_command_gives_the_index_of_local_processes(tmp_path: Path) -> None:
+def test_index_command_on_ray_writes_the_same_index(tmp_path: Path) -> None:
     run_conversion(fill(tmp_path / "in", 24), tmp_path / "local", SMALL)
     (tmp_path / "local/000003.tar").write_bytes((tmp_path / "local/000003.tar").read_bytes()[:900])
     shutil.rmtree(tmp_path / "local/.nv-meta")
@@ -117,7 +117,7 @@ def test_the_index_command_gives_the_index_of_local_processes(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("cluster")
-def test_an_error_of_a_task_is_that_of_a_local_process(tmp_path: Path) -> None:
+def test_error_of_a_task_equals_that_of_a_local_process(tmp_path: Path) -> None:
     from savable_pipeline.tools.convert.ray_engine import RayEngine
 
     source = fill(tmp_path / "in", 9)
@@ -145,7 +145,7 @@ def refuse(job: Refused) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_what_a_node_cannot_do_is_told_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_of_a_node_is_reported_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from savable_pipeline.tools.convert import ray_engine
 
     with ray_engine.RayEngine() as engine:
@@ -160,7 +160,7 @@ def test_what_a_node_cannot_do_is_told_with_its_name(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("cluster")
-def test_the_page_says_what_the_commands_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_matches_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_captioned_shards(tmp_path / "shards")
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -169,7 +169,7 @@ def test_the_page_says_what_the_commands_do(tmp_path: Path, monkeypatch: pytest.
     assert len(blocks) == 1
 
 
-def test_no_cluster_is_a_line_that_says_how_to_begin_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cluster_is_one_line_that_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install ray")
     from savable_pipeline.tools.convert.ray_engine import RayEngine
 
@@ -178,7 +178,7 @@ def test_no_cluster_is_a_line_that_says_how_to_begin_one(monkeypatch: pytest.Mon
         RayEngine()
 
 
-def test_nodes_index_and_convert_what_lies_behind_urls_though_a_process_and_a_node_are_killed(
+def test_nodes_convert_remote_sources_although_a_process_and_a_node_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
@@ -216,7 +216,7 @@ def test_nodes_index_and_convert_what_lies_behind_urls_though_a_process_and_a_no
     assert killed == {"process", "node"}, "killed while they wrote"
 
 
-def test_nodes_write_to_a_bucket_though_the_driver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_write_to_a_bucket_although_the_driver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = fill(tmp_path / "in", 200)
     run_conversion(source, tmp_path / "local", FEW)
     (tmp_path / "nothing").mkdir()

@@ -31,7 +31,7 @@ U32 = struct.Struct("<I").pack
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_encoding_becomes_the_parts_that_are_written_down(tmp_path: Path, case: str) -> None:
+def test_each_encoding_becomes_its_documented_parts(tmp_path: Path, case: str) -> None:
     """The same file says what a store gives: tests/data/stores/test_record_folder_store.py."""
     report = run_conversion(CASES[case](tmp_path / "in"), tmp_path / "out", UNREAD)
     assert told_all(tar_files(tmp_path / "out")) == GOLDEN[case]["parts"]
@@ -54,7 +54,7 @@ def test_compressed_mds_of_another_size_or_content_is_damaged(tmp_path: Path, pa
 
 
 @pytest.mark.parametrize("name", ["br", "snappy", "lz4"])
-def test_mds_in_a_compression_that_is_not_read_is_refused_with_those_that_are(tmp_path: Path, name: str) -> None:
+def test_mds_of_an_unsupported_compression_is_rejected_with_the_supported_ones(tmp_path: Path, name: str) -> None:
     source = write_captioned_mds(tmp_path / "in", packed="gz")
     index = (source / "index.json").read_text()
     index = index.replace('"compression": "gz"', f'"compression": "{name}:2"').replace(".mds.gz", f".mds.{name}")
@@ -81,7 +81,7 @@ def test_a_field_can_be_the_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("encoding", "told"), [("pkl", "has pickles, which could run code"), ("mystery", "has the encoding 'mystery'")]
 )
-def test_pickles_and_unknown_encodings_are_refused_by_name(tmp_path: Path, encoding: str, told: str) -> None:
+def test_pickles_and_unknown_encodings_are_rejected_by_name(tmp_path: Path, encoding: str, told: str) -> None:
     source = write_mds(tmp_path / "in", {"ok": "str", "x": encoding}, [[b"", b""]])
     with pytest.raises(ValueError, match=f"the column 'x' {told}"):
         run_conversion(source, tmp_path / "out", SMALL)
@@ -99,7 +99,7 @@ def test_files_that_are_not_what_the_index_says_are_an_error(tmp_path: Path, cha
         run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
 
 
-def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+def test_index_may_not_refer_outside_its_folder(tmp_path: Path) -> None:
     source = write_captioned_mds(tmp_path / "in")
     (source / "shard.00000.mds").rename(tmp_path / "secret")
     index = (source / "index.json").read_text().replace("shard.00000.mds", "../secret")
@@ -126,14 +126,14 @@ def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
         (["str", "str"], {}, "2 formats for 1 leaves"),
     ],
 )
-def test_what_litdata_has_and_is_not_read_is_refused_by_name(
+def test_unsupported_litdata_features_are_rejected_by_name(
     tmp_path: Path, formats: list[str], config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         run_conversion(write_litdata(tmp_path / "in", formats, LEAF, [[b""]], **config), tmp_path / "out", SMALL)
 
 
-def test_chunks_that_litdata_decompressed_in_their_place_are_read(tmp_path: Path) -> None:
+def test_chunks_decompressed_in_place_by_litdata_are_read(tmp_path: Path) -> None:
     source = write_captioned_litdata(tmp_path / "in")
     index = json.loads((source / "index.json").read_text())
     index["config"]["compression"] = "zstd"
@@ -146,7 +146,7 @@ def test_chunks_that_litdata_decompressed_in_their_place_are_read(tmp_path: Path
         run_conversion(source, tmp_path / "two", SMALL)
 
 
-def test_a_sample_that_cannot_be_decompressed_is_rejected_and_the_others_taken(tmp_path: Path) -> None:
+def test_sample_that_cannot_be_decompressed_is_rejected_alone(tmp_path: Path) -> None:
     source = write_captioned_litdata(tmp_path / "in", level="sample")
     path = source / "chunk-0-1.bin"
     raw = path.read_bytes()
@@ -156,14 +156,14 @@ def test_a_sample_that_cannot_be_decompressed_is_rejected_and_the_others_taken(t
     assert reasons(tmp_path / "out") == {"chunk-0-1.bin, record 4": "damaged record"}
 
 
-def test_a_chunk_in_frames_is_refused_by_name_where_the_index_does_not_say_so(tmp_path: Path) -> None:
+def test_undeclared_framed_chunk_is_rejected_by_name(tmp_path: Path) -> None:
     source = write_captioned_litdata(tmp_path / "in")
     (source / "chunk-0-1.bin").write_bytes(b"LDFZ01\0\0" + bytes(80))
     with pytest.raises(ValueError, match=r"chunk-0-1\.bin: compression by batch is not supported\. Read it"):
         run_conversion(source, tmp_path / "out", SMALL)
 
 
-def test_binary_json_of_litdata_is_refused_by_name_and_the_other_records_taken(tmp_path: Path) -> None:
+def test_binary_json_of_litdata_is_rejected_by_name_alone(tmp_path: Path) -> None:
     rows = [[b'{"a": 1}'], [b"\x05" + U32(1) + U32(1) + b"k" + b"\x0b"], [b"\x0b"]]
     source = write_litdata(tmp_path / "in", ["json"], LEAF, rows)
     report = run_conversion(source, tmp_path / "out", SMALL)

@@ -88,7 +88,7 @@ def test_a_bad_line_of_a_jsonl_is_rejected_with_its_reason(tmp_path: Path, line:
     assert list(tar_files(tmp_path / "out")) == ["first.json", "last.json"]
 
 
-def test_files_outside_the_source_are_taken_when_that_is_told(tmp_path: Path) -> None:
+def test_files_outside_the_source_are_accepted_with_an_option(tmp_path: Path) -> None:
     (fill(tmp_path / "in", 1) / "link.txt").symlink_to(tmp_path / "words.txt")
     (tmp_path / "words.txt").write_text("words")
     source = write_lines(tmp_path / "in/meta.jsonl", {"file": "../words.txt"}, {"file": "link.txt"})
@@ -119,26 +119,26 @@ def test_links_and_special_files_of_a_folder_are_followed_or_rejected(tmp_path: 
     }
 
 
-def test_an_empty_text_is_a_text_and_hidden_files_are_only_counted(tmp_path: Path) -> None:
+def test_empty_text_is_valid_and_hidden_files_are_only_counted(tmp_path: Path) -> None:
     extra = {"x.txt": b"", ".git/config.txt": b"x", ".DS_Store": b"", "a/.x.jpg": b"", "Thumbs.db": b"x"}
     report = run_conversion(fill(tmp_path / "in", 1, **extra), tmp_path / "out", SMALL)
     assert (report.samples, report.rejected, report.hidden) == (2, [], 4)
 
 
-def test_images_go_unchecked_when_that_is_told(tmp_path: Path) -> None:
+def test_images_are_not_checked_with_an_option(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 2, **{"bad.jpg": b"no image"})
     report = run_conversion(source, tmp_path / "out", Options(check_images=False))
     assert report.samples == 3 and report.rejected == []
 
 
-def test_a_shard_of_which_nothing_is_good_is_not_written(tmp_path: Path) -> None:
+def test_shard_without_a_valid_sample_is_not_written(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 9, **{f"00{i}.jpg": b"bad" for i in (0, 3, 6)})
     report = run_conversion(source, tmp_path / "out", SMALL)
     assert (report.samples, report.shards) == (6, 2)
     assert [path.name for path in sorted((tmp_path / "out").glob("*.tar"))] == ["000001.tar", "000002.tar"]
 
 
-def test_where_nothing_is_good_there_is_a_report_and_no_dataset(tmp_path: Path) -> None:
+def test_source_without_a_valid_sample_has_a_report_and_no_dataset(tmp_path: Path) -> None:
     report = run_conversion(fill(tmp_path / "in", 0, notes=b"x", **{"x.jpg": b"x"}), tmp_path / "out", SMALL)
     assert (report.samples, report.shards, len(report.rejected)) == (0, 0, 2)
     assert sorted(path.name for path in (tmp_path / "out/.nv-meta").iterdir()) == [
@@ -160,7 +160,7 @@ def test_reasons_are_the_same_each_time_and_large_images_draw_no_warning(
     assert not any("0x" in reject.detail for reject in first.rejected)
 
 
-def test_a_file_that_readers_take_for_metadata_is_rejected_as_that(tmp_path: Path) -> None:
+def test_file_named_like_metadata_is_rejected(tmp_path: Path) -> None:
     folder = tmp_path / "files"
     (folder / "__phello__").mkdir(parents=True)
     (folder / "__phello__" / "spam.py").write_text("skip")

@@ -39,7 +39,7 @@ def texts(root: Path) -> list[str]:
     return [sample.text() for sample in sp.TarShardReader(root, sp.Lane(), shuffle=False, epochs=1)]
 
 
-def test_compressed_tars_are_refused_by_the_reader_and_read_after_a_conversion(packed: Path, tmp_path: Path) -> None:
+def test_compressed_tars_are_rejected_by_the_reader_and_read_after_a_conversion(packed: Path, tmp_path: Path) -> None:
     with pytest.raises(sp.ShardError, match="run `savable convert`"):
         sp.TarShardReader(packed / "a.tar.gz", sp.Lane())
     told: list[Any] = []
@@ -56,13 +56,13 @@ def test_compressed_tars_are_refused_by_the_reader_and_read_after_a_conversion(p
     assert snapshot(tmp_path / "out") == before
 
 
-def test_one_tar_by_itself(packed: Path, tmp_path: Path) -> None:
+def test_single_tar_is_repacked(packed: Path, tmp_path: Path) -> None:
     assert run_conversion(packed / "d.tar.bz2", tmp_path / "out", Options()).samples == 2
     assert texts(tmp_path / "out") == ["text 4", "text 5"]
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress])
-def test_a_compressed_tar_under_the_name_of_a_plain_one_is_told_and_converted(
+def test_compressed_tar_named_like_a_plain_one_is_reported_and_converted(
     tmp_path: Path, compress: Callable[[bytes], bytes]
 ) -> None:
     folder = tmp_path / "in"
@@ -110,7 +110,7 @@ def test_endings_in_capitals_are_endings_too(packed: Path, tmp_path: Path) -> No
         (Options(), {"files_from": Path("/")}, "files_from"),
     ],
 )
-def test_options_that_change_nothing_are_refused(
+def test_options_that_change_nothing_are_rejected(
     packed: Path, tmp_path: Path, options: Options, more: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"re-packed one by one. Leave out {named}"):
@@ -118,7 +118,7 @@ def test_options_that_change_nothing_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_damaged_is_left_out_and_told(packed: Path, tmp_path: Path) -> None:
+def test_damaged_tars_are_skipped_and_reported(packed: Path, tmp_path: Path) -> None:
     whole = (packed / "a.tar.gz").read_bytes()
     (packed / "a.tar.gz").write_bytes(whole[:-20])
     (packed / "d.tar.bz2").write_bytes(b"no bz2")
@@ -131,7 +131,7 @@ def test_what_is_damaged_is_left_out_and_told(packed: Path, tmp_path: Path) -> N
     assert texts(tmp_path / "out") == ["text 2", "text 3", "text 8", "text 9"]
 
 
-def test_other_tars_into_the_same_folder_and_two_of_one_name_are_refused(packed: Path, tmp_path: Path) -> None:
+def test_other_tars_in_the_same_folder_and_duplicate_names_are_rejected(packed: Path, tmp_path: Path) -> None:
     run_conversion(packed, tmp_path / "out", Options())
     with pytest.raises(SavableError, match="has another conversion"):
         run_conversion(packed / "a.tar.gz", tmp_path / "out", Options())
@@ -142,7 +142,7 @@ def test_other_tars_into_the_same_folder_and_two_of_one_name_are_refused(packed:
         run_conversion(packed, packed / "out", Options())
 
 
-def test_a_kill_between_a_shard_and_its_offsets_leaves_nothing_out(packed: Path, tmp_path: Path) -> None:
+def test_kill_between_a_shard_and_its_offsets_loses_nothing(packed: Path, tmp_path: Path) -> None:
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -154,9 +154,7 @@ def test_a_kill_between_a_shard_and_its_offsets_leaves_nothing_out(packed: Path,
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
 
 
-def test_offsets_that_had_no_room_are_written_when_there_is_and_nothing_half_written_stays(
-    packed: Path, tmp_path: Path
-) -> None:
+def test_offsets_missing_on_a_full_disk_are_written_later(packed: Path, tmp_path: Path) -> None:
     run_conversion(packed, tmp_path / "out", Options())
     before = snapshot(tmp_path / "out")
     (tmp_path / "out/a.tar.idx").unlink()

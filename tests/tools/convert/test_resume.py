@@ -33,7 +33,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     assert one == two
 
 
-def test_the_bytes_depend_neither_on_the_place_nor_on_the_age_of_the_input(tmp_path: Path) -> None:
+def test_output_bytes_do_not_depend_on_path_or_time_of_the_input(tmp_path: Path) -> None:
     lines = [{"image": f"{i:03d}.jpg"} for i in (0, 3, 5)]
     write_lines(fill(tmp_path / "in", 6) / "meta.jsonl", *lines)
     shutil.copytree(tmp_path / "in", tmp_path / "deeper/elsewhere")
@@ -58,9 +58,7 @@ def undisturbed(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.landing
-def test_a_kill_at_any_moment_and_the_same_command_again_give_the_same_bytes(
-    tmp_path: Path, undisturbed: dict[str, str]
-) -> None:
+def test_killed_and_repeated_conversion_writes_the_same_bytes(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     event = 1
     while run_until_killed(tmp_path / "in", tmp_path / "out", event):
         report = run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
@@ -88,7 +86,7 @@ def test_finished_shards_are_not_written_again(tmp_path: Path, undisturbed: dict
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-def test_a_conversion_that_is_done_is_only_reported_again(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+def test_finished_conversion_is_only_reported_again(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     first = run_conversion(tmp_path / "in", tmp_path / "calm", SMALL)
     inodes = {path: path.stat().st_ino for path in (tmp_path / "calm").glob("*.tar")}
     assert run_conversion(tmp_path / "in", tmp_path / "calm", SMALL) == first
@@ -156,7 +154,7 @@ def test_neither_a_kill_nor_ctrl_c_leaves_processes_behind(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("own_interpreters")
-def test_a_killed_worker_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+def test_killed_worker_is_an_error_that_says_how_to_resume(tmp_path: Path) -> None:
     source = texts(tmp_path / "in", 200)
 
     def kill_one(done: int, total: int, size: int) -> None:
@@ -169,7 +167,7 @@ def test_a_killed_worker_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> N
     assert run_conversion(source, tmp_path / "out", Options(shard_samples=1), workers=1).samples == 200
 
 
-def test_a_conversion_waits_until_the_workers_of_a_killed_one_are_gone(tmp_path: Path) -> None:
+def test_conversion_waits_for_the_workers_of_a_killed_one(tmp_path: Path) -> None:
     work = tmp_path / "out/.nv-meta/savable.convert"
     work.mkdir(parents=True)
     held = os.open(work, os.O_RDONLY)  # as each worker does
@@ -192,7 +190,7 @@ def test_a_worker_shares_the_lock_of_the_folder_while_it_lives(tmp_path: Path) -
         pass
 
 
-def test_two_conversions_into_one_folder_do_not_meet(tmp_path: Path) -> None:
+def test_concurrent_conversions_into_one_folder_are_excluded(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 2)
     (tmp_path / "out/.nv-meta").mkdir(parents=True)
     with (

@@ -53,5 +53,5 @@ def by_webdataset(given: list[Sample]) -> bytes:
 @example([])
 @example([("a/b", {"txt": b"", "seg.png": b"x" * 512, "JPG": b"y" * 10_240})])
 @example([(f"{'d' * 120}/{'k' * 200}", {"json": b"{}"}), ("é/日本", {"txt": b"z"})])
-def test_the_bytes_are_those_of_webdatasets_writer(given: list[Sample]) -> None:
+def test_bytes_equal_those_of_webdatasets_writer(given: list[Sample]) -> None:
     assert by_us(given) == by_webdataset(given)

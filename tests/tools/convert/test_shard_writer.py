@@ -43,7 +43,7 @@ def keys(folder: Path) -> list[str]:
     return [sample.key for sample in sp.TarShardReader(folder, sp.Lane(), shuffle=False, epochs=1)]
 
 
-def test_each_type_of_value_is_written_as_the_bytes_it_says(tmp_path: Path) -> None:
+def test_each_value_type_is_written_as_documented(tmp_path: Path) -> None:
     array = np.arange(6, dtype=np.int16).reshape(2, 3)
     given = {"jpg": bytearray(b"a"), "txt": "ü", "cls": 7, "json": {"ä": [1]}, "npy": array}
     write(tmp_path, [{"__key__": "é/1", **given, "__url__": "left out"}])
@@ -52,7 +52,7 @@ def test_each_type_of_value_is_written_as_the_bytes_it_says(tmp_path: Path) -> N
     assert files == {"é/1.cls": b"7", "é/1.jpg": b"a", "é/1.json": '{"ä": [1]}'.encode(), "é/1.txt": "ü".encode()}
 
 
-def test_the_shards_are_those_of_a_conversion_and_webdataset_reads_them(tmp_path: Path) -> None:
+def test_written_shards_equal_converted_ones_and_webdataset_reads_them(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 7)
     run_conversion(source, tmp_path / "one", SMALL)
     paths = sorted(str(path.relative_to(source))[:-4] for path in source.rglob("*.jpg"))
@@ -67,14 +67,14 @@ def test_the_shards_are_those_of_a_conversion_and_webdataset_reads_them(tmp_path
 
 
 @pytest.mark.parametrize(("most", "shards"), [(1, 30), (10_240, 15), (25_000, 6)])
-def test_a_shard_does_not_grow_longer_than_told(tmp_path: Path, most: int, shards: int) -> None:
+def test_shard_size_is_limited(tmp_path: Path, most: int, shards: int) -> None:
     write(tmp_path, samples(30), max_bytes=most)
     sizes = [path.stat().st_size for path in tmp_path.glob("*.tar")]
     assert (len(sizes), max(sizes)) == (shards, max(10_240, most // 10_240 * 10_240))
 
 
 @pytest.mark.parametrize("step", [19, pytest.param(5, marks=pytest.mark.long)])
-def test_a_writer_that_is_killed_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, step: int) -> None:
+def test_killed_writer_resumes_to_the_same_bytes(tmp_path: Path, step: int) -> None:
     write(tmp_path / "calm", samples(10), max_samples=3)
     target, killed = tmp_path / "out", 0
     for event in count(3, step):
@@ -105,7 +105,7 @@ def test_parts_are_joined_without_reading_the_shards_again(tmp_path: Path, monke
     assert write(tmp_path / "out", samples(30)[1::3], max_samples=4, part=(1, 3)) == 10, "what is there is counted"
 
 
-def test_a_table_that_a_writer_left_is_not_believed_once_the_shard_is_another(tmp_path: Path) -> None:
+def test_saved_table_of_a_changed_shard_is_ignored(tmp_path: Path) -> None:
     write(tmp_path, samples(3), part=(0, 2))
     write_tar(tmp_path / "00000-of-00002-000000.tar", [("other.txt", b"x")])
     assert keys(tmp_path) == ["other"]
@@ -125,7 +125,7 @@ def test_an_error_leaves_the_last_shard_unwritten_and_the_rest_safe(tmp_path: Pa
     assert write(tmp_path, samples(5), max_samples=2) == 5 and len(keys(tmp_path)) == 5
 
 
-def test_a_full_disk_is_one_clear_error_and_the_next_writer_goes_on(
+def test_full_disk_is_one_clear_error_and_the_next_writer_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add = ShardFile.add
@@ -151,13 +151,13 @@ def test_a_full_disk_is_one_clear_error_and_the_next_writer_goes_on(
         ({"part": (0, 2)}, "was started with other settings"),
     ],
 )
-def test_other_settings_are_refused(tmp_path: Path, settings: Sample, message: str) -> None:
+def test_other_settings_are_rejected(tmp_path: Path, settings: Sample, message: str) -> None:
     write(tmp_path, samples(2))
     with pytest.raises(sp.SavableError, match=message):
         sp.ShardWriter(tmp_path, **settings)
 
 
-def test_folders_of_others_are_refused_and_untouched(tmp_path: Path) -> None:
+def test_foreign_folders_are_rejected_and_unchanged(tmp_path: Path) -> None:
     write_tar(tmp_path / "tars/a.tar", [("k.txt", b"x")])
     run_conversion(fill(tmp_path / "in", 2), tmp_path / "converted", SMALL)
     before = snapshot(tmp_path)
@@ -188,7 +188,7 @@ def test_folders_of_others_are_refused_and_untouched(tmp_path: Path) -> None:
         ({"__key__": "a", "cls": True}, "has the type bool"),
     ],
 )
-def test_a_sample_that_cannot_be_is_an_error_that_names_it(tmp_path: Path, sample: Sample, message: str) -> None:
+def test_invalid_sample_is_an_error_that_names_it(tmp_path: Path, sample: Sample, message: str) -> None:
     with sp.ShardWriter(tmp_path) as writer:
         writer.write(samples(1)[0])
         with pytest.raises((ValueError, TypeError), match=message):
@@ -197,12 +197,12 @@ def test_a_sample_that_cannot_be_is_an_error_that_names_it(tmp_path: Path, sampl
 
 
 @pytest.mark.parametrize("settings", [{"max_bytes": 0}, {"max_samples": 0}, {"part": (2, 2)}, {"part": (-1, 2)}])
-def test_settings_that_cannot_be(tmp_path: Path, settings: Sample) -> None:
+def test_invalid_writer_settings_are_rejected(tmp_path: Path, settings: Sample) -> None:
     with pytest.raises(ValueError):
         sp.ShardWriter(tmp_path, **settings)
 
 
-def test_a_loop_that_forgets_what_is_written_is_refused_before_it_doubles_the_samples(tmp_path: Path) -> None:
+def test_loop_that_would_write_samples_twice_is_rejected(tmp_path: Path) -> None:
     write(tmp_path, samples(5), max_samples=2)
     with sp.ShardWriter(tmp_path, max_samples=2) as writer:
         with pytest.raises(ValueError, match=r"'0000' is the first of 5 .*writer\.written"):

@@ -45,7 +45,7 @@ def changed_at(source: Path, target: Path, change: bytes, moment: int) -> Report
 @pytest.mark.parametrize(
     ("kind", "way"), [*READERS, *(pytest.param(*change, marks=pytest.mark.long) for change in OTHERS)]
 )
-def test_a_source_that_changes_is_an_error_and_put_back_it_goes_on(tmp_path: Path, kind: str, way: str) -> None:
+def test_changed_source_is_an_error_and_resumes_once_restored(tmp_path: Path, kind: str, way: str) -> None:
     source = SOURCES[kind](tmp_path / "in", 12)
     convert_in_halves(source, tmp_path / "calm", workers=1)
     file = last_file(source)
@@ -61,7 +61,7 @@ def test_a_source_that_changes_is_an_error_and_put_back_it_goes_on(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "tsv.gz"])
-def test_records_that_were_unpacked_may_change_after_that(tmp_path: Path, kind: str) -> None:
+def test_records_may_change_once_decompressed(tmp_path: Path, kind: str) -> None:
     source = SOURCES[kind](tmp_path / "in", 12)
     convert_in_halves(source, tmp_path / "calm", workers=1)
     raw = source.read_bytes()
@@ -71,7 +71,7 @@ def test_records_that_were_unpacked_may_change_after_that(tmp_path: Path, kind: 
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
 
 
-def test_a_compressed_tar_that_is_cut_meanwhile_is_left_out_and_put_back_it_is_taken(tmp_path: Path) -> None:
+def test_truncated_compressed_tar_is_skipped_and_converted_once_restored(tmp_path: Path) -> None:
     source = SOURCES["packed"](tmp_path / "in", 12)
     convert_in_halves(source, tmp_path / "calm")
     raw = last_file(source).read_bytes()

@@ -44,7 +44,7 @@ def files(folder: Path, *names: str, **contents: bytes) -> Path:
         ("a.arrow", b"", "arrow"),
     ],
 )
-def test_a_file_is_known_by_its_name_and_how_it_begins(tmp_path: Path, name: str, content: bytes, kind: str) -> None:
+def test_file_is_recognized_by_name_and_first_bytes(tmp_path: Path, name: str, content: bytes, kind: str) -> None:
     files(tmp_path, **{name: content})
     assert recognize(tmp_path / name).kind == kind
 
@@ -59,7 +59,7 @@ def test_a_file_is_known_by_its_name_and_how_it_begins(tmp_path: Path, name: str
         ("a.json", "expected a list of objects"),
     ],
 )
-def test_a_file_that_is_not_read_is_refused_with_what_to_do(tmp_path: Path, name: str, message: str) -> None:
+def test_unsupported_file_is_rejected_with_a_fix(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         recognize(files(tmp_path, **{name: b'{"a": [1,\n2]}'}) / name)
 
@@ -83,7 +83,7 @@ def test_a_file_that_is_not_read_is_refused_with_what_to_do(tmp_path: Path, name
         (["data-0.arrow"], "arrow"),
     ],
 )
-def test_a_folder_is_known_by_what_lies_in_it(tmp_path: Path, names: list[str], kind: str) -> None:
+def test_folder_is_recognized_by_its_contents(tmp_path: Path, names: list[str], kind: str) -> None:
     assert recognize(files(tmp_path, *names)).kind == kind
 
 
@@ -117,21 +117,19 @@ def test_a_folder_is_known_by_what_lies_in_it(tmp_path: Path, names: list[str], 
         ({"index.json": json.dumps({"shards": [{"format": "xsv"}]}).encode()}, "shards of the format xsv"),
     ],
 )
-def test_a_folder_that_is_not_read_is_refused_with_what_to_do(
-    tmp_path: Path, found: dict[str, bytes], message: str
-) -> None:
+def test_unsupported_folder_is_rejected_with_a_fix(tmp_path: Path, found: dict[str, bytes], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         recognize(files(tmp_path, **found))
 
 
-def test_mds_and_litdata_are_known_by_their_index_and_several_are_named(tmp_path: Path) -> None:
+def test_mds_and_litdata_are_recognized_by_index_and_several_are_named(tmp_path: Path) -> None:
     assert recognize(write_captioned_mds(tmp_path / "in/train")).kind == "mds"
     assert recognize(write_captioned_litdata(tmp_path / "in/val")).kind == "litdata"
     with pytest.raises(ValueError, match=r"has several datasets\. Convert them one by one: train, val"):
         recognize(tmp_path / "in")
 
 
-def test_what_a_source_is_taken_for_is_said_and_can_be_told(tmp_path: Path) -> None:
+def test_recognized_format_is_printed_and_can_be_set(tmp_path: Path) -> None:
     source = files(tmp_path / "in", "metadata.csv", "a.jpg", "a.txt")
     arguments = ["convert", str(source), str(tmp_path / "out"), "--no-check-images"]
     assert CliRunner().invoke(app, arguments).exit_code == 2
@@ -142,7 +140,7 @@ def test_what_a_source_is_taken_for_is_said_and_can_be_told(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
-def test_records_that_name_urls_are_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+def test_records_that_name_urls_are_rejected_before_anything_is_written(tmp_path: Path, name: str) -> None:
     files(tmp_path, **{"a.jsonl": b'{"image": "https://x/a.jpg"}\n', "a.csv": HTTP})
     with pytest.raises(ValueError, match=r"URLs, not files.* with img2dataset"):
         run_conversion(tmp_path / name, tmp_path / "out", SMALL)
@@ -153,13 +151,13 @@ def test_records_that_name_urls_are_refused_before_anything_is_written(tmp_path:
         recognize(Path("s3://bucket/data"))
 
 
-def test_the_url_that_is_named_is_one(tmp_path: Path) -> None:
+def test_source_url_is_recognized(tmp_path: Path) -> None:
     files(tmp_path, **{"a.jsonl": b'[1]\n{"image": "https://x/a.jpg"}\n'})
     with pytest.raises(ValueError, match=r"such as the field 'image' names 'https://x/a\.jpg'. Download"):
         run_conversion(tmp_path / "a.jsonl", tmp_path / "out", SMALL)
 
 
-def test_tars_are_read_as_they_are_and_said_to_be(tmp_path: Path) -> None:
+def test_tars_are_read_unchanged_with_a_message(tmp_path: Path) -> None:
     write_tar(tmp_path / "in/a.tar", [("k.txt", b"x")])
     with pytest.raises(ValueError, match=r"tars need no conversion\. Read them by sp\.TarShardReader.* --reshard"):
         run_conversion(tmp_path / "in", tmp_path / "out", SMALL)

@@ -63,13 +63,13 @@ def test_a_saved_dataset_of_splits_is_converted_split_by_split(tmp_path: Path) -
     assert run_conversion(tmp_path / "saved/train", tmp_path / "out", Options()).samples == 40
 
 
-def test_rows_have_no_links_that_could_lead_outside(tmp_path: Path) -> None:
+def test_rows_have_no_links_to_other_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is Parquet: allow_outside is for links and named files"):
         run_conversion(write_parquet(tmp_path / "source"), tmp_path / "out", Options(allow_outside=True))
 
 
 @pytest.mark.parametrize("only", [(), ("txt",)])
-def test_a_row_without_parts_is_rejected_with_its_place(tmp_path: Path, only: tuple[str, ...]) -> None:
+def test_row_without_parts_is_rejected_with_its_position(tmp_path: Path, only: tuple[str, ...]) -> None:
     rows = [{"txt": "one"}, {"txt": None}, {"txt": "three"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     report = run_conversion(tmp_path / "a.parquet", tmp_path / "out", Options(only=only))
@@ -77,7 +77,7 @@ def test_a_row_without_parts_is_rejected_with_its_place(tmp_path: Path, only: tu
     assert reasons(tmp_path / "out") == {"a.parquet, record 1": "no part"}
 
 
-def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_changed_during_a_conversion_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_parquet(tmp_path / "source")
     run_conversion(source, tmp_path / "out", Options())
     pq.write_table(pa.Table.from_pylist(ROWS[:7]), source / "0.parquet")

@@ -25,7 +25,7 @@ LLAVA = [
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_a_json_array_becomes_a_sample_an_object(tmp_path: Path, indent: int | None) -> None:
+def test_each_object_of_a_json_array_becomes_a_sample(tmp_path: Path, indent: int | None) -> None:
     source = fill(tmp_path / "in", 2) / "llava.json"
     text = json.dumps(LLAVA, indent=indent, ensure_ascii=False)
     source.write_text(f"\ufeff {text}\n")
@@ -37,7 +37,7 @@ def test_a_json_array_becomes_a_sample_an_object(tmp_path: Path, indent: int | N
     assert files["3.jpg"] == (tmp_path / "in/b/001.jpg").read_bytes()
 
 
-def test_bad_elements_are_rejected_by_number_and_a_cut_array_is_an_error(tmp_path: Path) -> None:
+def test_bad_elements_are_rejected_by_number_and_a_truncated_array_is_an_error(tmp_path: Path) -> None:
     source = tmp_path / "a.json"
     source.write_text('[{"a": 1}, [2], {"image": "gone.jpg"}, {"a": 4}]')
     assert run_conversion(source, tmp_path / "out", SMALL).samples == 2
@@ -48,7 +48,7 @@ def test_bad_elements_are_rejected_by_number_and_a_cut_array_is_an_error(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["m.jsonl.gz", "m.jsonl.bz2", "m.jsonl.xz", "m.jsonl.zst", "m.json.gz"])
-def test_compressed_records_make_the_shards_of_plain_ones(tmp_path: Path, name: str) -> None:
+def test_compressed_records_convert_to_the_same_shards(tmp_path: Path, name: str) -> None:
     plain = write_lines(fill(tmp_path / "in", 4) / "m.jsonl", *({"image": "000.jpg", "n": i} for i in range(7)))
     if ".json." in name:
         plain = tmp_path / "in/m.json"
@@ -70,9 +70,7 @@ def test_compressed_records_make_the_shards_of_plain_ones(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["m.jsonl", "m.json", "m.csv"])
-def test_what_is_compressed_though_its_name_does_not_say_so_makes_the_shards_of_plain_records(
-    tmp_path: Path, name: str
-) -> None:
+def test_unnamed_compression_converts_to_the_same_shards(tmp_path: Path, name: str) -> None:
     plain = tmp_path / name
     lines = "".join(f'{{"n": "{i}"}}\n' for i in range(7))
     plain.write_text("n\n" + "".join(f"{i}\n" for i in range(7)) if name == "m.csv" else lines)
@@ -109,7 +107,7 @@ def test_a_row_of_a_table_is_a_sample_with_the_files_it_names(tmp_path: Path, na
     assert files["000000002.jpg"] == (tmp_path / "in/b/001.jpg").read_bytes()
 
 
-def test_columns_that_hold_paths_are_found(tmp_path: Path) -> None:
+def test_path_columns_are_detected(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 3) / "t.csv"
     source.write_text("left,right,url\n000.jpg,b/001.jpg,http://x/y.jpg\n000.jpg,gone.jpg,http://x/z.jpg\n")
     run_conversion(source, tmp_path / "out", SMALL)
@@ -118,7 +116,7 @@ def test_columns_that_hold_paths_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [",a note", "gone.jpg,a note", "http://x/y.jpg,a note"])
-def test_a_first_row_that_is_not_as_the_others_hides_no_column(tmp_path: Path, first: str) -> None:
+def test_unusual_first_row_hides_no_column(tmp_path: Path, first: str) -> None:
     source = fill(tmp_path / "in", 3) / "t.csv"
     source.write_text(f"picture,text\n{first}\n000.jpg,b\nb/001.jpg,c\nb/c.d/002.jpg,d\n")
     run_conversion(source, tmp_path / "out", SMALL)
@@ -127,7 +125,7 @@ def test_a_first_row_that_is_not_as_the_others_hides_no_column(tmp_path: Path, f
     ]
 
 
-def test_columns_of_like_files_have_parts_of_their_own_whatever_the_first_row_holds(tmp_path: Path) -> None:
+def test_columns_of_equal_file_types_have_separate_parts(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 3, **{"p.png": b"x"}) / "t.csv"
     source.write_text("left,right\n000.jpg,p.png\n000.jpg,b/001.jpg\n")
     assert run_conversion(source, tmp_path / "out", Options(check_images=False)).rejected == []
@@ -157,7 +155,7 @@ def test_a_column_of_text_that_names_a_few_files_is_a_warning(tmp_path: Path) ->
         (b'a\n1\n"x\n2\n', r"t\.csv:3: cannot be read as a table in UTF-8: unexpected end of data"),
     ],
 )
-def test_a_table_that_is_none_is_an_error(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_table_is_an_error(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         run_conversion(tmp_path / "t.csv", tmp_path / "out", SMALL)
@@ -165,7 +163,7 @@ def test_a_table_that_is_none_is_an_error(tmp_path: Path, content: bytes, messag
 
 
 @pytest.mark.parametrize(("cell", "settings"), [("000.jpg", SMALL), ("https://host/0.jpg", Options(file_fields=[]))])
-def test_a_table_without_the_names_of_its_columns_is_an_error(tmp_path: Path, cell: str, settings: Options) -> None:
+def test_table_without_a_header_is_an_error(tmp_path: Path, cell: str, settings: Options) -> None:
     source = fill(tmp_path / "in", 2) / "m.csv"
     source.write_text(f"{cell},a cat\n{cell.replace('0', '1')},a dog\n")
     with pytest.raises(ValueError, match=rf"m\.csv: the first line has {cell!r}, not column names"):
@@ -182,18 +180,18 @@ def test_rows_of_another_length_are_rejected_and_long_cells_are_not(tmp_path: Pa
     ]
 
 
-def test_a_key_that_occurs_twice_in_a_table_is_told_by_its_lines(tmp_path: Path) -> None:
+def test_duplicate_key_in_a_table_is_reported_by_lines(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text('a,b\n1,"2\n"\n2,3\n1,4\n')
     (reject,) = run_conversion(tmp_path / "t.csv", tmp_path / "out", Options(key_field="a")).rejected
     assert (reject.file, reject.detail) == ("t.csv:5", "'1' is the key of line 2 already")
 
 
-def test_a_table_of_which_every_row_has_another_width_is_not_one_without_rows(tmp_path: Path) -> None:
+def test_table_whose_rows_all_have_a_wrong_width_is_not_empty(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b\n1\n2\n")
     assert len(run_conversion(tmp_path / "t.csv", tmp_path / "out", SMALL).rejected) == 2
 
 
-def test_images_that_many_records_name_are_a_warning_with_the_factor(tmp_path: Path) -> None:
+def test_images_named_by_many_records_warn_with_the_factor(tmp_path: Path) -> None:
     fill(tmp_path / "in", 2)
     lines = [{"image": name} for name in ("000.jpg", "000.jpg", "000.jpg", "b/001.jpg")]
     report = run_conversion(write_lines(tmp_path / "in/m.jsonl", *lines), tmp_path / "out", SMALL)
@@ -202,7 +200,7 @@ def test_images_that_many_records_name_are_a_warning_with_the_factor(tmp_path: P
     assert not any("uses of" in warning for warning in report.warnings)
 
 
-def test_where_no_file_of_a_table_is_found_the_command_says_how_to_tell_where_they_are(tmp_path: Path) -> None:
+def test_missing_files_of_a_table_suggest_the_folder_option(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 2) / "m.csv"
     source.write_text("image,caption\nelsewhere/0.jpg,a cat\nelsewhere/1.jpg,a dog\n")
     result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")])

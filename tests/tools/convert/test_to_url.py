@@ -63,7 +63,7 @@ SHORT = ("folder", "tars")
 
 
 @pytest.mark.parametrize("kind", [k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in ONE_A_READER])
-def test_the_objects_are_the_files_of_a_folder(tmp_path: Path, bucket: Any, kind: str) -> None:
+def test_objects_in_a_bucket_equal_the_files_in_a_folder(tmp_path: Path, bucket: Any, kind: str) -> None:
     source = ONE_A_READER[kind](tmp_path / "in")
     reshard = "tars" in source.name
     local = run_conversion(source, tmp_path / "out", HALVES, reshard=reshard)
@@ -72,7 +72,7 @@ def test_the_objects_are_the_files_of_a_folder(tmp_path: Path, bucket: Any, kind
     assert not left_behind(tmp_path)
 
 
-def test_the_names_of_classes_lie_beside_the_shards(tmp_path: Path, bucket: Any) -> None:
+def test_class_names_are_next_to_the_shards(tmp_path: Path, bucket: Any) -> None:
     source = fill(tmp_path / "in", 0, **{f"{name}/{i}.jpg": jpeg(i) for name in ("a", "b") for i in range(4)})
     options = Options(shard_samples=3, classes=True)
     local = run_conversion(source, tmp_path / "out", options)
@@ -90,7 +90,7 @@ def test_processes_and_other_machines_write_the_same_objects(tmp_path: Path, buc
     assert objects(bucket, "far/") == snapshot(tmp_path / "out")
 
 
-def test_a_large_shard_goes_in_parts_and_is_read_back(tmp_path: Path, bucket: Any) -> None:
+def test_large_shard_is_uploaded_in_parts(tmp_path: Path, bucket: Any) -> None:
     source = fill(tmp_path / "in", 0, **{f"{i}.bin": os.urandom(3_500_000) for i in range(5)})
     run_conversion(source, tmp_path / "out", Options())
     run_conversion(source, URL, Options())
@@ -109,7 +109,7 @@ def test_a_large_shard_goes_in_parts_and_is_read_back(tmp_path: Path, bucket: An
         pytest.param(True, range(8, 100, 9), marks=pytest.mark.long),
     ],
 )
-def test_a_kill_at_any_moment_and_the_same_command_from_another_machine(
+def test_killed_upload_resumes_from_another_machine(
     tmp_path: Path, bucket: Any, engine: bool, moments: Sequence[int]
 ) -> None:
     source = fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""})
@@ -132,7 +132,7 @@ def test_a_kill_at_any_moment_and_the_same_command_from_another_machine(
     assert killed > len(moments) // 2
 
 
-def test_a_conversion_that_is_done_is_refused_and_stays_as_it_is(tmp_path: Path, bucket: Any) -> None:
+def test_finished_upload_is_rejected_and_unchanged(tmp_path: Path, bucket: Any) -> None:
     source = fill(tmp_path / "in", 7)
     run_conversion(source, URL, SMALL)
     times = {each.key: each.last_modified for each in bucket.objects.all()}
@@ -155,7 +155,7 @@ def stopped(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run_conversion(source, URL, SMALL)
 
 
-def test_a_conversion_that_was_stopped_begins_again_of_what_the_source_is_now(
+def test_interrupted_upload_restarts_with_the_current_source(
     tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = fill(tmp_path / "in", 7)
@@ -171,7 +171,7 @@ def test_a_conversion_that_was_stopped_begins_again_of_what_the_source_is_now(
     assert found == snapshot(tmp_path / "out")
 
 
-def test_a_reader_of_a_conversion_that_was_stopped_is_warned(
+def test_reader_of_an_interrupted_upload_warns(
     tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = fill(tmp_path / "in", 7)
@@ -185,7 +185,7 @@ def test_a_reader_of_a_conversion_that_was_stopped_is_warned(
     assert "missing" not in caplog.text
 
 
-def test_other_shards_and_other_options_are_refused_by_the_name_of_the_url(tmp_path: Path, bucket: Any) -> None:
+def test_other_shards_and_other_options_are_rejected_by_the_name_of_the_url(tmp_path: Path, bucket: Any) -> None:
     source = fill(tmp_path / "in", 4)
     bucket.put_object(Key="other/a.tar", Body=b"a tar")
     with pytest.raises(SavableError, match=r"^s3://data/other has a\.tar of another origin"):
@@ -199,9 +199,7 @@ def test_other_shards_and_other_options_are_refused_by_the_name_of_the_url(tmp_p
 @pytest.mark.parametrize(
     "kind", ["jsonl.gz", *(pytest.param(k, marks=pytest.mark.long) for k in ("tsv.gz", "array.xz"))]
 )
-def test_records_that_were_unpacked_here_reach_other_machines_through_the_bucket(
-    tmp_path: Path, bucket: Any, kind: str
-) -> None:
+def test_decompressed_records_reach_machines_through_the_bucket(tmp_path: Path, bucket: Any, kind: str) -> None:
     source = SOURCES[kind](tmp_path / "in")
     local = run_conversion(source, tmp_path / "out", HALVES)
     unseen: list[bool] = []
@@ -225,7 +223,7 @@ def test_records_that_were_unpacked_here_reach_other_machines_through_the_bucket
 
 
 @pytest.mark.parametrize("far", [pytest.param(False, marks=pytest.mark.long), True])
-def test_compressed_tars_go_into_a_bucket(tmp_path: Path, bucket: Any, far: bool) -> None:
+def test_compressed_tars_are_repacked_into_a_bucket(tmp_path: Path, bucket: Any, far: bool) -> None:
     source = packed_tars(tmp_path / "in")
     below = source / "below" / "b.tar.gz"
     write_tar(tmp_path / "b.tar", [("b.txt", b"some text")])
@@ -243,9 +241,7 @@ def test_compressed_tars_go_into_a_bucket(tmp_path: Path, bucket: Any, far: bool
 
 
 @pytest.mark.parametrize("moments", [pytest.param([40, *range(8, 100, 9)], marks=pytest.mark.long)])
-def test_a_kill_while_compressed_tars_are_written_to_a_bucket(
-    tmp_path: Path, bucket: Any, moments: Sequence[int]
-) -> None:
+def test_killed_repack_into_a_bucket_resumes(tmp_path: Path, bucket: Any, moments: Sequence[int]) -> None:
     source = packed_tars(tmp_path / "in")
     run_conversion(source, tmp_path / "out", Options())
     expected = repacked(tmp_path / "out")
@@ -259,7 +255,7 @@ def test_a_kill_while_compressed_tars_are_written_to_a_bucket(
         bucket.objects.all().delete()
 
 
-def test_two_conversions_at_once_into_one_url_are_refused(tmp_path: Path, bucket: Any) -> None:
+def test_two_conversions_at_once_into_one_url_are_rejected(tmp_path: Path, bucket: Any) -> None:
     source = fill(tmp_path / "in", 4)
     with mirrored(URL), pytest.raises(SavableError, match=r"^s3://data/out: another conversion is writing there; wait"):
         run_conversion(source, URL, SMALL)
@@ -276,13 +272,13 @@ def test_two_conversions_at_once_into_one_url_are_refused(tmp_path: Path, bucket
     ],
 )
 @pytest.mark.usefixtures("bucket")
-def test_a_url_that_cannot_be_written_is_a_line(tmp_path: Path, url: str, words: str) -> None:
+def test_unwritable_url_is_one_line(tmp_path: Path, url: str, words: str) -> None:
     result = CliRunner().invoke(app, ["convert", str(fill(tmp_path / "in", 1)), url])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
 
 
-def test_a_path_is_no_url(tmp_path: Path) -> None:
+def test_path_is_not_treated_as_a_url(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a Path cannot hold a URL"):
         run_conversion(fill(tmp_path / "in", 1), Path("s3://data/out"), SMALL)
 
@@ -306,7 +302,7 @@ def test_the_page_says_what_the_command_does(tmp_path: Path, monkeypatch: pytest
     assert len(blocks) == 1
 
 
-def test_objects_are_fetched_written_and_removed(tmp_path: Path, bucket: Any) -> None:
+def test_objects_are_downloaded_written_and_removed(tmp_path: Path, bucket: Any) -> None:
     below = Bucket("s3://data/some")
     (tmp_path / "a").write_bytes(b"one")
     below.upload("x/a", tmp_path / "a")

@@ -36,7 +36,7 @@ from tests.support.url_sources import FOLDERS, KINDS, converted, url_of
         ([], "ftp://b/a.jsonl", "unsupported URL. Use one of s3, gs, az, http, https"),
     ],
 )
-def test_what_is_not_read_behind_a_url_is_a_line_that_says_what_to_do(
+def test_unsupported_remote_source_is_one_line_with_a_fix(
     server: ToyServer, tmp_path: Path, names: list[str], url: str, words: str
 ) -> None:
     for name in names:
@@ -48,7 +48,7 @@ def test_what_is_not_read_behind_a_url_is_a_line_that_says_what_to_do(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_compressed_tar_behind_a_url_under_the_name_of_a_plain_one_is_told(server: ToyServer) -> None:
+def test_remote_compressed_tar_named_like_a_plain_one_is_reported(server: ToyServer) -> None:
     (server.folder / "b").mkdir()
     (server.folder / "b/a.tar").write_bytes(gzip.compress(bytes(2000)))
     with pytest.raises(
@@ -75,7 +75,9 @@ OTHER = json.dumps({"shards": [{"format": "csv"}]}).encode()
         ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5/", "shards of the format csv, not mds"),
     ],
 )
-def test_folders_with_an_index_are_told_by_it(server: ToyServer, files: dict[str, bytes], url: str, words: str) -> None:
+def test_remote_folders_are_recognized_by_their_index(
+    server: ToyServer, files: dict[str, bytes], url: str, words: str
+) -> None:
     for name, data in files.items():
         (server.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (server.folder / name).write_bytes(data)
@@ -86,7 +88,7 @@ def test_folders_with_an_index_are_told_by_it(server: ToyServer, files: dict[str
 @pytest.mark.parametrize(
     "kind", [k if k in ("mds", "litdata.chunk") else pytest.param(k, marks=pytest.mark.long) for k in FOLDERS]
 )
-def test_a_file_of_an_index_that_is_gone_or_cut_is_a_line(server: ToyServer, tmp_path: Path, kind: str) -> None:
+def test_missing_or_truncated_indexed_file_is_one_line(server: ToyServer, tmp_path: Path, kind: str) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
     cut = max(path for path in source.iterdir() if path.name != "index.json")
     cut.write_bytes(cut.read_bytes()[:3])
@@ -98,7 +100,7 @@ def test_a_file_of_an_index_that_is_gone_or_cut_is_a_line(server: ToyServer, tmp
     assert not (tmp_path / "there").exists()
 
 
-def test_a_kind_that_is_named_must_be_one_that_is_read_there(server: ToyServer, tmp_path: Path) -> None:
+def test_named_format_must_be_readable_remotely(server: ToyServer, tmp_path: Path) -> None:
     source = KINDS["jsonl"](tmp_path / "www/b")
     assert recognize(url_of(server, source), "jsonl").kind == "jsonl"
     assert recognize("s3://b/", "mds").kind == "mds"
@@ -106,7 +108,7 @@ def test_a_kind_that_is_named_must_be_one_that_is_read_there(server: ToyServer, 
         recognize("s3://b/", "packed")
 
 
-def test_the_command_reads_a_url_and_says_what_it_is(server: ToyServer, tmp_path: Path) -> None:
+def test_command_reads_a_url_and_prints_its_format(server: ToyServer, tmp_path: Path) -> None:
     source = KINDS["jsonl"](tmp_path / "www/b")
     result = CliRunner().invoke(app, ["convert", url_of(server, source), str(tmp_path / "out"), "--skip-bad"])
     assert result.exit_code == 0, result.output

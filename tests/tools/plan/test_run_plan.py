@@ -62,7 +62,7 @@ def _epoch(settings: LoaderSettings, ranks: int) -> list[list[Any]]:
 
 @pytest.mark.parametrize("tail", ["stop", "pad"])
 @pytest.mark.parametrize(("size", "lanes", "ranks"), [(3, 8, 4), (4, 6, 6), (7, 12, 3)])
-def test_counted_steps_and_tail_are_those_of_a_real_epoch(
+def test_counted_steps_and_tail_equal_a_real_epoch(
     make_shards: MakeShards, tail: Any, size: int, lanes: int, ranks: int
 ) -> None:
     settings = LoaderSettings(_numbered(make_shards([101, 57, 80]), size), seed=5, lanes=lanes, tail=tail)
@@ -77,7 +77,7 @@ def test_counted_steps_and_tail_are_those_of_a_real_epoch(
 
 
 @pytest.mark.parametrize("epochs", [1, None])
-def test_steps_of_an_encoder_that_may_leave_samples_out_are_those_of_one_item_a_sample(
+def test_steps_of_an_encoder_that_may_skip_assume_one_item_per_sample(
     make_shards: MakeShards, epochs: int | None
 ) -> None:
     folder = make_shards([101, 57, 80])
@@ -94,7 +94,7 @@ def test_steps_of_an_encoder_that_may_leave_samples_out_are_those_of_one_item_a_
     assert slots is None or (slots.steps.steps, slots.steps.how) == (10, "counted")
 
 
-def test_what_depends_on_lengths_is_said_to_be_unknown(make_shards: MakeShards) -> None:
+def test_steps_that_depend_on_lengths_are_unknown(make_shards: MakeShards) -> None:
     folder = make_shards([64])
 
     def packed(lane: sp.Lane) -> custom.Stage:
@@ -124,7 +124,7 @@ def test_lanes_that_the_ranks_do_not_divide_are_named_and_the_next_are_planned(m
             replace(settings, lanes=each.lanes, ranks=(0, world)).find_ranks()  # raises where it does not serve
 
 
-def test_better_lanes_do_not_leave_more_of_an_epoch(make_shards: MakeShards) -> None:
+def test_suggested_lanes_do_not_drop_more_of_an_epoch(make_shards: MakeShards) -> None:
     settings = LoaderSettings(_numbered(make_shards([200]), 2), seed=5, lanes=32)
     plan = plan_run(settings, ranks=4)
     left = {each.lanes: each.unused_share for each in plan.choices}
@@ -151,7 +151,7 @@ def test_more_workers_are_a_reason_and_planned_lanes_are_one_of_the_choices(make
 
 
 @pytest.mark.parametrize("cache_bytes", [10**8, 10**6])
-def test_a_node_fetches_from_a_server_what_was_planned(
+def test_node_downloads_the_planned_bytes(
     make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_bytes: int
 ) -> None:
     sp.TarShardReader(make_shards([100] * 4, text="t" * 4000), sp.Lane())  # makes the index
@@ -190,7 +190,7 @@ def test_a_plan_downloads_no_sample(make_shards: MakeShards, tmp_path: Path, mon
         assert server.sent() == 0  # of the shards
 
 
-def test_batches_of_samples_and_of_a_blend_are_planned_too(make_shards: MakeShards) -> None:
+def test_batches_of_samples_and_of_a_blend_are_planned(make_shards: MakeShards) -> None:
     one, two = make_shards([60], "one"), make_shards([40], "two")
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
@@ -202,7 +202,7 @@ def test_batches_of_samples_and_of_a_blend_are_planned_too(make_shards: MakeShar
     assert plan.steps.steps == pytest.approx(100 / 4 / 2)
 
 
-def test_more_nodes_than_divide_the_ranks_are_refused(make_shards: MakeShards) -> None:
+def test_more_nodes_than_divide_the_ranks_are_rejected(make_shards: MakeShards) -> None:
     settings = LoaderSettings(_numbered(make_shards([9]), 2), seed=5, lanes=8)
     for ranks, nodes in ((8, 3), (0, 1), (8, 0)):
         with pytest.raises(ValueError, match="--nodes must divide --ranks"):

@@ -32,7 +32,7 @@ def keys_on(page: bytes) -> list[str]:
     return [title for title in Page(page).titles if title[:3] in ("cat", "dog")]
 
 
-def test_pages_together_show_every_sample_once_in_order_and_lead_to_each_other(shards: Path) -> None:
+def test_pages_show_every_sample_once_in_order_with_links(shards: Path) -> None:
     written = list(dataset_pages(shards, SampleChoice(300, 5)))
     assert [name for name, _ in written] == ["preview.html", "preview-2.html", "preview-3.html"]
     keys = [key for _, page in written for key in keys_on(page)]
@@ -47,7 +47,7 @@ def test_pages_together_show_every_sample_once_in_order_and_lead_to_each_other(s
     assert "page 2 of 3" in Page(written[1][1]).text and "All samples" in Page(written[2][1]).titles
 
 
-def test_some_pages_are_drawn_from_all_shards_and_none_shows_a_sample_of_another(shards: Path) -> None:
+def test_sampled_pages_cover_all_shards_without_repetition(shards: Path) -> None:
     keys = [key for _, page in dataset_pages(shards, SampleChoice(20, 2)) for key in keys_on(page)]
     assert len(set(keys)) == 40 and keys == sorted(keys, key=lambda key: int(key[3:]))
     assert {int(key[3:]) // 350 for key in keys} == {0, 1}
@@ -69,7 +69,7 @@ def test_only_samples_with_such_a_part_or_key_are_shown(shards: Path, part: str,
     assert len(keys_on(fewer)) == 3 and f"3 of {len(numbers)} samples with a" in Page(fewer).text
 
 
-def test_the_command_writes_the_pages_beside_each_other_and_says_when_nothing_matches(shards: Path) -> None:
+def test_preview_writes_pages_and_reports_when_nothing_matches(shards: Path) -> None:
     page = shards.parent / "my page.html"
     result = run("preview", shards, "-o", page, "--samples", "40", "--pages", "3", "--key", "cat*")
     assert result.exit_code == 0 and result.stdout.startswith(f"{page} and 1 page more: ")

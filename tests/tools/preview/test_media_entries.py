@@ -38,7 +38,7 @@ def played(page: Page) -> list[tuple[str, bytes]]:
     return [(source[5 : source.index(";")], base64.b64decode(source.partition(",")[2])) for source in sources]
 
 
-def test_short_media_are_played_as_they_are_beside_their_frames_waveforms_and_facts(tmp_path: Path) -> None:
+def test_short_media_are_playable_with_frames_waveforms_and_facts(tmp_path: Path) -> None:
     film = video_bytes(36, fps=12, size=(64, 48), audio="aac")
     upright = video_bytes(12, fps=12, size=(64, 32), codec="libvpx", container="webm")
     sound, voice = audio_bytes(1.5, channels=2), audio_bytes(1.0, rate=48000, container="webm")
@@ -58,9 +58,7 @@ def test_short_media_are_played_as_they_are_beside_their_frames_waveforms_and_fa
     assert policy == "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
 
 
-def test_what_is_too_large_or_not_played_by_browsers_is_cut_to_its_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_or_unplayable_media_are_cut_to_their_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "EXCERPT_BYTES", 100_000)
     film = video_bytes(60, fps=15, size=(128, 96), noise=50, audio="aac")
     old = video_bytes(30, fps=15, codec="mpeg4", container="avi")
@@ -78,7 +76,7 @@ def test_what_is_too_large_or_not_played_by_browsers_is_cut_to_its_begin(
     assert np.abs(own - cut).max() < 0.1
 
 
-def test_a_page_holds_no_more_bytes_of_media_than_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_limits_the_bytes_of_media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     film = video_bytes(24, fps=12, size=(160, 120), noise=200)
     for most in (1_000_000, 60_000):
         monkeypatch.setattr("savable_pipeline.tools.preview.dataset_page.PAGE_BYTES", most)
@@ -93,9 +91,7 @@ def write(folder: Path, members: list[tuple[str, bytes]]) -> Path:
     return folder
 
 
-def test_without_the_extra_what_browsers_play_is_played_and_the_page_says_what_shows_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyav_browser_formats_are_playable_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     film, sound, old = video_bytes(12), audio_bytes(1.0), video_bytes(12, container="matroska")
     monkeypatch.setitem(sys.modules, "av", None)
     page = page_of(tmp_path, ("a.mp4", film), ("b.flac", sound), ("c.mkv", old), ("d.txt", b"a text"))
@@ -115,7 +111,7 @@ def test_a_range_of_a_longer_file_is_played_alone(tmp_path: Path) -> None:
     assert page.text.count('{"path":"videos/') == 4
 
 
-def test_a_range_whose_part_is_named_like_a_file_of_sound_is_no_such_file(tmp_path: Path) -> None:
+def test_range_part_named_like_an_audio_file_is_not_one(tmp_path: Path) -> None:
     (tmp_path / "long.wav").write_bytes(audio_bytes(4.0, container="wav"))
     (tmp_path / "a.jsonl").write_text(json.dumps({"file": "long.wav", "from": 1.5, "to": 2.5}) + "\n")
 
@@ -129,7 +125,7 @@ def test_a_range_whose_part_is_named_like_a_file_of_sound_is_no_such_file(tmp_pa
     assert np.abs(heard.samples(0.2, 0.8) - said.samples(1.7, 2.3)).max() < 0.1
 
 
-def test_broken_and_hostile_media_are_faults_and_none_of_their_bytes_is_passed_on(tmp_path: Path) -> None:
+def test_damaged_and_hostile_media_are_errors_without_their_bytes(tmp_path: Path) -> None:
     film = video_bytes(100, fps=25, size=(160, 120), noise=100, options={"movflags": "faststart"})
     page = page_of(
         tmp_path,
@@ -149,5 +145,5 @@ def test_broken_and_hostile_media_are_faults_and_none_of_their_bytes_is_passed_o
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0.04, "0.04 s"), (59.94, "59.9 s"), (123, "2:03"), (3723.4, "1:02:03")]
 )
-def test_times_are_written_as_players_write_them(seconds: float, words: str) -> None:
+def test_times_are_formatted_like_in_players(seconds: float, words: str) -> None:
     assert clock(seconds) == words

@@ -20,7 +20,7 @@ from tests.support.toy_files import jpeg
 from tests.tools.preview.test_preview import Page
 
 
-def test_pictures_are_linked_to_their_documents_where_one_has_two_and_one_has_none(tmp_path: Path) -> None:
+def test_images_are_linked_to_their_documents(tmp_path: Path) -> None:
     members = []
     for key, images in (("a", 2), ("b", 0), ("c", 1)):
         names = [f"{number}.jpg" for number in range(images)]
@@ -44,7 +44,7 @@ def test_pictures_are_linked_to_their_documents_where_one_has_two_and_one_has_no
     assert links(max_length=45) == ["#t0-0-0", "#t0-0-0", "#t0-1-0"], "the third document is a row of its own"
 
 
-def test_no_link_is_guessed_and_none_leads_to_what_is_not_shown() -> None:
+def test_images_have_no_guessed_or_dangling_links() -> None:
     fields = {"tokens": torch.arange(2400)[None], "cu_seqlens": torch.tensor([0, 1200, 2400])}
     image = torch.zeros(2, 3, 16, 16, dtype=torch.uint8)
     entry = array_entry("image", image, image.numpy(), None)

@@ -155,7 +155,7 @@ def test_the_page_of_a_dataset_counts_it_and_shows_samples_of_all_its_shards(cap
     assert preview_dataset(captioned, samples=12) == raw != preview_dataset(captioned, samples=12, seed=1)
 
 
-def test_nothing_that_a_dataset_holds_becomes_markup_or_is_passed_through(tmp_path: Path) -> None:
+def test_contents_of_a_dataset_never_become_markup(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (100, 80)).save(buffer, "JPEG", comment=EVIL.encode(), icc_profile=EVIL.encode())
     svg = f"<svg onload='alert(3)'>{EVIL}</svg>".encode()
@@ -184,7 +184,7 @@ def test_nothing_that_a_dataset_holds_becomes_markup_or_is_passed_through(tmp_pa
     assert "<" in [*page.spans("loss")], "the caption, token by token"
 
 
-def test_what_is_damaged_is_shown_with_the_reason_and_the_rest_of_the_page_is_there(captioned: Path) -> None:
+def test_damage_is_shown_with_its_reason_among_other_samples(captioned: Path) -> None:
     bad = [("b0.jpg", jpeg(1, 64)[:700]), ("b0.json", b"{'a'"), ("b0.txt", b"\xff\xfe"), ("b0.bin", b"\x01\x02")]
     write_tar(captioned / "3.tar", [*bad, ("b1.jpg", bytes(100)), ("b1.txt", b"fine")])
     preview_dataset(captioned)  # which indexes it
@@ -254,7 +254,7 @@ def test_targets_and_borders_of_documents_are_found(borders: dict[str, torch.Ten
     ]
 
 
-def test_labels_in_place_loss_masks_and_no_labels_at_all_are_told_apart() -> None:
+def test_aligned_labels_loss_masks_and_missing_labels_are_distinguished() -> None:
     tokens = np.array([[7, 8, 9]])
 
     def kinds(**fields: np.ndarray) -> list[str]:
@@ -266,7 +266,7 @@ def test_labels_in_place_loss_masks_and_no_labels_at_all_are_told_apart() -> Non
     assert kinds(labels=np.array([1])) == kinds() == ["unknown"] * 3
 
 
-def test_characters_of_several_tokens_are_one_span_and_a_run_of_padding_is_told_once() -> None:
+def test_characters_of_several_tokens_are_one_span_and_padding_is_shown_once() -> None:
     encoder = LanguageModelingEncoder(max_length=20)
     text = torch.tensor([257, *"é🦊a".encode(), 258])
     batch = encoder.batch([{"tokens": text, "labels": torch.full_like(text, -100)}], sp.Rng(0))
@@ -300,7 +300,7 @@ def test_images_of_every_layout_and_scale_become_thumbnails(name: str, image: to
     assert decoded.size == (20, 16) and decoded.getpixel((3, 3)) == (colour,) * 3
 
 
-def test_other_arrays_are_told_in_numbers() -> None:
+def test_other_arrays_are_shown_as_numbers() -> None:
     told = {
         "int64 (3,), 1 to 4: 1 4 2": torch.tensor([1, 4, 2]),
         "float16 (2, 2), 0.5 to 2": torch.tensor([[0.5, 1], [2, 1]], dtype=torch.float16),
@@ -330,7 +330,7 @@ def test_the_page_of_a_packed_pipeline_shows_its_path_its_packs_and_its_samples(
     assert abs(blue - 0) < 12 and abs(red - 128) < 24, "normalized and back"
 
 
-def test_patches_are_put_together_as_the_image_that_they_were(tmp_path: Path) -> None:
+def test_patches_are_reassembled_to_their_image(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (16, 24, 3), dtype=np.uint8)
     document = {"texts": ["a", None], "images": [None, "0.png"]}
     write_tar(tmp_path / "0.tar", [("d.0.png", png(pixels)), ("d.json", json.dumps(document).encode())])
@@ -371,7 +371,7 @@ class Unprintable:
         raise RuntimeError("cannot be printed")
 
 
-def test_an_error_of_the_pipeline_stands_where_its_batch_would(make_shards: MakeShards) -> None:
+def test_pipeline_error_is_shown_in_place_of_its_batch(make_shards: MakeShards) -> None:
     root = make_shards([4])
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
@@ -409,7 +409,7 @@ def test_the_command_writes_one_page_of_a_dataset_or_of_a_pipeline(captioned: Pa
     assert not (tmp_path / "x.html").exists()
 
 
-def test_names_of_pipelines_and_paths_of_shards_are_told_apart(tmp_path: Path) -> None:
+def test_pipeline_names_and_shard_paths_are_distinguished(tmp_path: Path) -> None:
     assert all(names_object(name) for name in ("train:pipeline", "a.b_c:make", "train.py:p", "/x y/train.py:p"))
     others = ("shards/", "shards/{0..3}.tar", "s3://bucket/x", "C:\\x", "a-b:c", "train.py", ":p", "a:")
     assert not any(names_object(name) for name in others)
@@ -422,7 +422,7 @@ def toy_pipeline(lane: sp.Lane) -> custom.Stage:
     raise NotImplementedError
 
 
-def test_what_cannot_be_read_is_in_red_and_first_though_it_is_not_drawn(captioned: Path, tmp_path: Path) -> None:
+def test_unreadable_samples_are_red_and_first(captioned: Path, tmp_path: Path) -> None:
     (folder := tmp_path / "folder").mkdir()
     for number in range(30):
         (folder / f"{number:02d}.txt").write_text("fine")

@@ -73,14 +73,14 @@ def test_batches_and_counters_are_those_of_the_run(ledger: Path) -> None:
     assert any("num_workers=" in sentence for sentence in run_advice(counters, slowest_wait=0.0))
 
 
-def test_a_trainer_that_only_takes_batches_is_not_told_to_have_millions_of_workers(ledger: Path) -> None:
+def test_report_of_an_idle_trainer_does_not_suggest_millions_of_workers(ledger: Path) -> None:
     counters = NotedCounters(LedgerFiles(ledger))
     counters.totals["wait_s"] = counters.seconds * 0.9999  # type: ignore[assignment]
     told = list(run_advice(counters, slowest_wait=0.0))
     assert "did hardly anything but wait" in told[0] and not any("num_workers=" in sentence for sentence in told)
 
 
-def test_shares_follow_the_schedule(ledger: Path) -> None:
+def test_plotted_proportions_follow_the_schedule(ledger: Path) -> None:
     given = BatchCounts(LedgerFiles(ledger))
     expected = ExpectedShares(LedgerFiles(ledger).starts[0])
     assert expected.of(0, 300) == [0.75, 0.25] and expected.of(200, 400) == [0.5, 0.5]
@@ -88,7 +88,7 @@ def test_shares_follow_the_schedule(ledger: Path) -> None:
     assert first.samples[0] > first.samples[1] and last.samples[0] < last.samples[1]
 
 
-def test_shares_are_those_of_plain_weights(make_shards: Any, tmp_path: Path) -> None:
+def test_plotted_proportions_equal_plain_weights(make_shards: Any, tmp_path: Path) -> None:
     folder = str(make_shards([30]))
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
@@ -101,7 +101,7 @@ def test_shares_are_those_of_plain_weights(make_shards: Any, tmp_path: Path) -> 
     assert expected.names == ["a", "b"] and expected.of(0, 100) == [0.75, 0.25]
 
 
-def test_waiting_is_for_the_dearest_batch_of_each_step(ledger: Path) -> None:
+def test_waiting_is_relative_to_the_most_expensive_batch_of_each_step(ledger: Path) -> None:
     assert waiting([CostStep(0, [10, 10]), CostStep(1, [10, 30])]) == 1 - 60 / 80
     steps = BatchCounts(LedgerFiles(ledger)).steps
     assert len(steps) == 35 and 0 < waiting(steps) < 1
@@ -119,7 +119,7 @@ class Tags(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def test_the_page_is_one_file_with_pictures_and_no_scripts(ledger: Path, tmp_path: Path) -> None:
+def test_the_page_is_one_file_with_images_and_no_scripts(ledger: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     result = CliRunner().invoke(app, ["ledger", "report", str(ledger), "-o", str(page)])
     assert result.exit_code == 0, result.output
@@ -144,7 +144,7 @@ def test_a_ledger_without_counters_still_has_a_page(ledger: Path, tmp_path: Path
     assert "how long the trainer waited is not known" in page and "Fraction of the samples yielded" in page
 
 
-def test_a_picture_has_its_points_within_its_frame() -> None:
+def test_plot_has_its_points_within_its_frame() -> None:
     drawn = picture({"x": [(3, 0.0), (7, 0.6)]}, "steps", expected={"x": [(3, 0.2)]})
     assert drawn is not None and picture({"x": [(3, 0.0)]}, "steps") is None
     assert [line.dashed for line in drawn.lines] == [True, False]
@@ -155,7 +155,7 @@ def test_a_picture_has_its_points_within_its_frame() -> None:
 
 
 @pytest.mark.parametrize(("cores", "said"), [(1, "has 1 core, so build batches on other machines"), (10**6, "cores.")])
-def test_the_workers_that_would_keep_up_are_beside_the_cores_of_the_run(ledger: Path, cores: int, said: str) -> None:
+def test_needed_workers_are_shown_with_the_cores_of_the_run(ledger: Path, cores: int, said: str) -> None:
     counters = NotedCounters(LedgerFiles(ledger))
     assert counters.cores == os.cpu_count()
     counters.cores = cores

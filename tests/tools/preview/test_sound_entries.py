@@ -31,7 +31,7 @@ def test_frames_are_shown_of_each_clip_with_their_numbers() -> None:
     assert entry.thumbnails[9].caption == "clip 1, frame 2" and entry.note.endswith("32 of 90")
 
 
-def test_sounds_and_features_of_sounds_are_pictures_on_the_page_of_a_pipeline(make_shards: MakeShards) -> None:
+def test_audio_and_its_features_are_images_on_a_pipelines_page(make_shards: MakeShards) -> None:
     root = make_shards([4])
 
     class Noise(sp.TaskEncoder):
@@ -53,7 +53,7 @@ def test_sounds_and_features_of_sounds_are_pictures_on_the_page_of_a_pipeline(ma
     ("name", "shape", "pictures"),
     [("x.audio", (2, 1600), 2), ("wave", (1600,), 1), ("audio_mels", (300, 128), 1), ("features", (9, 80, 50), 4)],
 )
-def test_each_sound_is_seen_alone_as_far_as_there_is_room(name: str, shape: tuple[int, ...], pictures: int) -> None:
+def test_each_audio_is_shown_separately_within_the_limit(name: str, shape: tuple[int, ...], pictures: int) -> None:
     array = np.random.default_rng(0).random(shape, np.float32)
     entry = sound_entry(name, array, array, Room(1_000_000))
     assert entry is not None and len(entry.sounds) == pictures
@@ -65,6 +65,6 @@ def test_each_sound_is_seen_alone_as_far_as_there_is_room(name: str, shape: tupl
 @pytest.mark.parametrize(
     ("name", "shape"), [("features", (2, 196, 768)), ("audio", (100,)), ("speech", (2, 50, 1600)), ("x", (2, 1600))]
 )
-def test_what_is_no_sound_stays_numbers(name: str, shape: tuple[int, ...]) -> None:
+def test_arrays_that_are_not_audio_are_shown_as_numbers(name: str, shape: tuple[int, ...]) -> None:
     array = np.zeros(shape, np.float32)
     assert sound_entry(name, array, array, Room(1_000_000)) is None

@@ -7,7 +7,7 @@ import numpy as np
 from savable_pipeline.tools.preview.sound_entries import spectrogram, spectrogram_pixels, waveform
 
 
-def test_a_spectrogram_is_the_power_of_each_piece_in_decibels() -> None:
+def test_spectrogram_is_the_power_of_each_window_in_decibels() -> None:
     samples = np.random.default_rng(0).standard_normal(16_000).astype(np.float32)
     found = spectrogram(samples)
     n = np.arange(512)
@@ -19,7 +19,7 @@ def test_a_spectrogram_is_the_power_of_each_piece_in_decibels() -> None:
     assert np.ptp(difference[found[:, 7] > -79]) < 1e-6, "the same, but for the greatest of all"
 
 
-def test_tones_stand_at_their_frequency_and_time_and_silence_is_dark() -> None:
+def test_tones_are_at_their_frequency_and_time_and_silence_is_dark() -> None:
     times = np.arange(16_000) / 16_000
     samples = np.where(times < 0.5, np.sin(2 * np.pi * 1000 * times), np.sin(2 * np.pi * 6000 * times))
     pixels = spectrogram_pixels(samples.astype(np.float32))

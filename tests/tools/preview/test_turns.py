@@ -46,18 +46,18 @@ def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_conversation_is_found_as_llava_and_openai_write_it(record: Any, turns: list[Turn], rest: Any) -> None:
+def test_conversations_of_llava_and_openai_are_recognized(record: Any, turns: list[Turn], rest: Any) -> None:
     assert conversation_in(record) == (turns, rest)
 
 
 @pytest.mark.parametrize(
     "record", [{}, [], {"tags": ["a"]}, [{"role": "user"}], {"from": "a", "value": "b"}, "text", 3]
 )
-def test_other_records_are_none(record: Any) -> None:
+def test_other_records_are_not_conversations(record: Any) -> None:
     assert conversation_in(record) is None
 
 
-def test_the_last_answer_is_in_sight_behind_long_questions_and_many_turns() -> None:
+def test_last_answer_is_visible_after_long_questions_and_many_turns() -> None:
     long = [said("user" if i % 2 == 0 else "assistant", f"{'so ' * 2_000}{i}") for i in range(100)]
     found = conversation_in({"messages": long})
     assert found is not None

@@ -23,7 +23,7 @@ def drawn(path: Path, expected: Any, found: Any) -> Any:
         return np.asarray(image)
 
 
-def test_it_shows_what_was_expected_what_was_found_and_where_they_differ(tmp_path: Path) -> None:
+def test_image_shows_expected_found_and_their_difference(tmp_path: Path) -> None:
     expected = torch.full((2, 3, 4, 5), 10, dtype=torch.uint8)
     found = expected.clone()
     found[1, :, 2, 3] = 14
@@ -34,7 +34,7 @@ def test_it_shows_what_was_expected_what_was_found_and_where_they_differ(tmp_pat
     assert shown[2, 18 + 3].tolist() == [255, 255, 255] and (shown[:, 18:] == 0).sum() == 3 * (4 * 5 - 1)
 
 
-def test_floats_are_spread_over_the_range_of_both_and_grey_is_shown_too(tmp_path: Path) -> None:
+def test_floats_are_scaled_to_the_range_of_both_and_gray_is_shown(tmp_path: Path) -> None:
     expected = np.full((5, 5, 1), -1.0)
     found = expected.copy()
     found[0, 0] = 3.0
@@ -44,7 +44,7 @@ def test_floats_are_spread_over_the_range_of_both_and_grey_is_shown_too(tmp_path
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 7), (2, 2, 2), (3, 2, 9), (2, 5, 6, 7)])
-def test_what_is_no_image_is_not_drawn(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_array_that_is_not_an_image_is_not_drawn(tmp_path: Path, shape: tuple[int, ...]) -> None:
     assert drawn(tmp_path / "a.png", torch.zeros(shape), torch.ones(shape)) is None
     assert not (tmp_path / "a.png").exists()
     assert drawn(tmp_path / "a.png", torch.zeros(3, 8, 8), torch.zeros(3, 9, 8)) is None

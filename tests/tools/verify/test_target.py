@@ -19,7 +19,7 @@ def search_path() -> Iterator[None]:
     sys.path[:] = before
 
 
-def test_a_loader_a_function_that_makes_one_and_a_pipeline_are_taken(tmp_path: Path) -> None:
+def test_loader_loader_function_and_pipeline_are_accepted(tmp_path: Path) -> None:
     made = load_target("tests.support.toy_impure:make_loader")
     assert (made.seed, made.lanes, made.num_workers) == (3, 2, 1)
     own = load_target("tests.support.toy_impure:good", seed=5, lanes=4)
@@ -45,7 +45,7 @@ def test_a_loader_a_function_that_makes_one_and_a_pipeline_are_taken(tmp_path: P
         ("shutil:copyfile", "takes 2 arguments"),
     ],
 )
-def test_anything_else_is_refused(target: str, message: str) -> None:
+def test_other_targets_are_rejected(target: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_target(target)
 
@@ -55,7 +55,7 @@ def test_seed_and_lanes_are_for_a_pipeline_only() -> None:
         load_target("tests.support.toy_impure:make_loader", seed=1)
 
 
-def test_a_file_whose_name_is_taken_by_a_module_is_refused(tmp_path: Path) -> None:
+def test_file_named_like_a_module_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "json.py").touch()
     with pytest.raises(ValueError, match=r"is imported already as .*Rename the file"):
         load_target(f"{tmp_path}/json.py:loader")

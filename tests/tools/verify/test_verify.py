@@ -32,7 +32,7 @@ def folder(make_shards: Any) -> Path:
     return shards.parent
 
 
-def test_a_good_loader_passes_and_it_is_said_what_was_compared(folder: Path) -> None:
+def test_good_loader_passes_with_a_summary_of_comparisons(folder: Path) -> None:
     done = run(
         folder, "tests/support/toy_impure.py:make_loader", "--steps=10", "--cut=4", "--random-cuts=0", "--workers=0"
     )
@@ -54,9 +54,7 @@ def test_a_good_loader_passes_and_it_is_said_what_was_compared(folder: Path) -> 
         *(pytest.param(m, marks=pytest.mark.long) for m in ("reads_the_clock", "unseeded_numpy", "unseeded_python")),
     ],
 )
-def test_what_differs_from_process_to_process_is_named_with_field_sample_and_encoder(
-    folder: Path, mistake: str
-) -> None:
+def test_difference_between_processes_names_field_sample_and_encoder(folder: Path, mistake: str) -> None:
     done = run(folder, f"tests.support.toy_impure:{mistake}", *FAST)
     assert done.exit_code == 1, done.stderr
     first, field, sample, encoder, expected, found, hint, last = done.stdout.splitlines()
@@ -72,7 +70,7 @@ def test_what_differs_from_process_to_process_is_named_with_field_sample_and_enc
 
 
 @pytest.mark.long
-def test_what_an_encoder_keeps_between_samples_is_found_by_the_cut(folder: Path) -> None:
+def test_state_that_an_encoder_keeps_is_found_by_the_interruption(folder: Path) -> None:
     done = run(folder, "tests.support.toy_impure:keeps_state", *FAST)
     assert done.exit_code == 1, done.stderr
     first, field, _, _, expected, found, hint, _ = done.stdout.splitlines()
@@ -85,7 +83,7 @@ def test_what_an_encoder_keeps_between_samples_is_found_by_the_cut(folder: Path)
 
 
 @pytest.mark.long
-def test_of_an_image_there_is_a_picture_of_both_and_their_difference(folder: Path) -> None:
+def test_different_images_are_written_with_their_difference(folder: Path) -> None:
     done = run(folder, "tests.support.toy_impure:unseeded_torch", *FAST)
     assert done.exit_code == 1, done.stderr
     picture = folder / "verify-resume-step-00001.png"
@@ -113,12 +111,12 @@ def test_a_loader_that_cannot_run_is_an_error_of_one_line(folder: Path) -> None:
         ({"workers": (-1,)}, "at least 0"),
     ],
 )
-def test_a_plan_that_compares_nothing_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_a_plan_that_compares_nothing_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VerifyPlan("a:b", **settings)
 
 
-def test_cuts_are_those_chosen_and_some_drawn() -> None:
+def test_interruptions_are_chosen_and_random_ones() -> None:
     assert VerifyPlan("a:b", cuts=(4, 2), random_cuts=0).bounds(9) == [0, 2, 4, 9]
     assert len(VerifyPlan("a:b", cuts=(4,), random_cuts=8).bounds(9)) == 10, "each of 1 to 8, once"
     drawn = {tuple(VerifyPlan("a:b", random_cuts=2, draw=draw).bounds(100)) for draw in range(5)}
@@ -127,7 +125,7 @@ def test_cuts_are_those_chosen_and_some_drawn() -> None:
         VerifyPlan("a:b", cuts=(9,)).bounds(9)
 
 
-def test_an_interpreter_that_dies_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dead_interpreter_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
     with pytest.raises(SavableError, match="exit code 3"):
         verify(VerifyPlan(f"{tmp_path}/dies.py:loader"), lambda done, total: None)

@@ -36,16 +36,16 @@ def trainer(data: Any, callbacks: list[Any], **settings: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("name", [SavableData, eval_data])
-def test_the_example_gives_what_its_comment_says(runs: Any, name: Any) -> None:
+def test_example_matches_its_comment(runs: Any, name: Any) -> None:
     assert runs(name) == [1]
 
 
-def test_data_without_the_callback_is_refused_at_the_first_batch(make: Any) -> None:
+def test_loader_without_the_callback_is_rejected_at_the_first_batch(make: Any) -> None:
     with pytest.raises(sp.SavableError, match=r"no callback of the trainer"):
         trainer(SavableData(make("endless"), batch_size=4), []).fit()
 
 
-def test_a_checkpoint_without_the_data_is_refused(make: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_data_is_rejected(make: Any, tmp_path: Path) -> None:
     data = SavableData(make("endless"), batch_size=4)
     made = trainer(data, [data], max_duration="2ba")
     made.fit()
@@ -56,7 +56,7 @@ def test_a_checkpoint_without_the_data_is_refused(make: Any, tmp_path: Path) -> 
         trainer(data, [data], **ignored).fit()
 
 
-def test_a_trainer_that_spins_beside_the_state_is_found(make: Any, tmp_path: Path) -> None:
+def test_trainer_that_skips_batches_itself_is_detected(make: Any, tmp_path: Path) -> None:
     class Spun(SavableData):
         def fit_start(self, state: Any, logger: Any) -> None:
             super().fit_start(state, logger)
@@ -72,9 +72,7 @@ def test_a_trainer_that_spins_beside_the_state_is_found(make: Any, tmp_path: Pat
         made.fit()
 
 
-def test_a_callback_that_gives_the_state_of_one_of_several_ranks_is_refused_when_it_is_saved(
-    make: Any, tmp_path: Path
-) -> None:
+def test_callback_with_the_state_of_one_rank_is_rejected_on_save(make: Any, tmp_path: Path) -> None:
     bare = make("endless", ranks=(0, 2))
 
     class Own(Callback):
@@ -87,6 +85,6 @@ def test_a_callback_that_gives_the_state_of_one_of_several_ranks_is_refused_when
         made.save_checkpoint(str(tmp_path / "saved.pt"))
 
 
-def test_evaluation_must_begin_at_the_start(make: Any) -> None:
+def test_evaluation_must_start_at_the_start(make: Any) -> None:
     with pytest.raises(ValueError, match='on_iter="restart"'):
         eval_data(make(tail="pad"), batch_size=4)

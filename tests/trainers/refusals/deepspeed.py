@@ -11,7 +11,7 @@ import savable_pipeline as sp
 from savable_pipeline.trainers import deepspeed as with_deepspeed
 
 
-def test_the_example_gives_what_its_comment_says(runs: Any) -> None:
+def test_example_matches_its_comment(runs: Any) -> None:
     assert runs(with_deepspeed.prepare) == [1]
 
 

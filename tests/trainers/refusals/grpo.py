@@ -65,7 +65,7 @@ def trainer(folder: Path, run: str, slices: int, kind: str = "endless", **given:
     ("slices", "settings"),
     [(1, {}), (2, {}), (4, {"gradient_accumulation_steps": 2}), (2, {"num_iterations": 3}), (1, {"num_iterations": 2})],
 )
-def test_each_batch_is_generated_from_once_and_again_where_a_checkpoint_fell_into_its_steps(
+def test_each_batch_is_used_once_and_again_after_a_checkpoint_within_it(
     tmp_path: Path, slices: int, settings: dict[str, int]
 ) -> None:
     write_training_shards(tmp_path / "shards")
@@ -85,7 +85,7 @@ def test_each_batch_is_generated_from_once_and_again_where_a_checkpoint_fell_int
 
 
 @pytest.mark.parametrize("saved", [2, 3])
-def test_an_epoch_ends_with_its_last_batch_wherever_it_was_saved(tmp_path: Path, saved: int) -> None:
+def test_epoch_ends_with_its_last_batch_after_any_save(tmp_path: Path, saved: int) -> None:
     write_training_shards(tmp_path / "shards")
     epoch = batches(tmp_path, "counted", 18)
     whole = {"max_steps": -1, "num_train_epochs": 1, "save_steps": saved}
@@ -98,7 +98,7 @@ def test_an_epoch_ends_with_its_last_batch_wherever_it_was_saved(tmp_path: Path,
     assert resumed.state.global_step == 36 + saved % 2
 
 
-def test_training_goes_on_in_the_same_trainer_where_it_was_stopped(tmp_path: Path) -> None:
+def test_training_continues_in_the_same_trainer(tmp_path: Path) -> None:
     write_training_shards(tmp_path / "shards")
     made = trainer(tmp_path, "run", 2, max_steps=3)
     made.train()
@@ -106,13 +106,13 @@ def test_training_goes_on_in_the_same_trainer_where_it_was_stopped(tmp_path: Pat
     assert list(dict.fromkeys(made.asked)) == batches(tmp_path, "endless", len(set(made.asked)))
 
 
-def test_rows_that_the_trainer_would_leave_out_are_an_error(tmp_path: Path) -> None:
+def test_rows_that_the_trainer_would_drop_are_an_error(tmp_path: Path) -> None:
     write_training_shards(tmp_path / "shards")
     with pytest.raises(ValueError, match=rf"{ROWS} rows does not divide into steps_per_generation=3"):
         trainer(tmp_path, "run", 3, per_device_train_batch_size=2).train()
 
 
-def test_it_evaluates_on_a_loader(tmp_path: Path) -> None:
+def test_grpo_evaluates_on_a_loader(tmp_path: Path) -> None:
     write_training_shards(tmp_path / "shards")
     made = trainer(tmp_path, "run", 1)
     made.evaluate(make_loader(tmp_path, "counted", on_iter="restart"))

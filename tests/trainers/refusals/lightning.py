@@ -116,9 +116,7 @@ with_and_without_length = pytest.mark.parametrize("kind", ["endless", "counted"]
 @pytest.mark.timeout(1000)  # four interpreters import Lightning for `ddp_spawn`
 @with_and_without_length
 @ranks_of_lightning
-def test_ranks_that_lightning_starts_have_batches_of_their_own_and_go_on(
-    tmp_path: Path, strategy: str, kind: str
-) -> None:
+def test_ranks_started_by_lightning_have_their_own_batches_and_resume(tmp_path: Path, strategy: str, kind: str) -> None:
     """However they were started, they do what forked ones do that were never killed."""
     write_training_shards(tmp_path / "shards")
     never_killed = Run("straight", "ddp_fork", 2, 14)
@@ -134,7 +132,7 @@ def test_ranks_that_lightning_starts_have_batches_of_their_own_and_go_on(
 @with_and_without_length
 @ranks_of_lightning
 @pytest.mark.parametrize("before,after", [(2, 1), (1, 2)])
-def test_another_number_of_ranks_that_lightning_starts_goes_on_at_the_same_slot(
+def test_another_number_of_ranks_resumes_at_the_same_slot(
     tmp_path: Path, strategy: str, kind: str, before: int, after: int
 ) -> None:
     """Through the end of an epoch where it has one, and with the weights that were saved."""

@@ -16,11 +16,11 @@ GIVEN: dict[str, Any] = {"dp_rank": 1, "dp_world_size": 2, "tokenizer": "words",
 
 
 @pytest.mark.parametrize("name", [with_torchtitan.SavableDataLoader, with_torchtitan.inputs_and_labels])
-def test_the_example_gives_what_its_comment_says(runs: Any, name: Any) -> None:
+def test_example_matches_its_comment(runs: Any, name: Any) -> None:
     assert runs(name) == [1]
 
 
-def test_the_function_is_told_what_torchtitan_gives_and_its_rank_goes_on_from_its_lanes(make: Any) -> None:
+def test_builder_gets_torchtitans_arguments_and_its_rank_resumes(make: Any) -> None:
     told: dict[str, Any] = {}
 
     def make_loader(*, rank: int, world_size: int, **given: Any) -> sp.SavableLoader:
@@ -36,13 +36,13 @@ def test_the_function_is_told_what_torchtitan_gives_and_its_rank_goes_on_from_it
     assert [digest(batch) for batch, _ in islice(other, 4)] == expected
 
 
-def test_only_a_loader_is_taken(make: Any) -> None:
+def test_only_a_loader_is_accepted(make: Any) -> None:
     config = with_torchtitan.SavableDataLoader.Config(make=lambda **given: [])
     with pytest.raises(TypeError, match="make must return a SavableLoader, not list"):
         config.build(**GIVEN)
 
 
-def test_the_trainer_gets_tokens_positions_and_labels_alone() -> None:
+def test_trainer_gets_only_tokens_positions_and_labels() -> None:
     batch = {"tokens": torch.ones(1, 2), "labels": torch.zeros(1, 2), "position_ids": torch.arange(2), "max_seqlen": 2}
     inputs, labels = with_torchtitan.inputs_and_labels(batch)
     assert list(inputs) == ["input", "positions"] and labels is batch["labels"]

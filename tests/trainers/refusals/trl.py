@@ -56,7 +56,7 @@ def weights(made: Any) -> str:
     return digest([value for _, value in sorted(made.model.state_dict().items())])
 
 
-def test_sft_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_sft_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     write_training_shards(tmp_path / "shards")
     straight, resumed = trainer(tmp_path, "straight"), trainer(tmp_path, "resumed")
     straight.train()
@@ -66,7 +66,7 @@ def test_sft_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert weights(resumed) == weights(straight)
 
 
-def test_sft_evaluates_by_name_and_on_what_it_is_given(tmp_path: Path) -> None:
+def test_sft_evaluates_by_name_and_on_passed_loaders(tmp_path: Path) -> None:
     write_training_shards(tmp_path / "shards")
     one, other = [make_loader(tmp_path, "counted", seed=seed, on_iter="restart") for seed in (7, 8)]
     made = trainer(tmp_path, "run", eval_loader={"one": one, "other": other})
@@ -77,13 +77,13 @@ def test_sft_evaluates_by_name_and_on_what_it_is_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"packing": True}, {"padding_free": True, "max_length": None}])
-def test_sft_its_own_packing_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_sft_its_own_packing_is_rejected(tmp_path: Path, settings: dict[str, Any]) -> None:
     write_training_shards(tmp_path / "shards")
     with pytest.raises(ValueError, match=r"packing and padding_free of SFTConfig .* Use .pack"):
         trainer(tmp_path, "run", settings)
 
 
-def test_sft_a_dataset_beside_the_loader_and_settings_of_datasets_are_named(
+def test_sft_dataset_next_to_the_loader_and_dataset_settings_are_rejected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_training_shards(tmp_path / "shards")
@@ -95,7 +95,7 @@ def test_sft_a_dataset_beside_the_loader_and_settings_of_datasets_are_named(
     assert made.train_dataset.column_names == ["text"], "which is not tokenized either"
 
 
-def test_sft_packed_images_have_the_losses_of_their_documents_and_a_resumed_run_repeats_them(
+def test_sft_packed_images_have_single_document_losses_also_when_resumed(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "images", shared := ModuleType("images"))

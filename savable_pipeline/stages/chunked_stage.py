@@ -1,0 +1,166 @@
+"""`ChunkedStage`: what this library's stages need of each other, beyond `Stage`.
+
+    take_from(source, n)            refs of samples, or elements: which come next
+    make_elements(source, [...])    their values, along the chain of stages: each asks the one before it for the parts
+
+The functions here do for a user's own stage what the methods do for one of the library.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.dataset.ref import REF, Ref
+from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref
+from savable_pipeline.stages.stage import PassThrough, SampleStage, Stage
+from savable_pipeline.stages.stage_settings import SettingRule
+from savable_pipeline.stages.task_encoder import Skip
+
+
+class ChunkedStage(Stage):
+    """Base of this library's stages: what they need of each other, beyond `Stage`.
+
+    A stage writes `take` and, if it changes or merges elements, `make`. Of a user's own stage, which has neither,
+    `take_from`, `make_elements` and `is_certain` do the same.
+
+    In `__next__` the stage makes an element before it moves past it. So an element that cannot be made now is met again
+    by the next call, also of a stage restored from a state in between. `take` leaves elements unmade, unless `_makes`.
+    """
+
+    ref: ItemRef = ()
+    sizes: tuple[Size, ...] | None = None
+    """(length, images) of each item in the element that `__next__` returned last, where they are known."""
+    one_to_one: bool | None = None
+    """Whether it yields one element for each of its source, dropping none; None: its elements are made of others."""
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {}
+    """How some settings are compared otherwise than by equality; subclasses have the rules too."""
+    datasets: tuple[Dataset, ...] = ()
+    """What the stage itself reads."""
+    in_step: str = ""
+    """The name in messages of a stage whose elements the ranks of a step take together; "" for others."""
+    _makes = False
+
+    def __next__(self) -> Any:
+        self._makes = True
+        try:
+            while elements := take_elements(self, 1):
+                (element,) = elements
+                if type(element.value) is not Skip:  # else it is lost
+                    self.ref, self.sizes = element.ref, element.sizes
+                    return element.value
+        finally:
+            self._makes = False
+        raise StopIteration
+
+    @abstractmethod
+    def take(self, n: int) -> Any:
+        """Take the next elements, 1 to `n` of them; none only at the end.
+
+        Samples are refs, unmade: REF (any,). Items and batches are a list of `Element`, which may be unmade:
+        `make_elements` makes them when they are needed.
+
+        Args:
+            n: The most elements to take.
+        """
+
+    def make(self, elements: Sequence[Element]) -> None:
+        """Set the values of elements, or a `Skip` for one that can no longer be made.
+
+        Of a pack that has lost items, ref and sizes are then those of what is left.
+
+        Args:
+            elements: Unmade elements.
+        """
+        make_elements(self, elements)
+
+    def fetch(self, ref: Any) -> Any:
+        """Make an earlier element again; a `Skip` if that is no longer possible."""
+        element = Element(ref if isinstance(ref, Ref) else as_ref(ref))
+        self.make([element])
+        return element.value
+
+    def is_certain(self, ref: ItemRef) -> bool:
+        """Return whether rebuilding an element works, or raises, but never skips.
+
+        Args:
+            ref: The ref of the element.
+        """
+        return False
+
+
+def rules_of(stage: Stage) -> Mapping[str, SettingRule]:
+    """How settings of a stage are compared otherwise than by equality."""
+    return stage.setting_rules if isinstance(stage, ChunkedStage) else {}
+
+
+def take_from(stage: Stage, n: int) -> Any:
+    """Take the next elements, 1 to `n`, or one of a user's own stage."""
+    if isinstance(stage, ChunkedStage):
+        return stage.take(n)
+    samples = stage.yields == "samples"
+    for value in stage if n else ():
+        if samples:
+            return np.array([(value.index, value.epoch)], REF)
+        return [Element(as_ref(stage.ref), value, sizes_of(stage))]
+    return np.empty(0, REF) if samples else []
+
+
+def sizes_of(stage: Stage) -> tuple[Size, ...] | None:
+    """Sizes of the element that a stage's `__next__` returned last, if they are known."""
+    if isinstance(stage, PassThrough):
+        return sizes_of(stage.source)
+    return stage.sizes if isinstance(stage, ChunkedStage) else None
+
+
+def take_elements(stage: Stage, n: int) -> list[Element]:
+    """Take the next elements, 1 to `n`, samples opened; none only at the end."""
+    taken = take_from(stage, n)
+    if isinstance(taken, list):
+        return taken
+    numbers = zip(taken["index"].tolist(), taken["epoch"].tolist(), strict=True)
+    samples = cast(SampleStage, stage).open_samples(taken)
+    return [Element((*each, 0), sample) for each, sample in zip(numbers, samples, strict=True)]
+
+
+def maker_of(stage: Stage) -> Stage:
+    """The stage that makes the elements of a stage: itself or one before it."""
+    while type(stage).fetch in _DEFAULTS and getattr(type(stage), "make", None) in (None, ChunkedStage.make):
+        stage = stage.source
+    return stage
+
+
+_DEFAULTS = (Stage.fetch, ChunkedStage.fetch)
+
+
+def make_elements(stage: Stage, elements: Sequence[Element]) -> None:
+    """Set the values of elements of a stage, as its `make` does, or by its `fetch`."""
+    stage = maker_of(stage)
+    if isinstance(stage, ChunkedStage) and type(stage).make is not ChunkedStage.make:
+        stage.make(elements)
+        return
+    for element in elements:
+        element.value = stage.fetch(element.ref)
+
+
+def is_certain(stage: Stage, ref: ItemRef) -> bool:
+    """Whether an element cannot end in a `Skip`; False for an own stage with `fetch`."""
+    stage = maker_of(stage)
+    return isinstance(stage, ChunkedStage) and stage.is_certain(ref)
+
+
+def is_one_to_one(stage: Stage) -> bool | None:
+    """Whether a stage yields one element for each of its source; None if it merges."""
+    return stage.one_to_one if isinstance(stage, ChunkedStage) else None
+
+
+def count_of(stage: Stage, lane: int, epoch: int) -> int | None:
+    """The number of elements in a pass of a lane; None if not known beforehand."""
+    if (counted := getattr(stage, "count_of", None)) is not None:
+        return cast("int | None", counted(lane, epoch))
+    return count_of(stage.source, lane, epoch) if is_one_to_one(stage) else None
