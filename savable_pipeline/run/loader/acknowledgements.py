@@ -32,7 +32,7 @@ from savable_pipeline.run.state.flights import (
     SLOTS,
     EpochFlights,
     Flight,
-    columns_of,
+    flight_columns,
     flights_name,
     packed_acks,
     packed_flights,
@@ -100,7 +100,7 @@ class _Lane:
         columns = self.columns
         if columns is not None and len(columns.rounds) == len(columns.refs) == len(self.flights) > 0:
             return [columns]
-        return columns_of(list(self.flights.values()), lanes)
+        return flight_columns(list(self.flights.values()), lanes)
 
 
 class Acknowledgements:
@@ -335,7 +335,7 @@ class Acknowledgements:
         newest = next(reversed(lane.flights.values()), None)
         if newest is not None and newest.number >= batches:  # without later ones
             given = [flight for flight in lane.flights.values() if flight.number < batches]
-            return packed_flights(number, columns_of(given, self._lane_count), saved_with)
+            return packed_flights(number, flight_columns(given, self._lane_count), saved_with)
         if lane.packed is None or lane.packed[0] != saved_with:
             lane.packed = saved_with, packed_flights(number, lane.in_columns(self._lane_count), saved_with)
         return lane.packed[1]

@@ -92,7 +92,7 @@ def packed_flights(lane: int, columns: list[EpochFlights], saved_with: bytes) ->
     return pack_state(_LaneFlights(lane, saved_with, columns))
 
 
-def columns_of(flights: Sequence[Flight], lanes: int) -> list[EpochFlights]:
+def flight_columns(flights: Sequence[Flight], lanes: int) -> list[EpochFlights]:
     """A lane's batches in flight, ascending, in a run with this many lanes, in columns."""
     found: list[EpochFlights] = []
     while flights:
@@ -240,6 +240,6 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
             kept[name] = _packed_rows(rows)
     left = {lane: [flight for flight in of_lane if flight.open] for lane, of_lane in flights.items()}
     return kept | {
-        flights_name(lane): packed_flights(lane, columns_of(of_lane, lanes), _checksum(state, lane))
+        flights_name(lane): packed_flights(lane, flight_columns(of_lane, lanes), _checksum(state, lane))
         for lane, of_lane in left.items()
     }

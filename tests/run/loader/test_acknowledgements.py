@@ -28,7 +28,7 @@ from savable_pipeline.run.loader import acknowledgements, rows_in_flight, run, s
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements
 from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.run import Run, voted_step
-from savable_pipeline.run.state.flights import EPOCH_SHIFT, columns_of, packed_flights
+from savable_pipeline.run.state.flights import EPOCH_SHIFT, flight_columns, packed_flights
 from savable_pipeline.run.state.lane_state import pack_state, unpack_state
 from savable_pipeline.run.state.summary import read_checkpoint, summarize
 from savable_pipeline.stages.batch_difference import digest
@@ -559,7 +559,7 @@ def test_batches_in_columns_are_saved_like_batches_read_again(shards: str, seed:
             saved = own.state_dict()
             for number, lane in enumerate(lanes):
                 in_columns += lane.in_columns(2)[:1] == [lane.columns] != [None]
-                read_again = columns_of(list(lane.flights.values()), 2)
+                read_again = flight_columns(list(lane.flights.values()), 2)
                 assert saved[f"flight_0000{number}"] == packed_flights(number, read_again, lane.packed[0])
     assert in_columns > 3 or tail == "pad", in_columns
 
