@@ -71,15 +71,8 @@ class KeyIndex:
     def find(self, keys: Sequence[str] | Sequence[bytes]) -> Rows:
         """The number of the sample with each of these keys, -1 where there is none: int64 (keys,).
 
-        Of several samples with one key it is the first. Raises `ShardError` if the index is damaged there, or was
-        overwritten since it was opened.
+        Of several samples with one key it is the first. Raises `ShardError` if the index is damaged there.
         """
-        self._file.check()
-        found = self._found(keys)
-        self._file.check()
-        return found
-
-    def _found(self, keys: Sequence[str] | Sequence[bytes]) -> Rows:
         high, low = _halves(b"".join(map(_hashed, keys)))
         found = np.full(len(keys), -1, np.int64)
         wanted, at = np.arange(len(keys)), np.searchsorted(self._high, high)
