@@ -27,7 +27,7 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.run.state.json_form import JSON_FILE, from_json, to_json
+from savable_pipeline.run.state.state_dict import JSON_FILE, from_json, to_json
 from savable_pipeline.trainers.model_inputs import check_inputs, has_packs, model_inputs
 from savable_pipeline.trainers.trainer_loader import TrainerLoader, length_of, restarting, sharing_batches
 
