@@ -292,11 +292,21 @@ class Encode(ChunkedStage, ItemStage):
             status[0], status[1], status[2] = self.info.depth, sample.index, sample.epoch
 
     def can_skip(self, error: SavableError) -> bool:
-        """Whether `on_error` says to skip such a sample."""
+        """Return whether `on_error` says to skip such a sample.
+
+        Args:
+            error: The error that describes the sample.
+        """
         return skips(self.on_error, error)
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
-        """Leave this sample out from now on, in this lane and all that are restored from its state."""
+        """Skip a sample from now on, in this lane and all restored from its state.
+
+        Args:
+            index: The sample's index in its ref.
+            epoch: Its epoch.
+            reason: Why, for the counts.
+        """
         self._skipped.avoid(index, epoch, reason)
 
     def make(self, elements: Sequence[Element]) -> None:
@@ -338,7 +348,12 @@ class Encode(ChunkedStage, ItemStage):
         return origin.on_error == "raise" and not absent_reason(origin)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """The source's count if each sample becomes one item (`one_to_one`) or an error that is raised; else None."""
+        """Return the source's count if each sample gives one item or raises; else None.
+
+        Args:
+            lane: The number of the lane.
+            epoch: The number of the pass.
+        """
         return count_of(self.source, lane, epoch) if self._makes_all and not self.info.excluded else None
 
     def save_state(self) -> State:

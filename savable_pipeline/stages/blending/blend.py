@@ -195,7 +195,11 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         )
 
     def name_branch(self, name: str) -> None:
-        """Name each source by its own name, or `name/OWN` if this Blend is the source `name` of another."""
+        """Name each source by its own name, or `name/OWN` inside another Blend.
+
+        Args:
+            name: The name of this Blend as a source of another one, or "".
+        """
         self._branch = name
         for own, stage in self._stages.items():
             _name_branch(stage, f"{name}/{own}" if name else own)

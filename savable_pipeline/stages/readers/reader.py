@@ -386,7 +386,14 @@ class RecordReader(_TakesLane):
             self.dataset.prefetch(refs)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """The number of samples of a lane in a pass; None if it never ends, or damaged shards may be left out."""
+        """Return the number of samples of a lane in a pass.
+
+        None if it never ends, or if damaged shards may be skipped.
+
+        Args:
+            lane: The number of the lane.
+            epoch: The number of the pass.
+        """
         if self.epochs is None or self.on_error != "raise":
             return None
         shares = self.shares_of(epoch)
@@ -436,7 +443,13 @@ class RecordReader(_TakesLane):
         }
 
     def name_branch(self, name: str) -> None:
-        """Become the source `name` of a `Blend`: the name is part of the keys of order and of random numbers."""
+        """Become the source `name` of a `Blend`.
+
+        The name is part of the keys of order and of random numbers.
+
+        Args:
+            name: The name of the source.
+        """
         vars(self).pop("info", None)
         self.branch = name
         self.tag = 1 + derive_key("branch", name) % (TAGS - 1)
