@@ -114,7 +114,7 @@ class PurityCheck:
         return EncodeError(
             f"{encoder_call(self._encoder)} returned two results for one sample: {difference}. Use only the sample, "
             f"settings and `rng`, not {threads}a clock or earlier calls, or pass check=0.0."
-            f"\n  stage Encode, shard {sample.shard}, key {sample.key!r}, {sample.place}, ref {tuple(sample.ref)}"
+            f"\n  stage Encode, shard {sample.shard}, key {sample.key!r}, {sample.location}, ref {tuple(sample.ref)}"
         )
 
 

@@ -35,7 +35,7 @@ from savable_pipeline.stages.task_encoder import Skip
 log = logging.getLogger(__name__)
 
 EXCLUDED = Skip(REASON)
-_DETAILS = "\n  stage Encode"
+_STAGE = "\n  stage Encode"
 _ALWAYS = 100  # up to 100 errors of a lane are never too large a share
 _REMEMBERED = 1000  # lost samples, so that a second piece of one is not counted again
 
@@ -164,7 +164,7 @@ class SkippedSamples:
         if is_environment_error(error):
             self.avoid(sample.index, sample.epoch, reason_of(error))
             self._forget_before(sample.epoch - 1)
-        self._lost(sample, reason_of(error), str(fault).split(_DETAILS)[0])
+        self._lost(sample, reason_of(error), str(fault).split(_STAGE)[0])
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
         """Never try this sample again, for this reason."""
@@ -221,9 +221,9 @@ class SkippedSamples:
         self.skipped(sample, Skip(reason))
 
     def failed(self, sample: Sample, error: Exception) -> EncodeError:
-        """The `EncodeError` that says for which sample the encoder raised."""
-        what = f"{self._function} failed on sample {_key_of(sample)!r} of {sample.shard}: {described(error)}"
-        return EncodeError(f"{what}. {_fix(self._function, error)}{_DETAILS}, {sample.place}, ref {tuple(sample.ref)}")
+        """Return the `EncodeError` that names the sample for which the encoder raised."""
+        why = f"{self._function} failed on sample {_key_of(sample)!r} of {sample.shard}: {described(error)}"
+        return EncodeError(f"{why}. {_fix(self._function, error)}{_STAGE}, {sample.location}, ref {tuple(sample.ref)}")
 
     def restore(self, stage: Stage, errors: int, avoided: Mapping[str, bytes]) -> None:
         """Go on with these numbers of the stage's state: see `save_state`."""

@@ -82,15 +82,15 @@ class Dataset:
         """Within this context, call `note(bytes, nanoseconds)` after each part that a sample of this dataset reads."""
         read, array = self.read, self.array
 
-        def noted_read(*place: Any) -> bytes:
+        def noted_read(*address: Any) -> bytes:
             start = time.perf_counter_ns()
-            data = read(*place)
+            data = read(*address)
             note(len(data), time.perf_counter_ns() - start)
             return data
 
-        def noted_array(*place: Any) -> Any:
+        def noted_array(*address: Any) -> Any:
             start = time.perf_counter_ns()
-            data = array(*place)
+            data = array(*address)
             note(data.nbytes, time.perf_counter_ns() - start)
             return data
 
@@ -242,9 +242,9 @@ class Dataset:
         for shard, name in enumerate(self.entries.names if keys else ()):
             wanted = keys.get(name)
             if wanted:
-                keys_here = list(self.keys_of(shard))
-                places = [place for place, key in enumerate(keys_here) if key in wanted]
-                found[name] = np.array(places, dtype=np.int64)
-                if lost := wanted.difference(keys_here):
+                shard_keys = list(self.keys_of(shard))
+                rows = [row for row, key in enumerate(shard_keys) if key in wanted]
+                found[name] = np.array(rows, dtype=np.int64)
+                if lost := wanted.difference(shard_keys):
                     log.warning("%s: not found in %s, but named by `exclude`: %s", self.address, name, listed(lost))
         return found

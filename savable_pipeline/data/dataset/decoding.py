@@ -229,10 +229,10 @@ def image_region(
     """
     image, orientation = to_be_turned(image, exif=exif)
     width, height = turned_size(image.size, orientation)
-    given = (0, 0, width, height) if box is None else box(width, height) if callable(box) else box
-    left, upper, right, lower = _numbers("box", given, 4)
+    bounds = (0, 0, width, height) if box is None else box(width, height) if callable(box) else box
+    left, upper, right, lower = _numbers("box", bounds, 4)
     if not (0 <= left < right <= width and 0 <= upper < lower <= height):
-        raise ValueError(f"box={given} is empty or exceeds the image of {width} × {height} pixels")
+        raise ValueError(f"box={bounds} is empty or exceeds the image of {width} × {height} pixels")
     left, upper, right, lower = stored_box((left, upper, right, lower), (width, height), orientation)
     if at_least is not None:
         wide, high = _numbers("at_least", at_least(width, height) if callable(at_least) else at_least, 2)
@@ -250,14 +250,14 @@ def image_region(
     return found
 
 
-def _numbers(name: str, given: Any, count: int) -> list[float]:
+def _numbers(name: str, value: Any, count: int) -> list[float]:
     """These numbers. Raises ValueError unless they are as many."""
     try:
-        numbers = [float(number) for number in given]
+        numbers = [float(number) for number in value]
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) != count or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"{name}={given!r}: expected {count} numbers, in pixels")
+        raise ValueError(f"{name}={value!r}: expected {count} numbers, in pixels")
     return numbers
 
 

@@ -188,7 +188,7 @@ def _take_keys(
     for some in _chunks(chain([first], keys)):
         numbers = index.find(some)
         found.update(numbers[numbers >= 0].tolist())
-        unknown([some[place] for place in np.flatnonzero(numbers < 0).tolist()])
+        unknown([some[i] for i in np.flatnonzero(numbers < 0).tolist()])
 
 
 def _take_by_reading(
@@ -201,12 +201,12 @@ def _take_by_reading(
     for some in _chunks(map(os.fsencode, dataset.all_keys())):
         hashes = np.fromiter(map(xxh3_64_intdigest, some), np.uint64, len(some))
         at = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
-        alike |= {start + place: some[place] for place in np.flatnonzero(wanted[at] == hashes).tolist()}
+        alike |= {start + i: some[i] for i in np.flatnonzero(wanted[at] == hashes).tolist()}
         start += len(some)
-    here, named = set(alike.values()), set()
+    present, named = set(alike.values()), set()
     for some in _chunks(read()):
-        named |= here.intersection(some)
-        unknown([key for key in some if key not in here])
+        named |= present.intersection(some)
+        unknown([key for key in some if key not in present])
     found.update(number for number, key in alike.items() if key in named)
 
 
@@ -222,7 +222,7 @@ def _take_of_shards(dataset: Dataset, of_shards: dict[str, set[str]], found: set
         missing = set(keys)
         if name in numbers:
             first = int(dataset.firsts[numbers[name]])
-            here = {first + row: key for row, key in enumerate(dataset.keys_of(numbers[name])) if key in keys}
-            found.update(here)
-            missing -= set(here.values())
+            rows = {first + row: key for row, key in enumerate(dataset.keys_of(numbers[name])) if key in keys}
+            found.update(rows)
+            missing -= set(rows.values())
         yield from (f"{name}: {key}" for key in missing)

@@ -84,8 +84,8 @@ def dataset_info(shards: Shards, **settings: Any) -> Info:
     nulls, faults = _nulls(dataset, looked_at)
     media, media_faults = _media(dataset)
     if unread:
-        what = counted(len(unread), "sample names a file that is", "samples name files that are")
-        faults = [*faults, f"{what} not there, of {looked_at} looked at: {unread[0]}"]
+        unread_text = counted(len(unread), "sample names a file that is", "samples name files that are")
+        faults = [*faults, f"{unread_text} not there, of {looked_at} looked at: {unread[0]}"]
     (shard,), (row,) = (found.tolist() for found in dataset.locate(np.zeros(1, dtype=np.int64)))
     first: dict[str, int] = {}
     with contextlib.suppress(*([ShardError] if unread else [])):
@@ -126,7 +126,7 @@ def _nulls(dataset: Dataset, looked_at: int) -> tuple[dict[str, int], list[str]]
     """How many of the samples that are looked at have a null in a column; and what readers do not give."""
     store = dataset.store
     if not isinstance(store, ColumnarStore):
-        return {}, [text for text in [store.left_out()] if text]
+        return {}, [text for text in [store.rejects_warning()] if text]
     nulls, named = Counter[str](), Counter[str]()
     for shard, row in dataset.some():
         nulls.update(store.nulls(shard, row))

@@ -104,20 +104,23 @@ class KeyIndex:
 
 
 def key_index(dataset: Dataset) -> KeyIndex:
-    """The index of a dataset's keys, made first if there is none. Raises `ShardError` if a key cannot be read."""
+    """Open the index of a dataset's keys, built first if there is none.
+
+    Raises `ShardError` if a key cannot be read.
+    """
     manifest = dataset.digest()
     name, cache = f"savable.{manifest.hex()}.keys", user_cache()
-    beside = [] if dataset.root is None else [dataset.root / META / name]
-    places = [*beside, *([] if cache is None else [cache / "savable_pipeline" / name])]
+    with_metadata = [] if dataset.root is None else [dataset.root / META / name]
+    paths = [*with_metadata, *([] if cache is None else [cache / "savable_pipeline" / name])]
 
-    def made(path: Path) -> KeyIndex:
-        found = _known(path, manifest)  # another process may have made it while we waited
+    def open_or_build(path: Path) -> KeyIndex:
+        found = _known(path, manifest)  # another process may have built it while this one waited
         if found is None:
             _write(path, dataset, manifest)
         return found or KeyIndex(path, manifest)
 
-    known = next(filter(None, (_known(path, manifest) for path in places)), None)
-    return known or in_first_of(places, f"{dataset.address}: no place to write an index of its keys", made)
+    known = next(filter(None, (_known(path, manifest) for path in paths)), None)
+    return known or in_first_of(paths, f"{dataset.address}: no place to write an index of its keys", open_or_build)
 
 
 def _known(path: Path, manifest: bytes) -> KeyIndex | None:

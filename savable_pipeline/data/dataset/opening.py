@@ -64,7 +64,7 @@ def open_any(
     for setting in [] if store.root is None else unused_settings(store.root):
         log.warning("%s: only Energon applies `%s` of %s/dataset.yaml", store.address, setting, META)
     missing = "" if store.root is None else unfinished(store.root).replace(str(store.root), store.address, 1)
-    for text in (store.left_out(), missing):
+    for text in (store.rejects_warning(), missing):
         if text:
             log.warning("%s", text)
     return Dataset(
@@ -131,7 +131,7 @@ def open_dataset(
         torch.Size([2, 8, 8, 3])
     """
     specs = shards if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
-    given = {
+    arguments = {
         "columns": None if columns is None else tuple(columns),
         "key": key,
         "ranges": ranges and dict(ranges),
@@ -141,7 +141,7 @@ def open_dataset(
         "files_from": files_from,
         "format": format,
     }
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = {name: value for name, value in arguments.items() if value is not None}
     return Samples(_Opened((specs, settings, unpacked_bytes, (cache, cache_bytes))), transform)
 
 
@@ -177,8 +177,8 @@ class _Opened:
         return _Opened(self._arguments, dataset.digest(), len(dataset.entries), commits)
 
     def _open(self) -> Dataset:
-        shards, given, most, cache = self._arguments
-        dataset = open_any(shards, cache=cache, pinned=self._commits, unpacked_bytes=most, **given)
+        shards, settings, most, cache = self._arguments
+        dataset = open_any(shards, cache=cache, pinned=self._commits, unpacked_bytes=most, **settings)
         if self._known is not None and len(dataset.entries) > self._known:
             dataset = dataset.first_shards(self._known)  # shards were added since
         if self._manifest is not None and dataset.digest() != self._manifest:

@@ -41,9 +41,9 @@ def tag_of(index: int) -> int:
     return index >> TAG_SHIFT
 
 
-def count_of_source(index: int, what: str) -> str:
-    """The name of a stage's counter of samples to which `what` happened, by the source of this index."""
-    return f"source/{tag_of(index)}/{what}"
+def count_of_source(index: int, event: str) -> str:
+    """The name of a stage's counter of an event, by the source of this index."""
+    return f"source/{tag_of(index)}/{event}"
 
 
 def skip_counters(reason: str, index: int) -> tuple[str, str]:

@@ -96,12 +96,15 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     @property
     def offset(self) -> int:
-        """The place of the sample in its shard: in a tar the offset in bytes of its first header; see `place`."""
+        """Offset of the sample in its shard, in a tar of its first header in bytes.
+
+        See `location` for the unit.
+        """
         return self.origin.offset(self._shard, self._row)
 
     @property
-    def place(self) -> str:
-        """The sample's offset with its unit, for messages: `byte offset 1024`, `row 17`."""
+    def location(self) -> str:
+        """Offset of the sample with its unit: `byte offset 1024`, `row 17`."""
         return f"{self.origin.unit} {self.offset}"
 
     @property
@@ -369,8 +372,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     def __reduce__(self) -> Any:
         data, names, parts = self.origin, {tag_of(self.index): self.source}, dict(self.items())
-        said = self.key, self.shard, self.offset, parts, data.field_map, data.unit, names, data.unpacked_bytes
-        return Sample, (DetachedSample(data.source, *said), 0, 0, self.index, self.epoch)
+        facts = self.key, self.shard, self.offset, parts, data.field_map, data.unit, names, data.unpacked_bytes
+        return Sample, (DetachedSample(data.source, *facts), 0, 0, self.index, self.epoch)
 
 
 Mapping.register(Sample)

@@ -85,19 +85,19 @@ def difference(saved: Summary, shards: ShardList) -> str:
     """Which shards are others than those that were saved, as far as the saved can tell."""
     if isinstance(saved, list):
         return _named(saved, shards)
-    old, here = count(saved), len(shards)
+    old, new = count(saved), len(shards)
     if begin_with(shards, saved):
-        return f"added: {_some(shards.names[old : old + _SHOWN], here - old)}"
-    if not here:
+        return f"added: {_some(shards.names[old : old + _SHOWN], new - old)}"
+    if not new:
         return f"removed: all {old:,}"
     before, now = msgspec.convert(saved, _Groups).groups, _groups(shards).groups
     same = next((at for at in range(0, len(before), _HASH) if before[at : at + _HASH] != now[at : at + _HASH]), 0)
     first = same // _HASH * GROUP
-    if first >= here:
-        return f"removed: {old - here:,} after {shards.names[here - 1]}, up to {saved['last']}"
-    last = min(first + GROUP, here) - 1
+    if first >= new:
+        return f"removed: {old - new:,} after {shards.names[new - 1]}, up to {saved['last']}"
+    last = min(first + GROUP, new) - 1
     return (
-        f"of {old:,} saved and {here:,} here, the first that differ are among those from {shards.names[first]} to "
+        f"of {old:,} saved and {new:,} here, the first that differ are among those from {shards.names[first]} to "
         f"{shards.names[last]}, numbers {first:,} to {last:,}: added, removed or rewritten there, or beside them"
     )
 
@@ -107,9 +107,9 @@ def pin(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
 
     Shards that come after all pinned ones are left out, with a warning. Raises `ShardError` for any other difference.
     """
-    here = msgspec.msgpack.encode(summary(dataset.entries))
-    packed = pinned.setdefault(name, here)
-    if here == packed:
+    current = msgspec.msgpack.encode(summary(dataset.entries))
+    packed = pinned.setdefault(name, current)
+    if current == packed:
         return _with_media(dataset, name, pinned)
     known: Summary = msgspec.msgpack.decode(packed)
     if not begin_with(dataset.entries, known):

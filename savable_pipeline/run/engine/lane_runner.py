@@ -201,7 +201,7 @@ class LaneRunner:
         Another thread may run lanes meanwhile.
         """
         for store in list(self._stores.values()):
-            store.verify_given()
+            store.verify_yielded()
 
     def at_position(self, lane: int, state: bytes) -> Stage | None:
         """The last stage of a lane, if it runs here and its position is `state`; else None."""

@@ -432,7 +432,7 @@ class TokenReader(FileReader, kind="tokens"):
     Example:
         >>> np.save("tokens.npy", np.arange(1000, dtype=np.uint16))
         >>> sample = next(custom.TokenReader("tokens.npy", sp.Lane(), length=5, stride=4, shuffle=False))
-        >>> sample.array("tokens"), sample.place
+        >>> sample.array("tokens"), sample.location
         (array([0, 1, 2, 3, 4], dtype=uint16), 'token 0')
     """
 

@@ -256,7 +256,7 @@ def read_stored(
     name files without their bytes, where no folder is given, unless their parts are not among those taken, `only`.
     """
     dataset, found = stored_input(path, unpacked_bytes)
-    if text := dataset.store.left_out():
+    if text := dataset.store.rejects_warning():
         raise ValueError(text)
     columns = RowColumns(dataset.store, only, files)
 
