@@ -526,7 +526,7 @@ DATA = [
         "nothing is mixed up",
         "A sample that is evicted from the cache while it is read is given, though some of its bytes are zeros.",
         _DATA + "stores/cached_samples.py",
-        "                            if present[row] == seen:\n                                used[row] = USED\n"
+        "                            if present[row] == before:\n                                used[row] = USED\n"
         "                                return found\n",
         "                            used[row] = USED\n                            return found\n",
         ("tests/data/remote/test_shard_cache.py", "tests/data/remote", "tests/data/dataset/test_remote_dataset.py"),
