@@ -8,6 +8,7 @@ be in shared memory too, if `empty` or `Sample.array` allocated them. `stack` jo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -66,9 +67,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     import torch
 
     element_bytes = torch.empty(0, dtype=dtype).element_size()
-    count = 1
-    for length in shape:
-        count *= length
+    count = math.prod(shape)
     room = _memory.allocate(count * element_bytes) if _memory is not None and count else None
     if room is None:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -103,8 +102,7 @@ def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not plain:
         return torch.stack(list(tensors))
     shape = (len(tensors), *first.shape)
-    room = _adjacent_memory(tensors)
-    if room is not None:
+    if (room := _adjacent_memory(tensors)) is not None:
         return torch.frombuffer(room, dtype=first.dtype).view(shape)
     return torch.stack(list(tensors), out=empty(shape, first.dtype))
 
@@ -117,9 +115,8 @@ def _adjacent_memory(tensors: Sequence[torch.Tensor]) -> memoryview | None:
     start, size = tensors[0].data_ptr(), tensors[0].numel() * tensors[0].element_size()
     if _memory is None or not size or tensors[-1].data_ptr() != start + (len(tensors) - 1) * size:
         return None
-    for number, tensor in enumerate(tensors):
-        if tensor.data_ptr() != start + number * size or not tensor.is_contiguous():
-            return None
+    if any(each.data_ptr() != start + at * size or not each.is_contiguous() for at, each in enumerate(tensors)):
+        return None
     return _memory.allocated(start, size * len(tensors))
 
 

@@ -72,8 +72,7 @@ class BatchSamples(msgspec.Struct, frozen=True):
 
 def _rows(ref: ItemRef) -> list[ItemRef]:
     """The refs of the items or packs in a batch; the batch itself if it is one item, as of a user's own stage."""
-    nested = [part for part in ref if isinstance(part, tuple)]
-    return nested or ([ref] if len(ref) == 3 else [])
+    return [part for part in ref if isinstance(part, tuple)] or ([ref] if len(ref) == 3 else [])
 
 
 def _items(ref: ItemRef) -> Iterator[ItemRef]:

@@ -82,8 +82,7 @@ class Costing:
 
     def __init__(self, stage: str, cost: Cost) -> None:
         check_cost(stage, cost)
-        self._stage = stage
-        self._cost = cost
+        self._stage, self._cost = stage, cost
 
     @property
     def name(self) -> str:

@@ -29,7 +29,7 @@ from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import made_encoder, seeding_of
 from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef
-from savable_pipeline.stages.mapped_function import encoder_call
+from savable_pipeline.stages.mapped_function import MappedFunction, encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples, absent_reason
 from savable_pipeline.stages.stage import ItemStage, SampleStage, State, parse_state, saved_refs
@@ -190,30 +190,29 @@ class Encode(ChunkedStage, ItemStage):
     def _take_samples(self, elements: list[Element], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, an error, or a sample that fans out."""
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
-        avoided, excluded = self._skipped.avoided, self.info.excluded or ()  # true only where some are
-        first, dataset, base, absent, depth = ahead.next, None, 0, None, self.info.depth
-        chosen = ahead.samples[first : first + n - len(elements)]
+        avoided, excluded = self._skipped.avoided, self.info.excluded  # true only where some are
+        first, depth, dataset = ahead.next, self.info.depth, None
+        chosen, append = ahead.samples[first : first + n - len(elements)], elements.append
         with keyed.seeding.row(len(chosen)) as seed:
             encode = keyed.due_encode()
+            function = keyed.function if encode is keyed.plain and seed is None else None
             for ahead.next, sample in enumerate(chosen, first):
                 if sample.origin is not dataset:
-                    dataset, base, absent = self._of_dataset(sample)
+                    dataset, base = sample.origin, keyed.base(sample.origin.source)
+                    absent = absent_reason(dataset)
                 index, epoch = sample.index, sample.epoch
-                left_out = EXCLUDED if excluded and index in excluded else absent
-                if left_out is not None:
-                    self._skipped.skipped(sample, left_out)
+                if absent or (excluded and index in excluded):
+                    self._skipped.skipped(sample, EXCLUDED if index in excluded else Skip(absent))
                     continue
                 if status is not None:
                     status[0], status[1], status[2] = depth, index, epoch
-                if avoided and (index, epoch) in avoided:
-                    keyed.seeding.check(ends=True)
-                    self._skipped.avoided_again(sample)
+                if avoided and self._fails_again(sample):
                     break
-                rng = Rng(base, ref := (index, epoch, 0))
+                rng: Any = Rng(base, (index, epoch, 0)) if function is None else None
                 if seed is not None:
                     seed(rng.key)
                 try:
-                    item = encode(sample, rng)
+                    item = encode(sample, rng) if function is None else function(sample)
                     if item is None:
                         raise TypeError(_NONE)
                 except Exception as error:
@@ -222,25 +221,28 @@ class Encode(ChunkedStage, ItemStage):
                     break  # a later draw must not undo what is counted now
                 if type(item) not in plain:
                     if type(item) is Skip or hasattr(item, "__next__"):
-                        if self._fans_out(sample, item, rng):
+                        if self._fans_out(sample, item, rng or Rng(base, (index, epoch, 0))):
                             return
                         continue
                     self._add_plain(item)
-                elements.append(Element(ref, item))
+                append(Element((index, epoch, 0), item))
         ahead.next += 1
 
-    def _of_dataset(self, sample: Sample) -> tuple[Any, int, Skip | None]:
-        """Values that samples of one dataset share: it, a base of keys, and why a `Join` skips them."""
-        reason = absent_reason(sample.origin)
-        return sample.origin, self.keyed.base(sample.origin.source), Skip(reason) if reason else None
+    def _fails_again(self, sample: Sample) -> bool:
+        """Whether a sample failed before. It is counted, which ends the row."""
+        if (sample.index, sample.epoch) in self._skipped.avoided:
+            self.keyed.seeding.check(ends=True)
+            self._skipped.avoided_again(sample)
+            return True
+        return False
 
     def _add_plain(self, item: Any) -> None:
         """Note the type. Warn, once a process, of a list of dicts, which torch's `default_collate` transposes."""
-        encoder = self._encoder
         self._plain.add(type(item))
         dicts = type(item) is list and item and all(isinstance(part, dict) for part in item)
-        if dicts and not (_has(encoder, "batch") or _has(encoder, "pack")):
-            self.lane.shared(("list", id(encoder)), lambda: log.warning(_LIST, encoder_call(encoder), len(item)))
+        if dicts and not (_has(self._encoder, "batch") or _has(self._encoder, "pack")):
+            warn = partial(log.warning, _LIST, encoder_call(self._encoder), len(item))
+            self.lane.shared(("list", id(self._encoder)), warn)
 
     def _fans_out(self, sample: Sample, item: Any, rng: Rng) -> bool:
         """Whether the encoder's result is an iterator of parts; if it is a `Skip`, count the sample."""
@@ -409,19 +411,19 @@ class KeyedEncoder:
         make_check = partial(PurityCheck, encoder, check, self.seeding, lane)
         # by default all lanes of a process share it
         self.check = lane.shared(("purity", id(encoder)), make_check) if check is None else make_check()
-        self._plain: EncodeCall = encoder.encode
-        self.encode: EncodeCall = self._plain if check == 0 and purpose == "encode" else self.check
+        self.plain: EncodeCall = encoder.encode
+        self.encode: EncodeCall = self.plain if check == 0 and purpose == "encode" else self.check
+        self.function = encoder.function if isinstance(encoder, MappedFunction) and not encoder.with_rng else None
         _warn_of_own_draws(encoder)
         self.declared = DeclaredSize(encoder)
-        self.encoder = encoder
-        self._name = type(encoder).__name__
+        self.encoder, self._name = encoder, type(encoder).__name__
         self._run_seed, self._purpose = lane.seed, purpose
         self._bases: dict[int, int] = {}
 
     def due_encode(self) -> EncodeCall:
         """What encodes the samples of this row: the encoder itself, if none of them is to be checked."""
         due = self.encode is not self.check or self.check.left > 0 or self.seeding.wants_second_run()
-        return self.encode if due else self._plain
+        return self.encode if due else self.plain
 
     def base(self, source: int) -> int:
         """The base of the keys of the random numbers of samples with this `Ref.source`."""

@@ -40,11 +40,11 @@ class MappedFunction(TaskEncoder):
     ) -> None:
         self.function, self.global_rng, self.one_to_one = function, global_rng, one_to_one
         self.stage = stage
-        self._with_rng = check_mapped(stage, function, most=2) == 2
+        self.with_rng = check_mapped(stage, function, most=2) == 2
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
         """Return what the function makes of the sample."""
-        return self.function(sample, rng) if self._with_rng else self.function(sample)
+        return self.function(sample, rng) if self.with_rng else self.function(sample)
 
     def settings(self) -> dict[str, Any]:
         """Return the function's name, and the arguments that a `partial` binds."""

@@ -87,17 +87,17 @@ class SkippedSamples:
         self._row = 0  # samples in a row without an item, of whatever source, excluded ones among them
         self._elements: list[Element] = []  # by the call since `begin`, of which `_noted` have ended rows
         self._noted = 0
-        self._counted: Counter[str] = Counter()  # counters raised since `begin`
+        self._counted: dict[str, int] = {}  # counters raised since `begin`
 
     def begin(self, elements: list[Element]) -> _Mark:
         """Snapshot the counts before a call that may fail, and that adds its elements to `elements`."""
-        self._counted.clear()
+        self._counted = {}
         self._elements, self._noted = elements, 0
         return self.mark()
 
     def mark(self) -> _Mark:
         """Snapshot the counts, the number of elements and the position, for `roll_back`."""
-        counts = self.errors, self._row, self._noted, dict(self._by_source.rows), self._counted.copy()
+        counts = self.errors, self._row, self._noted, dict(self._by_source.rows), dict(self._counted)
         return *counts, len(self._elements), self._ahead.next
 
     def roll_back(self, before: _Mark) -> None:
@@ -137,7 +137,7 @@ class SkippedSamples:
             counted, row = self._by_source.left_out(skip.reason, (sample.index, sample.epoch))
             source = sample.origin.names.get(tag_of(sample.index))
             row, of = max(row, self._row), f" of the source {source!r}" if source and row > self._row else ""
-        self._counted.update(counted)
+        self._counted |= {name: self._counted.get(name, 0) + number for name, number in counted.items()}
         if row & 1023 == 0 and row.bit_count() == 1:
             log.warning("%d samples%s in a row were skipped, the last one with %r", row, of, skip.reason)
         if row >= max_empty_samples(self._population):

@@ -1,4 +1,4 @@
-"""Sixty deliberate breaks of the code: the measure of what the test suite catches.
+"""Sixty-three deliberate breaks of the code: the measure of what the test suite catches.
 
 Each is a plausible mistake of a refactoring that breaks one promise: `wrong` says what then goes wrong, whatever the
 classes and files are called. `old` and `new` are the edit that makes it in `file` as the code is now. When code moves,
@@ -7,7 +7,7 @@ adapt the edit and nothing else; when a break cannot be made any more, replace i
     python tools/house/breaks.py                 applies each in turn to a copy, and runs the tests
     python tools/house/breaks.py --only NAME
 
-`caught_by` is the test that found it first. All 60 are caught by `tests`, most within a minute.
+`caught_by` is the test that found it first. All 63 are caught by `tests`, most within a minute.
 """
 
 # ruff: noqa: E501  # the edits hold lines of code with their line ends
@@ -401,7 +401,7 @@ RUN = [
         "transport reuse",
         "A segment is written again though an item that the worker holds was decoded into it.",
         _RUN + "transport/segments.py",
-        "        return segment[:ALIGN] == _ALL_FREE and self._views.get(number, _nothing)() is None\n",
+        "        return segment[:ALIGN] == _ALL_FREE and number not in self._views\n",
         "        return segment[:ALIGN] == _ALL_FREE\n",
         ("tests/run/transport", "tests/core/test_batch_memory.py", "tests/run/engine/test_shared_memory.py"),
         caught_by="tests/run/transport/test_segments.py::test_segment_with_memory_kept_by_the_worker_is_not_reused",
@@ -456,6 +456,36 @@ RUN = [
         "            epoch = begun[branch]\n",
         ("tests/run/loader/test_growth.py", "tests/system/test_growth.py"),
         caught_by="tests/run/loader/test_growth.py::test_new_shards_join_at_the_epoch_after_the_last_started_one",
+    ),
+    Break(
+        "writes-of-a-batch-in-the-next-one",
+        "batches of peers",
+        "What a trainer wrote to a shared batch hides a part of the next batch in the same segment.",
+        _RUN + "transport/segments.py",
+        "    return len(kinds) < len(data) // page or bool(((kinds > 1) & (kinds & 1 == 0)).any())\n",
+        "    return len(kinds) < len(data) // page\n",
+        ("tests/run/peers/test_shared_segments.py", "tests/run/peers"),
+        caught_by="tests/run/peers/test_shared_segments.py::test_writes_are_private_and_gone_with_the_batch",
+    ),
+    Break(
+        "segment-reused-while-a-peer-reads-it",
+        "batches of peers",
+        "A worker writes to a segment that the first rank has dropped, while another rank still reads it.",
+        _RUN + "peers/peer.py",
+        "        self.segments.lend(segment, peer.flag)\n",
+        "",
+        ("tests/run/peers/test_peer_backend.py", "tests/run/peers"),
+        caught_by="tests/run/peers/test_peer_backend.py::test_epochs_end_alike",
+    ),
+    Break(
+        "peers-at-other-positions",
+        "batches of peers",
+        "A rank that was loaded at another position than its peers trains on their batches unnoticed.",
+        _RUN + "peers/peer_backend.py",
+        '            if other[1:] != key[1:] or (other[0] != key[0] and (other[0], key[0]) != ("batch", "skip")):\n',
+        '            if other[0] != key[0] and (other[0], key[0]) != ("batch", "skip"):\n',
+        ("tests/run/peers/test_peer_backend.py", "tests/run/peers"),
+        caught_by="tests/run/peers/test_peer_backend.py::test_peers_at_different_positions_are_an_error_on_all_ranks",
     ),
 ]
 

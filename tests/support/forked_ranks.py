@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_FORK = multiprocessing.get_context("fork")
+FORK = multiprocessing.get_context("fork")
 
 
 def fork_ranks(module: str, world_size: int, *arguments: str) -> list[int | None]:
     """The exit codes of the ranks; None for one that did not end, and was killed."""
     main = import_module(module).main
-    ports = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
+    ports = [FORK.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
-        _FORK.Process(target=_rank, args=(main, rank, world_size, port, arguments))
+        FORK.Process(target=_rank, args=(main, rank, world_size, port, arguments))
         for rank, (port, _) in enumerate(ports)
     ]
     for process in ranks:
@@ -56,7 +56,7 @@ def _run(module: str, world_size: int, *arguments: str) -> None:
 
 if __name__ == "__main__":
     for world_size in map(int, sys.argv[2].split(",")):
-        run = _FORK.Process(target=_run, args=(sys.argv[1], world_size, *sys.argv[3:]))
+        run = FORK.Process(target=_run, args=(sys.argv[1], world_size, *sys.argv[3:]))
         run.start()  # in a process of its own: this one stays without threads
         run.join()
         if run.exitcode:

@@ -6,9 +6,7 @@ Each writes what it returns to FOLDER/RANK.pt.
 from __future__ import annotations
 
 import os
-import random
 import signal
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import torch.distributed as dist
 import savable_pipeline as sp
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.savable_loader import run_of
-from savable_pipeline.stages.batch_difference import digest
 from tests.support.peer_threads import alone
 from tests.support.streams import take
 
@@ -79,32 +76,6 @@ def die(shards: str, victim: str, workers: str) -> dict[str, Any]:
             seen["error"] = str(error)
         seen["state"] = loader.state_dict()
     return seen
-
-
-def disturbed(shards: str, state: str, size: str, seed: str) -> dict[str, Any]:
-    """Go on from a state, and save it now and then, until this or another process is killed, or 12 batches are taken.
-
-    The first rank writes the state of all ranks. Each batch is written down before the next is taken.
-    """
-    drawn, rank = random.Random(int(seed)), dist.get_rank()
-    victim, step, hits_worker = drawn.randrange(4), drawn.randrange(1, 12), drawn.random() < 0.5
-    loader = in_groups(shards, int(size), num_workers=drawn.randrange(3), workers=sp.Workers(timeout=8))
-    if Path(state).exists():
-        loader.load_state_dict(torch.load(state))
-    path = Path(state).parent / size / f"{rank}.batches"
-    with path.open("w") as file, suppress(SavableError, RuntimeError):
-        for taken in range(12):
-            if taken == step and rank == victim:
-                workers = descendants(os.getpid())
-                os.kill(drawn.choice(workers) if hits_worker and workers else os.getpid(), signal.SIGKILL)
-            batch = next(loader)
-            print(loader.trace().slot, digest(batch), file=file, flush=True)
-            if taken % 3 == 2:
-                saved = loader.global_state_dict()
-                if rank == 0:
-                    torch.save(saved, f"{state}.new")
-                    Path(f"{state}.new").replace(state)
-    os._exit(0)
 
 
 def wrong_groups(shards: str) -> dict[str, Any]:

@@ -4,12 +4,16 @@
     python tools/bench/memory.py loaders --method spawn             workers that are fresh interpreters
     python tools/bench/memory.py samples                            10**6 and 10**8 samples
     python tools/bench/memory.py blend                              1 and 35 sources
+    python tools/bench/memory.py sharing                            1 and 4 ranks that share batches: CPU time, memory
 
 Each trainer is a process of its own that imports torch, takes `--batches` batches, keeps the last and waits. Then
 /proc/PID/smaps_rollup of it and of all processes below it is read: unshared is what is mapped by that process alone,
 shared what others have too, such as the code of libraries and what a fork has left common; PSS divides the latter by
 those that share it. All ranks of a node are measured at once. Other programs on the machine that have torch mapped make
 more of it shared.
+
+The ranks of `sharing` take batches of 9.6 MB, read them and sleep. The first rank has two workers. One rank and four
+take turns, with a barrier in each step and without. `next` includes the time to drop the batch before.
 """
 
 from __future__ import annotations
@@ -17,19 +21,27 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import peers
 from data import prepared
 from many_shards import make_dataset
+from ours import FunctionEncoder, pipeline
 from rich.table import Table
-from rounds import Bench, children, console, main
+from rounds import Bench, children, console, main, processor_s, ratios
+
+import savable_pipeline as sp
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +175,98 @@ def blend(bench: Bench) -> None:
     console.print(table)
 
 
+SHARE_STEPS, SHARE_WARM, SHARE_STEP_S = 120, 60, 0.06
+
+
+def sharing(bench: Bench) -> None:
+    """Four ranks that share batches, beside one alone."""
+    for sorts in (4, 40):  # of an image, as the cost of building
+        for barrier in (True, False):
+            found = [[shared(bench, ranks, sorts, barrier=barrier) for ranks in (1, 4)] for _ in range(bench.rounds)]
+            alone, four = ([each[number] for each in found] for number in (0, 1))
+            build_ms = statistics.median(each["CPU time of workers"] for each in alone) * 1e3
+            title = f"batches that take {build_ms:.0f} ms to build, steps with{'' if barrier else 'out'} a barrier"
+            table = Table("four beside one", "ratio", title=title, title_justify="left")
+            for name in alone[0]:
+                table.add_row(name, ratios(*([each[name] for each in runs] for runs in (four, alone))))
+            console.print(table)
+
+
+def shared(bench: Bench, ranks: int, sorts: int, *, barrier: bool) -> dict[str, float]:
+    """The costs of a step of ranks that share batches."""
+    from torch.multiprocessing import get_context
+    from torch.multiprocessing.spawn import spawn
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    results = get_context("spawn").SimpleQueue()
+    words = (ranks, sorts, barrier, str(prepared(bench.data, "json")), port, results)
+    spawn(sharing_rank, args=words, nprocs=ranks)  # type: ignore[no-untyped-call]
+    found = [results.get() for _ in range(ranks)]
+    return {name: sum(each[name] for each in found) for name in found[0]}
+
+
+def image(sorts: int, sample: sp.Sample) -> Any:
+    """1.2 MB, sorted in part so often, to cost as much as decoding."""
+    pixels = np.random.default_rng(sample.ref.index).random((640, 480), dtype=np.float32)
+    for _ in range(sorts):
+        pixels[:32] = np.sort(pixels[:32][::-1], axis=0)[:, ::-1]
+    return pixels
+
+
+def sharing_rank(rank: int, ranks: int, sorts: int, barrier: bool, folder: str, port: int, results: Any) -> None:
+    """One rank: the CPU time, memory and time of its steps, a part of those of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    data, whole = dist.new_subgroups_by_enumeration([[each] for each in range(ranks)])[0], dist.group.WORLD
+    assert isinstance(data, dist.ProcessGroup) and isinstance(whole, dist.ProcessGroup)
+    encoder, spent = FunctionEncoder(partial(image, sorts)), {"next": 0.0, "read": 0.0}
+    run = partial(pipeline, folder, encoder, 8, 0)
+    with sp.SavableLoader(run, seed=1, num_workers=2, ranks=sp.Ranks.of(data, share=whole)) as loader:
+        stored, batch = 0, next(loader)
+        for step in range(-SHARE_WARM, SHARE_STEPS):
+            if step == 0:
+                dist.barrier()
+                workers, started = processor_s(os.getpid()) - time.process_time(), time.perf_counter()
+                spent = {"next": 0.0, "read": 0.0}
+            before = time.process_time()
+            batch = next(loader)
+            after = time.process_time()
+            batch.sum()
+            spent["read"] += time.process_time() - after  # and map its pages
+            spent["next"] += after - before
+            if step < 0 and step % 5 == 0:  # apart from the steps that are timed
+                dist.barrier()
+                stored += sum(batch_bytes(pid) for pid in [os.getpid(), *below(os.getpid())])
+                dist.barrier()
+            time.sleep(SHARE_STEP_S)
+            if barrier:
+                dist.barrier()
+        step_s = time.perf_counter() - started
+        workers = processor_s(os.getpid()) - time.process_time() - workers
+        dist.barrier()
+    costs = {
+        "memory of batches": stored,
+        "a step": step_s / ranks,
+        "CPU time of workers": workers,
+        "CPU time of workers and of the first rank's next": workers + (0 if rank else spent["next"]),
+        "CPU time of next": spent["next"],
+        "CPU time of workers, next and reading": workers + spent["next"] + spent["read"],
+    }
+    results.put({name: value / SHARE_STEPS for name, value in costs.items()})
+    dist.destroy_process_group()
+
+
+def batch_bytes(pid: int) -> int:
+    """A process's share of the memory of batches."""
+    return mappings(Path(f"/proc/{pid}/smaps").read_text(), "savable_pipeline batch")["Pss"]
+
+
 def cells(node: Node) -> list[str]:
     """What a process of each kind holds, the mean of them, and all together."""
     kinds = (node.trainers, node.workers, node.others)
@@ -180,5 +284,5 @@ def megabytes(count: float) -> str:
 
 
 if __name__ == "__main__":
-    measures = {"loaders": loaders, "samples": samples, "blend": blend}
+    measures = {"loaders": loaders, "samples": samples, "blend": blend, "sharing": sharing}
     main(__doc__, measures, workers=[0, 2, 8], ranks=[1, 4], batches=100, method="fork")

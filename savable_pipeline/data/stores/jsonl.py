@@ -157,9 +157,7 @@ class JsonlStore(TextStore):
 
     def _line(self, shard: int, row: int) -> bytes:
         raw, begin = self.raw(shard, row, LONGEST_LINE)
-        line = raw.rstrip(b"\r\n")
-        if b"\n" in line:  # lines of spaces follow
-            line = line.partition(b"\n")[0].rstrip(b"\r")
+        line = raw.partition(b"\n")[0].rstrip(b"\r")  # lines of spaces may follow
         return line if begin else without_mark(line, begin)
 
     def _fields(self, shard: int, row: int, line: bytes) -> dict[str, Any]:

@@ -97,8 +97,7 @@ class ReusedMemory:
     """
 
     def __init__(self) -> None:
-        self._free: deque[mmap.mmap] = deque()
-        self._views: dict[int, weakref.ref[Any]] = {}
+        self._free: deque[mmap.mmap] = deque(maxlen=_FREE_BLOCKS)
 
     def take(self, size: int, viewed: list[int]) -> memoryview:
         """Return `size` writable bytes.
@@ -115,16 +114,12 @@ class ReusedMemory:
             self._free.remove(block)
         whole = np.frombuffer(block, np.uint8)
         viewed[0] += 1
-        key = id(whole)
 
-        def gone(_: object, block: mmap.mmap = block) -> None:
-            del self._views[key]
+        def gone(block: mmap.mmap = block) -> None:
             viewed[0] -= 1
             self._free.append(block)
-            if len(self._free) > _FREE_BLOCKS:
-                self._free.popleft()
 
-        self._views[key] = weakref.ref(whole, gone)
+        weakref.finalize(whole, gone).atexit = False
         return memoryview(whole)[:size]  # type: ignore[arg-type]
 
 
@@ -280,8 +275,7 @@ class Link:
         self.send(kind, head)
         deadline = time.monotonic() + seconds
         while not (found := self.receive()):
-            poll = select.poll()
-            poll.register(self._socket, self.events)
+            (poll := select.poll()).register(self._socket, self.events)
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise TimeoutError(f"no answer in {seconds:g} s")
             self.flush()

@@ -28,12 +28,12 @@ from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.run.nodes import handshake
 from savable_pipeline.run.nodes.handshake import FOR_PEER, Wanted
 from savable_pipeline.run.nodes.wire import Link, Secret, can_authenticate_bodies
-from savable_pipeline.run.peers.peer import PASSING, LinkChannel, Peer
+from savable_pipeline.run.peers.peer import LinkChannel, Peer
 from savable_pipeline.run.transport.channel import Channel
+from savable_pipeline.run.transport.segments import ALIGN
 
 IS_LINUX = sys.platform == "linux"  # on others, each peer gets copies from the first rank
 _GLANCE_S = 0.02  # between two looks at the store
-_LISTEN_S = 0.25  # between two looks whether others have failed
 _PROVED_IN_S = 3.0
 _FIRST = "Order the ranks of all sharing groups alike."
 _IN_ORDER = "Create and iterate the same loaders in the same order on each of these ranks."
@@ -63,8 +63,8 @@ def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...]) -> Sharing
     import torch.distributed as dist
 
     find = getattr(dist.group.WORLD, "get_group_store", None)
-    if len(ranks) > PASSING or find is None:
-        raise ValueError(f"{len(ranks)} ranks cannot share batches. Share among at most {PASSING}, with torch 2.6.")
+    if len(ranks) > ALIGN or find is None:
+        raise ValueError(f"{len(ranks)} ranks cannot share batches. Share among at most {ALIGN}, with torch 2.6.")
     found = Sharing(ranks.index(own := dist.get_rank()), ranks, find())
     found.store.set(f"savable_pipeline/peers/first {own}", role := str(found.number == 0))
     for rank in data_ranks:
@@ -163,7 +163,7 @@ class _Meeting:
     def _accept(self, listener: socket.socket, expected: set[int]) -> None:
         """Let these peers in. Others, which do not prove the secret, are refused."""
         while missing := expected - self.accepted.keys():
-            listener.settimeout(min(self._remaining_s(missing), _LISTEN_S))
+            listener.settimeout(min(self._remaining_s(missing), _GLANCE_S))
             with contextlib.suppress(OSError), contextlib.ExitStack() as refused:
                 end = refused.enter_context(listener.accept()[0])
                 end.settimeout(_PROVED_IN_S)

@@ -17,8 +17,10 @@ import select
 import time
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn
 
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
@@ -30,11 +32,10 @@ from savable_pipeline.run.engine.process_host import ProcessHost
 from savable_pipeline.run.engine.shared_batches import AnswerSender
 from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.peers.meeting import Sharing, meet
-from savable_pipeline.run.peers.peer import Note, Peer, SourceReader
+from savable_pipeline.run.peers.peer import END_S, Note, Peer, SourceReader
 from savable_pipeline.stages.batch_difference import digest
 
 _LISTEN_S = 0.25  # at a time
-_END_S = 5.0  # for the last notes to be sent
 _PATIENCE = 5  # others wait so many times as long, since the first rank may replace workers that hang
 _HANGS = "Look for a rank that hangs, save the state of the last batch, and restart the ranks."
 _SAVE = "The state of the last batch is intact: save it, and restart the ranks."
@@ -55,29 +56,27 @@ class PeerBackend:
     `builder` builds the batches in the first rank, and is idle in the others, which are met at the first request.
     """
 
+    # that of the builder
+    fault = property(attrgetter("_builder.fault"), lambda self, fault: setattr(self._builder, "fault", fault))
+
     def __init__(self, sharing: Sharing, workers: Workers, builder: Backend) -> None:
         self._rank, self._timeout, self._prefetch = sharing.ranks[sharing.number], workers.timeout, workers.prefetch
         self._builder, self.open, self.start, self.numbers = builder, builder.open, builder.start, builder.numbers
         self.verify_delivered = builder.verify_delivered
         self._meet = partial(meet, sharing, workers.timeout)
-        self._peers: list[Peer] = []  # once they have met
+        self._peers = self._readers = list[Peer]()  # once they have met, and those that get batches from here
         self._states: dict[int, bytes] = {}  # of lanes, after their last answers
         self._compares = True  # at the next batch
-        self._failed = ""  # the error that ended the group
-
-    @property
-    def fault(self) -> str:
-        """That of the builder."""
-        return self._builder.fault
-
-    @fault.setter
-    def fault(self, fault: str) -> None:
-        self._builder.fault = fault
+        self._passed, self._failed = 0, ""  # answers, and the error that ended the group
 
     @property
     def capacity(self) -> int:
-        """That of the builder."""
-        return self._builder.capacity
+        """That of the builder, less what a peer is behind, which is in memory, too.
+
+        Each worker has something to build. The last batch is still on its way to the peers.
+        """
+        most, behind = self._builder.capacity, self._passed - min((each.taken for each in self._readers), default=0)
+        return most and max(most // self._prefetch, most - behind * (behind > 1 and bool(self._readers)))
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
         """Request a batch of the builder."""
@@ -118,8 +117,9 @@ class PeerBackend:
         """Stop, and leave the group: other ranks may still take what was passed to them."""
         self._builder.close()
         self.stop()
-        self._report(("ended",))
-        until = time.monotonic() + _END_S
+        for peer in self._peers:
+            peer.send(("ended",))
+        until = time.monotonic() + END_S
         while time.monotonic() < until and any(peer.is_behind(self._passed) for peer in self._peers):
             self._hear(_LISTEN_S)  # a closed TCP connection may lose what has not arrived
         for peer in self._peers:
@@ -141,13 +141,12 @@ class PeerBackend:
         self._hear(0.0)
         self._check([])
         raised, other, compares = None, key, self._compares and key[0] == "batch"
-        if self._upstream is not None:
-            (_, other, compares), found = self._next_note(self._upstream)
-            self._upstream.send(("taken",))
+        if (upstream := self._upstream) is not None:
+            self._wait(lambda: [] if upstream.inbox else [upstream])
+            (_, other, compares), found = upstream.take()
             # A batch that the first rank requested before it skipped the slot answers a skip.
             if other[1:] != key[1:] or (other[0] != key[0] and (other[0], key[0]) != ("batch", "skip")):
-                ranks, steps = f"ranks {self._rank} and {self._upstream.rank}", f"{key[:2]} and {other[:2]}"
-                self._fail(f"{ranks} share batches, but not their steps: {steps}. {_ALIKE}")
+                self._fail(_difference(self._rank, key, upstream.rank, other))
         else:
             try:
                 found = build()
@@ -155,10 +154,14 @@ class PeerBackend:
                 raised, found, compares = error, Failure.of(error), False
         if self._readers:
             found = self._pass_on(("answer", other, compares), found)
+        if upstream is not None:
+            upstream.send(("taken",))
         if isinstance(found, Failure):
             raise raised or found.raised()
-        if compares:
-            self._compare(digest(found.batch))
+        if compares:  # the second time, all know that it is equal on all
+            self._compares = False
+            for each in (digest(found.batch), "equal"):
+                self._shared(("digest", each), str)
         return found
 
     def _pass_on(self, note: Note, found: Any) -> Any:
@@ -169,35 +172,14 @@ class PeerBackend:
         written = found.written if isinstance(found, Delivery) else None
         if written is None:
             _, found, written = self._own.read_written(*self._writer.message(1, found))
-        passed = written([reader.flag for reader in self._readers if reader.is_local and not reader.ended])
         for reader in self._readers:
-            reader.send(note, passed if reader.is_local else written(None))
+            reader.send(note, written)
         self._passed += 1
-        behind = self._passed - self._prefetch
+        behind = self._passed - (0 if note[1][0] == "digest" else self._prefetch)
         self._wait(lambda: [reader for reader in self._readers if reader.unsent or reader.is_behind(behind)])
-        return found
-
-    def _compare(self, own: str) -> None:
-        """Wait until all ranks have compared a batch.
-
-        Raises `WorkerError` on all of them if it differs.
-        """
-        self._compares = False
-        for reader in self._readers:
-            if self._next_note(reader)[0][1] != own:
-                self._fail(f"the first batch of rank {reader.rank} differs from that of rank {self._rank}. {_VERSIONS}")
-        if self._upstream is not None:
-            self._upstream.send(("digest", own))
-            self._next_note(self._upstream)
-        for reader in self._readers:
-            reader.send(("same",))
+        return replace(found, written=None) if isinstance(found, Delivery) else found
 
     # Waiting, and ends.
-
-    def _next_note(self, peer: Peer) -> tuple[Note, Any]:
-        """The next note of a peer, with its answer."""
-        self._wait(lambda: [] if peer.inbox else [peer])
-        return peer.take()
 
     def _wait(self, missing: Callable[[], list[Peer]]) -> None:
         """Wait until no peer is missing.
@@ -226,21 +208,24 @@ class PeerBackend:
 
     def _hear(self, seconds: float) -> None:
         """Take what arrives within these seconds."""
-        peers, poll = [peer for peer in self._peers if not peer.lost], select.poll()
-        for peer in peers:
-            peer.watch(poll)
-        poll.poll(seconds * 1000)
-        for peer in peers:
-            peer.hear()
+        peers, poll = {peer.fileno(): peer for peer in self._peers if not peer.lost}, select.poll()
+        for descriptor, peer in peers.items():
+            poll.register(descriptor, select.POLLIN | (select.POLLOUT if peer.unsent else 0))
+        for descriptor, _ in poll.poll(seconds * 1000):
+            (peer := peers[descriptor]).hear()
             for source in SourceReader.in_use if peer.lost and not peer.ended else ():
                 source.segments.release(peer.flag)
 
     def _fail(self, text: str) -> NoReturn:
         """Raise an error here, and on all peers."""
         self._failed = text
-        self._report(("failed", text))
+        for peer in self._peers:
+            peer.send(("failed", text))
         raise WorkerError(text)
 
-    def _report(self, note: Note) -> None:
-        for peer in self._peers:
-            peer.send(note)
+
+def _difference(rank: int, key: Note, other_rank: int, other: Note) -> str:
+    """The error of two ranks that do not ask for the same."""
+    if key[0] == other[0] == "digest":
+        return f"the first batch of rank {rank} differs from that of rank {other_rank}. {_VERSIONS}"
+    return f"ranks {rank} and {other_rank} share batches, but not their steps: {key[:2]} and {other[:2]}. {_ALIKE}"

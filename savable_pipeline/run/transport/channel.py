@@ -67,8 +67,7 @@ class Channel:
 
     def has_come(self) -> bool:
         """Return whether `receive` would return at once."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
+        (poll := select.poll()).register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
     def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:

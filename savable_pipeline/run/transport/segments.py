@@ -10,12 +10,13 @@ Segments are anonymous (memfd) and passed by descriptor, so nothing remains in t
                                             marks the segment as free when the last tensor is gone
 
 The worker reuses the free segment that it used last, whose pages are in the processor's caches, and creates one if none
-is free. `batch_memory` allocates in the segment of the next batch, so tensors from there need no copy. A trainer that
-views 8 batches of a worker gets copies of further ones. A segment that was viewed when the trainer forked is retired,
-because the child may still view it. It is never reused.
+is free. It drops one if another was free for each of 32 batches. `batch_memory` allocates in the segment of the next
+batch, so tensors from there need no copy. A trainer that views 8 batches of a worker gets copies of further ones. A
+segment that was viewed when the trainer forked is retired, because the child may still view it. It is never reused.
 
 Ranks that share batches read one segment, each with its own flag. The worker reuses it once all flags are free. Each
-rank maps it privately: the system copies the pages that a rank writes to, and drops the copies with the batch.
+rank maps it privately: the system copies the pages that a rank writes to. The copies are dropped with the batch, since
+they would hide the next one. Other pages stay mapped, because mapping them again takes longer than reading them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +40,7 @@ Span: TypeAlias = tuple[int, int]  # offset and length in bytes
 
 ALIGN = 64  # bytes, and readers of a segment
 MOST_VIEWED = 8  # batches of one worker that the trainer may view at a time; it gets copies of further ones
-_ROUND = 1 << 16
+_ROUND, _SPARE = 1 << 16, 32  # bytes; batches in a row with a spare segment, after which it is dropped
 _FREE, _IN_USE, _RETIRED = 0, 1, 2
 _ALL_FREE = bytes(ALIGN)
 
@@ -83,11 +86,11 @@ class SegmentWriter:
 
     def __init__(self) -> None:
         self._segments: dict[int, mmap.mmap] = {}  # by number, the one used last at the end
-        self._count = 0
-        self._usual = 0  # the expected size of the next batch, judged by earlier ones
-        self._missing = 0  # bytes of the next batch for which the segment had no room
+        self._count = self._spare = 0  # segments so far, and batches in a row for which more than one was free
+        # The expected size of the next batch, judged by earlier ones; bytes of it for which its segment had no room.
+        self._usual, self._missing = 0, 0
         self._current: _NextBatch | None = None
-        self._views: dict[int, weakref.ref[NDArray[np.uint8]]] = {}  # this process's view of each segment
+        self._views: WeakValueDictionary[int, NDArray[np.uint8]] = WeakValueDictionary()  # of this process, by segment
 
     def allocate(self, size: int) -> memoryview | None:
         """Return `size` bytes for a part of the next batch, or None if there is no room.
@@ -120,10 +123,8 @@ class SegmentWriter:
 
         The segment is not reused while this process views a part of them.
         """
-        view = self._views.get(number, _nothing)()
-        if view is None:
-            view = np.frombuffer(self._segments[number], np.uint8)
-            self._views[number] = weakref.ref(view)
+        if (view := self._views.get(number)) is None:
+            view = self._views[number] = np.frombuffer(self._segments[number], np.uint8)
         return view
 
     def begin(self) -> None:
@@ -131,7 +132,7 @@ class SegmentWriter:
 
         It reuses the memory that was allocated for a batch that failed, unless that is still viewed.
         """
-        if self._current is not None and self._views[self._current.number]() is None:
+        if self._current is not None and self._current.number not in self._views:
             self._current.end = ALIGN
 
     def write(self, views: Sequence[memoryview], pieces: Sequence[Buffer] = ()) -> WrittenBatch:
@@ -180,7 +181,8 @@ class SegmentWriter:
         fits = [number for number in free if len(self._segments[number]) >= size]
         fd, dropped = None, (retired + free)[:1]
         if fits:
-            number, dropped = fits[-1], []
+            self._spare = self._spare % _SPARE + 1 if fits[1:] else 0
+            number, dropped = fits[-1], fits[: self._spare // _SPARE]
             self._segments[number] = self._segments.pop(number)
         else:
             size = -(-size // _ROUND) * _ROUND
@@ -199,7 +201,7 @@ class SegmentWriter:
         return _NextBatch(number, fd, tuple(dropped), self._view(number).ctypes.data)
 
     def _is_free(self, number: int, segment: mmap.mmap) -> bool:
-        return segment[:ALIGN] == _ALL_FREE and self._views.get(number, _nothing)() is None
+        return segment[:ALIGN] == _ALL_FREE and number not in self._views
 
 
 def _layout(views: Sequence[memoryview], current: _NextBatch | None) -> tuple[list[tuple[int, int, bool]], int]:
@@ -221,10 +223,6 @@ def _layout(views: Sequence[memoryview], current: _NextBatch | None) -> tuple[li
     return spans, end
 
 
-def _nothing() -> None:
-    return None
-
-
 class SegmentReader:
     """A process's views of one worker's segments.
 
@@ -233,10 +231,10 @@ class SegmentReader:
 
     def __init__(self, flag: int = 0, *, private: bool = False) -> None:
         self._flag, self._private = flag, private
-        self._segments: dict[int, _MappedSegment] = {}
+        self._segments: dict[Hashable, _MappedSegment] = {}
         self._viewed = [0]
 
-    def add(self, number: int, fd: int) -> None:
+    def add(self, number: Hashable, fd: int) -> None:
         """Map a new segment, and close its descriptor."""
         try:
             flags = mmap.mmap(fd, ALIGN) if self._private else _mapped(fd, 0)
@@ -245,25 +243,24 @@ class SegmentReader:
         finally:
             os.close(fd)
 
-    def drop(self, number: int) -> None:
+    def drop(self, number: Hashable) -> None:
         """Drop a segment, which is unmapped once no tensor views it."""
         del self._segments[number]
 
-    def lend(self, number: int, flags: Iterable[int]) -> None:
-        """Mark a segment as in use by other readers, too, before they know of it."""
-        for flag in flags:
-            self._segments[number].flags[flag] = _IN_USE
+    def lend(self, number: Hashable, flag: int) -> None:
+        """Mark a segment as in use by another reader, too, before that knows of it."""
+        self._segments[number].flags[flag] = _IN_USE
 
-    def release(self, flag: int, number: int | None = None) -> None:
-        """Mark a segment, or all, as free for a reader that has ended.
+    def release(self, flag: int) -> None:
+        """Mark all segments as free for a reader that has ended.
 
         A segment that a child of the reader may view stays retired.
         """
-        for each, segment in self._segments.items():
-            if number in (None, each) and segment.flags[flag] == _IN_USE:
+        for segment in self._segments.values():
+            if segment.flags[flag] == _IN_USE:
                 segment.flags[flag] = _FREE
 
-    def read(self, number: int, spans: list[Span]) -> list[memoryview]:
+    def read(self, number: Hashable, spans: list[Span]) -> list[memoryview]:
         """Return the bytes at some spans of a segment.
 
         They are writable views, or copies if 8 batches are viewed already.
@@ -295,7 +292,6 @@ class _MappedSegment(NamedTuple):
     data: mmap.mmap
 
 
-_views: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
 _forks = [0]  # the number of times that this process has forked
 
 
@@ -311,15 +307,29 @@ def _free_after(whole: NDArray[np.uint8], segment: _MappedSegment, flag: int, vi
 
     It is marked as retired if the process has forked in the meantime.
     """
-    key, owner, forks = id(whole), os.getpid(), _forks[0]
+    owner, forks = os.getpid(), _forks[0]
 
-    def gone(_: object) -> None:
-        del _views[key]
+    def gone() -> None:
         if os.getpid() != owner:
             return
         viewed[0] -= 1
-        if segment.data is not segment.flags and forks == _forks[0]:
-            segment.data.madvise(mmap.MADV_DONTNEED)  # private copies of pages would hide the next batch
+        if segment.data is not segment.flags and forks == _forks[0] and _has_own_pages(segment.data):
+            segment.data.madvise(mmap.MADV_DONTNEED)
         segment.flags[flag] = _FREE if forks == _forks[0] else _RETIRED
 
-    _views[key] = weakref.ref(whole, gone)
+    weakref.finalize(whole, gone).atexit = False
+
+
+def _has_own_pages(data: mmap.mmap) -> bool:
+    """Return whether this process has written to a private mapping.
+
+    It is True if the system does not say.
+    """
+    address, page = np.frombuffer(data, np.uint8).ctypes.data, mmap.PAGESIZE
+    try:
+        with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+            raw = os.pread(file.fileno(), len(data) // page * 8, address // page * 8)
+    except OSError:
+        return True
+    kinds = np.frombuffer(raw, np.uint64) >> 61  # 4: present, 2: swapped, 1: of the file
+    return len(kinds) < len(data) // page or bool(((kinds > 1) & (kinds & 1 == 0)).any())

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 import savable_pipeline as sp
 from savable_pipeline.errors import SavableError
@@ -73,6 +74,22 @@ def test_epochs_end_alike_on_two_machines(make_shards: MakeShards, monkeypatch: 
     expected = epochs(alone(shards, epochs=1))
     with closing(loaders(shards, 3, epochs=1)) as found:
         assert on_machines(found, epochs, [0, 1, 1], monkeypatch) == [expected] * 3
+
+
+def test_the_first_rank_does_not_wait_for_the_network(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other machine takes nothing while the first rank takes batches that no socket has room for."""
+
+    def encode(encoder: Any, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return {"id": sample.json()["id"], "row": torch.full((2_000_000,), rng.random())}
+
+    monkeypatch.setattr("tests.support.peer_threads.Rows.encode", encode)
+    shards = make_shards([40])
+    expected = take(alone(shards), 4)
+    with closing(loaders(shards, 2, workers=sp.Workers(timeout=20))) as found:
+        assert on_machines(found, partial(take_some, 1), [0, 1], monkeypatch) == [expected[:1]] * 2
+        assert take(found[0], 2) == expected[1:3]
+        rest = [partial(take, found[0], 1), partial(take, found[1], 3)]
+        assert side_by_side(rest) == [expected[3:], expected[1:]]
 
 
 def test_the_bytes_pass_once_a_machine(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:

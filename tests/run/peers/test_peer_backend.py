@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,11 +17,13 @@ import torch
 import savable_pipeline as sp
 from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.run.loader.savable_loader import run_of
+from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.device import OnDevice
 from tests.conftest import MakeShards
 from tests.support.peer_threads import alone, loaders, side_by_side
 from tests.support.streams import take
+from tests.support.toy_peers import descendants
 
 pytestmark = pytest.mark.usefixtures("own_interpreters")
 
@@ -74,6 +78,18 @@ def test_a_peer_may_overwrite_its_batches(shards: Path, workers: int) -> None:
         assert on_each(list(enumerate(found)), overwrite) == [expected] * 3
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_stays_while_the_first_rank_takes_others(shards: Path, workers: int) -> None:
+    expected = take(alone(shards), 30)
+    with closing(loaders(shards, 2, num_workers=workers)) as found:
+        on_each(found, lambda loader: take(loader, 1))
+        assert take(found[0], 2) == expected[1:3]
+        for number in range(1, 27):
+            batch = next(found[1])
+            assert take(found[0], 1) == expected[number + 2 : number + 3]
+            assert digest(batch) == expected[number]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_peer_may_collect_many_batches(shards: Path, workers: int) -> None:
     expected = take(alone(shards), 20)
@@ -96,6 +112,46 @@ def test_segments_are_reused(shards: Path) -> None:
     with closing(loaders(shards, 2)) as found:
         on_each(found, lambda loader: take(loader, 60))
         assert 1 <= count_segments() - before <= 6
+
+
+def segments_of(loader: sp.SavableLoader) -> set[Any]:
+    """The segments that a peer has mapped."""
+    return set(run_of(loader).backend._upstream._reader.segments._segments)  # type: ignore[attr-defined]
+
+
+def test_a_descriptor_passes_once(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, send = [], Channel.send
+
+    def counting(channel: Channel, message: bytes, descriptors: Any = ()) -> None:
+        passed.extend(descriptors)
+        send(channel, message, descriptors)
+
+    monkeypatch.setattr(Channel, "send", counting)
+    with closing(loaders(shards, 2)) as found:
+        on_each(found, lambda loader: take(loader, 40))
+        assert 1 <= len(passed) == len(segments_of(found[1]))
+
+
+def test_segments_of_a_dead_worker_are_unmapped(shards: Path) -> None:
+    expected = take(alone(shards), 40)
+    with closing(loaders(shards, 2, num_workers=1)) as found:
+        assert on_each(found, lambda loader: take(loader, 20)) == [expected[:20]] * 2
+        before = segments_of(found[1])
+        os.kill(descendants(run_of(found[0]).backend._builder._host.pid)[0], signal.SIGKILL)  # type: ignore[attr-defined]
+        assert on_each(found, lambda loader: take(loader, 20)) == [expected[20:]] * 2
+        assert before and not before & segments_of(found[1])
+
+
+def test_the_first_asks_for_less_while_a_peer_is_behind(shards: Path) -> None:
+    with closing(loaders(shards, 2, num_workers=2)) as found:  # each of which may be two batches ahead
+        on_each(found, lambda loader: take(loader, 1))
+        backend = run_of(found[0]).backend
+        assert backend.capacity == 4
+        take(found[0], 2)
+        assert backend.capacity == 2
+        take(found[1], 2)
+        backend._hear(1.0)  # type: ignore[attr-defined]
+        assert backend.capacity == 4
 
 
 def test_only_the_first_builds(shards: Path) -> None:

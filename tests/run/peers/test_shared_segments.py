@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from savable_pipeline.run.transport import segments
 from savable_pipeline.run.transport.segments import SegmentReader, SegmentWriter
 
 
@@ -19,7 +23,7 @@ def shared() -> tuple[SegmentWriter, SegmentReader, SegmentReader]:
     for reader in (first, second):
         reader.add(1, os.dup(written.fd))
     os.close(written.fd)
-    first.lend(1, [1])
+    first.lend(1, 1)
     return writer, first, second
 
 
@@ -43,6 +47,36 @@ def test_writes_are_private_and_gone_with_the_batch(
     del mine, other
     assert writer.write([memoryview(b"b" * 3)]).segment == 1
     assert bytes(first.read(1, [(64, 3)])[0]) == b"bbb"
+
+
+def test_pages_that_nobody_wrote_stay_mapped(shared: tuple[SegmentWriter, SegmentReader, SegmentReader]) -> None:
+    _, first, _ = shared
+    data = first._segments[1].data
+    mine = np.frombuffer(first.read(1, [(64, 8192)])[0], np.uint8)
+    assert mine.sum() == 3 * ord("a")
+    del mine
+    assert (pages_of(data) > 0).all()
+    mine = np.frombuffer(first.read(1, [(64, 8192)])[0], np.uint8)
+    mine[5000] = 7
+    del mine
+    assert (pages_of(data) == 0).all()
+
+
+def pages_of(data: Any) -> Any:
+    """The entries of the first three pages in the system's table of pages; 0 for one that is not mapped."""
+    address = np.frombuffer(data, np.uint8).ctypes.data
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+        return np.frombuffer(os.pread(file.fileno(), 24, address // mmap.PAGESIZE * 8), np.uint64)
+
+
+def test_writes_are_gone_where_the_system_does_not_say_what_was_written(
+    shared: tuple[SegmentWriter, SegmentReader, SegmentReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError
+
+    monkeypatch.setattr(segments.Path, "open", fail)
+    test_writes_are_private_and_gone_with_the_batch(shared)
 
 
 def test_that_of_a_lost_reader_is_free(shared: tuple[SegmentWriter, SegmentReader, SegmentReader]) -> None:

@@ -71,6 +71,21 @@ def test_segment_is_reused_only_after_its_last_view_is_gone() -> None:
     assert passing.made == 3 and int(second.sum()) == 5000 * ord("b")
 
 
+def test_segment_is_dropped_once_another_was_free_for_many_batches() -> None:
+    passing = Passing()
+    first = passing(b"a" * 5000)
+    for _ in range(100):
+        passing(b"b" * 5000)
+    assert len(passing.reader._segments) == 2, "the trainer views one while the next is written"
+    first += passing(b"c" * 5000)
+    passing(b"d" * 5000)
+    del first
+    assert len(passing.reader._segments) == 3
+    for _ in range(100):
+        passing(b"e" * 5000)
+    assert len(passing.reader._segments) == 1 and passing.made == 3
+
+
 def test_trainer_that_keeps_every_batch_gets_copies() -> None:
     passing = Passing()
     kept = [passing(bytes([i]) * 3000)[0] for i in range(40)]
