@@ -137,12 +137,8 @@ class ItemBuffer:
             elements: As a stage's `take` returns them; they may be unmade.
         """
         self._elements += elements
-        share = self._share
-        if share is None:
-            return
-        for element in elements:
-            if element.is_made:
-                share.count(element)
+        if self._share is not None:
+            self._share.count(elements)
 
     def fill(self, n: int) -> int:
         """Take elements from the source until `n` are held or it ends.
@@ -199,10 +195,14 @@ class ItemBuffer:
             slots: Their places, int64 (n,).
             fresh: The elements, n of them.
         """
-        given = []
+        elements, given = self._elements, []
         for slot, element in zip(slots.tolist(), fresh, strict=True):
-            self.add([element])
-            given.append(self.remove(slot, last_fills=True))
+            given.append(elements[slot])
+            elements[slot] = element
+        if self._share is not None:
+            self._share.release(given)
+            passed = set(map(id, given))  # a slot that comes twice gives an element that is fresh
+            self._share.count([element for element in fresh if id(element) not in passed])
         return given
 
     def values(self, n: int, *, skips: bool = False) -> list[Any]:
@@ -422,18 +422,18 @@ class BudgetShare:
     def __init__(self, budget: MemoryBudget, *, max_bytes: int) -> None:
         self._budget, self._max_bytes = budget, max_bytes
 
-    def count(self, element: Element) -> None:
-        """Count the value of an element, or drop it if it would exceed the limit."""
-        size = size_of(element.value) or 1
-        budget = self._budget
-        with budget.lock:
-            if budget.used + size > self._max_bytes:
-                element.value = UNMADE
-                return
-            budget.used += size
-        self._bytes += size
-        self.elements += 1
-        element.counted_bytes = size
+    def count(self, elements: Sequence[Element]) -> None:
+        """Count the values of made elements, or drop those that would exceed the limit."""
+        made = [(element, size_of(element.value) or 1) for element in elements if element.is_made]
+        with self._budget.lock:
+            for element, size in made:
+                if self._budget.used + size > self._max_bytes:
+                    element.value = UNMADE
+                    continue
+                self._budget.used += size
+                self._bytes += size
+                self.elements += 1
+                element.counted_bytes = size
 
     def release(self, elements: Iterable[Element]) -> None:
         """Count the values of these elements no more."""

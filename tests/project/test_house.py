@@ -31,7 +31,7 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/core": 1321,
     "savable_pipeline/data": 13545,
     "savable_pipeline/run": 8341,
-    "savable_pipeline/stages": 6649,
+    "savable_pipeline/stages": 6645,
     "savable_pipeline/tools": 6518,
     "savable_pipeline/trainers": 2597,
     "task_encoders": 2438,

@@ -20,14 +20,12 @@ import msgspec
 from savable_pipeline.core.containers import changed_part, part_versions
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
-from savable_pipeline.data.dataset.ref import skip_counters
-from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.chunked_stage import make_elements, take_from
-from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
-from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes, sample_indices
-from savable_pipeline.stages.packing.pack_stage import PackStage
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref
+from savable_pipeline.stages.packing.pack_stage import EMPTY_PACK, PackStage
 from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_settings import check_function, function_settings
@@ -93,9 +91,8 @@ class ItemPacker(PackStage):
         super().__init__(source)
         self._calls = EncoderCalls("ItemPacker", source.info, encoder, "pack")
         self.size, self.select, self.max_buffer_bytes = size, source.lane.own(select), max_buffer_bytes
-        self._held = ItemBuffer(
-            self, max_bytes=max_buffer_bytes
-        )  # of pending packs, or of a round before they are chosen
+        # Of pending packs, or of a round before they are chosen.
+        self._held = ItemBuffer(self, max_bytes=max_buffer_bytes)
         self._groups: list[int] = []  # how many of them are in each pending pack
         # rounds chosen; packs given, or skipped; items in a row that came into no pack
         self._rounds, self._count, self._in_vain = 0, 0, 0
@@ -103,10 +100,14 @@ class ItemPacker(PackStage):
     def take(self, n: int) -> list[Element]:
         """The next pack; none only at the end."""
         while self._groups or self._choose():
-            packed, refs, sizes = self._pack(self._held.copies(self._groups[0]), self._count)
+            items, refs = _left(self._held.copies(self._groups[0]))
+            sizes = self._calls.sizes(items) if items else None
+            packed = self._calls.combined(items, self._count, self.info) if items else EMPTY_PACK
             self._held.drop(self._groups.pop(0))
             self._count += bool(refs)
             if type(packed) is Skip:
+                if refs:  # else each item was counted where it was found to be lost
+                    self._count_skip(packed.reason, refs[0])
                 self._give_up_after(len(refs), f"the last pack was skipped as {packed.reason!r}")
             else:
                 self._in_vain = 0
@@ -139,7 +140,7 @@ class ItemPacker(PackStage):
             self._held.drop(len(self._held))
             self._held.add([Element(refs[position], items[position]) for position in chosen])
             for position in set(range(len(refs))).difference(chosen):
-                self.counts.update(skip_counters("not selected", next(sample_indices(refs[position]))))
+                self._count_skip("not selected", refs[position])
             if not groups:
                 self._give_up_after(len(items), "`select` chose none of the last")
         return True
@@ -150,29 +151,10 @@ class ItemPacker(PackStage):
         if self._in_vain >= max_empty_samples(self.info.population):
             raise EncodeError(f"ItemPacker: {self._in_vain:,} items in a row made no pack, {last}. Change `select`.")
 
-    def _pack(self, made: list[Element], number: int) -> tuple[Any, list[ItemRef], tuple[Size, ...] | None]:
-        """Pack `number` of what is left of these items, and its refs and sizes; a `Skip` is counted."""
-        items, refs = _left(made)
-        if not items:  # each was counted where it was found to be lost
-            return Skip("a pack of nothing"), [], None
-        sizes = self._calls.sizes(items)
-        packed = self._calls.combined(items, number, self.info)
-        if type(packed) is Skip:
-            self.counts.update(skip_counters(packed.reason, next(sample_indices(refs[0]))))
-        return packed, refs, sizes
-
-    def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of packs, of the items that are left, and their refs; these stay beside a `Skip`."""
-        for element in elements:
-            number, *parts = as_ref(element.ref)
-            if isinstance(number, tuple) or not all(isinstance(part, tuple) for part in parts):
-                raise CheckpointMismatchError(f"ItemPacker: {element.ref} is no pack. Use another copy of the state.")
-            items = [Element(part) for part in parts]
-            make_elements(self.source, items)
-            element.value, refs, _ = self._pack(items, number)
-            if type(element.value) is not Skip:
-                element.sizes = left_sizes(element.sizes, element.ref, left := (number, *refs))
-                element.ref = left
+    def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
+        items = [Element(ref) for ref in refs]
+        make_elements(self.source, items)
+        return items
 
     def save_state(self) -> State:
         """`groups`: the refs of each pending pack; `held`: those of a round cut short; `rounds`, `count`: so far."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from savable_pipeline.data.dataset.ref import skip_counters
+from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.item_ref import Element, ItemRef, left_sizes, sample_indices
 from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.stages.stage_info import StageInfo
+from savable_pipeline.stages.task_encoder import Skip
+
+EMPTY_PACK = Skip("a pack of nothing")
 
 
 class PackStage(ChunkedStage, ItemStage):
@@ -32,3 +40,35 @@ class PackStage(ChunkedStage, ItemStage):
     def are_certain(self, items: list[ItemRef]) -> bool:
         """Return whether a pack of whole items cannot be skipped, nor lose one."""
         return self._calls.packs_all and all(is_certain(self.source, item) for item in items)
+
+    def make(self, elements: Sequence[Element]) -> None:
+        """Set the values of packs, of the items that are left, and their refs and sizes.
+
+        These stay beside a `Skip`, which is counted by its first item, unless all items are lost: these were.
+        """
+        for element in elements:
+            number, *parts = element.ref
+            if isinstance(number, tuple) or not all(isinstance(part, tuple) for part in parts):
+                raise CheckpointMismatchError(
+                    f"{type(self).__name__}: {element.ref} is no pack. Use another copy of the checkpoint."
+                )
+            left = [part for part in self._rebuilt(parts) if type(part.value) is not Skip]
+            refs, items = [part.ref for part in left], [part.value for part in left]
+            element.value = self._calls.combined(items, number, self.info) if items else EMPTY_PACK
+            if type(element.value) is not Skip:
+                whole, element.ref = element.ref, (number, *refs)
+                element.sizes = left_sizes(element.sizes, whole, element.ref)
+                self._count_rebuilt(element, items)
+            elif items:
+                self._count_skip(element.value.reason, refs[0])
+
+    @abstractmethod
+    def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
+        """The items with these refs, or a `Skip`; each with the ref of what is left of it."""
+
+    def _count_rebuilt(self, pack: Element, items: list[Any]) -> None:
+        """Count a pack of these items, if it was not counted before."""
+
+    def _count_skip(self, reason: str, ref: ItemRef) -> None:
+        """Count an item, or a pack by its first item, as dropped."""
+        self.counts.update(skip_counters(reason, next(sample_indices(ref))))

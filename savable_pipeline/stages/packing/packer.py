@@ -13,8 +13,8 @@ from savable_pipeline.stages.advice import check_choice, check_count
 from savable_pipeline.stages.cost import Cost, Costing, Size, check_cost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
-from savable_pipeline.stages.item_ref import Element, left_sizes
-from savable_pipeline.stages.packing.pack_stage import PackStage
+from savable_pipeline.stages.item_ref import Element, ItemRef
+from savable_pipeline.stages.packing.pack_stage import EMPTY_PACK, PackStage
 from savable_pipeline.stages.packing.packing_policies import (
     OpenPack,
     Packing,
@@ -31,8 +31,6 @@ from savable_pipeline.stages.stage_settings import check_function, function_sett
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 log = logging.getLogger(__name__)
-
-_NOTHING = Skip("a pack of nothing")
 
 
 def check_packing(
@@ -190,7 +188,7 @@ class OnlinePacker(PackStage):
         """The pack, made; None if nothing is left of it or the encoder skips it."""
         made = [(piece, self._pieces.item(piece)) for piece in pack.pieces]
         left = [(piece, item) for piece, item in made if type(item) is not Skip]
-        packed = self._calls.combined([item for _, item in left], self._count, self.info) if left else _NOTHING
+        packed = self._calls.combined([item for _, item in left], self._count, self.info) if left else EMPTY_PACK
         pieces = [piece for piece, _ in left]
         if type(packed) is Skip:
             self._release(pack)
@@ -234,7 +232,7 @@ class OnlinePacker(PackStage):
         """
         if pieces:
             self._count += 1
-            self._pieces.count_skip(skip.reason, pieces[0].ref)
+            self._count_skip(skip.reason, pieces[0].ref)
             self._row_of_skipped_packs += 1
         if self._row_of_skipped_packs >= max_empty_samples(self.info.population):
             raise EncodeError(
@@ -242,22 +240,13 @@ class OnlinePacker(PackStage):
                 f"one with {skip.reason!r}. Change `pack`."
             )
 
-    def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of packs, of the items that are left, and their refs and sizes; these stay beside a `Skip`."""
-        for element in elements:
-            number, *parts = element.ref
-            items = self._pieces.fetched(parts)
-            left = [part for part, item in zip(parts, items, strict=True) if type(item) is not Skip]
-            items = [item for item in items if type(item) is not Skip]
-            element.value = self._calls.combined(items, number, self.info) if left else _NOTHING
-            if type(element.value) is Skip:
-                if left:
-                    self._pieces.count_skip(element.value.reason, left[0])
-                continue
-            element.sizes, element.ref = left_sizes(element.sizes, element.ref, (number, *left)), (number, *left)
-            if self._counts_when_made:
-                known = element.sizes if len(element.sizes or ()) == len(items) else None  # else of the whole pack
-                self._count_pack(known or [self._pieces.measured(item) for item in items])
+    def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
+        return self._pieces.rebuilt(refs)
+
+    def _count_rebuilt(self, pack: Element, items: list[Any]) -> None:
+        if self._counts_when_made:
+            known = pack.sizes if len(pack.sizes or ()) == len(items) else None  # else of the whole pack
+            self._count_pack(known or [self._pieces.measured(item) for item in items])
 
     def save_state(self) -> State:
         """`packs`: for each open pack, oldest first, the ref and length of each item; `count`: packs given so far.

@@ -13,13 +13,12 @@ from typing import Any, Literal
 import msgspec
 
 from savable_pipeline.core.state_numbers import SavedCount
-from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.chunked_stage import make_elements, take_from
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import BudgetShare, MemoryBudget, is_whole, note_buffer
-from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref, sample_indices
+from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
 from savable_pipeline.stages.skipped_samples import SourceCounts, max_empty_samples
 from savable_pipeline.stages.stage import ItemStage
@@ -40,10 +39,7 @@ class PieceMaker:
         self.ahead: list[Element] = []  # items that come after it
         self._stage = weakref.ref(stage)  # weak: a stage that is dropped frees its items at once
         self._calls, self._packing = calls, packing
-        self._too_long, self._asked = (
-            too_long,
-            asked,
-        )  # `_asked`: whether the user chose
+        self._too_long, self._asked = too_long, asked  # `_asked`: whether the user chose
         self._by_source = SourceCounts(stage.counts)
         budget = stage.lane.shared("held items", MemoryBudget, by_threads=True)
         self._share = BudgetShare(budget, max_bytes=max_bytes)
@@ -102,7 +98,7 @@ class PieceMaker:
         self._set_cost(piece)
         self._by_source.kept_one(ref, length)
         if declared is None:
-            self._share.count(piece)
+            self._share.count([piece])
         packing.add(piece)
 
     def _add(self, taken: Piece) -> bool:
@@ -173,7 +169,7 @@ class PieceMaker:
 
     def _set_value(self, piece: Piece, item: Any) -> None:
         piece.value = item
-        self._share.count(piece)
+        self._share.count([piece])
 
     def release(self, pieces: Sequence[Piece]) -> None:
         """Count the items of these pieces as in memory no more."""
@@ -209,14 +205,14 @@ class PieceMaker:
         """The tokens of an item that a piece covers."""
         return self._calls.cut(whole, piece.start, piece.start + piece.length) if piece.is_cut else whole
 
-    def fetched(self, refs: Sequence[ItemRef]) -> list[Any]:
+    def rebuilt(self, refs: Sequence[ItemRef]) -> list[Element]:
         """Make the items of pieces with these refs. Raises `CheckpointMismatchError` for another kind of ref."""
         for ref in refs:
-            if not isinstance(ref, tuple) or (isinstance(ref[0], tuple) and len(ref) != 3):
+            if isinstance(ref[0], tuple) and len(ref) != 3:
                 raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
-        elements = [Element(ref[0] if isinstance(ref[0], tuple) else ref) for ref in refs]
-        make_elements(self._packer.source, elements)
-        return [self._cut(element.value, ref) for element, ref in zip(elements, refs, strict=True)]
+        items = [Element(ref[0] if isinstance(ref[0], tuple) else ref) for ref in refs]
+        make_elements(self._packer.source, items)
+        return [Element(ref, self._cut(item.value, ref)) for item, ref in zip(items, refs, strict=True)]
 
     def _cut(self, item: Any, ref: ItemRef) -> Any:
         return self._calls.cut(item, *ref[1:]) if isinstance(ref[0], tuple) and type(item) is not Skip else item
@@ -236,10 +232,6 @@ class PieceMaker:
             raise EncodeError(
                 f"OnlinePacker: {row:,} items in a row were {why}, the last one with {measure}. Raise {limit}."
             )
-
-    def count_skip(self, reason: str, ref: ItemRef) -> None:
-        """Count an item, or a pack by its first item, as left out."""
-        self._packer.counts.update(skip_counters(reason, next(sample_indices(as_ref(ref)))))
 
     def known(self, saved: Sequence[SavedPiece]) -> list[Piece]:
         """The pieces of a state whose source still exists."""
