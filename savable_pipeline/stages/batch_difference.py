@@ -17,8 +17,8 @@ class Difference(NamedTuple):
     """The first difference of two batches: its path in the batch, and the two values there as short text.
 
     `row` is the first differing index along the first dimension of a tensor or array, and `rows` a text such as "2 of 8
-    differ". `place` is the first differing element in that row, if the row is long. `parts` are the two whole tensors,
-    arrays or values.
+    differ". `element` is the first differing element in that row, if the row is long. `parts` are both tensors, arrays
+    or values.
     """
 
     path: str
@@ -26,12 +26,12 @@ class Difference(NamedTuple):
     found: str
     row: int | None = None
     rows: str = ""
-    place: str = ""
+    element: str = ""
     parts: tuple[Any, Any] | None = None
 
     def __str__(self) -> str:
         row = "" if self.row is None else f", sample {self.row} ({self.rows})"
-        return f"{self.path}{row}: {self.expected} expected, {self.found} found{self.place}"
+        return f"{self.path}{row}: {self.expected} expected, {self.found} found{self.element}"
 
 
 def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
@@ -142,9 +142,9 @@ def _difference(path: str, left: Any, right: Any) -> Difference:
     row = differing[0]
     index, differ = _first_element(left[row], right[row])
     count = f"{len(differing)} of {len(left)} differ"
-    place = f" at {list(index)}, {differ}" if index else ""
+    element = f" at {list(index)}, {differ}" if index else ""
     shown = _short(left[row][index]), _short(right[row][index])
-    return Difference(path, *shown, row, count, place, (left, right))
+    return Difference(path, *shown, row, count, element, (left, right))
 
 
 _FEW = 8  # a row of at most 8 values is shown whole, a longer one by its first differing value

@@ -26,7 +26,7 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
 from savable_pipeline.stages.chunked_stage import ChunkedStage, count_of
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.encoder_calls import made_encoder, seeding_of
+from savable_pipeline.stages.encoder_calls import lane_encoder, seeding_of
 from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import encoder_call
@@ -108,7 +108,7 @@ class Encode(ChunkedStage, ItemStage):
     ) -> None:
         self._check_source(source, SampleStage)
         super().__init__(source)
-        encoder = made_encoder("Encode", encoder, source.lane)
+        encoder = lane_encoder("Encode", encoder, source.lane)
         self._ahead = SamplesAhead()
         self._skipped = SkippedSamples(
             encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead
@@ -137,7 +137,7 @@ class Encode(ChunkedStage, ItemStage):
                     if not ahead.load(self.source, max(n - len(elements), _AHEAD), keep=first):
                         break
                     first = 0
-                mark, checks, fan, count = self._skipped.mark(), self.keyed.check.left, self._fan, self._part
+                mark, checks, fan, count = self._skipped.mark(), self.keyed.check.remaining, self._fan, self._part
                 try:
                     if fan is not None:
                         self._take_parts(elements, n)
@@ -147,7 +147,7 @@ class Encode(ChunkedStage, ItemStage):
                         self._take_samples(elements, n)
                 except DrawFound:  # the row has no effect, and is repeated
                     self._skipped.roll_back(mark)
-                    self.keyed.check.left = checks
+                    self.keyed.check.remaining = checks
                     self._fan = FanOut(self.keyed, fan.sample, count=count) if fan is not None else None
         except BaseException:
             self._skipped.roll_back(before)  # the call returns no item: undo it as a whole
@@ -420,7 +420,7 @@ class KeyedEncoder:
 
     def due_encode(self) -> EncodeCall:
         """What encodes the samples of this row: the encoder itself, if none of them is to be checked."""
-        due = self.encode is not self.check or self.check.left > 0 or self.seeding.wants_second_run()
+        due = self.encode is not self.check or self.check.remaining > 0 or self.seeding.wants_second_run()
         return self.encode if due else self._plain
 
     def base(self, source: int) -> int:

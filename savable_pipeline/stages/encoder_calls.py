@@ -32,12 +32,12 @@ def check_encoder(stage: str, encoder: object) -> None:
     raise ValueError(f"{stage} takes a TaskEncoder, not {encoder!r}{hint}")
 
 
-def made_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
+def lane_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
     """The encoder, or the one that a function makes, once a process. Raises ValueError if it is neither."""
     if is_maker(encoder):
-        made = lane.shared(("encoder", encoder), lane.own(encoder))  # of a thread alone, as a copy is
-        check_encoder(stage, made)
-        return cast(TaskEncoder, made)
+        own = lane.shared(("encoder", encoder), lane.own(encoder))  # of a thread alone, as a copy is
+        check_encoder(stage, own)
+        return cast(TaskEncoder, own)
     check_encoder(stage, encoder)
     return lane.own(cast(TaskEncoder, encoder))
 
@@ -120,10 +120,10 @@ class EncoderCalls:
         if seeding.seed is not None:
             seeding.seed(rng.key)
         try:
-            made = call(items, rng.restarted())
-            if type(made) is Skip and self.packs_all:
-                raise TypeError(f"one_to_one is set, but it returned {made!r}")
-            return made
+            result = call(items, rng.restarted())
+            if type(result) is Skip and self.packs_all:
+                raise TypeError(f"one_to_one is set, but it returned {result!r}")
+            return result
         except Exception as error:
             name = "select" if noun == "round" else f"{self.encoder_name}.{noun}"
             which = f", {noun} {rng.parts[0]} ({len(items)} items)"

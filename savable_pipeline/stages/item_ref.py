@@ -66,12 +66,12 @@ def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
     inner = [part for part in ref if isinstance(part, tuple)]
     if not inner:
         return None if is_gone(ref[0]) else ref
-    left = [without(part, is_gone) for part in inner]
-    if left == inner:
+    parts = [without(part, is_gone) for part in inner]
+    if parts == inner:
         return ref
     is_pack = not isinstance(ref[0], tuple) and len(inner) == len(ref) - 1
-    kept = [part for part in left if part is not None]
-    return (ref[0], *kept) if is_pack and kept else None
+    present = [part for part in parts if part is not None]
+    return (ref[0], *present) if is_pack and present else None
 
 
 def batch_number(ref: ItemRef) -> ItemRef:

@@ -241,7 +241,7 @@ class FirstFitDecreasing(Packing):
             or self._images >= enough * self.max_images > 0
             or self._cost >= enough * self.max_cost > 0
         ):
-            self._lay_out(keep_last=True)
+            self._place_all(leave_last=True)
 
     def due(self) -> OpenPack | None:
         """The next filled pack; None if there is none."""
@@ -250,10 +250,10 @@ class FirstFitDecreasing(Packing):
     def last(self) -> OpenPack | None:
         """The next pack, once all held pieces are placed; None when all are given."""
         if self.held:
-            self._lay_out(keep_last=False)
+            self._place_all(leave_last=False)
         return self.due()
 
-    def _lay_out(self, *, keep_last: bool) -> None:
+    def _place_all(self, *, leave_last: bool) -> None:
         packs: list[OpenPack] = []
         for piece in self._in_order():
             pack = _oldest(packs, piece)
@@ -261,7 +261,7 @@ class FirstFitDecreasing(Packing):
                 pack = self.empty(max(self.max_length, piece.length))  # held before a shorter one was decided
                 packs.append(pack)
             pack.add(piece)
-        self.held = packs.pop().pieces if keep_last else []
+        self.held = packs.pop().pieces if leave_last else []
         self._length = sum(piece.length for piece in self.held)
         self._images = sum(piece.images for piece in self.held)
         self._cost = sum(min(piece.cost, self.max_cost) for piece in self.held)
@@ -323,16 +323,16 @@ class ByFunction(Packing):
     def due(self) -> OpenPack | None:
         """The next pack, once the held pieces fill `open_packs` packs and are laid out; None before that."""
         if not self.packs and self._length >= self.open_packs * self.max_length:
-            self._lay_out()
+            self._place_all()
         return super().last()
 
     def last(self) -> OpenPack | None:
         """The next pack, once all held pieces are laid out; None when all are given."""
         if self.held and not self.packs:
-            self._lay_out()
+            self._place_all()
         return super().last()
 
-    def _lay_out(self) -> None:
+    def _place_all(self) -> None:
         """Make packs of all held pieces. Raises `EncodeError` for a wrong answer; then the pieces are still held."""
         groups = self._answer([piece.length for piece in self.held])
         packs = []
@@ -364,21 +364,21 @@ class ByFunction(Packing):
 
 def check_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int], max_length: int) -> None:
     """Raise ValueError unless each index is in one group, and no group is empty or longer than a pack."""
-    seen: set[Any] = set()
+    used: set[Any] = set()
     for number, group in enumerate(groups):
         if not group:
             raise ValueError(f"group {number} is empty")
         for position in group:
             if not 0 <= position < len(lengths):
                 raise ValueError(f"group {number} has index {position}, but there are {len(lengths)} lengths")
-            if position in seen:
+            if position in used:
                 raise ValueError(f"group {number} repeats index {position}")
-            seen.add(position)
+            used.add(position)
         total = sum(lengths[position] for position in group)
         if total > max_length:
             raise ValueError(f"group {number} has length {total}, more than max_length={max_length}: {list(group)}")
-    if len(seen) < len(lengths):
-        missing = next(position for position in range(len(lengths)) if position not in seen)
+    if len(used) < len(lengths):
+        missing = next(position for position in range(len(lengths)) if position not in used)
         raise ValueError(f"index {missing} is in no group")
 
 

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 BLOCK = 8  # samples that are dealt to a lane together
 _SHARE = 4  # a window takes this part of the cache: there are two at a time, and the rows that buffers hold
 _ENOUGH = 54  # groups: e**(0.9 × 4.43); their batches are 0.9 as mixed as random ones of 256 out of 100 classes
-_EPOCHS_KEPT = 4  # orders kept for the lanes of a process, which are seldom more epochs apart
-_WINDOWS_KEPT = 128  # cached permutations of blocks, one per window, 128 kB each at most
+_CACHED_EPOCHS = 4  # orders kept for the lanes of a process, which are seldom more epochs apart
+_CACHED_WINDOWS = 128  # cached permutations of blocks, one per window, 128 kB each at most
 
 
 class EpochOrder:
@@ -86,7 +86,7 @@ class EpochOrder:
 
     def _bijection(self, window: int, blocks: int) -> Bijection:
         if window not in self._blocks:
-            if len(self._blocks) >= _WINDOWS_KEPT:
+            if len(self._blocks) >= _CACHED_WINDOWS:
                 self._blocks.clear()
             self._blocks[window] = Bijection(derive_key(self._key, "blocks", window), blocks)
         return self._blocks[window]
@@ -144,11 +144,11 @@ class EpochOrders:
 
     def __init__(self, dataset: Dataset, window: int | None, *, deals: bool) -> None:
         self._dataset, self._window, self._deals = dataset, window, deals
-        self._kept: OrderedDict[Any, EpochOrder | DealtOrder] = OrderedDict()
+        self._cached: OrderedDict[Any, EpochOrder | DealtOrder] = OrderedDict()
         self._groups: dict[int, RowGroups] = {}  # by the number of shards
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._cached)
 
     def of(self, shares: LaneShares, epoch: int, source: int) -> EpochOrder | DealtOrder:
         """The order of an epoch of the samples of `source`."""
@@ -156,13 +156,13 @@ class EpochOrders:
         groups = self.groups_of(samples) if self._deals else None
         window = self._window if groups is None else groups.window
         wanted = (seed, shares.tag, epoch, samples.shards, shares.block_size, window, shares.cut, shares.lane.count)
-        if wanted not in self._kept:
+        if wanted not in self._cached:
             firsts, block_size = samples.firsts if groups is None else groups.firsts, shares.block_size or 1
             order = EpochOrder(firsts, seed=seed, source=source, epoch=epoch, block_size=block_size, window=window)
-            self._kept[wanted] = DealtOrder(order, shares.begins(epoch), block_size) if self._deals else order
-            while len(self._kept) > _EPOCHS_KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[wanted]
+            self._cached[wanted] = DealtOrder(order, shares.begins(epoch), block_size) if self._deals else order
+            while len(self._cached) > _CACHED_EPOCHS:
+                self._cached.popitem(last=False)
+        return self._cached[wanted]
 
     def groups_of(self, samples: EpochSamples) -> RowGroups:
         """The groups of an epoch's rows. Logs a warning, once, where a window holds too few."""

@@ -45,12 +45,12 @@ class FileReader(RecordReader):
         self.options = _checked(type(self).__name__, self.kind, options)
         known = format_named(self.kind).settings
         most: Any = options.get("cache_bytes")
-        given = {name: value for name, value in self.options.items() if name in known and value is not None}
+        settings = {name: value for name, value in self.options.items() if name in known and value is not None}
         cache = options.get("cache"), most
         if "blocks" in known:
-            cache, given["blocks"] = (None, None), lane.shared(("decoded", most), lambda: DecodedBlocks(most))
+            cache, settings["blocks"] = (None, None), lane.shared(("decoded", most), lambda: DecodedBlocks(most))
         named = tuple((name, repr(value)) for name, value in self.options.items())
-        super().__init__(ReaderData.of_files(self.kind, self.files, lane, named, cache, **given), lane, **common)
+        super().__init__(ReaderData.of_files(self.kind, self.files, lane, named, cache, **settings), lane, **common)
 
     def settings(self) -> dict[str, Any]:
         """The settings of every reader, and the options that change samples; of fields of files those that are used."""
@@ -578,8 +578,8 @@ def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordR
     options = {**source.settings, **{name: value for name, value in options.items() if name != "format"}}
     # the listing that told the kind is used to open them
     lane.shared(("source", names, reader.kind, where), lambda: source)
-    made: RecordReader = reader(names, lane, **_of_reader(f"{names}: {kind} files", reader, options))
-    return made
+    opened: RecordReader = reader(names, lane, **_of_reader(f"{names}: {kind} files", reader, options))
+    return opened
 
 
 def _of_reader(files: str, reader: type[RecordReader], options: Mapping[str, Any]) -> Mapping[str, Any]:
