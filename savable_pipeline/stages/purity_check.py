@@ -1,4 +1,4 @@
-"""`PurityCheck`: encodes some samples twice, to find an encoder whose items do not depend on the sample alone.
+"""`PurityCheck`: encodes some samples twice to find impure encoders.
 
 It finds causes that change from one call to the next: a clock, an unseeded generator, a counter of calls. A cause that
 is constant within a process, such as the order of a set of strings, is found only by `savable verify-resume`. What
@@ -37,7 +37,9 @@ def check_share(share: float | None) -> None:
 
 
 class PurityCheck:
-    """Takes the place of `encoder.encode` and returns the same; `share` of the samples, 0 to 1, are encoded twice.
+    """Replacement of `encoder.encode` that checks a `share` of the samples.
+
+    It returns the same items. Checked samples are encoded twice.
 
     None: the first ones of a process, unless one takes longer than a second. More are encoded twice where `seeding`
     asks for it, from two states of the global generators.

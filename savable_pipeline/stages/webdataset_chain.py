@@ -1,4 +1,4 @@
-"""`read_webdataset`: a webdataset pipeline as a pipeline of this library, for `sp.read(dataset)`.
+"""`read_webdataset`: a webdataset pipeline for `sp.read(dataset)`.
 
     SimpleShardList ─ splitters ─ shuffle ─ tar files │ shuffle     │ decode ─ map ─ to_tuple │ shuffle │ batched ─ map
     read(urls, shuffle=…)                             │ .shuffle(n) │ .encode(…)              │ .shuffle│ .batch(n)
@@ -276,7 +276,7 @@ class _Chain:
 
 
 class WebDatasetEncoder(TaskEncoder):
-    """Runs the stages of a webdataset pipeline that handle one sample at a time, on one sample.
+    """Encoder that runs the per-sample stages of a webdataset pipeline.
 
     Args:
         chain: The stages of the pipeline.
@@ -297,7 +297,10 @@ class WebDatasetEncoder(TaskEncoder):
         self.global_rng = True if chain.checked else None  # `_check` seeds
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
-        """Return what the stages yield for the sample: an item, a `Skip`, or an iterator of items."""
+        """Return what the stages yield for the sample.
+
+        It is an item, a `Skip`, or an iterator of items.
+        """
         fields = self._fields(sample)
         if self._earlier is not None:
             self._check(fields, rng)
@@ -315,7 +318,7 @@ class WebDatasetEncoder(TaskEncoder):
         return Skip(type(self._skipped[0]).__name__ if self._skipped else "filtered")
 
     def batch(self, items: list[Any], rng: Rng) -> Any:
-        """Return the batch as webdataset's collation makes it, after the stages behind `batched`."""
+        """Build the batch by webdataset's collation and the stages after `batched`."""
         if self._batch is None:
             return super().batch(items, rng)
         _, collation, _ = self._batch

@@ -1,4 +1,6 @@
-"""`Schedule`: weights of a `Blend` that change during the run, by the samples or tokens that all lanes drew.
+"""`Schedule`: weights of a `Blend` that change during the run.
+
+They follow the samples or tokens that all lanes drew.
 
 A point holds the shares from a count of drawn samples on. The due of a source by then is the integral of
 its share, in closed form and in integers:
@@ -26,7 +28,9 @@ _LARGEST = 1 << 62
 
 
 class Schedule:
-    """Weights that change: `Schedule([(0, {"web": 8, "code": 2}), (1_000_000, {"web": 4, "code": 6})])`.
+    """Weights that change during a run.
+
+    An example is `Schedule([(0, {"web": 8, "code": 2}), (1_000_000, {"web": 4, "code": 6})])`.
 
     Counts include each lane of the run, so they are the same for every number of ranks and workers.
 
@@ -95,7 +99,9 @@ class _Piece(NamedTuple):
 
 
 class TargetCounts:
-    """The targets of some sources of a schedule, by count, in units of 1 / `unit`: integers.
+    """Target counts of some sources of a schedule, as integers.
+
+    Their unit is 1 / `unit`.
 
     Counts start at `begin`, and targets at the point that holds there, where the sources have the `rates`. Raises
     ValueError if none of the sources has a weight at a point from there on.
@@ -137,11 +143,17 @@ class TargetCounts:
                 targets = _target_counts(piece, start + length)
 
     def at(self, count: int) -> list[int]:
-        """The targets of each source, which sum to `unit` times what was drawn since the first point."""
+        """Return the target of each source.
+
+        They sum to `unit` times the number of draws since the first point.
+        """
         return _target_counts(self._pieces[bisect_right(self._starts, count) - 1], count)
 
     def furthest_behind(self, count: int, covered: Sequence[int]) -> int:
-        """The number of the source whose due is the most above what is covered of it, among those with a share."""
+        """Return the source that is furthest below its target.
+
+        Only sources with a weight count.
+        """
         piece = self._pieces[bisect_right(self._starts, count) - 1]
         if piece.growth:
             targets = _target_counts(piece, count)

@@ -1,4 +1,6 @@
-"""The turns of a `Blend`'s sources in one lane, by weights that may change during the run.
+"""Turns of a `Blend`'s sources in one lane.
+
+Weights may change during the run.
 
 By samples, every `stride` samples of each lane are a piece. What all L lanes together draw in a piece is the integral
 of the shares, rounded: each of the L x stride draws goes to the source that is furthest behind. These draws are dealt
@@ -54,7 +56,10 @@ class TurnsState(msgspec.Struct):
 
 
 def nearest(wanted: Sequence[int], unit: int, most: Sequence[int], n: int) -> list[int]:
-    """`n` draws of sources, of each at most `most`, nearest to `wanted` / `unit` by the sum of squares."""
+    """Choose `n` draws nearest to `wanted` / `unit` in the sum of squares.
+
+    Each source is drawn at most `most` times.
+    """
     chosen = [min(max(want // unit, 0), limit) for want, limit in zip(wanted, most, strict=True)]
     missing = n - sum(chosen)
     if not missing:
@@ -86,7 +91,10 @@ class _Half(NamedTuple):
 
 
 def halves_around(position: int, lanes: int) -> list[_Half]:
-    """The half of the lanes that the one at `position` is in, the half of that half, down to the lane."""
+    """List the halves of the lanes around the one at `position`.
+
+    They are the half of all lanes, the half of that half, down to the lane itself.
+    """
     found, number = [], 1
     while lanes > 1:
         first = (lanes + 1) // 2
@@ -165,7 +173,7 @@ class Turns:
         self._turns = np.empty(0, np.int64)  # of these pieces
 
     def plan(self, n: int) -> NDArray[np.int64]:
-        """The numbers of the sources of the next `n` turns: int64 (n,); counts nothing as taken."""
+        """Return the sources of the next `n` turns, int64 (n,), without taking them."""
         begin = self.taken - self._piece * self._draws.stride
         if begin + n > len(self._turns):
             self._plan_pieces(max(_AT_ONCE, -(-(begin + n - len(self._turns)) // self._draws.stride)))
@@ -197,7 +205,10 @@ class Turns:
         return {"weights": self.weights, "counts": [list(counts) for counts in self._counts], "taken": self.taken}
 
     def restore(self, saved: TurnsState) -> None:
-        """Return to the position in `saved`. Raises `CheckpointMismatchError` if it cannot be of these turns."""
+        """Return to the position in `saved`.
+
+        Raises `CheckpointMismatchError` if it cannot belong to these turns.
+        """
         piece = saved.taken // self._draws.stride
         sizes = [self._draws.lanes, *(half.lanes for half in self._halves)]
         sums = [lanes * piece * self._draws.stride for lanes in sizes]
@@ -207,7 +218,9 @@ class Turns:
 
 
 class TokenTurns:
-    """Turns by number of tokens, in one of `lanes` lanes whose targets begin at `begin`.
+    """Turns by number of tokens, in one of `lanes` lanes.
+
+    Their targets start at `begin`.
 
     `lags` say how far each source is behind at the start, in items of the first one's length, as units of the targets;
     `weights` is a number that other weights do not have.
@@ -231,7 +244,10 @@ class TokenTurns:
         return [a + count * self._token - lag for a, count, lag in zip(start, self.counts, lags, strict=True)]
 
     def next(self) -> int:
-        """The number of the source whose turn is next: the furthest behind its due, among those that have a share."""
+        """Return the source of the next turn.
+
+        It is the one furthest below its target among those with a weight.
+        """
         return self._targets.furthest_behind(self._begin + self.taken * self._lanes, self._covered)
 
     def took(self, source: int, tokens: int) -> None:
@@ -249,7 +265,10 @@ class TokenTurns:
         return {"weights": self.weights, "counts": [list(self.counts)], "taken": self.taken, "unit": self._unit}
 
     def restore(self, saved: TurnsState) -> None:
-        """Return to the position in `saved`. Raises `CheckpointMismatchError` if it cannot be of these turns."""
+        """Return to the position in `saved`.
+
+        Raises `CheckpointMismatchError` if it cannot belong to these turns.
+        """
         _check(saved, [sum(counts) for counts in saved.counts] == [saved.taken], len(self.counts))
         (self.counts,), self.taken, self._unit = saved.counts, saved.taken, saved.unit
         self._covered = self._cover()
@@ -263,7 +282,9 @@ def _check(saved: TurnsState, sums: bool, sources: int) -> None:
 def begin_turns(
     info: StageInfo, schedule: Schedule, active: list[str], before: int, *, stride: int
 ) -> Turns | TokenTurns:
-    """The turns of the sources in `active` in a lane that has given `before` samples or tokens of them.
+    """Start the turns of the `active` sources in a lane.
+
+    The lane has yielded `before` samples or tokens of them.
 
     `info` is the `Blend`'s own. Raises ValueError as `TargetCounts` does.
     """

@@ -1,4 +1,6 @@
-"""The order in which a lane reads a dataset; any position of any epoch is computed in O(log shards).
+"""Order in which a lane reads a dataset.
+
+Any position of any epoch is computed in O(log shards).
 
 Shuffled: the shards are permuted and joined end to end. The sequence is cut into windows of about equal numbers of
 shards, at most `window` each (a dataset of fewer than twice `window` shards is one window). Each window is cut into
@@ -61,7 +63,10 @@ class EpochOrder:
         self._blocks: dict[int, Bijection] = {}
 
     def locate(self, start: int, stop: int) -> Positions:
-        """The samples at positions `start` to `stop - 1` of the epoch: indices of the dataset, int64 (any,)."""
+        """Return the samples at positions `start` to `stop - 1` of the epoch.
+
+        They are indices of the dataset, int64 (any,).
+        """
         parts = []
         while start < stop:
             window = int(np.searchsorted(self._window_ends, start, side="right"))
@@ -93,7 +98,9 @@ class EpochOrder:
 
 
 class DealtOrder:
-    """One epoch's order of the whole dataset, which all lanes share: `order`, its blocks dealt to the lanes in turn.
+    """Order of one epoch of the whole dataset, which all lanes share.
+
+    The blocks of `order` are dealt to the lanes in turn.
 
     Rows that are decoded in groups are mixed within windows of groups: as many as fit the cache at a time. All lanes
     read from the same few groups then:
@@ -115,7 +122,10 @@ class DealtOrder:
         self._dealt = int(np.diff(begins).min()) // block_size * block_size  # samples of each lane that are dealt
 
     def locate(self, start: int, stop: int) -> Positions:
-        """The samples at positions `start` to `stop - 1`, all of one lane's span: indices of the dataset, int64."""
+        """Return the samples at positions `start` to `stop - 1` of one lane.
+
+        They are indices of the dataset, int64.
+        """
         turn = int(np.searchsorted(self._begins, start, side="right")) - 1
         begin = int(self._begins[turn])
         parts = [self._order.locate(*run) for run in self._runs(turn, start - begin, stop - begin)]
@@ -137,7 +147,9 @@ class DealtOrder:
 
 
 class EpochOrders:
-    """The last orders of the epochs of `dataset`, made once a process; its shards are shuffled in windows of `window`.
+    """Last orders of the epochs of `dataset`, built once a process.
+
+    Shards are shuffled in windows of `window`.
 
     `deals`: its rows are decoded in groups, and a window holds as many groups as fit the cache.
     """
@@ -165,7 +177,10 @@ class EpochOrders:
         return self._cached[wanted]
 
     def groups_of(self, samples: EpochSamples) -> RowGroups:
-        """The groups of an epoch's rows. Logs a warning, once, where a window holds too few."""
+        """Return the groups of an epoch's rows.
+
+        Logs a warning, once, if a window has too few.
+        """
         if samples.shards not in self._groups:
             self._groups[samples.shards] = _row_groups(self._dataset, samples)
         return self._groups[samples.shards]
@@ -173,7 +188,10 @@ class EpochOrders:
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """The first row of each group among the samples that are read, int64 (groups + 1,), and the groups of a window."""
+    """First row of each group among the read samples, int64 (groups + 1,).
+
+    It also has the groups of a window.
+    """
 
     firsts: Rows
     window: int
