@@ -1,4 +1,6 @@
-"""`BucketBatcher`: batches of items of similar length, or of one group, for models that pad instead of packing.
+"""`BucketBatcher`: batches of items of similar length or one group.
+
+It is for models that pad instead of packing.
 
 With `same_bucket`, all lanes give a batch of the same bucket at a time:
 
@@ -128,7 +130,10 @@ class BucketSizes:
         return {"bounds": self.bounds, "size": size, "max_tokens": self._max_tokens}
 
     def saved(self, keys: Sequence[tuple[Any, int]] | None, count: int) -> list[Bucket]:
-        """The buckets of a state that has `count`. Raises `CheckpointMismatchError` if they are not ours."""
+        """Read the buckets of a state that has `count`.
+
+        Raises `CheckpointMismatchError` if they are not ours.
+        """
         if not self._grouped and keys is None and count == self.buckets:
             return [(None, number) for number in range(count)]
         if not self._grouped or keys is None or len(keys) != count:
@@ -150,7 +155,10 @@ class BucketSizes:
 
 
 def plain_group(group: Any) -> Group:
-    """A group as a state returns it. Raises ValueError unless it is an int, a str, None, or a tuple of these."""
+    """Return a group as a state has it.
+
+    Raises ValueError unless it is an int, a str, None, or a tuple of these.
+    """
     if group is None:
         return None
     if isinstance(group, str):
@@ -164,7 +172,10 @@ def plain_group(group: Any) -> Group:
 
 
 class BucketRule:
-    """The choice of a lane that holds up to `candidates` full batches; `key` is the same in all lanes of a run."""
+    """Choice of the next bucket in a lane with up to `candidates` full batches.
+
+    `key` is the same in all lanes of a run.
+    """
 
     def __init__(self, *, key: int, candidates: int, sizes: BucketSizes) -> None:
         self._ranks = SharedRanks(key=key, steps=STEPS)
@@ -173,7 +184,10 @@ class BucketRule:
         self._total = 0  # parts of batches that these are
 
     def room(self, n: int) -> int:
-        """How many full batches to hold before batch n: few at first, so that the first one does not wait long."""
+        """Return how many full batches to buffer before batch n.
+
+        They are few at first, so that the first batch does not wait long.
+        """
         return min(self._candidates, FIRST + n)
 
     def came(self, bucket: Bucket) -> None:
@@ -188,7 +202,10 @@ class BucketRule:
         return max(1, _BATCH // self._sizes.of(*bucket))
 
     def choose(self, n: int, held: Mapping[Bucket, int], full: Collection[Bucket]) -> Bucket:
-        """The bucket of batch n: one of `full`, not empty; `held` are the items in each bucket that has some."""
+        """Choose the bucket of batch n among the nonempty `full`.
+
+        `held` has the items of each bucket that has some.
+        """
         widths = self._widths(held)
         wanted = self._ranks.rank(n) * sum(widths.values())
         begin, chosen = 0, None
@@ -233,7 +250,9 @@ class _BucketState(msgspec.Struct):
 
 
 class BucketBatcher(EncoderBatches):
-    """Yields batches of items of similar length, or of one group: `encoder.batch(items, rng)` of one bucket's items.
+    """Batches of items of similar length, or of one group.
+
+    A batch is `encoder.batch(items, rng)` of one bucket's items.
 
     A bucket with enough items yields a batch; at the end of a finite source each bucket yields its rest, the shortest
     bucket first. With `SavableLoader(tail="pad")` a batch has all rows of its bucket and, beside the encoder's keys,
@@ -457,7 +476,9 @@ class BucketBatcher(EncoderBatches):
         self._buckets.setdefault(key, ItemBuffer(self)).add([Element(ref, item)])
 
     def save_state(self) -> State:
-        """`buckets`: refs and sizes of the items in each bucket; `count`: batches given so far.
+        """Return the position.
+
+        `buckets` has refs and sizes of the items in each bucket, `count` the number of yielded batches.
 
         `taken`: the same of an item that an error kept from its bucket, if there is one. With groups `keys`: group and
         number of each bucket; where batches are padded `first`: the ref of the first item. With `same_bucket` `came`:
@@ -479,7 +500,10 @@ class BucketBatcher(EncoderBatches):
         return state if self.group is None else {**state, "keys": keys}
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; held items are made again when they are needed."""
+        """Return to the position in `state`.
+
+        Buffered items are rebuilt when they are needed.
+        """
         saved = parse_state(self, state, _BucketState)
         keys = self._sizes.saved(saved.keys, len(saved.buckets))
         came = [(self._sizes.saved_bucket(group, number), count) for group, number, count in saved.came or ()]

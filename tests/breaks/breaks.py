@@ -421,7 +421,7 @@ RUN = [
         "a resumed run ends where an uninterrupted one does",
         "After a resume a source counts as having given nothing so far, and its skips may end the run.",
         _RUN + "engine/lane_runner.py",
-        "        live = _Live(stages, lane, saved.batches, saved.in_vain or {})\n",
+        "        live = _Live(stages, lane, saved.batches, saved.dropped or {})\n",
         "        live = _Live(stages, lane, saved.batches, {})\n",
         ("tests/run/loader/test_source_losses.py", "tests/run/engine/test_lane_runner.py"),
         caught_by="tests/run/loader/test_source_losses.py::test_resumed_run_raises_the_error_at_the_same_step[1]",

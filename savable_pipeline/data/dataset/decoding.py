@@ -1,4 +1,6 @@
-"""Decodes the parts of a sample by their extension. Nothing is unpickled, and no more is allocated than is there.
+"""Decoding of the parts of a sample by extension.
+
+Nothing is unpickled, and no more is allocated than the part has.
 
 Of images also a region, decoded no larger than is needed; alpha over a background; what pixels do not show. A JPEG is
 decoded at 1/2, 1/4 or 1/8 of its size, by its DCT:
@@ -66,7 +68,9 @@ ALPHA, DEEP, TURNED = "alpha", "deep", "turned"
 
 
 def unpacked(extension: str, data: bytes, most: int) -> bytes:
-    """The content of a part whose extension ends in `gz`, such as "txt.gz"; any other part as it is.
+    """Decompress a part whose extension ends in `gz`, such as "txt.gz".
+
+    Other parts are returned unchanged.
 
     Raises ValueError for damage, and for more than `most` bytes.
     """
@@ -79,7 +83,9 @@ def unpacked(extension: str, data: bytes, most: int) -> bytes:
 
 
 def decoded_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exif: bool = True) -> Any:
-    """A part by the last word of its extension: of "seg.png" an image, turned with `exif`. Raises what they raise.
+    """Decode a part by the last word of its extension.
+
+    For "seg.png" it is an image, rotated with `exif`. Raises what the decoders raise.
 
     An image is uint8 (height, width, 3), or one of more bits that is gray (height, width).
 
@@ -140,7 +146,10 @@ def _inflated(archive: zipfile.ZipFile, each: zipfile.ZipInfo) -> bytes:
 
 
 def field_value(sample: Any, fields: FieldMap, name: str) -> Any:
-    """A field that `dataset.yaml` names: the bytes of a part, or a value inside its JSON. Raises KeyError."""
+    """Return a field that `dataset.yaml` names.
+
+    It is the bytes of a part, or a value inside its JSON. Raises KeyError.
+    """
     options = fields.get(name)
     if options is None:
         raise KeyError(f"no field {name!r}; the dataset has {', '.join(fields) or 'no field_map'}")
@@ -154,7 +163,10 @@ def field_value(sample: Any, fields: FieldMap, name: str) -> Any:
 
 
 def has_alpha(image: Image.Image) -> bool:
-    """Whether pixels of an image may be clear: by an alpha channel, a clear colour, or a palette with either."""
+    """Return whether pixels of an image may be transparent.
+
+    That needs an alpha channel, a transparent color, or a palette with either.
+    """
     palette = image.palette
     return (
         image.mode.endswith(("A", "a"))
@@ -164,7 +176,9 @@ def has_alpha(image: Image.Image) -> bool:
 
 
 def converted(image: Image.Image, mode: str | None, background: Colour, bits: int | None = None) -> Image.Image:
-    """The image in this mode, decoded; one with alpha is laid over the background, unless the mode has alpha itself.
+    """Decode an image in this mode.
+
+    One with alpha is composited on the background, unless the mode has alpha itself.
 
     Without a mode RGB, or where an image of more bits is gray, all its bits. Raises as `eight_bits`.
     """
@@ -187,7 +201,9 @@ def converted(image: Image.Image, mode: str | None, background: Colour, bits: in
 
 
 def jpeg_pixels(image: Image.Image, data: bytes) -> NDArray[np.uint8] | None:
-    """The pixels of a plain JPEG, uint8 (height, width, 3); None if Pillow is to decode it.
+    """Decode a plain JPEG to uint8 (height, width, 3).
+
+    None means that Pillow must decode it.
 
     `image` is what Pillow makes of the header of `data`. What is damaged in the least is left to Pillow, so that
     results and errors do not depend on what is installed.
@@ -221,7 +237,9 @@ def image_region(
     box: Box | Callable[[int, int], Box] | None,
     exif: bool,
 ) -> Image.Image:
-    """The smallest image of whole pixels that covers the box, of an image not decoded yet; `info["box"]` is its place.
+    """Decode the smallest image of whole pixels that covers the box.
+
+    `info["box"]` is the position of the box in it.
 
     It has at least `at_least` pixels over the box, unless the full image has fewer. Sizes and boxes are of the full
     image, as its header says; with `exif`, of that image turned. Raises ValueError for a box that is empty or reaches
@@ -276,7 +294,10 @@ def _drafted(image: Image.Image, scale: int) -> tuple[float, float]:
 
 
 def image_doubts(data: bytes) -> list[str]:
-    """`ALPHA`, `DEEP` or `TURNED` of the image in a file, which can be decoded; nothing is decoded."""
+    """Return `ALPHA`, `DEEP` or `TURNED` for a valid image file.
+
+    Nothing is decoded.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about odd metadata and large images, which load all the same
         with open_image(data) as image:

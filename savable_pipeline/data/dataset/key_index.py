@@ -1,4 +1,6 @@
-"""`KeyIndex`: finds samples by their key. It is made once for a dataset, and lies beside its index.
+"""`KeyIndex`: lookup of samples by key.
+
+It is built once for a dataset, next to its index.
 
     "SAVKEY01" │ xxh3_64 of the header │ header: 64 bytes │ high │ low │ places
 
@@ -47,7 +49,10 @@ _CHECK = 48  # the bit where the check of a place begins
 
 
 class KeyIndex:
-    """The index in a file, for the dataset whose manifest has this digest. Raises `ShardError` for another, OSError."""
+    """Key index in a file, for the dataset with this manifest digest.
+
+    Raises `ShardError` for another dataset, and OSError.
+    """
 
     def __init__(self, path: Path, manifest: bytes) -> None:
         self.path = path
@@ -69,7 +74,7 @@ class KeyIndex:
         )
 
     def find(self, keys: Sequence[str] | Sequence[bytes]) -> Rows:
-        """The number of the sample with each of these keys, -1 where there is none: int64 (keys,).
+        """Return the index of the sample with each key, or -1: int64 (keys,).
 
         Of several samples with one key it is the first. Raises `ShardError` if the index is damaged there, or was
         overwritten since it was opened.

@@ -1,4 +1,6 @@
-"""Makes the table of a dataset's media: reads the headers of every part that is media, in several processes.
+"""Building of the media table of a dataset.
+
+It reads the headers of every media part in several processes.
 
 Nothing is decoded. A part whose headers cannot be read is listed, and stays in the table as broken. Shards that the
 table has already are kept; what was read before the command was stopped is in a file beside it (see index_making.py).
@@ -37,7 +39,7 @@ _MOST_FAULTS = 100  # broken parts that are listed with their error
 
 @dataclass(frozen=True, slots=True)
 class MediaFaults:
-    """What could not be read: so many parts and shards, and the messages of the first ones."""
+    """Numbers of unreadable parts and shards, and the first messages."""
 
     count: int
     messages: list[str]
@@ -46,7 +48,9 @@ class MediaFaults:
 def index_media(
     files: Shards, *, processes: int | None = None, progress: Progress = lambda done, total: None
 ) -> tuple[Path, MediaFaults]:
-    """Make the table of the media in indexed files, in `processes` processes (None: one a processor).
+    """Build the media table of indexed files in `processes` processes.
+
+    None means one per core.
 
     Returns its path, and what could not be read. Raises `ShardError`, also for files behind a URL; ImportError without
     PyAV, if there is audio or video.

@@ -42,7 +42,9 @@ def open_any(
     unpacked_bytes: int = UNPACKED_BYTES,
     **how: Any,
 ) -> Dataset:
-    """Open the dataset of the files that a user names: see `open_store`, which takes `how`.
+    """Open the dataset of files that a user names.
+
+    See `open_store` for `how`.
 
     `unpacked_bytes` is that of all readers. Raises `ShardError`, `RemoteError`, and ValueError for a setting that files
     of this format do not have.
@@ -88,7 +90,9 @@ def open_dataset(
     files_from: str | os.PathLike[str] | None = None,
     format: str | None = None,
 ) -> Samples:
-    """Open all samples of a dataset, by number, slice or key: to look at them, or for torch's own `DataLoader`.
+    """Open all samples of a dataset for access by index, slice or key.
+
+    Use it to inspect data, or with torch's own `DataLoader`.
 
     A slice is again such a sequence, and reads nothing. It may be pickled: another process opens the shards again. Keys
     are found by an index, made when the first is asked for: that reads the header of every sample once, or the column
@@ -225,7 +229,10 @@ class Samples(Sequence[Any]):
         return self._transform is None and self._numbers == range(self._opened.dataset.count)
 
     def pinned(self, pinned: PinnedShards) -> Samples:
-        """All samples of the shards that a run has pinned: see shard_digests.py. Raises `ShardError` for others."""
+        """Return all samples of the shards that a run has pinned.
+
+        See shard_digests.py. Raises `ShardError` for other shards.
+        """
         return Samples(self._opened.pinned(pinned), None)
 
     @property

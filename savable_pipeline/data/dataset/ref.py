@@ -47,7 +47,10 @@ def count_of_source(index: int, event: str) -> str:
 
 
 def skip_counters(reason: str, index: int) -> tuple[str, str]:
-    """The names of a stage's counters for a sample that it leaves out: by reason, and by the source of this index."""
+    """Return a stage's counter names for a dropped sample.
+
+    One counts by reason, the other by the source of this index.
+    """
     return f"skipped/{reason}", count_of_source(index, "skipped")
 
 

@@ -1,4 +1,4 @@
-"""What a state keeps of the shards that a run reads, and how it tells which of them are others now.
+"""Fingerprint of a run's shards in a state, and its comparison.
 
     up to 1,024 shards    [[name, samples, digest], …]
     more                  {"shards": 2500, "samples": …, "last": name, "groups": 3 × 16 bytes, in base64}
@@ -82,7 +82,7 @@ def begin_with(shards: ShardList, saved: Summary) -> bool:
 
 
 def difference(saved: Summary, shards: ShardList) -> str:
-    """Which shards are others than those that were saved, as far as the saved can tell."""
+    """Describe how shards differ from the saved ones, as far as known."""
     if isinstance(saved, list):
         return _named(saved, shards)
     old, new = count(saved), len(shards)
@@ -103,7 +103,9 @@ def difference(saved: Summary, shards: ShardList) -> str:
 
 
 def pin(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
-    """The dataset `name` with the shards that are pinned; pins all that it has if none are.
+    """Return the dataset `name` with the pinned shards.
+
+    Pins all its shards if none are pinned.
 
     Shards that come after all pinned ones are left out, with a warning. Raises `ShardError` for any other difference.
     """
