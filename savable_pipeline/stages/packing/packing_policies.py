@@ -259,7 +259,7 @@ class FirstFitDecreasing(Packing):
             or self._images >= enough * self.max_images > 0
             or self._cost >= enough * self.max_cost > 0
         ):
-            self._place_all(leave_last=True)
+            self._pack_all(leave_last=True)
 
     def due(self) -> OpenPack | None:
         """The next filled pack; None if there is none."""
@@ -268,10 +268,10 @@ class FirstFitDecreasing(Packing):
     def last(self) -> OpenPack | None:
         """The next pack, once all held pieces are placed; None when all are given."""
         if self.held:
-            self._place_all(leave_last=False)
+            self._pack_all(leave_last=False)
         return self.due()
 
-    def _place_all(self, *, leave_last: bool) -> None:
+    def _pack_all(self, *, leave_last: bool) -> None:
         packs: list[OpenPack] = []
         for piece in self._in_order():
             pack = _oldest(packs, piece)
@@ -343,16 +343,16 @@ class ByFunction(Packing):
     def due(self) -> OpenPack | None:
         """The next pack, once the held pieces fill `open_packs` packs and are laid out; None before that."""
         if not self.packs and self._length >= self.open_packs * self.max_length:
-            self._place_all()
+            self._pack_all()
         return super().last()
 
     def last(self) -> OpenPack | None:
         """The next pack, once all held pieces are laid out; None when all are given."""
         if self.held and not self.packs:
-            self._place_all()
+            self._pack_all()
         return super().last()
 
-    def _place_all(self) -> None:
+    def _pack_all(self) -> None:
         """Make packs of all held pieces. Raises `EncodeError` for a wrong answer; then the pieces are still held."""
         groups = self._answer([piece.length for piece in self.held])
         packs = []
