@@ -678,12 +678,12 @@ DATA = [
     Break(
         "file-with-an-old-date-converted-once",
         "conversion",
-        "A file that a copy with an old date has replaced since its shard was written is not compared again.",
-        "savable_pipeline/tools/convert/resume.py",
-        "    changed_ns = max(source.stat().st_ctime_ns, source.lstat().st_ctime_ns)\n",
-        "    changed_ns = max(source.stat().st_mtime_ns, source.lstat().st_mtime_ns)\n",
+        "A file that was overwritten and dated back since its shard was written is not compared again.",
+        "savable_pipeline/tools/convert/source.py",
+        "        newest_ns = max(newest_ns, version.newest_ns)\n",
+        "        newest_ns = max(newest_ns, version.written_ns)\n",
         ("tests/tools/convert/test_changed.py", "tests/tools/convert/test_resume.py", "tests/tools/convert"),
-        caught_by="tests/tools/convert/test_changed.py::test_changed_contents_of_equal_size_are_another_conversion",
+        caught_by="tests/tools/convert/test_changed.py::test_a_file_that_is_overwritten_and_dated_back_is_a_change",
     ),
 ]
 

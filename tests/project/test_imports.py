@@ -95,6 +95,10 @@ from savable_pipeline.tools.cli.main import app
 for line in sys.stdin.read().splitlines():
     with open(os.environ["NOTES"], "a") as notes:
         notes.write(f"> {line}\\n")
+    if line.startswith("convert"):
+        from savable_pipeline.tools.convert import ranges
+
+        ranges.LEAST_BYTES = 1  # so that there are several
     code = app(line.split(), standalone_mode=False)
     assert not code, (line, code)
 """
@@ -167,4 +171,4 @@ def test_commands_on_datasets_and_their_child_processes_import_no_torch(tmp_path
     by_child = {child: {word for name, word in children if name == child} for child, _ in children}
     assert "PIL" not in by_child["savable_pipeline.data.remote.download_process:serve"]
     assert "PIL" in by_child["savable_pipeline.data.shards.processes:serve"]  # that check
-    assert "PIL" in by_child["savable_pipeline.tools.convert.writer_processes:serve"]
+    assert "PIL" in by_child["savable_pipeline.tools.convert.jobs:serve"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import zstandard
 
-from savable_pipeline.tools.convert import Options, Report, run_conversion
+from savable_pipeline.tools.convert import Options, Report, jobs, run_conversion
 from tests.support.toy_files import fill, jpeg, write_lines
 from tests.support.toy_records import write_arrow_litdata, write_captioned_litdata, write_captioned_mds
 
@@ -148,7 +148,17 @@ HALVES = Options(shard_samples=2, split=(("a", "0.5"), ("b", "0.5")))
 
 
 def convert_in_halves(source: Path, target: Path, **settings: Any) -> Report:
-    """Convert into small shards of two splits; compressed tars, which know no settings, as they are."""
-    if source.is_dir() and next(source.glob("*.tar.gz"), None):
-        return run_conversion(source, target, Options(), progress=settings.get("progress", lambda *_: None))
+    """Convert into small shards of two splits."""
     return run_conversion(source, target, HALVES, reshard="tars" in source.name, **settings)
+
+
+def ranges_written(monkeypatch: Any) -> set[str]:
+    """The names of the ranges that are written from now on."""
+    names, write = set[str](), jobs.write_range
+
+    def noted(job: Any, *more: Any) -> bytes:
+        names.update([job.name] if job.hashes is None else [])  # else it is compared
+        return write(job, *more)
+
+    monkeypatch.setattr(jobs, "write_range", noted)
+    return names

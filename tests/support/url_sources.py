@@ -70,6 +70,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "array": in_folder("a.json", json.dumps(RECORDS, indent=1).encode()),
     "packed": in_folder("a.jsonl.gz", gzip.compress(LINES)),
     "table": in_folder("t.csv", b"n,text\n" + b"".join(f"{i},row {i}\n".encode() for i in range(20))),
+    "tars.gz": in_twenty("packed"),
     **{kind: in_twenty(kind) for kind in FOLDERS},
 }
 SETTINGS = Options(shard_samples=4, split=(("a", "0.5"), ("b", "0.5")))
@@ -84,7 +85,10 @@ def shards_in(folder: Path) -> dict[str, str]:
     """What a conversion wrote; of its manifest all but where the source lies."""
     found = snapshot(folder)
     manifest = json.loads((folder / ".nv-meta/savable.convert.json").read_text())
-    return {**found, ".nv-meta/savable.convert.json": json.dumps({**manifest, "source_id": "", "source": ""})}
+    return {
+        **found,
+        ".nv-meta/savable.convert.json": json.dumps({**manifest, "versions": "", "source_id": "", "source": ""}),
+    }
 
 
 def converted(source: Path | str, target: Path, **more: Any) -> Report:

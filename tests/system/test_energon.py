@@ -15,6 +15,7 @@ from PIL import Image
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.tools.convert import Options, run_conversion
+from savable_pipeline.tools.convert.describe import describe
 from tests.conftest import write_tar
 from tests.energon.conftest import no_collection
 from tests.support.toy_files import SMALL, fill, jpeg, write_lines
@@ -85,15 +86,19 @@ def packed(tmp_path: Path) -> Path:
     return tmp_path / "packed"
 
 
-def test_repacked_tars_load_in_energon_with_the_same_bytes(packed: Path, tmp_path: Path) -> None:
-    report = run_conversion(packed, tmp_path / "out", Options())
+def test_repacked_tars_load_in_energon_with_the_bytes_that_we_read(packed: Path, tmp_path: Path) -> None:
+    report = run_conversion(packed, tmp_path / "out", Options(check_images=False))
     assert (report.samples, report.rejected) == (9, [])
     assert crude(tmp_path / "out") == ours(tmp_path / "out")
     assert len(ours(tmp_path / "out")) == 9
 
 
-def test_exclusions_drop_the_same_samples_in_energon(packed: Path, tmp_path: Path) -> None:
-    run_conversion(packed, tmp_path / "out", Options())
+def test_excludes_leave_out_the_same_samples_in_energon(packed: Path, tmp_path: Path) -> None:
+    for path in packed.rglob("*.tar.gz"):
+        plain = tmp_path / "out" / path.relative_to(packed).with_suffix("")
+        plain.parent.mkdir(parents=True)
+        plain.write_bytes(gzip.decompress(path.read_bytes()))
+    describe(tmp_path / "out")
     key = f"{'d' * 60}/é"
     splits = {
         "split_parts": {"train": ["s{0..1}/x.tar"], "val": ["s2/x.tar"], "all": ["s{0..2}/x.tar"]},

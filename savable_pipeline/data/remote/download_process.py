@@ -162,7 +162,8 @@ class Downloads:
 
     def __init__(self, cache: str, limit: int, retry_s: float) -> None:
         self._store = ObjectStore(retry_s, Path(cache))
-        self.pace = self._store.pace
+        self.pace, self.commit = self._store.pace, self._store.commit
+        self.dated, self.rename, self.erase = self._store.dated, self._store.rename, self._store.erase
         self._cache = Path(cache)
         self._space = CacheSpace(self._cache, limit)
         self._cached: dict[str, ShardCache] = {}
@@ -177,10 +178,6 @@ class Downloads:
         if is_hub(root):
             return self._store.listing(root)
         return shared_answer(self._cache, root, lambda: self._store.listing(root), Listing)
-
-    def commit(self, dataset: str) -> str:
-        """Return the commit of a dataset of the Hub at a branch or tag."""
-        return self._store.commit(dataset)
 
     def card(self, root: str) -> bytes:
         """Return the README.md of a dataset of the Hub, or b"". It is read once per node."""
@@ -233,10 +230,6 @@ class Downloads:
             get = partial(self.part_of, root, parts.name, parts.bytes, parts.pin)
             parts.fetch(root, shards, lambda start, stop: get(start, stop)[0], self._write)
 
-    def dated(self, root: str) -> list[tuple[str, int, int]]:
-        """Return name, size and modification time of every object below a URL."""
-        return self._store.dated(root)
-
     def fetch(self, root: str, name: str, size: int, path: str) -> None:
         """Copy an object of `size` bytes into a file outside the cache."""
         with replacing(Path(path)) as file:
@@ -246,10 +239,6 @@ class Downloads:
     def upload(self, root: str, name: str, path: str) -> None:
         """Upload a file as an object."""
         self._store.upload(root, name, Path(path))
-
-    def erase(self, root: str, names: list[str]) -> None:
-        """Remove objects."""
-        self._store.erase(root, names)
 
     def rows(self, root: str, folder: str, row: int, stop: int, needed: list[int], wait: bool) -> Rest | None:
         """Download some of those rows of one shard that are not cached.

@@ -253,6 +253,11 @@ class ObjectStore:
         except ShardError as error:
             raise RemoteError(f"{root}/{name}: no such bucket or container. Check its name, or create it") from error
 
+    def rename(self, root: str, name: str, new: str) -> None:
+        """Give an object another name: the server copies it, and removes the first one."""
+        self._retried(f"{root}/{name}", partial(obstore.copy, self._store(root), name, new))
+        self.erase(root, [name])
+
     def erase(self, root: str, names: list[str]) -> None:
         """Remove objects if they exist."""
         for name in names:

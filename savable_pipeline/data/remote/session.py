@@ -159,6 +159,9 @@ class Session:
         self._downloader: Downloader | None = None
         self.forget()
 
+    def __reduce__(self) -> tuple[type[Session], tuple[Path, int]]:
+        return Session, (self.cache, self.limit)
+
     @classmethod
     def of(cls, cache: str | os.PathLike[str] | None = None, cache_size: int | None = None) -> Session:
         """Return the session of a cache that a user names, or of the default one.
@@ -354,6 +357,10 @@ class Bucket:
     def upload(self, name: str, path: Path) -> None:
         """Upload a file as the object `name`."""
         _session().call("upload", self.url, name, str(path))
+
+    def rename(self, name: str, new: str) -> None:
+        """Give an object another name, in place of another object."""
+        _session().call("rename", self.url, name, new)
 
     def erase(self, names: list[str]) -> None:
         """Remove objects."""

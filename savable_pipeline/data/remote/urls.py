@@ -64,7 +64,8 @@ def names_behind(files: paths.Shards, session: Session) -> tuple[str, Sequence[s
     """
     specs = paths.spelled_out(files)
     root, pattern = _folder(specs[0])
-    if len(specs) > 1 or pattern is not None or "{" in specs[0] or posixpath.splitext(urlsplit(root).path)[1]:
+    is_file = posixpath.splitext(urlsplit(root).path)[1] and not specs[0].endswith("/")
+    if len(specs) > 1 or pattern is not None or "{" in specs[0] or is_file:
         return "", specs
     return root, [] if root.startswith("http") else session.listing(root).texts()
 

@@ -155,7 +155,8 @@ class CsvStore(TableStore):
     def usual_fields(self) -> Iterable[str]:
         """Those that `file_columns` finds in the first file."""
         self.name_files(())
-        return file_columns(self, self.entries.names[0].rpartition("/")[2])[0]
+        name = self.entries.names[0].rpartition("/")[2]
+        return file_columns(self, name)[0] if self.entries.samples[0] else ()
 
     def header(self, shard: int) -> Row:
         """The names of the columns of a file."""

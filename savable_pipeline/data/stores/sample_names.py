@@ -17,11 +17,8 @@ from savable_pipeline.data.shards.part_types import (
     part_type,
 )
 from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
-from savable_pipeline.data.shards.paths import is_hidden as is_hidden
 from savable_pipeline.data.shards.tar import split_name
 
-PACKED = PACKED_TARS
-TAR_ENDINGS = (TARS_END, *PACKED)
 Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]  # True, names, a file of these, another folder
 
 
@@ -47,7 +44,7 @@ class Reject(msgspec.Struct, frozen=True):
 
 def is_tar(name: str) -> bool:
     """Whether a name is that of a tar, compressed or not, in letters of any case."""
-    return name.lower().endswith(TAR_ENDINGS)
+    return name.lower().endswith((TARS_END, *PACKED_TARS))
 
 
 def name_fault(key: str, extension: str) -> str:

@@ -148,7 +148,7 @@ class TableStore(TextStore):
 
     `key` names the field that holds the key of a row; else it is `FILE:ROW`. `file_fields` name files, as "field" or
     "field=part"; None: the usual ones. They are relative to `files_from`, or to the folder of the table, and must be as
-    old as the index, unless `pinned` is False. Raises `ShardError`.
+    old as the index, or as `pinned` (in ns since 1970), unless that is False. Raises `ShardError`.
     """
 
     def __init__(
@@ -159,12 +159,13 @@ class TableStore(TextStore):
         file_fields: Iterable[str] | None = None,
         files_from: str | os.PathLike[str] | None = None,
         allow_outside: bool = False,
-        pinned: bool = True,
+        pinned: bool | int = True,
     ) -> None:
         super().__init__(found, key=key)
         self._allow_outside = allow_outside
         self._files_from = None if files_from is None else os.path.realpath(files_from) if files_from else ""
-        self._newest_ns = found.index_path.stat().st_mtime_ns if pinned and found.remote is None else None
+        index_ns = found.index_path.stat().st_mtime_ns if pinned is True and found.remote is None else None
+        self._newest_ns = index_ns if isinstance(pinned, bool) else pinned
         self._roots: dict[int, str] = {}
         self._last: tuple[int, int, TableRow] | None = None  # shard and row asked for last, and the row
         self.name_files(self.usual_fields() if file_fields is None else file_fields)

@@ -33,7 +33,6 @@ from savable_pipeline.tools.cli.console import (
     print_warnings,
     progress_of,
 )
-from savable_pipeline.tools.convert.words import WORDS
 
 if TYPE_CHECKING:
     from savable_pipeline.core.job_engine import Engine
@@ -51,9 +50,7 @@ def convert(
     target: Annotated[
         str, typer.Argument(metavar="DST", help="The folder for the shards, or its URL: s3://, gs://, az://.")
     ],
-    as_kind: Annotated[
-        str | None, input_option("--as", metavar="KIND", help=f"The kind of SRC: {', '.join(WORDS)}.")
-    ] = None,
+    format: Annotated[str | None, input_option(help="The format of SRC, such as folder or jsonl.")] = None,
     only: Annotated[str | None, input_option(metavar="PARTS", help="Only these parts, such as jpg,txt.")] = None,
     keys: Annotated[Path | None, input_option(help="A file of keys: only their samples.")] = None,
     key_end: KeyEndOption = None,
@@ -85,7 +82,7 @@ def convert(
     a conversion that was interrupted.
     """
     from savable_pipeline.data.stores.folder_store import class_names
-    from savable_pipeline.tools.convert import REJECTED, Options, recognize, run_conversion
+    from savable_pipeline.tools.convert import REJECTED, Options, find_files, run_conversion
     from savable_pipeline.tools.convert.conversion import check_reshard
 
     with errors_as_lines():
@@ -102,9 +99,9 @@ def convert(
             only=_only(only),
             unpacked_bytes=unpacked_bytes,
         )
-        found = recognize(source, as_kind)
+        found = find_files(source, format)
         err.print(escape_markup(f"reading {source}: {found.words}"))
-        check_reshard(found, options, reshard, keys is not None)
+        check_reshard(found, reshard)
         with (
             engine_named(engine, workers) as cluster,
             progress_of(err, "reading", "samples", "converting") as progress,

@@ -2,8 +2,8 @@
 
 from savable_pipeline.tools.convert.conversion import convert as convert
 from savable_pipeline.tools.convert.conversion import run_conversion as run_conversion
-from savable_pipeline.tools.convert.model import Options as Options
-from savable_pipeline.tools.convert.model import Report as Report
-from savable_pipeline.tools.convert.plan import REJECTED as REJECTED
-from savable_pipeline.tools.convert.sources import ConversionSource as ConversionSource
-from savable_pipeline.tools.convert.sources import recognize as recognize
+from savable_pipeline.tools.convert.options import REJECTED as REJECTED
+from savable_pipeline.tools.convert.options import Options as Options
+from savable_pipeline.tools.convert.options import Report as Report
+from savable_pipeline.tools.convert.source import ConversionSource as ConversionSource
+from savable_pipeline.tools.convert.source import find_files as find_files

@@ -1,59 +1,48 @@
-"""`convert`, which is `sp.convert`: the same input gives the same bytes, and a killed run goes on where it ended.
+"""`convert`: the same input gives the same bytes, and a killed run continues where it ended.
 
-    source ─ recognize ─ read names and sizes ─ plan ─ write shards, in any order, by any process ─ index, report
+    source ─ recognize ─ open ─ cut ranges of rows ─ write each range, in any order ─ join small shards ─ name, index
 
-What is unfinished lies in `.nv-meta/savable.convert/`, which the last step removes. A shard found finished
-there is not written again.
+Unfinished work is in `.nv-meta/savable.convert/`, which the last step removes. A finished range is not written again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
-from savable_pipeline.core.files import replace_file
-from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.metadata import META
-from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
-from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.folder_store import class_names
 from savable_pipeline.data.stores.sample_names import Classes
+from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert.cluster import write_by_cluster
-from savable_pipeline.tools.convert.describe import describe_tables
-from savable_pipeline.tools.convert.mirror import Target, target_at
-from savable_pipeline.tools.convert.model import Input, Options, Report
-from savable_pipeline.tools.convert.plan import (
-    CLASSES,
-    MANIFEST,
-    RECORDS,
-    WORK,
-    Plan,
-    add_classes,
-    classes_hint,
-    keep_keys,
-    keep_parts,
-    make_plan,
-    source_name,
+from savable_pipeline.tools.convert.finish import finish, jobs_with_repeats
+from savable_pipeline.tools.convert.jobs import claimed, do_jobs
+from savable_pipeline.tools.convert.manifest import (
+    Manifest,
+    changed_files,
+    check_same,
+    finished_report,
+    manifest_of,
+    may_have_changed,
+    read_manifest,
+    write_manifest,
 )
-from savable_pipeline.tools.convert.read import Reading, close_sources, read_source
-from savable_pipeline.tools.convert.repack import repack
-from savable_pipeline.tools.convert.resume import finished, write_manifest, write_rejects
-from savable_pipeline.tools.convert.shard_job import ShardJob, WrittenShard, read_written, room_on
-from savable_pipeline.tools.convert.sources import STORED, ConversionSource, recognize
-from savable_pipeline.tools.convert.stored import INDEX, records_behind
-from savable_pipeline.tools.convert.writer_processes import claimed, write_shards
+from savable_pipeline.tools.convert.options import HASHES, MANIFEST, WORK, Options, Report
+from savable_pipeline.tools.convert.prepare import Prepared, prepare
+from savable_pipeline.tools.convert.range_job import RECORD_FILE, RangeJob
+from savable_pipeline.tools.convert.shard_series import room_on
+from savable_pipeline.tools.convert.source import ConversionSource, close_sources, find_files
+from savable_pipeline.tools.convert.target import Target, target_at
 
 if TYPE_CHECKING:
     from savable_pipeline.core.job_engine import Engine
@@ -63,7 +52,7 @@ def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    kind: str | None = None,
+    format: str | None = None,
     shard_bytes: int = 256_000_000,
     shard_samples: int | None = None,
     check_images: bool = True,
@@ -89,9 +78,9 @@ def convert(
     `if __name__ == "__main__":`.
 
     Args:
-        source: A folder of files, JSONL, JSON, CSV, MDS, LitData, Parquet, Arrow or tars; or, as a str, a URL of some.
+        source: A folder, a file, a glob or, as a str, a URL: of any format that `sp.read` reads, also compressed.
         target: The folder for the shards, made if it is missing; or, as a str, a URL (s3, gs, az).
-        kind: What the source is, one of the words of `--as`. Default: found by its marks.
+        format: The format of the source, as of `sp.read`. Default: it is recognized.
         shard_bytes: A shard is full before it grows longer than this, in bytes.
         shard_samples: A shard is full before it holds more samples than this. Default: no limit.
         check_images: Whether each image is decoded, and the headers of each sound and film are read where PyAV is
@@ -149,7 +138,7 @@ def convert(
         only=_parts(only),
         unpacked_bytes=unpacked_bytes,
     )
-    found = recognize(source if isinstance(source, str) else Path(source), kind)
+    found = find_files(source, format)
     with _engine_of(engine, workers) as cluster:
         return run_conversion(
             found,
@@ -215,205 +204,166 @@ def run_conversion(
     engine: Engine | None = None,
     progress: Progress = lambda done, total, size: None,
 ) -> Report:
-    """Write the samples of a source as shards into `target`, a folder or a URL; or re-pack compressed tars.
+    """Write the samples of a source as shards into `target`, a folder or a URL; see `convert`.
 
-    `source` is a file, a folder or a URL, told by its marks (`recognize`). `files_from` is the folder that fields of
-    records are relative to (None: that of the source), or in which the files lie that rows of Parquet and Arrow name
-    without their bytes. `keys` are those of the samples to take (None: all), and
-    `reshard` is needed to write tars again, which are read as they are. `workers` is the number of processes (None: one
-    per core, but one for less than 100 MB); with an `engine` its machines write instead, on storage that they share
-    with this one. `progress` is called with the samples done, all of them, and the bytes done.
-
-    Damaged samples are left out and reported. Raises ValueError for a wrong source or setting, `SavableError` if
-    `target` holds anything but this conversion or its disk is full, OSError for files that cannot be read or written,
-    `RemoteError` for a bucket or a web server that cannot.
+    Raises ValueError for a wrong source or setting, `SavableError` if `target` has another conversion or its disk is
+    full, OSError for files that cannot be read or written, `RemoteError` for a bucket or a web server.
     """
-    source = source if isinstance(source, ConversionSource) else recognize(source)
-    with target_at(target) as out:
+    source = source if isinstance(source, ConversionSource) else find_files(source)
+    with target_at(target) as output:
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be 1 or more, not {workers}")
         if engine is not None:  # whose machines have other current folders
-            out = replace(out, folder=out.folder.absolute())
-            if isinstance(source.path, Path) and source.kind != "packed":
-                source = replace(source, path=source.path.absolute())
-            files_from = None if files_from is None else files_from.absolute()
-        check_reshard(source, options, reshard, keys is not None)
-        if source.kind == "packed":
-            _check_repack(source, options, files_from=files_from, workers=workers if engine is None else None)
-        _check_apart(source.path, out.folder if out.bucket is None else out.name)
-        _refuse_other_shards(out)
-        with room_on(out.folder), _work_in(out.folder):
-            if source.kind == "packed":
-                assert isinstance(source.path, Path)  # `recognize` refuses others
-                return repack(source.path, out, options, engine, progress)
-            found = _chosen(read_source(Reading(source, options, files_from, out.folder)), options, keys)
-            plan = make_plan(found, options, source_name(source.path))
-            report = finished(out, plan)
+            output = replace(output, folder=output.folder.absolute())
+        check_reshard(source, reshard)
+        _check_apart(source.path, output.folder if output.bucket is None else output.name)
+        _refuse_other_shards(output)
+        wanted = None if keys is None else frozenset(keys)
+        if wanted is not None and not wanted:
+            raise ValueError("keys= is empty. Name the samples to take, or pass None for all")
+        with room_on(output.folder), _work_in(output):
+            found = prepare(source, options, files_from, output, wanted)
+            manifest, newest_ns = manifest_of(source.path, found, options, wanted)
+            before = read_manifest(output.folder)
+            jobs = _jobs(output, found, options, wanted)
+            do = functools.partial(_do, output, found, workers, engine, progress)
+            report = None if before is None else _resumed(output, manifest, before, newest_ns, jobs, do)
             if report is None:
-                _write(out, plan, workers or _workers(found), engine, progress)
-                report = _finish(out.folder, plan)
-        return replace(report, warnings=_warnings(source, found, options), nulls=found.nulls)
+                write_manifest(output.folder, manifest)
+                output.start_again()
+                do(jobs)
+                jobs = jobs_with_repeats(jobs)
+                do(jobs)
+                report = finish(output, source, found, options, jobs, manifest)
+        return report
 
 
-def check_reshard(source: ConversionSource, options: Options, reshard: bool, keys: bool = False) -> None:
-    """Raises ValueError for tars that nothing asks to write again, and for what does not fit the kind of a source."""
-    chosen = bool(reshard or options.only or options.split or keys)
-    if source.kind == "packed" and chosen:
-        raise ValueError(
-            f"{source.path}: compressed tars are re-packed as they are. Convert them first, then their plain tars with "
-            "--reshard"
-        )
-    if source.kind == "tars" and not reshard:
+def check_reshard(source: ConversionSource, reshard: bool) -> None:
+    """Raise ValueError for tars that need no conversion, and for `reshard` of other formats."""
+    if source.form == TARS and not source.packed and not reshard:
         raise ValueError(
             f'{source.path}: tars need no conversion. Read them by sp.TarShardReader("{source.path}", lane), or pass '
             "--reshard for other sizes, parts, keys or splits"
         )
-    if reshard and source.kind != "tars":
+    if reshard and source.form != TARS:
         raise ValueError(f"{source.path} is {source.words}: --reshard is only for tars")
 
 
-def _check_repack(source: ConversionSource, options: Options, **more: object) -> None:
-    """Raises ValueError for settings that compressed tars do not heed."""
-    usual = msgspec.structs.asdict(Options())
-    given = [name for name, value in msgspec.structs.asdict(options).items() if value != usual[name]]
-    given += [name for name, value in more.items() if value is not None]
-    if given:
-        raise ValueError(
-            f"{source.path}: compressed tars are re-packed one by one. Leave out {', '.join(sorted(given))}, or "
-            "convert their plain tars with --reshard"
-        )
-
-
 @contextlib.contextmanager
-def _work_in(target: Path) -> Iterator[Path]:
-    """The folder for what is unfinished, for one conversion at a time. If nothing was begun, nothing stays."""
-    is_new = not (target / META).exists()
-    was_there = target.exists()
-    (target / META).mkdir(parents=True, exist_ok=True)
-    with claimed(target / META, target / WORK):
+def _work_in(output: Target) -> Iterator[None]:
+    """The folder of unfinished work, for one conversion at a time; removed if nothing was finished in it."""
+    folder, work = output.folder, output.work
+    existed, is_new = folder.exists(), not (folder / META).exists()
+    (folder / META).mkdir(parents=True, exist_ok=True)
+    with claimed(folder / META, work):
         try:
-            yield target / WORK
-        except BaseException:
-            if is_new and not (target / MANIFEST).exists():
-                shutil.rmtree(target / META)
-                if not was_there:
-                    target.rmdir()
+            yield
+        except BaseException as error:
+            if isinstance(error, ValueError) or not any(work.glob(f"*/{RECORD_FILE}")):
+                shutil.rmtree(folder / META if is_new else work)
+                if not existed:
+                    folder.rmdir()
             raise
         finally:
             close_sources()
-            for index in (target / WORK).glob(f"source.*{INDEX}"):
-                index.unlink()
-        shutil.rmtree(target / WORK)
+        shutil.rmtree(work)
 
 
-def _chosen(found: Input, options: Options, keys: Iterable[str] | None) -> Input:
-    """The samples of a source that are asked for, with their classes: numbered before keys are chosen."""
-    if options.only:
-        keep_parts(found, options.only)
-    if options.classes:
-        add_classes(found)
-    if keys is not None:
-        keep_keys(found, keys)
-    return found
-
-
-def _warnings(source: ConversionSource, found: Input, options: Options) -> list[str]:
-    """What is odd about the samples; of dots in names nothing, where it was said which of them ends a key."""
-    counts = Counter(part.extension for sample in found.samples for part in sample.parts)
-    most = max((len(sample.parts) for sample in found.samples), default=0)
-    dotted = [] if options.key_end else dotted_parts(len(found.samples), counts, most)
-    hint = classes_hint(found.samples) if source.kind == "folder" and not options.classes else []
-    lacking = lacking_parts(len(found.samples), counts)
-    return [*found.warnings, *lacking, *dotted, *_subset_warning(source, options), *hint]
-
-
-def _subset_warning(source: ConversionSource, options: Options) -> list[str]:
-    """Of what can be read in place too, where somebody may have drawn a part of it."""
-    compressed = str(source.path).endswith((".gz", ".zst"))
-    if options.split or compressed or source.kind not in (*STORED, "jsonl"):
-        return []
+def _jobs(output: Target, found: Prepared, options: Options, keys: frozenset[str] | None) -> list[RangeJob]:
+    common: dict[str, Any] = {"source": found.source, "options": options, "keys": keys}
     return [
-        "subset= draws shares of shards as they lie, so others here than of the source: to keep a part apart, --split"
+        RangeJob(name=f"{number:06d}", spans=spans, work=output.work, bucket=output.bucket, **common)
+        for number, spans in enumerate(found.ranges)
     ]
 
 
-def _check_apart(source: Path | str, target: Path | str) -> None:
-    if isinstance(source, str) and isinstance(target, str):
+def _resumed(
+    output: Target,
+    manifest: Manifest,
+    before: Manifest,
+    newest_ns: int,
+    jobs: list[RangeJob],
+    do: Callable[[list[RangeJob]], set[str]],
+) -> Report | None:
+    """Return the report of a finished conversion; None for an unfinished one.
+
+    Files that may have been written since are compared with what was converted. Raises `SavableError` for another
+    conversion.
+    """
+    if output.bucket is None or before.done:  # else it starts again
+        check_same(output.folder, manifest, before)
+    report = finished_report(output, before)
+    if may_have_changed(output.folder, manifest, before, newest_ns):
+        known = _hashes(output, before, jobs) if report is not None else [_known(job) for job in jobs]
+        compared = [replace(job, hashes=hashes) for job, hashes in zip(jobs, known, strict=True) if hashes is not None]
+        if files := sorted(do(compared)):
+            raise changed_files(output.folder, manifest, before, files)
+        if report is not None:
+            write_manifest(
+                output.folder, msgspec.structs.replace(before, versions=manifest.versions, source_id=manifest.source_id)
+            )
+    return report
+
+
+def _known(job: RangeJob) -> bytes | None:
+    return job.record().hashes if job.is_finished and job.bucket is None else None
+
+
+def _hashes(output: Target, before: Manifest, jobs: list[RangeJob]) -> list[bytes]:
+    """Return the hashes of each range of a finished conversion."""
+    with (output.folder / HASHES).open("rb") as file:
+        return [file.read(8 * count) for count in before.hashes[: len(jobs)]]
+
+
+def _do(
+    output: Target,
+    found: Prepared,
+    workers: int | None,
+    engine: Engine | None,
+    progress: Progress,
+    jobs: list[RangeJob],
+) -> set[str]:
+    """Write the ranges that are not finished, or compare them and return the names of files that changed."""
+    for path in output.work.glob("[0-9]*.*"):  # attempts of a killed conversion
+        shutil.rmtree(path, ignore_errors=True)
+    total = sum(job.rows for job in jobs)
+    missing = [job for job in jobs if job.hashes is not None or not job.is_finished]
+    if not missing and jobs:
+        return set()
+    before = total - sum(job.rows for job in missing)
+    progress(before, total, 0)
+    workers = workers or (1 if found.size < _LITTLE_BYTES else os.cpu_count() or 1)
+    changed = set[str]()
+    each = do_jobs(missing, output.work, workers, engine, lambda done, size: progress(before + done, total, size))
+    with contextlib.closing(each):
+        for job, written in each:
+            if job.hashes is None:
+                job.note(written)
+            else:
+                changed.update(msgspec.msgpack.decode(written.record, type=list[str]))
+    return changed
+
+
+def _check_apart(source: str, target: Path | str) -> None:
+    if "://" in source and isinstance(target, str):
         inner, outer = f"{source.rstrip('/')}/", f"{target.rstrip('/')}/"
         if inner.startswith(outer) or outer.startswith(inner):
             raise ValueError(f"{target} and {source} must not contain each other. Convert to another URL")
-    if isinstance(source, str) or isinstance(target, str):
+    if "://" in source or isinstance(target, str):
         return
-    here, there = source.resolve(), target.resolve()
-    if source.is_dir() and (here == there or there in here.parents or here in there.parents):
+    first, second = Path(source).resolve(), target.resolve()
+    if first.is_dir() and (first == second or second in first.parents or first in second.parents):
         raise ValueError(f"{target} and {source} must not contain each other. Convert into another folder")
 
 
-def _workers(found: Input) -> int:
-    size = sum(part.size for sample in found.samples for part in sample.parts)
-    return 1 if size < _LITTLE_BYTES else os.cpu_count() or 1
-
-
-def _refuse_other_shards(target: Target) -> None:
-    """Raise `SavableError` if the folder or bucket has shards that `savable convert` did not write."""
-    folder = target.folder
+def _refuse_other_shards(output: Target) -> None:
+    """Raise `SavableError` for shards that `savable convert` did not write."""
+    folder = output.folder
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file. Give a folder, or a name for a new one")
     if (folder / MANIFEST).exists():
         return
-    here = (path.relative_to(folder).as_posix() for path in [*folder.rglob("*.tar"), *folder.glob(f"{META}/.info.*")])
-    for name in [*here, *target.there]:
+    paths = [*folder.rglob("*.tar"), *folder.glob(f"{META}/.info.*")]
+    for name in [*(path.relative_to(folder).as_posix() for path in paths), *output.objects]:
         if (name.endswith(".tar") or name.startswith(f"{META}/.info.")) and WORK not in name:
             raise SavableError(f"{folder} has {Path(name).name} of another origin. Convert into another folder")
-
-
-def _write(target: Target, plan: Plan, workers: int, engine: Engine | None, progress: Progress) -> None:
-    folder, reader, bucket = target.folder, plan.input.reader, target.bucket
-    for name in RECORDS.values():
-        if engine is not None and bucket is not None and (folder / name).exists():
-            bucket.upload(name, folder / name)
-            reader = records_behind(f"{bucket.url}/{name}", reader)
-    jobs = [
-        ShardJob(
-            name=shard.name,
-            **target.shard_paths,
-            samples=plan.input.samples[shard.first : shard.last],
-            reader=reader,
-            check_images=plan.options.check_images,
-        )
-        for shard in plan.shards
-        if read_written(folder, folder / WORK, shard.name) is None
-    ]
-    total = len(plan.input.samples)
-    before = total - sum(len(job.samples) for job in jobs)
-    progress(before, total, 0)
-
-    def so_far(done: int, size: int) -> None:
-        progress(before + done, total, size)
-
-    if engine is None:
-        write_shards(jobs, folder / WORK, workers, so_far)
-    else:
-        write_by_cluster(engine, jobs, folder / WORK, so_far)
-
-
-def _finish(folder: Path, plan: Plan) -> Report:
-    """Write the index, the rejects, Energon's files, and that the conversion is done, in this order."""
-    work = folder / WORK
-    shards: dict[str, WrittenShard] = {}
-    for shard in plan.shards:
-        written = read_written(folder, work, shard.name)
-        assert written is not None, shard.name
-        shards[shard.name] = written
-    rejected = [*plan.input.rejected, *(reject for written in shards.values() for reject in written.rejected)]
-    write_rejects(folder, rejected)
-    counts = {name: written.samples for name, written in shards.items() if written.samples}
-    if counts:
-        tables = (TarIndex(work / f"{name}.index").table(0) for name in sorted(counts))
-        splits = tuple(name for name, _ in plan.options.split)
-        describe_tables(folder, work, tables, counts, plan.input.texts, splits)
-    if plan.input.classes:
-        replace_file(folder / CLASSES, [json.dumps(plan.input.classes, ensure_ascii=False).encode()], sync=True)
-    write_manifest(folder, msgspec.structs.replace(plan.manifest, done=True))
-    size = sum(written.size for written in shards.values())
-    return Report(sum(counts.values()), len(counts), size, rejected, plan.input.hidden)

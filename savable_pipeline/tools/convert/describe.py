@@ -6,6 +6,7 @@ import errno
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.shards.index import ShardTable
@@ -15,7 +16,7 @@ from savable_pipeline.data.shards.metadata import INDEX_NAME, META, WRITTEN
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.tar_format import TarIndex, write_tar_idx
 from savable_pipeline.data.stores.tar_store import TARS
-from savable_pipeline.tools.convert.shard_job import room_on
+from savable_pipeline.tools.convert.shard_series import room_on
 
 
 def describe(folder: Path) -> TarIndex:
@@ -43,33 +44,31 @@ def describe_tables(
     folder: Path,
     work: Path,
     tables: Iterable[ShardTable],
-    counts: dict[str, int] | None = None,
-    texts: frozenset[str] = frozenset(),
-    splits: tuple[str, ...] = (),
-) -> TarIndex:
+    counts: dict[str, int],
+    layouts: Iterable[frozenset[str]],
+    texts: frozenset[str],
+    splits: tuple[str, ...],
+) -> None:
     """Write the index of these tables, by way of the folder `work`, and Energon's files beside it.
 
-    `counts`, `texts` and `splits` are as of `_energon_files`.
+    The other arguments are as of `_energon_files`.
     """
     write_index(work / "savable.index", tables, TARS)
     (work / "savable.index").replace(folder / INDEX_NAME)
-    return describe_indexed(folder, folder / INDEX_NAME, counts, texts, splits)
+    _write_energon_files(folder, counts, layouts, texts, splits)
 
 
-def describe_indexed(
-    folder: Path,
-    index_path: Path,
-    counts: dict[str, int] | None = None,
-    texts: frozenset[str] = frozenset(),
-    splits: tuple[str, ...] = (),
-) -> TarIndex:
+def describe_indexed(folder: Path, index_path: Path) -> TarIndex:
     """Write Energon's files of a folder whose index is there."""
     index = TarIndex(index_path)
-    counts = counts or {entry.name: entry.samples for entry in index.shards}
-    layouts = {frozenset(layout.position) for layout in index.layouts}
-    for name, content in _energon_files(counts, layouts, texts, splits).items():
-        replace_file(folder / META / name, [content.encode()], sync=True)
+    counts = {entry.name: entry.samples for entry in index.shards}
+    _write_energon_files(folder, counts, {frozenset(layout.position) for layout in index.layouts}, frozenset(), ())
     return index
+
+
+def _write_energon_files(folder: Path, *described: Any) -> None:
+    for name, content in _energon_files(*described).items():
+        replace_file(folder / META / name, [content.encode()], sync=True)
 
 
 def is_written(folder: Path) -> bool:

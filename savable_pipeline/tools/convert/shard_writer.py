@@ -26,20 +26,21 @@ import numpy as np
 from savable_pipeline.core.file_locks import LOCK_ADVICE, needs_locks
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.shards.byte_source import opened
+from savable_pipeline.data.shards.index import ShardTable
+from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import known_files
 from savable_pipeline.data.shards.metadata import OPEN, WRITTEN
 from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar import samples as tar_samples
-from savable_pipeline.data.shards.tar_format import TarIndex
-from savable_pipeline.data.shards.tar_writer import ShardFile, room_in, sample_bytes
+from savable_pipeline.data.shards.tar_format import TarIndex, write_tar_idx
 from savable_pipeline.data.stores.record_files import npy
 from savable_pipeline.data.stores.sample_names import name_fault
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.describe import describe
-from savable_pipeline.tools.convert.plan import MANIFEST
-from savable_pipeline.tools.convert.shard_job import ShardPaths, put_in_place, room_on
+from savable_pipeline.tools.convert.options import MANIFEST
+from savable_pipeline.tools.convert.shard_series import ShardSeries, room_on
 
 
 def sample_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, bytes]]:
@@ -136,7 +137,6 @@ class ShardWriter:
         self._settings = _Settings(max_bytes, max_samples, part)
         self._prefix = "" if part is None else f"{part[0]:05d}-of-{part[1]:05d}-"
         self._open_mark = self._work / f"{self._prefix}{OPEN}"
-        self._shard: ShardFile | None = None
         self._ended = ""  # why nothing can be written any more
         self._refuse_others()
         self._work.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,10 @@ class ShardWriter:
             self._settle()
             self._sweep()
             self._entries = [*self._finished()]
-            self._begun_with = self._first_key()  # "": nothing is safe yet, or this writer goes on
+            self._series = ShardSeries(
+                self._work, self._name, max_bytes, max_samples, self._put_in_place, len(self._entries)
+            )
+            self._first_written = self._first_key()  # "": nothing is safe yet, or this writer goes on
             self._open_mark.touch()
         except BaseException:
             os.close(self._lock)
@@ -169,19 +172,17 @@ class ShardWriter:
         if self._ended:
             raise ValueError(f"{self._folder}: this writer {self._ended}. Open another to continue")
         key, parts = sample_parts(sample)
-        if self._begun_with and key == self._begun_with:
+        if self._first_written and key == self._first_written:
             raise ValueError(
                 f"{self._folder}: sample {key!r} is the first of {self.written} written ones. Continue with "
                 "`samples[writer.written:]`, or remove the folder"
             )
-        size = sample_bytes(key, {extension: len(data) for extension, data in parts.items()})
+        if key == self._series.last_key:
+            raise ValueError(f"two samples in a row have the key {key!r}. Give each its own")
         try:
             with room_on(self._folder):
-                shard = self._shard_for(size)
-                if key == shard.last_key:
-                    raise ValueError(f"two samples in a row have the key {key!r}. Give each its own")
-                shard.add(key, parts)
-                self._begun_with = ""
+                self._series.add(key, parts)
+                self._first_written = ""
         except (OSError, SavableError):
             self._abandon("met an error of the disk")
             raise
@@ -197,8 +198,7 @@ class ShardWriter:
             return
         try:
             with room_on(self._folder):
-                if self._shard is not None:
-                    self._finish(self._shard)
+                self._series.finish()
                 if self._settings.part is None and self._entries:
                     describe(self._folder)
             self._open_mark.unlink()
@@ -214,35 +214,21 @@ class ShardWriter:
         else:
             self._abandon("was left by an error")
 
-    def _shard_for(self, size: int) -> ShardFile:
-        """The shard for a sample of this size: the open one if there is room, else the next."""
-        shard, settings = self._shard, self._settings
-        if shard is not None:
-            full = settings.max_samples is not None and shard.samples >= settings.max_samples
-            if not full and shard.size + size <= room_in(settings.max_bytes):
-                return shard
-            self._finish(shard)
-        name = self._name(len(self._entries))
-        self._shard = ShardFile(self._work / name, name)
-        return self._shard
-
-    def _finish(self, shard: ShardFile) -> None:
-        """Put the open shard in its place, after all that is known of it; it is safe when the tar is there."""
-        table = shard.finish()
-        paths = ShardPaths(name=table.entry.name, target=self._folder, work=self._work, aside=self._work)
-        put_in_place(paths, table)
+    def _put_in_place(self, table: ShardTable) -> None:
+        """Rename a finished shard, after its offsets and its rows of the index; it is safe once the tar is there."""
+        name = table.entry.name
+        write_index(self._work / f"{name}.index", [table], TARS)
+        write_tar_idx(self._work / name, table)
+        for each in (f"{name}.idx", name):
+            (self._work / each).replace(self._folder / each)
         self._entries.append(table.entry)
-        self._shard = None
 
     def _abandon(self, why: str) -> None:
         """Leave the open shard unfinished, and let others write here."""
         if self._ended:
             return
         self._ended = why
-        if self._shard is not None:
-            self._shard.close()
-            self._shard.path.unlink(missing_ok=True)
-            self._shard = None
+        self._series.close()
         os.close(self._lock)
 
     def _name(self, number: int) -> str:

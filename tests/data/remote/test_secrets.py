@@ -13,7 +13,7 @@ from savable_pipeline.core.wording import clean_address
 from savable_pipeline.data.remote.object_store import ObjectStore
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert.mirror import mirrored
+from savable_pipeline.tools.convert.target import mirrored
 from tests.conftest import MakeShards
 from tests.support.toy_server import serving, use_as_s3
 

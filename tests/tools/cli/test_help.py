@@ -48,4 +48,4 @@ def test_every_option_is_in_a_group_with_a_short_help(name: str) -> None:
     for option in COMMANDS[name].params:
         if option.param_type_name == "option" and option.name != "help":
             assert option.rich_help_panel in ("Input", "Output", "Parallelism"), option.name
-            assert option.name == "as_kind" or 0 < len(option.help.partition(" Default")[0]) <= 50, option.help
+            assert 0 < len(option.help.partition(" Default")[0]) <= 50, option.help

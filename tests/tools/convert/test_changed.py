@@ -27,12 +27,6 @@ def texts(folder: Path, count: int = 10) -> Path:
     return folder
 
 
-def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written from now on is newer than what is there, by the clock of the file system alone."""
-    monkeypatch.setattr("savable_pipeline.tools.convert.resume._MARGIN_NS", 0)
-    time.sleep(0.05)
-
-
 def later(path: Path) -> None:
     """As if the shards had been written an hour ago."""
     for shard in path.rglob("*.tar"):
@@ -52,13 +46,21 @@ def test_changed_contents_of_equal_size_are_another_conversion(tmp_path: Path) -
     assert snapshot(tmp_path / "out") == before
 
 
+def test_a_file_that_is_overwritten_and_dated_back_is_a_change(tmp_path: Path) -> None:
+    source = texts(tmp_path / "in")
+    for path in source.iterdir():
+        os.utime(path, (1, 1))
+    run_conversion(source, tmp_path / "out", TEXTS)
+    (source / "003.txt").write_text("text X")
+    os.utime(source / "003.txt", (1, 1))
+    with pytest.raises(SavableError, match=r"1 files changed at the same size.*\n003\.txt"):
+        run_conversion(source, tmp_path / "out", TEXTS)
+
+
 @pytest.mark.parametrize("way", ["of another name", "put in its place", "a folder in it put in its place"])
-def test_another_source_of_equal_names_and_sizes_is_another_conversion(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_another_source_of_equal_names_and_sizes_is_another_conversion(tmp_path: Path, way: str) -> None:
     source, other = texts(tmp_path / "in" / "sub"), texts(tmp_path / "other" / "sub")
     (other / "003.txt").write_text("text X")  # before anything is converted: no file of it is newer than a shard
-    no_margin(monkeypatch)
     first = run_conversion(source.parent, tmp_path / "out", TEXTS)
     if way == "put in its place":
         source.parent.rename(tmp_path / "old")
@@ -78,8 +80,7 @@ def test_another_source_of_equal_names_and_sizes_is_another_conversion(
 def test_conversion_of_another_source_does_not_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, other = texts(tmp_path / "in"), texts(tmp_path / "other")
     (other / "009.txt").write_text("text Y")
-    no_margin(monkeypatch)
-    monkeypatch.setattr("savable_pipeline.tools.convert.conversion._finish", lambda *_: 1 / 0)
+    monkeypatch.setattr("savable_pipeline.tools.convert.conversion.finish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_conversion(source, tmp_path / "out", TEXTS, workers=1)
     monkeypatch.undo()
@@ -99,7 +100,7 @@ def test_repaired_file_of_a_fully_rejected_shard_is_a_change(tmp_path: Path) -> 
 
 def test_resumed_conversion_detects_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = texts(tmp_path / "in")
-    monkeypatch.setattr("savable_pipeline.tools.convert.conversion._finish", lambda *_: 1 / 0)
+    monkeypatch.setattr("savable_pipeline.tools.convert.conversion.finish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_conversion(source, tmp_path / "out", TEXTS, workers=1)
     monkeypatch.undo()
@@ -127,20 +128,17 @@ def test_compressed_tar_changed_at_equal_size_is_another_conversion(tmp_path: Pa
         if content == b"1":
             for _ in range(2):
                 assert run_conversion(source, tmp_path / "out", Options()).samples == 1
-    with pytest.raises(SavableError, match=r"is of an older a\.tar\.gz of the same size"):
+    with pytest.raises(SavableError, match=r"1 files changed at the same size.*\na\.tar\.gz"):
         run_conversion(source, tmp_path / "out", Options())
 
 
-def test_another_compressed_tar_of_equal_name_and_size_is_detected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_compressed_tar_of_equal_name_and_size_is_detected(tmp_path: Path) -> None:
     for name, content in (("in", b"1"), ("other", b"2")):
         write_tar(tmp_path / "plain.tar", [("k.txt", content)])
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "plain.tar").read_bytes(), 0, mtime=0))
-    no_margin(monkeypatch)
     assert run_conversion(tmp_path / "in", tmp_path / "out", Options()).samples == 1
-    with pytest.raises(SavableError, match=r"is of an older a\.tar\.gz"):
+    with pytest.raises(SavableError, match=r"1 files changed at the same size.*\na\.tar\.gz"):
         run_conversion(tmp_path / "other", tmp_path / "out", Options())
 
 

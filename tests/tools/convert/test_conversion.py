@@ -21,7 +21,7 @@ def test_convert_has_the_settings_of_a_conversion_with_their_defaults() -> None:
     settings = {field.name: field.default for field in msgspec.structs.fields(Options)}
     more = {name: each.default for name, each in inspect.signature(run_conversion).parameters.items()}
     del more["options"]
-    assert arguments.keys() == {"kind", *settings, *more}
+    assert arguments.keys() == {"format", *settings, *more}
     differ = {"file_fields", "split", "only", "progress"}  # as people write them; None where all or none is meant
     for name, default in {**settings, **more}.items():
         assert arguments[name] == (None if name in differ else default), name
@@ -56,7 +56,7 @@ def test_each_setting_reaches_the_conversion(tmp_path: Path, monkeypatch: pytest
     sp.convert(
         str(path),
         "s3://bucket/out",
-        kind="folder",
+        format="folder",
         file_fields=["image"],
         split={"train": "0.75", "val": 0.24999, "rest": 0.00001},
         only=["txt"],
@@ -64,7 +64,7 @@ def test_each_setting_reaches_the_conversion(tmp_path: Path, monkeypatch: pytest
         **settings,
     )
     source = given.pop("source")
-    assert (source.kind, source.path, given.pop("target")) == ("folder", path, "s3://bucket/out")
+    assert (source.form.name, source.path, given.pop("target")) == ("folder", str(path), "s3://bucket/out")
     assert given == {
         **settings,
         "file_fields": ("image",),
@@ -101,7 +101,7 @@ def test_single_str_is_not_treated_as_many(tmp_path: Path, name: str) -> None:
     [
         ({"only": []}, "only= names no part"),
         ({"keys": []}, "keys= is empty"),
-        ({"kind": "pictures"}, "the kind of a source is one of .*, not 'pictures'"),
+        ({"format": "pictures"}, "no format 'pictures'. Use one of tar, mds, "),
         ({"engine": "dask"}, "engine must be \"ray\", or None .*, not 'dask'"),
         ({"split": {"train": 0.5, "val": 0.4}}, r"add up to 0\.9, not 1"),
         ({"split": {"train": float("nan")}}, "invalid split"),

@@ -80,7 +80,7 @@ def test_thirty_kills_at_random_times_change_no_byte(tmp_path: Path, kind: str) 
         for _ in range(draw.randint(1, 3)):
             workers = 2 if kills % 10 == 9 else 1
             kills += killed_after(draw.random() * usual_s[workers], source, out, workers)
-            shards.add(len(list(out.glob("*.tar"))))
+            shards.add(len(list(out.rglob("*.tar"))))
         work(source, out)
         assert snapshot(out) == calm, kills
         ends += 1
@@ -144,13 +144,11 @@ def test_full_disk_is_one_line_and_the_same_command_resumes(tmp_path: Path, monk
         room[0] -= 1
         add(shard, key, parts)
 
-    monkeypatch.setattr(ShardFile, "add", full)
-    with pytest.raises(
-        SavableError, match=r"out: No space left on device: disk or quota is full\. .* start again to continue"
-    ):
+    told = r"out: No space left on device: disk or quota is full\. .* start again to continue"
+    with monkeypatch.context() as patch, pytest.raises(SavableError, match=told):
+        patch.setattr(ShardFile, "add", full)
         run_conversion(source, tmp_path / "out", SMALL)
-    assert [path.name for path in (tmp_path / "out").glob("*.tar")] == ["000000.tar"]
-    monkeypatch.undo()
+    assert [path.name for path in (tmp_path / "out").rglob("*.tar")] == ["000000.tar"]
     run_conversion(source, tmp_path / "out", SMALL)
     run_conversion(source, tmp_path / "calm", SMALL)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")

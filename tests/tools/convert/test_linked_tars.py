@@ -31,14 +31,14 @@ def test_links_that_are_not_parts_are_no_error(tmp_path: Path) -> None:
     assert run_conversion(tmp_path / "source", tmp_path / "out", Options(), reshard=True).samples == 1
 
 
-def test_compressed_tars_are_repacked_with_links_and_a_message(tmp_path: Path) -> None:
+def test_a_compressed_tar_with_links_is_rejected_with_the_cure(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     raw = write(tmp_path / "0.tar", FEW).read_bytes()
     (tmp_path / "source/0.tar.gz").write_bytes(gzip.compress(raw))
-    report = run_conversion(tmp_path / "source", tmp_path / "plain", Options())
-    assert (tmp_path / "plain/0.tar").read_bytes() == raw
-    assert "3 members are links to other files of their tar, such as b.txt in 0.tar" in report.warnings[0]
-    assert CURE in report.warnings[0]
+    (reject,) = run_conversion(tmp_path / "source", tmp_path / "plain", Options()).rejected
+    assert (Path(reject.file).name, reject.reason) == ("0.tar.gz", "links")
+    assert "3 members are links to other files of their tar, such as b.txt in 0.tar.gz" in reject.detail
+    assert CURE in reject.detail
 
 
 @pytest.mark.parametrize("command", ["info", "check"])

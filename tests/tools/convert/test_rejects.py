@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from savable_pipeline.tools.convert import Options, recognize, run_conversion
+from savable_pipeline.tools.convert import Options, find_files, run_conversion
 from tests.support.toy_files import SMALL, fill, jpeg, reasons, tar_files, write_lines
 
 UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
@@ -37,7 +37,8 @@ UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
 def test_a_bad_file_of_a_folder_is_rejected_with_its_reason(
     tmp_path: Path, name: str, content: bytes, reason: str
 ) -> None:
-    report = run_conversion(fill(tmp_path / "in", 4, **{name: content}), tmp_path / "out", SMALL)
+    source = find_files(fill(tmp_path / "in", 4, **{name: content}), "folder")
+    report = run_conversion(source, tmp_path / "out", SMALL)
     rejected = [reason] * (2 if name == "000.TXT" else 1)  # both files of one name
     assert [reject.reason for reject in report.rejected] == rejected
     assert list(reasons(tmp_path / "out").values()) == rejected
@@ -94,7 +95,7 @@ def test_files_outside_the_source_are_accepted_with_an_option(tmp_path: Path) ->
     source = write_lines(tmp_path / "in/meta.jsonl", {"file": "../words.txt"}, {"file": "link.txt"})
     options = Options(allow_outside=True)
     run_conversion(source, tmp_path / "one", options)
-    run_conversion(recognize(tmp_path / "in", "folder"), tmp_path / "two", options)
+    run_conversion(find_files(tmp_path / "in", "folder"), tmp_path / "two", options)
     assert list(tar_files(tmp_path / "one").values()).count(b"words") == 2
     assert tar_files(tmp_path / "two")["link.txt"] == b"words"
 
@@ -135,7 +136,7 @@ def test_shard_without_a_valid_sample_is_not_written(tmp_path: Path) -> None:
     source = fill(tmp_path / "in", 9, **{f"00{i}.jpg": b"bad" for i in (0, 3, 6)})
     report = run_conversion(source, tmp_path / "out", SMALL)
     assert (report.samples, report.shards) == (6, 2)
-    assert [path.name for path in sorted((tmp_path / "out").glob("*.tar"))] == ["000001.tar", "000002.tar"]
+    assert [path.name for path in sorted((tmp_path / "out").glob("*.tar"))] == ["000000.tar", "000001.tar"]
 
 
 def test_source_without_a_valid_sample_has_a_report_and_no_dataset(tmp_path: Path) -> None:
@@ -143,6 +144,7 @@ def test_source_without_a_valid_sample_has_a_report_and_no_dataset(tmp_path: Pat
     assert (report.samples, report.shards, len(report.rejected)) == (0, 0, 2)
     assert sorted(path.name for path in (tmp_path / "out/.nv-meta").iterdir()) == [
         "savable.convert.json",
+        "savable.hashes",
         "savable.rejected.jsonl",
     ]
     assert run_conversion(tmp_path / "in", tmp_path / "out", SMALL) == report

@@ -1,4 +1,4 @@
-"""Compressed tars re-packed by `savable convert`: the same members, readable at an offset."""
+"""Compressed tars, whose samples `savable convert` writes into shards of its size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import savable_pipeline as sp
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import Options, recognize, run_conversion
+from savable_pipeline.tools.convert import Options, find_files, run_conversion
 from tests.conftest import write_tar
 from tests.support.toy_files import reasons, snapshot
 
@@ -44,10 +44,9 @@ def test_compressed_tars_are_rejected_by_the_reader_and_read_after_a_conversion(
         sp.TarShardReader(packed / "a.tar.gz", sp.Lane())
     told: list[Any] = []
     report = run_conversion(packed, tmp_path / "out", Options(), progress=lambda *numbers: told.append(numbers))
-    assert (report.samples, report.shards, report.rejected) == (10, 5, [])
+    assert (report.samples, report.shards, report.rejected) == (10, 1, [])
     assert told[0] == (0, 5, 0) and told[-1][:2] == (5, 5)
-    names = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.tar"))
-    assert names == ["a.tar", "b/c.tar", "d.tar", "e.tar", "f.tar"]
+    assert [path.name for path in (tmp_path / "out").rglob("*.tar")] == ["000000.tar"]
     assert texts(tmp_path / "out") == [f"text {i}" for i in range(10)]
     train = sp.TarShardReader(tmp_path / "out", sp.Lane(), split="train", epochs=1)
     assert train.population == 10
@@ -68,8 +67,7 @@ def test_compressed_tar_named_like_a_plain_one_is_reported_and_converted(
     folder = tmp_path / "in"
     for name, first in (("a.tar", 0), ("b.tar", 2)):
         write_tar(folder / name, [(f"k{first + n}.txt", b"text %d" % (first + n)) for n in range(2)])
-    plain = (folder / "b.tar").read_bytes()
-    (folder / "b.tar").write_bytes(compress(plain))
+    (folder / "b.tar").write_bytes(compress((folder / "b.tar").read_bytes()))
     told = "a compressed tar cannot be read at an offset. Re-pack it by `savable convert`"
     with pytest.raises(sp.ShardError, match=f"b.tar: {told}"):
         sp.TarShardReader(folder, sp.Lane())
@@ -80,13 +78,12 @@ def test_compressed_tar_named_like_a_plain_one_is_reported_and_converted(
     for source, target, count in ((folder, "all", 4), (folder / "b.tar", "one", 2)):
         result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / target)], catch_exceptions=False)
         assert result.exit_code == 0, result.output
-        assert (tmp_path / target / "b.tar").read_bytes() == plain
         assert len(texts(tmp_path / target)) == count
 
 
 def test_a_plain_tar_whose_first_name_looks_compressed_is_plain(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("BZh9.txt", b"text 0")])
-    assert recognize(tmp_path / "a.tar").kind == "tars" and texts(tmp_path / "a.tar") == ["text 0"]
+    assert not find_files(tmp_path / "a.tar").packed and texts(tmp_path / "a.tar") == ["text 0"]
     shutil.copy(tmp_path / "a.tar", tmp_path / "b.tar.gz")  # as a server leaves it that unpacks what it sends
     assert run_conversion(tmp_path / "b.tar.gz", tmp_path / "out", Options()).samples == 1
 
@@ -101,21 +98,21 @@ def test_endings_in_capitals_are_endings_too(packed: Path, tmp_path: Path) -> No
     assert run_conversion(packed / "a.TAR.GZ", tmp_path / "one", Options()).samples == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "more", "named"),
-    [
-        (Options(shard_bytes=10_000), {}, "shard_bytes"),
-        (Options(check_images=False, key_field="id"), {}, "check_images, key_field"),
-        (Options(key_end="last", allow_outside=True), {"workers": 2}, "allow_outside, key_end, workers"),
-        (Options(), {"files_from": Path("/")}, "files_from"),
-    ],
-)
-def test_options_that_change_nothing_are_rejected(
-    packed: Path, tmp_path: Path, options: Options, more: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(ValueError, match=rf"re-packed one by one. Leave out {named}"):
-        run_conversion(packed, tmp_path / "out", options, **more)
-    assert not (tmp_path / "out").exists()
+def test_settings_apply_to_them_as_to_plain_tars(packed: Path, tmp_path: Path) -> None:
+    options = Options(shard_samples=3, split=(("a", "0.5"), ("b", "0.5")))
+    assert run_conversion(packed, tmp_path / "out", options, keys=[f"k{i}" for i in range(8)]).samples == 8
+    assert max(len(texts(path)) for path in (tmp_path / "out").glob("*.tar")) == 3
+    report = run_conversion(packed, tmp_path / "small", Options(shard_samples=3), workers=2)
+    assert [path.name for path in sorted((tmp_path / "small").glob("*.tar"))] == [f"{i:06d}.tar" for i in range(4)]
+    assert sorted(texts(tmp_path / "small")) == [f"text {i}" for i in range(10)] and report.shards == 4
+    with pytest.raises(ValueError, match="is tars, compressed: key_field does not apply to it"):
+        run_conversion(packed, tmp_path / "wrong", Options(key_field="id"))
+
+
+def test_compressed_tar_that_changes_during_conversion_is_an_error(packed: Path, tmp_path: Path) -> None:
+    raw, later = (packed / "f.tar").read_bytes(), packed / "f.tar"
+    with pytest.raises(SavableError, match=r"f\.tar: another file than at the start: it changed during the conversion"):
+        run_conversion(packed, tmp_path / "out", Options(), progress=lambda *_: later.write_bytes(raw[::-1]))
 
 
 def test_damaged_tars_are_skipped_and_reported(packed: Path, tmp_path: Path) -> None:
@@ -131,13 +128,10 @@ def test_damaged_tars_are_skipped_and_reported(packed: Path, tmp_path: Path) -> 
     assert texts(tmp_path / "out") == ["text 2", "text 3", "text 8", "text 9"]
 
 
-def test_other_tars_in_the_same_folder_and_duplicate_names_are_rejected(packed: Path, tmp_path: Path) -> None:
+def test_other_tars_in_the_same_folder_are_rejected(packed: Path, tmp_path: Path) -> None:
     run_conversion(packed, tmp_path / "out", Options())
     with pytest.raises(SavableError, match="has another conversion"):
         run_conversion(packed / "a.tar.gz", tmp_path / "out", Options())
-    (packed / "a.tgz").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"two tars would become a\.tar"):
-        run_conversion(packed, tmp_path / "other", Options())
     with pytest.raises(ValueError, match="must not contain each other"):
         run_conversion(packed, packed / "out", Options())
 
@@ -148,16 +142,7 @@ def test_kill_between_a_shard_and_its_offsets_loses_nothing(packed: Path, tmp_pa
 
     run_conversion(packed, tmp_path / "calm", Options())
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("savable_pipeline.data.shards.tar_format.tar_idx", killed)
+        patch.setattr("savable_pipeline.tools.convert.finish.tar_idx", killed)
         run_conversion(packed, tmp_path / "out", Options())
     run_conversion(packed, tmp_path / "out", Options())
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
-
-
-def test_offsets_missing_on_a_full_disk_are_written_later(packed: Path, tmp_path: Path) -> None:
-    run_conversion(packed, tmp_path / "out", Options())
-    before = snapshot(tmp_path / "out")
-    (tmp_path / "out/a.tar.idx").unlink()
-    (tmp_path / "out/b/c.tar.idx.99.tmp").write_bytes(b"")  # as a kill leaves it
-    run_conversion(packed, tmp_path / "out", Options())
-    assert snapshot(tmp_path / "out") == before

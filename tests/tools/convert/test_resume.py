@@ -18,10 +18,11 @@ import pytest
 from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.tools.convert import Options, run_conversion
-from savable_pipeline.tools.convert.plan import MANIFEST
-from savable_pipeline.tools.convert.writer_processes import claimed, locked
+from savable_pipeline.tools.convert.jobs import claimed, locked
+from savable_pipeline.tools.convert.options import MANIFEST
 from tests.support import processes
 from tests.support.toy_files import SMALL, fill, snapshot, write_lines
+from tests.support.toy_sources import ranges_written
 
 
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
@@ -29,7 +30,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     for workers in (1, 2):
         run_conversion(source, tmp_path / str(workers), SMALL, workers=workers)
     one, two = (snapshot(tmp_path / str(workers)) for workers in (1, 2))
-    assert len(one) == 2 * 14 + 6
+    assert len(one) == 2 * 14 + 7
     assert one == two
 
 
@@ -70,19 +71,19 @@ def test_killed_and_repeated_conversion_writes_the_same_bytes(tmp_path: Path, un
     assert event > 60  # else the hook saw too little
 
 
-def test_finished_shards_are_not_written_again(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+def test_finished_ranges_are_not_written_again(
+    tmp_path: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stopped(done: int, total: int, size: int) -> None:
         if done >= 6:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_conversion(tmp_path / "in", tmp_path / "out", SMALL, progress=stopped)
-    done = sorted((tmp_path / "out/.nv-meta/savable.convert").glob("*.tar.json"))
-    assert len(done) == 2
-    shards = [tmp_path / "out" / path.name.removesuffix(".json") for path in done]
-    before = [(path.stat().st_ino, path.stat().st_mtime_ns) for path in shards]
+    finished = {path.parent.name for path in (tmp_path / "out").rglob("record")}
+    names = ranges_written(monkeypatch)
     run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
-    assert [(path.stat().st_ino, path.stat().st_mtime_ns) for path in shards] == before
+    assert finished and names and not finished & names
     assert snapshot(tmp_path / "out") == undisturbed
 
 
@@ -96,15 +97,22 @@ def test_finished_conversion_is_only_reported_again(tmp_path: Path, undisturbed:
     assert snapshot(tmp_path / "calm") == undisturbed
 
 
+COMMAND = """
+from savable_pipeline.tools.convert import ranges
+ranges.LEAST_BYTES = 1
+from savable_pipeline.tools.cli.main import app
+app()
+"""
+
+
 def start_command(source: Path, target: Path) -> subprocess.Popen[bytes]:
     """The command with two workers, once it has finished some shards."""
-    tool = Path(__file__).parents[3] / "tools/convert.py"
-    arguments = [sys.executable, str(tool), str(source), str(target), "--shard-samples=3", "--workers=2"]
+    arguments = [sys.executable, "-c", COMMAND, "convert", str(source), str(target), "--shard-samples=3", "--workers=2"]
     with target.with_name("errors").open("wb") as errors:
         process = subprocess.Popen(arguments, stderr=errors, start_new_session=True)
-    enough = len(list(target.glob("*.tar"))) + 3
+    enough = len(list(target.rglob("*.tar"))) + 3
     deadline = time.monotonic() + 60
-    while len(list(target.glob("*.tar"))) < enough and time.monotonic() < deadline:
+    while len(list(target.rglob("*.tar"))) < enough and time.monotonic() < deadline:
         time.sleep(0.01)
     assert process.poll() is None, "it ended before it could be disturbed"
     return process
@@ -132,7 +140,7 @@ def wait_until_gone(target: Path) -> None:
 def texts(folder: Path, count: int, size: int = 1) -> Path:
     folder.mkdir()
     for i in range(count):
-        (folder / f"{i:05d}.bin").write_bytes(bytes([1 + i % 255]) * size)
+        (folder / f"{i:05d}.raw").write_bytes(bytes([1 + i % 255]) * size)
     return folder
 
 
@@ -179,7 +187,7 @@ def test_conversion_waits_for_the_workers_of_a_killed_one(tmp_path: Path) -> Non
 
 
 def test_a_worker_shares_the_lock_of_the_folder_while_it_lives(tmp_path: Path) -> None:
-    worker = ChildProcess("savable_pipeline.tools.convert.writer_processes:serve", str(tmp_path))
+    worker = ChildProcess("savable_pipeline.tools.convert.jobs:serve", str(tmp_path))
     deadline = time.monotonic() + 60
     with pytest.raises(SavableError, match="a worker has it"):
         while time.monotonic() < deadline:
@@ -203,15 +211,14 @@ def test_concurrent_conversions_into_one_folder_are_excluded(tmp_path: Path) -> 
 @pytest.mark.usefixtures("own_interpreters")
 def test_sigterm_ends_the_workers_first_and_leaves_nothing(tmp_path: Path) -> None:
     source = texts(tmp_path / "in", 800, 20_000)
-    command = "from savable_pipeline.tools.cli.main import app; app()"
     told = ["convert", str(source), str(tmp_path / "out"), "--workers", "2", "--shard-bytes", "100000"]
     process = subprocess.Popen(
-        [sys.executable, "-c", command, *told],
+        [sys.executable, "-c", COMMAND, *told],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-    while process.poll() is None and not list((tmp_path / "out").glob("*.tar")):
+    while process.poll() is None and not list((tmp_path / "out").rglob("*.tar")):
         time.sleep(0.01)
     process.terminate()
     said = process.communicate(timeout=60)[1]
@@ -224,6 +231,9 @@ def test_sigterm_ends_the_workers_first_and_leaves_nothing(tmp_path: Path) -> No
 SIGNAL_AT = """
 import concurrent.futures, os, sys
 from savable_pipeline.tools.cli.main import app
+from savable_pipeline.tools.convert import ranges
+
+ranges.LEAST_BYTES = 1
 
 place, line, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 lines = 0
@@ -252,8 +262,8 @@ app(sys.argv[4:])
     ("place", "line"),
     [
         ("processes.py __init__", 3),
-        ("processes.py each_job", 300),
-        ("writer_processes.py _write_in_workers", 10),
+        ("processes.py each_job", 60),
+        ("jobs.py _write_in_workers", 10),
         ("processes.py close", 3),
     ],
     ids=["start", "wait", "loop", "close"],

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, run_conversion
-from savable_pipeline.tools.convert.plan import MANIFEST
+from savable_pipeline.tools.convert.options import MANIFEST
 from tests.support.toy_files import SMALL, fill, reasons, snapshot, tar_files, write_lines
 
 LLAVA = [
@@ -183,7 +183,7 @@ def test_rows_of_another_length_are_rejected_and_long_cells_are_not(tmp_path: Pa
 def test_duplicate_key_in_a_table_is_reported_by_lines(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text('a,b\n1,"2\n"\n2,3\n1,4\n')
     (reject,) = run_conversion(tmp_path / "t.csv", tmp_path / "out", Options(key_field="a")).rejected
-    assert (reject.file, reject.detail) == ("t.csv:5", "'1' is the key of line 2 already")
+    assert (reject.file, reject.detail) == ("t.csv:5", "'1' is the key of a record before it")
 
 
 def test_table_whose_rows_all_have_a_wrong_width_is_not_empty(tmp_path: Path) -> None:

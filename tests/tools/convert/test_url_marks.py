@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert import recognize
+from savable_pipeline.tools.convert import find_files
 from tests.support.toy_server import ToyServer
 from tests.support.url_sources import FOLDERS, KINDS, converted, url_of
 
@@ -19,19 +20,15 @@ from tests.support.url_sources import FOLDERS, KINDS, converted, url_of
 @pytest.mark.parametrize(
     ("names", "url", "words"),
     [
-        (["b/1.jpg", "b/1.txt"], "s3://b/", "a folder of files cannot be read remotely. Copy it to a disk"),
-        (["b/index.json"], "s3://b/", "a folder of files cannot be read remotely"),
-        (["b/a.jsonl", "b/b.jsonl"], "s3://b", r"several JSONL files\. Convert them one by one: a\.jsonl, b\.jsonl"),
-        (["b/a.jsonl", "b/b.jsonl"], "s3://b/{a,b}.jsonl", "JSONL is converted one by one. Name one of them"),
-        (["b/a.tar.gz"], "s3://b/a.tar.gz", "compressed tars cannot be read remotely"),
-        (["b/a.tar.gz"], "s3://b/", "compressed tars cannot be read remotely"),
+        (["b/1.jpg", "b/1.txt"], "s3://b/", "raw files are read from disks alone. Copy them to a disk"),
+        (["b/index.json"], "s3://b/", "raw files are read from disks alone"),
         (
             ["b/a.parquet", "b/1.jpg"],
             "s3://b/",
-            r"has a\.parquet and other files \(1\.jpg\)",
+            r'folder \(1 file, such as 1\.jpg\), parquet .*Pass format="parquet" or format="folder"',
         ),
-        (["b/a.zip"], "s3://b/a.zip", r"\.zip is not read here: unpack it"),
-        ([], "{http}/data/", r"web servers cannot be listed\. Name the files: .*/data/\{000\.\.099\}\.tar"),
+        (["b/a.zip"], "s3://b/a.zip", r"\.zip is not read here \(.*a\.zip\): unpack it"),
+        ([], "{http}/data/", r"web servers cannot be listed\. Name the shards, as in .*/data/\{000\.\.099\}\.tar"),
         ([], "s3://b/a.jsonl", r"s3://b/a\.jsonl: no such object on the server"),
         ([], "ftp://b/a.jsonl", "unsupported URL. Use one of s3, gs, az, http, https"),
     ],
@@ -48,13 +45,19 @@ def test_unsupported_remote_source_is_one_line_with_a_fix(
     assert not (tmp_path / "out").exists()
 
 
-def test_remote_compressed_tar_named_like_a_plain_one_is_reported(server: ToyServer) -> None:
+def test_remote_compressed_tar_named_like_a_plain_one_is_detected(server: ToyServer) -> None:
     (server.folder / "b").mkdir()
     (server.folder / "b/a.tar").write_bytes(gzip.compress(bytes(2000)))
-    with pytest.raises(
-        ValueError, match=r"compressed tars cannot be read remotely. Copy it to a disk, and convert that"
-    ):
-        recognize("s3://b/a.tar")
+    (found,) = find_files("s3://b/a.tar").packed
+    assert found[:3] == ("s3://b/a.tar", "a.tar", (server.folder / "b/a.tar").stat().st_size)
+
+
+def test_several_tables_behind_a_url_are_one_source(server: ToyServer, tmp_path: Path) -> None:
+    for name in ("b/a.jsonl", "b/c/b.jsonl"):
+        (server.folder / name).parent.mkdir(exist_ok=True)
+        (server.folder / name).write_text(f'{{"n": "{name}"}}\n')
+    for url in ("s3://b/", "s3://b/{a,c/b}.jsonl"):
+        assert converted(url, tmp_path / f"out{len(url)}").samples == 2
 
 
 OTHER = json.dumps({"shards": [{"format": "csv"}]}).encode()
@@ -66,12 +69,12 @@ OTHER = json.dumps({"shards": [{"format": "csv"}]}).encode()
         (
             {"b/1/index.json": OTHER, "b/2/index.json": OTHER},
             "s3://b",
-            r"several datasets\. Convert them one by one: 1, 2",
+            "raw files are read from disks alone",
         ),
         ({"b/index.json": OTHER}, "s3://b", "shards of the format csv, not mds"),
         ({"b/index.json": OTHER}, "{http}/b/", "shards of the format csv, not mds"),
-        ({"b/index.json": b"{}"}, "{http}/b/", "web servers cannot be listed"),
-        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5", "URLs end with /"),
+        ({"b/index.json": b"{}"}, "{http}/b/", "raw files are read from disks alone"),
+        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5", "no .tar object has this prefix"),
         ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5/", "shards of the format csv, not mds"),
     ],
 )
@@ -82,7 +85,7 @@ def test_remote_folders_are_recognized_by_their_index(
         (server.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (server.folder / name).write_bytes(data)
     with pytest.raises(ValueError, match=words):
-        recognize(url.replace("{http}", server.url))
+        find_files(url.replace("{http}", server.url))
 
 
 @pytest.mark.parametrize(
@@ -92,20 +95,23 @@ def test_missing_or_truncated_indexed_file_is_one_line(server: ToyServer, tmp_pa
     source = KINDS[kind](tmp_path / "www" / kind)
     cut = max(path for path in source.iterdir() if path.name != "index.json")
     cut.write_bytes(cut.read_bytes()[:3])
-    with pytest.raises(ValueError, match=rf"{url_of(server, cut)}: .*\. Copy it again|{url_of(server, cut)}: damaged"):
+    with pytest.raises(
+        (ValueError, ShardError), match=rf"{url_of(server, cut)}: .*\. Copy it again|{url_of(server, cut)}: damaged"
+    ):
         converted(url_of(server, source), tmp_path / "there")
     cut.unlink()
     with pytest.raises(ValueError, match=f"{url_of(server, cut)}: named by index.json, and not there. Copy the whole"):
-        converted(url_of(server, source), tmp_path / "there")
-    assert not (tmp_path / "there").exists()
+        converted(url_of(server, source), tmp_path / "again")
+    assert not (tmp_path / "again").exists()
 
 
 def test_named_format_must_be_readable_remotely(server: ToyServer, tmp_path: Path) -> None:
     source = KINDS["jsonl"](tmp_path / "www/b")
-    assert recognize(url_of(server, source), "jsonl").kind == "jsonl"
-    assert recognize("s3://b/", "mds").kind == "mds"
-    with pytest.raises(ValueError, match="compressed tars cannot be read remotely"):
-        recognize("s3://b/", "packed")
+    assert find_files(url_of(server, source), "jsonl").form.name == "jsonl"
+    with pytest.raises(ValueError, match=r"no index\.json\. Name the one folder that has it"):
+        find_files("s3://b/", "mds")
+    with pytest.raises(ValueError, match="no format 'packed'"):
+        find_files("s3://b/", "packed")
 
 
 def test_command_reads_a_url_and_prints_its_format(server: ToyServer, tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""Processes and machines that write ranges. None outlives the conversion, however that ends.
+
+    conversion ── a range, one job ─────▶ workers: each shares the lock of the work folder while it lives
+         │     ◀── its rows and bytes ──
+         └─ killed: the workers cannot send, and exit; the next conversion waits until that lock is free
+
+Workers take jobs in any order, and the bytes do not depend on it. The machines of an engine see the same folders, or
+write into a bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from savable_pipeline.core.file_locks import LOCK_ADVICE, needs_locks
+from savable_pipeline.core.job_engine import Engine
+from savable_pipeline.data.shards.processes import each_job
+from savable_pipeline.errors import SavableError, WorkerError
+from savable_pipeline.tools.convert.range_job import RangeJob, Written, write_range
+from savable_pipeline.tools.convert.source import close_source
+
+_VISIBLE_S = 120.0  # network file systems cache for a minute that a file does not exist
+_SERVE = "savable_pipeline.tools.convert.jobs:serve"
+
+
+def do_jobs(
+    jobs: list[RangeJob], work: Path, workers: int, engine: Engine | None, progress: Callable[[int, int], None]
+) -> Generator[tuple[RangeJob, Written], None, None]:
+    """Yield each job once it is done: in this process, in several, or by the machines of an engine.
+
+    Raises `WorkerError` if a process dies, and the errors of `write_range` and of the engine.
+    """
+    if engine is not None:
+        each = _by_engine(engine, jobs)
+    elif min(workers, len(jobs)) > 1:
+        each = _in_workers(jobs, work, workers)
+    else:
+        each = ((job, write_range(job)) for job in jobs)
+    rows, size = 0, 0
+    with contextlib.closing(each):
+        for job, written in each:
+            yield job, written
+            rows, size = rows + written.rows, size + written.size
+            progress(rows, size)
+
+
+def _in_workers(jobs: list[RangeJob], work: Path, workers: int) -> Generator[tuple[RangeJob, Written], None, None]:
+    with _sigterm_exits(), contextlib.closing(each_job(_SERVE, (os.fspath(work),), jobs, workers)) as answers:
+        for job, answer in answers:
+            if answer is None:
+                raise WorkerError(
+                    "a writer process was killed, perhaps out of memory. Run the command again with fewer --workers"
+                )
+            found = pickle.loads(answer)
+            if isinstance(found, Exception):
+                raise found
+            yield job, found
+
+
+@contextlib.contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """Exit on SIGTERM as on an error, unless the program handles it: open files are closed."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def serve(connection: Connection, jobs: Iterator[RangeJob], work: str) -> None:
+    """Do one job after another; sends what was written, or the error."""
+    fcntl.flock(os.open(work, os.O_RDONLY), fcntl.LOCK_SH)  # open until the process ends
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the conversion was killed
+        for job in jobs:
+            try:
+                answer = pickle.dumps(write_range(job))
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                answer = pickle.dumps(error)
+            connection.send_bytes(answer)
+
+
+def _by_engine(engine: Engine, jobs: list[RangeJob]) -> Generator[tuple[RangeJob, Written], None, None]:
+    with contextlib.closing(engine.each(attempt, map(_for_machine, jobs))) as finished:
+        for job, written in finished:
+            _wait_until_visible(job)
+            yield job, written
+
+
+def _for_machine(job: RangeJob) -> RangeJob:
+    source, spans = job.source.for_machine(job.spans)
+    return replace(job, source=source, spans=spans)
+
+
+def attempt(job: RangeJob) -> Written:
+    """Write a range on a machine of an engine."""
+    try:
+        return write_range(job)
+    finally:
+        close_source()
+
+
+def _wait_until_visible(job: RangeJob) -> None:
+    """Wait for the folder of a finished range. Raises `SavableError` if it never appears."""
+    end = time.monotonic() + _VISIBLE_S
+    while job.bucket is None and job.hashes is None and not job.is_finished:
+        if time.monotonic() > end:
+            raise SavableError(
+                f"{job.work / job.name}: finished by another machine, but not visible. Use storage that all nodes share"
+            )
+        time.sleep(0.1)
+        next(job.work.iterdir(), None)  # listing a folder makes a network file system look again
+
+
+@contextlib.contextmanager
+def claimed(meta: Path, work: Path) -> Iterator[None]:
+    """Lock a folder for one conversion, once workers of a killed one are gone. Raises `SavableError` if locked."""
+    with locked(meta, f"{meta.parent}: another conversion is writing here; wait until it ends"):
+        work.mkdir(exist_ok=True)
+        with locked(work):
+            pass
+        yield
+
+
+@contextlib.contextmanager
+def locked(folder: Path, busy: str = "") -> Iterator[None]:
+    """Lock a folder, once it is free; with `busy` raise `SavableError` if it is not."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            with needs_locks(folder, LOCK_ADVICE):
+                fcntl.flock(fd, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except BlockingIOError as error:
+            raise SavableError(busy) from error
+        yield
+    finally:
+        os.close(fd)

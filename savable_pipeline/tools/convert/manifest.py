@@ -1,0 +1,153 @@
+"""Manifest of a conversion: whether a folder has the same conversion, and whether it is finished."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from savable_pipeline.core.files import replace_file
+from savable_pipeline.data.shards.metadata import INDEX_NAME
+from savable_pipeline.data.shards.tar_format import TarIndex
+from savable_pipeline.data.stores.sample_names import Reject
+from savable_pipeline.errors import SavableError
+from savable_pipeline.tools.convert.describe import describe
+from savable_pipeline.tools.convert.options import MANIFEST, REJECTED, Options, Report
+from savable_pipeline.tools.convert.prepare import Prepared
+from savable_pipeline.tools.convert.source import sizes_digest, versions_of
+from savable_pipeline.tools.convert.target import Target
+
+VERSION = 4  # no other is read
+_MARGIN_NS = 2_000_000_000  # clocks of file systems are as coarse as this
+_SHOWN = 10  # files of which an error names
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Input and options of a conversion, and its result once it is finished."""
+
+    version: int
+    files: str  # a hash of the names and sizes of the files, and of the chosen keys
+    versions: str  # a hash of when the files were written
+    source_id: str  # which source it is: another one in its place has another
+    samples: int  # rows of the source, with those that will be rejected
+    options: Options
+    source: str = ""  # path or URL, for messages
+    done: bool = False
+    size: int = 0
+    hidden: int = 0
+    warnings: list[str] = []
+    nulls: dict[str, int] = {}
+    hashes: list[int] = []  # how many hashes of contents each range has
+    names_files: bool = False  # whether rows named files, whose versions are not in `versions`
+
+
+def manifest_of(path: str, found: Prepared, options: Options, keys: frozenset[str] | None) -> tuple[Manifest, int]:
+    """Return the manifest of a conversion that starts, and when a file was last written, in ns."""
+    is_empty = not found.ranges
+    digest = hashlib.sha256(msgspec.json.encode(found.rejected) if is_empty else sizes_digest(found.source).encode())
+    digest.update("\0".join(sorted(keys or ())).encode("utf-8", "surrogateescape"))
+    found_id, versions, newest_ns = ("", "", 0) if is_empty else versions_of(found.source, path)
+    manifest = Manifest(
+        version=VERSION,
+        files=digest.hexdigest(),
+        versions=versions,
+        source_id=found_id,
+        samples=sum(span.end - span.start for spans in found.ranges for span in spans),
+        options=msgspec.structs.replace(options, key_end=options.key_end or "first"),  # the same bytes
+        source=_public_name(path),
+    )
+    return manifest, newest_ns
+
+
+def _public_name(source: str) -> str:
+    """Return the absolute path of a source, or its URL without user, password and query."""
+    if "://" not in source:
+        return str(Path(source).absolute())
+    url = urlsplit(source)
+    return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a folder, None without one. Raises `SavableError` for one of another version."""
+    path, fault = folder / MANIFEST, ""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        fault = str(error)
+    if fault or found.version != VERSION:
+        fault = fault or f"its version is {found.version}, not {VERSION}"
+        raise SavableError(
+            f"{path}: not a manifest of this version: {fault}. Convert into another folder, or remove this one"
+        )
+    return found
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a folder."""
+    pretty = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+    replace_file(folder / MANIFEST, [pretty], sync=True)
+
+
+def may_have_changed(folder: Path, manifest: Manifest, before: Manifest, newest_ns: int) -> bool:
+    """Return whether files of the same names and sizes may have been written or exchanged since."""
+    noted_ns = (folder / MANIFEST).stat().st_mtime_ns
+    same = (before.source_id, before.versions) == (manifest.source_id, manifest.versions)
+    return not same or before.names_files or newest_ns > noted_ns - _MARGIN_NS
+
+
+def finished_report(output: Target, before: Manifest) -> Report | None:
+    """Return the report of a finished conversion; None if something of it is missing.
+
+    Raises `SavableError` for a finished one in a bucket.
+    """
+    folder = output.folder
+    if not before.done:
+        return None
+    if output.bucket is not None:
+        raise SavableError(f"{folder} has this whole conversion. Remove it to write it again, or use another URL")
+    entries = TarIndex(folder / INDEX_NAME).shards if (folder / INDEX_NAME).exists() else []
+    if not all((folder / e.name).exists() and (folder / e.name).stat().st_size == e.size for e in entries):
+        return None
+    if not all((folder / f"{entry.name}.idx").exists() for entry in entries):
+        describe(folder)
+    with (folder / REJECTED).open("rb") as file:
+        rejected = [msgspec.json.decode(line, type=Reject) for line in file]
+    samples = sum(entry.samples for entry in entries)
+    return Report(
+        samples, len(entries), before.size, rejected, before.hidden, before.warnings, before.nulls, already=True
+    )
+
+
+def check_same(folder: Path, manifest: Manifest, before: Manifest) -> None:
+    """Raise `SavableError` that lists the differences of another conversion, but for the versions of the files."""
+    old, new = _flat(before), _flat(manifest)
+    differences = [f"{name}: {old[name]!r} there, {new[name]!r} here" for name in new if old[name] != new[name]]
+    if not differences and before.files != manifest.files:
+        differences = ["input: other files, or other keys"]
+    if differences:
+        differences = [*filter(None, [_other_source(manifest, before)]), *differences]
+        advice = "Give the same input and options to resume it, or another folder"
+        raise SavableError(f"{folder} has another conversion. {advice}\n" + "\n".join(differences))
+
+
+def _other_source(manifest: Manifest, before: Manifest) -> str:
+    return "" if before.source == manifest.source else f"source: {before.source!r} there, {manifest.source!r} here"
+
+
+def changed_files(folder: Path, manifest: Manifest, before: Manifest, files: list[str]) -> SavableError:
+    """Return the error for files that changed since they were converted."""
+    names = "\n".join([*files[:_SHOWN], *["…"][: len(files) > _SHOWN]])
+    also = _other_source(manifest, before)
+    return SavableError(
+        f"{folder} has another conversion. {len(files)} files changed at the same size since: give them as they were, "
+        f"or another folder\n{names}{'; ' * bool(also)}{also}"
+    )
+
+
+def _flat(manifest: Manifest) -> dict[str, Any]:
+    return {"samples": manifest.samples, **msgspec.to_builtins(manifest.options)}

@@ -1,0 +1,325 @@
+"""Writing one range of a source: the same bytes each time, by any process, and after any kill.
+
+    work/000012.k3x9/train-000000.tar     one attempt, in a folder of its own
+    work/000012.k3x9/record               its shards with their rows of the index, rejects and counts
+    work/000012/                          ─ renamed when all of it is on the disk: the range is finished
+
+Two attempts at one range end with the same bytes, so the first one to be renamed stays. For a bucket the folder of an
+attempt is on the machine that writes, its shards are uploaded, and the record is returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from savable_pipeline.core.files import replace_file
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.remote.session import Bucket, BucketObject
+from savable_pipeline.data.shards.index import ShardTable
+from savable_pipeline.data.shards.tar import samples as tar_samples
+from savable_pipeline.data.stores.decompressed import DamagedError
+from savable_pipeline.data.stores.folder_store import FOLDER
+from savable_pipeline.data.stores.sample_names import Reject, printable
+from savable_pipeline.data.stores.tar_store import TARS
+from savable_pipeline.errors import ShardError
+from savable_pipeline.tools.convert.options import WORK, Options
+from savable_pipeline.tools.convert.part_data import PartData, content_hash
+from savable_pipeline.tools.convert.samples import SampleReader, Statistics, TarSample, line_fault
+from savable_pipeline.tools.convert.shard_series import ShardSeries, room_on
+from savable_pipeline.tools.convert.source import EmptySourceError, RowSpan, SourceFiles
+
+RECORD_FILE = "record"
+_ALL = 1 << 64
+_EXAMPLES = 5  # of repeated keys
+
+
+class RangeShard(msgspec.Struct, frozen=True):
+    """A shard of a range: its split, and its rows of the index."""
+
+    split: str
+    table: ShardTable
+
+
+class RangeRecord(msgspec.Struct):
+    """Result of a range."""
+
+    pieces: list[RangeShard] = []
+    rejected: list[Reject] = []
+    statistics: Statistics = msgspec.field(default_factory=Statistics)
+    size: int = 0  # bytes read
+    keys: bytes = b""  # hashes of the keys of samples, where keys may occur again
+    hashes: bytes = b""  # of the contents of parts, and of rejects
+
+
+class Written(NamedTuple):
+    """What a job did: rows and bytes that were read, and the record if it is not in the work folder."""
+
+    rows: int
+    size: int
+    record: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RangeJob:
+    """A range to write into `work`, or by way of this machine into a bucket; with `hashes` to compare with these."""
+
+    name: str
+    source: SourceFiles
+    spans: tuple[RowSpan, ...]
+    options: Options
+    work: Path
+    keys: frozenset[str] | None = None
+    repeats: bytes = b""  # a bit for each sample with a key that may occur again: whether it is that of another one
+    bucket: Bucket | None = None
+    hashes: bytes | None = None
+
+    @property
+    def rows(self) -> int:
+        """The number of its rows, or of its compressed files."""
+        return sum(span.end - span.start for span in self.spans)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the range was written."""
+        return (self.work / self.name / RECORD_FILE).exists()
+
+    def record(self) -> RangeRecord:
+        """Return the record of the finished range."""
+        return msgspec.msgpack.decode((self.work / self.name / RECORD_FILE).read_bytes(), type=RangeRecord)
+
+    def note(self, written: Written) -> None:
+        """Write the record of a range whose shards are in a bucket."""
+        if self.bucket is not None:
+            (self.work / self.name).mkdir(exist_ok=True)
+            replace_file(self.work / self.name / RECORD_FILE, [written.record])
+
+
+def write_range(job: RangeJob) -> Written:
+    """Write a range, or compare it.
+
+    Raises `SavableError` if the source changed or the disk is full, `ShardError` for damage of a whole file.
+    """
+    with room_on(job.work.parent.parent), _own_folder(job) as folder:
+        writer = _RangeWriter(job, folder)
+        try:
+            record = writer.write()
+        except ShardError as error:
+            if isinstance(error.__cause__, DamagedError):  # what unpacked_bytes may be the reason of
+                raise ValueError(str(error)) from error
+            raise
+        if job.hashes is not None:
+            return Written(job.rows, record.size, msgspec.msgpack.encode(sorted(writer.changed)))
+        return Written(job.rows, record.size, _finish(job, folder, record))
+
+
+def join_shards(job: RangeJob, pieces: list[tuple[str, RangeShard]]) -> Written:
+    """Write the samples of shards of several ranges, which are small, as one range."""
+    with room_on(job.work.parent.parent), _own_folder(job) as folder:
+        record = RangeRecord()
+        series = _series(folder, pieces[0][1].split, job.options, record)
+        for range_name, piece in pieces:
+            name = piece.table.entry.name
+            path = job.work / range_name / name
+            if job.bucket is not None:
+                found = BucketObject(f"{WORK}/{range_name}/{name}", piece.table.entry.size, 0)
+                job.bucket.fetch([found], job.work.parent.parent)
+            with path.open("rb") as file:
+                for extent in tar_samples(path.name, file.fileno()):
+                    members = zip(extent.extensions, extent.members, strict=True)
+                    if extent.key == series.last_key:
+                        series.finish()
+                    series.add(extent.key, {e: os.pread(file.fileno(), m.size, m.payload) for e, m in members})
+            if job.bucket is not None:
+                path.unlink()
+        series.finish()
+        return Written(0, 0, _finish(job, folder, record))
+
+
+@contextlib.contextmanager
+def _own_folder(job: RangeJob) -> Iterator[Path]:
+    parent = job.work if job.bucket is None else None
+    folder = Path(tempfile.mkdtemp(dir=parent, prefix=f"{job.name}."))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _finish(job: RangeJob, folder: Path, record: RangeRecord) -> bytes:
+    encoded = msgspec.msgpack.encode(record)
+    if job.bucket is not None:
+        for piece in record.pieces:
+            name = piece.table.entry.name
+            job.bucket.upload(f"{WORK}/{job.name}/{name}", folder / name)
+        return encoded
+    replace_file(folder / RECORD_FILE, [encoded], sync=True)
+    with contextlib.suppress(OSError):  # another attempt was faster
+        folder.rename(job.work / job.name)
+    return b""
+
+
+def _series(folder: Path, split: str, options: Options, record: RangeRecord) -> ShardSeries:
+    prefix = f"{split}-" if split else ""
+
+    def finished(table: ShardTable) -> None:
+        record.pieces.append(RangeShard(split, table))
+
+    return ShardSeries(folder, lambda n: f"{prefix}{n:06d}.tar", options.shard_bytes, options.shard_samples, finished)
+
+
+@dataclass(slots=True)
+class _Nothing:
+    """In place of a series where samples are compared, not written."""
+
+    last_key: str = ""
+
+    def add(self, key: str, parts: Mapping[str, PartData]) -> None:
+        self.last_key = key
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+    close = finish
+
+
+class _RangeWriter:
+    """Writes the samples of a range into the series of their splits."""
+
+    def __init__(self, job: RangeJob, folder: Path) -> None:
+        self._job, self._folder, self._record = job, folder, RangeRecord()
+        self._keys, self._last, self._renamed = array("Q"), "", set[str]()
+        self._rejected = list[Reject]()  # of the rows that are read
+        self._hashes, self.changed = array("Q"), set[str]()  # the names of files whose content is another
+        self._known = None if job.hashes is None else {*np.frombuffer(job.hashes, "<u8").tolist()}
+        self._ends = [int(end * _ALL) for end in accumulate(Fraction(part) for _, part in job.options.split)]
+        splits = [name for name, _ in job.options.split] or [""]
+        self._series: list[ShardSeries | _Nothing] = [
+            _series(folder, split, job.options, self._record) if job.hashes is None else _Nothing() for split in splits
+        ]
+        form, options = job.source.form, job.options
+        self._may_repeat = form == TARS or options.key_field is not None or options.key_end == "last"
+
+    def write(self) -> RangeRecord:
+        try:
+            if self._job.source.packed:
+                self._write_packed()
+            else:
+                self._write_spans(self._job.source, self._job.source.dataset(), self._job.spans)
+            for series in self._series:
+                series.finish()
+        finally:
+            for series in self._series:
+                series.close()
+        self._record.keys, self._record.hashes = self._keys.tobytes(), self._hashes.tobytes()
+        return self._record
+
+    def _write_spans(self, source: SourceFiles, dataset: Dataset, spans: tuple[RowSpan, ...]) -> None:
+        reader = SampleReader(source, dataset, self._job.options, self._job.keys)
+        self._rejected = reader.rejected
+        for span in spans:
+            for sample in reader.samples(span):
+                self._add(sample)
+            for reject in self._rejected:
+                self._reject(reject)
+            self._rejected.clear()
+        self._record.statistics.add(reader.finish())
+
+    def _add(self, sample: TarSample) -> None:
+        key = self._distinct_key(sample) if self._may_repeat else sample.key
+        parts: dict[str, PartData] = {part.extension: part.data for part in sample.parts}
+        if key:
+            series = self._series[0]
+            if self._ends:
+                number = _hashed(key)
+                series = self._series[next(i for i, end in enumerate(self._ends) if number < end)]
+            series.add(key, parts)
+        for part in sample.parts:
+            self._note(part.file, _hashed(f"{sample.key}.{part.extension}") ^ content_hash(part.data))
+        self._record.size += sum(map(len, parts.values()))
+
+    def _note(self, file: str, content: int) -> None:
+        """Note the hash of a part or a reject, and a changed file if what is known has another one."""
+        self._hashes.append(content)
+        if self._known is not None and content not in self._known:
+            self.changed.add(file)
+
+    def _reject(self, reject: Reject) -> None:
+        self._record.rejected.append(reject)
+        self._note(reject.file, _hashed(f"{reject.file}\0{reject.reason}"))
+
+    def _distinct_key(self, sample: TarSample) -> str:
+        """Return the key, of a repeated one with the name of its tar before it; "" if the sample is rejected."""
+        number, before = len(self._keys), self._last
+        self._keys.append(_hashed(sample.key))
+        self._last = key = sample.key
+        byte = self._job.repeats[number >> 3] if number >> 3 < len(self._job.repeats) else 0
+        if key != before and not byte >> (number & 7) & 1:  # readers take neighbors with one key for one sample
+            return key
+        statistics, form = self._record.statistics, self._job.source.form
+        statistics.repeats += 1
+        if len(statistics.repeated) < _EXAMPLES and key not in statistics.repeated:
+            statistics.repeated.append(key)
+        name, fault = sample.name(), "duplicate key: twice in one shard"
+        if form == TARS:
+            key = f"{name.partition(', record ')[0].rpartition('.')[0].replace('.', '_')}/{key}"
+            if key not in self._renamed:
+                self._renamed.add(key)
+                return key
+        elif form == FOLDER:
+            fault = f"two names with one key: both would be {key}"
+        else:
+            fault = f"duplicate key: {key!r} is the key of a record before it"
+        self._rejected.append(Reject.of(name, key, fault))
+        return ""
+
+    def _write_packed(self) -> None:
+        """Decompress the files of the range, one after another, and write the samples of each."""
+        (span,) = self._job.spans
+        folder = self._folder / "decompressed"
+        for number in range(span.start, span.end):
+            folder.mkdir()
+            file = self._job.source.packed[number]
+            with self._job.source.unpacked(number, folder) as (source, fault):
+                try:
+                    if fault:
+                        raise ShardError(f"damaged: {fault}")
+                    self._write_file(source)
+                except ShardError as error:
+                    plain = Path(str(source.found.files)).name
+                    detail = str(error).replace(f"{folder}: ", "").replace(f"{folder}/", "").replace(plain, file.name)
+                    if source.form != TARS:
+                        raise ValueError(f"{file.path}: {detail.removeprefix(f'{file.name}: ')}") from error
+                    reason = "links" if error.reason == "links" else "damaged tar"
+                    self._reject(Reject(printable(file.path), "", reason, printable(detail.removeprefix("damaged: "))))
+
+    def _write_file(self, source: SourceFiles) -> None:
+        """Write the samples of a decompressed file. Raises `ShardError`."""
+        try:
+            dataset = source.dataset()
+        except EmptySourceError as error:
+            store: Any = error.store
+        else:
+            store = dataset.store
+            if links := store.left_out():
+                raise ShardError(links, reason="links")
+            self._write_spans(source, dataset, (RowSpan(0, 0, dataset.count, 0),))
+        for number in sorted(store.entries.faults):
+            self._reject(line_fault(source, store, number))
+
+
+def _hashed(key: str) -> int:
+    return xxh3_64_intdigest(key.encode("utf-8", "surrogateescape"))

@@ -1,0 +1,163 @@
+"""Cuts a source into ranges, each of which one job writes.
+
+Ranges depend on source and settings alone, never on the number of workers. They are consecutive rows of about 1 to 8
+shards, by the sizes in the index and those of some samples. A row group is never divided: one that is larger is a range
+of its own, and its job writes several shards. Compressed files have no index. A range of them is whole files, which its
+job decompresses one after another.
+
+    shards of 100 bytes      rows of 30 bytes: │0 1 2│3 4 5│…      row groups: │0 … 999│1000 … 1999│…
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.shards.shard_list import Rows
+from savable_pipeline.data.shards.tar import BLOCK
+from savable_pipeline.data.shards.tar_writer import room_in, sample_bytes
+from savable_pipeline.errors import SavableError
+from savable_pipeline.tools.convert.options import Options
+from savable_pipeline.tools.convert.samples import SampleReader
+from savable_pipeline.tools.convert.source import RowSpan, SourceFiles
+
+_MOST_SHARDS = 8  # of a range
+_RANGES = 16  # of a source, at least, if they are not smaller than this
+LEAST_BYTES = 32_000_000  # of a range, which is not worth a process otherwise
+_AIM = 0.97  # of the bytes of its shards, since sizes in the index are estimates
+_AT_ONCE = 1 << 16  # rows whose sizes are in memory
+_SOME = 64  # samples that are measured
+
+
+def cut_ranges(source: SourceFiles, options: Options) -> tuple[list[tuple[RowSpan, ...]], int]:
+    """Return the ranges of a source, in the order of its samples, and about how many bytes they have."""
+    if source.packed:
+        sizes = [file.size for file in source.packed]
+        steps, total = iter([_Steps(0, 0, np.arange(1, len(sizes) + 1), np.array(sizes))]), sum(sizes)
+        rows = 1 << 62  # in each file: nobody knows
+    else:
+        rows = source.dataset().count
+        estimate = _estimate(source, options)
+        steps, total = _steps(source.dataset(), estimate), int(rows * estimate.mean)
+    room, most = max(1, room_in(options.shard_bytes)), options.shard_samples or rows
+    shard = max(1, min(room, most * total // rows))  # bytes of a full one, about
+    shards = max(min(_MOST_SHARDS, total // shard // _RANGES), -(-LEAST_BYTES // shard), 1)
+    return _cut(steps, _AIM * room * shards, most * shards), total
+
+
+class _Steps(NamedTuple):
+    """Rows that are cut between: where each step of a file ends, and about how many bytes it writes."""
+
+    file: int
+    start: int
+    ends: Rows
+    sizes: Rows
+
+
+def _cut(steps: Iterator[_Steps], limit: float, most: int) -> list[tuple[RowSpan, ...]]:
+    ranges: list[tuple[RowSpan, ...]] = []
+    spans: list[RowSpan] = []
+    used, rows, number = 0.0, 0, 0
+    for step in steps:
+        totals, done, start = np.cumsum(step.sizes), 0, step.start
+        while done < len(step.ends):
+            before = float(totals[done - 1]) if done else 0.0
+            fit = int(np.searchsorted(totals, before + limit - used, "right"))
+            fit = min(fit, int(np.searchsorted(step.ends, start + most - rows, "right")))
+            if fit <= done and spans:
+                ranges.append(tuple(spans))
+                spans, used, rows = [], 0.0, 0
+                continue
+            done = max(fit, done + 1)  # a step that is larger than a range is a range
+            end = int(step.ends[done - 1])
+            if spans and spans[-1].file == step.file and spans[-1].end == start:
+                spans[-1] = spans[-1]._replace(end=end)
+            else:
+                spans.append(RowSpan(step.file, start, end, number))
+            used, rows, number = used + float(totals[done - 1]) - before, rows + end - start, number + end - start
+            start = end
+    return [*ranges, tuple(spans)] if spans else ranges
+
+
+def _steps(dataset: Dataset, estimate: _Estimate) -> Iterator[_Steps]:
+    for file in file_order(dataset):
+        samples = int(dataset.entries.samples[file])
+        if samples and dataset.store.row_groups(file) is not None:
+            ends = _ends_of_groups(dataset, file)
+            yield _Steps(file, 0, ends, np.diff(ends, prepend=0) * estimate(_row_bytes(dataset, file, 0, 1)))
+            continue
+        for start in range(0, samples, _AT_ONCE):
+            end = min(start + _AT_ONCE, samples)
+            yield _Steps(file, start, np.arange(start + 1, end + 1), estimate(_row_bytes(dataset, file, start, end)))
+
+
+def _ends_of_groups(dataset: Dataset, file: int) -> Rows:
+    return np.array(dataset.store.group_ends(file), np.int64)  # type: ignore[attr-defined]  # of a store with groups
+
+
+def file_order(dataset: Dataset) -> list[int]:
+    """Return the numbers of the files in the order of their samples: that of index.json, else that of their names."""
+    listed_order = getattr(dataset.store, "listed_order", None)
+    return [*range(len(dataset.entries))] if listed_order is None else listed_order()
+
+
+def _row_bytes(dataset: Dataset, file: int, start: int, end: int) -> Rows:
+    """Return about how many bytes each of these rows has."""
+    store: Any = dataset.store
+    groups = store.row_groups(file)
+    if groups is not None:
+        return np.full(end - start, groups[1] // max(int(dataset.entries.samples[file]), 1), np.int64)
+    table = getattr(store, "table", None)
+    if hasattr(table, "firsts"):  # of a folder
+        firsts = np.frombuffer(cast("Any", table).firsts, "<i8")[start : end + 1]
+        sizes = np.frombuffer(cast("Any", table).sizes, "<i8")[firsts[0] : firsts[-1]]
+        return cast("Rows", np.add.reduceat((sizes + BLOCK - 1) // BLOCK * BLOCK, firsts[:-1] - firsts[0]))
+    if hasattr(store, "byte_ranges"):
+        first, last = store.byte_ranges(file, np.arange(start, end))
+        if len(first) == end - start:
+            return cast("Rows", last - first)
+    mean = int(dataset.entries.sizes[file]) / max(int(dataset.entries.samples[file]), 1)
+    return np.full(end - start, int(mean), np.int64)
+
+
+class _Estimate(NamedTuple):
+    """Bytes of rows in tars, from those in the index: a multiple, and so many more for each."""
+
+    factor: float
+    more: float
+    mean: float
+
+    def __call__(self, listed: Rows) -> Rows:
+        return (self.factor * listed + self.more).astype(np.int64)
+
+
+def _estimate(source: SourceFiles, options: Options) -> _Estimate:
+    """Return the sizes of rows by those of some samples; of row groups by their bytes, so that none is decoded."""
+    dataset = source.dataset()
+    first = next(file for file in file_order(dataset) if dataset.entries.samples[file])
+    if dataset.store.row_groups(first) is not None and not source.files_from:
+        mean = sum(float(_row_bytes(dataset, file, 0, 1)[0]) * n for file, n in enumerate(dataset.entries.samples))
+        return _Estimate(1.0, 2 * BLOCK, mean / dataset.count + 2 * BLOCK)
+    is_grouped = dataset.store.row_groups(first) is not None  # of which one is decoded
+    rows, start = (
+        (int(_ends_of_groups(dataset, first)[0]), int(dataset.firsts[first])) if is_grouped else (dataset.count, 0)
+    )
+    count, found, listed = min(_SOME, rows), 0, 0.0
+    reader = SampleReader(source, dataset, msgspec.structs.replace(options, check_images=False), None)
+    with contextlib.suppress(SavableError, ValueError):  # jobs raise these
+        for number in (start + np.arange(count) * rows // count).tolist():
+            file = int(np.searchsorted(dataset.firsts, number, side="right")) - 1
+            row = number - int(dataset.firsts[file])
+            for sample in reader.samples(RowSpan(file, row, row + 1, number)):
+                found += sample_bytes(sample.key, {part: len(data) for part, _, data in sample.parts})
+            listed += float(_row_bytes(dataset, file, row, row + 1)[0])
+    if not found or not listed:
+        return _Estimate(1.0, BLOCK, listed / count + BLOCK)
+    if found < listed:
+        return _Estimate(found / listed, 0.0, found / count)
+    return _Estimate(1.0, (found - listed) / count, found / count)

@@ -1,0 +1,398 @@
+"""Samples of a source, one after another: key and parts of each in a tar, or the reason why it is rejected.
+
+source              parts                            key in the tar
+folder              files, and `cls`                 path, with _ for dots after the first
+table               `json`, files that fields name   number from 1, or a field
+MDS, LitData        those of the store               number from 0, or a field
+Parquet, Arrow      those of the store, and files    FILE/ROW, or a column
+tars                those of the store               the same
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import msgspec
+import numpy as np
+
+from savable_pipeline.core.file_heads import HEAD, text_error
+from savable_pipeline.data.shards.byte_source import RecordError
+from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
+from savable_pipeline.data.stores.folder_store import CLASS, FOLDER, class_of, tar_key
+from savable_pipeline.data.stores.jsonl import JSONL
+from savable_pipeline.data.stores.sample_names import Reject, name_fault, outside, parts_fault, printable
+from savable_pipeline.data.stores.table_store import JSON, LINE
+from savable_pipeline.data.stores.tar_store import TARS
+from savable_pipeline.errors import ShardError
+from savable_pipeline.tools.convert.options import Options
+from savable_pipeline.tools.convert.part_data import LongPart, PartData, data_fault, file_data, is_long, may_be_long
+from savable_pipeline.tools.convert.source import RECORDS, TABLES, RowSpan, SourceFiles, changed
+
+if TYPE_CHECKING:
+    from savable_pipeline.data.dataset.dataset import Dataset
+
+TEXT_FIELDS = ("caption", "text")
+_MEDIA = frozenset((*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
+_NUMBERED = re.compile(r"[0-9]+[.]")  # of several files of one field: 0.jpg, 1.jpg
+_CHANGED = ("changed shard", "missing shard")
+_AHEAD = 4096  # rows announced together
+_MOST_CLASSES = 100_000
+
+
+class Statistics(msgspec.Struct):
+    """Counts over samples, which add up over ranges."""
+
+    parts: dict[str, int] = {}  # samples with each part
+    nulls: dict[str, int] = {}  # by column
+    layouts: list[tuple[str, ...]] = []  # the sets of parts that samples have
+    most_parts: int = 0
+    texts: list[str] | None = None  # JSON fields that are strings in every sample; None: no sample
+    renamed: int = 0  # keys with dots, which a tar cannot have
+    example: str = ""
+    uses: int = 0  # of files by records
+    used_bytes: int = 0
+    files: int = 0
+    file_bytes: int = 0
+    named: int = 0  # files that rows name without their bytes
+    repeats: int = 0  # keys that occur again
+    only_media: bool = True  # each sample is one image, sound or video in a folder
+    folders: list[str] = []  # names of top folders
+    found: list[str] = []  # keys that were asked for
+    repeated: list[str] = []  # some of the keys that occur again
+    dropped: list[str] = []  # names of parts that were not chosen
+
+    def add(self, other: Statistics) -> None:
+        """Add the counts of another range."""
+        if other.texts is not None:
+            self.texts = other.texts if self.texts is None else sorted({*self.texts} & {*other.texts})
+        self.only_media &= other.only_media
+        self.most_parts, self.example = max(self.most_parts, other.most_parts), self.example or other.example
+        for name in ("parts", "nulls"):
+            setattr(self, name, dict(Counter(getattr(self, name)) + Counter(getattr(other, name))))
+        for name in ("layouts", "folders", "found", "dropped", "repeated"):
+            setattr(self, name, sorted({*getattr(self, name), *getattr(other, name)}))
+        for name in ("renamed", "uses", "used_bytes", "files", "file_bytes", "named", "repeats"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class Part(NamedTuple):
+    """A part of a sample: its extension, its file as rejects name it, and its bytes."""
+
+    extension: str
+    file: str
+    data: PartData
+
+
+class TarSample(NamedTuple):
+    """A sample: its key, its parts, and its name in rejects."""
+
+    key: str
+    parts: list[Part]
+    name: Callable[[], str]
+
+
+class RejectedError(Exception):
+    """A sample is rejected."""
+
+    def __init__(self, file: str, key: str, fault: str) -> None:
+        self.reject = Reject.of(printable(file), key, fault)
+        super().__init__(fault)
+
+
+class SampleReader:
+    """Reads samples of a source, counts them in `statistics` and lists those that are `rejected`."""
+
+    def __init__(self, source: SourceFiles, dataset: Dataset, options: Options, keys: Collection[str] | None) -> None:
+        self.statistics, self.rejected, self._texts = Statistics(), list[Reject](), {*TEXT_FIELDS}
+        self._source, self._dataset, self._options, self._keys = source, dataset, options, keys
+        self._store = cast("Any", dataset.store)
+        self._only = frozenset(name.lower() for name in options.only)
+        self._line = -1, 0, 1  # the file whose lines were counted for rejects, up to which byte, and how many
+        self._used: set[int] = set()  # hashes of the names of files that records use
+        self._folders, self._found, self._dropped = set[str](), set[str](), set[str]()
+        self._parsed: PartData = b""
+        self._layouts, self._nulls = Counter[tuple[str, ...]](), Counter[str]()
+        self._may_name_files = source.form.name in ("parquet", "arrow")
+        self._media: list[str] = self._store.media_named(self._only) if self._may_name_files and self._only else []
+
+    def samples(self, span: RowSpan) -> Iterator[TarSample]:
+        """Yield the samples of some rows. Raises `SavableError` if the source changed."""
+        readers = {FOLDER: self._of_folder, **dict.fromkeys(TABLES, self._of_table)}
+        read: Callable[[int, int, int], TarSample | None] = readers.get(self._source.form, self._of_store)
+        try:
+            if self._source.form in RECORDS:
+                self._store.validate(span.file)
+            first = int(self._dataset.firsts[span.file])
+            for start in range(span.start, span.end, _AHEAD):
+                indices = np.arange(first + start, first + min(start + _AHEAD, span.end))
+                self._store.prefetch(indices)
+                rows = self._dataset.locate(indices)[1]
+                for number, row in enumerate(rows.tolist(), span.number + start - span.start):
+                    try:
+                        sample = read(span.file, row, number)
+                        if sample is not None:
+                            self._check(sample)
+                            yield sample
+                    except RejectedError as error:
+                        self.rejected.append(error.reject)
+            self._store.verify_given()
+            self._source.check(span.file)
+        except ShardError as error:
+            if error.reason in _CHANGED:
+                file, _, fault = str(error).partition(": ")
+                raise changed(file, fault.partition(". ")[0]) from error
+            raise
+
+    def finish(self) -> Statistics:
+        """Return the statistics of all samples."""
+        found = self.statistics
+        parts = Counter[str]()
+        for layout, count in self._layouts.items():
+            parts.update(dict.fromkeys(layout, count))
+        found.parts, found.nulls, found.folders = dict(parts), dict(self._nulls), sorted(self._folders)
+        found.layouts = sorted({tuple(sorted(layout)) for layout in self._layouts})
+        found.found, found.dropped = sorted(self._found), sorted(self._dropped)
+        found.texts = sorted(self._texts) if parts and self._source.form in TABLES else None
+        return found
+
+    def _check(self, sample: TarSample) -> None:
+        """Raise `RejectedError` for a part that is not of its type, and count the others."""
+        for part in sample.parts:
+            if part.data is not self._parsed and (  # JSON of a row was read as such
+                fault := data_fault(part.extension, part.data, check_images=self._options.check_images)
+            ):
+                raise RejectedError(part.file, sample.key, fault)
+        found, names = self.statistics, [part.extension for part in sample.parts]
+        self._layouts[tuple(names)] += 1
+        found.most_parts = max(found.most_parts, len(names))
+        if found.only_media:
+            folder = class_of(sample.key)
+            found.only_media = len(names) == 1 and names[0].lower() in _MEDIA and bool(folder)
+            if len(self._folders) < _MOST_CLASSES:
+                self._folders.add(folder)
+
+    def _wants(self, key: str) -> bool:
+        if self._keys is not None and key in self._keys:
+            self._found.add(key)
+        return self._keys is None or key in self._keys
+
+    def _writes(self, extension: str) -> bool:
+        if is_named(extension, self._only):
+            return True
+        self._dropped.add(extension)
+        return False
+
+    def _sample(self, key: str, first: str, parts: list[Part], name: Callable[[], str]) -> TarSample:
+        if not parts:
+            raise RejectedError(first, key, "no chosen part")
+        return TarSample(key, parts, name)
+
+    def _part(self, file: int, row: int, extension: str, size: int | None, name: str) -> Part:
+        """Return a part, in pieces if it is a long video or sound."""
+        if may_be_long(extension):
+            size = self._store.head(file, row, extension, 0)[1] if size is None else size
+            if is_long(extension, size):
+                opens = functools.partial(self._store.open, file, row, extension)
+                return Part(extension, name, LongPart(opens, size, name))
+        return Part(extension, name, self._store.read(file, row, extension))
+
+    def _of_folder(self, file: int, row: int, number: int) -> TarSample | None:
+        store, found = self._store, self.statistics
+        own, files = store.key(file, row), store.files(row)
+        key = tar_key(own)
+        if not self._wants(key):
+            return None
+        first = store.path(next(iter(files.values())))
+        if key != own:
+            found.renamed, found.example = found.renamed + 1, found.example or f"{own} is {key} there"
+        if self._options.classes:
+            if not class_of(key):
+                raise RejectedError(first, key, "no class: it is in no folder")
+            if any(name.lower() == CLASS for name in files):
+                raise RejectedError(first, key, f"two parts with one extension: {CLASS}, of a file and of the folder")
+        parts = [
+            self._part(file, row, name, store.size(each), store.path(each))
+            for name, each in files.items()
+            if self._writes(name)
+        ]
+        if self._options.classes:
+            parts.append(Part(CLASS, first, store.read(file, row, CLASS)))
+        return self._sample(key, first, parts, lambda: first)
+
+    def _of_table(self, file: int, row: int, number: int) -> TarSample | None:
+        store, field, key = self._store, self._options.key_field, ""
+        raw, start = store.raw(file, row)
+        name = functools.partial(self._line_of, file, start, row)
+        try:
+            fields, body = store.parsed(file, raw, start)
+            key = f"{self._source.prefix}{number + 1:09d}" if field is None else _key_in(fields, field)
+            if not self._wants(key):
+                return None
+            files = store.files_of(file, fields)
+            self._parsed, address = body, self._source.name or self._dataset.entries.names[file]
+            if files or field is not None:
+                _check_parts(key, address, sorted([(LINE, address, len(body), ""), *((*each, "") for each in files)]))
+        except RecordError as error:
+            raise RejectedError(name(), key, str(error)) from error
+        if self._texts:
+            self._texts.intersection_update(name for name in TEXT_FIELDS if isinstance(fields.get(name), str))
+        parts = [Part(LINE, address, body)] if self._writes(LINE) else []
+        for each in files:
+            if self._writes(each.part):
+                parts.append(self._part(file, row, each.part, each.size, each.path))
+                self._count_use(each.path, each.size)
+        return self._sample(key, address, parts, name)
+
+    def _count_use(self, path: str, size: int) -> None:
+        found, name = self.statistics, hash(path)
+        found.uses, found.used_bytes = found.uses + 1, found.used_bytes + size
+        if name not in self._used:
+            self._used.add(name)
+            found.files, found.file_bytes = found.files + 1, found.file_bytes + size
+
+    def _line_of(self, file: int, start: int, row: int) -> str:
+        """Return what rejects call a row: its line in the file, or its number in a list."""
+        name = self._source.name or self._dataset.entries.names[file]
+        if self._source.form == JSON:
+            return f"{name}:{row + 1}"
+        _, end, lines = self._line if self._line[0] == file else (file, 0, 1)
+        self._line = file, start, lines + lines_between(self._store, file, end, start)
+        return f"{name}:{self._line[2]}"
+
+    def _of_store(self, file: int, row: int, number: int) -> TarSample | None:
+        store, shard = self._store, self._source.name or self._dataset.entries.names[file]
+        name, is_record = f"{shard}, record {number}", self._source.form in RECORDS
+        key = f"{number:09d}"
+        try:
+            if not is_record or self._options.key_field is not None:
+                key = store.key(file, row)
+                key = key.removeprefix("./") if self._source.form == TARS else _tar_key_of_row(key, shard)
+            if not self._wants(key):
+                return None
+            names = store.extensions(file, row)
+            parts = [self._part(file, row, each, None, name) for each in names if self._writes(each)]
+        except ShardError as error:
+            if isinstance(error.__cause__, RecordError):
+                raise RejectedError(name, key, str(error.__cause__)) from error
+            if error.reason == "no key":
+                raise RejectedError(name, "", f"no key: {str(error).partition(': ')[2]}") from error
+            raise
+        if self._may_name_files:
+            parts += self._named_files(file, row, name, key)
+        if not parts and not names:
+            empty = "no field: the record is empty" if is_record else _ALL_NULL
+            raise RejectedError(name, key, empty)
+        for part in parts:
+            if fault := name_fault(key, part.extension):
+                raise RejectedError(name, key, fault)
+        if is_record:
+            fault, _ = parts_fault(key, [(part.extension, name, len(part.data), "") for part in parts])
+            if fault:
+                raise RejectedError(name, key, fault)
+        return self._sample(key, shard, parts, lambda: name)
+
+    def _named_files(self, file: int, row: int, name: str, key: str) -> list[Part]:
+        """Return the files that a row names without their bytes, which are in the folder of `files_from`."""
+        nulls = self._store.nulls(file, row)
+        self._nulls.update(each for each in nulls if self._writes(each) or each in self._media)
+        found: list[Part] = []
+        for each in self._store.named_files(file, row):
+            if not self._writes(each.part or each.column):
+                continue
+            self.statistics.named += 1
+            if not self._source.files_from:
+                raise ValueError(
+                    f"{self._dataset.address}: rows of the column {each.column!r} have a path and no bytes. Pass "
+                    "--files-from FOLDER with the files, or --only for other parts"
+                )
+            found.append(_named_file(self._source, each, name, key))
+        return found
+
+
+_ALL_NULL = "no part: every field is null"
+
+
+def is_named(extension: str, only: Collection[str]) -> bool:
+    """Return whether a part is one of these lower-case names; without names any part is."""
+    extension = extension.lower()
+    return not only or extension in only or plain_part(extension) in only
+
+
+def plain_part(extension: str) -> str:
+    """Return the name of a part without the number of one of several: `0.jpg` is `jpg`."""
+    return _NUMBERED.sub("", extension, count=1)
+
+
+def lines_between(store: Any, number: int, start: int, end: int) -> int:
+    """Return how many lines of a file end between two offsets."""
+    lines = 0
+    while start < end:
+        block = store.files.read(number, start, min(end - start, 1 << 22))
+        lines, start = lines + block.count(b"\n"), start + len(block)
+    return lines
+
+
+def line_fault(source: SourceFiles, store: Any, number: int) -> Reject:
+    """Return the reject of the lines after the last row of JSONL. Raises ValueError for other damaged tables."""
+    fault, own = store.entries.faults[number], store.entries.names[number]
+    name = source.name or own
+    if source.form != JSONL or text_error(
+        store.files.read(number, 0, min(HEAD, int(store.entries.sizes[number]))), name
+    ):
+        raise ValueError(fault.replace(own, name, 1))
+    line = lines_between(store, number, 0, int(store.blob(number)[-1])) + 1
+    return Reject.of(f"{name}:{line}", "", f"malformed JSON: {fault.partition(': ')[2]}")
+
+
+def _check_parts(key: str, address: str, parts: list[tuple[str, str, int, str]]) -> None:
+    """Raise `RecordError` for parts of a row that a tar cannot carry."""
+    fault, path = parts_fault(key, parts)
+    if fault and path != address:
+        reason, _, detail = fault.partition(": ")
+        fault = f"{reason}: {printable(path)}: {detail}".removesuffix(": ")
+    if fault:
+        raise RecordError(fault)
+
+
+def _key_in(fields: dict[str, Any], field: str) -> str:
+    value = fields.get(field)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise RecordError(f"no key: the field {field!r} holds {value!r}")
+    return str(value)
+
+
+def _tar_key_of_row(key: str, shard: str) -> str:
+    """Return the key as a tar may have it: a row without one, "web/0.parquet:17", becomes "web/0/17"."""
+    if key.startswith(f"{shard}:"):
+        key = f"{shard.rpartition('.')[0]}/{key[len(shard) + 1 :]}"
+        return key.replace(".", "_")
+    return key
+
+
+def _named_file(source: SourceFiles, named: Any, name: str, key: str) -> Part:
+    """Return a file below `source.files_from` that a row names; nothing outside of it is read."""
+    folder = source.files_from
+    where = f"the column {named.column!r} names {named.path[:200]!r}"
+    if "://" in named.path:
+        raise RejectedError(name, key, f"a URL, not a file: {where}")
+    if not named.part:
+        raise RejectedError(name, key, f"no extension: {where}")
+    path = str(PurePosixPath(folder, named.path))
+    try:
+        if ".." in PurePosixPath(named.path).parts or outside(folder, path):
+            raise RejectedError(name, key, f"outside the folder of the files: {where}, and --files-from {folder}")
+        status = os.stat(path)  # noqa: PTH116  # a Path for each sample is slow
+    except (ValueError, OSError) as error:  # a path may be no name of a file
+        raise RejectedError(name, key, f"missing file: {where}, and there is no {path}"[:400]) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise RejectedError(name, key, f"not a regular file: {where}")
+    if min(status.st_mtime_ns, status.st_ctime_ns) > source.newest_ns:
+        raise changed(path, "written since the start")
+    return Part(named.part, path, file_data(Path(path), named.part, status.st_size))

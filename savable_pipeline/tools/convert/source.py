@@ -1,0 +1,447 @@
+"""The source of a conversion, opened by the opener of the library, once in each process.
+
+    files ─ find_source ─▶ format, files, settings ─ open_store ─▶ rows of a store
+    compressed files ─ each is decompressed by the job that writes it ─▶ the same
+
+The source is as it was at the start: each process compares the index, and each job the files that it read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import msgspec
+
+from savable_pipeline.core.file_heads import HEAD, compression_of
+from savable_pipeline.core.files import regular_file
+from savable_pipeline.data.dataset.dataset import Dataset
+from savable_pipeline.data.remote.lookup import RemoteFolder, check_stamp, held, place_of_object, stamps_of
+from savable_pipeline.data.remote.session import close_scratch, job_session, scratch
+from savable_pipeline.data.remote.urls import names_behind
+from savable_pipeline.data.shards.byte_source import FileVersion, SourceFile
+from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardTable
+from savable_pipeline.data.shards.index_making import write_index
+from savable_pipeline.data.shards.indexing import index_files
+from savable_pipeline.data.shards.paths import missing_error
+from savable_pipeline.data.shards.shard_list import ShardList
+from savable_pipeline.data.shards.tar import tar_compression
+from savable_pipeline.data.stores.cached_blocks import CachedBlocks
+from savable_pipeline.data.stores.csv_table import CSV
+from savable_pipeline.data.stores.decompressed import DamagedError, Unpacked
+from savable_pipeline.data.stores.folder_store import FOLDER
+from savable_pipeline.data.stores.jsonl import JSONL
+from savable_pipeline.data.stores.opening import Source, find_source, open_store, store_of
+from savable_pipeline.data.stores.recognizer import recognize, wanted
+from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
+from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.data.stores.sample_names import is_tar
+from savable_pipeline.data.stores.shard_files import StoreFile
+from savable_pipeline.data.stores.table_store import JSON
+from savable_pipeline.data.stores.tar_store import TARS
+from savable_pipeline.errors import SavableError, ShardError
+
+WORDS = {
+    "folder": "a folder of files",
+    "jsonl": "JSONL",
+    "json": "JSON arrays",
+    "csv": "tables (CSV or TSV)",
+    "mds": "MDS of Mosaic Streaming",
+    "litdata": "LitData",
+    "tar": "tars",
+    "parquet": "Parquet",
+    "arrow": "Arrow",
+    "lerobot": "LeRobot",
+    "tokens": "token files",
+}
+TABLES, RECORDS = (JSONL, JSON, CSV), (MDS, LITDATA)
+_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
+_MANY = 4096  # files whose first bytes are read: more are seldom compressed under the names of plain ones
+_PEEK, _CHUNK, _AHEAD = 1 << 16, 1 << 20, 64 << 20  # bytes
+
+
+class RowSpan(NamedTuple):
+    """Rows `start` to `end - 1` of a file, of which the first has this number in the source."""
+
+    file: int
+    start: int
+    end: int
+    number: int
+
+
+class PackedFile(NamedTuple):
+    """A compressed file: its path or URL, its name in the source, its size in bytes and its version."""
+
+    path: str
+    name: str
+    size: int
+    version: str
+
+    @classmethod
+    def of(cls, root: str, name: str) -> PackedFile:
+        """Return the file with its version now."""
+        if "://" not in root:
+            stat = os.stat(Path(root, name))  # noqa: PTH116  # there may be many
+            return cls(str(Path(root, name)), name, stat.st_size, repr(FileVersion.of(stat)))
+        size, version = stamps_of(root, [name], job_session())[name]
+        return cls(f"{root}/{name}", name, size, version)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionSource:
+    """What is converted: the address that a user named, its files, their format, and those that are compressed."""
+
+    path: str
+    found: Source
+    form: Format
+    packed: tuple[PackedFile, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """Its format, for people."""
+        return f"{WORDS[self.form.name]}{', compressed' if self.packed else ''}"
+
+
+def find_files(files: str | os.PathLike[str], format: str | None = None) -> ConversionSource:
+    """Recognize a source.
+
+    Raises ValueError for what cannot be read or could be of several formats, `RemoteError`.
+    """
+    address = os.fspath(files)
+    if isinstance(files, Path) and ":/" in address and "://" not in address and not files.exists():
+        raise ValueError(f"{files}: a Path cannot hold a URL. Pass it as a str")
+    try:
+        absolute = os.path.abspath(address) if os.path.exists(address) else address  # noqa: PTH100, PTH110  # for others
+        is_file = is_tar(address) and not Path(address).is_dir()  # with an ending in any letters
+        found = find_source(absolute, format=format or ("tar" if is_file else ""))
+        root, names = _listed(found)
+        if found.listed is not None and not found.listed.names:
+            raise ValueError(f"{files} has no samples. Check the folder")
+        exact = () if found.listed is None else found.listed.exact
+        if missing := next((path for name in exact if not (path := Path(root, name)).exists()), None):
+            raise missing_error(missing)
+        form = found.format
+        if form == FOLDER and not Path(absolute).is_dir():
+            raise ValueError(f"{files}: raw files are read as one folder. Name it, or pass the format")
+        if form == TARS or form in TABLES:
+            plain = [name for name in names if name.lower().endswith(form.suffixes)][:_MANY]
+            packed = any(name.lower().endswith(_packed_endings(form)) for name in names)
+            packed |= not all(name.endswith(form.suffixes) for name in plain)  # which no store reads in place
+            plain = plain if found.session is None or len(plain) == 1 else []
+            if packed or any(_compression(name, _head(found, root, name)) for name in plain):
+                return _packed_source(address, found, root, names)
+            if not plain:  # as far as is known: there is an index, or nothing
+                open_store(found, inspect=True)
+        return ConversionSource(address, found, found.format)
+    except DamagedError as error:
+        raise ValueError(f"{files}: damaged: {error}") from error
+    except ShardError as error:
+        raise ValueError(str(error)) from error
+
+
+def _listed(found: Source) -> tuple[str, list[str]]:
+    """Return the folder of a source's files and their names, if these are known."""
+    if found.session is None:
+        return ("", []) if found.listed is None else (str(found.listed.root), found.listed.names)
+    root, names = names_behind(found.files, found.session)
+    if not root and len(names) == 1 and not any(c in names[0] for c in "*?[{"):
+        root, _, name = names[0].rpartition("/")
+        names = [name]
+    return root, list(names) if root else []
+
+
+def _compression(path: str, head: bytes) -> str:
+    """Return how a file is compressed: a tar by its first bytes, others by their name, else by their first bytes."""
+    path = path.lower()
+    kind = next((ending for ending in _ENDINGS if path.endswith(ending)), ".gz" if path.endswith(".tgz") else "")
+    if path.endswith((*TARS.suffixes, *TARS.packed)):
+        found = tar_compression(head)
+        return kind if found is None else found
+    return kind or compression_of(head)
+
+
+def _head(found: Source, root: str, name: str) -> bytes:
+    if found.session is not None:
+        return found.session.head(root, name, HEAD) or b""
+    with contextlib.suppress(OSError), open_file(f"{root}/{name}") as file:
+        return file.read(HEAD)
+    return b""
+
+
+def _packed_source(address: str, found: Source, root: str, names: list[str]) -> ConversionSource:
+    form = found.format
+    files = [name for name in names if name.lower().endswith((*form.suffixes, *_packed_endings(form)))]
+    if form != TARS:  # whether JSON is a list or lines is known by its first bytes alone
+        plain = {_plain_name(name): name for name in files}
+        heads = {}
+        for name in wanted([*plain]):
+            with open_content(f"{root}/{plain[name]}") as file:
+                heads[name] = file.read(_PEEK)
+        form = recognize([*plain], heads).format
+    return ConversionSource(address, found, form, tuple(PackedFile.of(root, name) for name in files))
+
+
+def _packed_endings(form: Format) -> tuple[str, ...]:
+    return JSONL.packed if form == JSON else form.packed
+
+
+def _plain_name(name: str) -> str:
+    return next((name[: -len(ending)] for ending in _ENDINGS if name.lower().endswith(ending)), name)
+
+
+@contextlib.contextmanager
+def open_file(path: str) -> Iterator[io.BufferedReader[Any]]:
+    """Open a file at its start. Raises OSError; of a URL `ShardError`, `RemoteError`."""
+    if "://" not in path:
+        with open(path, "rb", opener=regular_file) as file:
+            yield file
+        return
+    content = StoreFile(CachedBlocks(place_of_object(path, job_session())[0], all_used=True), 0)
+    with io.BufferedReader(SourceFile(content, _AHEAD), _CHUNK) as remote:
+        yield remote
+
+
+@contextlib.contextmanager
+def open_content(path: str, line_bytes: int | None = None) -> Iterator[IO[bytes]]:
+    """Open the content of a file that may be compressed; `line_bytes` is the most of a line.
+
+    Raises `DamagedError` in the block, and as `open_file`.
+    """
+    with open_file(path) as file:
+        kind = _compression(path, file.peek(HEAD)[:HEAD])
+        yield io.BufferedReader(Unpacked(file, kind[1:], line_bytes), _CHUNK) if kind else file
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFiles:
+    """Files of a source and the settings of their store; picklable, opened once in each process."""
+
+    found: Source
+    form: Format
+    settings: Mapping[str, Any]
+    files_from: str = ""  # the folder of the files that rows of columns name, a real path
+    newest_ns: int = 0  # no file that rows name was written after this
+    digest: str = ""  # of the index
+    written_ns: int = 0  # when a file on a disk was written last
+    packed: tuple[PackedFile, ...] = ()
+    files: tuple[RemoteFile, ...] = ()  # those of one range
+    index: str = ""  # of raw files
+    name: str = ""  # of the only file, if it is not that of the index
+    prefix: str = ""  # of keys that are numbers of rows
+
+    def dataset(self) -> Dataset:
+        """Return the samples. Raises `SavableError` if the source differs from that of the start."""
+        opened = self.digest, self.files
+        if not self.digest or _open[:1] != [opened]:
+            close_source()
+            with contextlib.ExitStack() as stack:
+                dataset = _dataset_of_files(self, stack) if self.files else Dataset(self._store())
+                if self.digest and not self.files and self.digest != index_digest(dataset):
+                    raise changed(
+                        str(self.found.files), "its files, or the samples in them, differ from those at the start"
+                    )
+                _open[:] = opened, dataset, stack.pop_all()
+        return cast("Dataset", _open[1])
+
+    def _store(self) -> RecordStore:
+        settings = dict(self.settings)
+        if self.form == FOLDER:
+            store = self._store_of_folder(settings)
+        else:
+            store = open_store(self.found, inspect=True, tolerant=self.form in TABLES, **settings)
+        if not sum(ShardList.of(store.entries).samples):
+            raise EmptySourceError(store)
+        return store
+
+    def _store_of_folder(self, settings: dict[str, Any]) -> RecordStore:
+        """Open the store of raw files, with an index in the work folder: nothing is written beside them."""
+        form, root, index = self.form.by_settings(self.form, settings), Path(str(self.found.files)), Path(self.index)
+        with contextlib.ExitStack() as stack:
+            if not index.exists() and form.scan_folder is not None:
+                if not index.parent.exists():  # on a machine that does not see the work folder
+                    index = Path(stack.enter_context(tempfile.TemporaryDirectory()), "index")
+                write_index(index, [form.scan_folder(root)], form)
+            return store_of(IndexedFiles(form, form.index_at(index), index, None, root, tolerant=True), **settings)
+
+    def at_start(self) -> SourceFiles:
+        """Index the files, and return the source with the digest of the index."""
+        if self.packed:
+            return replace(self, digest=hashlib.sha256(repr(self.packed).encode()).hexdigest())
+        close_source()
+        if self.index:  # of a run before
+            Path(self.index).unlink(missing_ok=True)
+        elif self.form in TABLES and not self.is_remote:  # a tolerant opening takes the index of a file that changed
+            index_files(self.found.listed or self.found.files, self.form)
+        dataset = self.dataset()
+        names = () if self.is_remote or self.form == FOLDER else dataset.entries.names
+        times = (os.stat(Path(dataset.address, name)).st_mtime_ns for name in names)  # noqa: PTH116  # there may be many
+        found = replace(self, digest=index_digest(dataset), written_ns=max(times, default=0))
+        _open[0] = found.digest, found.files
+        return found
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the files are behind a URL."""
+        return self.found.session is not None
+
+    def check(self, file: int) -> None:
+        """Raise `SavableError` if a file on a disk was written since. (Others are checked when they are read.)"""
+        if self.written_ns:
+            dataset = self.dataset()
+            path, size = Path(dataset.address, dataset.entries.names[file]), int(dataset.entries.sizes[file])
+            stat = path.stat()
+            if stat.st_size != size or stat.st_mtime_ns > self.written_ns:
+                raise changed(path, f"{size} bytes at the start, {stat.st_size} now, written since")
+
+    def for_machine(self, spans: tuple[RowSpan, ...]) -> tuple[SourceFiles, tuple[RowSpan, ...]]:
+        """Return the source of these rows for another machine: of remote files with their rows of the index."""
+        if not self.is_remote or self.packed:
+            return self, spans
+        dataset = self.dataset()
+        numbers = sorted({span.file for span in spans})
+        names = [dataset.entries.names[number] for number in numbers]
+        stamps = stamps_of(dataset.store.address, names, job_session())
+        table: Any = dataset.store.table  # type: ignore[attr-defined]  # all stores of files have it
+        files = tuple(
+            RemoteFile(dataset.store.address, name, stamps[name][1], msgspec.msgpack.encode(table(number)))
+            for name, number in zip(names, numbers, strict=True)
+        )
+        return replace(self, files=files), tuple(span._replace(file=numbers.index(span.file)) for span in spans)
+
+    @contextlib.contextmanager
+    def unpacked(self, number: int, folder: Path) -> Iterator[tuple[SourceFiles, str]]:
+        """Decompress a file into a folder, and yield its source and why it cannot be read to its end, or "".
+
+        Raises `SavableError` if it changed.
+        """
+        packed = self.packed[number]
+        base = _plain_name(packed.name).rpartition("/")[2]
+        plain, fault = folder / (base if base.endswith(self.form.suffixes) else base + self.form.suffixes[0]), ""
+        most = self.settings.get("unpacked_bytes") if self.form in TABLES else None
+        try:
+            with open_content(packed.path, most) as content, plain.open("wb") as file:
+                shutil.copyfileobj(content, file, _CHUNK)
+        except ValueError as error:
+            fault = str(error)
+        if PackedFile.of(packed.path.removesuffix(f"/{packed.name}"), packed.name) != packed:
+            raise changed(packed.path, "another file than at the start")
+        settings = {name: value for name, value in self.settings.items() if name in self.form.settings}
+        if self.form in TABLES and "files_from" not in settings:
+            settings["files_from"] = "" if "://" in packed.path else os.path.dirname(packed.path)  # noqa: PTH120
+        found = find_source(str(plain), format=self.form.name)
+        prefix = f"{_plain_name(packed.name).partition('.')[0]}/" if len(self.packed) > 1 else ""
+        try:
+            yield SourceFiles(found, self.form, settings, name=packed.name, prefix=prefix), fault
+        finally:
+            close_source()
+            shutil.rmtree(folder)
+
+
+class RemoteFile(NamedTuple):
+    """Folder, name, version and index of a remote file, for a machine without the index of all files."""
+
+    url: str
+    name: str
+    stamp: str
+    table: bytes  # a `ShardTable`, as MessagePack
+
+
+_open: list[Any] = []  # the source that is open in this process, its dataset, and what closes it
+
+
+def close_source() -> None:
+    """Close the source that this process has open."""
+    if _open:
+        stack = _open[2]
+        _open.clear()
+        stack.close()
+
+
+def close_sources() -> None:
+    """Close all that this process opened or downloaded for conversions."""
+    close_source()
+    close_scratch()
+
+
+class EmptySourceError(Exception):
+    """A source has no sample."""
+
+    def __init__(self, store: RecordStore) -> None:
+        super().__init__(store)
+        self.store = store
+
+
+def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Dataset:
+    """Return the dataset of remote files by their rows of the index. Raises `ShardError` for one that was replaced."""
+    folder, session = stack.enter_context(scratch())
+    url, form = source.files[0].url, source.form.by_settings(source.form, dict(source.settings))
+    stamps = stamps_of(url, [file.name for file in source.files], session)
+    for file in source.files:
+        check_stamp(f"{url}/{file.name}", file.stamp, stamps[file.name][1])
+    write_index(
+        folder / "version/index", [msgspec.msgpack.decode(f.table, type=ShardTable) for f in source.files], form
+    )
+    remote = RemoteFolder(url, held(folder / "version"), session)
+    indexed = IndexedFiles(form, remote.index, remote.index_path, None, folder, remote, tolerant=True)
+    return Dataset(store_of(indexed, inspect=True, **source.settings))
+
+
+def index_digest(dataset: Dataset) -> str:
+    """Return a hash of what the index says of the files; of a folder with the times when these were written."""
+    times: Any = getattr(getattr(dataset.store, "table", None), "times", b"")
+    return hashlib.sha256(dataset.digest() + bytes(times)).hexdigest()
+
+
+def sizes_digest(source: SourceFiles) -> str:
+    """Return a hash of the names and the sizes of all files."""
+    if source.packed:
+        rows: Any = [(file.name, file.size) for file in source.packed]
+    elif isinstance(table := getattr(source.dataset().store, "table", None), msgspec.Struct):
+        rows = [bytes(getattr(table, "names")), bytes(getattr(table, "sizes"))]  # noqa: B009
+    else:
+        entries = source.dataset().entries
+        rows = [list(entries.names), entries.sizes.tolist()]
+    return hashlib.sha256(msgspec.msgpack.encode(rows)).hexdigest()
+
+
+def versions_of(source: SourceFiles, address: str) -> tuple[str, str, int]:
+    """Return which files these are, a hash of their versions, and when one was last written or put there.
+
+    Files of a server have no such time: their versions say all.
+    """
+    if source.packed:
+        names, paths = list[str](), [file.path for file in source.packed]
+    else:
+        dataset = source.dataset()
+        table: Any = getattr(dataset.store, "table", None)
+        names = [*table.files, *table.folders] if hasattr(table, "files") else [*dataset.entries.names]
+        paths = [f"{dataset.store.root}/{name}" for name in names]
+    if source.is_remote:
+        versions: Any = [file.version for file in source.packed]
+        if not source.packed:
+            stamps = stamps_of(dataset.store.address, names, job_session())
+            versions = [stamps[name][1] for name in names]
+        return "", hashlib.sha256(msgspec.msgpack.encode(versions)).hexdigest(), 0
+    digest, newest_ns = hashlib.sha256(), 0
+    for path in paths:
+        version = FileVersion.of(os.stat(path))  # noqa: PTH116  # there may be many
+        digest.update(version.written_ns.to_bytes(8, "little", signed=True))
+        newest_ns = max(newest_ns, version.newest_ns)
+    real = Path(address).resolve()
+    root = f"{real}\0{real.stat().st_ino}" if real.exists() else ""
+    return hashlib.sha256(root.encode("utf-8", "surrogateescape")).hexdigest()[:16], digest.hexdigest(), newest_ns
+
+
+def changed(path: Path | str, found: str) -> SavableError:
+    """Return the error for a source that changed since the conversion started."""
+    return SavableError(
+        f"{path}: {found}: it changed during the conversion. Do not change the input, and convert into another folder"
+    )
