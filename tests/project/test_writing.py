@@ -122,33 +122,26 @@ MOST_IN = {  # the same per folder, so that changes of two folders do not confli
 }
 DEFINED_TWICE = {  # public names that two files of the package define still
     "Answer",
-    "BLOCK",
-    "Bucket",
-    "FIRST",
-    "Found",
-    "Group",
     "INDEX",
-    "MAGIC",
-    "Medium",
+    "MAGIC",  # one per format: its first bytes
     "NUMBERS",
     "PACKED",
     "Progress",
     "Read",
     "Row",
     "SCHEMES",
-    "SavableData",
-    "Size",
-    "convert",
-    "is_as_indexed",
+    "SavableData",  # the callback of Composer and that of Hugging Face, each by its trainer's convention
+    "convert",  # `sp.convert`, and the command of that name
+    "is_as_indexed",  # one per format: whether a file still matches its index
     "is_url",
     "open_index",
     "opened",
-    "prepare",
-    "read_footer",
+    "prepare",  # one per trainer: wraps a loader for it
+    "read_footer",  # one per format
     "read_records",
-    "read_table",
+    "read_table",  # one per format: the index table of a file
     "recognize",
-    "serve",
+    "serve",  # the main loop of each kind of child process, and the command
     "with_settings",
 }
 CONVENTIONAL = {"log", "main"}  # every module's logger, and a program's first function

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 Colour: TypeAlias = str | tuple[int, int, int]
 """A name or `#rrggbb`, as Pillow knows them, or red, green and blue of 0 to 255."""
-Size: TypeAlias = tuple[float, float]
+PixelSize: TypeAlias = tuple[float, float]
 """Width and height, in pixels."""
 Box: TypeAlias = tuple[float, float, float, float]
 """Left, upper, right and lower, in pixels of the full image."""
@@ -233,7 +233,7 @@ def image_region(
     background: Colour,
     bits: int | None,
     *,
-    at_least: Size | Callable[[int, int], Size] | None,
+    at_least: PixelSize | Callable[[int, int], PixelSize] | None,
     box: Box | Callable[[int, int], Box] | None,
     exif: bool,
 ) -> Image.Image:
@@ -279,7 +279,7 @@ def _numbers(name: str, value: Any, count: int) -> list[float]:
     return numbers
 
 
-def _scale(size: Size, needed: Size) -> int:
+def _scale(size: PixelSize, needed: PixelSize) -> int:
     """The strongest scale at which a region of this size has the needed pixels still."""
     return next((scale for scale in _SCALES if size[0] >= scale * needed[0] and size[1] >= scale * needed[1]), 1)
 

@@ -20,7 +20,7 @@ from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.data.dataset.decoding import (
     Box,
     Colour,
-    Size,
+    PixelSize,
     converted,
     decoded_part,
     field_value,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from savable_pipeline.data.shards.metadata import FieldMap
 
 
-Medium = TypeVar("Medium", "Video", "Audio")
+OpenMedia = TypeVar("OpenMedia", "Video", "Audio")
 
 
 class Sample(msgspec.Struct, gc=False, eq=False):
@@ -243,7 +243,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         *,
         mode: str | None = None,
         bits: int | None = None,
-        at_least: Size | Callable[[int, int], Size] | None = None,
+        at_least: PixelSize | Callable[[int, int], PixelSize] | None = None,
         box: Box | Callable[[int, int], Box] | None = None,
         background: Colour = "white",
         exif: bool = True,
@@ -368,7 +368,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """
         return Sample(origin, self._shard, self._row, self.index, self.epoch)
 
-    def _opened(self, kind: type[Medium], part: str) -> Medium:
+    def _opened(self, kind: type[OpenMedia], part: str) -> OpenMedia:
         file = self.open(part)
         begin_s, end_s = seconds_of(file)
         return kind(file, self._name_of(part), begin_s=begin_s, end_s=end_s)

@@ -30,7 +30,7 @@ from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.errors import ShardError
 
 _MOST = 4_000_000  # rows awaited, beyond which those awaited before are forgotten: they were passed over
-Group: TypeAlias = tuple[int, int]  # a shard, and the number of a row group in it
+RowGroup: TypeAlias = tuple[int, int]  # a shard, and the number of a row group in it
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class AwaitedRows:
     """Sets of rows by their group; its length is the number of all rows. A group without rows takes no room."""
 
     def __init__(self) -> None:
-        self._rows: dict[Group, set[int]] = {}
+        self._rows: dict[RowGroup, set[int]] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class AwaitedRows:
             awaited.update(rows[groups == group].tolist())
             self._count += len(awaited) - before
 
-    def done(self, group: Group, row: int) -> None:
+    def done(self, group: RowGroup, row: int) -> None:
         """This row of a group is read, and awaited no more. (Called for each part: without a detour.)"""
         awaited = self._rows.get(group)
         if awaited is not None and row in awaited:
@@ -69,11 +69,11 @@ class AwaitedRows:
             if not awaited:
                 del self._rows[group]
 
-    def count(self, group: Group) -> int:
+    def count(self, group: RowGroup) -> int:
         """The number of rows awaited of a group."""
         return len(self._rows.get(group, ()))
 
-    def take(self, group: Group) -> list[int]:
+    def take(self, group: RowGroup) -> list[int]:
         """The rows awaited of a group, which are forgotten here."""
         rows = sorted(self._rows.pop(group, ()))
         self._count -= len(rows)
@@ -86,7 +86,7 @@ class AwaitedRows:
 class AwaitedOfGroup:
     """The rows still to be read of a group that is decoded as `rows`, whose first one has the number `first`."""
 
-    def __init__(self, awaited: AwaitedRows, group: Group, first: int) -> None:
+    def __init__(self, awaited: AwaitedRows, group: RowGroup, first: int) -> None:
         self._awaited, self._group, self._first = awaited, group, first
         self.rows: Any = None
 

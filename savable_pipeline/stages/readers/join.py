@@ -32,7 +32,7 @@ from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
 Missing: TypeAlias = Literal["skip", "empty"]
-Found: TypeAlias = dict[str, Sample | None]  # by the name of the store
+JoinedSamples: TypeAlias = dict[str, Sample | None]  # by the name of the store
 
 
 def check_join(stores: Mapping[str, Any], on: str, missing: str) -> None:
@@ -174,7 +174,7 @@ class Join(ChunkedStage, SampleStage):
             except SavableError as error:  # of a damaged shard: for the policy of the stage that reads the sample
                 faults[place] = error
                 keys.append("")
-        found: list[Found] = [{} for _ in samples]
+        found: list[JoinedSamples] = [{} for _ in samples]
         for name, store in self._stores.items():
             for place, other in enumerate(_samples_of(store, keys)):
                 found[place][name] = other

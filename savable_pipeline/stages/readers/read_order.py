@@ -34,7 +34,7 @@ from savable_pipeline.stages.readers.lane_shares import EpochSamples, LaneShares
 
 log = logging.getLogger(__name__)
 
-BLOCK = 8  # samples that are dealt to a lane together
+BLOCK_SIZE = 8  # samples that are dealt to a lane together
 _SHARE = 4  # a window takes this part of the cache: there are two at a time, and the rows that buffers hold
 _ENOUGH = 54  # groups: e**(0.9 × 4.43); their batches are 0.9 as mixed as random ones of 256 out of 100 classes
 _CACHED_EPOCHS = 4  # orders kept for the lanes of a process, which are seldom more epochs apart

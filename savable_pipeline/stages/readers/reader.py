@@ -34,7 +34,7 @@ from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.chunked_stage import ChunkedStage, is_one_to_one
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.lane_shares import GrowingSamples, LaneShares, check_epochs
-from savable_pipeline.stages.readers.read_order import BLOCK, EpochOrders
+from savable_pipeline.stages.readers.read_order import BLOCK_SIZE, EpochOrders
 from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state
 from savable_pipeline.stages.stage_info import ExcludedSamples, StageInfo, excluded_numbers, read_exclude_file
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
@@ -271,7 +271,7 @@ class RecordReader(_TakesLane):
         self.epochs, self.shuffles, self.window = check_epochs(name, epochs), shuffle, window
         self.has_default_blocks = shuffle and block_size is None
         self._deals = self.has_default_blocks and self.dataset.store.row_groups(0) is not None
-        self.block_size = BLOCK if self.has_default_blocks else block_size
+        self.block_size = BLOCK_SIZE if self.has_default_blocks else block_size
         self._endless = lane if self.epochs is None else None
         self._rows, self._aligned = 1, False  # of a batch downstream
         self._begin_with(lane.facts.growth.get("", ()))
