@@ -18,8 +18,8 @@ from savable_pipeline.run.loader.ranks import Ranks as Ranks
 from savable_pipeline.run.loader.savable_loader import SavableLoader as SavableLoader
 from savable_pipeline.run.loader.settings import Acknowledge as Acknowledge
 from savable_pipeline.run.loader.stateful_dataset import StatefulDataset as StatefulDataset
-from savable_pipeline.run.nodes.ray_workers import RayWorkers as RayWorkers
-from savable_pipeline.run.nodes.socket_workers import SocketWorkers as SocketWorkers
+from savable_pipeline.run.nodes.node_workers import RayWorkers as RayWorkers
+from savable_pipeline.run.nodes.node_workers import SocketWorkers as SocketWorkers
 from savable_pipeline.run.state.state_dict import merge_states as merge_states
 from savable_pipeline.stages.batcher import Batcher as Batcher
 from savable_pipeline.stages.blending.blend import Blend as Blend

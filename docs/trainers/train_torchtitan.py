@@ -14,12 +14,12 @@ settings = {"enable": True, "interval": 10, "folder": "run", "async_mode": "disa
 convert = inputs_and_labels  # of a batch to what the trainer takes, the default
 
 
-def make_loader(*, rank, world_size, seq_len, local_batch_size, infinite, **other):
+def make_loader(*, ranks, seq_len, local_batch_size, infinite, **other):
     encoder = LanguageModelingEncoder(max_length=seq_len)
     samples = sp.read("shards/", epochs=None if infinite else 1)
     items = samples.encode(encoder).pack(max_length=seq_len)
     pipeline = items.batch(local_batch_size)
-    return sp.SavableLoader(pipeline, seed=7, ranks=(rank, world_size))
+    return sp.SavableLoader(pipeline, seed=7, ranks=ranks)
 
 
 class Model(torch.nn.Module):

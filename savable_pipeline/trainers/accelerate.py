@@ -9,7 +9,7 @@ from accelerate.utils import send_to_device
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.trainer_loader import TrainerLoader
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, sharing_batches
 
 
 def prepare(accelerator: Accelerator, loader: SavableLoader) -> TrainerLoader:
@@ -57,7 +57,8 @@ class _BetweenSteps(TrainerLoader):
     """
 
     def __init__(self, accelerator: Accelerator, loader: SavableLoader) -> None:
-        super().__init__(loader, to_device=partial(send_to_device, device=accelerator.device, non_blocking=True))
+        to_device = partial(send_to_device, device=accelerator.device, non_blocking=True)
+        super().__init__(sharing_batches(loader, accelerator), to_device=to_device)
         self._accelerator = accelerator
 
     def check(self) -> None:

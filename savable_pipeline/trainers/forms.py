@@ -1,5 +1,5 @@
 """A loader's state as JSON, for checkpoints that can only store JSON."""
 
-from savable_pipeline.run.state.json_form import from_json, to_json
+from savable_pipeline.run.state.state_dict import from_json, to_json
 
 __all__ = ["from_json", "to_json"]

@@ -27,9 +27,9 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.run.state.json_form import JSON_FILE, from_json, to_json
+from savable_pipeline.run.state.state_dict import JSON_FILE, from_json, to_json
 from savable_pipeline.trainers.model_inputs import check_inputs, has_packs, model_inputs
-from savable_pipeline.trainers.trainer_loader import TrainerLoader, length_of, restarting
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, length_of, restarting, sharing_batches
 
 __all__ = ["SavableData", "SavableTrainer", "model_inputs"]
 
@@ -80,7 +80,7 @@ class SavableData:
             counter = _Counter(_times(self.args))
             self._batches = counter.batches = TrainerLoader(
                 # Without a length, gradients of an epoch's last batches are used in the first step of the next epoch.
-                train_loader,
+                sharing_batches(train_loader, self.accelerator),  # type: ignore[attr-defined]
                 trained=lambda: counter.trained // counter.times,
                 begun=lambda: -(-counter.begun // counter.times),
                 carries=True,

@@ -1,7 +1,7 @@
 """The loader in torchtitan: `SavableDataLoader.Config` replaces its dataloader.
 
 Each data-parallel rank saves its own lanes in torchtitan's checkpoint, under keys of its own. Any number of ranks
-resumes.
+resumes. Tensor-, context- and pipeline-parallel processes of a rank share one decode.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 
+from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.trainer_loader import refuse_acknowledging
 
@@ -39,10 +41,8 @@ def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor]
         list(inputs)  # ['input']
         ```
     """
-    inputs = {"input": batch["tokens"]}
-    if "position_ids" in batch:
-        inputs["positions"] = batch["position_ids"]
-    return inputs, batch["labels"]
+    positions = {"positions": batch["position_ids"]} if "position_ids" in batch else {}
+    return {"input": batch["tokens"], **positions}, batch["labels"]
 
 
 class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
@@ -52,15 +52,11 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
     create an endless loader (`epochs=None`) to train on.
 
     Args:
-        config: `make` creates the `SavableLoader`. It is called in each process with the keywords `rank`, `world_size`,
-            `tokenizer`, `seq_len`, `local_batch_size` and `infinite`. `convert` turns a batch into the dict with
-            `input`, and the labels.
-        dp_world_size: The number of data-parallel ranks, passed to `make` as `world_size`.
-        dp_rank: This rank, passed as `rank`.
-        tokenizer: Passed to `make`.
-        seq_len: Passed to `make`.
-        local_batch_size: Passed to `make`.
-        **_: Other arguments of torchtitan, not used.
+        config: `make` creates the `SavableLoader`. It is called in each process with the keywords `ranks`, `infinite`
+            and those of `**sizes`. `convert` turns a batch into the dict with `input`, and the labels.
+        dp_world_size: The number of data-parallel ranks.
+        dp_rank: This rank. Processes of the same one share batches: `ranks` says so.
+        **sizes: `tokenizer`, `seq_len`, `local_batch_size` and other arguments of torchtitan, passed to `make`.
 
     Raises:
         TypeError: `make` did not return a `SavableLoader`.
@@ -69,10 +65,10 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
         ```python
         from savable_pipeline.trainers.torchtitan import SavableDataLoader
 
-        def make_loader(*, rank, world_size, **given):
+        def make_loader(*, ranks, local_batch_size, **other):
             def pipeline(lane):
-                return sp.Batcher(sp.TarShardReader("shards/", lane), size=given["local_batch_size"])
-            return sp.SavableLoader(pipeline, seed=7, ranks=(rank, world_size))
+                return sp.Batcher(sp.TarShardReader("shards/", lane), size=local_batch_size)
+            return sp.SavableLoader(pipeline, seed=7, ranks=ranks)
 
         config = SavableDataLoader.Config(make=make_loader)
         data = config.build(dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=64, local_batch_size=4)
@@ -92,27 +88,15 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
         infinite: bool = True
         """Passed to `make`; the validator sets it."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        tokenizer: Any,
-        seq_len: int,
-        local_batch_size: int,
-        **_: Any,
-    ) -> None:
-        sizes = {"tokenizer": tokenizer, "seq_len": seq_len, "local_batch_size": local_batch_size}
-        self.loader = config.make(rank=dp_rank, world_size=dp_world_size, infinite=config.infinite, **sizes)
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **sizes: Any) -> None:
+        self.loader = config.make(ranks=_ranks(dp_rank, dp_world_size), infinite=config.infinite, **sizes)
         if not isinstance(self.loader, SavableLoader):
             raise TypeError(f"make must return a SavableLoader, not {type(self.loader).__name__}")
         refuse_acknowledging(self.loader)
         self._convert = config.convert
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:
-        for batch in self.loader:
-            yield self._convert(batch)
+        return map(self._convert, self.loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last batch. The trainer takes none ahead."""
@@ -132,3 +116,13 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
     def close(self) -> None:
         """Stop the workers, as `SavableLoader.close`."""
         self.loader.close()
+
+
+def _ranks(rank: int, world_size: int) -> Ranks:
+    """Return the data-parallel rank, which shares batches with the processes of the same rank. Collective."""
+    if not dist.is_initialized():
+        return Ranks(rank, world_size)
+    every = [0] * dist.get_world_size()
+    dist.all_gather_object(every, rank)
+    peers = [[process for process, each in enumerate(every) if each == number] for number in range(world_size)]
+    return Ranks.of((rank, world_size), share=dist.new_subgroups_by_enumeration(peers)[0])  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ every rank before the first batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from savable_pipeline.run.loader.misuse import caller, refuse_dataset, refuse_fe
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.state.state_dict import SlotSpan, taken_apart, with_spans
+
+_SHARE = "Pass ranks=sp.Ranks.of(accelerator.torch_device_mesh, share=accelerator.parallelism_config.non_dp_dim_names)."
 
 
 class TrainerLoader:
@@ -84,9 +87,8 @@ class TrainerLoader:
         self._loader = loader
         self._run = run_of(loader)
         self._trained, self._begun = trained, begun or trained
-        self._most_ahead = most_ahead
+        self._most_ahead, self._carries = most_ahead, carries
         self._to_device = to_device
-        self._carries = carries
         steps = 2 if carries else 1  # whose batches are in flight: those that wait, and those of the step behind them
         self._most_recorded = most_ahead + 1 if begun is None else steps * MAX_LAG  # of which the positions are kept
         self._to_skip: list[SlotSpan] = []  # where the loader comes to them
@@ -334,9 +336,8 @@ class _YieldedBatch(NamedTuple):
 class _Pass:
     """Iterator that starts at its first batch, and that an error does not end."""
 
-    def __init__(self, begin: Callable[[], None], take: Callable[[], Any]) -> None:
-        self._begin: Callable[[], None] | None = begin
-        self._take: Callable[[], Any] | None = take
+    def __init__(self, begin: Callable[[], None] | None, take: Callable[[], Any] | None) -> None:
+        self._begin, self._take = begin, take
 
     def __iter__(self) -> _Pass:
         return self
@@ -372,15 +373,34 @@ def refuse_acknowledging(loader: Any) -> None:
         raise ValueError("acknowledge=True is for your own training loop. Remove it for a trainer.")
 
 
+def sharing_batches(loader: SavableLoader, accelerator: Any) -> SavableLoader:
+    """Check that tensor-parallel processes of Accelerate get the same batches.
+
+    Args:
+        loader: The loader to train on. Anything else passes.
+        accelerator: The accelerator of the run.
+
+    Returns:
+        The loader.
+
+    Raises:
+        ValueError: It has more ranks than there are data-parallel ranks.
+    """
+    config = accelerator.parallelism_config
+    most = accelerator.num_processes // (config.non_data_parallel_size if config else 1)
+    if config and isinstance(loader, SavableLoader) and run_of(loader).ranks.world_size > most:
+        raise ValueError(f"processes of {' and '.join(config.non_dp_dim_names)} need the same batches. {_SHARE}")
+    return loader
+
+
 def each(loaders: Any) -> list[Any]:
     """Return the loaders in a dict, list or tuple, or a single one, as a list.
 
     Args:
         loaders: A loader, or a container of loaders.
     """
-    if isinstance(loaders, dict):
-        return list(loaders.values())
-    return list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+    found = list(loaders.values()) if isinstance(loaders, dict) else loaders
+    return list(found) if isinstance(found, list | tuple) else [found]
 
 
 def length_of(batches: Any) -> int | None:
@@ -389,10 +409,9 @@ def length_of(batches: Any) -> int | None:
     Args:
         batches: A loader, or an object in its place.
     """
-    try:
+    with suppress(TypeError):
         return len(batches)
-    except TypeError:
-        return None
+    return None
 
 
 def restarting(loaders: Any) -> Any:

@@ -140,13 +140,64 @@ def nested(folder: str) -> Callable[[Path], None]:
     return lambda root: pairs("jpg", "json")(root / folder)
 
 
-def named_images(ending: str) -> Callable[[Path], None]:
+def of_splits(writer: Callable[[Path], None]) -> Callable[[Path], None]:
+    """The same in a folder for each split."""
+
+    def both_of(root: Path) -> None:
+        for split in ("train", "val"):
+            (root / split).mkdir()
+            writer(root / split)
+
+    return both_of
+
+
+def written(*names: str) -> Callable[[Path], None]:
+    """Files of one byte."""
+    return lambda root: write(root, dict.fromkeys(names, b"x"))
+
+
+def mds_splits(root: Path) -> None:
+    for split in ("train", "val"):
+        write_captioned_mds(root / split, 5)
+
+
+def capital_images(root: Path) -> None:
+    write(root, {f"IMG_{n}.JPG": JPG for n in range(3)})
+    write(root, {"metadata.csv": "file_name,text\n" + "".join(f"IMG_{n}.JPG,a\n" for n in range(3))})
+
+
+def capital_array(root: Path) -> None:
+    np.save(root / "a.npy", np.ones((4, 8), "u2"))
+    (root / "a.npy").rename(root / "A.NPY")
+
+
+def img2dataset_files(root: Path) -> None:
+    """What img2dataset writes as files: a folder, and beside it its table and statistics."""
+    pairs("jpg", "json", "txt")(root / "00000")
+    parquet(root, "00000.parquet")
+    write(root, {"00000_stats.json": '{"count": 3}'})
+
+
+def mixed_list(root: Path) -> None:
+    """A list as of ShareGPT, of which some rows have no image."""
+    write(root, {"images/0.jpg": JPG})
+    write(root, {"chat.json": json.dumps([{"id": 0, "text": "a"}, {"id": 1, "image": "images/0.jpg"}])})
+
+
+def two_images(root: Path) -> None:
+    write(root, {"a.jpg": JPG, "b.jpg": JPG + b"2"})
+    write(root, {"edits.jsonl": json.dumps({"source": "a.jpg", "target": "b.jpg", "n": 1}) + "\n"})
+
+
+def named_images(ending: str, field: str = "image", folder: str = "images") -> Callable[[Path], None]:
     """Images in a folder, and a table that names them."""
 
     def all_of(root: Path) -> None:
-        write(root, {f"images/{n}.jpg": JPG for n in range(2)})
-        rows = [{"image": f"images/{n}.jpg", "text": "a"} for n in range(2)]
-        lines = ["image,text", *(",".join(row.values()) for row in rows)] if ending == "csv" else map(json.dumps, rows)
+        write(root, {f"{folder}/{n}.jpg": JPG for n in range(2)})
+        rows = [{field: f"{folder}/{n}.jpg", "text": "a"} for n in range(2)]
+        lines = (
+            [f"{field},text", *(",".join(row.values()) for row in rows)] if ending == "csv" else map(json.dumps, rows)
+        )
         write(root, {f"train.{ending}": "".join(f"{line}\n" for line in lines)})
 
     return all_of
@@ -178,6 +229,8 @@ STATE = json.dumps({"_data_files": [{"filename": "data.arrow"}], "_fingerprint":
 RECORD, ROW = frozenset({"json", "text"}), frozenset({"json"})
 TEXT, PAIR, IMAGE = frozenset({"text"}), frozenset({"jpg", "json"}), frozenset({"jpg"})
 CAPTIONED = RECORDS = frozenset({"jpg", "json"})
+CLASSES = ("train/cat/", "train/dog/", "val/cat/", "val/dog/")
+LOGO: dict[str, bytes | str] = {"assets/logo.png": b"\x89PNG", "preview.jpg": JPG}
 EPISODE = frozenset({"episode_index", "tasks", "length", "dataset_from_index", "dataset_to_index"}) | frozenset(
     {"observation.images.top", "observation.state", "action", "task", "index"}
 )
@@ -225,6 +278,35 @@ LAYOUTS = [
     Layout("npy and txt pairs", npy_pairs, "folder", 3, frozenset({"npy", "txt"})),
     Layout("HF image folder with metadata.jsonl", metadata("jsonl"), "jsonl", 3, CAPTIONED),
     Layout("HF image folder with metadata.csv", metadata("csv"), "csv", 3, CAPTIONED),
+    Layout("HF image folder with metadata.parquet", metadata("parquet"), "parquet", 3, CAPTIONED),
+    Layout("HF image folder of splits, JSONL", of_splits(metadata("jsonl")), "jsonl", 6, CAPTIONED),
+    Layout("HF image folder of splits, Parquet", of_splits(metadata("parquet")), "parquet", 6, CAPTIONED),
+    Layout("HF image folder of splits, CSV", of_splits(metadata("csv")), "csv", 6, CAPTIONED),
+    Layout("images of splits and classes", lambda root: images(root, *CLASSES), "folder", 12, IMAGE),
+    Layout("Parquet in capitals", named(parquet, "A.PARQUET"), "parquet", 3, TEXT),
+    Layout("tar in capitals", named(tar, "A.TAR"), "tar", 3, PAIR),
+    Layout("JSONL in capitals", named(jsonl, "A.JSONL"), "jsonl", 3, RECORD),
+    Layout("CSV in capitals", named(table, "A.CSV"), "csv", 3, ROW),
+    Layout("arrays in capitals", capital_array, "tokens", 4, frozenset({"tokens"})),
+    Layout("images in capitals with metadata", capital_images, "csv", 3, frozenset({"JPG", "json"})),
+    Layout("an archive of macOS, unpacked", both(tar, written("__MACOSX/._00000.tar", ".DS_Store")), "tar", 3, PAIR),
+    Layout("images of a Synology NAS", both(images, written("@eaDir/0.jpg/SYNO_THUMB.jpg")), "folder", 3, IMAGE),
+    Layout("Spark in progress", both(parquet, written("_temporary/0/part-1.parquet")), "parquet", 3, TEXT),
+    Layout("checksums of Spark", both(parquet, written("part-0.parquet.crc", "_metadata")), "parquet", 3, TEXT),
+    Layout("Parquet without a suffix", named(parquet, "part-00000", "part-00001"), "parquet", 6, TEXT),
+    Layout("JSONL without a suffix", both(named(jsonl, "part-0", "part-1"), files(_SUCCESS="")), "jsonl", 6, RECORD),
+    Layout("tars without a suffix", named(tar, "part-0", "part-1"), "tar", 6, PAIR),
+    Layout("blanks and Unicode in names", named(tar, "my data/größe 1.tar"), "tar", 3, PAIR),
+    Layout("tables called in Japanese", named(jsonl, "日本 データ.jsonl"), "jsonl", 3, RECORD),
+    Layout("tars beside unfinished ones", both(tar, written("1.tar.tmp", "2.tar.part", "0.tar.md5")), "tar", 3, PAIR),
+    Layout("JSONL beside an empty one", both(jsonl, files(empty_dot_jsonl="")), "jsonl", 3, RECORD),
+    Layout("img2dataset, a folder of files", img2dataset_files, "folder", 3, PAIR | {"txt"}),
+    Layout("Parquet beside a picture of it", both(parquet, lambda root: write(root, LOGO)), "parquet", 3, TEXT),
+    Layout("JSONL beside a logo", both(jsonl, lambda root: write(root, LOGO)), "jsonl", 3, RECORD),
+    Layout("a list whose first row names no image", mixed_list, "json", 2, ROW),
+    Layout("CSV that names images in the column path", named_images("csv", "path"), "csv", 2, CAPTIONED),
+    Layout("JSONL that names two images a row", two_images, "jsonl", 1, frozenset({"jpg", "json", "target.jpg"})),
+    Layout("a cover that a table names", named_images("csv", "image", "covers"), "csv", 2, CAPTIONED),
     Layout("tars of a train and a test folder", named(tar, "train/0.tar", "test/0.tar"), "tar", 6, PAIR),
     Layout("tars beside a Parquet file of another name", both(tar, named(parquet, "urls.parquet")), "tar", 3, PAIR),
     Layout("tars beside a CSV table", both(tar, table), "tar", 3, PAIR),
@@ -248,13 +330,6 @@ LAYOUTS = [
     Layout("table of a list of JSON that names images", llava, "json", 2, CAPTIONED),
     Layout("JSONL that names images in a folder below", named_images("jsonl"), "jsonl", 2, CAPTIONED),
     Layout("CSV that names images in a folder below", named_images("csv"), "csv", 2, CAPTIONED),
-    Layout(
-        "Lhotse Shar",
-        both(named(tar, "recording.000000.tar"), files(**{"cuts.000000_dot_jsonl_dot_gz": b"\x1f\x8b"})),
-        "tar",
-        3,
-        PAIR,
-    ),
     Layout(
         "leftovers of HF's cache", both(named(arrow, "x-train.arrow", "cache-1.arrow", "tmp1.arrow")), "arrow", 3, TEXT
     ),
@@ -313,13 +388,6 @@ LAYOUTS = [
         error='parquet .1 file.*Pass format="parquet" or format="jsonl"',
     ),
     Layout(
-        "HF image folder with metadata.parquet",
-        metadata("parquet"),
-        "",
-        0,
-        error='Pass format="parquet" or format="folder"',
-    ),
-    Layout(
         "one tar beside many images",
         both(tar, images),
         "",
@@ -340,6 +408,7 @@ LAYOUTS = [
         0,
         error=r"\.scp is not read here",
     ),
+    Layout("MDS in folders of splits", mds_splits, "", 0, error="2 folders of records, train, val. Name one"),
     Layout("archives", files(a_dot_zip=b"PK", b_dot_zip=b"PK"), "", 0, error=r"\.zip is not read here"),
     Layout(
         "compressed tars",
@@ -387,6 +456,13 @@ def test_layout_of_several_formats_opens_with_a_format_or_setting(root: Path) ->
     assert list(sp.open_dataset(root, columns=["text"])[0]) == ["text"]
     with pytest.raises(ValueError, match=r"no format 'table'\. Use one of tar, mds"):
         sp.open_dataset(root, format="table")
+
+
+@pytest.mark.parametrize("name", ["_delta_log/00000000000000000000.json", "metadata/v1.metadata.json"])
+def test_files_with_rows_of_older_versions_are_an_error(root: Path, name: str) -> None:
+    both(parquet, written(name))(root)
+    with pytest.raises(sp.ShardError, match=r"a table of (Delta Lake|Apache Iceberg), whose files have rows of older"):
+        sp.open_dataset(root)
 
 
 def test_ignored_table_next_to_photos_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

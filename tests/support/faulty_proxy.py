@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 
-from savable_pipeline.run.nodes import handshake, wire
+from savable_pipeline.run.nodes import wire
 
 TROUBLES = ("delay", "drop", "half", "twice", "swapped", "changed", "silent")
 _HEADER_BYTES = wire.HEADER.size + wire.CODE_BYTES
@@ -45,8 +45,8 @@ class FaultyProxy:
                 self._ends += [near, far]
                 pair = (near, far)
                 for source, target, before in (
-                    (near, far, [handshake.REPLY_BYTES]),
-                    (far, near, [handshake.HELLO_BYTES, 32]),
+                    (near, far, [wire.REPLY_BYTES]),
+                    (far, near, [wire.HELLO_BYTES, 32]),
                 ):
                     threading.Thread(target=self._carry, args=(pair, source, target, before), daemon=True).start()
 

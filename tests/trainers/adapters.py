@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -24,7 +25,7 @@ from savable_pipeline.trainers import accelerate as with_accelerate
 from savable_pipeline.trainers import fabric as with_fabric
 from savable_pipeline.trainers import hf, lightning
 from savable_pipeline.trainers.device import OnDevice
-from savable_pipeline.trainers.trainer_loader import TrainerLoader
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, sharing_batches
 from tests.project.test_docstrings import examples, run_example
 from tests.support.example_shards import write_example_shards
 from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
@@ -194,6 +195,14 @@ def test_accelerate_rejects_a_bare_loader_on_several_ranks(make: Any, tmp_path: 
     accelerator.register_for_checkpointing(make(ranks=(0, 2)))
     with pytest.raises(sp.SavableError, match=r"rank 0 only.*trainers\.accelerate\.prepare"):
         accelerator.save_state(str(tmp_path / "saved"))
+
+
+def test_tensor_parallel_processes_need_shared_batches(make: Any) -> None:
+    """Accelerate builds such a mesh on GPUs alone, so this is not its Accelerator."""
+    accelerator = SimpleNamespace(num_processes=2, parallelism_config=accelerate.ParallelismConfig(tp_size=2))
+    with pytest.raises(ValueError, match=r"processes of tp need the same batches\. Pass ranks=sp\.Ranks\.of"):
+        sharing_batches(make(ranks=(0, 2)), accelerator)
+    sharing_batches(make(ranks=(0, 1)), accelerator)
 
 
 def test_accelerate_saves_only_between_optimizer_steps(make: Any, tmp_path: Path) -> None:

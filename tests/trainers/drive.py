@@ -183,7 +183,7 @@ def run_torchtitan(case: Case) -> dict[str, Any]:
     return {
         **_of_a_loop(case, _shared_out(case)),
         "base": case.folder,
-        "make_loader": lambda *, rank, world_size, **_: make_loader(case, ranks=(rank, world_size)),
+        "make_loader": lambda *, ranks, **_: make_loader(case, ranks=ranks),
         "convert": lambda batch: ({"input": batch["x"]}, batch["label"]),
         "settings": {"enable": True, "interval": case.save_every, "folder": case.run, "async_mode": "disabled"},
     }

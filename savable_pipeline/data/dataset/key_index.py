@@ -76,15 +76,8 @@ class KeyIndex:
     def find(self, keys: Sequence[str] | Sequence[bytes]) -> Rows:
         """Return the index of the sample with each key, or -1: int64 (keys,).
 
-        Of several samples with one key it is the first. Raises `ShardError` if the index is damaged there, or was
-        overwritten since it was opened.
+        Of several samples with one key it is the first. Raises `ShardError` if the index is damaged there.
         """
-        self._file.check()
-        found = self._found(keys)
-        self._file.check()
-        return found
-
-    def _found(self, keys: Sequence[str] | Sequence[bytes]) -> Rows:
         high, low = _halves(b"".join(map(_hashed, keys)))
         found = np.full(len(keys), -1, np.int64)
         wanted, at = np.arange(len(keys)), np.searchsorted(self._high, high)

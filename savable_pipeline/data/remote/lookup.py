@@ -127,7 +127,7 @@ def _known_names(root: str, form: Format, metadata: Path, own: Version | None) -
     """
     if own is not None:
         return own.index.shards.names
-    names = sorted(name for name in read_counts(metadata) or () if name.endswith(form.suffixes))
+    names = sorted(name for name in read_counts(metadata) or () if form.has(name))
     if not names:
         raise ShardError(
             f"{root}: no {form.index_name} or {META}/{METADATA_FILES[0]} there, and web servers cannot be listed. Name "
@@ -361,7 +361,7 @@ def with_stamps(
     if form is not None and form.beside[1]:
         numbers = [*numbers]
         own = form.beside[0]
-        companions = {n: form.companion(found.names[n]) for n in numbers if found.names[n].endswith(own)}
+        companions = {n: form.companion(found.names[n]) for n in numbers if found.names[n].lower().endswith(own)}
     unknown = [number for number in numbers if found.sizes[number] < 0 or not stamps[number]]
     stats = session.stats(found.root, [found.names[number] for number in unknown], needed=True)
     sizes = found.sizes.copy()

@@ -82,12 +82,12 @@ def find_remote(files: paths.Shards, session: Session, form: Format, *, stamps: 
     specs = [spelled for spec in paths.spelled_out(files) for spelled in paths.expand_braces(spec)]
     stamps = stamps or any(map(paths.is_hub, specs))
     root, pattern = _folder(specs[0]) if len(specs) == 1 else ("", None)
-    if len(specs) == 1 and pattern is None and not root.endswith(form.suffixes):
+    if len(specs) == 1 and pattern is None and not form.has(root):
         return _in_folder(root, session, form, stamps)
     urls: list[str] = []
     known: dict[str, tuple[int, str]] = {}  # by URL: size in bytes, and stamp
     for spec in specs:
-        if spec.endswith(form.suffixes) and not any(c in spec for c in _MAGIC):
+        if form.has(spec) and not any(c in spec for c in _MAGIC):
             urls.append(spec)
             continue
         matching = _matching(spec, session, form)
@@ -125,7 +125,7 @@ def _in_folder(root: str, session: Session, form: Format, stamps: bool) -> Remot
         session.listing(root)
     heads = {name: head for name in form.markers if (head := session.read(root, name)) is not None}
     try:
-        listed = form.listed(heads)
+        listed = None if form.listed is None else form.listed(heads)
         if listed is not None:
             stats = session.stats(root, sorted({name for each in listed for name in each if paths.is_inside(name)}))
             names = form.files([*stats], heads)
@@ -189,22 +189,17 @@ def _common_root(urls: list[str]) -> str:
 
 def _check_readable(spec: str, form: Format) -> None:
     """Raises `ShardError` for a name that says that the file is compressed."""
-    if form.packed and spec.endswith(form.packed):
+    if form.packs(spec):
         raise ShardError(f"{spec}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
 
 
 def _listed(root: str, session: Session, form: Format) -> Listing:
     """The files of a format below a folder of a bucket."""
-    suffixes = form.suffixes
-    found = session.listing(root).only(lambda name: name.endswith(suffixes) and not _hidden(name))
+    found = session.listing(root).only(lambda name: form.has(name) and not paths.is_hidden_path(name))
     if not found:
         copied = f". Read other files from a copy: `{paths.HubAddress.of(root).download}`" if paths.is_hub(root) else ""
-        raise ShardError(f"{root}: no {' or '.join(suffixes)} object has this prefix{copied}")
+        raise ShardError(f"{root}: no {' or '.join(form.suffixes)} object has this prefix{copied}")
     return found
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith(".") or "/." in name or paths.is_hidden(name.rpartition("/")[2])
 
 
 def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Session) -> None:

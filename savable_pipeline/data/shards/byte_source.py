@@ -6,7 +6,7 @@
     SourceFile    any of them as a seekable file, for Pillow, PyAV, pyarrow, csv and others
 
 `FileVersion`: what the system says of a file on a disk, which is another after each change.
-`WholeFile`: all bytes of a file, in memory or mapped.
+`WholeFile`: all bytes of a file, in memory or a private copy that is mapped.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import contextlib
 import io
 import mmap
 import os
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from savable_pipeline.core.files import regular_file, with_handles
+from xxhash import xxh3_64_hexdigest
+
+from savable_pipeline.core.files import regular_file, replacing, user_cache, with_handles
 from savable_pipeline.core.patience import retry, with_retries
-from savable_pipeline.errors import ShardError
 
 IN_MEMORY_BYTES = 64 << 20  # of a file, up to which it is read and not mapped
-_HEAD = 24  # bytes of a file that are compared: those of an index have its checksum
+_HEAD = 24  # bytes of a file that tell its versions apart: those of an index have its checksum
+_COPIED = 1 << 22  # bytes at a time
 _BUFFER = 1 << 16  # bytes that small reads share; longer ones pass it by
 
 
@@ -55,38 +58,43 @@ class FileVersion(NamedTuple):
 
 
 class WholeFile:
-    """All bytes of a file, as `view`: read if it is small or else mapped. Raises OSError, ValueError for an empty file.
+    """All bytes of a file, as `view`: read if it is small, else mapped from a copy in the user's cache.
 
-    Overwriting a mapped file changes the view. Reading what was cut off from it kills the process (SIGBUS).
+    Processes of a node share the copy, and nobody else writes there: overwriting or cutting the file changes no view. A
+    file that is `mapped` by itself is in the cache already, and still written. Raises OSError, ValueError for an empty
+    file.
     """
 
     def __init__(self, path: Path, *, mapped: bool = False) -> None:
-        self.path = path
         with path.open("rb") as file:
-            self._version = FileVersion.of(os.fstat(file.fileno()))
-            self.is_mapped = mapped or self._version.size > IN_MEMORY_BYTES
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.is_mapped else file.read()
+            version = FileVersion.of(os.fstat(file.fileno()))
+            copy = _copy_of(path, file, version) if version.size > IN_MEMORY_BYTES and not mapped else None
+            self.is_mapped = mapped or copy is not None
+            with copy or contextlib.nullcontext(file) as used:
+                data = mmap.mmap(used.fileno(), 0, access=mmap.ACCESS_READ) if self.is_mapped else file.read()
         self.view = memoryview(data)
-        self._head = bytes(self.view[:_HEAD])
 
-    def is_unchanged(self) -> bool:
-        """Whether the view is as it was, as far as size, time of writing and first bytes tell."""
-        if not self.is_mapped:
-            return True
-        was = self._version
-        with contextlib.suppress(OSError):
-            now = FileVersion.of(self.path.stat())
-            if now.inode == was.inode:
-                return (now.size, now.written_ns) == (was.size, was.written_ns) and self.view[:_HEAD] == self._head
-        return True  # what is mapped of a file that was replaced or removed stays as it is
 
-    def check(self) -> None:
-        """Raise `ShardError` if the view has changed."""
-        if not self.is_unchanged():
-            raise ShardError(
-                f"{self.path}: it was overwritten while this run read it. Resume from an earlier state",
-                reason="changed shard",
-            )
+def _copy_of(path: Path, file: BinaryIO, version: FileVersion) -> BinaryIO | None:
+    """Return a copy of this version of a file, made if there is none; None without room in the user's cache."""
+    with contextlib.suppress(OSError):
+        folder = Path(user_cache() or os.devnull) / "savable_pipeline" / "indexes"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        prefix = f"{xxh3_64_hexdigest(os.fsencode(os.path.realpath(path)))}-"
+        copy = folder / f"{prefix}{xxh3_64_hexdigest(os.pread(file.fileno(), _HEAD, 0) + repr(version).encode())}"
+        if not copy.exists():
+            with replacing(copy) as new:
+                shutil.copyfileobj(file, new, _COPIED)
+                if FileVersion.of(os.fstat(file.fileno())) != version:
+                    raise OSError("it was written while it was copied")
+            for old in set(folder.glob(f"{prefix}*[!p]")) - {copy}:  # of other versions, but no `.tmp` of a process
+                old.unlink(missing_ok=True)
+        found = copy.open("rb")
+        if os.fstat(found.fileno()).st_size == version.size:
+            return found
+        found.close()
+    file.seek(0)
+    return None
 
 
 class ByteSource:

@@ -23,8 +23,7 @@ import bisect
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, ClassVar, Protocol, TypeAlias
 
@@ -346,9 +345,9 @@ class Format:
     """How the names of such files end when they are compressed, and cannot be read in place."""
     markers: tuple[str, ...] = ()
     """The names of files of other programs below the folder, which say what is in it."""
-    claims: Callable[[Mapping[str, bytes]], bool] = lambda heads: False
+    claims: Callable[[Mapping[str, bytes]], bool] | None = None
     """Returns whether the markers that exist, by name, say that the folder has this format."""
-    listed: Callable[[Mapping[str, bytes]], list[tuple[str, ...]] | None] = lambda heads: None
+    listed: Callable[[Mapping[str, bytes]], list[tuple[str, ...]] | None] | None = None
     """Returns the names that each file may have, if the markers list them. Raises ValueError."""
     by_settings: Callable[[Format, dict[str, Any]], Format] = as_it_is
     """Returns the format for these settings, where they change what is indexed."""
@@ -372,18 +371,14 @@ class Format:
     """Files with the first suffix may have one beside them, with the second."""
     for_others: str = ""
     """What follows the name of a file in that of one which other programs read beside it."""
-    leave_beside: Callable[[Path, ShardTable], None] = lambda path, table: None
-    fault_beside: Callable[[Path, ShardTable], str] = lambda path, table: ""
+    leave_beside: Callable[[Path, ShardTable], None] | None = None
+    fault_beside: Callable[[Path, ShardTable], str] | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Format) and self.index_kind == other.index_kind
 
     def __hash__(self) -> int:
         return hash(self.index_kind)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        return partial(Format, **{n: value for n, value in own.items() if value is not _DEFAULTS.get(n)}), ()
 
     @property
     def index_kind(self) -> str:
@@ -400,9 +395,9 @@ class Format:
 
         Where a marker lists them, also those that do not exist. Raises ValueError if it cannot be read.
         """
-        listed = self.listed(heads)
+        listed = None if self.listed is None else self.listed(heads)
         if listed is None:
-            return sorted(name for name in names if name.endswith(self.suffixes))
+            return sorted(filter(self.has, names))
         there, chosen = set(names), set[str]()
         for each in listed:
             written = max(each, key=len)  # compressed, where the others are what was unpacked
@@ -413,16 +408,24 @@ class Format:
             chosen.add(name)
         return sorted(chosen)
 
+    def has(self, name: str) -> bool:
+        """Whether a name is that of such a file, in letters of any case."""
+        return name.lower().endswith(self.suffixes)
+
+    def packs(self, name: str) -> bool:
+        """Whether a name is that of such a file that is compressed."""
+        return bool(self.packed) and name.lower().endswith(self.packed)
+
     def names_beside(self, name: str) -> list[str]:
         """What may lie beside a file."""
         own, other = self.beside
-        companion = [self.companion(name)] if other and name.endswith(own) else []
+        companion = [self.companion(name)] if other and name.lower().endswith(own) else []
         return [*companion, *([name + self.for_others] if self.for_others else [])]
 
     def companion(self, name: str) -> str:
         """The name of what lies beside a file; where it belongs to all files, it lies in their folder."""
         own, other = self.beside
-        return name.removesuffix(own) + other if own else other
+        return name[: len(name) - len(own)] + other if own else other
 
     def index_at(self, path: Path) -> ShardIndex:
         """The index of files of this format at `path`. Raises OSError, `ShardError`, ValueError."""
@@ -461,9 +464,6 @@ class Format:
         """The table of a file of which nothing can be read."""
         entry = ShardEntry(name, size, 0, self.no_digest, encodable(f"{name}: {fault}"))
         return ShardTable(entry, self.no_rows)
-
-
-_DEFAULTS = {each.name: each.default for each in fields(Format)}
 
 
 class IndexedFiles:

@@ -212,7 +212,9 @@ def make_index(
     progress(0, len(missing))
     with ScannedTables(path) as scanned:
         for done, table in enumerate(_scanned(root, missing, form, processes, each), 1):
-            if not table.entry.fault:  # before it is noted as scanned: whoever goes on after a kill scans it no more
+            if (
+                form.leave_beside and not table.entry.fault
+            ):  # before it is noted as scanned: whoever goes on after a kill scans it no more
                 form.leave_beside(root / table.entry.name, table)
             scanned.add(table)
             progress(done, len(missing))

@@ -223,10 +223,10 @@ def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = Fal
     root, heads = listed.root, listed.heads(dict.fromkeys(form.markers, paths.LARGEST_INDEX)) if listed.whole else {}
     try:
         names = form.files(listed.names, heads) if listed.chosen is None or form.variant else listed.chosen
-        is_listed = form.listed(heads) is not None
+        is_listed = form.listed is not None and form.listed(heads) is not None
     except ValueError as error:
         raise ShardError(f"{root}: {error}", reason=paths.NOT_THERE) from error
-    packed = [name for name in listed.names if name.endswith(form.packed)] if form.packed else []
+    packed = [*filter(form.packs, listed.names)] if form.packed else []
     if packed and not listed.whole:
         raise ShardError(f"{root / packed[0]}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
     names = sorted({*names, *listed.exact}.difference(packed)) if packed or listed.exact else names
@@ -238,7 +238,7 @@ def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = Fal
     if packed:
         log.warning("%s: %d compressed %s files are skipped. %s", root, len(packed), form.name, paths.PACKED_CURE)
     for name in listed.exact:
-        if not (root / name).exists() and not (missing_too and name.endswith(form.suffixes)):
+        if not (root / name).exists() and not (missing_too and form.has(name)):
             raise paths.missing_error(root / name)
     if is_listed and not missing_too and (gone := set(names).difference(listed.names)):
         raise ShardError(
@@ -320,7 +320,7 @@ def _with_missing(root: Path, found: list[str], form: Format, tolerant: bool) ->
     indexed = set(_known(root, form).names)
     if not tolerant:
         check_none_gone(str(root), indexed.difference(found))
-    told = (name for name in read_counts(root) or () if name.endswith(form.suffixes))
+    told = (name for name in read_counts(root) or () if form.has(name))
     return sorted({*found, *indexed, *told})
 
 
@@ -373,7 +373,7 @@ class _FilesNow:
                 self.sizes[number], self.written[number] = found.st_size, found.st_mtime_ns
             except OSError:
                 self.sizes[number] = self.written[number] = -1
-            if form.beside[1] and name.endswith(form.beside[0]):
+            if form.beside[1] and name.lower().endswith(form.beside[0]):
                 self.written[number] = max(self.written[number], self._written_beside(name))
 
     def _written_beside(self, name: str) -> int:

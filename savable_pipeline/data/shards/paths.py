@@ -45,7 +45,8 @@ _ADDRESS = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FIXED = re.compile(r"(?<=^hf://datasets/)([^@]+)@[0-9a-f]{40}")
 _BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http://[::1]/
-_OF_DESKTOPS, _LEFTOVERS = ("Thumbs.db", "desktop.ini"), ("cache-", "tmp")
+_OF_TOOLS = ("Thumbs.db", "desktop.ini", "__MACOSX", "@eaDir", "_temporary")  # desktops, archives, a NAS and Spark
+_LEFTOVERS = ("cache-", "tmp")
 ALL = "."  # the name of the only shard where a folder is one
 TARS_END = ".tar"
 PACKED_CURE = "Unpack it, or run `savable convert`"
@@ -138,7 +139,7 @@ def _listed_below(root: Path) -> ListedFiles:
     """List a folder. A path that is relative would change its meaning with the working folder."""
     found = ListedFiles(root, [], whole=True, began_ns=time.monotonic_ns())
     for folder, folders, files in os.walk(root, onerror=lambda error: found.unlistable.append(_unlistable(error))):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
         below = os.path.relpath(folder, root)
         found.folders.append(below)
         prefix = "" if below == "." else f"{below}/"
@@ -152,7 +153,12 @@ def _listed_below(root: Path) -> ListedFiles:
 
 def is_hidden(name: str) -> bool:
     """Return whether a name belongs to the desktop or a tool, such as HF's cache."""
-    return name.startswith(".") or name in _OF_DESKTOPS or (name.startswith(_LEFTOVERS) and name.endswith(".arrow"))
+    return name.startswith(".") or name in _OF_TOOLS or (name.startswith(_LEFTOVERS) and name.endswith(".arrow"))
+
+
+def is_hidden_path(name: str) -> bool:
+    """Return whether a file, or a folder that it is in, is hidden."""
+    return any(map(is_hidden, name.split("/")))
 
 
 def spelled_out(shards: Shards) -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -81,69 +81,42 @@ def each_job(
     for job in jobs:
         waiting.put(job)
     answers: queue.SimpleQueue[tuple[J, bytes | None]] = queue.SimpleQueue()
-    workers = [_Worker(serve, arguments, waiting, answers) for _ in range(min(processes, len(jobs)))]
+    children, lock, is_closed = list[ChildProcess](), threading.Lock(), False
+
+    def start() -> ChildProcess:
+        with lock:
+            if not is_closed:
+                children.append(ChildProcess(serve, *arguments))
+                return children[-1]
+        raise EOFError
+
+    def drive() -> None:
+        child = None
+        with contextlib.suppress(queue.Empty):
+            while not is_closed:
+                job, answer = waiting.get_nowait(), None
+                try:
+                    child = child or start()
+                    child.connection.send(job)
+                    while (found := child.connection.recv_bytes()).startswith(NOTE):
+                        answers.put((job, found))
+                    answer = found
+                except (EOFError, OSError):  # it died, or was ended below
+                    child = None
+                answers.put((job, answer))
+
     try:
-        for worker in workers:
-            threading.Thread(target=worker.drive, daemon=True).start()
+        for _ in range(min(processes, len(jobs))):
+            threading.Thread(target=drive, daemon=True).start()
         left = len(jobs)
         while left:
-            job, answer = answers.get()
-            left -= answer is None or not answer.startswith(NOTE)
-            yield job, answer
+            yield (found := answers.get())
+            left -= found[1] is None or not found[1].startswith(NOTE)
     finally:
-        for worker in workers:
-            worker.close()
-
-
-class _Worker(Generic[J]):
-    """A child process that does one job at a time, and the thread here that feeds it."""
-
-    def __init__(
-        self,
-        serve: str,
-        arguments: tuple[str, ...],
-        waiting: queue.SimpleQueue[J],
-        answers: queue.SimpleQueue[tuple[J, bytes | None]],
-    ) -> None:
-        self._serve, self._arguments = serve, arguments
-        self._waiting, self._answers = waiting, answers
-        self._child: ChildProcess | None = None
-        self._closed = False
-        self._lock = threading.Lock()
-
-    def drive(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while not self._closed:
-                job = self._waiting.get_nowait()
-                self._answers.put((job, self._ask(job)))
-
-    def _ask(self, job: J) -> bytes | None:
-        child = self._running()
-        if child is None:
-            return None
-        try:
-            child.connection.send(job)
-            while (answer := child.connection.recv_bytes()).startswith(NOTE):
-                self._answers.put((job, answer))
-            return answer
-        except (EOFError, OSError):  # it died, or was ended by `close`
-            with self._lock:
-                self._child = None
-            child.close()
-            return None
-
-    def _running(self) -> ChildProcess | None:
-        with self._lock:
-            if self._child is None and not self._closed:
-                self._child = ChildProcess(self._serve, *self._arguments)
-            return self._child
-
-    def close(self) -> None:
-        """Ends the child process, and starts no other."""
-        with self._lock:
-            self._closed = True
-            if self._child is not None:
-                self._child.kill()
+        with lock:
+            is_closed = True
+        for child in children:
+            child.kill()
 
 
 def serve(connection: Connection, jobs: Iterator[FileJob]) -> None:

@@ -68,17 +68,17 @@ class UnreadBatch:
         blob = [(self._place(buffer), buffer.size) for column in columns for buffer in column.buffers() if buffer]
         return all(0 <= place <= place + size <= len(self.raw) for place, size in blob)
 
-    def buffers(self, columns: list[Any]) -> list[tuple[int, int]]:
+    def buffers(self, columns: list[Any], *, whole: bool = False) -> list[tuple[int, int]]:
         """Place and bytes of the buffers of these arrays that are read at once; what is not here is read by value.
 
-        Of buffers of values, the smallest are read at once.
+        Of buffers of values, the smallest are read at once; if the arrays are wanted `whole`, all.
         """
         pairs = [pair for column in columns for pair in _buffers(column, nested=False)]
         found = [(self._place(buffer), buffer.size) for buffer, by_value in pairs if buffer and not by_value]
         values = 0
         for buffer in sorted((buffer for buffer, by_value in pairs if buffer and by_value), key=lambda each: each.size):
             values += buffer.size
-            if values <= _WHOLE:
+            if whole or values <= _WHOLE:
                 found.append((self._place(buffer), buffer.size))
             else:
                 self._unread.add(self._place(buffer))
@@ -212,35 +212,29 @@ class ArrowStore(ColumnarStore):
 
     def _batch(self, shard: int, begin: int, end: int, message: ArrowMessage, file: _File) -> DecodedGroup:
         """A record batch: viewed, read, or to be read by value."""
-        if self.files.behind_url:
-            raw, size = self._fetched(shard, begin, end, message, file.schema), end - begin
-        elif is_replaced():
-            raw, size = self._view(shard, file)[begin:end], _VIEW
-        elif message.compressed or end - begin <= _SMALL:
-            raw, size = memoryview(self.files.read(shard, begin, end - begin)), max(end - begin, _VIEW)
-        else:
-            return self._unread(shard, begin, end, message, file)
-        return self._whole(raw, message, file, size)
+        remote = self.files.behind_url
+        if not remote and is_replaced():
+            return self._whole(self._view(shard, file)[begin:end], message, file, _VIEW)
+        if message.compressed or (self.wanted is None if remote else end - begin <= _SMALL):
+            raw, least = memoryview(self.files.read(shard, begin, end - begin)), 0 if remote else _VIEW
+            return self._whole(raw, message, file, max(end - begin, least))
+        unread = UnreadBatch(self.files, shard, begin, end)
+        unread.fill(0, message.head)
+        batch = self._selected(_batch(unread.raw.data, file.schema))
+        if not unread.holds(batch.columns):  # copied, to align it
+            return self._whole(memoryview(self.files.read(shard, begin, end - begin)), message, file, end - begin)
+        blob = unread.buffers(batch.columns, whole=remote)
+        size = end - begin if remote else max(_SMALL, sum(size for _, size in blob))
+        self._check_size(size)
+        for place, length in blob:
+            unread.fill(place, length)
+        return DecodedGroup([batch], size, None if remote else unread)
 
     def _whole(self, raw: memoryview, message: ArrowMessage, file: _File, size: int) -> DecodedGroup:
         """A record batch whose bytes are at hand, and take `size` bytes of memory where they are not compressed."""
         size = decoded_bytes(raw, message) if message.compressed else size
         self._check_size(size)
         return DecodedGroup([self._selected(_batch(raw, file.schema))], size)
-
-    def _unread(self, shard: int, begin: int, end: int, message: ArrowMessage, file: _File) -> DecodedGroup:
-        """A record batch of which no value is read that can be read by itself."""
-        unread = UnreadBatch(self.files, shard, begin, end)
-        unread.fill(0, message.head)
-        batch = self._selected(_batch(unread.raw.data, file.schema))
-        if not unread.holds(batch.columns):  # copied, to align it
-            return self._whole(memoryview(self.files.read(shard, begin, end - begin)), message, file, end - begin)
-        blob = unread.buffers(batch.columns)
-        size = max(_SMALL, sum(size for _, size in blob))
-        self._check_size(size)
-        for place, length in blob:
-            unread.fill(place, length)
-        return DecodedGroup([batch], size, unread)
 
     def _selected(self, batch: Any) -> Any:
         return batch if self.wanted is None else batch.select(self.wanted)
@@ -284,25 +278,6 @@ class ArrowStore(ColumnarStore):
         except OSError as error:
             raise self.damaged(shard, "the file", error.strerror or str(error)) from error
         return file.view
-
-    def _fetched(self, shard: int, begin: int, end: int, message: ArrowMessage, schema: Any) -> memoryview:
-        """The bytes of a batch of a file behind a URL; of columns that are not wanted zeros.
-
-        Where a column lies is seen in a batch that is all zeros: arrays view the buffers that are not compressed.
-        """
-        wanted = self.wanted
-        if message.compressed or wanted is None:
-            return memoryview(self.files.read(shard, begin, end - begin))
-        raw = np.zeros(end - begin, np.uint8)
-        self.files.read_into(raw[: message.head], shard, begin)
-        batch = _batch(raw.data, schema).select(wanted)
-        address = raw.ctypes.data
-        blob = [(buffer.address - address, buffer.size) for column in batch for buffer in column.buffers() if buffer]
-        if not all(0 <= place <= place + size <= len(raw) for place, size in blob):  # copied, to align it
-            return memoryview(self.files.read(shard, begin, end - begin))
-        for place, size in blob:
-            self.files.read_into(raw[place : place + size], shard, begin + place)
-        return raw.data
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The batches with these rows; nothing where only some columns of them are read."""

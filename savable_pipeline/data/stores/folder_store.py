@@ -438,14 +438,6 @@ class FolderStore(RecordStore):
         why = listed([f"{each.file}: {each.reason}" for each in rejected])
         return f"{self.address}: {counted(len(rejected), 'file')} left out with the samples of their names: {why}"
 
-    def verify(self, slot: int) -> None:
-        """See `RecordStore.verify`: reading a sample takes longer than this look at the table."""
-        self.verify_yielded()
-
-    def verify_yielded(self) -> None:
-        """See `RecordStore.verify_yielded`."""
-        self.found.index.file.check()
-
     def files(self, row: int) -> dict[str, int]:
         """The numbers of a sample's files, by part."""
         return self._sample(row)[2]
@@ -517,7 +509,6 @@ class FolderStore(RecordStore):
         """Raises `ShardError` unless the file is as it was when the folder was indexed."""
         stat, size = os.fstat(descriptor), self._sizes[number]
         if stat.st_size != size or stat.st_mtime_ns != self._times[number]:
-            self.verify_yielded()
             self._forget()
             raise ShardError(
                 f"{self.root}/{self.path(number)}: {size} bytes when indexed, {stat.st_size} now. Restore the file, or "

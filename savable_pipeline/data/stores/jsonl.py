@@ -21,7 +21,7 @@ from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.ranges import RangedTable, with_ranges
 from savable_pipeline.data.stores.table_store import (
     LINE,
-    TABLE_SETTINGS,
+    NAMING_SETTINGS,
     TableStore,
     TextStore,
     text_format,
@@ -33,7 +33,7 @@ LONGEST_LINE = 1 << 30
 _FEW = 64  # bytes of a line that are looked at first, to see whether it is blank
 
 
-def _lines(file: ByteSource) -> FileBlob:
+def line_offsets(file: ByteSource) -> FileBlob:
     """The offsets of the lines that are not blank, and the end of the file: uint64 (lines + 1,)."""
     ends, blanks, offset, at_begin = [], [], 0, True
     while chunk := file.read_at(offset, _CHUNK):
@@ -67,7 +67,7 @@ def _is_blank(file: ByteSource, start: int, stop: int) -> bool:
 
 def _checked_lines(file: ByteSource) -> tuple[str, FileBlob]:
     """The fault of a last line that has no newline and is no JSON; the lines without it. It was cut, if others are."""
-    offsets = _lines(file)
+    offsets = line_offsets(file)
     if len(offsets) < 2:
         return "", offsets
     begin, end = int(offsets[-2]), int(offsets[-1])
@@ -192,7 +192,7 @@ class RangedJsonlStore(RangedTable, JsonlStore):
 
 def open_lines(found: IndexedFiles, **settings: Any) -> JsonlStore | LinesStore:
     """Open the store of JSONL files: their fields are parts, or with settings of named files these are."""
-    if settings.keys().isdisjoint(TABLE_SETTINGS[1:]):
+    if settings.keys().isdisjoint(NAMING_SETTINGS):
         return JsonlStore(found, **settings)
     return LinesStore(found, **settings)
 
@@ -203,6 +203,6 @@ JSONL = text_format(
     _checked_lines,
     open_lines,
     (".jsonl", ".ndjson", ".json"),
-    settings=("key", "ranges", *TABLE_SETTINGS[1:]),
+    settings=("key", "ranges", *NAMING_SETTINGS),
     by_settings=partial(with_ranges, RangedJsonlStore),
 )

@@ -129,13 +129,13 @@ def _recognized(
 
 def _by_suffix(name: str, default: Format = TARS) -> Format:
     """Return the format whose files, or compressed files, have such names."""
-    return next((form for form in formats.FORMATS if name.endswith((*form.suffixes, *form.packed))), default)
+    return next((form for form in formats.FORMATS if form.has(name) or form.packs(name)), default)
 
 
 def _check_suffix(files: paths.Shards, names: Sequence[str], chosen: Format) -> None:
     """Raise `ShardError` for one file whose name is that of another format."""
     other = _by_suffix(names[0], chosen) if len(names) == 1 else chosen
-    if other is not chosen and not names[0].endswith(chosen.suffixes):
+    if other is not chosen and not chosen.has(names[0]):
         raise ShardError(f"{files}: a file of the kind {other.name}, not {chosen.name}. sp.read(…) reads any kind")
 
 

@@ -12,12 +12,15 @@ child survived are in the index, and a file is checked to have its indexed foote
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
+import json
 import os
 import re
 import signal
 import threading
 import weakref
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,6 +39,7 @@ from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.stores.columnar_store import COLUMNAR_SETTINGS, ColumnarStore, ColumnSettings, DecodedGroup
 from savable_pipeline.data.stores.ranges import RangedTable, with_ranges
 from savable_pipeline.data.stores.shard_files import ShardFiles
+from savable_pipeline.data.stores.table_store import NamingStore
 from savable_pipeline.errors import SavableError
 
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
@@ -340,6 +344,30 @@ class RangedParquetStore(RangedTable, ParquetStore):
     """The rows of Parquet files whose columns name ranges of other files."""
 
 
+class NamingParquetStore(NamingStore, ParquetStore):
+    """The rows of Parquet files, as JSON, with the files that they name as parts."""
+
+    def usual_fields(self) -> list[str]:
+        """The columns that HF `datasets` takes for names of files in `metadata.parquet`."""
+        names = (name.rpartition("file_name") for name in self.schema(0).names)
+        return [f"{stem}file_name={stem.rstrip('_')}" for stem, found, rest in names if found and not rest]
+
+    def row_of(self, shard: int, row: int) -> tuple[dict[str, Any], bytes]:
+        """See `NamingStore.row_of`."""
+        ends = self.group_ends(shard)
+        group = bisect_right(ends, row)
+
+        def decoded() -> tuple[Any, int]:
+            import pyarrow as pa
+
+            batches, size = self.batches(shard, group, self.wanted)
+            return pa.Table.from_batches(batches), size
+
+        table = self.blocks.get((self._me, shard, group, "table"), decoded)
+        fields = table.slice(row - (ends[group - 1] if group else 0), 1).to_pylist()[0]
+        return fields, json.dumps(fields, ensure_ascii=False, default=str).encode()
+
+
 PARQUET = Format(
     "parquet",
     (".parquet", ".pq", ".parq"),
@@ -351,3 +379,5 @@ PARQUET = Format(
     by_settings=partial(with_ranges, RangedParquetStore),
     all_used=False,  # columns that are not asked for are not read
 )
+PARQUET_OF_FILES = dataclasses.replace(PARQUET, store=NamingParquetStore)
+"""The same, of tables that name files, such as those of HF's image folders."""

@@ -31,7 +31,7 @@ from savable_pipeline.errors import ShardError
 
 RangeColumns: TypeAlias = Mapping[str, tuple[str, str | None, str | None]]  # of a part: those of path, begin and end
 _SEEN = 1 << 16  # bytes that are compared of the begin, the middle and the end of a file
-_ENDINGS = tuple(f".{each}" for name in (*AUDIO_PARTS, *VIDEO_PARTS) for each in (name, name.upper()))
+_ENDINGS = tuple(f".{name}" for name in (*AUDIO_PARTS, *VIDEO_PARTS))
 
 
 class MediaRange(msgspec.Struct, frozen=True):
@@ -202,7 +202,7 @@ def with_media(form: Format, media: tuple[str, ...] = _ENDINGS, *, samples_below
 
 
 def _read_table_or_media(form: Format, samples_below: str, file: ByteSource, name: str) -> ShardTable:
-    if not name.endswith(form.suffixes):
+    if not form.has(name):
         return ShardTable(ShardEntry(name, file.size, 0, _digest(file)), b"")
     table = form.read(file, name)
     if not name.startswith(samples_below):
@@ -211,6 +211,6 @@ def _read_table_or_media(form: Format, samples_below: str, file: ByteSource, nam
 
 
 def _is_unchanged(form: Format, file: ByteSource, index: ShardIndex, number: int) -> bool:
-    if index.shards.names[number].endswith(form.suffixes):
+    if form.has(index.shards.names[number]):
         return form.is_as_indexed(file, index, number)
     return _digest(file) == int(index.shards.digests[number])

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -36,6 +36,7 @@ from savable_pipeline.data.stores.record_files import (
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_Decode: TypeAlias = Callable[[str, str, ByteSource], Sequence[Value | Blob]]  # of name, setting and bytes of a field
 _CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
 _PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst"}  # its compressions, as called here
 
@@ -76,7 +77,7 @@ class MdsColumns(msgspec.Struct, frozen=True):
         found: list[Value | Blob] = []
         for name, encoding, fixed in zip(self.names, self.encodings, self.sizes, strict=True):
             size = fixed or next(lengths)
-            found += _column(name, encoding, record.part(offset, size))
+            found += _field(_COLUMNS, name, encoding, record.part(offset, size))
             offset += size
         return found
 
@@ -121,64 +122,60 @@ def _columns(shard: _Shard) -> MdsColumns:
     return MdsColumns(tuple(shard.column_names), tuple(shard.column_encodings), tuple(shard.column_sizes))
 
 
-def _column(name: str, encoding: str, data: ByteSource) -> list[Value | Blob]:
-    kind, _, settings = encoding.partition(":")
-    if kind in _BLOBS_OF_COLUMNS:
-        return list(_BLOBS_OF_COLUMNS[kind](name, data))
-    if kind == "ndarray":
-        return [_array(name, settings, data)]
-    try:
-        return [Value(name, _VALUES_OF_COLUMNS[kind](data.read()))]
-    except (ValueError, IndexError, RecursionError, InvalidOperation) as error:
-        raise RecordError(f"damaged record: {name} is not {encoding}: {error}") from error
-
-
-def _array(name: str, settings: str, data: ByteSource) -> Blob:
+def _array(name: str, settings: str, data: ByteSource) -> list[Value | Blob]:
     """An array whose type and shape are in the encoding, `ndarray:float32:2,3`, or before its values."""
     kind, _, dimensions = settings.partition(":")
     offset = 0
+    if not kind:
+        kind = _CODES[data.head(1)[0]]
+        offset = 1
+    if dimensions:
+        shape = tuple(int(size) for size in dimensions.split(","))
+    else:
+        code = data.part(offset, 1).read()[0]
+        count, width = code >> 2, 1 << code % 4
+        shape_bytes = data.part(offset + 1, count * width).read()
+        shape = tuple(np.frombuffer(shape_bytes, f"<u{width}").tolist())
+        offset += 1 + count * width
+    return [array(name, np.dtype(kind), shape, data.rest(offset))]
+
+
+def _field(kinds: Mapping[str, _Decode], name: str, kind: str, data: ByteSource) -> Sequence[Value | Blob]:
+    """Return the fields that the bytes of one are. Raises `RecordError`."""
+    plain, _, setting = kind.partition(":")
     try:
-        if not kind:
-            kind = _CODES[data.head(1)[0]]
-            offset = 1
-        if dimensions:
-            shape = tuple(int(size) for size in dimensions.split(","))
-        else:
-            code = data.part(offset, 1).read()[0]
-            count, width = code >> 2, 1 << code % 4
-            shape_bytes = data.part(offset + 1, count * width).read()
-            shape = tuple(np.frombuffer(shape_bytes, f"<u{width}").tolist())
-            offset += 1 + count * width
-        return array(name, np.dtype(kind), shape, data.rest(offset))
+        return kinds[plain](name, setting, data)
     except RecordError:
         raise
-    except (KeyError, IndexError, ValueError, TypeError) as error:
-        raise RecordError(f"damaged record: {name} is not an array: {error}") from error
+    except (ValueError, TypeError, LookupError, RecursionError, InvalidOperation) as error:
+        raise RecordError(f"damaged record: {name} is not {kind}: {error}") from error
 
 
-_VALUES_OF_COLUMNS: dict[str, Callable[[bytes], Any]] = {
-    "str": bytes.decode,
-    "json": json.loads,
-    "int": functools.partial(scalar, "<i8"),
-    "str_int": lambda data: int(data.decode()),
-    "str_float": lambda data: float(data.decode()),
-    "str_decimal": lambda data: str(Decimal(data.decode())),  # a text: JSON has no decimals of any precision
-    **{kind: functools.partial(scalar, kind) for kind in _SCALARS},
-}
+def _values(kinds: Mapping[str, Callable[[bytes], Any]]) -> dict[str, _Decode]:
+    def decode(parse: Callable[[bytes], Any]) -> _Decode:
+        return lambda name, _, data: [Value(name, parse(data.read()))]
+
+    return {kind: decode(parse) for kind, parse in kinds.items()}
+
+
 _jpeg = functools.partial(lambda name, data: raw(name, "jpg", data))
 _png = functools.partial(lambda name, data: raw(name, "png", data))
-_BLOBS_OF_COLUMNS: dict[str, Callable[[str, ByteSource], list[Blob]]] = {
-    "bytes": lambda name, data: [raw(name, "", data)],
-    "jpeg": lambda name, data: [_jpeg(name, data)],
-    "png": lambda name, data: [_png(name, data)],
-    "pil": lambda name, data: [pixels(name, data)],
-    "jpeg_array": lambda name, data: several(name, data, _jpeg, begin=0),
-    "jpegarray": lambda name, data: several(name, data, _jpeg, begin=0),
-    "list[jpeg]": lambda name, data: several(name, data, _jpeg, begin=4),
-    "list[png]": lambda name, data: several(name, data, _png, begin=4),
-    "list[pil]": lambda name, data: several(name, data, pixels, begin=4),
+_COLUMNS: dict[str, _Decode] = {
+    "bytes": lambda name, _, data: [raw(name, "", data)],
+    "jpeg": lambda name, _, data: [_jpeg(name, data)],
+    "png": lambda name, _, data: [_png(name, data)],
+    "pil": lambda name, _, data: [pixels(name, data)],
+    "jpeg_array": lambda name, _, data: several(name, data, _jpeg, begin=0),
+    "jpegarray": lambda name, _, data: several(name, data, _jpeg, begin=0),
+    "list[jpeg]": lambda name, _, data: several(name, data, _jpeg, begin=4),
+    "list[png]": lambda name, _, data: several(name, data, _png, begin=4),
+    "list[pil]": lambda name, _, data: several(name, data, pixels, begin=4),
+    "ndarray": _array,
+    **_values({"str": bytes.decode, "json": json.loads, "int": functools.partial(scalar, "<i8")}),
+    **_values({"str_int": lambda data: int(data.decode()), "str_float": lambda data: float(data.decode())}),
+    **_values({"str_decimal": lambda data: str(Decimal(data.decode()))}),  # a text: JSON has no such decimals
+    **_values({kind: functools.partial(scalar, kind) for kind in _SCALARS}),
 }
-_COLUMNS = {*_VALUES_OF_COLUMNS, *_BLOBS_OF_COLUMNS, "ndarray"}
 
 
 _MDS = RecordKind(_listed_shards, MdsColumns)
@@ -223,9 +220,9 @@ class Tree(msgspec.Struct, frozen=True):
         """The fields of an item. Raises `RecordError`."""
         sizes = record.uint32s(0, len(self.formats))
         offset = 4 * len(sizes)
-        leaves: list[list[Value | Blob]] = []
+        leaves: list[Sequence[Value | Blob]] = []
         for name, kind, size in zip(self.names(), self.formats, sizes, strict=True):
-            leaves.append(_leaf(name, kind, record.part(offset, size)))
+            leaves.append(_field(_LEAVES, name, kind, record.part(offset, size)))
             offset += size
         blobs = [field for leaf in leaves for field in leaf if isinstance(field, Blob)]
         values = _assembled(self.spec, iter(leaves))
@@ -239,7 +236,7 @@ class Tree(msgspec.Struct, frozen=True):
 _NOTHING = object()  # in the place of a leaf that is a part of its own
 
 
-def _assembled(spec: Any, leaves: Iterator[list[Value | Blob]]) -> Any:
+def _assembled(spec: Any, leaves: Iterator[Sequence[Value | Blob]]) -> Any:
     """The values of an item in their dicts and lists, without the leaves that are parts of their own."""
     if spec is _LEAF:
         fields = next(leaves)
@@ -345,59 +342,39 @@ def _json(data: bytes) -> Any:
     return json.loads(data)
 
 
-def _leaf(name: str, kind: str, data: ByteSource) -> list[Value | Blob]:
-    plain, _, setting = kind.partition(":")
-    try:
-        if plain in _VALUES_OF_LEAVES:
-            return [Value(name, _VALUES_OF_LEAVES[plain](data.read()))]
-        if plain == "jpeg_array":
-            return list(several(name, data, lambda field, image: raw(field, "jpg", image), begin=0))
-        return [_BLOBS_OF_LEAVES[plain](name, setting, data)]
-    except RecordError:
-        raise
-    except (ValueError, TypeError, IndexError, RecursionError) as error:
-        raise RecordError(f"damaged record: {name} is not {kind}: {error}") from error
-
-
-def _with_header(torch: bool, name: str, _: str, data: ByteSource) -> Blob:
+def _with_header(torch: bool, name: str, _: str, data: ByteSource) -> list[Value | Blob]:
     """An array behind the code of its type, its dimensions and its shape: big-endian for torch, else little-endian."""
     order = ">u4" if torch else "<u4"
     code, dimensions = np.frombuffer(data.part(0, 8).read(), order).tolist()
     shape = np.frombuffer(data.part(8, 4 * dimensions).read(), order).tolist()
-    return array(name, _dtype(torch, code), tuple(shape), data.rest(8 + 4 * dimensions))
+    return [array(name, _dtype(torch, code), tuple(shape), data.rest(8 + 4 * dimensions))]
 
 
-def _without_header(torch: bool, name: str, setting: str, data: ByteSource) -> Blob:
+def _without_header(torch: bool, name: str, setting: str, data: ByteSource) -> list[Value | Blob]:
     dtype = _dtype(torch, int(setting))
-    return array(name, dtype, (data.size // dtype.itemsize,), data)
+    return [array(name, dtype, (data.size // dtype.itemsize,), data)]
 
 
 def _dtype(torch: bool, code: int) -> np.dtype[Any]:
     return np.dtype(_TORCH[code] if torch else _NUMPY[code])
 
 
-def _file_of(default: str, name: str, setting: str, data: ByteSource) -> Blob:
-    return raw(name, setting or default, data)
+def _file_of(default: str, name: str, setting: str, data: ByteSource) -> list[Value | Blob]:
+    return [raw(name, setting or default, data)]
 
 
-_VALUES_OF_LEAVES: dict[str, Callable[[bytes], Any]] = {
-    "str": bytes.decode,
-    "text": bytes.decode,
-    "bool": lambda data: data[0] != 0,
-    "int": functools.partial(scalar, "<i8"),
-    "float": functools.partial(scalar, "<f8"),
-    "json": _json,
-}
 _FILES = {"image": "jpg", "jpeg": "jpg", "video": "mp4", "audio": "wav", "pdf": "pdf", "tifffile": "tif", "tiff": "tif"}
-_BLOBS_OF_LEAVES: dict[str, Callable[[str, str, ByteSource], Blob]] = {
+_LEAVES: dict[str, _Decode] = {
     **{kind: functools.partial(_file_of, _FILES.get(kind, "")) for kind in ("bytes", "file", *_FILES)},
-    "pil": lambda name, _, data: pixels(name, data),
+    "pil": _COLUMNS["pil"],
+    "jpeg_array": _COLUMNS["jpeg_array"],
     "numpy": functools.partial(_with_header, False),
     "tensor": functools.partial(_with_header, True),
     "no_header_numpy": functools.partial(_without_header, False),
     "no_header_tensor": functools.partial(_without_header, True),
+    **_values({"str": bytes.decode, "text": bytes.decode, "bool": lambda data: data[0] != 0, "json": _json}),
+    **_values({"int": functools.partial(scalar, "<i8"), "float": functools.partial(scalar, "<f8")}),
 }
-_LEAVES = {*_VALUES_OF_LEAVES, *_BLOBS_OF_LEAVES, "jpeg_array"}
 
 
 _LITDATA = RecordKind(_listed_chunks, Tree, chunked=True)

@@ -126,7 +126,8 @@ def stem_of(name: str) -> str:
 def no_samples(names: Iterable[str]) -> set[str]:
     """Of the names in a folder of raw files, those that are no parts of samples.
 
-    They are what is for people, and beside media tables that share their stem with nothing.
+    They are what is for people, and beside media tables that share their stem with nothing, and img2dataset's
+    statistics of a folder: 00000_stats.json beside 00000.parquet.
     """
     names = [*names]
     stems: dict[str, int] = {}
@@ -134,8 +135,13 @@ def no_samples(names: Iterable[str]) -> set[str]:
         stem = stem_of(name)
         stems[stem] = stems.get(stem, 0) + 1
     has_media = any(map(is_media_file, names))
+    known = {*names} if has_media else set()
     return {
         name
         for name in names
-        if stems[stem_of(name)] == 1 and (is_for_people(name) or (has_media and suffix_of(name) in _ROWS))
+        if stems[stem_of(name)] == 1
+        and (
+            is_for_people(name)
+            or (has_media and (suffix_of(name) in _ROWS or f"{name.removesuffix('_stats.json')}.parquet" in known))
+        )
     }

@@ -3,7 +3,7 @@
 A shard that is overwritten in place changes under whoever has it open. So `LocalFiles` pins what each was when this
 process first opened it, looks at each open shard once a second (`fstat`: about 0.6 µs), and at one that is
 closed once more before that: a batch is given only if nothing that it may have been read from had changed a second
-ago. What was given since is looked at where a run pauses or ends. So is an index too large to be read into memory.
+ago. What was given since is looked at where a run pauses or ends.
 
     size, or time of the last write      another: the shard was overwritten
     time of the last change of the inode another: explained by mode, owner or links that changed with it; else some
@@ -261,7 +261,6 @@ class LocalFiles(ShardFiles):
 
     def open(self, shard: int) -> int:
         """A new descriptor of a shard. Raises `ShardError` if it is gone or was changed since it was indexed."""
-        self._found.index.file.check()
         path = self.path(shard)
         try:
             return with_retries(path, lambda: self._opened(shard, path))
@@ -355,8 +354,6 @@ class LocalFiles(ShardFiles):
                 with contextlib.suppress(OSError):  # gone, or another file in its place: what is mapped stays as it is
                     if number not in self and (stat := path.stat()).st_ino == self._pins[number].inode:
                         self._look_closer(number, stat, None)
-            if not self._found.index.file.is_unchanged():
-                self._changed.append(self._found.index_path)
             self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - began))
         if not self._changed:
             for slot in noted:  # alone: another thread may have noted more, or looked too

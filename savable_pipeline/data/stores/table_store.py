@@ -44,7 +44,8 @@ MARK = b"\xef\xbb\xbf"
 LINE = "json"  # the part that is the whole row
 # The fault of a file, "" for none, and the offsets of its rows and of their end: uint64 (rows + 1,).
 Find: TypeAlias = Callable[[ByteSource], tuple[str, FileBlob]]
-TABLE_SETTINGS = ("key", "file_fields", "files_from", "allow_outside", "pinned")
+NAMING_SETTINGS = ("file_fields", "files_from", "allow_outside", "pinned")
+TABLE_SETTINGS = ("key", *NAMING_SETTINGS)
 FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
 A_URL = "a URL, not a file"
 _BLOCK = 4 << 20  # bytes of rows that are read at once, in their order
@@ -143,46 +144,46 @@ class TableRow(NamedTuple):
     files: dict[str, NamedPart]
 
 
-class TableStore(TextStore):
-    """The rows of tables: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
+class NamingStore(FileStore):
+    """Rows that name files: their parts are the row, as JSON, and the files.
 
-    `key` names the field that holds the key of a row; else it is `FILE:ROW`. `file_fields` name files, as "field" or
-    "field=part"; None: the usual ones. They are relative to `files_from`, or to the folder of the table, and must be as
-    old as the index, or as `pinned` (in ns since 1970), unless that is False. Raises `ShardError`.
+    `file_fields` name files, as "field" or "field=part"; None: the usual ones. They are relative to `files_from`, or to
+    the folder of the table, and must be as old as the index, or as `pinned` (in ns since 1970), unless that is False. A
+    class that derives from it has `row_of`, and its base that reads the rows behind this one.
     """
 
     def __init__(
         self,
         found: IndexedFiles,
         *,
-        key: str | None = None,
         file_fields: Iterable[str] | None = None,
         files_from: str | os.PathLike[str] | None = None,
         allow_outside: bool = False,
         pinned: bool | int = True,
+        **settings: Any,
     ) -> None:
-        super().__init__(found, key=key)
+        super().__init__(found, **settings)
         self._allow_outside = allow_outside
         self._files_from = None if files_from is None else os.path.realpath(files_from) if files_from else ""
         index_ns = found.index_path.stat().st_mtime_ns if pinned is True and found.remote is None else None
         self._newest_ns = index_ns if isinstance(pinned, bool) else pinned
         self._roots: dict[int, str] = {}
-        self._last: tuple[int, int, TableRow] | None = None  # shard and row asked for last, and the row
+        self._last_row: tuple[int, int, TableRow] | None = None  # shard and row asked for last, and the row
         self.name_files(self.usual_fields() if file_fields is None else file_fields)
 
     def name_files(self, fields: Iterable[str]) -> None:
         """Take these fields, as "field" or "field=part", as those that name files."""
         self.fields = tuple(fields)
         self._named = [(field, part) for field, _, part in (each.partition("=") for each in self.fields)]
-        self._last = None
+        self._last_row = None
 
     def usual_fields(self) -> Iterable[str]:
         """The fields that name files where none are given."""
         return FILE_FIELDS
 
     @abstractmethod
-    def body(self, shard: int, raw: bytes, begin: int) -> bytes:
-        """The JSON of a row, from its bytes, which begin there. Raises `RecordError`."""
+    def row_of(self, shard: int, row: int) -> tuple[dict[str, Any], bytes]:
+        """The fields of a row, and its JSON. Raises `RecordError`, `ShardError`."""
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
         """See `FileStore.value`."""
@@ -200,55 +201,26 @@ class TableStore(TextStore):
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """The JSON, or the bytes of a file."""
-        if extension == LINE:  # most: its files need not be looked at
-            raw, begin = self.raw(shard, row)
-            try:
-                return self.body(shard, raw, begin).strip()
-            except RecordError as error:
-                raise self._row_error(shard, row, begin, error) from error
-
-        def read() -> bytes:
-            with self.open(shard, row, extension) as file:
-                return file.read()
-
-        return with_retries(Path(self.root_of(shard)), read)
+        return self.head(shard, row, extension, -1)[0]
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`."""
         found = self._row(shard, row)
         name = find_part(extension, [LINE, *found.files])
-        return io.BytesIO(found.body) if name == LINE else self._open(shard, found.files[name])
+        return io.BytesIO(found.body) if name == LINE else self._open_named(shard, found.files[name])
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         """See `RecordStore.head`."""
-        with self.open(shard, row, extension) as file:
-            return file.read(limit), file.seek(0, os.SEEK_END)
 
-    def rows_in_order(self, shard: int) -> Iterator[bytes]:
-        """The bytes of each row of a file, with what lies behind it, and at last what follows the last of them."""
-        self.files[shard]
-        ends = [*self.blob(shard).tolist(), int(self.entries.sizes[shard])]
-        block, first = b"", 0
-        for begin, end in itertools.pairwise(ends):
-            if end > first + len(block):
-                wanted = min(max(end - begin, _BLOCK), ends[-1] - begin)
-                block, first = self.files.read(shard, begin, wanted), begin
-            yield block[begin - first : end - first]
+        def read() -> tuple[bytes, int]:
+            with self.open(shard, row, extension) as file:
+                return file.read(limit), file.seek(0, os.SEEK_END)
 
-    def parsed(self, shard: int, raw: bytes, begin: int) -> tuple[dict[str, Any], bytes]:
-        """The fields and the JSON of a row, from its bytes, which begin there. Raises `RecordError`, `ShardError`."""
-        body = self.body(shard, raw, begin)
-        try:
-            fields = json.loads(body.decode())
-        except (ValueError, RecursionError) as error:
-            raise RecordError(f"malformed JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise RecordError(f"not a JSON object: the line holds {type(fields).__name__}")
-        return fields, body.strip()
+        return with_retries(Path(self.root_of(shard)), read)
 
     def files_of(self, shard: int, fields: dict[str, Any]) -> list[NamedPart]:
         """The files that a row with these fields names, in their order. Raises `RecordError`, `ShardError`."""
-        return [self._file(shard, *each) for each in self._file_names(fields)]
+        return [self._named_part(shard, *each) for each in self._file_names(fields)]
 
     def root_of(self, shard: int) -> str:
         """The folder that the files of a table are in, a real path; "" where there can be none."""
@@ -258,27 +230,27 @@ class TableStore(TextStore):
         return self._roots[shard]
 
     def _row(self, shard: int, row: int) -> TableRow:
-        last = self._last
+        last = self._last_row
         if last is not None and last[:2] == (shard, row):
             return last[2]
-        raw, begin = self.raw(shard, row)
         try:
-            fields, body = self.parsed(shard, raw, begin)
+            fields, body = self.row_of(shard, row)
             files = self.files_of(shard, fields)
             parts = [(LINE, self.where(shard), 1, ""), *((each.part, each.path, each.size, "") for each in files)]
             if fault := parts_fault("key", parts)[0]:
                 raise RecordError(fault)
         except RecordError as error:
-            raise self._row_error(shard, row, begin, error) from error
+            raise self.row_error(shard, row, error) from error
         found = TableRow(fields, body, {each.part: each for each in files})
-        self._last = shard, row, found
+        self._last_row = shard, row, found
         return found
 
-    def _row_error(self, shard: int, row: int, begin: int, error: RecordError) -> ShardError:
+    def row_error(self, shard: int, row: int, error: RecordError) -> ShardError:
         """The error for what is wrong with a row."""
+        at = f", at byte {self.offset(shard, row)}" if self.unit == "byte offset" else ""
         return ShardError(
-            f"{self.where(shard)}: row {row}, at byte {begin}: {error}. Fix the row or the files that it names, or "
-            'pass on_error="skip"',
+            f"{self.where(shard)}: row {row}{at}: {error}. Fix the row or the files that it names, or pass "
+            'on_error="skip"',
             reason=str(error).partition(": ")[0],
         )
 
@@ -294,7 +266,7 @@ class TableStore(TextStore):
             elif paths is not None:
                 raise RecordError(f"not a file's name: the field {name!r} holds {paths!r}"[:200])
 
-    def _file(self, shard: int, field: str, name: str, prefix: str) -> NamedPart:
+    def _named_part(self, shard: int, field: str, name: str, prefix: str) -> NamedPart:
         """A file that a field of a row names. Raises `RecordError`, and `ShardError` where no table can name one."""
         where, root = f"the field {field!r} names {name[:200]!r}", self.root_of(shard)
         if is_url(name):
@@ -321,7 +293,7 @@ class TableStore(TextStore):
         suffix = path.suffix.removeprefix(".")
         return NamedPart(f"{prefix}.{suffix}" if prefix else suffix, name, status.st_size)
 
-    def _open(self, shard: int, file: NamedPart) -> BinaryIO:
+    def _open_named(self, shard: int, file: NamedPart) -> BinaryIO:
         path = Path(self.root_of(shard), file.path)
         try:
             descriptor = with_handles(lambda: with_retries(path, lambda: regular_file(path, os.O_RDONLY)))
@@ -340,6 +312,54 @@ class TableStore(TextStore):
                 reason="changed shard",
             )
         return found
+
+
+class TableStore(NamingStore, TextStore):
+    """The rows of tables.
+
+    They are named by a folder with its subfolders, a glob, a brace pattern, one file, or a list of these. `key` names
+    the field that holds the key of a row; else it is `FILE:ROW`. The other settings are those of `NamingStore`. Raises
+    `ShardError`.
+    """
+
+    @abstractmethod
+    def body(self, shard: int, raw: bytes, begin: int) -> bytes:
+        """The JSON of a row, from its bytes, which begin there. Raises `RecordError`."""
+
+    def read(self, shard: int, row: int, extension: str) -> bytes:
+        """The JSON, or the bytes of a file."""
+        if extension != LINE:
+            return super().read(shard, row, extension)
+        try:  # most: its files need not be looked at
+            return self.body(shard, *self.raw(shard, row)).strip()
+        except RecordError as error:
+            raise self.row_error(shard, row, error) from error
+
+    def rows_in_order(self, shard: int) -> Iterator[bytes]:
+        """The bytes of each row of a file, with what lies behind it, and at last what follows the last of them."""
+        self.files[shard]
+        ends = [*self.blob(shard).tolist(), int(self.entries.sizes[shard])]
+        block, first = b"", 0
+        for begin, end in itertools.pairwise(ends):
+            if end > first + len(block):
+                wanted = min(max(end - begin, _BLOCK), ends[-1] - begin)
+                block, first = self.files.read(shard, begin, wanted), begin
+            yield block[begin - first : end - first]
+
+    def parsed(self, shard: int, raw: bytes, begin: int) -> tuple[dict[str, Any], bytes]:
+        """The fields and the JSON of a row, from its bytes, which begin there. Raises `RecordError`, `ShardError`."""
+        body = self.body(shard, raw, begin)
+        try:
+            fields = json.loads(body.decode())
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"malformed JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise RecordError(f"not a JSON object: the line holds {type(fields).__name__}")
+        return fields, body.strip()
+
+    def row_of(self, shard: int, row: int) -> tuple[dict[str, Any], bytes]:
+        """See `NamingStore.row_of`."""
+        return self.parsed(shard, *self.raw(shard, row))
 
 
 def is_url(text: str) -> bool:

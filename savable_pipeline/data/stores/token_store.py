@@ -86,7 +86,7 @@ class Documents:
 
 def idx_of(file: ByteSource) -> Path | None:
     """The `.idx` of a `.bin`; None without one."""
-    return file.beside(_IDX) if file.name.endswith(".bin") else None
+    return file.beside(_IDX) if file.name.lower().endswith(".bin") else None
 
 
 def read_table(file: ByteSource, name: str) -> ShardTable:
@@ -142,7 +142,7 @@ def _update(digest: Any, file: ByteSource) -> None:
 
 def _layout_in(file: ByteSource) -> TokenLayout:
     size = file.size
-    if file.name.endswith(".npy"):
+    if file.name.lower().endswith(".npy"):
         return _of_array(file, size)
     idx = idx_of(file)
     if idx is None:
@@ -302,7 +302,7 @@ class TokenStore(FileStore):
         return entry
 
     def _is_array(self, shard: int) -> bool:
-        return self.entries.names[shard].endswith(".npy")
+        return self.entries.names[shard].lower().endswith(".npy")
 
     def _no_header(self, shard: int) -> str:
         """Why an array without a header is not taken for bare numbers; "" if it is."""

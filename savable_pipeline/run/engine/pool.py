@@ -23,6 +23,7 @@ from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.errors import ShardError, WorkerError
+from savable_pipeline.run.engine.backend import Backend
 from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Connection, Ended, Host, log_fault
 from savable_pipeline.run.engine.messages import Delivery, Failure, Request, RequestKind, WorkerStatus
 from savable_pipeline.run.engine.worker_settings import Workers
@@ -76,7 +77,7 @@ class PoolWorker:
     stack: str = ""
 
 
-class Pool:
+class Pool(Backend):
     """Workers, and the requests to them.
 
     A worker that dies, or takes longer than `timeout` seconds over a batch, is replaced: its lanes are restored from
@@ -220,10 +221,6 @@ class Pool:
         worker.forget.clear()
         avoid, version = tuple(lane.avoid), worker.version
         worker.connection.send(Request(worker.sent, request.lane, state, request.want, forget, avoid, version, facts))
-
-    def agree(self, vote: Callable[[], int]) -> int:
-        """Vote: workers of this process build the batches."""
-        return vote()
 
     def forget_requests(self) -> None:
         """Drop all requests, and answers that still arrive."""

@@ -1,6 +1,6 @@
 """`ProcessHost`: workers that are processes of this machine, whatever the start method; and `ProcessConnection`.
 
-    trainer ── begins, early ──▶ zygote ── forks ──▶ worker, worker, …     (zygote.py)
+    trainer ── begins, early ──▶ zygote ── forks ──▶ worker, worker, …     (worker_main.py)
             ◀────── a channel and a status page each, batches in shared memory ──────▶
 
 The zygote begins when the loader is made: a trainer that may have threads or CUDA is never forked. A zygote that dies,
@@ -40,8 +40,7 @@ from savable_pipeline.run.engine.sealed_job import (
     check_main_is_guarded,
 )
 from savable_pipeline.run.engine.shared_batches import AnswerReader
-from savable_pipeline.run.engine.worker_main import LOOK, answer_request
-from savable_pipeline.run.engine.zygote import OBEYED, serve
+from savable_pipeline.run.engine.worker_main import LOOK, OBEYED, answer_request, serve
 from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.status_page import STACK_SIGNAL, StatusPage, read_status
 from savable_pipeline.stages.mapped_function import LAMBDA
@@ -305,7 +304,7 @@ class ProcessHost(Host):
     def _end_zygote(self) -> int:
         """End the zygote. Returns its exit code."""
         self._channel.close()
-        return _end(self._process)
+        return end_process(self._process)
 
 
 def _how_it_ended(worker: ProcessConnection, code: int) -> Ended:
@@ -316,10 +315,10 @@ def _how_it_ended(worker: ProcessConnection, code: int) -> Ended:
     return Ended(worker, f"ended with exit code {code}", refused)
 
 
-def _end(process: BaseProcess | subprocess.Popen[bytes]) -> int:
-    """Wait for a process, kill it if it takes longer than 5 s, and release it. Returns its exit code.
+def end_process(process: BaseProcess | subprocess.Popen[bytes]) -> int:
+    """Wait 5 s for a process, kill it then, and release it. Returns its exit code.
 
-    0 if another process has waited for it.
+    The code is 0 if another process has waited for it.
     """
     code = None
     with contextlib.suppress(ValueError, OSError):

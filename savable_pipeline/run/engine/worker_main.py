@@ -1,18 +1,27 @@
-"""The main function of a worker process: it runs lanes and answers requests for batches, in the order of their arrival.
+"""The processes of workers: the main function of each, and the zygote, which forks them.
+
+    trainer ── ("begin", number) and the worker's end of a channel, or ("signal", number, signal) ──▶ zygote
+            ◀── (OBEYED, 0), for each order; (number, exit code) of each ended worker ──
 
     trainer ── the run's shards, and a status page; then Requests ──▶ worker
-            ◀── (STARTED, its process id), or the reason why it cannot; then (number, Delivery or Failure), … ──
+            ◀── (STARTED, its process id), or why it cannot start; then (number, Delivery or Failure), … ──
 
-A request names a lane, and brings the lane's state if the worker does not run the lane at its last position. A thread
-receives requests all the time, and ends the process when the trainer has ended, after a last look at the shards:
+The zygote has no threads. It is a fork of the trainer ("fork") or a fresh interpreter. It builds the pipeline once, so
+that workers share its open files and start in milliseconds. For "spawn" it imports nothing of the user's instead.
 
-    trainer closes its end of the channel ──▶ worker: looks, reports on its status page, ends
+A worker answers requests in order. A request has the lane's state if the worker does not run the lane at its last
+position. A thread receives requests all the time, and ends the process when the trainer has ended, after a last check
+of the shards:
 
-So a batch that was made of an overwritten shard within the last second of a run is still reported.
+    trainer closes its end of the channel ──▶ worker: checks, reports on its status page, ends
+
+So a batch of a shard that was overwritten in the last second of a run is still reported.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import pickle
 import queue
@@ -20,6 +29,8 @@ import select
 import signal
 import socket
 import threading
+import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
@@ -217,3 +228,108 @@ def _listen(channel: Channel, requests: Inbox, parent: int, last_look: LastLook,
                         requests.put(pickle.loads(message))
     finally:
         last_look.end()
+
+
+OBEYED = 0  # in the place of a worker's number, which is 1 or more
+
+
+def serve(job: SealedJob, end: int, trainer: int, *, builds: bool) -> None:
+    """Run the zygote, to which a channel's end was passed, until the trainer closes the other one or ends."""
+    be_quiet()
+    be_one_thread()
+    gc.freeze()  # a full collection writes to every object, which would copy all that is shared with the trainer
+    zygote = _Zygote(job, Channel(socket.socket(fileno=end), waits=True))
+    if builds:
+        zygote.build()
+    try:
+        for ready in poll_while_parent_lives(zygote.poll, trainer):
+            zygote.step(ready)
+    except (EOFError, OSError):
+        pass  # the trainer has ended, or has closed its end of the channel
+    finally:
+        zygote.end()
+
+
+class _Zygote:
+    """Forks workers and waits for them."""
+
+    def __init__(self, job: SealedJob, channel: Channel) -> None:
+        self._job = job
+        self._channel = channel
+        self._pids: dict[int, int] = {}  # process ids by number of the worker
+        self._orders: deque[tuple[bytes, list[int]]] = deque()  # received but not yet executed
+        self._opened = OpenedShards()
+        self._woken, woken_by = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
+        os.set_blocking(woken_by, False)
+        os.set_blocking(self._woken, False)
+        self._woken_by = woken_by
+        signal.set_wakeup_fd(woken_by, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `poll`
+        self.poll = select.poll()
+        self.poll.register(channel.fileno(), select.POLLIN)
+        self.poll.register(self._woken, select.POLLIN)
+
+    def build(self) -> None:
+        """Build lane 0, so that all workers inherit its open dataset."""
+        with contextlib.suppress(Exception):  # a worker will raise the same error and report it
+            job = self._job.open()
+            be_quiet()
+            shared, pinned = self._opened.shared, self._opened.pinned
+            LaneRunner(job, shared=shared, pinned=pinned).build(0, 0)
+        gc.freeze()  # what workers share with this process
+
+    def step(self, ready: list[tuple[int, int]]) -> None:
+        """Handle orders and ended workers. Raises EOFError when the trainer has closed its end."""
+        for descriptor, _ in ready:
+            if descriptor == self._woken:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._woken, 4096)
+            else:
+                self._orders.extend(self._channel.receive())
+                while self._orders:
+                    message, descriptors = self._orders.popleft()
+                    self._obey(pickle.loads(message), descriptors)
+                    self._channel.send(pickle.dumps((OBEYED, 0)))
+        self._reap()
+
+    def _obey(self, order: tuple[Any, ...], descriptors: list[int]) -> None:
+        if order[0] == "begin":
+            self._fork(order[1], socket.socket(fileno=descriptors[0]))
+        elif order[1] in self._pids:
+            os.kill(self._pids[order[1]], order[2])
+
+    def _fork(self, number: int, end: socket.socket) -> None:
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid:
+            end.close()
+            self._pids[number] = pid
+            return
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for descriptor in (self._woken, self._woken_by, *(fd for _, fds in self._orders for fd in fds)):
+                os.close(descriptor)
+            work(self._job, end, zygote, self._opened)
+        except SystemExit as exit_:  # raised by an encoder
+            code = exit_.code if isinstance(exit_.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _reap(self) -> None:
+        for number, pid in list(self._pids.items()):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                del self._pids[number]
+                self._channel.send(pickle.dumps((number, os.waitstatus_to_exitcode(status))))
+
+    def end(self) -> None:
+        """Kill all workers, wait for them, and exit."""
+        for pid in self._pids.values():
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._pids.values():
+            os.waitpid(pid, 0)
+        os._exit(0)

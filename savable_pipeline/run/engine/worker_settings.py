@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing.context import BaseContext
 
 from savable_pipeline.run.engine.connection import Host
@@ -33,6 +33,7 @@ class Workers:
     """
 
     count: int | None = None
+    _: KW_ONLY
     start_method: str | BaseContext | None = None
     timeout: float = 600.0
     max_restarts: int = 100

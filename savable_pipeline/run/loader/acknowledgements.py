@@ -1,4 +1,4 @@
-"""`Acknowledgements`: rows of a rank's batches that its trainer has not acknowledged.
+"""`Acknowledgements`: the rows that a rank's trainer has not acknowledged.
 
     loaded ──▶ to repeat ──▶ yielded ──▶ done, or dropped
                    ▲            │
@@ -26,7 +26,17 @@ from numpy.typing import NDArray
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.state.flights import MOST_ROWS, SLOTS, Flight, flights_name, packed_acks, packed_flights
+from savable_pipeline.run.state.flights import (
+    EPOCH_SHIFT,
+    MOST_ROWS,
+    SLOTS,
+    EpochFlights,
+    Flight,
+    flight_columns,
+    flights_name,
+    packed_acks,
+    packed_flights,
+)
 from savable_pipeline.run.state.lane_state import checksum
 from savable_pipeline.run.state.state_dict import lane_name
 
@@ -40,7 +50,7 @@ _CANNOT_BE_MADE = "can no longer be made"
 
 
 class InFlight(NamedTuple):
-    """The number of unacknowledged rows, and the receipt (slot, row) of the oldest; None without any."""
+    """The number of unacknowledged rows, and the receipt of the oldest, or None."""
 
     rows: int
     oldest: tuple[int, int] | None
@@ -64,15 +74,37 @@ class Outstanding(Flight, gc=False):
 
 
 class _Lane:
-    """A lane's batches in flight, ascending, and the same packed unless they have changed since."""
+    """A lane's batches in flight, ascending, and the same packed unless they have changed since.
+
+    `columns`: the first of them, as they were yielded. A state after thousands of batches then reads no batch again.
+    """
 
     def __init__(self) -> None:
         self.flights: dict[int, Outstanding] = {}
         self.packed: tuple[bytes, bytes] | None = None  # with the checksum of the lane's state
+        self.columns: EpochFlights | None = None
+
+    def add_to_columns(self, flight: Outstanding, number: int) -> None:
+        """Add the batch of a round if the columns have all batches before it."""
+        if flight.batch == next(iter(self.flights), None):
+            self.columns = EpochFlights(flight.batch >> EPOCH_SHIFT, [], [], [])
+        columns = self.columns
+        if columns is None or flight.done or flight.size:
+            self.columns = None
+        elif not columns.rounds or number > columns.rounds[-1]:  # else of a later epoch, or added before Ctrl-C
+            columns.rounds.append(number)
+            columns.refs.append(flight.ref)  # type: ignore[arg-type]
+
+    def in_columns(self, lanes: int) -> list[EpochFlights]:
+        """All batches in columns, in a run with this many lanes."""
+        columns = self.columns
+        if columns is not None and len(columns.rounds) == len(columns.refs) == len(self.flights) > 0:
+            return [columns]
+        return flight_columns(list(self.flights.values()), lanes)
 
 
 class Acknowledgements:
-    """The table of a rank. `noting`: whether `noted` returns the acknowledgements, for a ledger."""
+    """The table of a rank. With `noting`, `noted` returns acknowledgements."""
 
     def __init__(self, ranks: Ranks, lanes: int, *, noting: bool) -> None:
         self._ranks, self._lane_count, self._noting = ranks, lanes, noting
@@ -125,7 +157,7 @@ class Acknowledgements:
         key = 0 if handed is None else id(handed.tensor)
         leaves = done == rows and lane.flights.get(batch) is flight  # a filler is in no lane
         # Make no calls below: Ctrl-C comes before, or after.
-        flight.done, flight.to_come, lane.packed, self._out = done, to_come, None, self._out + out
+        flight.done, flight.to_come, lane.packed, lane.columns, self._out = done, to_come, None, None, self._out + out
         if leaves:
             del lane.flights[batch]
             if key in self._handed:
@@ -162,7 +194,7 @@ class Acknowledgements:
             self._last = None
 
     def wait(self, rows: int, most: int, timeout_s: float) -> None:
-        """Wait until at most `most` are in flight with these. Raises `SavableError` after `timeout_s`."""
+        """Wait for room for these rows. Raises `SavableError` after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_awaited = True
@@ -184,7 +216,8 @@ class Acknowledgements:
         else:
             if batch not in self._issued or len(self._issued[batch].memory) != rows:
                 self._issued = next_receipts(batch, rows, self._ranks.world_size)
-                self._pack_young()
+                with self._lock:
+                    self._pack_young()
             handed = self._issued.pop(batch)
         flight = Outstanding(batch, delivery.ref, rows, 0, size, number, 0, handed)
         self._young.append(flight)
@@ -199,10 +232,12 @@ class Acknowledgements:
         for flight in self._young:
             if flight.open:
                 flight.pack()
+                slot = flight.batch & SLOTS
+                self._lanes[slot % self._lane_count].add_to_columns(flight, slot // self._lane_count)
         self._young = []
 
     def give_again(self, number: int, kept: Iterable[int]) -> int:
-        """Note that the first waiting batch is repeated with the rows `kept`. Returns those that were open."""
+        """Repeat the first waiting batch with the rows `kept`. Returns the open ones."""
         with self._lock:
             flight = self.waiting[0]
             self._lose(flight, flight.open & ~sum(1 << row for row in kept))
@@ -288,6 +323,7 @@ class Acknowledgements:
         `next_batch`: the next slot, with its epoch. `saved`: the lanes' states, by name.
         """
         with self._lock:
+            self._pack_young()
             found = {
                 flights_name(number): self._packed(number, lane, batches, checksum(saved[lane_name(number)]))
                 for number, lane in self._lanes.items()
@@ -299,14 +335,13 @@ class Acknowledgements:
         newest = next(reversed(lane.flights.values()), None)
         if newest is not None and newest.number >= batches:  # without later ones
             given = [flight for flight in lane.flights.values() if flight.number < batches]
-            return packed_flights(number, given, self._lane_count, saved_with)
+            return packed_flights(number, flight_columns(given, self._lane_count), saved_with)
         if lane.packed is None or lane.packed[0] != saved_with:
-            packed = packed_flights(number, list(lane.flights.values()), self._lane_count, saved_with)
-            lane.packed = saved_with, packed
+            lane.packed = saved_with, packed_flights(number, lane.in_columns(self._lane_count), saved_with)
         return lane.packed[1]
 
     def agree(self, own: dict[int, list[Flight]], merged: dict[int, list[Flight]], acks: dict[int, int]) -> None:
-        """Drop what other ranks have acknowledged, and acknowledgements that they know now.
+        """Drop rows that other ranks acknowledged, and acknowledgements they know now.
 
         `own` and `acks` are this rank's batches and acknowledgements in the state of all ranks. `merged` are the
         batches that remain in it.
@@ -356,7 +391,7 @@ class IssuedReceipts(NamedTuple):
 
 
 def receipts_of(batch: int, size: int, rows: int = 0, kept: Sequence[int] | None = None) -> torch.Tensor:
-    """Receipts of a batch of this size; -1 for rows that are not among the bits `rows`.
+    """Receipts of a batch of this size, with -1 for rows not in the bits `rows`.
 
     `kept`: the numbers of its rows, before the padding; by default all from 0 on.
     """

@@ -1,4 +1,4 @@
-"""The decisions of `SavableLoader.reconfigure`, and which of them apply in a changed pipeline.
+"""Decisions of `SavableLoader.reconfigure`, and those that apply after changes.
 
 reconfigure(weights=, exclude=, max_length=) ──▶ Decisions: numbers alone ──▶ in the state of each lane
                                                                     ──▶ its stages, when they are built
@@ -43,7 +43,7 @@ def reconfigure(
     exclude: Iterable[Excluded] | None = None,
     max_length: int | None = None,
 ) -> Decisions:
-    """The decisions from slot `slot` on, which continue `before`, for a pipeline with this last stage.
+    """The decisions from slot `slot` on, which continue those of `before`.
 
     Raises ValueError for impossible ones, such as weights that are negative or all 0.
     """
@@ -180,7 +180,7 @@ def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
 
 
 def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> Decisions:
-    """The saved decisions that apply in a pipeline whose settings `differing` may differ.
+    """The saved decisions that still apply if the settings `differing` differ.
 
     Newer settings replace a decision, with a warning.
     """

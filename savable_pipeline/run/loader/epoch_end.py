@@ -115,7 +115,7 @@ class EpochEnds:
         return -(-slots // step) if self._settings.pad else slots // step
 
     def towards_step(self, at: Position, vote: Callable[[int], int]) -> Position:
-        """The position with one more fact about the next step. Raises `SavableError` without a step."""
+        """The position with one more fact about the next step."""
         if at.is_over:  # loaded there, or with fewer slots left than a step
             return replace(self.next_epoch(at), previous=None)
         if not at.changed and (end := self._known(at, vote)) is not None:
@@ -127,7 +127,7 @@ class EpochEnds:
         return self.agreed(at, vote(proposed_end(at, self._prefetcher)))
 
     def agreed(self, at: Position, end: int) -> Position:
-        """The position with the `end` of all ranks, which ends the epoch unless it is a later one."""
+        """The position with the `end` of all ranks, which ends the epoch unless later."""
         return replace(at, end=end) if end > at.end else replace(at, final=True)
 
     def _known(self, at: Position, vote: Callable[[int], int]) -> int | None:
@@ -157,7 +157,7 @@ class EpochEnds:
 
 
 def proposed_end(position: Position, prefetcher: Prefetcher) -> int:
-    """This rank's vote at a position that must vote: the end of the epoch for its lanes."""
+    """This rank's vote: where the epoch ends for its lanes. `position` must vote."""
     if position.pad:
         return max((_next_slot(position, lane) + 1 for lane, at in position.lanes.items() if at.more), default=0)
     return min(_rounds(position, lane, prefetcher) for lane in position.lanes) * position.lane_count
@@ -191,7 +191,7 @@ def counted_end(counts: list[int], *, pad: bool) -> int:
 
 
 def warn_unused(position: Position, population: int, left_out: Mapping[str, int]) -> None:
-    """Warn about slots and batches that no rank gets of the epoch that ends at `position`.
+    """Warn about slots and batches of an ended epoch that no rank gets.
 
     `population`: the number of samples. `left_out`: skipped ones by reason. Raises `SavableError` for an epoch without
     any batch.

@@ -1,4 +1,4 @@
-"""`Ledger`: when a run yielded samples, what became of them, and their batches again.
+"""`Ledger`: when a run yielded samples, what became of them, and their batches.
 
     start 1    yielded ── trained ── killed              trained, but lost: the model of the checkpoint has not seen it
     start 2    yielded again ── trained                  trained
@@ -24,7 +24,7 @@ from savable_pipeline.data.dataset.shard_digests import begin_with, difference
 from savable_pipeline.data.shards.paths import Shards, commits_of
 from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.errors import SavableError
-from savable_pipeline.run.engine.in_process import InProcess
+from savable_pipeline.run.engine.backend import InProcess
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.ledger.reader import LedgerFiles, RecordedBatch
 from savable_pipeline.run.ledger.records import LedgerSource

@@ -49,7 +49,7 @@ _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows cost
 
 
 class LedgerKeeper(Observer):
-    """Writes a file, which the first batch or skip starts, and again the first after a load.
+    """Writes a file, which the first batch or skip starts after creation or load.
 
     Ranks that can communicate start their files together. If one fails, each raises that rank's error. `counters`
     returns the run's counters and names, which are written at the start and end of a file, and in between.
@@ -107,7 +107,7 @@ class LedgerKeeper(Observer):
                     self._writer.write(Acknowledged(kind, reason, masks))
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
-        """Record the saved state with the next batch: a run that is killed before may not have it."""
+        """Record the saved state with the next batch, before which a kill may lose it."""
         if (at.epoch, at.slot) > (0, 0):
             self._saved = Saved(at.epoch, at.slot)
         self._note_acknowledged()

@@ -1,4 +1,4 @@
-"""`LocalLanes`: lanes of the trainer's process, their number, and hints about them.
+"""`LocalLanes`: lanes of the trainer's process, their number, and hints.
 
 Without `lanes=`, the data set the number of lanes:
 
@@ -79,7 +79,7 @@ class LocalLanes:
 
     @property
     def last_stage(self) -> Stage:
-        """The last stage of a lane, to inspect settings and data path, not to build batches.
+        """The last stage of a lane, to inspect its settings and data path.
 
         Building it opens the shards, and indexes them on first use.
         """

@@ -1,4 +1,4 @@
-"""Wrong uses of a loader: in another process, or by a trainer that loses its state.
+"""Wrong uses of a loader: in another process, or by a trainer without its state.
 
 If a loader were used in each of N workers, or in a forked process and its parent, each would yield the same batches.
 

@@ -1,4 +1,4 @@
-"""`Ranks`: the data-parallel rank of this process, its lanes and slots, and the others.
+"""`Ranks`: the data-parallel rank of this process, with its lanes and slots.
 
 Slot q is batch ⌊q/L⌋ of lane q mod L and belongs to rank q mod W. W divides L, so a rank has the lanes that are
 congruent to it:

@@ -1,4 +1,4 @@
-"""`SavableLoader`: yields a rank's batches in slot order, saves and restores its position."""
+"""`SavableLoader`: yields a rank's batches, and saves and restores its position."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ADVICE = {  # for the options of other loaders
 
 
 class SavableLoader:
-    """Yields the batches of a pipeline, and resumes from a saved state with the same batches.
+    """Yields the batches of a pipeline, the same ones when it resumes from a state.
 
     Only the data, the settings, `seed` and `lanes` set their order. An epoch ends when its last batch is yielded. One
     thread iterates at a time. Any thread may call `state_dict()`.
@@ -174,7 +174,7 @@ class SavableLoader:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def skip(self, slots: int) -> None:
-        """Skip slots on each rank without building their batches, as after a spike of the loss.
+        """Skip slots without building their batches, on each rank.
 
         The position is the same as after `next`. Samples are neither encoded nor read if none can be lost. That needs
         an encoder that sets `one_to_one` (and `length_of` for packing), on_error="raise", and no filter by content.
@@ -211,7 +211,7 @@ class SavableLoader:
     # Saving and restoring.
 
     def state_dict(self, *, lag: int = 0) -> dict[str, Any]:
-        """Return the state of this rank's lanes after the last batch, a flat dict of int and bytes.
+        """Return the state after the last batch, a flat dict of int and bytes.
 
         Starts nothing and waits for nothing. After an epoch's last batch it is the start of the next epoch.
 
@@ -334,7 +334,7 @@ class SavableLoader:
         return rows
 
     def receipts(self) -> torch.Tensor:
-        """Return the receipts of the last batch's rows, which a dict has as "receipts", too.
+        """Return the receipts of the last batch's rows, also in a dict's "receipts".
 
         A row is an item or a pack of the batch. Its receipt is its slot and its number in the batch, in each resume and
         on any rank. In later epochs of a finite run the slot is `epoch << 40 | slot`. Padding rows, and rows that were
@@ -419,7 +419,7 @@ class SavableLoader:
         return self._rows.table.in_flight()
 
     def stats(self) -> dict[str, int | float]:
-        """Return counters of this rank since the loader was created, and rates since the last call.
+        """Return counters since the loader was created, and rates since the last call.
 
         `wait_s` is the trainer's time in `next`, `seconds/STAGE` the workers' (measured on some batches),
         `STAGE/skipped/REASON` counts skipped samples, and `source/NAME/samples` those used from a source of a `Blend`.

@@ -1,4 +1,4 @@
-"""`LoaderSettings`: checked arguments of a `SavableLoader`; `Acknowledge`, one of them."""
+"""`LoaderSettings`: checked arguments of a loader; `Acknowledge`, one of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.run.engine.backend import Backend
-from savable_pipeline.run.engine.in_process import InProcess
+from savable_pipeline.run.engine.backend import Backend, InProcess
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.engine.pool import Pool
@@ -99,7 +98,7 @@ class LoaderSettings:
         if self.acknowledge and self.restarts:
             raise ValueError("acknowledge= does not apply to on_iter='restart'. Pass it to the loader for training.")
         if self.acknowledge and isinstance(self.ranks, Ranks) and self.ranks.sharing:
-            raise ValueError("acknowledge= does not apply to ranks that share batches. Remove share= of Ranks.of.")
+            raise ValueError("peers would acknowledge at different times. Remove share= of Ranks.of or acknowledge=.")
 
     def _check_workers(self) -> None:
         """One number of workers, that of `num_workers`."""
@@ -133,7 +132,7 @@ class LoaderSettings:
 
     @property
     def by_data(self) -> bool:
-        """Whether the data set the number of lanes, on which the data of a function may depend."""
+        """Whether the data set the number of lanes, which a function may use."""
         by_slots = self.pad or self.epoch_slots is not None
         return self.by_default and not by_slots and isinstance(self.pipeline, Pipeline)
 

@@ -1,4 +1,4 @@
-"""`Stats`, the counters of a loader, and `SourceLosses`, which notices lost sources.
+"""`Stats`, the counters of a loader; `SourceLosses`, which notices lost sources.
 
 `Stats` has sums, percentiles of the last times (`Recent`), and the slowest sample and shard of the timed batches
 (`Slowest`). It warns when the trainer waits too much for data.

@@ -1,9 +1,15 @@
-"""The agent of a node: accepts connections from holders of the key.
+"""The agent of a node, and its sessions, which run the workers of one loader each.
 
-    trainer ── TCP ──▶ agent ── the descriptor ──▶ session, one process per loader (session.py)
+    trainer ── TCP ──▶ agent ── the descriptor ──▶ session, one process per loader
+    trainer ── one connection for the job, one for each worker ──▶ session ── a pool of processes (process_host.py)
+            ◀── answers, as the workers wrote them ──                         batches in shared memory
 
-It passes each such connection to a session and unpickles nothing. Before a connection has proved the key, it can send
-82 bytes, within a few seconds. The number of such connections is limited, and the oldest is closed first.
+The agent passes each connection that has proved the key to a session and unpickles nothing. Before that, a connection
+can send 82 bytes, within a few seconds. The number of such connections is limited, and the oldest is closed first.
+
+A session runs workers as a local trainer would, and relays. A request goes to its worker unchanged. An answer is sent
+from the shared memory without a copy. A session never waits for the trainer, which reads only when it wants a batch,
+and answers each ping. It detects a lost trainer by the end of its connection. The system probes a silent one.
 """
 
 from __future__ import annotations
@@ -11,18 +17,40 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import os
 import pickle
+import select
 import selectors
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
+from typing import Any
 
-from savable_pipeline.run.engine.sealed_job import PROCESS_NAME, begin_interpreter
-from savable_pipeline.run.nodes.handshake import FOR_SESSION, REPLY_BYTES, Wanted, answered, new_hello
-from savable_pipeline.run.nodes.session import run_session
-from savable_pipeline.run.nodes.wire import Secret, error_text
+from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Ended
+from savable_pipeline.run.engine.process_host import ProcessConnection, ProcessHost, end_process
+from savable_pipeline.run.engine.sealed_job import PROCESS_NAME, SealedJob, begin_interpreter
+from savable_pipeline.run.engine.worker_main import be_quiet
+from savable_pipeline.run.nodes import wire
+from savable_pipeline.run.nodes.agreement import unmet_requirements
+from savable_pipeline.run.nodes.wire import (
+    FOR_SESSION,
+    REPLY_BYTES,
+    Frame,
+    Link,
+    Secret,
+    Wanted,
+    WrittenAnswer,
+    WrittenAnswerReader,
+    answered,
+    can_authenticate_bodies,
+    error_text,
+    new_hello,
+)
+from savable_pipeline.run.transport import batch_pickle
 from savable_pipeline.run.transport.channel import Channel
 
 log = logging.getLogger(__name__)
@@ -50,6 +78,11 @@ class RunningSession:
 
     channel: Channel
     process: subprocess.Popen[bytes]
+
+    def end(self) -> None:
+        """End the process."""
+        self.channel.close()
+        end_process(self.process)
 
 
 def read_address(address: str) -> tuple[str, int]:
@@ -170,7 +203,7 @@ class Agent:
         """Drop a session, whose channel becomes readable only when it has ended."""
         running = self._sessions.pop(session)
         self._selector.unregister(running.channel)
-        _end(running)
+        running.end()
 
     def close(self) -> None:
         """End all sessions and stop listening."""
@@ -178,16 +211,220 @@ class Agent:
         for caller in self._half_open:
             caller.end.close()
         for running in self._sessions.values():
-            _end(running)
+            running.end()
         self._selector.close()
 
 
-def _end(running: RunningSession) -> None:
-    running.channel.close()
+_CHECK_S = 0.2  # between two checks for reports of workers
+_LOOKING_S = 0.005  # the same while a worker checks its shards on request
+
+
+def run_session(end: int, workers: int) -> None:
+    """Run a session on the agent's channel until the trainer or the agent has gone."""
+    be_quiet()
+    session = NodeSession(Channel(socket.socket(fileno=end), waits=False), workers)
     try:
-        running.process.wait(10.0)
-    except subprocess.TimeoutExpired:
-        running.process.kill()
-        running.process.wait()
-    if running.process.stdin is not None:
-        running.process.stdin.close()
+        session.run()
+    except (EOFError, OSError):
+        pass  # the trainer has gone, or the agent
+    finally:
+        if session.host is not None:
+            session.host.close()
+        os._exit(0)
+
+
+class Relay:
+    """Joins the connection of a trainer with that of a worker."""
+
+    def __init__(self, link: Link, host: ProcessHost) -> None:
+        self.link = link
+        self.worker: ProcessConnection | None = None  # None until the trainer has sent the shards to read
+        self.looks = False  # whether the worker is checking its shards on request
+        self.over = False  # whether everything that the trainer needs is sent
+        self._ends_by: float | None = None
+        self._host = host
+        self._reported = ""  # the fault that the trainer knows
+
+    def handle_requests(self) -> None:
+        """Handle what the trainer has sent.
+
+        Raises OSError or EOFError if its connection has ended.
+        """
+        self.link.flush()
+        for frame in self.link.receive():
+            self._handle(frame)
+
+    def _handle(self, frame: Frame) -> None:
+        kind, worker = frame.kind, self.worker
+        if kind == wire.PING:
+            self.link.send(wire.PONG)
+        elif kind == wire.BEGIN and worker is None:
+            self.worker = self._host.begin(pickle.loads(frame.head))
+        elif worker is None or worker.gone:
+            return
+        elif kind == wire.REQUEST:
+            with contextlib.suppress(OSError):  # the worker is dead, which the host will report
+                worker.channel.send(bytes(frame.head))
+        elif kind == wire.LOOK:
+            self.looks = True
+            worker.look()
+        elif kind == wire.STACK:
+            status, stack = worker.working_on(), worker.stack()
+            self.link.send(wire.STATUS, pickle.dumps((tuple(status), stack)))
+        elif kind == wire.KILL:
+            worker.kill()
+        elif kind == wire.END:
+            self._end(worker)
+
+    def _end(self, worker: ProcessConnection) -> None:
+        """End the worker after a last check, or kill one that has not started."""
+        self._ends_by = time.monotonic() + END_WAIT_S
+        worker.channel.close()
+        worker.gone = True
+        if worker.killed or not worker.pid:
+            worker.kill()
+
+    def relay(self) -> bool:
+        """Forward the worker's answers, and return whether there were any."""
+        assert self.worker is not None
+        try:
+            found: list[tuple[int, Any]] = self.worker.receive()
+        except EOFError:
+            self.worker.kill()  # it may be alive
+            return False
+        for number, answer in found:
+            if number == STARTED:
+                pieces, buffers = batch_pickle.dumps(answer)
+                answer = WrittenAnswer(b"".join(pieces), buffers)
+            self.link.send(wire.ANSWER, answer.head(number), answer.body())
+        return bool(found)
+
+    def forward_reports(self) -> None:
+        """Forward reports of the worker; kill it if it takes too long to end."""
+        if self.worker is None or self.over:
+            return
+        if (fault := self.worker.fault()) != self._reported:
+            self._reported = fault
+            self.link.send(wire.FAULT, fault.encode())
+        if self.looks and self.worker.has_looked():
+            self.looks = False
+            self.link.send(wire.LOOKED)
+        if self._ends_by is not None and time.monotonic() > self._ends_by:
+            self._ends_by = None
+            self.worker.kill()
+
+    def ended(self, how: Ended) -> None:
+        """Forward the last answers of the worker, and how it ended."""
+        assert self.worker is not None
+        while not self.worker.gone and self.relay():
+            pass
+        worker, error = self.worker, None if how.error is None else str(how.error)
+        last = (how.how, error, tuple(worker.working_on()), worker.stack(), worker.fault())
+        self.over = True
+        worker.close()
+        self.link.send(wire.ENDED, pickle.dumps(last))
+
+    def close(self) -> None:
+        """Close the connection and kill the worker."""
+        self.link.close()
+        if self.worker is not None and not self.over:
+            self.worker.kill()
+            self.worker.close()
+        self.over = True
+
+
+class NodeSession:
+    """The connections of a loader, and their workers."""
+
+    def __init__(self, channel: Channel, workers: int) -> None:
+        self.host: ProcessHost | None = None  # once trainer and node have agreed
+        self._channel = channel
+        self._count = workers
+        self._control: Link | None = None
+        self._trusted = False  # whether the network is trusted
+        self._relays: list[Relay] = []
+        self._selector: Any = selectors.DefaultSelector()  # its descriptor wakes the host
+        self._selector.register(channel.fileno(), selectors.EVENT_READ, channel)
+        self._watched: dict[int, int] = {}  # events by descriptor
+
+    def run(self) -> None:
+        """Relay. Raises EOFError or OSError when the trainer or the agent has gone."""
+        while True:
+            seconds = _LOOKING_S if any(relay.looks for relay in self._relays) else _CHECK_S
+            if self.host is None:
+                ready = self._selector.select(seconds)
+            else:
+                heard, ended = self.host.wait(seconds)
+                self._relay(heard, ended)
+                ready = self._selector.select(0)
+            for key, _ in ready:
+                if key.data is self._channel:
+                    for message, descriptors in self._channel.receive():
+                        self._connected(socket.socket(fileno=descriptors[0]), pickle.loads(message))
+                elif key.data is self._control:
+                    self._handle()
+            self._serve_trainers({key.data for key, _ in ready})
+
+    def _connected(self, end: socket.socket, secret: Secret) -> None:
+        link = Link(end, secret)
+        if self._control is None:
+            self._control, self._trusted = link, secret.trusted
+            self._watch(link, link)
+        elif self.host is not None:
+            self._relays.append(Relay(link, self.host))
+            self._watch(link, self._relays[-1])
+
+    def _watch(self, link: Link, data: Any) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.events & select.POLLOUT else 0)
+        if (known := self._watched.get(link.fileno())) != events:
+            (self._selector.register if known is None else self._selector.modify)(link.fileno(), events, data)
+            self._watched[link.fileno()] = events
+
+    def _handle(self) -> None:
+        """Handle what the trainer has sent about the job."""
+        assert self._control is not None
+        self._control.flush()
+        for frame in self._control.receive():
+            if frame.kind == wire.PING:
+                self._control.send(wire.PONG)
+            elif frame.kind == wire.JOB and self.host is None:
+                self._agree(*pickle.loads(frame.head))
+        self._watch(self._control, self._control)
+
+    def _agree(self, wanted: dict[str, str], allow: list[str], path: list[str], raw: bytes, main: Any) -> None:
+        """Create the host of workers if this machine matches the trainer's."""
+        assert self._control is not None
+        sys.path += [folder for folder in path if folder not in sys.path]
+        found = unmet_requirements(wanted, main, allow)
+        if not self._trusted and not can_authenticate_bodies():
+            found.append("cryptography: none there, and needed unless trusted_network=True")
+        if found:
+            self._control.send(wire.REFUSED, "\n".join(found).encode())
+            return
+        self.host = ProcessHost(SealedJob.of(raw, main), get_context("forkserver"), WrittenAnswerReader)
+        self.host.wakes.append(self._selector.fileno())
+        self._control.send(wire.AGREED, str(self._count).encode())
+
+    def _relay(self, heard: list[ProcessConnection], ended: list[Ended]) -> None:
+        ends = {id(each.worker): each for each in ended}
+        for relay in self._relays:
+            if relay.worker is None or relay.over:
+                continue
+            with contextlib.suppress(OSError):  # the trainer's end is closed, which `_serve_trainers` will notice
+                if relay.worker in heard:
+                    relay.relay()
+                if end := ends.get(id(relay.worker)):
+                    relay.ended(end)
+
+    def _serve_trainers(self, ready: set[Any]) -> None:
+        for relay in list(self._relays):
+            try:
+                if relay in ready:
+                    relay.handle_requests()
+                relay.forward_reports()
+                self._watch(relay.link, relay)
+            except (EOFError, OSError):
+                self._selector.unregister(relay.link.fileno())
+                del self._watched[relay.link.fileno()]
+                relay.close()
+                self._relays.remove(relay)

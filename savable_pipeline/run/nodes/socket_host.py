@@ -30,8 +30,17 @@ from savable_pipeline.run.engine.sealed_job import check_main_is_guarded, main_m
 from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agent import read_address
 from savable_pipeline.run.nodes.agreement import requirements_of
-from savable_pipeline.run.nodes.handshake import FOR_SESSION, FOR_WORKER, Wanted, greet
-from savable_pipeline.run.nodes.wire import Frame, Link, ReusedMemory, error_text, read_answer
+from savable_pipeline.run.nodes.wire import (
+    FOR_SESSION,
+    FOR_WORKER,
+    Frame,
+    Link,
+    ReusedMemory,
+    Wanted,
+    error_text,
+    greet,
+    read_answer,
+)
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@
              ├── Unix ──▶ rank 2
              └── TCP ───▶ rank 4 ──── Unix ──▶ rank 5
 
-The first rank writes a secret into the store. Each connection proves it (nodes/handshake.py), and a Unix socket also
+The first rank writes a secret into the store. Each connection proves it (nodes/wire.py), and a Unix socket also
 shows that both processes are of one user. Nothing waits longer than the loader's `timeout`.
 """
 
@@ -25,9 +25,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from savable_pipeline.errors import SavableError, WorkerError
-from savable_pipeline.run.nodes import handshake
-from savable_pipeline.run.nodes.handshake import FOR_PEER, Wanted
-from savable_pipeline.run.nodes.wire import Link, Secret, can_authenticate_bodies
+from savable_pipeline.run.nodes import wire
+from savable_pipeline.run.nodes.wire import FOR_PEER, Link, Secret, Wanted, can_authenticate_bodies
 from savable_pipeline.run.peers.peer import LinkChannel, Peer
 from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.segments import ALIGN
@@ -80,14 +79,14 @@ def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
     cannot share.
     """
     meeting = _Meeting(sharing, timeout)
-    try:
-        with socket.socket(socket.AF_UNIX) as listener, socket.socket() as public:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket() as public:
+        try:
             return meeting.connect(listener, public)
-    except SavableError as error:
-        meeting.write("failed", str(error))
-        for peer in meeting.accepted.values():
-            peer.send(("failed", str(error)))
-        raise
+        except SavableError as error:  # before the sockets close, which others would report
+            meeting.write("failed", str(error))
+            for peer in meeting.accepted.values():
+                peer.send(("failed", str(error)))
+            raise
 
 
 class _Meeting:
@@ -156,7 +155,7 @@ class _Meeting:
             if end is not None:
                 end.settimeout(self._remaining_s([index]))
                 wanted = Wanted(FOR_PEER, self._index.to_bytes(16, "little"), False)
-                return self._peer(end, index, handshake.greet(end, self._read("secret", 0), wanted), self._index)
+                return self._peer(end, index, wire.greet(end, self._read("secret", 0), wanted), self._index)
         self._remaining_s([index])
         raise WorkerError(f"rank {self._ranks[self._index]} cannot reach rank {self._ranks[index]}. {_REACH}")
 
@@ -167,9 +166,9 @@ class _Meeting:
             with contextlib.suppress(OSError), contextlib.ExitStack() as refused:
                 end = refused.enter_context(listener.accept()[0])
                 end.settimeout(_PROVED_IN_S)
-                end.sendall(hello := handshake.new_hello())
-                reply = handshake.read_exactly(end, handshake.REPLY_BYTES)
-                if (proved := handshake.answered(self._read("secret", 0), hello, reply)) is not None:
+                end.sendall(hello := wire.new_hello())
+                reply = wire.read_exactly(end, wire.REPLY_BYTES)
+                if (proved := wire.answered(self._read("secret", 0), hello, reply)) is not None:
                     end.sendall(proved[0])
                     index = int.from_bytes(proved[1].session, "little")
                     self.accepted[index] = self._peer(end, index, proved[2], index)

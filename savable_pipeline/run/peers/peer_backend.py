@@ -139,7 +139,7 @@ class PeerBackend:
             self._peers = self._readers if self._upstream is None else [*self._readers, self._upstream]
             self._own, self._writer, self._passed, self._failed = SourceReader(), AnswerSender(), 0, ""
         self._hear(0.0)
-        self._check([])
+        self._check(self._readers)
         raised, other, compares = None, key, self._compares and key[0] == "batch"
         if (upstream := self._upstream) is not None:
             self._wait(lambda: [] if upstream.inbox else [upstream])
@@ -186,12 +186,12 @@ class PeerBackend:
 
         Raises `WorkerError` on all ranks if one ended, or if it takes too long.
         """
-        start = time.monotonic()
+        start, limit = time.monotonic(), self._timeout * (_PATIENCE if self._upstream in missing() else 1)
         while peers := missing():
             self._check(peers)
-            if time.monotonic() - start > self._timeout * (_PATIENCE if self._upstream in peers else 1):
+            if time.monotonic() - start > limit:
                 ranks = ", ".join(str(peer.rank) for peer in peers)
-                self._fail(f"rank {self._rank} waited {self._timeout:g} s for rank {ranks}. {_HANGS}")
+                self._fail(f"rank {self._rank} waited {limit:g} s for rank {ranks}. {_HANGS}")
             self._hear(_LISTEN_S)
 
     def _check(self, needed: list[Peer]) -> None:

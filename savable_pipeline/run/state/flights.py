@@ -57,18 +57,20 @@ class Flight(msgspec.Struct, gc=False):
             self.ref = msgspec.Raw(msgspec.msgpack.encode(self.ref))
 
 
-class _EpochFlights(msgspec.Struct, array_like=True):
+class EpochFlights(msgspec.Struct, array_like=True):
+    """A lane's batches in flight of one epoch, in columns."""
+
     epoch: EpochNumber
     rounds: list[SavedCount]
     refs: list[msgspec.Raw]
     done: list[bytes]  # little-endian; empty if no batch has a row that is done
-    sizes: list[SavedCount] = []  # empty where batches are not padded
+    sizes: list[SavedCount] = []  # empty if batches are not padded
 
 
 class _LaneFlights(msgspec.Struct):
     lane: SavedCount
     saved_with: bytes  # the checksum of the lane's state
-    epochs: list[_EpochFlights]
+    epochs: list[EpochFlights]
 
 
 class _Acknowledged(msgspec.Struct):
@@ -85,9 +87,14 @@ def acks_name(rank: int) -> str:
     return f"acks_{rank:05d}"
 
 
-def packed_flights(lane: int, flights: Sequence[Flight], lanes: int, saved_with: bytes) -> bytes:
-    """A lane's batches in flight, ascending, in a run with this many lanes, and the checksum of the lane's state."""
-    found: list[_EpochFlights] = []
+def packed_flights(lane: int, columns: list[EpochFlights], saved_with: bytes) -> bytes:
+    """A lane's batches in flight as bytes, with the checksum of the lane's state."""
+    return pack_state(_LaneFlights(lane, saved_with, columns))
+
+
+def flight_columns(flights: Sequence[Flight], lanes: int) -> list[EpochFlights]:
+    """A lane's batches in flight, ascending, in a run with this many lanes, in columns."""
+    found: list[EpochFlights] = []
     while flights:
         epoch = flights[0].batch >> EPOCH_SHIFT
         first, end = epoch << EPOCH_SHIFT, (epoch + 1) << EPOCH_SHIFT
@@ -98,8 +105,8 @@ def packed_flights(lane: int, flights: Sequence[Flight], lanes: int, saved_with:
         refs: list[Any] = [each.ref for each in of_epoch]
         masks = [mask_bytes(mask) for mask in done] if any(done) else []
         sizes = [each.size for each in of_epoch]
-        found.append(_EpochFlights(epoch, rounds, refs, masks, sizes if any(sizes) else []))
-    return pack_state(_LaneFlights(lane, saved_with, found))
+        found.append(EpochFlights(epoch, rounds, refs, masks, sizes if any(sizes) else []))
+    return found
 
 
 def mask_bytes(mask: int) -> bytes:
@@ -233,6 +240,6 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
             kept[name] = _packed_rows(rows)
     left = {lane: [flight for flight in of_lane if flight.open] for lane, of_lane in flights.items()}
     return kept | {
-        flights_name(lane): packed_flights(lane, of_lane, lanes, _checksum(state, lane))
+        flights_name(lane): packed_flights(lane, flight_columns(of_lane, lanes), _checksum(state, lane))
         for lane, of_lane in left.items()
     }

@@ -16,9 +16,8 @@ from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 from savable_pipeline.run.state.flights import SLOTS, read_flights
-from savable_pipeline.run.state.json_form import JSON_FILE, from_json
 from savable_pipeline.run.state.lane_state import LaneState, restoring, unpack_state
-from savable_pipeline.run.state.state_dict import check_flat, lane_name, lane_numbers, read_facts
+from savable_pipeline.run.state.state_dict import JSON_FILE, check_flat, from_json, lane_name, lane_numbers, read_facts
 
 _MISSING = "missing"  # in place of a field that one state does not have
 _MARKS = {"lanes", "epoch", "slot", "fingerprint"}  # the keys that identify a state inside a checkpoint

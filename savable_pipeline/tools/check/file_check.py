@@ -102,7 +102,7 @@ def check_file(root: Path, name: str, how: CheckSettings) -> ShardReport:
     if entry.fault:
         reason = "damaged shard" if (root / name).exists() else "missing shard"
         problems.append(Problem(reason, entry.fault.removeprefix(f"{name}: "), name))
-    elif fault := form.fault_beside(root / name, table):
+    elif form.fault_beside and (fault := form.fault_beside(root / name, table)):
         problems.append(Problem(f"wrong {form.suffixes[0]}{form.for_others}", fault, name))
     if table.note:
         problems.append(Problem("torn samples", table.note, name))

@@ -332,7 +332,7 @@ def serve(
     you. The traffic is not encrypted, so use a private network or a tunnel.
     """
     from savable_pipeline.run.nodes.agent import Agent
-    from savable_pipeline.run.nodes.handshake import read_key
+    from savable_pipeline.run.nodes.wire import read_key
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with errors_as_lines():

@@ -160,5 +160,6 @@ def test_random_worker_histories_change_no_batch_and_no_state(undisturbed: Undis
 
 
 @pytest.mark.long
+@pytest.mark.timeout(4 * 3600)
 def test_many_random_histories_change_no_batch_and_no_state(undisturbed: Undisturbed) -> None:
     histories(undisturbed, range(HISTORIES, MORE))

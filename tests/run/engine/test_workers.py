@@ -214,7 +214,7 @@ def test_four_consecutive_workers_that_die_at_start_end_the_run(
         if births.stat().st_size % (in_a_row + 1):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(worker, "be_quiet", born)  # what a worker does first; the server is forked from here
+    monkeypatch.setattr(worker, "become_replaced", born)  # what only a worker does, first; the server is forked here
     pipeline = partial(number_pipeline, str(make_shards([60])))
     with loader(pipeline, 1) as own:
         if in_a_row == 4:

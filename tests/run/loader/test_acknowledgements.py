@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from savable_pipeline.run.loader import acknowledgements, rows_in_flight, run, s
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements
 from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.run import Run, voted_step
-from savable_pipeline.run.state.flights import EPOCH_SHIFT
+from savable_pipeline.run.state.flights import EPOCH_SHIFT, flight_columns, packed_flights
 from savable_pipeline.run.state.lane_state import pack_state, unpack_state
 from savable_pipeline.run.state.summary import read_checkpoint, summarize
 from savable_pipeline.stages.batch_difference import digest
@@ -539,6 +540,30 @@ def test_lagged_state_has_the_rows_yielded_before_it(shards: str) -> None:
         assert list(_open(run_of(own).state_at(before))) == [0, 4, 1, 2, 3]
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("tail", ["stop", "pad"])
+def test_batches_in_columns_are_saved_like_batches_read_again(shards: str, seed: int, tail: str) -> None:
+    draw, given, in_columns = random.Random(seed), [], 0
+    with loader(partial(counted_pipeline, shards, size=2), lanes=2, tail=tail) as own:
+        lanes = table_of(own)._lanes.values()
+        for _ in range(60):
+            for _ in range(draw.randrange(8)):
+                batch = next(own, None)
+                if batch is None:
+                    iter(own)
+                else:
+                    given += batch["receipts"].tolist()
+            for _ in range(draw.choice([0] * 12 + [1, max(0, len(given) - 1), len(given)])):
+                receipts = [given.pop(draw.randrange(len(given)))] if given else []
+                (own.requeue if draw.random() < 0.1 else own.acknowledge)(receipts)
+            saved = own.state_dict()
+            for number, lane in enumerate(lanes):
+                in_columns += lane.in_columns(2)[:1] == [lane.columns] != [None]
+                read_again = flight_columns(list(lane.flights.values()), 2)
+                assert saved[f"flight_0000{number}"] == packed_flights(number, read_again, lane.packed[0])
+    assert in_columns > 3 or tail == "pad", in_columns
+
+
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)])
 def test_ctrl_c_at_any_bytecode_leaves_the_state_consistent_with_the_batch(shards: str, every: int) -> None:
     pipeline = partial(number_pipeline, shards)
@@ -659,6 +684,14 @@ def test_acknowledgements_of_another_ranks_rows_apply_when_states_are_merged(sha
     assert "acks_00003" in sp.merge_states([states[0], states[3]])  # whose lanes are not there yet
     ranks[1].load_state_dict(states[1])  # its own file alone: it gives such rows again
     assert [listed(next(ranks[1]))[0][0] for _ in range(2)] == [1, 5]
+
+
+def test_merge_closes_rows_of_one_batch_that_two_ranks_acknowledge(shards: str) -> None:
+    ranks = ranks_of(partial(counted_pipeline, shards), 2)
+    own, _ = taken(ranks)
+    ranks[0].acknowledge(own["receipts"][:1])
+    ranks[1].acknowledge(own["receipts"][1:])
+    assert _open(sp.merge_states([rank.state_dict() for rank in ranks])) == {1: [0, 1]}
 
 
 def test_receipt_of_a_rank_ahead_is_saved_once_the_state_passes_it(shards: str) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.run.engine.sealed_job import main_module
-from savable_pipeline.run.nodes import agreement, session, wire
+from savable_pipeline.run.nodes import agent as node_agent
+from savable_pipeline.run.nodes import agreement, wire
 from savable_pipeline.run.transport.channel import Channel
 from tests.conftest import write_numbered_shards
 from tests.support.agents import Agent, new_key
@@ -125,11 +126,11 @@ def test_optional_decoder_must_be_installed_on_both_or_none(
 
 
 def test_a_node_without_cryptography_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(session, "can_authenticate_bodies", lambda: False)
+    monkeypatch.setattr(node_agent, "can_authenticate_bodies", lambda: False)
     found: list[tuple[int, bytes]] = []
     for trusted in (False, True):
         ours, theirs = socket.socketpair()
-        node = session.NodeSession(Channel(ours, waits=False), 1)
+        node = node_agent.NodeSession(Channel(ours, waits=False), 1)
         secret = wire.Secret(b"a" * 64, b"a" * 64, trusted)
         control = socket.socketpair()
         node._connected(control[0], secret)

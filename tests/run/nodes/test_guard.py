@@ -18,7 +18,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 import savable_pipeline as sp
-from savable_pipeline.run.nodes import handshake, wire
+from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agent import Agent as NodeAgent
 from savable_pipeline.run.nodes.agent import read_address
 from tests.conftest import write_numbered_shards
@@ -36,9 +36,9 @@ def connected(agent: Agent) -> socket.socket:
     return socket.create_connection(("127.0.0.1", agent.port), 60)
 
 
-def greeted(agent: Agent, key: bytes, purpose: int = handshake.FOR_SESSION) -> tuple[socket.socket, wire.Secret]:
+def greeted(agent: Agent, key: bytes, purpose: int = wire.FOR_SESSION) -> tuple[socket.socket, wire.Secret]:
     end = connected(agent)
-    return end, handshake.greet(end, key, handshake.Wanted(purpose, os.urandom(16), False))
+    return end, wire.greet(end, key, wire.Wanted(purpose, os.urandom(16), False))
 
 
 def is_refused(end: socket.socket) -> bool:
@@ -48,7 +48,7 @@ def is_refused(end: socket.socket) -> bool:
         found = b""
         while more := end.recv(4096):
             found += more
-        return len(found) <= handshake.HELLO_BYTES
+        return len(found) <= wire.HELLO_BYTES
     except ConnectionError:
         return True
 
@@ -57,9 +57,9 @@ def test_a_wrong_key_is_rejected_by_either_side(guarded: tuple[Agent, Path]) -> 
     with pytest.raises(ConnectionError, match="the same --key-file"):
         greeted(guarded[0], b"another key, of others")
     ours, theirs = socket.socketpair()
-    theirs.sendall(handshake.new_hello() + bytes(32))  # no agent, but who wants a trainer to unpickle
+    theirs.sendall(wire.new_hello() + bytes(32))  # no agent, but who wants a trainer to unpickle
     with pytest.raises(ConnectionError, match="has another key"):
-        handshake.greet(ours, b"a key of ours, a secret", handshake.Wanted(1, bytes(16), False))
+        wire.greet(ours, b"a key of ours, a secret", wire.Wanted(1, bytes(16), False))
 
 
 HUGE = wire.HEADER.pack(wire.WIRE_MAGIC, 1, 9, 0, 1 << 60, bytes(32), bytes(16)) * 3
@@ -69,7 +69,7 @@ HUGE = wire.HEADER.pack(wire.WIRE_MAGIC, 1, 9, 0, 1 << 60, bytes(32), bytes(16))
     "sent",
     [
         b"GET / HTTP/1.1\r\n\r\n" * 10,
-        bytes(handshake.REPLY_BYTES),
+        bytes(wire.REPLY_BYTES),
         HUGE,
     ],
     ids=["a port scanner", "zeros", "a frame of 2**60 bytes"],
@@ -88,7 +88,7 @@ def test_half_a_handshake_is_rejected_in_seconds(guarded: tuple[Agent, Path]) ->
 
 def test_a_recorded_handshake_cannot_be_replayed(guarded: tuple[Agent, Path]) -> None:
     """Neither the proof of another connection, nor the agent's own."""
-    key = handshake.read_key(guarded[1])
+    key = wire.read_key(guarded[1])
     said: list[bytes] = []
 
     class Heard(socket.socket):
@@ -98,7 +98,7 @@ def test_a_recorded_handshake_cannot_be_replayed(guarded: tuple[Agent, Path]) ->
 
     with Heard() as end:
         end.connect(("127.0.0.1", guarded[0].port))
-        handshake.greet(end, key, handshake.Wanted(handshake.FOR_SESSION, os.urandom(16), False))
+        wire.greet(end, key, wire.Wanted(wire.FOR_SESSION, os.urandom(16), False))
     with connected(guarded[0]) as again:
         again.sendall(said[0])
         assert is_refused(again)
@@ -210,11 +210,11 @@ def test_keys_differ_by_connection_and_by_direction() -> None:
     key, secrets = b"a key of ours, a secret", []
     for _ in range(2):
         ours, theirs = socket.socketpair()
-        hello = handshake.new_hello()
+        hello = wire.new_hello()
         theirs.sendall(hello)
         with ThreadPoolExecutor(1) as pool:
-            greeted = pool.submit(handshake.greet, ours, key, handshake.Wanted(1, bytes(16), False))
-            found = handshake.answered(key, hello, theirs.recv(4096))
+            greeted = pool.submit(wire.greet, ours, key, wire.Wanted(1, bytes(16), False))
+            found = wire.answered(key, hello, theirs.recv(4096))
             assert found is not None
             theirs.sendall(found[0])
             assert greeted.result() == (found[2].receives, found[2].sends, False)
@@ -226,16 +226,16 @@ def test_keys_differ_by_connection_and_by_direction() -> None:
 def test_mutated_handshake_is_rejected() -> None:
     key, draw = b"a key of ours, a secret", random.Random(7)
     for _ in range(500):
-        hello = handshake.new_hello()
+        hello = wire.new_hello()
         ours, theirs = socket.socketpair()
         theirs.sendall(hello + bytes(32))
         with pytest.raises(ConnectionError, match="has another key"):
-            handshake.greet(ours, key, handshake.Wanted(1, bytes(16), False))
+            wire.greet(ours, key, wire.Wanted(1, bytes(16), False))
         reply = bytearray(theirs.recv(4096))
-        assert handshake.answered(key, hello, reply) is not None
-        assert handshake.answered(key, handshake.new_hello(), reply) is None  # it was for another connection
+        assert wire.answered(key, hello, reply) is not None
+        assert wire.answered(key, wire.new_hello(), reply) is None  # it was for another connection
         reply[draw.randrange(len(reply))] ^= 1 << draw.randrange(8)
-        assert handshake.answered(key, hello, reply) is None
+        assert wire.answered(key, hello, reply) is None
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_two_hundred_silent_connections_do_not_block_others(guarded: tuple[Agent
 
 def test_worker_without_a_session_is_rejected(guarded: tuple[Agent, Path]) -> None:
     with pytest.raises(ConnectionError):
-        greeted(guarded[0], handshake.read_key(guarded[1]), handshake.FOR_WORKER)
+        greeted(guarded[0], wire.read_key(guarded[1]), wire.FOR_WORKER)
 
 
 @pytest.mark.parametrize(
@@ -286,15 +286,15 @@ def test_weak_key_is_rejected(tmp_path: Path, mode: int, key: bytes, message: st
     file.write_bytes(key + b"\n")
     file.chmod(mode)
     with pytest.raises(ValueError, match=message):
-        handshake.read_key(file)
+        wire.read_key(file)
     with pytest.raises(ValueError, match=r"No such file.*Create a key"):
-        handshake.read_key(tmp_path / "none")
+        wire.read_key(tmp_path / "none")
 
 
 def test_a_key_file_that_is_a_pipe_is_rejected_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ValueError, match="is a pipe or a device"):
-        handshake.read_key(tmp_path / "pipe")
+        wire.read_key(tmp_path / "pipe")
 
 
 def test_a_key_file_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,12 +302,12 @@ def test_a_key_file_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pyt
     file.write_bytes(b"x" * 32)
     file.chmod(0o600)
     if os.geteuid() == 0:
-        assert handshake.read_key(file) == b"x" * 32
+        assert wire.read_key(file) == b"x" * 32
         os.chown(file, 4321, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 4321)
     with pytest.raises(ValueError, match=r"belongs to user \d+, who could run code as you"):
-        handshake.read_key(file)
+        wire.read_key(file)
 
 
 @pytest.mark.parametrize(("listen", "warns"), [("0.0.0.0:0", True), ("0:0", True), ("127.0.0.1:0", False)])

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.run.nodes import socket_host, socket_workers
+from savable_pipeline.run.nodes import node_workers, socket_host
 from savable_pipeline.run.nodes.socket_host import AgentAddress
 from tests.conftest import write_numbered_shards
 from tests.support.agents import Agent, agents, new_key, remote
@@ -315,7 +315,7 @@ def test_a_network_that_changes_every_body_is_an_error_that_names_the_connection
 
 
 def test_socket_workers_need_cryptography_or_a_trusted_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_workers, "can_authenticate_bodies", lambda: False)
+    monkeypatch.setattr(node_workers, "can_authenticate_bodies", lambda: False)
     key_file = new_key(tmp_path)
     with pytest.raises(ValueError, match=r"need `cryptography`\. Run pip install cryptography on all machines"):
         sp.SocketWorkers(["127.0.0.1:1"], key_file=key_file)

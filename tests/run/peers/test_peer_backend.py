@@ -329,7 +329,8 @@ def test_an_error_of_the_encoder_is_raised_on_all_and_may_be_repeated(
 
 
 def test_a_peer_that_does_not_come_is_named(shards: Path) -> None:
-    with closing(loaders(shards, 3, workers=sp.Workers(timeout=1.5))) as found:
+    with closing(loaders(shards, 3, workers=sp.Workers(timeout=6))) as found:
+        on_each(found, lambda loader: loader.state_dict())  # so that both come in time
         errors = on_each(found[:2], next)
         assert all(isinstance(error, SavableError) and "rank 2" in str(error) for error in errors)
 
@@ -355,8 +356,25 @@ def test_a_loader_that_was_closed_on_one_rank_is_named(shards: Path) -> None:
             next(found[1])
 
 
+def test_a_first_rank_that_hangs_is_named_after_five_times_as_long(shards: Path) -> None:
+    with closing(loaders(shards, 2, workers=sp.Workers(timeout=2))) as found:
+        on_each(found, next)
+        with pytest.raises(WorkerError, match="rank 1 waited 10 s for rank 0"):
+            next(found[1])
+
+
+def test_a_peer_that_closes_its_loader_ends_the_first_rank(shards: Path) -> None:
+    """As one does that failed, such as for want of descriptors."""
+    with closing(loaders(shards, 3)) as found:
+        on_each(found, next)
+        found[2].close()
+        for loader in found[:2]:
+            with pytest.raises(SavableError, match="rank 2 closed its loader, which shares batches with rank 0"):
+                next(loader)
+
+
 def test_acknowledging_is_rejected(shards: Path) -> None:
-    with pytest.raises(ValueError, match="acknowledge= does not apply to ranks that share"):
+    with pytest.raises(ValueError, match="peers would acknowledge at different times"):
         loaders(shards, 2, acknowledge=True)
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline import errors
-from savable_pipeline.run.state.json_form import JSON_FILE, to_json
+from savable_pipeline.run.state.state_dict import JSON_FILE, to_json
 from savable_pipeline.run.state.summary import differences, read_checkpoint, summarize
 from savable_pipeline.tools.cli.main import app
 from tests.support.toy_pipelines import toy_pipeline

@@ -73,7 +73,7 @@ def test_tars_beside_compressed_ones_are_all_taken(tmp_path: Path) -> None:
 
 
 def test_recognized_format_is_printed_and_can_be_set(tmp_path: Path) -> None:
-    source = files(tmp_path / "in", "a.jpg", **{"metadata.parquet": b""})
+    source = files(tmp_path / "in", "a.jpg", **{"rows.parquet": b""})
     arguments = ["convert", str(source), str(tmp_path / "out"), "--no-check-images"]
     refused = CliRunner().invoke(app, arguments)
     assert refused.exit_code == 2 and 'Pass format="parquet" or format="folder"' in refused.stderr

@@ -23,13 +23,14 @@ def test_example_matches_its_comment(runs: Any, name: Any) -> None:
 def test_builder_gets_torchtitans_arguments_and_its_rank_resumes(make: Any) -> None:
     told: dict[str, Any] = {}
 
-    def make_loader(*, rank: int, world_size: int, **given: Any) -> sp.SavableLoader:
+    def make_loader(*, ranks: sp.Ranks, **given: Any) -> sp.SavableLoader:
         told.update(given)
-        return make(ranks=(rank, world_size))
+        return make(ranks=ranks)
 
     config = with_torchtitan.SavableDataLoader.Config(make=make_loader, convert=lambda batch: (batch, batch["label"]))
     one, other = (config.build(**GIVEN, snapshot_every_n_steps=5) for _ in range(2))
-    assert told == {"tokenizer": "words", "seq_len": 8, "local_batch_size": 4, "infinite": True}
+    sizes = {"tokenizer": "words", "seq_len": 8, "local_batch_size": 4}
+    assert told == {**sizes, "infinite": True, "snapshot_every_n_steps": 5}
     list(islice(one, 3))
     other.load_state_dict(one.state_dict())
     expected = [digest(batch) for batch in islice(make(ranks=(1, 2)), 3, 7)]
