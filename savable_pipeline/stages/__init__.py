@@ -1,1 +1,4 @@
-"""The protocol of stages, and those between the readers and the batch: buffers, encoding, batching."""
+"""Stages of a data path and their protocol.
+
+They are readers, buffers, encoding, packing and batching.
+"""

@@ -14,11 +14,13 @@ from savable_pipeline.data.dataset.sample import Sample
 
 
 class Difference(NamedTuple):
-    """The first difference of two batches: its path in the batch, and the two values there as short text.
+    """First difference of two batches.
+
+    It has the path in the batch and both values as short text.
 
     `row` is the first differing index along the first dimension of a tensor or array, and `rows` a text such as "2 of 8
-    differ". `place` is the first differing element in that row, if the row is long. `parts` are the two whole tensors,
-    arrays or values.
+    differ". `element` is the first differing element in that row, if the row is long. `parts` are both tensors, arrays
+    or values.
     """
 
     path: str
@@ -26,16 +28,19 @@ class Difference(NamedTuple):
     found: str
     row: int | None = None
     rows: str = ""
-    place: str = ""
+    element: str = ""
     parts: tuple[Any, Any] | None = None
 
     def __str__(self) -> str:
         row = "" if self.row is None else f", sample {self.row} ({self.rows})"
-        return f"{self.path}{row}: {self.expected} expected, {self.found} found{self.place}"
+        return f"{self.path}{row}: {self.expected} expected, {self.found} found{self.element}"
 
 
 def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """The parts of a batch that are not containers, each with its path, in a fixed order."""
+    """List the parts of a batch that are not containers, with their paths.
+
+    The order is fixed.
+    """
     if isinstance(value, Sample):
         yield f"{path}.ref", tuple(value.ref)
         yield from leaves(dict(value.items()), path)
@@ -53,7 +58,10 @@ def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
 
 
 def digest(batch: Any) -> str:
-    """A hash (xxh3_128, hexadecimal) of every byte of a batch, its shapes, types and structure."""
+    """Hash every byte of a batch, its shapes, types and structure.
+
+    The hash is xxh3_128 in hexadecimal.
+    """
     hashed = xxh3_128()
     for path, leaf in leaves(batch):
         kind, raw = _bytes(leaf)
@@ -63,7 +71,10 @@ def digest(batch: Any) -> str:
 
 
 def first_difference(expected: Any, found: Any) -> str | None:
-    """The first field, and the row in it, in which two batches differ, with both values; None if they are equal."""
+    """Find the first field and row in which two batches differ.
+
+    The result has both values. It is None if the batches are equal.
+    """
     difference = find_difference(expected, found)
     return None if difference is None else str(difference)
 
@@ -76,7 +87,10 @@ def find_difference(expected: Any, found: Any) -> Difference | None:
 def difference_of_leaves(
     mine: list[tuple[str, Any]], theirs: list[tuple[str, Any]], among: Callable[[Any], bool] = lambda leaf: True
 ) -> Difference | None:
-    """The same of their leaves, of which only those are compared that are `among` those to compare in both."""
+    """Find the first difference of two lists of leaves.
+
+    Only leaves that are `among` those to compare in both are compared.
+    """
     for (path, left), (other, right) in zip(mine, theirs, strict=False):
         if path != other:
             return Difference("structure", path, other)
@@ -88,7 +102,7 @@ def difference_of_leaves(
 
 
 def has_a_value(leaf: Any) -> bool:
-    """Whether a leaf is compared by what it holds, and not by the address at which it is."""
+    """Return whether a leaf is compared by value, not by its address."""
     images = imported("PIL.Image")
     if isinstance(leaf, str) or (images is not None and isinstance(leaf, images.Image)):
         return True
@@ -96,7 +110,10 @@ def has_a_value(leaf: Any) -> bool:
 
 
 def copied_leaves(value: Any, path: str) -> list[tuple[str, Any]]:
-    """The leaves of a value, as they are now: those whose bytes may be overwritten are copied."""
+    """Copy the leaves of a value whose bytes may be overwritten.
+
+    The other leaves are returned as they are.
+    """
     return [(name, _copied(leaf)) for name, leaf in leaves(value, path)]
 
 
@@ -142,9 +159,9 @@ def _difference(path: str, left: Any, right: Any) -> Difference:
     row = differing[0]
     index, differ = _first_element(left[row], right[row])
     count = f"{len(differing)} of {len(left)} differ"
-    place = f" at {list(index)}, {differ}" if index else ""
+    element = f" at {list(index)}, {differ}" if index else ""
     shown = _short(left[row][index]), _short(right[row][index])
-    return Difference(path, *shown, row, count, place, (left, right))
+    return Difference(path, *shown, row, count, element, (left, right))
 
 
 _FEW = 8  # a row of at most 8 values is shown whole, a longer one by its first differing value

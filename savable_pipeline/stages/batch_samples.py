@@ -21,7 +21,9 @@ Integers = NDArray[np.int64]
 
 
 class BatchSamples(msgspec.Struct, frozen=True):
-    """The items of a batch in order; an item that was cut comes once for each of its pieces.
+    """Items of a batch in order.
+
+    A cut item is listed once for each of its pieces.
 
     `refs`, int64 (items, 3): index with the tag of its source, epoch, part. `rows`, int64 (items,): the row of each in
     the batch; None if each makes one row.
@@ -32,7 +34,10 @@ class BatchSamples(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, ref: ItemRef | BatchSamples) -> BatchSamples:
-        """The items in the ref of a batch; none where a user's own stage writes its refs in another way."""
+        """List the items in the ref of a batch.
+
+        It is empty if a user's own stage writes refs in another form.
+        """
         if isinstance(ref, BatchSamples):
             return ref
         if ref and isinstance(ref[0], tuple):  # a user's own batch has no number

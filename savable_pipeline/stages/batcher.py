@@ -1,4 +1,6 @@
-"""`Batcher`: the last stage of most pipelines, which makes batches of items or packs.
+"""`Batcher`: stage that builds batches of items or packs.
+
+It is the last stage of most pipelines.
 
 `EncoderBatches` is what all stages have in common that make batches by an encoder, among it rows that only fill up.
 """
@@ -46,7 +48,9 @@ class _Samples(TaskEncoder):
 
 
 class EncoderBatches(ChunkedStage, BatchStage):
-    """Base of stages whose batches are `encoder.batch(items, rng)`; a subclass chooses the items of the next batch.
+    """Base of stages whose batches are `encoder.batch(items, rng)`.
+
+    A subclass chooses the items of the next batch.
 
     `encoder=None` takes the encoder upstream; if there is none, a batch is the list of its samples. Where the run pads,
     batches are filled up with an item of their own, and `filler` makes those of a lane that has no more.
@@ -154,7 +158,10 @@ class EncoderBatches(ChunkedStage, BatchStage):
             self._first = None  # it must not fill up batches either: another one will
 
     def filler(self) -> Any:
-        """A batch of rows that do not count, for a lane that has no more. Raises `EncodeError` without any item."""
+        """Build a batch of padding rows for a lane that has no more.
+
+        Raises `EncodeError` without any item.
+        """
         item = Skip("none yet") if self._first is None else self.source.fetch(self._first)
         if type(item) is Skip or not self._rows_of(item):
             item = self._any_item()
@@ -300,7 +307,10 @@ class Batcher(EncoderBatches):
         self._held.drop(len(refs))
 
     def more(self) -> bool:
-        """Whether another batch will come; takes its first item, or all of them with `drop_last`, to find out."""
+        """Return whether another batch follows.
+
+        To find out, it takes the first item of that batch, or all of them with `drop_last`.
+        """
         needed = self.size if self.drop_last else 1
         return len(self._fill(needed)) >= needed
 
@@ -331,7 +341,10 @@ class Batcher(EncoderBatches):
         return index is not None
 
     def save_state(self) -> State:
-        """`held`: refs and sizes of the items taken for the next batch; `count`: batches given so far."""
+        """Return the position.
+
+        `held` has refs and sizes of the items taken for the next batch, `count` the number of yielded batches.
+        """
         first = {} if self._first is None else {"first": self._first}
         return {"held": self._held.save(), "count": self._count, "source": self.source.save_state(), **first}
 

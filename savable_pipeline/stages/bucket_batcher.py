@@ -1,4 +1,6 @@
-"""`BucketBatcher`: batches of items of similar length, or of one group, for models that pad instead of packing.
+"""`BucketBatcher`: batches of items of similar length or one group.
+
+It is for models that pad instead of packing.
 
 With `same_bucket`, all lanes give a batch of the same bucket at a time:
 
@@ -33,10 +35,10 @@ from savable_pipeline.stages.stage_settings import SettingRule, check_function, 
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 Group: TypeAlias = Any  # an int, a str, None, or a tuple of these
-Bucket: TypeAlias = tuple[Group, int]  # a group, and the number of the bucket in it
+BucketKey: TypeAlias = tuple[Group, int]  # a group, and the number of the bucket in it
 BatchSize: TypeAlias = int | Sequence[int]  # items of a batch: of every bucket, or of each
 
-FIRST = 4  # full batches to hold before the first one is given
+FIRST_FULL = 4  # full batches to buffer before the first one is yielded
 STEPS = 32  # of the shared ranks
 WIDER = 16  # times `candidates`: a bucket is wider by 1 / (WIDER · candidates) of all for each batch that it holds
 COUNTED = 256  # times `candidates`: when so many batches have come, all counts are halved
@@ -127,8 +129,11 @@ class BucketSizes:
             size = sorted(([plain_group(group), each] for group, each in size.items()), key=repr)
         return {"bounds": self.bounds, "size": size, "max_tokens": self._max_tokens}
 
-    def saved(self, keys: Sequence[tuple[Any, int]] | None, count: int) -> list[Bucket]:
-        """The buckets of a state that has `count`. Raises `CheckpointMismatchError` if they are not ours."""
+    def saved(self, keys: Sequence[tuple[Any, int]] | None, count: int) -> list[BucketKey]:
+        """Read the buckets of a state that has `count`.
+
+        Raises `CheckpointMismatchError` if they are not ours.
+        """
         if not self._grouped and keys is None and count == self.buckets:
             return [(None, number) for number in range(count)]
         if not self._grouped or keys is None or len(keys) != count:
@@ -137,7 +142,7 @@ class BucketSizes:
             )
         return [self.saved_bucket(group, number) for group, number in keys]
 
-    def saved_bucket(self, group: Any, number: int) -> Bucket:
+    def saved_bucket(self, group: Any, number: int) -> BucketKey:
         """A bucket of a state. Raises `CheckpointMismatchError` if it is not one of ours."""
         wrong = f"BucketBatcher(bounds={self.bounds}): the state has a bucket {number}"
         try:
@@ -150,7 +155,10 @@ class BucketSizes:
 
 
 def plain_group(group: Any) -> Group:
-    """A group as a state returns it. Raises ValueError unless it is an int, a str, None, or a tuple of these."""
+    """Return a group as a state has it.
+
+    Raises ValueError unless it is an int, a str, None, or a tuple of these.
+    """
     if group is None:
         return None
     if isinstance(group, str):
@@ -164,31 +172,40 @@ def plain_group(group: Any) -> Group:
 
 
 class BucketRule:
-    """The choice of a lane that holds up to `candidates` full batches; `key` is the same in all lanes of a run."""
+    """Choice of the next bucket in a lane with up to `candidates` full batches.
+
+    `key` is the same in all lanes of a run.
+    """
 
     def __init__(self, *, key: int, candidates: int, sizes: BucketSizes) -> None:
         self._ranks = SharedRanks(key=key, steps=STEPS)
         self._candidates, self._sizes = candidates, sizes
-        self._came: dict[Bucket, int] = {}  # items that came to each bucket
+        self._came: dict[BucketKey, int] = {}  # items that came to each bucket
         self._total = 0  # parts of batches that these are
 
     def room(self, n: int) -> int:
-        """How many full batches to hold before batch n: few at first, so that the first one does not wait long."""
-        return min(self._candidates, FIRST + n)
+        """Return how many full batches to buffer before batch n.
 
-    def came(self, bucket: Bucket) -> None:
+        They are few at first, so that the first batch does not wait long.
+        """
+        return min(self._candidates, FIRST_FULL + n)
+
+    def came(self, bucket: BucketKey) -> None:
         """Count an item that came to a bucket."""
         self._came[bucket] = self._came.get(bucket, 0) + 1
         self._total += self._parts(bucket)
         if self._total >= COUNTED * self._candidates * _BATCH:
             self.restore([(bucket, count // 2) for bucket, count in self._came.items()])
 
-    def _parts(self, bucket: Bucket) -> int:
+    def _parts(self, bucket: BucketKey) -> int:
         """The parts of a batch that an item is."""
         return max(1, _BATCH // self._sizes.of(*bucket))
 
-    def choose(self, n: int, held: Mapping[Bucket, int], full: Collection[Bucket]) -> Bucket:
-        """The bucket of batch n: one of `full`, not empty; `held` are the items in each bucket that has some."""
+    def choose(self, n: int, held: Mapping[BucketKey, int], full: Collection[BucketKey]) -> BucketKey:
+        """Choose the bucket of batch n among the nonempty `full`.
+
+        `held` has the items of each bucket that has some.
+        """
         widths = self._widths(held)
         wanted = self._ranks.rank(n) * sum(widths.values())
         begin, chosen = 0, None
@@ -199,7 +216,7 @@ class BucketRule:
         assert chosen is not None, "a full bucket holds items"
         return chosen
 
-    def _widths(self, held: Mapping[Bucket, int]) -> dict[Bucket, int]:
+    def _widths(self, held: Mapping[BucketKey, int]) -> dict[BucketKey, int]:
         """The share of each bucket that has or had items, of the sum."""
         scale = WIDER * self._candidates
         widths = {bucket: scale * count * self._parts(bucket) for bucket, count in self._came.items()}
@@ -207,17 +224,17 @@ class BucketRule:
             widths[bucket] = widths.get(bucket, 0) + self._total * count // self._sizes.of(*bucket)
         return widths
 
-    def counts(self) -> list[tuple[Bucket, int]]:
+    def counts(self) -> list[tuple[BucketKey, int]]:
         """The items that came to each bucket: for `restore`."""
         return list(self._came.items())
 
-    def restore(self, counts: Sequence[tuple[Bucket, int]]) -> None:
+    def restore(self, counts: Sequence[tuple[BucketKey, int]]) -> None:
         """Continue after these."""
         self._came = {bucket: count for bucket, count in counts if count}
         self._total = sum(count * self._parts(bucket) for bucket, count in self._came.items())
 
 
-def _shortest_first(bucket: Bucket) -> tuple[int, str]:
+def _shortest_first(bucket: BucketKey) -> tuple[int, str]:
     group, number = bucket
     return number, repr(group)
 
@@ -233,7 +250,9 @@ class _BucketState(msgspec.Struct):
 
 
 class BucketBatcher(EncoderBatches):
-    """Yields batches of items of similar length, or of one group: `encoder.batch(items, rng)` of one bucket's items.
+    """Batches of items of similar length, or of one group.
+
+    A batch is `encoder.batch(items, rng)` of one bucket's items.
 
     A bucket with enough items yields a batch; at the end of a finite source each bucket yields its rest, the shortest
     bucket first. With `SavableLoader(tail="pad")` a batch has all rows of its bucket and, beside the encoder's keys,
@@ -306,7 +325,7 @@ class BucketBatcher(EncoderBatches):
         self.size, self.max_tokens = size, max_tokens
         self.group = source.lane.own(group)
         self._check_group(group)
-        self._buckets: dict[Bucket, ItemBuffer] = {}  # those that hold items, in the order in which they began
+        self._buckets: dict[BucketKey, ItemBuffer] = {}  # those that hold items, in the order in which they began
         self._taken = ItemBuffer(self)  # an item of the source that is in no bucket yet
         self._by_source = SourceCounts(self.counts)
         self.same_bucket, self.candidates = same_bucket, candidates
@@ -335,13 +354,13 @@ class BucketBatcher(EncoderBatches):
         key = self._key(item)
         return 0 if key[1] == self._sizes.buckets else self._size(key)
 
-    def _next_bucket(self) -> Bucket | None:
+    def _next_bucket(self) -> BucketKey | None:
         while (key := self._fill()) is not None:
             if self._make_items(key):
                 return key
         return None
 
-    def _make_items(self, key: Bucket) -> bool:
+    def _make_items(self, key: BucketKey) -> bool:
         """Make the missing items of a bucket's next batch; False if one is in the bucket no more."""
         held = self._buckets[key]
         due = range(min(self._size(key), len(held)))
@@ -364,7 +383,7 @@ class BucketBatcher(EncoderBatches):
         """Whether another batch will come, found by filling a bucket."""
         return self._next_bucket() is not None
 
-    def _fill(self) -> Bucket | None:
+    def _fill(self) -> BucketKey | None:
         """The bucket of the next batch; None at the end."""
         room = 1 if self._rule is None else self._rule.room(self._count)
         full = {key: each for key, held in self._buckets.items() if (each := len(held) // self._size(key))}
@@ -379,10 +398,10 @@ class BucketBatcher(EncoderBatches):
             return self._rule.choose(self._count, held_items, full)
         return min(full or ([] if self.drop_last else self._buckets), key=lambda key: key[1], default=None)
 
-    def _size(self, key: Bucket) -> int:
+    def _size(self, key: BucketKey) -> int:
         return self._sizes.of(*key)
 
-    def _put_taken(self) -> Bucket | None:
+    def _put_taken(self) -> BucketKey | None:
         """Put the item that was taken into its bucket, and return the bucket; None if the item is left out."""
         element = self._taken[0]
         key = self._key_unmade(element)
@@ -401,7 +420,7 @@ class BucketBatcher(EncoderBatches):
         self._taken.drop(1)
         return key
 
-    def _key_unmade(self, element: Element) -> Bucket | None:
+    def _key_unmade(self, element: Element) -> BucketKey | None:
         """The bucket of an element that is skipped, if it is known without making it."""
         if self.group is not None or element.is_made or not self._is_skipped(element):
             return None
@@ -411,7 +430,7 @@ class BucketBatcher(EncoderBatches):
             return None
         return None, bisect_left(self.bounds, element.sizes[0][0])
 
-    def _key(self, item: Any) -> Bucket:
+    def _key(self, item: Any) -> BucketKey:
         """The group and bucket of an item; the bucket `len(self.bounds)` if it is too long.
 
         Raises `EncodeError` if the encoder or `group` does, or the group has no size.
@@ -427,7 +446,7 @@ class BucketBatcher(EncoderBatches):
                 f"BucketBatcher: {row:,} items in a row were longer than the last bound, {self.bounds[-1]}. Raise it."
             )
 
-    def _make(self, key: Bucket, i: int) -> bool:
+    def _make(self, key: BucketKey, i: int) -> bool:
         """Make the item `i` of a bucket; False if it is lost, or a pack that lost an item and is of another bucket."""
         held = self._buckets[key]
         element = held[i]
@@ -453,17 +472,19 @@ class BucketBatcher(EncoderBatches):
             self._put(found, item, ref)
         return False
 
-    def _put(self, key: Bucket, item: Any, ref: ItemRef) -> None:
+    def _put(self, key: BucketKey, item: Any, ref: ItemRef) -> None:
         self._buckets.setdefault(key, ItemBuffer(self)).add([Element(ref, item)])
 
     def save_state(self) -> State:
-        """`buckets`: refs and sizes of the items in each bucket; `count`: batches given so far.
+        """Return the position.
+
+        `buckets` has refs and sizes of the items in each bucket, `count` the number of yielded batches.
 
         `taken`: the same of an item that an error kept from its bucket, if there is one. With groups `keys`: group and
         number of each bucket; where batches are padded `first`: the ref of the first item. With `same_bucket` `came`:
         group and number of each bucket, and the items that came to it.
         """
-        keys: list[Bucket] = [(None, number) for number in range(self._sizes.buckets)]
+        keys: list[BucketKey] = [(None, number) for number in range(self._sizes.buckets)]
         if self.group is not None:
             keys = list(self._buckets)
         state: State = {
@@ -479,7 +500,10 @@ class BucketBatcher(EncoderBatches):
         return state if self.group is None else {**state, "keys": keys}
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; held items are made again when they are needed."""
+        """Return to the position in `state`.
+
+        Buffered items are rebuilt when they are needed.
+        """
         saved = parse_state(self, state, _BucketState)
         keys = self._sizes.saved(saved.keys, len(saved.buckets))
         came = [(self._sizes.saved_bucket(group, number), count) for group, number, count in saved.came or ()]
@@ -508,5 +532,5 @@ class BucketBatcher(EncoderBatches):
         return {**own, **super().settings()}
 
 
-def _shown(key: Bucket) -> str:
+def _shown(key: BucketKey) -> str:
     return f"bucket {key[1]}" if key[0] is None else f"bucket {key[1]} of the group {key[0]!r}"

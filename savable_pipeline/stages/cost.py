@@ -1,4 +1,6 @@
-"""The cost of a pack in training: the sum, over its documents, of an integer function of length and images.
+"""Cost of a pack in training.
+
+It is the sum over its documents of an integer function of length and images.
 
 `Balance` uses the order of these numbers, `OnlinePacker(max_cost=)` their sums. Only integers: an order must not depend
 on how a library rounds.
@@ -21,7 +23,9 @@ _LIMIT = 1 << 62  # costs, and sums of them, fit into 8 bytes of a state
 
 
 def waiting_share(steps: Iterable[Sequence[int]]) -> float:
-    """The share of the ranks' time in which they wait for the slowest, if a batch takes as long as its cost.
+    """Return the fraction of time that ranks wait for the slowest.
+
+    A batch takes as long as its cost.
 
     Each step is the costs of its ranks' batches: 2 and 4 are 0.25 of waiting.
     """
@@ -44,7 +48,9 @@ class _AttentionCost:
 
 
 def attention_cost(*, hidden: int, per_image: int = 0) -> Cost:
-    """Return a function for the cost of a document of n tokens in a transformer: n² + 6 · `hidden` · n, an int.
+    """Return a cost function for documents in a transformer.
+
+    A document of n tokens costs the integer n² + 6 · `hidden` · n.
 
     n² stands for attention within the document, the rest for the layers' matrices. For another model write a function
     of your own of a document's length and number of images.
@@ -78,7 +84,10 @@ def check_cost(stage: str, cost: object) -> None:
 
 
 class Costing:
-    """Calls the cost function of one stage. Raises ValueError unless it is a function, `EncodeError` if it fails."""
+    """Cost function of one stage.
+
+    Raises ValueError unless it is a function, `EncodeError` if it fails.
+    """
 
     def __init__(self, stage: str, cost: Cost) -> None:
         check_cost(stage, cost)

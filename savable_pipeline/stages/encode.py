@@ -1,4 +1,6 @@
-"""`Encode`: the stage that turns samples into items with the user's encoder, and makes an item again from its ref.
+"""`Encode`: stage that turns samples into items with the user's encoder.
+
+It also rebuilds an item from its ref.
 
 encode(sample, rng) ──▶ item                       part 0
 encode(sample, rng) ──▶ iterator ──▶ item, …       parts 0, 1, …, each with random numbers of its own
@@ -26,7 +28,7 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
 from savable_pipeline.stages.chunked_stage import ChunkedStage, count_of
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.encoder_calls import made_encoder, seeding_of
+from savable_pipeline.stages.encoder_calls import lane_encoder, seeding_of
 from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.mapped_function import MappedFunction, encoder_call
@@ -51,7 +53,10 @@ _AHEAD = 16  # the least number of refs to take from the source at a time
 
 
 class EncodeState(msgspec.Struct):
-    """The state of a stage that calls a function for each sample: an `Encode`, or a filter, which has no `part`."""
+    """State of a stage that calls a function for each sample.
+
+    That is an `Encode`, or a filter, which has no `part`.
+    """
 
     refs: bytes
     source: dict[str, Any]
@@ -108,7 +113,7 @@ class Encode(ChunkedStage, ItemStage):
     ) -> None:
         self._check_source(source, SampleStage)
         super().__init__(source)
-        encoder = made_encoder("Encode", encoder, source.lane)
+        encoder = lane_encoder("Encode", encoder, source.lane)
         self._ahead = SamplesAhead()
         self._skipped = SkippedSamples(
             encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead
@@ -127,7 +132,10 @@ class Encode(ChunkedStage, ItemStage):
         )
 
     def take(self, n: int) -> list[Element]:
-        """The next items, 1 to `n` of them; unmade where the encoder declares their sizes; none only at the end."""
+        """Take the next 1 to `n` items, or none at the end.
+
+        They have no values yet if the encoder declares their sizes.
+        """
         elements: list[Element] = []
         ahead = self._ahead
         first, part, before = ahead.next, self._part, self._skipped.begin(elements)
@@ -137,7 +145,7 @@ class Encode(ChunkedStage, ItemStage):
                     if not ahead.load(self.source, max(n - len(elements), _AHEAD), keep=first):
                         break
                     first = 0
-                mark, checks, fan, count = self._skipped.mark(), self.keyed.check.left, self._fan, self._part
+                mark, checks, fan, count = self._skipped.mark(), self.keyed.check.remaining, self._fan, self._part
                 try:
                     if fan is not None:
                         self._take_parts(elements, n)
@@ -147,7 +155,7 @@ class Encode(ChunkedStage, ItemStage):
                         self._take_samples(elements, n)
                 except DrawFound:  # the row has no effect, and is repeated
                     self._skipped.roll_back(mark)
-                    self.keyed.check.left = checks
+                    self.keyed.check.remaining = checks
                     self._fan = FanOut(self.keyed, fan.sample, count=count) if fan is not None else None
         except BaseException:
             self._skipped.roll_back(before)  # the call returns no item: undo it as a whole
@@ -296,11 +304,16 @@ class Encode(ChunkedStage, ItemStage):
         return skips(self.on_error, error)
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
-        """Leave this sample out from now on, in this lane and all that are restored from its state."""
+        """Skip this sample from now on.
+
+        It applies to this lane and to all that are restored from its state.
+        """
         self._skipped.avoid(index, epoch, reason)
 
     def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of items; a `Skip` if that fails now and `on_error` says to skip, or one is excluded.
+        """Build the values of items.
+
+        A value is a `Skip` if building fails now and `on_error` skips, or if the sample is excluded.
 
         Raises `EncodeError` if the encoder raises, or no longer makes that part of the sample.
         """
@@ -329,7 +342,10 @@ class Encode(ChunkedStage, ItemStage):
         return bool(self.one_to_one) and self.on_error == "raise"
 
     def is_certain(self, ref: ItemRef) -> bool:
-        """Return whether an item cannot be lost: errors are raised, and a `Join` has all of its sample."""
+        """Return whether an item cannot be lost.
+
+        That is so if errors are raised and a `Join` has all of its sample.
+        """
         if self.on_error != "raise" or self._skipped.avoided:
             return False
         if self.source.info.raises:
@@ -338,11 +354,16 @@ class Encode(ChunkedStage, ItemStage):
         return origin.on_error == "raise" and not absent_reason(origin)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """The source's count if each sample becomes one item (`one_to_one`) or an error that is raised; else None."""
+        """Return the source's count if each sample becomes one item.
+
+        That needs `one_to_one` and errors that are raised. It is None otherwise.
+        """
         return count_of(self.source, lane, epoch) if self._makes_all and not self.info.excluded else None
 
     def save_state(self) -> State:
-        """`refs`: taken from the source but not done, 12 bytes each; `part`: parts of the first one given so far.
+        """Return the position.
+
+        `refs` are taken from the source but not done, 12 bytes each. `part` counts the yielded parts of the first one.
 
         `samples`: the number of samples that are done; `errors` and `avoided`: see `SkippedSamples.save_state`.
         """
@@ -401,7 +422,9 @@ def _warn_of_own_draws(encoder: TaskEncoder) -> None:
 
 
 class KeyedEncoder:
-    """Calls `encode` of an encoder with the random numbers of a sample: their key is of the run's seed and its ref.
+    """Encoder calls with the random numbers of a sample.
+
+    Their key derives from the run's seed and the sample's ref.
 
     `purpose` keeps the numbers of a stage other than `Encode` apart from those.
     """
@@ -421,8 +444,11 @@ class KeyedEncoder:
         self._bases: dict[int, int] = {}
 
     def due_encode(self) -> EncodeCall:
-        """What encodes the samples of this row: the encoder itself, if none of them is to be checked."""
-        due = self.encode is not self.check or self.check.left > 0 or self.seeding.wants_second_run()
+        """Return the function that encodes the samples of this row.
+
+        It is the encoder's own if none of them is to be checked.
+        """
+        due = self.encode is not self.check or self.check.remaining > 0 or self.seeding.wants_second_run()
         return self.encode if due else self.plain
 
     def base(self, source: int) -> int:
@@ -464,7 +490,9 @@ class KeyedEncoder:
 
 
 class FanOut:
-    """The items of a sample that fans out, one by one; `count` is that of those so far, a `Skip` too.
+    """Items of a sample that fans out, one by one.
+
+    `count` is the number of those so far, including a `Skip`.
 
     `made`: the encoder's iterator and its random numbers; without it, the sample is encoded for the next item.
     """
@@ -493,7 +521,10 @@ class FanOut:
         return self._next(made, rng)
 
     def pass_over(self, parts: int) -> bool:
-        """Go on behind this many items, unmade where the iterator has `pass_over`; False if there are fewer."""
+        """Skip this many items.
+
+        They are not built if the iterator has `pass_over`. False means that there are fewer.
+        """
         assert self.made is not None
         made, rng = self.made
         if parts and (pass_over := getattr(made, "pass_over", None)) is not None:
@@ -519,7 +550,10 @@ class FanOut:
 
 
 def part_of(ref: ItemRef | Ref) -> int:
-    """The number of the part that a ref names. Raises `CheckpointMismatchError` for one of a state that names none."""
+    """Return the number of the part that a ref names.
+
+    Raises `CheckpointMismatchError` for a ref of a state that names none.
+    """
     if isinstance(ref, Ref):
         return ref.part
     if len(ref) != 3 or not hasattr(ref[2], "__index__"):
@@ -535,14 +569,17 @@ class DeclaredSize:
         self.known = _has(encoder, "length_of") and (_has(encoder, "images_of") or not _has(encoder, "images"))
 
     def of(self, sample: Sample) -> Size | None:
-        """(length, images) of the item of a sample; None if only encoding can tell. Raises what the encoder raises."""
+        """Return (length, images) of a sample's item.
+
+        It is None if only encoding can tell. Raises what the encoder raises.
+        """
         if not self.known:
             return None
         length = self._encoder.length_of(sample)
         return None if length is None else (index(length), index(self._encoder.images_of(sample)))
 
     def check(self, sample: Sample, item: Any, declared: Size | None) -> None:
-        """Raise `EncodeError` if the item of a sample has another size than the encoder declares, or did."""
+        """Raise `EncodeError` if an item's size differs from the declared one."""
         declared = self.of(sample) if declared is None else declared
         if declared is None or not self.known:
             return

@@ -1,4 +1,7 @@
-"""`EncoderCalls`: how packer and batcher call an encoder: with keyed random numbers, and errors that name the stage."""
+"""`EncoderCalls`: calls of an encoder by packer and batcher.
+
+They have keyed random numbers, and errors that name the stage.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_sett
 
 
 def check_encoder(stage: str, encoder: object) -> None:
-    """Raise ValueError unless this is an encoder; for a class or a function with what to write instead."""
+    """Raise ValueError unless this is an encoder.
+
+    For a class or a function, the error says what to write instead.
+    """
     if isinstance(encoder, TaskEncoder):
         return
     hint = ""
@@ -32,12 +38,15 @@ def check_encoder(stage: str, encoder: object) -> None:
     raise ValueError(f"{stage} takes a TaskEncoder, not {encoder!r}{hint}")
 
 
-def made_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
-    """The encoder, or the one that a function makes, once a process. Raises ValueError if it is neither."""
+def lane_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
+    """Return the encoder, or the one that a function builds once a process.
+
+    Raises ValueError if it is neither.
+    """
     if is_maker(encoder):
-        made = lane.shared(("encoder", encoder), lane.own(encoder))  # of a thread alone, as a copy is
-        check_encoder(stage, made)
-        return cast(TaskEncoder, made)
+        own = lane.shared(("encoder", encoder), lane.own(encoder))  # of a thread alone, as a copy is
+        check_encoder(stage, own)
+        return cast(TaskEncoder, own)
     check_encoder(stage, encoder)
     return lane.own(cast(TaskEncoder, encoder))
 
@@ -53,7 +62,10 @@ def is_maker(encoder: object) -> TypeGuard[Callable[[], Any]]:
 
 
 def seeding_of(encoder: TaskEncoder, lane: Lane, method: str = "encode") -> Seeding:
-    """The seeding of a method, or of the function of a `.map` or `.filter`, for all lanes of a process."""
+    """Return the seeding of a method or function for all lanes of a process.
+
+    The function is that of a `.map` or `.filter`.
+    """
     function = encoder.function if isinstance(encoder, MappedFunction) else encoder
     name = encoder_call(encoder) if method == "encode" else f"{type(encoder).__name__}.{method}"
     setting = encoder.global_rng
@@ -65,7 +77,9 @@ def seeding_of(encoder: TaskEncoder, lane: Lane, method: str = "encode") -> Seed
 
 
 class EncoderCalls:
-    """Calls an encoder's methods for one stage, which combines items into packs or batches.
+    """Calls of an encoder's methods for one stage.
+
+    The stage combines items into packs or batches.
 
     `encoder=None` is the one upstream. Raises `EncodeError` where its method raises or returns a wrong result.
     """
@@ -94,7 +108,10 @@ class EncoderCalls:
         self._seeding = seeding_of(encoder, self._lane, combine)
 
     def settings(self) -> dict[str, Any]:
-        """What the stage's settings have of the encoder; nothing of the one upstream, whose stage lists them."""
+        """Return the encoder's part of the stage's settings.
+
+        It is empty for the encoder upstream, whose stage lists them.
+        """
         return {} if self._is_upstream else encoder_settings(self.encoder)
 
     def key(self, info: StageInfo) -> int:
@@ -120,17 +137,20 @@ class EncoderCalls:
         if seeding.seed is not None:
             seeding.seed(rng.key)
         try:
-            made = call(items, rng.restarted())
-            if type(made) is Skip and self.packs_all:
-                raise TypeError(f"one_to_one is set, but it returned {made!r}")
-            return made
+            result = call(items, rng.restarted())
+            if type(result) is Skip and self.packs_all:
+                raise TypeError(f"one_to_one is set, but it returned {result!r}")
+            return result
         except Exception as error:
             name = "select" if noun == "round" else f"{self.encoder_name}.{noun}"
             which = f", {noun} {rng.parts[0]} ({len(items)} items)"
             raise self._error(name, error, which) from from_user_code(error)
 
     def sizes(self, items: Sequence[Any]) -> tuple[Size, ...] | None:
-        """Length and images of each item; None if the encoder does not say how to measure one."""
+        """Return length and images of each item.
+
+        It is None if the encoder cannot measure an item.
+        """
         if getattr(self.encoder.length, "__func__", None) is TaskEncoder.length:
             return None
         return tuple((self.length(item, least=0), self.images(item)) for item in items)
@@ -168,7 +188,7 @@ class EncoderCalls:
         return part
 
     def value(self, function: str | Callable[[Any], Any], item: Any, checked: Callable[[Any], Any]) -> Any:
-        """The result of a function of an item, or of a method of the encoder, after `checked`."""
+        """Return the checked result of a function or method for an item."""
         try:
             return checked(getattr(self.encoder, function)(item) if isinstance(function, str) else function(item))
         except Exception as error:

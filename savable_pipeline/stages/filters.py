@@ -29,7 +29,10 @@ _NOTHING = "it returned None; return True or False"
 
 
 class FilterCounts(msgspec.Struct):
-    """What a filter has tried, kept, and skipped because of errors; `row`: the last ones, of which it kept none."""
+    """Counts of tried, passed and failed samples of a filter.
+
+    `row` counts the last samples, of which none passed.
+    """
 
     tried: SavedCount = 0
     kept: SavedCount = 0

@@ -1,4 +1,6 @@
-"""`ItemRef`: nested tuples of integers that say what an item, a pack or a batch is made of; and `Element`, with one.
+"""`ItemRef`: nested tuples of integers that identify an item, pack or batch.
+
+`Element` has one.
 
     item      (index, epoch, part)         its sample's index in the dataset and epoch; the part's number in a fan-out
     cut item  (ItemRef, start, stop)       the tokens from start to stop - 1 of an item
@@ -50,7 +52,10 @@ def as_ref(ref: Any) -> ItemRef:
 
 
 def left_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, left: ItemRef) -> tuple[SizeT, ...] | None:
-    """Of the sizes of the items in a pack, those of the items that are left of it; None if they are not known."""
+    """Select the sizes of the items that remain in a pack.
+
+    It is None if they are not known.
+    """
     if left == ref or sizes is None:
         return sizes
     if len(sizes) != len(ref) - 1:
@@ -59,19 +64,21 @@ def left_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, left: ItemRef) -> 
 
 
 def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
-    """The ref of an item or a pack without the samples whose index `is_gone`; None if nothing is left.
+    """Remove samples whose index `is_gone` from the ref of an item or pack.
+
+    It is None if nothing remains.
 
     The ref of a user's own stage, of another form than in the table above, is left whole or not at all.
     """
     inner = [part for part in ref if isinstance(part, tuple)]
     if not inner:
         return None if is_gone(ref[0]) else ref
-    left = [without(part, is_gone) for part in inner]
-    if left == inner:
+    parts = [without(part, is_gone) for part in inner]
+    if parts == inner:
         return ref
     is_pack = not isinstance(ref[0], tuple) and len(inner) == len(ref) - 1
-    kept = [part for part in left if part is not None]
-    return (ref[0], *kept) if is_pack and kept else None
+    present = [part for part in parts if part is not None]
+    return (ref[0], *present) if is_pack and present else None
 
 
 def batch_number(ref: ItemRef) -> ItemRef:
@@ -100,7 +107,10 @@ def first_sample(ref: ItemRef) -> ItemRef:
 
 
 class Element(msgspec.Struct, gc=False):
-    """An element on its way through a lane. `counted_bytes`: of its value, as counted in the memory budget."""
+    """An element on its way through a lane.
+
+    `counted_bytes` is the size of its value in the memory budget.
+    """
 
     ref: ItemRef
     value: Any = UNMADE

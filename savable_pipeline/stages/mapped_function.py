@@ -1,4 +1,7 @@
-"""The encoders of chains: `MappedFunction` of a plain function, for `.map(f)`, `ClipEncoder` of clips, for `.clips`."""
+"""Encoders of chains.
+
+`MappedFunction` has a plain function, for `.map(f)`, and `ClipEncoder` clips, for `.clips`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ LAMBDA = "<lambda>"
 
 
 class MappedFunction(TaskEncoder):
-    """Encodes by `function(sample)`, or `function(sample, rng)` where it takes two arguments.
+    """Encoder that calls `function(sample)` or `function(sample, rng)`.
 
     Args:
         stage: What it is for, in messages: ".map".
@@ -59,7 +62,10 @@ def encoder_call(encoder: TaskEncoder) -> str:
 
 
 def check_mapped(stage: str, function: object, *, most: int) -> int:
-    """How many arguments, 1 to `most`, a function takes. Raises ValueError if it is none of so many."""
+    """Count the arguments, 1 to `most`, of a function.
+
+    Raises ValueError for any other number.
+    """
     if not callable(function) or isinstance(function, type | TaskEncoder):
         cure = ". Pass an encoder to .encode" if isinstance(function, TaskEncoder) else ""
         raise ValueError(f"{stage} takes a function, not {function!r}{cure}")
@@ -78,7 +84,9 @@ def check_mapped(stage: str, function: object, *, most: int) -> int:
 
 
 def mapped_settings(argument: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """What a fingerprint has of a function: its name, or class and `settings()`; of a `partial` its arguments too.
+    """Return what a fingerprint has of a function.
+
+    It is its name, or class and `settings()`, and the arguments of a `partial`.
 
     Arguments that are no plain values are there by their class.
     """
@@ -107,7 +115,9 @@ def _plain(value: Any) -> Any:
 
 
 class ClipEncoder(TaskEncoder):
-    """Makes of each clip of a video, of a sound or of both a dict of "frames", "times_s", "audio" and "start_s".
+    """Encoder of each clip of a video, of audio or of both as a dict.
+
+    It has "frames", "times_s", "audio" and "start_s".
 
     Args:
         clips: Which clips to take.

@@ -1,4 +1,4 @@
-"""`PurityCheck`: encodes some samples twice, to find an encoder whose items do not depend on the sample alone.
+"""`PurityCheck`: encodes some samples twice to find impure encoders.
 
 It finds causes that change from one call to the next: a clock, an unseeded generator, a counter of calls. A cause that
 is constant within a process, such as the order of a set of strings, is found only by `savable verify-resume`. What
@@ -26,7 +26,7 @@ from savable_pipeline.stages.task_encoder import TaskEncoder
 
 T = TypeVar("T")
 _FIRST = 8  # samples of a process, and items of one, that are checked unless a share is given
-_LONGEST_S = 1.0  # that an item may take, to be made twice
+_LONGEST_S = 1.0  # limit for an item that is built twice
 _WORD = -4  # this word of a sample's key decides whether it is checked; `Rng.numpy` and the like use words -1 to -3
 
 
@@ -37,7 +37,9 @@ def check_share(share: float | None) -> None:
 
 
 class PurityCheck:
-    """Takes the place of `encoder.encode` and returns the same; `share` of the samples, 0 to 1, are encoded twice.
+    """Replacement of `encoder.encode` that checks a `share` of the samples.
+
+    It returns the same items. Checked samples are encoded twice.
 
     None: the first ones of a process, unless one takes longer than a second. More are encoded twice where `seeding`
     asks for it, from two states of the global generators.
@@ -46,7 +48,7 @@ class PurityCheck:
     def __init__(self, encoder: TaskEncoder, share: float | None, seeding: Seeding, lane: Lane) -> None:
         check_share(share)
         self._parts_of_one = _FIRST if share is None else math.inf
-        self.left = self._parts_of_one if share != 0 else 0  # samples to check
+        self.remaining = self._parts_of_one if share != 0 else 0  # samples to check
         self._longest_s = _LONGEST_S if share is None else math.inf
         self._encoder, self._seeding, self._in_threads = encoder, seeding, lane.in_thread
         self._limit = int((1.0 if share is None else share) * 2.0**64)
@@ -54,34 +56,34 @@ class PurityCheck:
     def __call__(self, sample: Sample, rng: Rng) -> Any:
         """Encode `sample`, twice if it is to be checked. Raises `EncodeError` if the two results differ."""
         begun = time.perf_counter()
-        made = self._encoder.encode(sample, rng)
+        result = self._encoder.encode(sample, rng)
         slow = time.perf_counter() - begun > self._longest_s
-        checked = self.left > 0 and word(rng.key, _WORD) < self._limit
+        checked = self.remaining > 0 and word(rng.key, _WORD) < self._limit
         if slow or not (checked or self._seeding.wants_second_run()):
-            return made
-        self.left -= checked
+            return result
+        self.remaining -= checked
         again = rng.restarted()
-        if hasattr(made, "pass_over"):  # goes on in the middle of a sample without making what was given: stays so
-            return made
-        if hasattr(made, "__next__"):
+        if hasattr(result, "pass_over"):  # goes on in the middle of a sample without making what was given: stays so
+            return result
+        if hasattr(result, "__next__"):
             other = self._once_more(sample, again, lambda: self._encoder.encode(sample, again))
-            return self._parts(sample, made, other, rng, again)
-        before = _leaves(made)
+            return self._parts(sample, result, other, rng, again)
+        before = _leaves(result)
         self._compare(sample, before, self._once_more(sample, again, lambda: self._encoder.encode(sample, again)))
-        return made
+        return result
 
-    def _parts(self, sample: Sample, made: Iterator[Any], other: Any, rng: Rng, again: Rng) -> Iterator[Any]:
-        """The parts of `made`, the first ones compared with those of `other`; the caller sets the key of `rng` before
+    def _parts(self, sample: Sample, result: Iterator[Any], other: Any, rng: Rng, again: Rng) -> Iterator[Any]:
+        """The parts of `result`, the first ones compared with those of `other`; the caller sets the key of `rng` before
         each.
         """
         if not hasattr(other, "__next__"):
             raise self._differs(sample, f"an iterator at first, {type(other).__name__} then")
         for number in count():
             begun = time.perf_counter()
-            part = next(made, _DONE)
+            part = next(result, _DONE)
             before = _leaves(part)
             if number >= self._parts_of_one or time.perf_counter() - begun > self._longest_s:
-                yield from () if part is _DONE else chain([part], made)
+                yield from () if part is _DONE else chain([part], result)
                 return
             again.rekey(rng.parts)
             second = self._once_more(sample, again, lambda: next(other, _DONE))
@@ -114,14 +116,14 @@ class PurityCheck:
         return EncodeError(
             f"{encoder_call(self._encoder)} returned two results for one sample: {difference}. Use only the sample, "
             f"settings and `rng`, not {threads}a clock or earlier calls, or pass check=0.0."
-            f"\n  stage Encode, shard {sample.shard}, key {sample.key!r}, {sample.place}, ref {tuple(sample.ref)}"
+            f"\n  stage Encode, shard {sample.shard}, key {sample.key!r}, {sample.location}, ref {tuple(sample.ref)}"
         )
 
 
-def _leaves(made: Any) -> list[tuple[str, Any]]:
+def _leaves(result: Any) -> list[tuple[str, Any]]:
     """The leaves of an item as they are before the encoder is called again; none where they cannot be had."""
     try:
-        return copied_leaves(made, "item")
+        return copied_leaves(result, "item")
     except Exception:  # of whatever class the item is
         return []
 

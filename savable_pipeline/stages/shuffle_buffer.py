@@ -1,4 +1,7 @@
-"""`ShuffleBuffer`: yields samples or items in random order from a buffer whose state is refs alone."""
+"""`ShuffleBuffer`: samples or items in random order.
+
+Its state has only refs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ _MAX_BUFFER_BYTES = 1 << 30
 
 
 class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
-    """Yields samples in random order: a random one of `size` held refs, which the source's next one replaces.
+    """Samples in random order, from a buffer of `size` refs.
+
+    The source's next ref replaces the yielded one.
 
     It holds at most the lane's part of the first epoch, by the index, so that it does not mix many epochs of small
     data. This bound is fixed for the run. A buffer behind a blend, packs or an encoder without `one_to_one` has none.
@@ -102,7 +107,10 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         return (word(self._key, self._draws) >> 32) * len(self._buffer) >> 32
 
     def take(self, n: int) -> Any:
-        """Take the next 1 to `n` elements: random ones, each replaced by the source's next, or by the last."""
+        """Take the next 1 to `n` random elements.
+
+        Each is replaced by the source's next, or by the last.
+        """
         buffer, capacity = self._buffer, self.capacity
         self._fill()
         if self._makes and isinstance(buffer, ItemBuffer) and buffer and not buffer[at := self._slot()].is_made:
@@ -119,7 +127,9 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         return last if isinstance(buffer, ItemBuffer) else np.asarray(last, REF)
 
     def save_state(self) -> State:
-        """`refs`: those of samples in order, 12 bytes each (index uint64, epoch uint32); of items, with their sizes.
+        """Return the position.
+
+        `refs` has those of samples in order, 12 bytes each (index uint64, epoch uint32), or those of items with sizes.
 
         `draws`: draws so far. `most`: the most refs in the buffer; 0 for no bound below `size`.
         """
@@ -127,7 +137,10 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         return {**saved, "source": self.source.save_state()}
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; nothing is read or made, but downloads of remote samples begin."""
+        """Return to the position in `state`.
+
+        Nothing is read or built, but downloads of remote samples start.
+        """
         saved = parse_state(self, state, _BufferState)
         self.source.restore_state(saved.source)
         self._buffer.restore(saved.refs)

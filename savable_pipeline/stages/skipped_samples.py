@@ -1,4 +1,6 @@
-"""`SkippedSamples`: which samples an `Encode` stage may leave out, how many it has, and which it must not try again.
+"""`SkippedSamples`: samples that an `Encode` stage skips.
+
+It counts them, and lists those that must not be tried again.
 
 `SourceCounts` counts by source what any stage leaves out and keeps.
 """
@@ -35,7 +37,7 @@ from savable_pipeline.stages.task_encoder import Skip
 log = logging.getLogger(__name__)
 
 EXCLUDED = Skip(REASON)
-_DETAILS = "\n  stage Encode"
+_STAGE = "\n  stage Encode"
 _ALWAYS = 100  # up to 100 errors of a lane are never too large a share
 _REMEMBERED = 1000  # lost samples, so that a second piece of one is not counted again
 
@@ -90,7 +92,10 @@ class SkippedSamples:
         self._counted: dict[str, int] = {}  # counters raised since `begin`
 
     def begin(self, elements: list[Element]) -> _Mark:
-        """Snapshot the counts before a call that may fail, and that adds its elements to `elements`."""
+        """Snapshot the counts before a call that may fail.
+
+        The call adds its elements to `elements`.
+        """
         self._counted = {}
         self._elements, self._noted = elements, 0
         return self.mark()
@@ -148,7 +153,10 @@ class SkippedSamples:
             )
 
     def tolerate(self, sample: Sample, error: Exception) -> None:
-        """Skip the sample that is next in `ahead` because of an error if `on_error` says so; else raise the error."""
+        """Skip the sample that is next in `ahead` if `on_error` skips its error.
+
+        Otherwise raise the error.
+        """
         fault: SavableError
         on_error: OnError
         if isinstance(error, ShardError):
@@ -164,7 +172,7 @@ class SkippedSamples:
         if is_environment_error(error):
             self.avoid(sample.index, sample.epoch, reason_of(error))
             self._forget_before(sample.epoch - 1)
-        self._lost(sample, reason_of(error), str(fault).split(_DETAILS)[0])
+        self._lost(sample, reason_of(error), str(fault).split(_STAGE)[0])
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
         """Never try this sample again, for this reason."""
@@ -176,12 +184,18 @@ class SkippedSamples:
         self._lost(sample, reason, "avoided since it failed before")
 
     def lose(self, sample: Sample, error: Exception) -> Skip:
-        """The `Skip` of a sample whose item was counted as given and fails now, or raise the error, as `tolerate`."""
+        """Return the `Skip` of a counted sample that fails now.
+
+        Or raise the error, as `tolerate` does.
+        """
         self.tolerate(sample, error)
         return self._uncounted(sample, reason_of(error))
 
     def lost_before(self, sample: Sample) -> Skip | None:
-        """The `Skip` of a sample that is known to be lost, counted if it was not; None if it may be tried."""
+        """Return the `Skip` of a sample that is known to be lost.
+
+        It is counted if it was not yet. None means that the sample may be tried.
+        """
         where = sample.index, sample.epoch
         if where in self._lost_reasons:
             return Skip(self._lost_reasons[where])
@@ -221,9 +235,9 @@ class SkippedSamples:
         self.skipped(sample, Skip(reason))
 
     def failed(self, sample: Sample, error: Exception) -> EncodeError:
-        """The `EncodeError` that says for which sample the encoder raised."""
-        what = f"{self._function} failed on sample {_key_of(sample)!r} of {sample.shard}: {described(error)}"
-        return EncodeError(f"{what}. {_fix(self._function, error)}{_DETAILS}, {sample.place}, ref {tuple(sample.ref)}")
+        """Return the `EncodeError` that names the sample for which the encoder raised."""
+        why = f"{self._function} failed on sample {_key_of(sample)!r} of {sample.shard}: {described(error)}"
+        return EncodeError(f"{why}. {_fix(self._function, error)}{_STAGE}, {sample.location}, ref {tuple(sample.ref)}")
 
     def restore(self, stage: Stage, errors: int, avoided: Mapping[str, bytes]) -> None:
         """Go on with these numbers of the stage's state: see `save_state`."""
@@ -232,7 +246,10 @@ class SkippedSamples:
             self.avoided.update(dict.fromkeys(saved_refs(stage, refs).tolist(), reason))
 
     def save_state(self) -> dict[str, Any]:
-        """`errors`: samples left out because of an error; `avoided`: refs by reason, 12 bytes each."""
+        """Return the counts.
+
+        `errors` counts samples skipped for errors. `avoided` has refs by reason, 12 bytes each.
+        """
         avoided: dict[str, list[tuple[int, int]]] = {}
         for ref, reason in self.avoided.items():
             avoided.setdefault(reason, []).append(ref)
@@ -255,12 +272,12 @@ def _key_of(sample: Sample) -> str:
 
 
 def too_many_errors(errors: int, done: int, max_errors: int | float) -> bool:
-    """Whether so many of what a lane has done may not be skipped because of errors: a count, or a share."""
+    """Return whether too many samples failed: a count, or a fraction."""
     return errors > (max(max_errors * done, _ALWAYS) if isinstance(max_errors, float) else max_errors)
 
 
 def max_empty_samples(population: int) -> int:
-    """The number of samples in a row that may give no item before the run ends with an error.
+    """Return how many consecutive samples without an item end the run.
 
     30 times the dataset plus 1,000, at most 100,000: a lane that draws at random would miss a single good sample this
     long with probability e**-30.
@@ -269,7 +286,9 @@ def max_empty_samples(population: int) -> int:
 
 
 class SourceCounts:
-    """What a stage keeps of each source, and what it leaves out, by reason and in a row.
+    """Counts of the samples that a stage uses and drops, by source.
+
+    Drops are counted by reason and in a row.
 
         counter of the stage           counts
         skipped/REASON                 what it left out
@@ -320,7 +339,9 @@ class SourceCounts:
         return names
 
     def left_out(self, reason: str, ref: ItemRef, tokens: int = 0, *, asked: bool = False) -> tuple[Counter[str], int]:
-        """Count a sample or an item, by its first sample. `asked`: the user said that it is meant.
+        """Count a dropped sample, or an item by its first sample.
+
+        `asked` means that the user requested it.
 
         Returns what was counted, and how many of its source were left out in a row.
         """

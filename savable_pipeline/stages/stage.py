@@ -46,7 +46,9 @@ def check_class(cls: type[Any]) -> None:
 
 
 class Stage:
-    """One step of a lane: an iterator that can save its position, return to it, and make an earlier element again.
+    """One step of a lane.
+
+    It is an iterator that can save its position, return to it, and rebuild an earlier element.
 
     Derive your own stage from `SampleStage`, `ItemStage` or `BatchStage`, by the kind of element that it yields.
 
@@ -155,12 +157,18 @@ class Stage:
         return self.source.fetch(ref)
 
     def settings(self) -> dict[str, Any]:
-        """Return every setting that changes the stage's output, as plain values: a saved state must agree on them."""
+        """Return every setting that changes the stage's output, as plain values.
+
+        A saved state must agree on them.
+        """
         return {}
 
     @property
     def sources(self) -> tuple[Stage, ...]:
-        """The stages directly upstream: none before a reader, several before a stage that merges."""
+        """Stages directly upstream.
+
+        A reader has none, and a stage that merges has several.
+        """
         return (self.source,)
 
     @cached_property
@@ -169,7 +177,10 @@ class Stage:
         return self.describe()
 
     def describe(self) -> StageInfo:
-        """Build `info`: the source's, one deeper. Called again in a `Blend`, once the branch has its name."""
+        """Build `info`, one deeper than the source's.
+
+        It is called again in a `Blend`, once the branch has its name.
+        """
         info = self.source.info
         return replace(info, depth=info.depth + 1, declared=False)
 
@@ -180,12 +191,17 @@ class Stage:
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """Event counters of this stage, such as `skipped/REASON`. A loader collects and clears them at each batch."""
+        """Event counters of this stage, such as `skipped/REASON`.
+
+        A loader collects and clears them at each batch.
+        """
         return Counter()
 
 
 class SampleStage(Stage):
-    """A stage that yields samples, not read yet: a reader, a `ShuffleBuffer`, a `Blend` of them, or your own filter.
+    """Stage that yields samples, not read yet.
+
+    It is a reader, a `ShuffleBuffer`, a `Blend` of them, or your own filter.
 
     Samples that a reader excludes pass through it too: `Encode` leaves them out.
 
@@ -229,7 +245,9 @@ class SampleStage(Stage):
 
 
 class ItemStage(Stage):
-    """A stage that yields items, or packs of them: `Encode`, `OnlinePacker`, a `Blend` of them, or your own stage.
+    """Stage that yields items, or packs of them.
+
+    It is `Encode`, `OnlinePacker`, a `Blend` of them, or your own stage.
 
     Args:
         source: The stage before this one.
@@ -284,7 +302,10 @@ class BatchStage(ItemStage):
     yields = "batches"
 
     def filler(self) -> Any:
-        """Return a batch of rows that do not count, for a lane that has no more: see `tail="pad"`."""
+        """Return a batch of padding rows for a lane that has no more.
+
+        See `tail="pad"`.
+        """
         raise NotImplementedError(f'{type(self).__name__} has no filler(). Write one, or use tail="stop".')
 
     def more(self) -> bool | None:
@@ -300,7 +321,10 @@ StructType = TypeVar("StructType", bound=msgspec.Struct)
 
 
 def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructType:
-    """The state of a stage as the struct `kind`. Raises `CheckpointMismatchError` if it is another stage's."""
+    """Parse the state of a stage as the struct `kind`.
+
+    Raises `CheckpointMismatchError` if it is another stage's.
+    """
     try:
         return msgspec.convert(state, kind)
     except msgspec.ValidationError as error:
@@ -310,7 +334,10 @@ def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructTyp
 
 
 def saved_refs(stage: Stage, raw: object) -> RefArray:
-    """The refs that a state has as bytes: REF (any,). Raises `CheckpointMismatchError` for anything else."""
+    """Decode the refs that a state has as bytes: REF (any,).
+
+    Raises `CheckpointMismatchError` for anything else.
+    """
     if not isinstance(raw, bytes) or len(raw) % REF.itemsize:
         found = f"{len(raw)} bytes" if isinstance(raw, bytes) else repr(raw)
         raise CheckpointMismatchError(
@@ -320,7 +347,9 @@ def saved_refs(stage: Stage, raw: object) -> RefArray:
 
 
 class PassThrough(Stage):
-    """Marks a stage whose `__next__` returns the element that it took last from its source, such as a filter.
+    """Mark of a stage whose `__next__` returns its source's last element.
+
+    A filter is such a stage.
 
     Such a stage holds nothing back, so it needs neither `ref` nor `fetch`, nor a state of its own. Do not mark a stage
     that holds, reorders or merges elements: `savable_pipeline.testing.assert_exact_resume` finds that mistake.

@@ -1,4 +1,6 @@
-"""`StageInfo`: the place of a stage in its pipeline, and facts about the stages before it, such as what they exclude.
+"""`StageInfo`: position of a stage in its pipeline, and upstream facts.
+
+Excluded samples are such a fact.
 
 reader(exclude=FILE) ──▶ ShuffleBuffer, Blend ──▶ Encode ──▶ OnlinePacker, Balance, Batcher
 deals all samples        hold all of them         leaves     at a restore, leave them out
@@ -24,7 +26,10 @@ REASON = "excluded"
 
 @dataclass(frozen=True, slots=True)
 class ExcludedSamples:
-    """Numbers of samples, by the tag of their source; a source is absent if none of its samples is excluded."""
+    """Indices of excluded samples, by the tag of their source.
+
+    A source is absent if none of its samples is excluded.
+    """
 
     numbers: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
@@ -49,7 +54,9 @@ NOTHING_EXCLUDED = ExcludedSamples()
 def read_exclude_file(
     path: str | os.PathLike[str] | None, lane: Lane, named: object, dataset: Dataset
 ) -> ExcludeFile | None:
-    """The file's samples in a dataset that is `named` so, read once for all lanes of a process; None without a file.
+    """Read an exclude file once for all lanes of a process.
+
+    `named` is the dataset's name. Without a file, the result is None.
 
     Raises ValueError for the file to which skipped samples are written.
     """
@@ -72,7 +79,7 @@ def excluded_numbers(file: ExcludeFile | None, lane: Lane, tag: int) -> frozense
 
 @dataclass(frozen=True, slots=True)
 class StageInfo:
-    """The place of a stage in its pipeline, and facts about the stages before it ("upstream")."""
+    """Position of a stage in its pipeline, and facts about stages upstream."""
 
     lane: Lane
     depth: int
@@ -99,9 +106,15 @@ class StageInfo:
     """Whether the encoder may declare the sizes of elements, which are then given unmade."""
 
     def left_of(self, ref: ItemRef) -> ItemRef | None:
-        """The ref of an item or a pack without excluded samples, and those of sources that are no longer upstream."""
+        """Remove excluded samples and removed sources from a ref.
+
+        The ref is of an item or a pack.
+        """
         return without(ref, lambda index: tag_of(index) not in self.tags or index in self.excluded)
 
     def key(self, purpose: str) -> int:
-        """The 64-bit key of the stage's random numbers for `purpose`; no other stage of the lane has the same key."""
+        """Return the 64-bit key of the stage's random numbers for `purpose`.
+
+        No other stage of the lane has the same key.
+        """
         return self.lane.key(purpose, self.depth, *([self.branch] if self.branch else []))

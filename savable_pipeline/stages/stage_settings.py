@@ -1,4 +1,4 @@
-"""The settings of stages: how they are compared with those of a saved state, kept of a function, and printed.
+"""Settings of stages: comparison with a saved state, and printing.
 
 A setting must be equal, unless `allow` names it, or a `SettingRule` says how else it is compared: `Stage.setting_rules`
 has them. Of a function a state keeps its name and its own settings. `tree` prints the stages of a lane.
@@ -45,7 +45,9 @@ MEDIA_RULES = {  # of what `KnownMedia.settings` has: the table says what the he
 
 
 def function_settings(argument: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """The name of a function, or the class and the `settings()` of a callable object, under the name of an argument.
+    """Return the settings of a function under the name of an argument.
+
+    They are its name, or the class and the `settings()` of a callable object.
 
     A fingerprint cannot hold code: a change inside the function is not seen.
     """

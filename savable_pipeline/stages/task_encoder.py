@@ -1,4 +1,4 @@
-"""`TaskEncoder`: the class that users derive from to encode samples into items, and to pack and batch items."""
+"""`TaskEncoder`: base class of encoders of samples, items, packs and batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from savable_pipeline.data.dataset.sample import Sample
 
 
 class Skip:
-    """Returned by `TaskEncoder.encode` in place of an item: leaves the sample out, and counts it.
+    """Result of `TaskEncoder.encode` that drops and counts the sample.
 
     Args:
         reason: The name of the count.
@@ -34,7 +34,9 @@ class Skip:
 
 
 class TaskEncoder:
-    """Turns samples into items, items into packs, and items or packs into batches. Derive your own and write `encode`.
+    """Encoder of samples into items, packs and batches.
+
+    Derive your own and write `encode`.
 
     Each method must be pure: its result depends only on its arguments, the encoder's settings and random numbers drawn
     during the call. Draw these from `rng`, which is keyed by the run's seed and the sample, pack or batch. Python's
@@ -105,7 +107,9 @@ class TaskEncoder:
         return len(item)
 
     def images(self, item: Any) -> int:
-        """Return the number of images of an item, by default 0: for `OnlinePacker` and `Balance`.
+        """Return the number of images of an item, by default 0.
+
+        `OnlinePacker` and `Balance` call it.
 
         Args:
             item: What `encode` made.
@@ -117,7 +121,9 @@ class TaskEncoder:
         return 0
 
     def length_of(self, sample: Sample) -> int | None:
-        """Return, without encoding, what `length` will be of the sample's item; by default None.
+        """Return, without encoding, the `length` of a sample's item.
+
+        The default is None.
 
         Write it where it is cheap, from the size of a text or the header of an image: `OnlinePacker` then places
         samples by it, and encodes them once, when their pack is due, however many packs are held. A length other than
@@ -149,7 +155,9 @@ class TaskEncoder:
         return None
 
     def images_of(self, sample: Sample) -> int:
-        """Return what `images` will be of the sample's item: needed beside `length_of` where `images` is not 0.
+        """Return, without encoding, the `images` of a sample's item.
+
+        It is needed in addition to `length_of` if `images` is not 0.
 
         Args:
             sample: The sample that would be encoded.
@@ -164,7 +172,9 @@ class TaskEncoder:
         return 0
 
     def cut(self, item: Any, start: int, stop: int) -> Any:
-        """Cut an item, by default by a slice: for `OnlinePacker`, where it truncates or splits items.
+        """Cut an item, by default by a slice.
+
+        `OnlinePacker` calls it to truncate or split items.
 
         Args:
             item: What `encode` made.
@@ -200,7 +210,9 @@ class TaskEncoder:
         raise NotImplementedError(f"{type(self).__name__} has no pack(items, rng). Write one, or remove the packer.")
 
     def batch(self, items: list[Any], rng: Rng) -> Any:
-        """Make a batch, by default as torch's `default_collate`, which stacks tensors of equal shape.
+        """Build a batch, by default as torch's `default_collate`.
+
+        It stacks tensors of equal shape.
 
         Args:
             items: Items or packs, in order.
@@ -213,8 +225,9 @@ class TaskEncoder:
         return collate(items)
 
     def settings(self) -> dict[str, Any]:
-        """Return every setting that changes the items, packs or batches, as plain values: a saved state must agree on
-        them.
+        """Return every setting that changes items, packs or batches.
+
+        They are plain values, on which a saved state must agree.
 
         Example:
             >>> sp.TaskEncoder().settings()
@@ -224,13 +237,18 @@ class TaskEncoder:
 
 
 def encoder_settings(encoder: TaskEncoder) -> dict[str, Any]:
-    """An encoder's class and settings for a stage's settings, with the prefix "encoder."."""
+    """Return an encoder's class and settings for a stage's settings.
+
+    They have the prefix "encoder.".
+    """
     own = {f"encoder.{name}": value for name, value in encoder.settings().items()}
     return {"encoder": type(encoder).__qualname__, **own}
 
 
 class Decoded(TaskEncoder):
-    """Makes of a sample the dict `sample.decoded()`, and of several a dict of lists, with None for a missing part.
+    """Encoder of a sample as the dict `sample.decoded()`.
+
+    A batch is a dict of lists, with None for a missing part.
 
     It draws no random numbers. To stack or crop, write an encoder of your own.
 

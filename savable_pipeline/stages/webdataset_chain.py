@@ -1,4 +1,4 @@
-"""`read_webdataset`: a webdataset pipeline as a pipeline of this library, for `sp.read(dataset)`.
+"""`read_webdataset`: a webdataset pipeline for `sp.read(dataset)`.
 
     SimpleShardList ─ splitters ─ shuffle ─ tar files │ shuffle     │ decode ─ map ─ to_tuple │ shuffle │ batched ─ map
     read(urls, shuffle=…)                             │ .shuffle(n) │ .encode(…)              │ .shuffle│ .batch(n)
@@ -95,7 +95,7 @@ class _Chain:
     buffers: list[int] = field(default_factory=list)  # of samples
     stages: list[Any] = field(default_factory=list)  # on one sample
     checked: bool = False  # whether one of them is in `per_sample`
-    fans_out: bool = False
+    has_fan_out: bool = False
     item_buffers: list[int] = field(default_factory=list)  # of items
     batch: tuple[int, Any, bool] | None = None  # size, collation, whether the last one may be smaller
     batch_stages: list[Any] = field(default_factory=list)
@@ -117,7 +117,7 @@ class _Chain:
                 if stage.batch_size is not None:
                     self._add_batched(stage.batch_size, stage.collate_fn, not stage.drop_last)
                 else:  # `default_convert` makes tensors of arrays
-                    self._add_per_sample(partial(_map_each, stage.collate_fn), fans_out=False)
+                    self._add_per_sample(partial(_map_each, stage.collate_fn), has_fan_out=False)
             elif hasattr(stage, "pipeline") or type(stage).__name__ in ("RandomMix", "RoundRobin"):
                 self.add_dataset(stage)
             else:
@@ -185,10 +185,10 @@ class _Chain:
             settings = _settings(stage)
             self._add_batched(settings["batchsize"], settings["collation_fn"], settings["partial"])
         elif name in _PER_SAMPLE | _FAN_OUTS and _is_library(stage):
-            self._add_per_sample(stage, fans_out=name in _FAN_OUTS)
+            self._add_per_sample(stage, has_fan_out=name in _FAN_OUTS)
         elif any(stage is each or kind is each for each in self.per_sample):
             self.checked = True
-            self._add_per_sample(stage, fans_out=True)
+            self._add_per_sample(stage, has_fan_out=True)
         else:
             raise ValueError(f"sp.read cannot resume the stage {_named(stage)} exactly. {_INSTEAD.get(name, _OWN)}")
 
@@ -200,7 +200,7 @@ class _Chain:
                 "shuffle() after batched() is not supported. Shuffle before batched(), or add unbatched()."
             )
         elif size > 0:
-            (self.item_buffers if self.fans_out or self.branches else self.buffers).append(size)
+            (self.item_buffers if self.has_fan_out or self.branches else self.buffers).append(size)
 
     def _add_opener(self, stage: Any) -> None:
         self.opened = True
@@ -220,7 +220,7 @@ class _Chain:
             raise ValueError("sp.read supports one batched() in a pipeline. Add unbatched() before the second one.")
         self.batch = (size, collation, partial_batches)
 
-    def _add_per_sample(self, stage: Any, *, fans_out: bool) -> None:
+    def _add_per_sample(self, stage: Any, *, has_fan_out: bool) -> None:
         if self.batch is not None and _name(stage) in _FAN_OUTS:
             _, collation, _ = self.batch  # batches that are taken apart again: the same with one sample in each
             own = [each for each in self.batch_stages if not isinstance(each, partial)]
@@ -234,7 +234,7 @@ class _Chain:
         elif self.batch is not None:
             self.batch_stages.append(stage)
         else:
-            self.fans_out |= fans_out
+            self.has_fan_out |= has_fan_out
             self._add_stage(stage)
 
     def _add_stage(self, stage: Any) -> None:
@@ -276,7 +276,7 @@ class _Chain:
 
 
 class WebDatasetEncoder(TaskEncoder):
-    """Runs the stages of a webdataset pipeline that handle one sample at a time, on one sample.
+    """Encoder that runs the per-sample stages of a webdataset pipeline.
 
     Args:
         chain: The stages of the pipeline.
@@ -290,20 +290,23 @@ class WebDatasetEncoder(TaskEncoder):
         self._urls = {url.rsplit("/", 1)[-1]: url for url in urls}
         self._named, self._suffix_of = _uses_name(chain.stages), dict[str, str]()
         self._suffixes, self._select, self._batch = chain.suffixes, chain.select_files, chain.batch
-        self._fans_out = chain.checked or any(_name(stage) in _FAN_OUTS for stage in chain.stages)
+        self._has_fan_out = chain.checked or any(_name(stage) in _FAN_OUTS for stage in chain.stages)
         self.one_to_one = all(_makes_one(stage) for stage in chain.stages)
         self._decodes = any(_name(stage) in ("_decode", "_xdecode") or _is_decoder(stage) for stage in chain.stages)
         self._earlier: list[tuple[dict[str, Any], int]] | None = [] if chain.checked else None
         self.global_rng = True if chain.checked else None  # `_check` seeds
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
-        """Return what the stages yield for the sample: an item, a `Skip`, or an iterator of items."""
+        """Return what the stages yield for the sample.
+
+        It is an item, a `Skip`, or an iterator of items.
+        """
         fields = self._fields(sample)
         if self._earlier is not None:
             self._check(fields, rng)
         self._skipped.clear()
         found = _run(self._stages, [fields])
-        if self._fans_out:
+        if self._has_fan_out:
             return iter(found)
         items = list(found)
         if len(items) == 1:
@@ -315,7 +318,7 @@ class WebDatasetEncoder(TaskEncoder):
         return Skip(type(self._skipped[0]).__name__ if self._skipped else "filtered")
 
     def batch(self, items: list[Any], rng: Rng) -> Any:
-        """Return the batch as webdataset's collation makes it, after the stages behind `batched`."""
+        """Build the batch by webdataset's collation and the stages after `batched`."""
         if self._batch is None:
             return super().batch(items, rng)
         _, collation, _ = self._batch

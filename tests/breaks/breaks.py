@@ -421,7 +421,7 @@ RUN = [
         "a resumed run ends where an uninterrupted one does",
         "After a resume a source counts as having given nothing so far, and its skips may end the run.",
         _RUN + "engine/lane_runner.py",
-        "        live = _Live(stages, lane, saved.batches, saved.in_vain or {})\n",
+        "        live = _Live(stages, lane, saved.batches, saved.dropped or {})\n",
         "        live = _Live(stages, lane, saved.batches, {})\n",
         ("tests/run/loader/test_source_losses.py", "tests/run/engine/test_lane_runner.py"),
         caught_by="tests/run/loader/test_source_losses.py::test_resumed_run_raises_the_error_at_the_same_step[1]",
@@ -556,7 +556,7 @@ DATA = [
         "nothing is mixed up",
         "A sample that is evicted from the cache while it is read is given, though some of its bytes are zeros.",
         _DATA + "stores/cached_samples.py",
-        "                            if present[row] == seen:\n                                used[row] = USED\n"
+        "                            if present[row] == before:\n                                used[row] = USED\n"
         "                                return found\n",
         "                            used[row] = USED\n                            return found\n",
         ("tests/data/remote/test_shard_cache.py", "tests/data/remote", "tests/data/dataset/test_remote_dataset.py"),

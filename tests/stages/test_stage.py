@@ -330,7 +330,7 @@ class Files:
     def verify(self, slot: int) -> None:
         self.looked.append(slot)
 
-    def verify_given(self) -> None:
+    def verify_yielded(self) -> None:
         self.looked.append(-1)
 
 

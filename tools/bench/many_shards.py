@@ -61,7 +61,7 @@ def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
     from savable_pipeline.data.shards.index_making import Columns, index_begin
     from savable_pipeline.data.shards.metadata import INDEX_NAME
     from savable_pipeline.data.shards.shard_list import ShardEntry
-    from savable_pipeline.data.shards.tar_format import TarSaid
+    from savable_pipeline.data.shards.tar_format import TarIndexHeader
 
     columns, draw = Columns(), np.random.default_rng(0)
     zeros = np.zeros(samples, "<u8")
@@ -73,7 +73,7 @@ def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
         with path.open("wb") as file:
             file.truncate(SHARD_BYTES)
         columns.add(ShardEntry(shard_name(shard), SHARD_BYTES, samples, digest), samples, check)
-    header = TarSaid([(("bin", 1),)], members=1, size_bytes=4, sizes=shards * samples)
+    header = TarIndexHeader([(("bin", 1),)], members=1, size_bytes=4, sizes=shards * samples)
     begin = index_begin(columns, "tar", msgspec.msgpack.encode(header))
     (root / INDEX_NAME).parent.mkdir()
     (root / INDEX_NAME).write_bytes(begin)

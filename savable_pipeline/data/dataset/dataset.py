@@ -1,4 +1,7 @@
-"""`Dataset`: refs to samples, over a record store; with the splits, field names and error policy of the dataset."""
+"""`Dataset`: samples of a record store by ref.
+
+It has the splits, field names and error policy of a dataset.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,9 @@ _UNTAGGED = np.uint64((1 << TAG_SHIFT) - 1)
 
 
 class Dataset:
-    """The samples of a store, shared by the lanes of a process; `open_dataset` makes one.
+    """Samples of a store, shared by the lanes of a process.
+
+    `open_dataset` opens one.
 
     `source` names it in refs. `on_error` and `quarantine` are for the stages that read it: what to do about a fault,
     and the file that lists what was skipped. `faults` are those of the whole, such as a folder that cannot be listed.
@@ -79,18 +84,21 @@ class Dataset:
 
     @contextlib.contextmanager
     def noting_reads(self, note: Callable[[int, int], None]) -> Iterator[None]:
-        """Within this context, call `note(bytes, nanoseconds)` after each part that a sample of this dataset reads."""
+        """Call `note(bytes, nanoseconds)` after each read of a part.
+
+        It applies to samples of this dataset within the context.
+        """
         read, array = self.read, self.array
 
-        def noted_read(*place: Any) -> bytes:
+        def noted_read(*address: Any) -> bytes:
             start = time.perf_counter_ns()
-            data = read(*place)
+            data = read(*address)
             note(len(data), time.perf_counter_ns() - start)
             return data
 
-        def noted_array(*place: Any) -> Any:
+        def noted_array(*address: Any) -> Any:
             start = time.perf_counter_ns()
-            data = array(*place)
+            data = array(*address)
             note(data.nbytes, time.perf_counter_ns() - start)
             return data
 
@@ -111,7 +119,10 @@ class Dataset:
 
     @cached_property
     def known_media(self) -> KnownMedia:
-        """What is known of the media without opening them. Raises `ShardError` for a table of other shards."""
+        """Media facts that are known without opening the files.
+
+        Raises `ShardError` for a table of other shards.
+        """
         from savable_pipeline.data.media.media_table import KnownMedia  # here: most datasets are not asked
 
         return KnownMedia(self.store, self.entries)
@@ -122,7 +133,10 @@ class Dataset:
 
     @property
     def prefetch_refs(self) -> int:
-        """The number of refs that `prefetch` should be given ahead of their use; 0: no more than the next ones."""
+        """Number of refs to pass to `prefetch` ahead of their use.
+
+        0 means only the next ones.
+        """
         return self.store.prefetch_refs
 
     def prefetch(self, refs: RefArray) -> None:
@@ -130,14 +144,17 @@ class Dataset:
         self.store.prefetch(self._indices(refs))
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
-        """The samples of these refs, unread. Raises `CheckpointMismatchError` for one that is not in the dataset."""
+        """Return the samples of these refs, without reading them.
+
+        Raises `CheckpointMismatchError` for a ref that is not in the dataset.
+        """
         shards, rows = self.locate(self._indices(refs))
         self.store.request(rows)
         parts = zip(shards.tolist(), rows.tolist(), refs["index"].tolist(), refs["epoch"].tolist(), strict=True)
         return [Sample(self, shard, row, i, epoch) for shard, row, i, epoch in parts]
 
     def locate(self, indices: Rows) -> tuple[Rows, Rows]:
-        """The shard of each of the samples with these numbers, and its row as the store counts them."""
+        """Return the shard of each sample index, and its row in the store."""
         shards = np.searchsorted(self.firsts, indices, side="right") - 1
         return shards, self.store.rows(shards, indices - self.firsts[shards])
 
@@ -155,26 +172,37 @@ class Dataset:
         return self.entries.rows()
 
     def digest(self) -> bytes:
-        """16 bytes that differ between datasets: of names, samples and digests of shards, and of the keys' column."""
+        """Hash the dataset to 16 bytes.
+
+        They cover names, sample counts and digests of the shards, and the key column.
+        """
         rows = [*self.manifest(), *([] if self.key_column is None else [self.key_column])]
         return hashlib.blake2b(msgspec.msgpack.encode(rows), digest_size=16).digest()
 
     @property
     def faults(self) -> list[tuple[str, str]]:
-        """Name and fault of each shard that could not be indexed to its end; no name for a fault of the whole."""
+        """Name and error of each shard that could not be fully indexed.
+
+        An error of the whole dataset has no name.
+        """
         return self._faults + [
             (self.entries.names[shard], fault) for shard, fault in sorted(self.entries.faults.items())
         ]
 
     @cached_property
     def field_map(self) -> FieldMap:
-        """The names that `dataset.yaml` gives to parts. Raises `ShardError` if the file is wrong."""
+        """Names that `dataset.yaml` gives to parts.
+
+        Raises `ShardError` if the file is wrong.
+        """
         return {} if self.root is None else read_field_map(self.root)
 
     def part_sizes(
         self, *, in_rows: bool = False, unread: list[ShardError] | None = None
     ) -> tuple[dict[str, Rows], int]:
-        """The sizes in bytes of parts, by extension, and the number of samples that have them: all, or some 1,000.
+        """Return the sizes of parts in bytes, by extension.
+
+        The second result is the number of samples examined: all, or about 1,000.
 
         Some, spread evenly, where the store would have to read them all; `in_rows`, in any case. Raises `ShardError`;
         those of samples with a missing file are added to `unread`, if it is given.
@@ -196,7 +224,7 @@ class Dataset:
         return {extension: np.array(each, dtype=np.int64) for extension, each in found.items()}, len(self.some())
 
     def some(self) -> list[tuple[int, int]]:
-        """Shard and row of some 1,000 samples, spread evenly; or of all, if there are fewer."""
+        """Return shard and row of about 1,000 evenly spread samples, or of all."""
         some = np.arange(min(self.count, _LOOKED_AT)) * self.count // min(self.count, _LOOKED_AT)
         shards, rows = self.locate(some)
         return list(zip(shards.tolist(), rows.tolist(), strict=True))
@@ -242,9 +270,9 @@ class Dataset:
         for shard, name in enumerate(self.entries.names if keys else ()):
             wanted = keys.get(name)
             if wanted:
-                keys_here = list(self.keys_of(shard))
-                places = [place for place, key in enumerate(keys_here) if key in wanted]
-                found[name] = np.array(places, dtype=np.int64)
-                if lost := wanted.difference(keys_here):
+                shard_keys = list(self.keys_of(shard))
+                rows = [row for row, key in enumerate(shard_keys) if key in wanted]
+                found[name] = np.array(rows, dtype=np.int64)
+                if lost := wanted.difference(shard_keys):
                     log.warning("%s: not found in %s, but named by `exclude`: %s", self.address, name, listed(lost))
         return found

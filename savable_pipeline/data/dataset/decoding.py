@@ -1,4 +1,6 @@
-"""Decodes the parts of a sample by their extension. Nothing is unpickled, and no more is allocated than is there.
+"""Decoding of the parts of a sample by extension.
+
+Nothing is unpickled, and no more is allocated than the part has.
 
 Of images also a region, decoded no larger than is needed; alpha over a background; what pixels do not show. A JPEG is
 decoded at 1/2, 1/4 or 1/8 of its size, by its DCT:
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
 
 Colour: TypeAlias = str | tuple[int, int, int]
 """A name or `#rrggbb`, as Pillow knows them, or red, green and blue of 0 to 255."""
-Size: TypeAlias = tuple[float, float]
+PixelSize: TypeAlias = tuple[float, float]
 """Width and height, in pixels."""
 Box: TypeAlias = tuple[float, float, float, float]
 """Left, upper, right and lower, in pixels of the full image."""
@@ -66,7 +68,9 @@ ALPHA, DEEP, TURNED = "alpha", "deep", "turned"
 
 
 def unpacked(extension: str, data: bytes, most: int) -> bytes:
-    """The content of a part whose extension ends in `gz`, such as "txt.gz"; any other part as it is.
+    """Decompress a part whose extension ends in `gz`, such as "txt.gz".
+
+    Other parts are returned unchanged.
 
     Raises ValueError for damage, and for more than `most` bytes.
     """
@@ -79,7 +83,9 @@ def unpacked(extension: str, data: bytes, most: int) -> bytes:
 
 
 def decoded_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exif: bool = True) -> Any:
-    """A part by the last word of its extension: of "seg.png" an image, turned with `exif`. Raises what they raise.
+    """Decode a part by the last word of its extension.
+
+    For "seg.png" it is an image, rotated with `exif`. Raises what the decoders raise.
 
     An image is uint8 (height, width, 3), or one of more bits that is gray (height, width).
 
@@ -140,7 +146,10 @@ def _inflated(archive: zipfile.ZipFile, each: zipfile.ZipInfo) -> bytes:
 
 
 def field_value(sample: Any, fields: FieldMap, name: str) -> Any:
-    """A field that `dataset.yaml` names: the bytes of a part, or a value inside its JSON. Raises KeyError."""
+    """Return a field that `dataset.yaml` names.
+
+    It is the bytes of a part, or a value inside its JSON. Raises KeyError.
+    """
     options = fields.get(name)
     if options is None:
         raise KeyError(f"no field {name!r}; the dataset has {', '.join(fields) or 'no field_map'}")
@@ -154,7 +163,10 @@ def field_value(sample: Any, fields: FieldMap, name: str) -> Any:
 
 
 def has_alpha(image: Image.Image) -> bool:
-    """Whether pixels of an image may be clear: by an alpha channel, a clear colour, or a palette with either."""
+    """Return whether pixels of an image may be transparent.
+
+    That needs an alpha channel, a transparent color, or a palette with either.
+    """
     palette = image.palette
     return (
         image.mode.endswith(("A", "a"))
@@ -164,7 +176,9 @@ def has_alpha(image: Image.Image) -> bool:
 
 
 def converted(image: Image.Image, mode: str | None, background: Colour, bits: int | None = None) -> Image.Image:
-    """The image in this mode, decoded; one with alpha is laid over the background, unless the mode has alpha itself.
+    """Decode an image in this mode.
+
+    One with alpha is composited on the background, unless the mode has alpha itself.
 
     Without a mode RGB, or where an image of more bits is gray, all its bits. Raises as `eight_bits`.
     """
@@ -187,7 +201,9 @@ def converted(image: Image.Image, mode: str | None, background: Colour, bits: in
 
 
 def jpeg_pixels(image: Image.Image, data: bytes) -> NDArray[np.uint8] | None:
-    """The pixels of a plain JPEG, uint8 (height, width, 3); None if Pillow is to decode it.
+    """Decode a plain JPEG to uint8 (height, width, 3).
+
+    None means that Pillow must decode it.
 
     `image` is what Pillow makes of the header of `data`. What is damaged in the least is left to Pillow, so that
     results and errors do not depend on what is installed.
@@ -217,11 +233,13 @@ def image_region(
     background: Colour,
     bits: int | None,
     *,
-    at_least: Size | Callable[[int, int], Size] | None,
+    at_least: PixelSize | Callable[[int, int], PixelSize] | None,
     box: Box | Callable[[int, int], Box] | None,
     exif: bool,
 ) -> Image.Image:
-    """The smallest image of whole pixels that covers the box, of an image not decoded yet; `info["box"]` is its place.
+    """Decode the smallest image of whole pixels that covers the box.
+
+    `info["box"]` is the position of the box in it.
 
     It has at least `at_least` pixels over the box, unless the full image has fewer. Sizes and boxes are of the full
     image, as its header says; with `exif`, of that image turned. Raises ValueError for a box that is empty or reaches
@@ -229,10 +247,10 @@ def image_region(
     """
     image, orientation = to_be_turned(image, exif=exif)
     width, height = turned_size(image.size, orientation)
-    given = (0, 0, width, height) if box is None else box(width, height) if callable(box) else box
-    left, upper, right, lower = _numbers("box", given, 4)
+    bounds = (0, 0, width, height) if box is None else box(width, height) if callable(box) else box
+    left, upper, right, lower = _numbers("box", bounds, 4)
     if not (0 <= left < right <= width and 0 <= upper < lower <= height):
-        raise ValueError(f"box={given} is empty or exceeds the image of {width} × {height} pixels")
+        raise ValueError(f"box={bounds} is empty or exceeds the image of {width} × {height} pixels")
     left, upper, right, lower = stored_box((left, upper, right, lower), (width, height), orientation)
     if at_least is not None:
         wide, high = _numbers("at_least", at_least(width, height) if callable(at_least) else at_least, 2)
@@ -250,18 +268,18 @@ def image_region(
     return found
 
 
-def _numbers(name: str, given: Any, count: int) -> list[float]:
+def _numbers(name: str, value: Any, count: int) -> list[float]:
     """These numbers. Raises ValueError unless they are as many."""
     try:
-        numbers = [float(number) for number in given]
+        numbers = [float(number) for number in value]
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) != count or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"{name}={given!r}: expected {count} numbers, in pixels")
+        raise ValueError(f"{name}={value!r}: expected {count} numbers, in pixels")
     return numbers
 
 
-def _scale(size: Size, needed: Size) -> int:
+def _scale(size: PixelSize, needed: PixelSize) -> int:
     """The strongest scale at which a region of this size has the needed pixels still."""
     return next((scale for scale in _SCALES if size[0] >= scale * needed[0] and size[1] >= scale * needed[1]), 1)
 
@@ -276,7 +294,10 @@ def _drafted(image: Image.Image, scale: int) -> tuple[float, float]:
 
 
 def image_doubts(data: bytes) -> list[str]:
-    """`ALPHA`, `DEEP` or `TURNED` of the image in a file, which can be decoded; nothing is decoded."""
+    """Return `ALPHA`, `DEEP` or `TURNED` for a valid image file.
+
+    Nothing is decoded.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about odd metadata and large images, which load all the same
         with open_image(data) as image:

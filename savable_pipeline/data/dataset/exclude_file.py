@@ -1,4 +1,4 @@
-"""`ExcludeFile`: which samples of a dataset must not be given again, as a file names them.
+"""`ExcludeFile`: samples that a file excludes from a dataset.
 
 s000042                                           all samples with this key
 {"shard": "0001.tar", "key": "s000042", …}        the one of this shard: a line of a quarantine file
@@ -38,7 +38,9 @@ _AT_ONCE = 1 << 14  # keys looked for at a time
 
 
 class ExcludeFile:
-    """The samples of `dataset` that the file at `path` names: `numbers`, as the dataset counts them.
+    """Samples of `dataset` that the file at `path` names.
+
+    `numbers` has their indices.
 
     Keys that no sample has, and lines without a key, are a warning with their number. Raises ValueError for a line that
     is no key and no JSON, `SavableError` if the file cannot be read, `ShardError` if the keys of the samples cannot.
@@ -70,11 +72,17 @@ class ExcludeFile:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that depend on the samples alone, not on the order of lines or on unknown keys."""
+        """16 hexadecimal digits that depend only on the excluded samples.
+
+        The order of lines and unknown keys do not matter.
+        """
         return _digest(np.array(sorted(self.numbers), dtype="<u8").tobytes())
 
     def verify(self) -> None:
-        """Raise `SavableError` if the file is not as it was when it was read; looks at most once a second."""
+        """Raise `SavableError` if the file has changed since it was read.
+
+        It checks at most once a second.
+        """
         now = time.monotonic()
         if now - self._looked_at < _SECONDS:
             return
@@ -188,7 +196,7 @@ def _take_keys(
     for some in _chunks(chain([first], keys)):
         numbers = index.find(some)
         found.update(numbers[numbers >= 0].tolist())
-        unknown([some[place] for place in np.flatnonzero(numbers < 0).tolist()])
+        unknown([some[i] for i in np.flatnonzero(numbers < 0).tolist()])
 
 
 def _take_by_reading(
@@ -201,12 +209,12 @@ def _take_by_reading(
     for some in _chunks(map(os.fsencode, dataset.all_keys())):
         hashes = np.fromiter(map(xxh3_64_intdigest, some), np.uint64, len(some))
         at = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
-        alike |= {start + place: some[place] for place in np.flatnonzero(wanted[at] == hashes).tolist()}
+        alike |= {start + i: some[i] for i in np.flatnonzero(wanted[at] == hashes).tolist()}
         start += len(some)
-    here, named = set(alike.values()), set()
+    present, named = set(alike.values()), set()
     for some in _chunks(read()):
-        named |= here.intersection(some)
-        unknown([key for key in some if key not in here])
+        named |= present.intersection(some)
+        unknown([key for key in some if key not in present])
     found.update(number for number, key in alike.items() if key in named)
 
 
@@ -222,7 +230,7 @@ def _take_of_shards(dataset: Dataset, of_shards: dict[str, set[str]], found: set
         missing = set(keys)
         if name in numbers:
             first = int(dataset.firsts[numbers[name]])
-            here = {first + row: key for row, key in enumerate(dataset.keys_of(numbers[name])) if key in keys}
-            found.update(here)
-            missing -= set(here.values())
+            rows = {first + row: key for row, key in enumerate(dataset.keys_of(numbers[name])) if key in keys}
+            found.update(rows)
+            missing -= set(rows.values())
         yield from (f"{name}: {key}" for key in missing)

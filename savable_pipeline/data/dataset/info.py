@@ -1,4 +1,7 @@
-"""A dataset in numbers, from its index: only one shard is opened, for the first key."""
+"""Summary of a dataset from its index.
+
+Only one shard is opened, for the first key.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from savable_pipeline.errors import ShardError
 
 @dataclass(frozen=True, slots=True)
 class PartInfo:
-    """The number of samples that have a part, and the bytes of the part in all of them."""
+    """Number of samples with a part, and the bytes of that part in total."""
 
     samples: int
     size: int
@@ -76,7 +79,10 @@ class Info:
 
 
 def dataset_info(shards: Shards, **settings: Any) -> Info:
-    """Describes a dataset, with these settings of its store. Raises `ShardError` if it has no sample, `RemoteError`."""
+    """Summarize a dataset, opened with these settings of its store.
+
+    Raises `ShardError` if it has no sample, and `RemoteError`.
+    """
     dataset = open_any(shards, inspect=True, **settings)
     unread: list[ShardError] = []
     # the index of JSONL has no fields
@@ -84,8 +90,8 @@ def dataset_info(shards: Shards, **settings: Any) -> Info:
     nulls, faults = _nulls(dataset, looked_at)
     media, media_faults = _media(dataset)
     if unread:
-        what = counted(len(unread), "sample names a file that is", "samples name files that are")
-        faults = [*faults, f"{what} not there, of {looked_at} looked at: {unread[0]}"]
+        unread_text = counted(len(unread), "sample names a file that is", "samples name files that are")
+        faults = [*faults, f"{unread_text} not there, of {looked_at} looked at: {unread[0]}"]
     (shard,), (row,) = (found.tolist() for found in dataset.locate(np.zeros(1, dtype=np.int64)))
     first: dict[str, int] = {}
     with contextlib.suppress(*([ShardError] if unread else [])):
@@ -126,7 +132,7 @@ def _nulls(dataset: Dataset, looked_at: int) -> tuple[dict[str, int], list[str]]
     """How many of the samples that are looked at have a null in a column; and what readers do not give."""
     store = dataset.store
     if not isinstance(store, ColumnarStore):
-        return {}, [text for text in [store.left_out()] if text]
+        return {}, [text for text in [store.rejects_warning()] if text]
     nulls, named = Counter[str](), Counter[str]()
     for shard, row in dataset.some():
         nulls.update(store.nulls(shard, row))
@@ -149,7 +155,10 @@ def _parts(sizes: dict[str, NDArray[np.int64]]) -> dict[str, PartInfo]:
 
 
 def split_counts(dataset: Dataset) -> dict[str, int]:
-    """The number of samples of each split in `.nv-meta/split.yaml` or `split.json`; empty without either."""
+    """Count the samples of each split.
+
+    Splits are in `.nv-meta/split.yaml` or `split.json`. Without either, the result is empty.
+    """
     root, store = dataset.root, dataset.store
     if root is None:
         return {}

@@ -1,4 +1,6 @@
-"""`KeyIndex`: finds samples by their key. It is made once for a dataset, and lies beside its index.
+"""`KeyIndex`: lookup of samples by key.
+
+It is built once for a dataset, next to its index.
 
     "SAVKEY01" │ xxh3_64 of the header │ header: 64 bytes │ high │ low │ places
 
@@ -47,7 +49,10 @@ _CHECK = 48  # the bit where the check of a place begins
 
 
 class KeyIndex:
-    """The index in a file, for the dataset whose manifest has this digest. Raises `ShardError` for another, OSError."""
+    """Key index in a file, for the dataset with this manifest digest.
+
+    Raises `ShardError` for another dataset, and OSError.
+    """
 
     def __init__(self, path: Path, manifest: bytes) -> None:
         self.path = path
@@ -69,7 +74,7 @@ class KeyIndex:
         )
 
     def find(self, keys: Sequence[str] | Sequence[bytes]) -> Rows:
-        """The number of the sample with each of these keys, -1 where there is none: int64 (keys,).
+        """Return the index of the sample with each key, or -1: int64 (keys,).
 
         Of several samples with one key it is the first. Raises `ShardError` if the index is damaged there.
         """
@@ -97,20 +102,23 @@ class KeyIndex:
 
 
 def key_index(dataset: Dataset) -> KeyIndex:
-    """The index of a dataset's keys, made first if there is none. Raises `ShardError` if a key cannot be read."""
+    """Open the index of a dataset's keys, built first if there is none.
+
+    Raises `ShardError` if a key cannot be read.
+    """
     manifest = dataset.digest()
     name, cache = f"savable.{manifest.hex()}.keys", user_cache()
-    beside = [] if dataset.root is None else [dataset.root / META / name]
-    places = [*beside, *([] if cache is None else [cache / "savable_pipeline" / name])]
+    with_metadata = [] if dataset.root is None else [dataset.root / META / name]
+    paths = [*with_metadata, *([] if cache is None else [cache / "savable_pipeline" / name])]
 
-    def made(path: Path) -> KeyIndex:
-        found = _known(path, manifest)  # another process may have made it while we waited
+    def open_or_build(path: Path) -> KeyIndex:
+        found = _known(path, manifest)  # another process may have built it while this one waited
         if found is None:
             _write(path, dataset, manifest)
         return found or KeyIndex(path, manifest)
 
-    known = next(filter(None, (_known(path, manifest) for path in places)), None)
-    return known or in_first_of(places, f"{dataset.address}: no place to write an index of its keys", made)
+    known = next(filter(None, (_known(path, manifest) for path in paths)), None)
+    return known or in_first_of(paths, f"{dataset.address}: no place to write an index of its keys", open_or_build)
 
 
 def _known(path: Path, manifest: bytes) -> KeyIndex | None:

@@ -1,4 +1,6 @@
-"""Makes the table of a dataset's media: reads the headers of every part that is media, in several processes.
+"""Building of the media table of a dataset.
+
+It reads the headers of every media part in several processes.
 
 Nothing is decoded. A part whose headers cannot be read is listed, and stays in the table as broken. Shards that the
 table has already are kept; what was read before the command was stopped is in a file beside it (see index_making.py).
@@ -32,12 +34,12 @@ from savable_pipeline.data.stores.opening import find_source, store_of
 from savable_pipeline.errors import MediaError, SavableError, ShardError
 
 _ALONE_S = 2.0  # that one process reads before it starts others
-_TOLD = 100  # broken parts whose fault is told
+_MOST_FAULTS = 100  # broken parts that are listed with their error
 
 
 @dataclass(frozen=True, slots=True)
 class MediaFaults:
-    """What could not be read: so many parts and shards, and the messages of the first ones."""
+    """Numbers of unreadable parts and shards, and the first messages."""
 
     count: int
     messages: list[str]
@@ -46,7 +48,9 @@ class MediaFaults:
 def index_media(
     files: Shards, *, processes: int | None = None, progress: Progress = lambda done, total: None
 ) -> tuple[Path, MediaFaults]:
-    """Make the table of the media in indexed files, in `processes` processes (None: one a processor).
+    """Build the media table of indexed files in `processes` processes.
+
+    None means one per core.
 
     Returns its path, and what could not be read. Raises `ShardError`, also for files behind a URL; ImportError without
     PyAV, if there is audio or video.
@@ -80,23 +84,23 @@ def _make(path: Path, indexed: IndexedFiles, processes: int, progress: Progress)
     now = {entry.name: entry for entry in shards}
     old = _table_at(path)
     names = () if old is None else old.shards.names
-    kept = {name: number for number, name in enumerate(names) if old and _is_the_same(old.shards[number], now)}
-    kept = {n: i for n, i in kept.items() if old and old.is_whole(i) and not is_touched(indexed.root / n, path)}
+    reused = {name: number for number, name in enumerate(names) if old and _is_the_same(old.shards[number], now)}
+    reused = {n: i for n, i in reused.items() if old and old.is_whole(i) and not is_touched(indexed.root / n, path)}
     with ScannedTables(path) as scanned:
-        left = {name for name in scanned if _is_the_same(scanned[name].entry, now)}
-        missing = [name for name in indexed.entries.names if name not in kept and name not in left]
+        resumed = {name for name in scanned if _is_the_same(scanned[name].entry, now)}
+        missing = [name for name in indexed.entries.names if name not in reused and name not in resumed]
         progress(0, len(missing))
         for done, found in enumerate(_scanned(indexed, missing, processes), 1):
             scanned.add(found)
-            left.add(found.entry.name)
+            resumed.add(found.entry.name)
             progress(done, len(missing))
 
         def table(name: str) -> ShardTable:
-            if name in left or old is None:
+            if name in resumed or old is None:
                 return scanned[name]
-            return old.table(kept[name])
+            return old.table(reused[name])
 
-        write_index(path, map(table, sorted({*kept, *left})), KIND)
+        write_index(path, map(table, sorted({*reused, *resumed})), KIND)
 
 
 def _table_at(path: Path) -> BlobIndex | None:
@@ -116,12 +120,12 @@ def _scanned(indexed: IndexedFiles, names: list[str], processes: int) -> Iterato
     """The table's rows of each of these shards: in this process, and after some seconds in several."""
     scan, task = _Scan(indexed.form, indexed.index_path, indexed.root), partial(_scan, indexed.form, indexed.index_path)
 
-    def several(left: list[str]) -> Iterator[ShardTable]:
-        with contextlib.closing(each_shard(task, indexed.root, left, processes)) as answers:
+    def in_processes(remaining: list[str]) -> Iterator[ShardTable]:
+        with contextlib.closing(each_shard(task, indexed.root, remaining, processes)) as answers:
             for other, answer in answers:
                 yield scan.died(other) if answer is None else msgspec.msgpack.decode(answer, type=ShardTable)
 
-    return here_or_in_several(names, scan, several, _ALONE_S) if processes > 1 else map(scan, names)
+    return here_or_in_several(names, scan, in_processes, _ALONE_S) if processes > 1 else map(scan, names)
 
 
 def _scan(form: Format, index_path: Path, root: Path, name: str) -> ShardTable:
@@ -159,8 +163,8 @@ class _Scan:
 
     def _failed(self, entry: ShardEntry, fault: str) -> ShardTable:
         """(It has rows that fit: a shard is all there or has a fault.)"""
-        told = fault.removeprefix(f"{self._root}/").removeprefix(f"{entry.name}: ")
-        return ShardTable(msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {told}")), packed(()))
+        reason = fault.removeprefix(f"{self._root}/").removeprefix(f"{entry.name}: ")
+        return ShardTable(msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {reason}")), packed(()))
 
 
 def _of_samples(dataset: Dataset, shard: int) -> Iterator[list[tuple[str, Known]]]:
@@ -176,18 +180,18 @@ def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:
     """What of these shards the table at `path` lacks, and has as broken."""
     table = BlobIndex(path, KIND)
     numbers = table.numbers(indexed.entries.names)
-    told = [table.shards.faults[number] for number in numbers.tolist() if number in table.shards.faults]
+    faults = [table.shards.faults[number] for number in numbers.tolist() if number in table.shards.faults]
     whole = [shard for shard, number in enumerate(numbers.tolist()) if number not in table.shards.faults]
-    count, names = len(told), indexed.entries.take(np.array(whole, np.int64)).names
+    count, names = len(faults), indexed.entries.take(np.array(whole, np.int64)).names
     files = IndexedFiles(indexed.form, indexed.index, indexed.index_path, names, indexed.root, tolerant=True)
     if not files.firsts[-1]:
-        return MediaFaults(count, told[:_TOLD])
+        return MediaFaults(count, faults[:_MOST_FAULTS])
     dataset = Dataset(store_of(files, inspect=True))
-    for shard, place, part in MediaTable(path, table, numbers[whole]).broken():
+    for shard, row, part in MediaTable(path, table, numbers[whole]).broken():
         count += 1
-        if len(told) < _TOLD:
-            told.append(_fault_of(dataset, int(dataset.firsts[shard]) + place, part))
-    return MediaFaults(count, told[:_TOLD])
+        if len(faults) < _MOST_FAULTS:
+            faults.append(_fault_of(dataset, int(dataset.firsts[shard]) + row, part))
+    return MediaFaults(count, faults[:_MOST_FAULTS])
 
 
 def _fault_of(dataset: Dataset, number: int, part: str) -> str:

@@ -42,7 +42,9 @@ def open_any(
     unpacked_bytes: int = UNPACKED_BYTES,
     **how: Any,
 ) -> Dataset:
-    """Open the dataset of the files that a user names: see `open_store`, which takes `how`.
+    """Open the dataset of files that a user names.
+
+    See `open_store` for `how`.
 
     `unpacked_bytes` is that of all readers. Raises `ShardError`, `RemoteError`, and ValueError for a setting that files
     of this format do not have.
@@ -64,7 +66,7 @@ def open_any(
     for setting in [] if store.root is None else unused_settings(store.root):
         log.warning("%s: only Energon applies `%s` of %s/dataset.yaml", store.address, setting, META)
     missing = "" if store.root is None else unfinished(store.root).replace(str(store.root), store.address, 1)
-    for text in (store.left_out(), missing):
+    for text in (store.rejects_warning(), missing):
         if text:
             log.warning("%s", text)
     return Dataset(
@@ -88,7 +90,9 @@ def open_dataset(
     files_from: str | os.PathLike[str] | None = None,
     format: str | None = None,
 ) -> Samples:
-    """Open all samples of a dataset, by number, slice or key: to look at them, or for torch's own `DataLoader`.
+    """Open all samples of a dataset for access by index, slice or key.
+
+    Use it to inspect data, or with torch's own `DataLoader`.
 
     A slice is again such a sequence, and reads nothing. It may be pickled: another process opens the shards again. Keys
     are found by an index, made when the first is asked for: that reads the header of every sample once, or the column
@@ -131,7 +135,7 @@ def open_dataset(
         torch.Size([2, 8, 8, 3])
     """
     specs = shards if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
-    given = {
+    arguments = {
         "columns": None if columns is None else tuple(columns),
         "key": key,
         "ranges": ranges and dict(ranges),
@@ -141,7 +145,7 @@ def open_dataset(
         "files_from": files_from,
         "format": format,
     }
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = {name: value for name, value in arguments.items() if value is not None}
     return Samples(_Opened((specs, settings, unpacked_bytes, (cache, cache_bytes))), transform)
 
 
@@ -177,8 +181,8 @@ class _Opened:
         return _Opened(self._arguments, dataset.digest(), len(dataset.entries), commits)
 
     def _open(self) -> Dataset:
-        shards, given, most, cache = self._arguments
-        dataset = open_any(shards, cache=cache, pinned=self._commits, unpacked_bytes=most, **given)
+        shards, settings, most, cache = self._arguments
+        dataset = open_any(shards, cache=cache, pinned=self._commits, unpacked_bytes=most, **settings)
         if self._known is not None and len(dataset.entries) > self._known:
             dataset = dataset.first_shards(self._known)  # shards were added since
         if self._manifest is not None and dataset.digest() != self._manifest:
@@ -225,7 +229,10 @@ class Samples(Sequence[Any]):
         return self._transform is None and self._numbers == range(self._opened.dataset.count)
 
     def pinned(self, pinned: PinnedShards) -> Samples:
-        """All samples of the shards that a run has pinned: see shard_digests.py. Raises `ShardError` for others."""
+        """Return all samples of the shards that a run has pinned.
+
+        See shard_digests.py. Raises `ShardError` for other shards.
+        """
         return Samples(self._opened.pinned(pinned), None)
 
     @property

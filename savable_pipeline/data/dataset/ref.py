@@ -41,13 +41,16 @@ def tag_of(index: int) -> int:
     return index >> TAG_SHIFT
 
 
-def count_of_source(index: int, what: str) -> str:
-    """The name of a stage's counter of samples to which `what` happened, by the source of this index."""
-    return f"source/{tag_of(index)}/{what}"
+def count_of_source(index: int, event: str) -> str:
+    """The name of a stage's counter of an event, by the source of this index."""
+    return f"source/{tag_of(index)}/{event}"
 
 
 def skip_counters(reason: str, index: int) -> tuple[str, str]:
-    """The names of a stage's counters for a sample that it leaves out: by reason, and by the source of this index."""
+    """Return a stage's counter names for a dropped sample.
+
+    One counts by reason, the other by the source of this index.
+    """
     return f"skipped/{reason}", count_of_source(index, "skipped")
 
 

@@ -1,4 +1,4 @@
-"""`Sample`: a mapping from extension to bytes, whose parts are read when they are asked for.
+"""`Sample`: mapping from extension to bytes that are read on access.
 
 `JoinedParts`: where a joined sample reads from: its own dataset, and beside it samples of others, by name.
 
@@ -20,7 +20,7 @@ from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.data.dataset.decoding import (
     Box,
     Colour,
-    Size,
+    PixelSize,
     converted,
     decoded_part,
     field_value,
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from savable_pipeline.data.shards.metadata import FieldMap
 
 
-Medium = TypeVar("Medium", "Video", "Audio")
+OpenMedia = TypeVar("OpenMedia", "Video", "Audio")
 
 
 class Sample(msgspec.Struct, gc=False, eq=False):
-    """A read-only mapping from extension ("jpg", "json") to bytes; each part is read when it is asked for.
+    """Read-only mapping from extension ("jpg") to bytes, read on access.
 
     What `[]` gives, `in`, `get`, iteration and `len` know, in every store: the members of a tar, the columns of a
     table, `json` and the fields of a line of JSONL; a null is no part. Iteration names each part once; `[]` and `in`
@@ -96,12 +96,15 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     @property
     def offset(self) -> int:
-        """The place of the sample in its shard: in a tar the offset in bytes of its first header; see `place`."""
+        """Offset of the sample in its shard, in a tar of its first header in bytes.
+
+        See `location` for the unit.
+        """
         return self.origin.offset(self._shard, self._row)
 
     @property
-    def place(self) -> str:
-        """The sample's offset with its unit, for messages: `byte offset 1024`, `row 17`."""
+    def location(self) -> str:
+        """Offset of the sample with its unit: `byte offset 1024`, `row 17`."""
         return f"{self.origin.unit} {self.offset}"
 
     @property
@@ -111,7 +114,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     @property
     def source(self) -> str:
-        """The name of the sample's source in a `Blend`: "web", or "text/web" in nested ones; "" without one.
+        """Name of the sample's source in a `Blend`.
+
+        It is "web", or "text/web" in nested ones, and "" without a blend.
 
         Example:
             >>> next(sp.Blend({"web": sp.TarShardReader("shards/", sp.Lane())})).source
@@ -153,7 +158,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return self[extension] if extension in self else default  # noqa: SIM401
 
     def field(self, name: str) -> Any:
-        """Return a field of the dataset's `field_map` (`.nv-meta/dataset.yaml`): bytes, or a value inside JSON.
+        """Return a field of the dataset's `field_map`.
+
+        It is bytes, or a value inside JSON. The map is in `.nv-meta/dataset.yaml`.
 
         Args:
             name: The name of the field.
@@ -164,7 +171,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return field_value(self, self.origin.field_map, name)
 
     def array(self, extension: str) -> NDArray[Any]:
-        """Return the bytes of a part as a writable array, uint8 (bytes,), for raw data that needs no decoding.
+        """Return the bytes of a part as a writable array, uint8 (bytes,).
+
+        Use it for raw data that needs no decoding.
 
         Numbers have their own type: tokens of a `TokenReader` are (tokens,), a column of numbers is (), of lists of
         numbers (any, …). In a worker it is read directly into the memory of the batch: `sp.stack` of such arrays as
@@ -179,7 +188,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return self.origin.array(self._shard, self._row, extension)
 
     def open(self, part: str) -> BinaryIO:
-        """Open a part as a seekable, read-only file, such as PyAV, torchcodec, soundfile and Pillow read.
+        """Open a part as a seekable, read-only file.
+
+        PyAV, torchcodec, soundfile and Pillow read such files.
 
         Of a tar only what is asked for is read; other parts are read whole. One thread at a time may read it.
 
@@ -207,7 +218,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return self.origin.head(self._shard, self._row, extension, limit)
 
     def json(self, extension: str = "json") -> Any:
-        """Decode a part as JSON: the results and the errors of `json.loads`, six times as fast.
+        """Decode a part as JSON.
+
+        It has the results and errors of `json.loads`, at six times the speed.
 
         Args:
             extension: The name of the part; if it ends in `gz`, the part is decompressed first.
@@ -215,7 +228,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return decoded_json(unpacked(extension, self[extension], self.origin.unpacked_bytes))
 
     def text(self, extension: str | None = None) -> str:
-        """Decode a part as UTF-8, without the mark U+FEFF with which some editors begin a file.
+        """Decode a part as UTF-8, without a byte order mark (U+FEFF).
 
         Args:
             extension: The name of the part; if it ends in `gz`, such as "txt.gz", the part is decompressed first. None:
@@ -230,12 +243,14 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         *,
         mode: str | None = None,
         bits: int | None = None,
-        at_least: Size | Callable[[int, int], Size] | None = None,
+        at_least: PixelSize | Callable[[int, int], PixelSize] | None = None,
         box: Box | Callable[[int, int], Box] | None = None,
         background: Colour = "white",
         exif: bool = True,
     ) -> Image.Image:
-        """Decode a part as an image: all of it, or no more than is needed; a photo is turned as EXIF says.
+        """Decode a part as an image, in full or only as much as needed.
+
+        Photos are rotated according to EXIF.
 
         Args:
             part: The name of the part. None: the first of `Sample.KINDS["image"]` that the sample has.
@@ -302,7 +317,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return self._opened(Audio, part or self._first((*AUDIO_PARTS, *VIDEO_PARTS)))
 
     def media(self, part: str | None = None) -> MediaInfo:
-        """Return what the headers of a part say of its length and size, as it is shown; nothing is decoded.
+        """Return length and size of a media part from its headers.
+
+        Nothing is decoded. The size is that of the rotated image.
 
         Where there is a table of `savable index --media`, or Energon's, no header is read either.
 
@@ -342,14 +359,16 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return {"__key__": self.key, **found}
 
     def read_from(self, origin: SampleSource) -> Sample:
-        """Return the same sample with its parts read from elsewhere, for stages that add others.
+        """Return the same sample with another source of its parts.
+
+        Stages that add parts use it.
 
         Args:
             origin: Where the parts are read from.
         """
         return Sample(origin, self._shard, self._row, self.index, self.epoch)
 
-    def _opened(self, kind: type[Medium], part: str) -> Medium:
+    def _opened(self, kind: type[OpenMedia], part: str) -> OpenMedia:
         file = self.open(part)
         begin_s, end_s = seconds_of(file)
         return kind(file, self._name_of(part), begin_s=begin_s, end_s=end_s)
@@ -369,15 +388,17 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     def __reduce__(self) -> Any:
         data, names, parts = self.origin, {tag_of(self.index): self.source}, dict(self.items())
-        said = self.key, self.shard, self.offset, parts, data.field_map, data.unit, names, data.unpacked_bytes
-        return Sample, (DetachedSample(data.source, *said), 0, 0, self.index, self.epoch)
+        facts = self.key, self.shard, self.offset, parts, data.field_map, data.unit, names, data.unpacked_bytes
+        return Sample, (DetachedSample(data.source, *facts), 0, 0, self.index, self.epoch)
 
 
 Mapping.register(Sample)
 
 
 class JoinedParts(msgspec.Struct, eq=False):
-    """The parts of one sample. `others` has the joined samples by name; None: there is none with this key.
+    """Parts of one sample and of joined samples.
+
+    `others` has the joined samples by name. None means that no sample has this key.
 
     `fault` is what kept the key from being read: raised where a joined part is asked for. `skips`: whether samples that
     lack one are skipped.
@@ -390,7 +411,10 @@ class JoinedParts(msgspec.Struct, eq=False):
 
     @property
     def absent(self) -> str:
-        """Why the sample is skipped; "" if it is not. A stage may have taken it before it was joined."""
+        """Reason why the sample is skipped, or "".
+
+        A stage may have taken it before it was joined.
+        """
         lacking = [name for name, other in self.others.items() if other is None]
         if lacking and self.skips and self.fault is None:
             return f"no such key in {lacking[0]}"

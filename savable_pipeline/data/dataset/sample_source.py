@@ -1,4 +1,7 @@
-"""`SampleSource`: where a sample reads its parts from; `DetachedSample` is that of a pickled one."""
+"""`SampleSource`: origin of a sample's parts.
+
+`DetachedSample` is that of a pickled sample.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class SampleSource(Protocol):
-    """Where a sample reads its parts from: a `Dataset`, a `DetachedSample`, or `JoinedParts`."""
+    """Origin of a sample's parts.
+
+    It is a `Dataset`, a `DetachedSample`, or `JoinedParts`.
+    """
 
     @property
     def source(self) -> int: ...

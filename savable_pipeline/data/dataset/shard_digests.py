@@ -1,4 +1,4 @@
-"""What a state keeps of the shards that a run reads, and how it tells which of them are others now.
+"""Fingerprint of a run's shards in a state, and its comparison.
 
     up to 1,024 shards    [[name, samples, digest], …]
     more                  {"shards": 2500, "samples": …, "last": name, "groups": 3 × 16 bytes, in base64}
@@ -82,34 +82,36 @@ def begin_with(shards: ShardList, saved: Summary) -> bool:
 
 
 def difference(saved: Summary, shards: ShardList) -> str:
-    """Which shards are others than those that were saved, as far as the saved can tell."""
+    """Describe how shards differ from the saved ones, as far as known."""
     if isinstance(saved, list):
         return _named(saved, shards)
-    old, here = count(saved), len(shards)
+    old, new = count(saved), len(shards)
     if begin_with(shards, saved):
-        return f"added: {_some(shards.names[old : old + _SHOWN], here - old)}"
-    if not here:
+        return f"added: {_some(shards.names[old : old + _SHOWN], new - old)}"
+    if not new:
         return f"removed: all {old:,}"
     before, now = msgspec.convert(saved, _Groups).groups, _groups(shards).groups
     same = next((at for at in range(0, len(before), _HASH) if before[at : at + _HASH] != now[at : at + _HASH]), 0)
     first = same // _HASH * GROUP
-    if first >= here:
-        return f"removed: {old - here:,} after {shards.names[here - 1]}, up to {saved['last']}"
-    last = min(first + GROUP, here) - 1
+    if first >= new:
+        return f"removed: {old - new:,} after {shards.names[new - 1]}, up to {saved['last']}"
+    last = min(first + GROUP, new) - 1
     return (
-        f"of {old:,} saved and {here:,} here, the first that differ are among those from {shards.names[first]} to "
+        f"of {old:,} saved and {new:,} here, the first that differ are among those from {shards.names[first]} to "
         f"{shards.names[last]}, numbers {first:,} to {last:,}: added, removed or rewritten there, or beside them"
     )
 
 
 def pin(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
-    """The dataset `name` with the shards that are pinned; pins all that it has if none are.
+    """Return the dataset `name` with the pinned shards.
+
+    Pins all its shards if none are pinned.
 
     Shards that come after all pinned ones are left out, with a warning. Raises `ShardError` for any other difference.
     """
-    here = msgspec.msgpack.encode(summary(dataset.entries))
-    packed = pinned.setdefault(name, here)
-    if here == packed:
+    current = msgspec.msgpack.encode(summary(dataset.entries))
+    packed = pinned.setdefault(name, current)
+    if current == packed:
         return _with_media(dataset, name, pinned)
     known: Summary = msgspec.msgpack.decode(packed)
     if not begin_with(dataset.entries, known):

@@ -165,7 +165,7 @@ class TarLayout:
 
     def headers_match(self, shard: int, fd: int, row: int) -> bool:
         """Return whether the headers of a sample in an open file match the index."""
-        return self._tars.lies_there(self.shards.names[shard], fd, row)
+        return self._tars.header_matches(self.shards.names[shard], fd, row)
 
 
 class BlockLayout:

@@ -233,8 +233,8 @@ class SourceFile(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         """At most `size` bytes from here on. Raises `ShardError`, also where the shard ends before the part does."""
-        left = max(0, self._source.size - self._position)
-        wanted = left if size is None or size < 0 else min(size, left)
+        remaining = max(0, self._source.size - self._position)
+        wanted = remaining if size is None or size < 0 else min(size, remaining)
         if self._ahead:
             self._announce(min(self._position + self._ahead, self._source.size))
         data = self._source.read_at(self._position, wanted) if wanted else b""

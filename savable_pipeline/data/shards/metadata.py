@@ -96,16 +96,16 @@ def read_split(root: Path, name: str, known: Iterable[str]) -> Split:
     missing = [shard for shard in named if shard not in shards]
     if missing:
         raise ShardError(f"{path}: split {name!r} names {len(missing)} missing shards, such as {missing[0]}")
-    left_out = set(_expand(path, excludes))
+    excluded_shards = set(_expand(path, excludes))
     excluded: dict[str, set[str]] = {}
     unknown = []
-    for entry in sorted(left_out - shards):
+    for entry in sorted(excluded_shards - shards):
         shard, key = _shard_and_key(entry, shards)
         if not shard:
             unknown.append(entry)
         elif shard in named:
             excluded.setdefault(shard, set()).add(key)
-    return Split([shard for shard in named if shard not in left_out], excluded, unknown)
+    return Split([shard for shard in named if shard not in excluded_shards], excluded, unknown)
 
 
 def read_field_map(root: Path) -> FieldMap:
@@ -118,7 +118,7 @@ def read_field_map(root: Path) -> FieldMap:
         )
     field_map = settings.get("field_map") or {}
     fields = _convert(path, field_map, dict[str, str], "`field_map`, a part for each field")
-    return {field: [_field_path(path, option) for option in place.split(",")] for field, place in fields.items()}
+    return {field: [_field_path(path, option) for option in paths.split(",")] for field, paths in fields.items()}
 
 
 def named_files(root: Path) -> list[str]:
@@ -145,10 +145,10 @@ def _named(root: Path, key: str) -> str | None:
     return name
 
 
-def _field_path(path: Path, place: str) -> FieldPath:
-    match = _FIELD.fullmatch(place.strip())
+def _field_path(path: Path, option: str) -> FieldPath:
+    match = _FIELD.fullmatch(option.strip())
     if match is None:
-        raise ShardError(f"{path}: `field_map` has {place!r}. Name a part, such as jpg or json[caption]")
+        raise ShardError(f"{path}: `field_map` has {option!r}. Name a part, such as jpg or json[caption]")
     return (match[1], *re.findall(r"\[([^\[\]]+)\]", match[2]))
 
 

@@ -24,7 +24,7 @@ from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 
 Subset: TypeAlias = "float | int | tuple[float, float]"
-_SHARDS_KEPT = 512  # shards whose selected rows are kept in memory
+_CACHED_SHARDS = 512  # shards whose selected rows are kept in memory
 _ONE = 1 << 32  # a share of 1
 
 
@@ -61,23 +61,23 @@ class Selection:
         self._sizes = np.diff(firsts)
         self._excluded = excluded or {}
         self._drawn = subset is not None
-        left = self._left(shards)
-        self._low, self._high = _drawn(self._keys, left, subset)
+        counts = self._split_counts(shards)
+        self._low, self._high = _drawn(self._keys, counts, subset)
         self.order = _order(names, shards)  # int64 (shards,): the number in the dataset of each shard in turn
         self.firsts = np.concatenate([[0], np.cumsum((self._high - self._low)[self.order])])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
         if not self.count:
             raise ShardError("split= and subset= leave no sample. Pass a larger subset=")
-        self._rows_of = functools.lru_cache(_SHARDS_KEPT)(self._selected_rows)
+        self._rows_of = functools.lru_cache(_CACHED_SHARDS)(self._selected_rows)
 
-    def _left(self, shards: list[str] | None) -> NDArray[np.int64]:
+    def _split_counts(self, shards: list[str] | None) -> NDArray[np.int64]:
         """The number of samples of each shard from which the subset is drawn."""
         taken = None if shards is None else set(shards)
-        left = [
+        counts = [
             size - len(self._excluded.get(name, ())) if taken is None or name in taken else 0
             for name, size in zip(self._names, self._sizes.tolist(), strict=True)
         ]
-        return np.array(left, dtype=np.int64)
+        return np.array(counts, dtype=np.int64)
 
     def of_first(self, shards: int) -> Selection:
         """What it selects of the dataset's first `shards` shards, in the same order; perhaps nothing."""
@@ -131,22 +131,22 @@ def _order(names: list[str], first: list[str] | None) -> Rows:
     return np.array([number[name] for name in dict.fromkeys([*(first or ()), *names])], dtype=np.int64)
 
 
-def _drawn(keys: list[str], left: Rows, subset: Subset | None) -> tuple[Rows, Rows]:
+def _drawn(keys: list[str], counts: Rows, subset: Subset | None) -> tuple[Rows, Rows]:
     """The range of each shard's samples, in the order of the shard's key, that a subset takes: first and end."""
     if subset is None:
-        return np.zeros_like(left), left
+        return np.zeros_like(counts), counts
     if type(subset) is int:
-        total = int(left.sum())
+        total = int(counts.sum())
         if subset > total:
             raise ShardError(f"subset={subset}: there are only {total} samples")
-        ends = np.array([subset * int(end) // total for end in [0, *np.cumsum(left)]], dtype=np.int64)
-        return np.zeros_like(left), ends[1:] - ends[:-1]
+        ends = np.array([subset * int(end) // total for end in [0, *np.cumsum(counts)]], dtype=np.int64)
+        return np.zeros_like(counts), ends[1:] - ends[:-1]
     low, high = subset if isinstance(subset, tuple) else (0.0, subset)
     parts = np.array([derive_key("subset", "part", key) >> 32 for key in keys], dtype=np.uint64)
-    return _cut(left, parts, low), _cut(left, parts, high)
+    return _cut(counts, parts, low), _cut(counts, parts, high)
 
 
-def _cut(left: Rows, parts: NDArray[np.uint64], share: float) -> Rows:
+def _cut(counts: Rows, parts: NDArray[np.uint64], share: float) -> Rows:
     """`share` of each count, rounded down after a random fraction is added, so that small shards add up right."""
-    cut: Rows = ((left.astype(np.uint64) * np.uint64(round(share * _ONE)) + parts) >> np.uint64(32)).astype(np.int64)
+    cut: Rows = ((counts.astype(np.uint64) * np.uint64(round(share * _ONE)) + parts) >> np.uint64(32)).astype(np.int64)
     return cut

@@ -185,10 +185,10 @@ def _check_end(path: str, fd: int, offset: int, end_of_file: int) -> None:
         raise ShardError(
             f"{path}: truncated: it ends at byte {end_of_file} without a tar's final zeros. Copy or write it again"
         )
-    left = end_of_file - offset
-    if left > _LONGEST_END or os.pread(fd, left, offset).strip(b"\0"):
+    rest = end_of_file - offset
+    if rest > _LONGEST_END or os.pread(fd, rest, offset).strip(b"\0"):
         raise ShardError(
-            f"{path}: zeros at byte {offset}, but {left} bytes follow: zero-filled, or two tars in one. Copy it again"
+            f"{path}: zeros at byte {offset}, but {rest} bytes follow: zero-filled, or two tars in one. Copy it again"
         )
 
 

@@ -79,7 +79,7 @@ class TarColumns(msgspec.Struct, array_like=True):
         return ShardTable(entry, msgspec.msgpack.encode(self), note)
 
 
-class TarSaid(msgspec.Struct, array_like=True):
+class TarIndexHeader(msgspec.Struct, array_like=True):
     """What an index says of all tars."""
 
     layouts: list[LayoutParts]
@@ -118,7 +118,7 @@ class TarWriter:
     def said(self) -> bytes:
         """See `RowsWriter.said`."""
         return msgspec.msgpack.encode(
-            TarSaid(list(self._layouts), self._members, 8 if self._wide else 4, self._parts, self._links)
+            TarIndexHeader(list(self._layouts), self._members, 8 if self._wide else 4, self._parts, self._links)
         )
 
     def write(self, file: BinaryIO) -> None:
@@ -162,12 +162,12 @@ def open_index(path: Path) -> ShardIndex:
     return TarIndex(path) if kind == TAR else BlobIndex(path, kind)
 
 
-def _said(path: Path, header: Header) -> TarSaid:
+def _index_header(path: Path, header: Header) -> TarIndexHeader:
     """What an index says of all tars. Raises `ShardError`."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        said = msgspec.msgpack.decode(header.said, type=TarSaid)
-        if said.size_bytes in (4, 8) and all(said.layouts) and all(number < header.shards for number in said.links):
-            return said
+        tar = msgspec.msgpack.decode(header.said, type=TarIndexHeader)
+        if tar.size_bytes in (4, 8) and all(tar.layouts) and all(number < header.shards for number in tar.links):
+            return tar
     raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
 
 
@@ -178,17 +178,17 @@ class TarIndex(ShardIndex):
 
     def __init__(self, path: Path, kind: str = TAR) -> None:
         super().__init__(path, kind)
-        view, said = self.view, _said(path, self.header)
+        view, counts = self.view, _index_header(path, self.header)
         if not np.array_equal(np.diff(self.shard_rows), self.shards.samples):
             raise ShardError(f"{path}: the index is damaged: its tars have other rows than samples")
-        self._layout_parts, self.links = said.layouts, said.links
-        self.layouts = [Layout(parts) for parts in said.layouts]
-        self.members = said.members
+        self._layout_parts, self.links = counts.layouts, counts.links
+        self.layouts = [Layout(parts) for parts in counts.layouts]
+        self.members = counts.members
         count = int(self.shard_rows[-1])
         self.starts, at_layouts = array_at(path, view, self.begin, "Q", count)
         self.layout_of, at_firsts = array_at(path, view, at_layouts, "I", count if len(self.layouts) > 1 else 0)
         self.firsts, at_sizes = array_at(path, view, at_firsts, "Q", 0 if self.members else count)
-        self.sizes, end = array_at(path, view, at_sizes, "Q" if said.size_bytes == 8 else "I", said.sizes)
+        self.sizes, end = array_at(path, view, at_sizes, "Q" if counts.size_bytes == 8 else "I", counts.sizes)
         self.check_end(path, end)
         self._places = self.begin, at_layouts, at_firsts, at_sizes
 
@@ -284,7 +284,7 @@ class TarIndex(ShardIndex):
                 raise ShardError(f"the rows of {self.shards.names[shard]} do not match their checksum")
         return found
 
-    def lies_there(self, name: str, fd: int, row: int, most: int | None = None) -> bool:
+    def header_matches(self, name: str, fd: int, row: int, most: int | None = None) -> bool:
         """Whether the headers of a sample, the first `most` of them, all of one key, say what the index does."""
         keys = set()
         try:
@@ -333,7 +333,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
         fault = str(error)
     if not fault:
         _tell_doubts(name, file.size, found)
-    note = torn.told()
+    note = torn.note()
     if note:
         log.warning("%s: %s", name, note)
     return found.table(file.size, fault, note)
@@ -344,7 +344,7 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     assert isinstance(index, TarIndex), index
     rows, name = index.rows_of(number), index.shards.names[number]
     some = {rows[0], rows[len(rows) // 2], rows[-1]} if rows else set()
-    return all(index.lies_there(name, file.fileno(), row) for row in some)
+    return all(index.header_matches(name, file.fileno(), row) for row in some)
 
 
 def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
@@ -386,7 +386,7 @@ class _Torn:
             self._first = self._first or extent.key
             self._count += 1
 
-    def told(self) -> str:
+    def note(self) -> str:
         if not self._count:
             return ""
         return encodable(

@@ -54,20 +54,20 @@ def check_yaml(raw: bytes, *, aliases: bool, most: int = _MOST_VALUES, loader: A
             sizes.update({} if named is None else {named: size})
         elif isinstance(event, yaml.AliasEvent):
             if not aliases:
-                raise ValueError(f"{_place(event)}: an alias. Write the value itself")
+                raise ValueError(f"{_position(event)}: an alias. Write the value itself")
             if anchor in anchors:
-                raise ValueError(f"{_place(event)}: the alias *{anchor} contains itself")
+                raise ValueError(f"{_position(event)}: the alias *{anchor} contains itself")
             counts[-1] += sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.ScalarEvent):
             counts[-1] += 1
             sizes.update({} if anchor is None else {anchor: 1})
             if len(event.value) > _LONGEST_NUMBER and _LONG_NUMBER.fullmatch(event.value):
-                raise ValueError(f"{_place(event)}: a number of {len(event.value)} characters")
+                raise ValueError(f"{_position(event)}: a number of {len(event.value)} characters")
         if len(counts) > _DEEPEST + 1:
-            raise ValueError(f"{_place(event)}: values deeper than {_DEEPEST}")
+            raise ValueError(f"{_position(event)}: values deeper than {_DEEPEST}")
         if sum(counts) > most:
-            raise ValueError(f"{_place(event)}: more than {most:,} values")
+            raise ValueError(f"{_position(event)}: more than {most:,} values")
 
 
-def _place(event: Any) -> str:
+def _position(event: Any) -> str:
     return f"line {event.start_mark.line + 1}, column {event.start_mark.column + 1}"

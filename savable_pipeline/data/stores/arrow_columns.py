@@ -122,10 +122,10 @@ class BytesColumn:
 
     def value(self, row: int) -> bytes | None:
         """The bytes of a row; None for null. Raises `BrokenColumnError`."""
-        place = self._byte_range(row)
-        if place is None:
+        byte_range = self._byte_range(row)
+        if byte_range is None:
             return None
-        begin, end = place
+        begin, end = byte_range
         return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
 
     def head(self, row: int, size: int) -> bytes:
@@ -311,8 +311,8 @@ class MediaColumn:
 
     def file(self, row: int) -> str | None:
         """The path of a row that has no bytes; None of any other."""
-        place = int(np.searchsorted(self.named, row))
-        return self._path(row) if place < len(self.named) and self.named[place] == row else None
+        i = int(np.searchsorted(self.named, row))
+        return self._path(row) if i < len(self.named) and self.named[i] == row else None
 
     def _has_path(self, row: int) -> bool:
         try:
@@ -334,8 +334,8 @@ class MediaListColumn:
         self._each = array.type.list_size if pa.types.is_fixed_size_list(array.type) else 0
         if not self._each:
             self._offsets = _numbers(array.buffers()[1], "q" if pa.types.is_large_list(array.type) else "i")
-        there = self._count // self._each if self._each else len(self._offsets) - 1
-        self._rows = min(len(array), there - self._first)
+        available = self._count // self._each if self._each else len(self._offsets) - 1
+        self._rows = min(len(array), available - self._first)
 
     def value(self, row: int) -> None:
         """None: a list is no part by itself."""
@@ -374,7 +374,7 @@ class MediaListColumn:
 
     def _names_files(self, row: int) -> bool:
         try:
-            return any(self.items.file(place) is not None for place in self.elements(row))
+            return any(self.items.file(item) is not None for item in self.elements(row))
         except BrokenColumnError:  # raised when the row is read
             return True
 

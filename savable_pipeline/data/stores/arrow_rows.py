@@ -140,9 +140,9 @@ class ArrowRows:
         found |= {name: value for name, value in self._constants.items() if found.get(name) is None}
         return {source: value for source, value in found.items() if value is not None}
 
-    def kept(self, row: int) -> KeptRow:
+    def retain(self, row: int) -> RetainedRow:
         """A row by itself, to be kept when these rows are given up."""
-        return KeptRow(self, row)
+        return RetainedRow(self, row)
 
     def fault(self, row: int) -> str:
         """Which column names a file without its bytes, and how many rows do; empty for a row that is whole."""
@@ -208,7 +208,7 @@ def _holds_nothing(column: MediaColumn, position: int) -> bool:
     return column.is_null(position) and column.file(position) is None
 
 
-class KeptRow:
+class RetainedRow:
     """A row whose group was given up: its parts, and their bytes."""
 
     __slots__ = ("_fault", "_numbers", "_parts", "_values")

@@ -34,7 +34,7 @@ TRIES = 100  # to read what was evicted, each time, before it could be read, aft
 _PREFETCH_REFS = 16, 2048  # refs announced ahead, at least and at most,
 _PREFETCH_BYTES = 64 << 20  # and about this many bytes per lane
 _AHEAD = 1 << 20  # bytes that are downloaded with what is read, at most
-_ROWS_KEPT = 1 << 18  # whose blocks are remembered
+_CACHED_ROWS = 1 << 18  # whose blocks are remembered
 _fetching: dict[Path, threading.Lock] = {}  # what lies beside files
 
 Block: TypeAlias = tuple[int, int]  # rows of one shard: the first, and the one after the last
@@ -163,7 +163,7 @@ class CachedBlocks(DownloadedFiles):
         numbers = np.arange(len(remote.cached.shards)) if indexed is None else indexed.numbers
         super().__init__(remote, numbers, all_used=all_used)
         self._indexed, self._looked_at = indexed, looked_at
-        self._beside: set[Path] = set()  # that were found to be as they were downloaded
+        self._checked_sidecars: set[Path] = set()  # that were found to be as they were downloaded
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """`size` bytes of a file from `offset` on, downloaded first where they are absent.
@@ -202,15 +202,15 @@ class CachedBlocks(DownloadedFiles):
         rows = self._rows(shard, offset, size)
         present, verified = self._cached.present[rows], self._cached.verified[rows]  # which is 0, or odd
         for _ in range(TRIES):
-            seen = present.tobytes()  # compared faster than arrays
-            if (verified.tobytes() == seen and 0 not in seen) or self._are_right(shard, rows):
+            before = present.tobytes()  # compared faster than arrays
+            if (verified.tobytes() == before and 0 not in before) or self._are_right(shard, rows):
                 try:
                     found = read()
-                    if present.tobytes() == seen:
+                    if present.tobytes() == before:
                         self._cached.used[rows] = USED
                         return found
                 except ShardError:
-                    if present.tobytes() == seen and self.is_valid(shard, rows.start, rows.stop):
+                    if present.tobytes() == before and self.is_valid(shard, rows.start, rows.stop):
                         raise
             self._download(shard, rows)
         self._check_room(shard, rows.start, rows.stop, TRIES)
@@ -243,12 +243,12 @@ class CachedBlocks(DownloadedFiles):
         """See `ShardFiles.beside`: a local copy, downloaded if it is not here."""
         path = self.remote.beside(name)
         with _fetching.setdefault(path, threading.Lock()):  # several files may have it beside them
-            if path not in self._beside and whole_version(path) is None:
+            if path not in self._checked_sidecars and whole_version(path) is None:
                 stat = self._call("stat", self.remote.url, name)
                 if stat is None:
                     return None
                 pin_whole(path, self._call("whole", self.remote.url, name, stat[0], str(path)))
-            self._beside.add(path)
+            self._checked_sidecars.add(path)
         return path
 
     def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:
@@ -305,7 +305,7 @@ class DownloadBlocks:
             blocks = [block for block in blocks if block not in self._announced]
             self._announced.update(blocks)
             return blocks
-        if len(self._by_row) > _ROWS_KEPT:
+        if len(self._by_row) > _CACHED_ROWS:
             self._by_row.clear()
         self._by_row.update((row, block) for block in blocks for row in range(*block))
         return blocks

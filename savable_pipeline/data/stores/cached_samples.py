@@ -39,7 +39,7 @@ from savable_pipeline.errors import ShardError
 LONG = PIECE  # bytes of a sample, with its headers, beyond which it is long
 _TOUCH_S = 10.0
 _LOOK_S, _LOOK_SHARE = 1.0, 50  # between two looks whether all are present: seconds, and times what a look takes
-_ROWS_KEPT = 1 << 12  # that are known to be there
+_CACHED_ROWS = 1 << 12  # that are known to be there
 
 
 class CachedFiles(DownloadedFiles):
@@ -50,7 +50,7 @@ class CachedFiles(DownloadedFiles):
         super().__init__(found.remote, found.numbers, all_used=True)
         self._url, self._found = self.remote.url, found
         fits = self._blocks.in_pieces
-        self._kept = found.numbers[found.entries.samples > 0] if fits else None  # shards that may all be present
+        self._nonempty = found.numbers[found.entries.samples > 0] if fits else None  # shards to find complete
         self._complete_at = -1  # the count of evictions when they were; -1: they are not
         self._look_at = 0.0  # when to look again whether they are
         self._prefetch_refs = self.refs_ahead(found.mean_bytes)
@@ -84,16 +84,16 @@ class CachedFiles(DownloadedFiles):
 
         def guarded(shard: int, row: int, where: Where) -> T:
             for _ in range(TRIES):
-                seen = present[row]
-                if seen & 1:
-                    if verified[row] == seen or self.is_valid(shard, row, row + 1):
+                before = present[row]
+                if before & 1:
+                    if verified[row] == before or self.is_valid(shard, row, row + 1):
                         try:
                             found = read(shard, row, where)
-                            if present[row] == seen:
+                            if present[row] == before:
                                 used[row] = USED
                                 return found
                         except ShardError:
-                            if present[row] == seen and self.is_valid(shard, row, row + 1):
+                            if present[row] == before and self.is_valid(shard, row, row + 1):
                                 raise
                 elif self._is_long(row):
                     return long(shard, row, where)
@@ -138,9 +138,9 @@ class CachedFiles(DownloadedFiles):
 
     def _look(self, now: float) -> None:
         """Looks, now and then, whether every sample is present."""
-        if self._kept is not None and now >= self._look_at:
+        if self._nonempty is not None and now >= self._look_at:
             evictions = self._cached.evictions[0]
-            self._complete_at = evictions if self._cached.all_present(self._kept) else -1
+            self._complete_at = evictions if self._cached.all_present(self._nonempty) else -1
             self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - now))
 
     def request(self, rows: Rows) -> None:
@@ -198,7 +198,7 @@ class LongSamples:
         assert isinstance(found.index, TarIndex), found.index
         self._files, self._found, self._index, self._locate = files, found, found.index, locate
         self._cached = files.remote.cached
-        self._there: set[int] = set()  # rows that were seen to lie where the index says
+        self._checked_rows: set[int] = set()  # rows whose headers match the index
         self.read_whole = False  # whether a part that is long itself was
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
@@ -246,16 +246,16 @@ class LongSamples:
 
     def _look(self, shard: int, row: int) -> None:
         """Raises `ShardError` unless the first header of a sample says what the index does."""
-        if row in self._there:
+        if row in self._checked_rows:
             return
         blocks, index, begin = self._blocks, self._index, self._index.starts[row]
         name, head = self._found.entries.names[shard], index.layout(row).gaps[0]
-        if not blocks.guarded(shard, begin, head, lambda: index.lies_there(name, blocks[shard], row, 1)):
+        if not blocks.guarded(shard, begin, head, lambda: index.header_matches(name, blocks[shard], row, 1)):
             self._cached.note_changed(int(self._found.numbers[shard]))
             raise ShardError(
                 f"{blocks.name(shard)}: the shard was rewritten after indexing. Start again, or restore the old shard",
                 reason="changed shard",
             )
-        if len(self._there) >= _ROWS_KEPT:
-            self._there.clear()
-        self._there.add(row)
+        if len(self._checked_rows) >= _CACHED_ROWS:
+            self._checked_rows.clear()
+        self._checked_rows.add(row)

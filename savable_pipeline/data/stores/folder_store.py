@@ -171,9 +171,9 @@ def _stays(index: BlobIndex, table: ShardTable, tolerant: bool) -> bool:
     """Whether an index stays that is there: it has this table, but for the time; or has files that are lost."""
     ours, theirs = FolderTable.of(np.frombuffer(table.rows, "<u8")), FolderTable.of(index.blob(0))
     if tolerant:
-        here = dict(zip(ours.files, np.frombuffer(ours.sizes, "<i8").tolist(), strict=True))
+        sizes_now = dict(zip(ours.files, np.frombuffer(ours.sizes, "<i8").tolist(), strict=True))
         sizes = np.frombuffer(theirs.sizes, "<i8").tolist()
-        if any(here.get(name) != size for name, size in zip(theirs.files, sizes, strict=True)):
+        if any(sizes_now.get(name) != size for name, size in zip(theirs.files, sizes, strict=True)):
             return True
     few = len(ours.sizes) // 8 <= _LOOKED_AT  # of more, the time says that their folders may be believed
     return few and msgspec.structs.replace(ours, began_ns=0) == msgspec.structs.replace(theirs, began_ns=0)
@@ -202,9 +202,9 @@ class _Walk:
         folders = [""]
         while folders:
             folder = folders.pop()
-            here = f"{self.real}/{folder}"
-            self.folders[folder] = FileVersion.of(Path(here).stat())
-            with os.scandir(here) as entries:
+            path = f"{self.real}/{folder}"
+            self.folders[folder] = FileVersion.of(Path(path).stat())
+            with os.scandir(path) as entries:
                 for entry in entries:
                     name = f"{folder}{entry.name}"
                     fault = self._link_fault(entry) if entry.is_symlink() else ""
@@ -223,7 +223,7 @@ class _Walk:
             return "missing file: the link leads nowhere"
         if not self.allow_outside and outside(self.real, str(target)):
             return "outside the source: a link leads there; --allow-outside takes it"
-        if target in (here := Path(entry.path).parent.resolve(), *here.parents):
+        if target in (parent := Path(entry.path).parent.resolve(), *parent.parents):
             return "link to a folder above it"
         return ""
 
@@ -237,7 +237,7 @@ def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTab
     samples = _samples([each for each in met if each[0] not in others], rejected, key_end_last)
     doubt = "" if key_end_last else _merged({k: [file.extension for file in fs] for k, fs in samples.items()})
     doubt = doubt or _twins(samples)
-    kept: list[_File] = []
+    accepted: list[_File] = []
     firsts = [0]
     for key in sorted(samples):
         files = sorted(samples[key], key=lambda file: file.extension)
@@ -248,11 +248,11 @@ def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTab
             alike = [file.name for file in files if file.extension.lower() == part]
             rejected += [Reject.of(printable(name), key, fault) for name in alike]
         else:
-            kept += files
-            firsts.append(len(kept))
+            accepted += files
+            firsts.append(len(accepted))
     rejected.sort(key=lambda reject: (reject.file, reject.key))
-    names = ShardNames.of(file.name for file in kept)
-    columns = names.ends, [file.size for file in kept], [file.time_ns for file in kept], firsts
+    names = ShardNames.of(file.name for file in accepted)
+    columns = names.ends, [file.size for file in accepted], [file.time_ns for file in accepted], firsts
     arrays = (memoryview(np.asarray(each, "<i8").tobytes()) for each in columns)
     return FolderTable(names.text, *arrays, rejected, walk.hidden, doubt, walk.folders, began)  # type: ignore[call-arg, arg-type]
 
@@ -430,7 +430,7 @@ class FolderStore(RecordStore):
                 found.setdefault(extension, []).append(size)
         return {extension: np.array(sizes, np.int64) for extension, sizes in found.items()}
 
-    def left_out(self) -> str:
+    def rejects_warning(self) -> str:
         """How many files are no parts, and why."""
         rejected = self.table.rejected
         if not rejected:
@@ -462,8 +462,8 @@ class FolderStore(RecordStore):
         used = {name.partition("/")[0] for name in self.table.files if "/" in name}
         loose = [n for n in self.table.files if "/" not in n and n.rpartition(".")[2].lower() in _KIND]
         if loose or (unknown := sorted(used.difference(names))):
-            what = f"{loose[0]} is in no folder, so it has" if loose else f"the samples in {listed(unknown)} have"
-            raise ShardError(f"{self.address}: {what} no class. Move them, or name their folders in classes=")
+            samples = f"{loose[0]} is in no folder, so it has" if loose else f"the samples in {listed(unknown)} have"
+            raise ShardError(f"{self.address}: {samples} no class. Move them, or name their folders in classes=")
         if classes is True and {name.lower() for name in top} <= SPLITS:
             raise ShardError(
                 f"{self.address}: no class has a folder here, only splits have ({listed(top)}). Read each split by "

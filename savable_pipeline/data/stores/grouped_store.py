@@ -4,10 +4,10 @@
 
 The groups that a process holds decoded are bounded in bytes, for all lanes and stores together:
 
-    blocks   row groups, whole                  the one is given up first of which the fewest rows are still to be read
-    kept     rows of groups that were given up, but that a shuffle buffer is still to give
+    blocks     whole row groups; the one with the fewest rows still to be read is evicted first
+    retained   rows of evicted groups that a shuffle buffer will still yield
 
-Without the kept rows, a group would be decoded again for each of its rows that stays in a buffer for long.
+Without retained rows, a group would be decoded again for each of its rows that stays in a buffer for long.
 `AwaitedRows` are the rows of each group that were announced, and are still to be read.
 """
 
@@ -30,7 +30,7 @@ from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.errors import ShardError
 
 _MOST = 4_000_000  # rows awaited, beyond which those awaited before are forgotten: they were passed over
-Group: TypeAlias = tuple[int, int]  # a shard, and the number of a row group in it
+RowGroup: TypeAlias = tuple[int, int]  # a shard, and the number of a row group in it
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class AwaitedRows:
     """Sets of rows by their group; its length is the number of all rows. A group without rows takes no room."""
 
     def __init__(self) -> None:
-        self._rows: dict[Group, set[int]] = {}
+        self._rows: dict[RowGroup, set[int]] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class AwaitedRows:
             awaited.update(rows[groups == group].tolist())
             self._count += len(awaited) - before
 
-    def done(self, group: Group, row: int) -> None:
+    def done(self, group: RowGroup, row: int) -> None:
         """This row of a group is read, and awaited no more. (Called for each part: without a detour.)"""
         awaited = self._rows.get(group)
         if awaited is not None and row in awaited:
@@ -69,11 +69,11 @@ class AwaitedRows:
             if not awaited:
                 del self._rows[group]
 
-    def count(self, group: Group) -> int:
+    def count(self, group: RowGroup) -> int:
         """The number of rows awaited of a group."""
         return len(self._rows.get(group, ()))
 
-    def take(self, group: Group) -> list[int]:
+    def take(self, group: RowGroup) -> list[int]:
         """The rows awaited of a group, which are forgotten here."""
         rows = sorted(self._rows.pop(group, ()))
         self._count -= len(rows)
@@ -86,7 +86,7 @@ class AwaitedRows:
 class AwaitedOfGroup:
     """The rows still to be read of a group that is decoded as `rows`, whose first one has the number `first`."""
 
-    def __init__(self, awaited: AwaitedRows, group: Group, first: int) -> None:
+    def __init__(self, awaited: AwaitedRows, group: RowGroup, first: int) -> None:
         self._awaited, self._group, self._first = awaited, group, first
         self.rows: Any = None
 
@@ -97,12 +97,12 @@ class AwaitedOfGroup:
         """Number, row and bytes of each; of damaged ones nothing: the error comes when they are read."""
         for row in self._awaited.take(self._group):
             with contextlib.suppress(ValueError):
-                kept = self.rows.kept(row - self._first)
-                yield row, kept, kept.size
+                retained = self.rows.retain(row - self._first)
+                yield row, retained, retained.size
 
 
 class DecodedBlocks(Generic[T]):
-    """At most `limit` bytes of decoded blocks and kept rows, and of the latter at most half of it.
+    """At most `limit` bytes of decoded blocks and retained rows, and of the latter at most half of it.
 
     A single block beyond the limit is kept alone. `decoded` counts how many were decoded since the start.
 
@@ -120,25 +120,25 @@ class DecodedBlocks(Generic[T]):
         self.limit = limit
         self.decoded = 0
         self._blocks: OrderedDict[Hashable, tuple[T, int, AwaitedOfGroup | None]] = OrderedDict()
-        self._kept: OrderedDict[Hashable, dict[int, tuple[Any, int]]] = OrderedDict()  # by block, then by row
-        self._read: tuple[Hashable, int] = None, 0  # the kept row that was asked for last
-        self._block_bytes = self._kept_bytes = 0
-        self._told = False
+        self._retained: OrderedDict[Hashable, dict[int, tuple[Any, int]]] = OrderedDict()  # by block, then by row
+        self._read: tuple[Hashable, int] = None, 0  # the retained row that was asked for last
+        self._block_bytes = self._retained_bytes = 0
+        self._warned = False
 
     @property
     def bytes(self) -> int:
-        """The bytes of all blocks and kept rows."""
-        return self._block_bytes + self._kept_bytes
+        """The bytes of all blocks and retained rows."""
+        return self._block_bytes + self._retained_bytes
 
     def get(self, key: Hashable, decode: Callable[[], tuple[T, int]], awaited: AwaitedOfGroup | None = None) -> T:
         """The block called `key`; if it is not there, what `decode` gives, with its size in bytes.
 
         When the block is given up, those of its rows that are `awaited` are kept.
         """
-        found = self.held(key)
+        found = self.cached(key)
         return self._add(key, *decode(), awaited) if found is None else found
 
-    def held(self, key: Hashable) -> T | None:
+    def cached(self, key: Hashable) -> T | None:
         """The block called `key`; None if it is not there."""
         found = self._blocks.get(key)
         if found is None:
@@ -146,9 +146,9 @@ class DecodedBlocks(Generic[T]):
         self._blocks.move_to_end(key)
         return found[0]
 
-    def kept(self, key: Hashable, row: int) -> Any:
-        """A kept row of the block `key`; None if there is none. It is kept until another one is asked for."""
-        rows = self._kept.get(key)
+    def retained(self, key: Hashable, row: int) -> Any:
+        """A retained row of the block `key`; None if there is none. It is kept until another one is asked for."""
+        rows = self._retained.get(key)
         found = None if rows is None else rows.get(row)
         if found is None:
             return None
@@ -159,7 +159,7 @@ class DecodedBlocks(Generic[T]):
 
     def _add(self, key: Hashable, block: T, size: int, awaited: AwaitedOfGroup | None) -> T:
         self.decoded += 1
-        self._kept_bytes -= sum(each for _, each in self._kept.pop(key, {}).values())
+        self._retained_bytes -= sum(each for _, each in self._retained.pop(key, {}).values())
         while self._blocks and self.bytes + size > self.limit:
             self._give_up()
         self._blocks[key] = block, size, awaited
@@ -172,23 +172,23 @@ class DecodedBlocks(Generic[T]):
         _, size, awaited = self._blocks.pop(key)
         self._block_bytes -= size
         if awaited:
-            self._kept[key] = {row: (kept, each) for row, kept, each in awaited.take()}
-            self._kept_bytes += sum(each for _, each in self._kept[key].values())
-        while self._kept_bytes > self.limit // 2:
-            oldest = next(iter(self._kept))
-            self._drop(oldest, next(iter(self._kept[oldest])))
+            self._retained[key] = {row: (value, each) for row, value, each in awaited.take()}
+            self._retained_bytes += sum(each for _, each in self._retained[key].values())
+        while self._retained_bytes > self.limit // 2:
+            oldest = next(iter(self._retained))
+            self._drop(oldest, next(iter(self._retained[oldest])))
             self._tell()
 
     def _drop(self, key: Hashable, row: int) -> None:
-        rows = self._kept.get(key)
+        rows = self._retained.get(key)
         if rows is not None:
-            self._kept_bytes -= rows.pop(row, (None, 0))[1]
+            self._retained_bytes -= rows.pop(row, (None, 0))[1]
             if not rows:
-                del self._kept[key]
+                del self._retained[key]
 
     def _tell(self) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             log.info(
                 "rows of more than %s are in shuffle buffers, or were never read: row groups may be decoded again for "
                 "them; give more cache_bytes, or smaller buffers",
@@ -232,8 +232,8 @@ class GroupedStore(FileStore):
         group = bisect_right(ends, row)
         first = ends[group - 1] if group else 0
         key, name = (self._me, shard, group), (shard, group)
-        rows, position = self.blocks.held(key), row - first
-        if rows is None and (rows := self.blocks.kept(key, row)) is not None:
+        rows, position = self.blocks.cached(key), row - first
+        if rows is None and (rows := self.blocks.retained(key, row)) is not None:
             self.awaited.done(name, row)
             return rows, 0
         if rows is None:

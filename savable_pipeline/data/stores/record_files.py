@@ -52,7 +52,7 @@ RECORDS, ROWS, WHOLE = range(3)
 PACKED = ("", "gz", "bz2", "zst")
 _MOST_RECORDS = 1 << 32
 _FRAMED, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"  # of LitData: compressed by batch, and rows
-_SEEN, _BLOCKS = 1 << 12, 8  # bytes that are compared at this many places of a file
+_SAMPLED_BYTES, _BLOCKS = 1 << 12, 8  # bytes that are compared at this many places of a file
 
 T = TypeVar("T")
 _ARROW = b"ARROW1"  # how a file of Arrow begins; a stream does not
@@ -216,7 +216,7 @@ class RecordKind:
 class RecordLayout:
     """The places of a file by their meaning; `offsets` are uint64 (records + 1,), of rows in Arrow begin and end."""
 
-    what: int
+    unit: int
     packed: str
     content: int | None
     schema: bytes
@@ -265,10 +265,10 @@ def as_listed(index: bytes, form: type[T], name: str) -> T:
 def read_listed(kind: RecordKind, file: ByteSource, name: str) -> ShardTable:
     """Entry and places of a file; damage, and what index.json says otherwise, is the entry's fault."""
     try:
-        said = _said(kind, file, name)
-        if said is None or said.fault:
-            raise ValueError(f"not named by an {INDEX}. Copy the whole folder" if said is None else said.fault)
-        return _table(kind, file, said)
+        listed = _listed_file(kind, file, name)
+        if listed is None or listed.fault:
+            raise ValueError(f"not named by an {INDEX}. Copy the whole folder" if listed is None else listed.fault)
+        return _table(kind, file, listed)
     except ValueError as error:
         return ShardTable(ShardEntry(name, file.size, 0, 0, encodable(f"{name}: {error}")), b"")
 
@@ -282,12 +282,12 @@ def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: 
     layout = layout_of(index.blob(number), entry.samples)
     known = ListedFile(entry.name, entry.samples, layout.schema, entry.size, layout.packed, layout.content)
     try:
-        return _table(kind, file, _said(kind, file, entry.name) or known).entry.digest == entry.digest
+        return _table(kind, file, _listed_file(kind, file, entry.name) or known).entry.digest == entry.digest
     except ValueError:
         return False
 
 
-def _said(kind: RecordKind, file: ByteSource, name: str) -> ListedFile | None:
+def _listed_file(kind: RecordKind, file: ByteSource, name: str) -> ListedFile | None:
     """What index.json says of a file; None if that is not here, or does not name it. Raises ValueError."""
     index = file.beside(INDEX, name)
     if index is None:
@@ -303,30 +303,30 @@ def _listed(listed: Callable[[bytes], Any], index: Path, size: int, written_ns: 
     return {each.name: each for several in listed(index.read_bytes()) for each in several}
 
 
-def _table(kind: RecordKind, file: ByteSource, said: ListedFile) -> ShardTable:
-    """Entry and places of a file of which this is said. Raises ValueError."""
-    if said.size not in (None, file.size):
-        raise ValueError(f"{file.size} bytes, but {said.size} by {INDEX}. Copy it again")
-    if not 0 <= said.samples < _MOST_RECORDS:
-        raise ValueError(f"{said.samples} records by {INDEX}. Copy it again")
-    what, more = (WHOLE, np.zeros(0, "<u8")) if said.packed else layout_in(file, said.samples, kind.chunked)
-    known = 0 if said.content is None else said.content + 1
-    schema = np.frombuffer(said.schema + bytes(-len(said.schema) % 8), "<u8")
-    head = np.array([what, PACKED.index(said.packed), known, len(said.schema)], "<u8")
+def _table(kind: RecordKind, file: ByteSource, listed: ListedFile) -> ShardTable:
+    """Entry and places of a file of which this is listed. Raises ValueError."""
+    if listed.size not in (None, file.size):
+        raise ValueError(f"{file.size} bytes, but {listed.size} by {INDEX}. Copy it again")
+    if not 0 <= listed.samples < _MOST_RECORDS:
+        raise ValueError(f"{listed.samples} records by {INDEX}. Copy it again")
+    layout, more = (WHOLE, np.zeros(0, "<u8")) if listed.packed else layout_in(file, listed.samples, kind.chunked)
+    known = 0 if listed.content is None else listed.content + 1
+    schema = np.frombuffer(listed.schema + bytes(-len(listed.schema) % 8), "<u8")
+    head = np.array([layout, PACKED.index(listed.packed), known, len(listed.schema)], "<u8")
     blob = np.concatenate([head, schema, more]).tobytes()
     digest = xxhash.xxh3_64(blob)
-    for piece in some_bytes(file, _SEEN, _BLOCKS):
+    for piece in some_bytes(file, _SAMPLED_BYTES, _BLOCKS):
         digest.update(piece)
-    return ShardTable(ShardEntry(said.name, file.size, said.samples, digest.intdigest()), blob)
+    return ShardTable(ShardEntry(listed.name, file.size, listed.samples, digest.intdigest()), blob)
 
 
 def layout_of(blob: FileBlob, samples: int) -> RecordLayout:
     """What the index says of a file."""
-    what, packed, known, length = blob[:4].tolist()
+    layout, packed, known, length = blob[:4].tolist()
     begin = 4 + -(-length // 8)
-    end = begin + {RECORDS: samples + 1, ROWS: 2, WHOLE: 0}[what]
+    end = begin + {RECORDS: samples + 1, ROWS: 2, WHOLE: 0}[layout]
     schema = blob[4:begin].tobytes()[:length]
-    return RecordLayout(what, PACKED[packed], known - 1 if known else None, schema, blob[begin:end])
+    return RecordLayout(layout, PACKED[packed], known - 1 if known else None, schema, blob[begin:end])
 
 
 def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, FileBlob]:
@@ -339,8 +339,8 @@ def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, Fi
             return ROWS, np.array([end - size, end], "<u8")
         if chunked and content.head(len(_FRAMED)) == _FRAMED:
             raise ValueError(f"compression by batch is not supported. {INSTEAD}")
-        if (there := content.uint32s(0, 1)[0]) != samples:
-            raise ValueError(f"{there} records, but {samples} by the index. Copy it again")
+        if (count := content.uint32s(0, 1)[0]) != samples:
+            raise ValueError(f"{count} records, but {samples} by the index. Copy it again")
         return RECORDS, np.frombuffer(content.part(4, 4 * (samples + 1)).read(), "<u4").astype("<u8")
     except RecordError as error:
         raise ValueError("too short to hold records. Copy it again") from error
@@ -380,7 +380,7 @@ class RecordBlock:
         """The fields of a record. Raises `RecordError`."""
         return self.schema.fields(record_in(ByteSource.of(self.data), self.offsets, position))
 
-    def kept(self, position: int) -> RecordBlock:
+    def retain(self, position: int) -> RecordBlock:
         """A record by itself, at place 0, to be kept when those around it are given up. Raises `RecordError`."""
         data = record_in(ByteSource.of(self.data), self.offsets, position).read()
         return RecordBlock(data, np.array([0, len(data)], np.uint64), self.schema)
@@ -420,8 +420,8 @@ class RecordTable:
         values = {name: _without_bytes(value, name, blobs) for name, value in row.items()}
         return [*blobs, *(Value(name, value) for name, value in values.items() if value is not _NOTHING)]
 
-    def kept(self, position: int) -> RecordTable:
-        """See `RecordBlock.kept`."""
+    def retain(self, position: int) -> RecordTable:
+        """See `RecordBlock.retain`."""
         return RecordTable(self.table.take([position]))
 
     @property
@@ -471,7 +471,7 @@ def _without_bytes(value: Any, name: str, blobs: list[Value | Blob]) -> Any:
         return value
     items = value.items() if isinstance(value, dict) else enumerate(value)
     found = {str(key): _without_bytes(item, f"{name}_{key}", blobs) for key, item in items}
-    kept = {key: item for key, item in found.items() if item is not _NOTHING}
-    if len(kept) == len(found):
-        return kept if isinstance(value, dict) else list(kept.values())
-    return kept or _NOTHING
+    rest = {key: item for key, item in found.items() if item is not _NOTHING}
+    if len(rest) == len(found):
+        return rest if isinstance(value, dict) else list(rest.values())
+    return rest or _NOTHING

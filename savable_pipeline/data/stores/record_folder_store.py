@@ -74,10 +74,10 @@ class RecordFolderStore(GroupedStore):
         self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
         self.files.fetch_rows(found.numbers)  # at once
         kinds = {tuple(self.blob(shard)[:2].tolist()) for shard in np.flatnonzero(self.entries.samples).tolist()}
-        self._grouped = any(what != RECORDS for what, _ in kinds)
+        self._grouped = any(unit != RECORDS for unit, _ in kinds)
         self.decoded_bytes = self.blocks.limit if self._grouped else 0
-        for what, packed in kinds:  # a damaged index is told of later
-            needs = "rows" if what == ROWS else PACKED[packed] if packed < len(PACKED) else ""
+        for unit, packed in kinds:  # a damaged index is told of later
+            needs = "rows" if unit == ROWS else PACKED[packed] if packed < len(PACKED) else ""
             if needs in NEEDED:
                 needed_package(needs)
         if not self.files.behind_url and self.entries and (found.root / INDEX).exists():
@@ -109,7 +109,7 @@ class RecordFolderStore(GroupedStore):
         Raises `RecordError`, `ShardError`.
         """
         layout = self._known(shard)
-        if layout.what != RECORDS:
+        if layout.unit != RECORDS:
             rows, position = self.find(shard, row)
             found: list[Value | Blob] = rows.fields(position)
             return found
@@ -171,17 +171,17 @@ class RecordFolderStore(GroupedStore):
     def decoded(self, shard: int, group: int, expected: int) -> tuple[RecordBlock | RecordTable, int]:
         """See `GroupedStore.decoded`."""
         layout, read = self._known(shard), partial(self.files.read, shard)
-        begin, end = layout.offsets.tolist() if layout.what == ROWS else (0, int(self.entries.sizes[shard]))
-        raw, what, offsets = read(begin, end - begin), layout.what, layout.offsets
+        begin, end = layout.offsets.tolist() if layout.unit == ROWS else (0, int(self.entries.sizes[shard]))
+        raw, unit, offsets = read(begin, end - begin), layout.unit, layout.offsets
         try:
-            if what == WHOLE:
+            if unit == WHOLE:
                 raw = decompressed(raw, layout.packed, self._most, layout.content)
-                what, offsets = layout_in(ByteSource.of(raw), expected, self.kind.chunked)
-                if what == ROWS:
+                unit, offsets = layout_in(ByteSource.of(raw), expected, self.kind.chunked)
+                if unit == ROWS:
                     raw = raw[int(offsets[0]) : int(offsets[1])]
             rows: RecordBlock | RecordTable = (
                 RecordBlock(raw, offsets, self._schema(layout))
-                if what == RECORDS
+                if unit == RECORDS
                 else table_of(raw, expected, self._most)
             )
         except ValueError as error:
@@ -193,7 +193,7 @@ class RecordFolderStore(GroupedStore):
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The records; of what is unpacked as a whole the file."""
         layout, size = self._known(shard), int(self.entries.sizes[shard])
-        if layout.what == RECORDS:
+        if layout.unit == RECORDS:
             begins, ends = layout.offsets[rows], layout.offsets[rows + 1]
         else:
             begins, ends = np.zeros(1, np.uint64), np.full(1, size, np.uint64)

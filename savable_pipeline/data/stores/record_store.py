@@ -167,7 +167,7 @@ class RecordStore(Protocol):
         """
         return None
 
-    def left_out(self) -> str:
+    def rejects_warning(self) -> str:
         """Return what to warn of that the files hold and samples do not have; "" for nothing."""
         return ""
 
@@ -241,7 +241,7 @@ class RecordStore(Protocol):
         """
         return
 
-    def verify_given(self) -> None:
+    def verify_yielded(self) -> None:
         """Check the data read for batches given since the last look.
 
         Called where a run pauses or ends, and when it is saved, also from another thread: look at once.
@@ -256,7 +256,7 @@ def some_bytes(file: ByteSource, size: int, blocks: int) -> Iterator[bytes]:
     """`size` bytes at the begin and the end of a file, and at as many places between as make so many blocks."""
     places = [(max(0, file.size - size) * block // blocks, size) for block in range(blocks + 1)]
     file.expect(places)
-    return (file.read_at(*place) for place in places)
+    return (file.read_at(*byte_range) for byte_range in places)
 
 
 class FileStore(RecordStore):
@@ -287,9 +287,9 @@ class FileStore(RecordStore):
         """See `RecordStore.verify`."""
         self.files.verify(slot)
 
-    def verify_given(self) -> None:
-        """See `RecordStore.verify_given`."""
-        self.files.verify_given()
+    def verify_yielded(self) -> None:
+        """See `RecordStore.verify_yielded`."""
+        self.files.verify_yielded()
 
     def blob(self, shard: int) -> FileBlob:
         """What the index says of a file: uint64 (any,)."""

@@ -87,11 +87,11 @@ class WholeScans:
         cached = _with_index(version, fresh)
         for number in scanned:
             if cached.pin(number, self.pin(number)) and whole_version(self._path(number)):
-                self._keep(cached, number)
+                self._adopt(cached, number)
         shutil.rmtree(self.aside, ignore_errors=True)
         return cached
 
-    def _keep(self, cached: ShardCache, number: int) -> None:
+    def _adopt(self, cached: ShardCache, number: int) -> None:
         """Moves a file into the cache, and marks all its rows as present."""
         path = self._path(number)
         if path.stat().st_size == cached.shards.sizes[number]:
@@ -109,12 +109,12 @@ class PartScans:
 
     def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
         self._cached = unread_version(found, folder)
-        self._place = RemoteFolder(found.root, self._cached, session)
+        self._folder = RemoteFolder(found.root, self._cached, session)
         self._form, self.aside = form, self._cached.folder
 
     def scan(self, number: int) -> ShardTable:
         """See `WholeScans.scan`."""
-        files = CachedBlocks(self._place)  # of this thread
+        files = CachedBlocks(self._folder)  # of this thread
         return self._form.read(StoreFile(files, number), self._cached.shards.names[number])
 
     def drop(self, number: int) -> None:
@@ -167,7 +167,7 @@ class RemoteScan:
     stamp: str = ""
 
 
-def scan_there(file: RemoteScan) -> tuple[ShardTable, str]:
+def scan_remotely(file: RemoteScan) -> tuple[ShardTable, str]:
     """The table of a file, and the server's version of it. Raises `ShardError` if it has another size by now."""
     with scratch() as (folder, session):
         found = RemoteShards(file.url, [file.name], np.array([file.size]), [file.stamp])
@@ -182,13 +182,13 @@ def scanned_elsewhere(
     stamps = found.stamps or [""] * len(found.names)
     jobs = (RemoteScan(form, found.root, found.names[n], int(found.sizes[n]), stamps[n]) for n in numbers)
     of = {found.names[number]: number for number in numbers}
-    with contextlib.closing(engine.each(scan_there, jobs)) as finished:
+    with contextlib.closing(engine.each(scan_remotely, jobs)) as finished:
         for job, (table, version) in finished:
             scans.pin(of[job.name], version)
             yield table
 
 
-def scanned_here(
+def scan_locally(
     scans: RemoteScans, numbers: list[int], unreadable: Callable[[int, ShardError], ShardTable]
 ) -> Generator[ShardTable, None, None]:
     """The tables of these files, some of which are read at a time; `unreadable` gives that of one that fails."""
@@ -258,9 +258,9 @@ def index_remote(
 
     Returns the path of the index in the cache, and the files that could not be read to their end.
     """
-    place, names = open_remote(files, form, session, tolerant=True, anew=True, engine=engine, progress=progress)
-    shards, wanted = place.index.shards, set(names)
-    return place.index_path, [shards[n] for n in sorted(shards.faults) if shards.names[n] in wanted]
+    folder, names = open_remote(files, form, session, tolerant=True, anew=True, engine=engine, progress=progress)
+    shards, wanted = folder.index.shards, set(names)
+    return folder.index_path, [shards[n] for n in sorted(shards.faults) if shards.names[n] in wanted]
 
 
 def _with_missing(found: RemoteShards, index: ShardIndex, tolerant: bool) -> RemoteShards:
@@ -272,8 +272,8 @@ def _with_missing(found: RemoteShards, index: ShardIndex, tolerant: bool) -> Rem
     if not tolerant:
         check_none_gone(found.root, gone)
     stamps = found.stamps or [""] * len(found.names)
-    here = zip(found.names, zip(found.sizes.tolist(), stamps, strict=True), strict=True)
-    files = dict(sorted({**dict.fromkeys(gone, (-1, "")), **dict(here)}.items()))
+    listed = zip(found.names, zip(found.sizes.tolist(), stamps, strict=True), strict=True)
+    files = dict(sorted({**dict.fromkeys(gone, (-1, "")), **dict(listed)}.items()))
     sizes = np.array([size for size, _ in files.values()], np.int64)
     return RemoteShards(found.root, [*files], sizes, [stamp for _, stamp in files.values()] if found.stamps else ())
 
@@ -333,7 +333,7 @@ class _Making:
         stamp = hash_of(replace(found, stamps=stamps), sizes=False)
         if before is not None and before.stamp == stamp and _knows(before.index, found, self.tolerant, changed):
             return found, held(before.folder)
-        cached = self._made(found, before, own)
+        cached = self._build(found, before, own)
         point(pointer, Version(cached.folder, cached.layout.index, stamp, stamps))
         for stale in self.folder.glob("new-*"):  # of files as they were when a call was stopped
             shutil.rmtree(stale, ignore_errors=True)
@@ -349,59 +349,59 @@ class _Making:
         """The names of the files that were found to be other than this version says; none if they stay as they were."""
         return changed_shards(version.folder) if version is not None and (self.anew or not self.tolerant) else set()
 
-    def _made(self, found: RemoteShards, before: Version | None, own: Version | None) -> ShardCache:
+    def _build(self, found: RemoteShards, before: Version | None, own: Version | None) -> ShardCache:
         base = before or own
         if base is None:  # perhaps fewer files were indexed, to which others were added since
             found = with_stamps(found, self.session, range(len(found.names)))
             base = newest_version(self.folder, "made-*.json", self.form)
         known = {} if base is None else self._known(base, found, self.changed(base))
-        left = [number for number in range(len(found.names)) if number not in known]
-        found = with_stamps(found, self.session, left)
+        missing = [number for number in range(len(found.names)) if number not in known]
+        found = with_stamps(found, self.session, missing)
         if base is not None:
             found.sizes[[*known]] = base.index.shards.sizes[[*known.values()]]
         scans = scans_of(found, self.form, self.folder, self.session)
         scans.aside.mkdir(parents=True, exist_ok=True)
         fresh = self.folder / "downloaded.index"
         with ScannedTables(scans.aside / "index") as scanned:
-            self._scan(scans, found, left, scanned)
+            self._scan(scans, found, missing, scanned)
             tables = (
                 base.index.table(known[number]) if base is not None and number in known else scanned[name]
                 for number, name in enumerate(found.names)
             )
             write_index(fresh, tables, self.form)
-        version = self._version(fresh, {number: scans.pin(number) for number in left})
+        version = self._version(fresh, {number: scans.pin(number) for number in missing})
         if base is not None and any(
             read_pin(version / f"{n}.pin") not in ("", read_pin(base.folder / f"{m}.pin")) for n, m in known.items()
         ):
             version = version.with_name(f"{version.name}-{_hash(base.folder.name)}")  # that one has other bytes of them
-        return scans.moved(fresh, version, left)
+        return scans.moved(fresh, version, missing)
 
     def _known(self, base: Version, found: RemoteShards, changed: set[str]) -> dict[int, int]:
         """Of the files that are as they were in an index, the numbers in it by those here; their rows are here."""
-        here = {name: number for number, name in enumerate(found.names)}
+        numbers = {name: number for number, name in enumerate(found.names)}
         known = {}
-        for there, entry in enumerate(base.index.shards):
-            number = here.get(entry.name, -1)
+        for old, entry in enumerate(base.index.shards):
+            number = numbers.get(entry.name, -1)
             same = number >= 0 and found.sizes[number] in (-1, entry.size) and not entry.fault
-            if same and entry.name not in changed and (not base.stamps or base.stamps[there] == found.stamps[number]):
-                known[number] = there
+            if same and entry.name not in changed and (not base.stamps or base.stamps[old] == found.stamps[number]):
+                known[number] = old
         parts = open_parts(base.folder, base.index)
         if parts is not None and known:
             create_flags(base.folder)
             absent = parts.absent(np.array([*known.values()], dtype=np.int64))
             self.session.call("index_rows", found.root, str(base.folder), absent.tolist())
-        return {number: there for number, there in known.items() if base.index.is_whole(there)}
+        return {number: old for number, old in known.items() if base.index.is_whole(old)}
 
-    def _scan(self, scans: RemoteScans, found: RemoteShards, left: list[int], scanned: ScannedTables) -> None:
+    def _scan(self, scans: RemoteScans, found: RemoteShards, missing: list[int], scanned: ScannedTables) -> None:
         """Adds the tables of these files to those that an interrupted call has left."""
-        form, size = self.form, int(found.sizes[left].sum())
+        form, size = self.form, int(found.sizes[missing].sum())
         fits = self.engine is None and size <= self.session.limit
-        to_scan = {found.names[n]: n for n in left if not _is_scanned(scanned, found.names[n], int(found.sizes[n]))}
+        to_scan = {found.names[n]: n for n in missing if not _is_scanned(scanned, found.names[n], int(found.sizes[n]))}
         if form.whole:
             log.warning(
                 "%s has no index of %d shards (%.3g GB). They are downloaded to build it. Run `savable index` there",
                 found.root,
-                len(left),
+                len(missing),
                 size / 1e9,
             )
         else:
@@ -412,10 +412,10 @@ class _Making:
                 raise error
             return form.unreadable(found.names[number], int(found.sizes[number]), str(error))
 
-        before, numbers = len(left) - len(to_scan), [*to_scan.values()]
-        self.progress(before, len(left))
+        before, numbers = len(missing) - len(to_scan), [*to_scan.values()]
+        self.progress(before, len(missing))
         coming = (
-            scanned_here(scans, numbers, unreadable)
+            scan_locally(scans, numbers, unreadable)
             if self.engine is None
             else scanned_elsewhere(self.engine, scans, found, form, numbers)
         )
@@ -428,7 +428,7 @@ class _Making:
                 scanned.add(table)
                 if form.whole and not fits:
                     scans.drop(number)
-                self.progress(done, len(left))
+                self.progress(done, len(missing))
 
     def _version(self, fresh: Path, pins: dict[int, str]) -> Path:
         """The folder of the version with this index. It is another if one is there that was read of other files."""

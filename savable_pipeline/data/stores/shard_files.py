@@ -183,7 +183,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
     def verify(self, slot: int) -> None:
         """Raises `ShardError` if a shard changed while the batch of this slot, to be given next, may have been read."""
 
-    def verify_given(self) -> None:
+    def verify_yielded(self) -> None:
         """Raises `ShardError` if a shard changed while batches that were given since the last look were read."""
 
     def request(self, rows: Rows) -> None:
@@ -246,7 +246,7 @@ class LocalFiles(ShardFiles):
         self._checked: set[int] = set()  # shards whose rows in the index, and some of whose samples, were checked
         self._pins: dict[int, FileVersion] = {}
         self._changed: list[Path] = []
-        self._told: set[int] = set()  # of which there was a warning
+        self._warned: set[int] = set()  # of which there was a warning
         self._slots: dict[int, None] = {}  # of the batches since the last look
         self._look_at = 0.0
         self._viewed: dict[int, Path] = {}  # files that are mapped: used also while no descriptor of them is kept
@@ -309,10 +309,10 @@ class LocalFiles(ShardFiles):
         if shard not in self._checked:
             found.check_rows(shard)
             if not found.is_as_indexed(shard, LocalFile(path, descriptor)):
-                beside = found.form.beside[1]
-                what = f"the shard or its {beside} was" if beside else "the shard was"
+                sidecar = found.form.beside[1]
+                file = f"the shard or its {sidecar} was" if sidecar else "the shard was"
                 raise ShardError(
-                    f"{path}: {what} rewritten since it was indexed, at the same size. Remove {found.index_path} and "
+                    f"{path}: {file} rewritten since it was indexed, at the same size. Remove {found.index_path} and "
                     "start again, or restore the old shard",
                     reason="changed shard",
                 )
@@ -336,12 +336,12 @@ class LocalFiles(ShardFiles):
         if self._changed or time.monotonic() >= self._look_at:
             self._look(f", but slot {slot} was not yielded")
 
-    def verify_given(self) -> None:
-        """See `ShardFiles.verify_given`."""
+    def verify_yielded(self) -> None:
+        """See `ShardFiles.verify_yielded`."""
         if self._slots:
             self._look("")
 
-    def _look(self, not_given: str) -> None:
+    def _look(self, unless_unused: str) -> None:
         """Looks at open shards, and at files that are mapped only. Raises `ShardError` if one has changed.
 
         Once a shard has changed, no batch is right any more: it is named each time. Another thread may open and close
@@ -361,7 +361,7 @@ class LocalFiles(ShardFiles):
             return
         raise ShardError(
             f"{self._changed[0]}: it was overwritten while this run read it. Restore it, and resume from an earlier "
-            f"state\nThe slots {_numbers(sorted(self._slots))} may have bytes of both{not_given}",
+            f"state\nThe slots {_numbers(sorted(self._slots))} may have bytes of both{unless_unused}",
             reason="changed shard",
         )
 
@@ -419,8 +419,8 @@ class LocalFiles(ShardFiles):
         finally:
             if own >= 0:
                 os.close(own)
-        if number not in self._told:
-            self._told.add(number)
+        if number not in self._warned:
+            self._warned.add(number)
             log.warning(
                 "%s: its inode changed during the run (ctime), but not its size, times or compared bytes. Compare it "
                 "with its source, for example by `rsync --checksum --dry-run`",

@@ -220,7 +220,7 @@ class TarStore:
         self.rows = files.located(rows.rows)
         self.offset, self.extensions, self.sizes = rows.offset, rows.extensions, rows.sizes
         self.has_part = rows.has_part
-        self.request, self.verify, self.verify_given = files.request, files.verify, files.verify_given
+        self.request, self.verify, self.verify_yielded = files.request, files.verify, files.verify_yielded
         parts = TarParts(rows, files)
         long = files.long_parts(parts, rows.extent)
         self.read, self.array = files.guard(parts.read, long.read), files.guard(parts.array, long.array)
@@ -231,8 +231,8 @@ class TarStore:
         self.files.fetch_rows(self.found.numbers[[shard]])
         return self.found.table(shard)
 
-    def left_out(self) -> str:
-        """See `RecordStore.left_out`: links that the index counts."""
+    def rejects_warning(self) -> str:
+        """See `RecordStore.rejects_warning`: links that the index counts."""
         index = self._rows.index
         return warning_of_links(self.address, index, self.found.numbers.tolist()) if index.links else ""
 

@@ -28,7 +28,7 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.engine.messages import Delivery, LaneJob, RequestKind, row_count
 from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
-from savable_pipeline.run.state.lane_state import InVain, LaneState, pack_state, restoring, unpack_state, with_counts
+from savable_pipeline.run.state.lane_state import LaneState, pack_state, restoring, unpack_state, with_counts
 from savable_pipeline.stages.batcher import rebuild
 from savable_pipeline.stages.item_buffer import made_items
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
@@ -45,7 +45,7 @@ class _Live:
     stages: list[Stage]  # in the order of the data path
     lane: Lane
     batches: int
-    in_vain: InVain  # as its state has it
+    dropped: dict[str, dict[str, int]]  # as its state has it
     counts: Counter[str] = field(default_factory=Counter)  # of its stages, since the last delivery
     state: bytes | None = None  # delivered with the last batch
     early: tuple[Any, bytes] | None = None  # a batch made only to find out that there is one; the state before it
@@ -58,7 +58,7 @@ class _Live:
     def collect(self) -> None:
         """Collect the counters of the stages."""
         fresh = take_counts(self.stages, {})
-        self.in_vain = with_counts(self.in_vain, fresh)
+        self.dropped = with_counts(self.dropped, fresh)
         self.counts.update(fresh)
 
 
@@ -201,7 +201,7 @@ class LaneRunner:
         Another thread may run lanes meanwhile.
         """
         for store in list(self._stores.values()):
-            store.verify_given()
+            store.verify_yielded()
 
     def at_position(self, lane: int, state: bytes) -> Stage | None:
         """The last stage of a lane, if it runs here and its position is `state`; else None."""
@@ -219,7 +219,7 @@ class LaneRunner:
                 stage.restore_state(saved.stages)
         lane.unused = 0
         stages = list(upstream(stage))
-        live = _Live(stages, lane, saved.batches, saved.in_vain or {})
+        live = _Live(stages, lane, saved.batches, saved.dropped or {})
         self._stores.update((id(each.store), each.store) for each in datasets_of(stages))
         return live
 
@@ -255,7 +255,7 @@ class LaneRunner:
         lane = live.lane
         saved = LaneState(lane.index, lane.epoch, live.batches, more, live.stage.save_state(), lane.facts.digest)
         several = len(live.stage.info.tags) > 1  # else a batch says that the source has given something
-        saved.in_vain = live.in_vain if several or any(live.in_vain.values()) else UNSET
+        saved.dropped = live.dropped if several or any(live.dropped.values()) else UNSET
         return pack_state(saved)
 
     def forget(self, lane: int | None = None) -> None:

@@ -487,7 +487,7 @@ def where(last: Stage, status: WorkerStatus) -> str:
     if status.sample is None or stage.info.encoder is None or stage.sources[0].info.encoder is not None:
         return f", in {type(stage).__name__}"
     sample = stage.sources[0].fetch((status.sample, status.epoch, 0))
-    return f", in {type(stage).__name__}, shard {sample.shard}, key {sample.key!r}, {sample.place}"
+    return f", in {type(stage).__name__}, shard {sample.shard}, key {sample.key!r}, {sample.location}"
 
 
 def can_skip(last: Stage, status: WorkerStatus, error: WorkerError) -> bool:

@@ -37,13 +37,13 @@ Excluded: TypeAlias = str | tuple[str, str]  # a key, or a source and a key
 
 def reconfigure(
     before: Decisions,
-    place: int,
+    slot: int,
     last: Stage,
     weights: Mapping[str, Weight] | None = None,
     exclude: Iterable[Excluded] | None = None,
     max_length: int | None = None,
 ) -> Decisions:
-    """The decisions from slot `place` on, which continue those of `before`.
+    """The decisions from slot `slot` on, which continue those of `before`.
 
     Raises ValueError for impossible ones, such as weights that are negative or all 0.
     """
@@ -54,10 +54,10 @@ def reconfigure(
     excluded = {} if exclude is None else _numbers(exclude, last)
     numbers = {tag: _packed({*before.numbers(tag), *excluded[tag]}) for tag in sorted(excluded)}
     max_length = 0 if max_length is None else _checked(max_length, _packers(last))
-    said = msgspec.msgpack.encode((before.digest, place, fresh, numbers, max_length))
+    encoded = msgspec.msgpack.encode((before.digest, slot, fresh, numbers, max_length))
     return Decisions(
-        place,
-        xxh3_64_intdigest(said) >> 2 or 1,
+        slot,
+        xxh3_64_intdigest(encoded) >> 2 or 1,
         dict(sorted({**before.weights, **fresh}.items())),
         dict(sorted({**before.excluded, **numbers}.items())),
         max_length or before.max_length,
@@ -164,16 +164,16 @@ def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
         return make()
     try:
         found: Decisions | Exception = make()
-        said = str(found), found.digest  # type: ignore[union-attr]
+        answer = str(found), found.digest  # type: ignore[union-attr]
     except Exception as error:
-        found, said = error, (f"{type(error).__name__}: {error}", 0)
-    others = ranks.gather(said)
+        found, answer = error, (f"{type(error).__name__}: {error}", 0)
+    others = ranks.gather(answer)
     if isinstance(found, Exception):
         raise found
     for rank, other in enumerate(others):
-        if other != said:
+        if other != answer:
             raise ValueError(
-                f"reconfigure: rank {ranks.rank} {said[0]}, but rank {rank} {other[0]}. Pass the same arguments on "
+                f"reconfigure: rank {ranks.rank} {answer[0]}, but rank {rank} {other[0]}. Pass the same arguments on "
                 "each rank, at the same step."
             )
     return found
@@ -198,10 +198,10 @@ def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> D
         len(packers) != 1 or length > packers[0].max_length or stage_field(packers[0], "max_length") in changed
     ):
         length = 0
-    left = replace(decisions, weights=weights, max_length=length)
-    if left != decisions:
-        log.warning("changed settings replace an earlier reconfigure. Still in effect: %s", left)
-    return left
+    in_effect = replace(decisions, weights=weights, max_length=length)
+    if in_effect != decisions:
+        log.warning("changed settings replace an earlier reconfigure. Still in effect: %s", in_effect)
+    return in_effect
 
 
 def check_decided(local: LocalLanes, decisions: Decisions) -> Decisions:

@@ -138,9 +138,9 @@ class LedgerKeeper(Observer):
         number = next_number(self._folder)
         if ranks.can_talk:
             number = ranks.agree(number, smallest=False)
-        place = (at.lane_count, self._seed, at.epoch, at.slot)
+        position = (at.lane_count, self._seed, at.epoch, at.slot)
         start = Start(
-            FORMAT, number, ranks.rank, ranks.world_size, *place, sources, fingerprint, at.pad, os.cpu_count() or 0
+            FORMAT, number, ranks.rank, ranks.world_size, *position, sources, fingerprint, at.pad, os.cpu_count() or 0
         )
         if not ranks.can_talk:
             return self._writer_of(start)
@@ -191,7 +191,7 @@ def _sources(last: Stage) -> list[LedgerSource]:
             stage.info.branch,
             tag,
             _address(stage),
-            files_to_keep(stage.files) if isinstance(stage, RecordReader) else "",
+            saved_files(stage.files) if isinstance(stage, RecordReader) else "",
         )
         for stage in upstream(last)
         if not stage.sources
@@ -204,7 +204,7 @@ def _address(reader: Stage) -> str:
     return str(getattr(getattr(reader, "dataset", None), "address", ""))
 
 
-def files_to_keep(files: str | tuple[str, ...]) -> str | list[str]:
+def saved_files(files: str | tuple[str, ...]) -> str | list[str]:
     """A reader's files as absolute paths; "" where a URL contains a password."""
     named = [files] if isinstance(files, str) else list(files)
     if not any(named) or any("@" in name.partition("://")[2].partition("/")[0] for name in named):

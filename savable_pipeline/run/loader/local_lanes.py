@@ -44,7 +44,7 @@ from savable_pipeline.stages.mapped_function import LAMBDA
 from savable_pipeline.stages.packing.packer import OnlinePacker
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.join import Join
-from savable_pipeline.stages.readers.read_order import BLOCK
+from savable_pipeline.stages.readers.read_order import BLOCK_SIZE
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.readers import TokenReader
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
@@ -238,8 +238,8 @@ def _warn_of_blocks() -> None:
     """Warn once in a process, because later loaders, such as for evaluation, are built alike."""
     log.warning(
         "only blocks of %d consecutive samples are shuffled. Add .shuffle(size), or set block_size=%d to silence this.",
-        BLOCK,
-        BLOCK,
+        BLOCK_SIZE,
+        BLOCK_SIZE,
     )
 
 

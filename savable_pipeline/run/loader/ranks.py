@@ -339,16 +339,16 @@ def check_same_data(ranks: Ranks, found: FingerprintHere, *, by_default: bool = 
     data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA)}
     shards, seed = sum(count(found.fields[name]) for name in found.shards), found.fields["seed"]
     first = ranks.first_value(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.name} {shards} {seed}")
-    digest, other, there, seed_there = first.split()
-    if seed_there != str(seed):
+    digest, other, others, other_seed = first.split()
+    if other_seed != str(seed):
         raise ValueError(
-            f"rank {ranks.name} has seed={seed}, but rank {other} has seed={seed_there}. Pass the same seed on all "
+            f"rank {ranks.name} has seed={seed}, but rank {other} has seed={other_seed}. Pass the same seed on all "
             "ranks, because it sets their common order."
         )
     if digest != _digest(data):
         raise CheckpointMismatchError(
             f"rank {ranks.name} and rank {other} found different shards, exclude= files, media tables or lanes. Start "
-            f"all ranks again.\n  {shards} here, {there} there, in {', '.join(sorted(set(found.addresses.values())))}"
+            f"all ranks again.\n  {shards} here, {others} there, in {', '.join(sorted(set(found.addresses.values())))}"
         )
 
 

@@ -82,13 +82,13 @@ class RowsInFlight(Observer):
 
     def _repeat(self, step: BatchStep, flight: Outstanding, size: int) -> torch.Tensor:
         """Note the first of the waiting batches. If it has no rows, all are padding."""
-        kept = step.delivery.remaining
-        if not kept:
+        rows = step.delivery.remaining
+        if not rows:
             step.samples = BatchSamples.of(())
             if isinstance(step.batch, dict):
                 step.batch = {VALID: _none_of(size), **step.batch}  # unless it has such a key, of the encoder
-        step.repeated = self.table.give_again(step.at.history.total, kept)
-        return receipts_of(flight.batch, size, step.repeated, kept)
+        step.repeated = self.table.give_again(step.at.history.total, rows)
+        return receipts_of(flight.batch, size, step.repeated, rows)
 
     def _add_receipts(self, step: BatchStep, found: torch.Tensor) -> None:
         total = step.at.history.total + 1

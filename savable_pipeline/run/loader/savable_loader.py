@@ -444,12 +444,12 @@ class SavableLoader:
         settings, position = self._run.settings, self._run.position
         shown = f"seed={settings.seed}, lanes={settings.lanes}, num_workers={settings.num_workers}"
         rank = f"rank {position.ranks.rank} of {position.ranks.world_size}"
-        place = f"at slot {position.slot} of epoch {position.epoch}"
+        at = f"at slot {position.slot} of epoch {position.epoch}"
         if settings.epoch_slots is not None:
-            place = f"at slot {position.slot}, in epochs of {settings.epoch_slots} slots"
+            at = f"at slot {position.slot}, in epochs of {settings.epoch_slots} slots"
         if position.facts.decisions:
-            place += f"; decided {position.facts.decisions}"
-        return f"SavableLoader({shown}): {rank}, {place}\n{self._run.local.last_stage!r}"
+            at += f"; decided {position.facts.decisions}"
+        return f"SavableLoader({shown}): {rank}, {at}\n{self._run.local.last_stage!r}"
 
 
 def run_of(loader: SavableLoader) -> Run:

@@ -119,15 +119,15 @@ class States:
     def pin(self, pinned: PinnedShards) -> None:
         """Have readers read these shards and commits."""
         self._local.pin(pinned)
-        for made in ("fingerprint", "packed", "_packed_changed"):
-            self.__dict__.pop(made, None)
+        for name in ("fingerprint", "packed", "_packed_changed"):
+            self.__dict__.pop(name, None)
 
     def _loaded(self, state: Mapping[str, Any], saved: Fingerprint, allow: Iterable[str]) -> Position:
         """The position in a state of the fingerprint `saved`, in data that have grown as its own."""
-        here, allowed = self.fingerprint, {allow} if isinstance(allow, str) else set(allow)
-        checked_allow(allowed - {NEW_SHARDS}, saved, here)
+        ours, allowed = self.fingerprint, {allow} if isinstance(allow, str) else set(allow)
+        checked_allow(allowed - {NEW_SHARDS}, saved, ours)
         with restoring("the state"):
-            loaded = self._read(state, saved, here, allowed)
+            loaded = self._read(state, saved, ours, allowed)
             if loaded.facts.growth and self._settings.restarts:
                 raise CheckpointMismatchError(
                     "shards joined this run at a later epoch, which on_iter='restart' cannot reach. Create a new "
@@ -136,11 +136,11 @@ class States:
             self._local.learn(loaded.facts)
         return loaded
 
-    def _read(self, state: Mapping[str, Any], saved: Fingerprint, here: FingerprintHere, allowed: set[str]) -> Position:
+    def _read(self, state: Mapping[str, Any], saved: Fingerprint, ours: FingerprintHere, allowed: set[str]) -> Position:
         """The position in a state of the fingerprint `saved`, whose fields may differ where they are `allowed`."""
         changed = saved.environment.pop(_CHANGED, None) is not None and state["slot"] > 0
-        new = NewShards(saved, here, self._local) if NEW_SHARDS in allowed else None
-        differing = compare(new.before if new else saved, here, allowed - {NEW_SHARDS})
+        new = NewShards(saved, ours, self._local) if NEW_SHARDS in allowed else None
+        differing = compare(new.before if new else saved, ours, allowed - {NEW_SHARDS})
         if state["lanes"] != self._settings.lanes:
             raise StateError(
                 f"the state has {state['lanes']} lanes, but its fingerprint {self._settings.lanes}. Use another "
@@ -149,8 +149,8 @@ class States:
         state = new.join(state) if new else state
         lanes, facts = read_lanes(state, self._ranks.lanes(self._settings.lanes)), read_facts(state)
         decided, last = facts.decisions, self._local.last_stage
-        if decided and (left := applicable(decided, last, differing)) != decided:
-            facts = replace(facts, decisions=left)
+        if decided and (in_effect := applicable(decided, last, differing)) != decided:
+            facts = replace(facts, decisions=in_effect)
             state = {**state, **{name: with_facts(state[name], facts) for name in map(lane_name, lanes)}}
             lanes = {number: replace(lane, more=None) for number, lane in lanes.items()}
         differs = bool(differing) or changed or _may_be_cut_otherwise(facts, self._local.grown(facts), state["epoch"])
@@ -178,17 +178,17 @@ class NewShards:
     shard. Raises `CheckpointMismatchError` for shards that cannot join.
     """
 
-    def __init__(self, saved: Fingerprint, here: FingerprintHere, local: LocalLanes) -> None:
+    def __init__(self, saved: Fingerprint, ours: FingerprintHere, local: LocalLanes) -> None:
         self._local = local
         self._shards: dict[str, tuple[int, list[str]]] = {}  # by the reader's branch: how many there were; the new ones
-        check_shards(saved, here)
+        check_shards(saved, ours)
         fields = dict(saved.fields)
         for field, reader in _readers(local.last_stage).items():
-            if field in fields and _has_grown(field, fields[field], here.shards[field]):
+            if field in fields and _has_grown(field, fields[field], ours.shards[field]):
                 old = count(fields[field])
-                self._shards[reader.info.branch] = old, here.shards[field].names[old:]
-                fields |= {field: here.fields[field], **_same_selection(reader, saved, here, old)}
-                fields |= _same_media(reader, saved, here, old)
+                self._shards[reader.info.branch] = old, ours.shards[field].names[old:]
+                fields |= {field: ours.fields[field], **_same_selection(reader, saved, ours, old)}
+                fields |= _same_media(reader, saved, ours, old)
         self.before = replace(saved, fields=fields)
 
     @property
@@ -228,20 +228,20 @@ def _readers(last: Stage) -> dict[str, RecordReader]:
     return found
 
 
-def _has_grown(field: str, saved: Summary, here: ShardList) -> bool:
+def _has_grown(field: str, saved: Summary, ours: ShardList) -> bool:
     """Whether shards were added and all others are the same.
 
     Raises `CheckpointMismatchError` for one between them.
     """
-    if begin_with(here, saved):
-        return len(here) > count(saved)
+    if begin_with(ours, saved):
+        return len(ours) > count(saved)
     if not isinstance(saved, list):  # hashes do not tell a shard between the old ones from one that is gone
         return False
-    before, now = {tuple(shard) for shard in saved}, {tuple(shard) for shard in here.rows()}
+    before, now = {tuple(shard) for shard in saved}, {tuple(shard) for shard in ours.rows()}
     if not before <= now:
         return False
     last, names = saved[-1][0], {name for name, *_ in saved}
-    wrong = next(name for name in here.names if name not in names and name < last)
+    wrong = next(name for name in ours.names if name not in names and name < last)
     raise CheckpointMismatchError(
         f"{field}: the new shard {wrong} sorts before {last}. Give it a name that sorts after it, such as "
         f"{_name_after(last)}."
@@ -260,7 +260,7 @@ def _name_after(last: str) -> str:
     return f"{stem}_1{dot}{extension}" if dot else f"{last}_1"
 
 
-def _same_selection(reader: RecordReader, saved: Fingerprint, here: Fingerprint, old: int) -> dict[str, Any]:
+def _same_selection(reader: RecordReader, saved: Fingerprint, ours: Fingerprint, old: int) -> dict[str, Any]:
     """The field of the reader's split and subset here, if it selects the same of the old shards.
 
     Raises `CheckpointMismatchError` for a subset that selects others.
@@ -268,7 +268,7 @@ def _same_selection(reader: RecordReader, saved: Fingerprint, here: Fingerprint,
     field = stage_field(reader, "selection")
     part = reader.samples.first(old).selection
     if part is None or part.manifest() == saved.fields.get(field):
-        return {field: here.fields[field]}
+        return {field: ours.fields[field]}
     if type(reader.subset) is int and saved.fields.get(stage_field(reader, "subset")) == reader.subset:
         raise CheckpointMismatchError(
             f"{field}: subset={reader.subset} is a count, so no shards can join. Use a fraction, such as subset=0.1."
@@ -276,11 +276,11 @@ def _same_selection(reader: RecordReader, saved: Fingerprint, here: Fingerprint,
     return {}
 
 
-def _same_media(reader: RecordReader, saved: Fingerprint, here: Fingerprint, old: int) -> dict[str, Any]:
+def _same_media(reader: RecordReader, saved: Fingerprint, ours: Fingerprint, old: int) -> dict[str, Any]:
     """The fields of known media here, if they are the same for the old shards."""
     known = reader.dataset.first_shards(old).known_media.settings()
     fields = {stage_field(reader, name): value for name, value in known.items()}
-    return {field: here.fields[field] for field, value in fields.items() if saved.fields.get(field) == value}
+    return {field: ours.fields[field] for field, value in fields.items() if saved.fields.get(field) == value}
 
 
 def _all_lanes(state: Mapping[str, Any]) -> dict[int, LaneState]:

@@ -4,7 +4,7 @@
 (`Slowest`). It warns when the trainer waits too much for data.
 
 `SourceLosses` warns once about a source of which much is skipped, by the counters that come with each batch. It ends a
-run that gets nothing from a source. That depends only on the states of the lanes (`in_vain`), so a resumed run ends at
+run that gets nothing from a source. That depends only on the states of the lanes (`dropped`), so a resumed run ends at
 the same step, and not because a source that had samples before the checkpoint has none for a while after it.
 """
 
@@ -53,7 +53,7 @@ class Stats(Observer):
         self._waits, self._makings = Recent(), Recent()
         self._stage_times: dict[str, Recent] = {}
         self._slowest = Slowest()
-        self._seen = (0, 0)  # of the batches that were watched: bytes read, items
+        self._watched = (0, 0)  # of the batches that were watched: bytes read, items
         self._counts: Counter[str] = Counter()
         self._batches = 0
         self._wait_s = 0.0
@@ -67,10 +67,10 @@ class Stats(Observer):
         delivery, waited_s = step.delivery, time.perf_counter() - step.started
         self._batches += 1
         self._wait_s += waited_s
-        made_s, counts = delivery.seconds, delivery.counts
-        self._work_s += made_s
+        build_s, counts = delivery.seconds, delivery.counts
+        self._work_s += build_s
         self._waits.add(waited_s)
-        self._makings.add(made_s)
+        self._makings.add(build_s)
         if step.repeated is None:
             self._count_samples(step)
         own = self._counts
@@ -103,9 +103,9 @@ class Stats(Observer):
         watched = delivery.watched
         if watched is not None:
             self._slowest.add(watched)
-            bytes_read, items = self._seen
-            items_here = int(delivery.counts.get("Encode/items", 0))
-            self._seen = bytes_read + watched.bytes_read, items + items_here
+            bytes_read, items = self._watched
+            batch_items = int(delivery.counts.get("Encode/items", 0))
+            self._watched = bytes_read + watched.bytes_read, items + batch_items
         for name, number in delivery.counts.items():
             if name.endswith("/ns"):
                 self._stage_times.setdefault(name[:-3], Recent(256)).add(number / 1e9)
@@ -151,7 +151,7 @@ class Stats(Observer):
             "batches": self._batches,
             "samples": self._samples.total(),
             **({} if tokens is None else {"tokens": tokens}),
-            **({"bytes": self._bytes_read()} if self._seen[1] else {}),
+            **({"bytes": self._bytes_read()} if self._watched[1] else {}),
             "wait_s": self._wait_s,
             "work_s": self._work_s,
             "num_workers": self._num_workers,
@@ -165,8 +165,8 @@ class Stats(Observer):
 
     def _bytes_read(self) -> int:
         """The bytes that were read, estimated from the batches that were watched."""
-        seen, items = self._seen
-        return int(seen * (self._counts["Encode/items"] / items))
+        bytes_read, items = self._watched
+        return int(bytes_read * (self._counts["Encode/items"] / items))
 
     def _of_sources(self) -> dict[str, int | float]:
         """Counts by source of a `Blend`: samples in batches, and the counters of stages."""
@@ -177,9 +177,9 @@ class Stats(Observer):
             found[f"source/{name}/samples"] += self._samples[tag]
         for counter, number in self._counts.items():
             _, _, of_source = counter.partition("/source/")
-            numeral, _, what = of_source.partition("/")
-            if of_source and what not in _NOT_SHOWN:
-                found[f"source/{self._sources().get(int(numeral), numeral)}/{what}"] += int(number)
+            numeral, _, counter = of_source.partition("/")
+            if of_source and counter not in _NOT_SHOWN:
+                found[f"source/{self._sources().get(int(numeral), numeral)}/{counter}"] += int(number)
         return dict(found)
 
     def _percentiles(self) -> dict[str, float]:
@@ -216,10 +216,10 @@ _PERCENTS = (50, 90, 99)
 
 
 class Recent:
-    """The last `kept` numbers that were added."""
+    """The last `count` numbers that were added."""
 
-    def __init__(self, kept: int = 1024) -> None:
-        self._numbers: deque[float] = deque(maxlen=kept)
+    def __init__(self, count: int = 1024) -> None:
+        self._numbers: deque[float] = deque(maxlen=count)
         self.add = self._numbers.append
 
     def percentiles(self, name: str) -> Iterator[tuple[str, float]]:
@@ -231,7 +231,7 @@ class Recent:
 
 
 _LEAST = 8  # samples of a shard before its mean counts
-_MOST = 4096  # shards that are kept
+_MOST = 4096  # shards whose times are kept
 
 
 class SlowSample(NamedTuple):
@@ -257,8 +257,8 @@ class Slowest:
             if self.sample is None or nanoseconds > self.sample.nanoseconds:
                 self.sample = SlowSample(shard, number, nanoseconds)
         if len(self._shards) > _MOST:
-            kept = sorted(self._shards, key=self._mean, reverse=True)[: _MOST // 2]
-            self._shards = {shard: self._shards[shard] for shard in kept}
+            slowest = sorted(self._shards, key=self._mean, reverse=True)[: _MOST // 2]
+            self._shards = {shard: self._shards[shard] for shard in slowest}
 
     def _mean(self, shard: str) -> float:
         count, total = self._shards[shard]
@@ -275,7 +275,7 @@ log = logging.getLogger(__name__)
 
 _ENOUGH = 1000  # samples of a source before its share is looked at
 _MUCH = 0.1  # of a source's samples, or tokens
-_IN_VAIN = 10_000  # samples of a source of which none is given end the run, or all of its first epoch
+_MOST_DROPPED = 10_000  # dropped samples of a source that yields none end the run, or all of its first epoch
 _EPOCHS = 5  # the same, where other ranks have a part of that epoch, or a buffer holds some of it: e**-5
 _SHOWN = 5  # reasons in a message
 _MISSING = "Check the names of parts in the encoder with `savable info PATH`"  # most skipped ones are "no ..."
@@ -294,10 +294,10 @@ class SourceLosses(Observer):
 
     def __init__(self, local: LocalLanes) -> None:
         self._local = local
-        self._kept: Counter[tuple[str, str]] = Counter()  # by stage and source: items, tokens and skipped tokens
-        self._left: dict[str, Counter[str]] = {}  # by stage and source: by reason
+        self._used: Counter[tuple[str, str]] = Counter()  # by stage and source: items, tokens and skipped tokens
+        self._dropped: dict[str, Counter[str]] = {}  # by stage and source: by reason
         self._warned: set[str] = set()
-        self._due: Counter[str] = Counter()  # how many must have been left out when the states are looked at again
+        self._due: Counter[str] = Counter()  # dropped samples at which the states are examined again
 
     @cached_property
     def _sources(self) -> dict[str, tuple[str, int]]:
@@ -316,11 +316,11 @@ class SourceLosses(Observer):
         return None if state is None else partial(self._load, state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._kept, self._left, self._due = Counter(), {}, Counter()
+        self._used, self._dropped, self._due = Counter(), {}, Counter()
         for number in lane_numbers(state):
             with suppress(SavableError):  # of a lane that this rank does not need
-                in_vain = read_lanes(state, [number])[number].in_vain or {}
-                self._kept.update((key, "items") for key, found in in_vain.items() if not found)
+                dropped = read_lanes(state, [number])[number].dropped or {}
+                self._used.update((key, "items") for key, found in dropped.items() if not found)
 
     def _count(self, counts: Mapping[str, int | float]) -> set[str]:
         """Add the counters of a batch; return the stages and sources with a skipped sample."""
@@ -328,10 +328,10 @@ class SourceLosses(Observer):
         for name, number in counts.items():
             of = OfSource.of(name) if "/source/" in name else None
             if of is not None and of.reason:
-                self._left.setdefault(of.key, Counter())[of.reason] += int(number)
+                self._dropped.setdefault(of.key, Counter())[of.reason] += int(number)
                 touched.add(of.key)
             elif of is not None:
-                self._kept[of.key, of.what] += int(number)
+                self._used[of.key, of.counter] += int(number)
         return touched
 
     def on_batch(self, step: BatchStep) -> None:
@@ -340,45 +340,45 @@ class SourceLosses(Observer):
             return
         after = step.after
         for key in self._count(step.delivery.counts):
-            population, left = self._source(key)[1], self._left[key].total()
+            population, dropped = self._source(key)[1], self._dropped[key].total()
             own = population * len(after.lanes) // after.lane_count  # of an epoch, on the lanes of this rank
-            if population and not self._kept[key, "items"] and left >= self._due[key]:
-                found = self._in_vain(key, after)
+            if population and not self._used[key, "items"] and dropped >= self._due[key]:
+                found = self._dropped_of(key, after)
                 total = reasons_of(found).total()
-                missing = min(_IN_VAIN, _EPOCHS * population) - total
+                missing = min(_MOST_DROPPED, _EPOCHS * population) - total
                 if own == population:
                     missing = min(missing, population - found[FIRST])
                 if found and missing <= 0:
                     raise self._error(key, found, len(after.lanes))
-                self._due[key] = left + max(1, missing)
+                self._due[key] = dropped + max(1, missing)
             self._warn_of_share(key, min(_ENOUGH, own))
 
     def on_epoch_end(self, over: Position) -> None:
         """The same at the end of an epoch, when lanes have seen enough."""
         states = [unpack_state(lane.state, LaneState, f"lane {number}") for number, lane in over.lanes.items()]
-        for key in dict.fromkeys(key for state in states for key in state.in_vain or {}):
-            population, found = self._source(key)[1], self._in_vain(key, over)
+        for key in dict.fromkeys(key for state in states for key in state.dropped or {}):
+            population, found = self._source(key)[1], self._dropped_of(key, over)
             enough = (population + 1) // 2 if len(over.lanes) == over.lane_count else _ENOUGH
             if population and found and reasons_of(found).total() >= enough:
                 raise self._error(key, found, len(over.lanes))
-        for key in self._left:
+        for key in self._dropped:
             self._warn_of_share(key, 1)
 
-    def _in_vain(self, key: str, at: Position) -> Counter[str]:
+    def _dropped_of(self, key: str, at: Position) -> Counter[str]:
         """What was skipped of a stage's source on all lanes; nothing once it has had a usable sample."""
         found: Counter[str] = Counter()
         for number, lane in at.lanes.items():
             saved = unpack_state(lane.state, LaneState, f"lane {number}")
-            of_lane = (saved.in_vain or {}).get(key)
-            if of_lane == {} or (saved.batches and not saved.in_vain):  # else all have
-                self._kept[key, "items"] += 1
+            of_lane = (saved.dropped or {}).get(key)
+            if of_lane == {} or (saved.batches and not saved.dropped):  # else all have
+                self._used[key, "items"] += 1
                 return Counter()
             found.update(of_lane or {})
         return found
 
-    def _error(self, key: str, in_vain: Counter[str], lanes: int) -> EncodeError:
+    def _error(self, key: str, dropped: Counter[str], lanes: int) -> EncodeError:
         stage, source = key.rpartition("/")[0], self._source(key)[0]
-        reasons = reasons_of(in_vain)
+        reasons = reasons_of(dropped)
         named, cure = f"the source {source!r}" if source else "the data", _cure(stage, reasons)
         return EncodeError(
             f"{stage} skipped the first {reasons.total():,} samples of {named}: {_listed(reasons)}. {cure}."
@@ -387,10 +387,10 @@ class SourceLosses(Observer):
 
     def _warn_of_share(self, key: str, enough: int) -> None:
         """Warn once if more than a tenth of at least `enough` samples, or of tokens, is skipped."""
-        left, items = self._left[key].total(), self._kept[key, "items"]
-        lost, tokens = self._kept[key, "skipped_tokens"], self._kept[key, "tokens"]
-        share, share_of_tokens = left / max(1, left + items), lost / max(1, lost + tokens)
-        if key in self._warned or left + items < enough or max(share, share_of_tokens) <= _MUCH:
+        dropped, items = self._dropped[key].total(), self._used[key, "items"]
+        lost, tokens = self._used[key, "skipped_tokens"], self._used[key, "tokens"]
+        share, share_of_tokens = dropped / max(1, dropped + items), lost / max(1, lost + tokens)
+        if key in self._warned or dropped + items < enough or max(share, share_of_tokens) <= _MUCH:
             return
         self._warned.add(key)
         stage, source = key.rpartition("/")[0], self._source(key)[0]
@@ -400,8 +400,8 @@ class SourceLosses(Observer):
             100 * share,
             f"the source {source!r}" if source else "the samples",
             f", {share_of_tokens:.0%} of its tokens" if lost else "",
-            _listed(self._left[key]),
-            _cure(stage, self._left[key]),
+            _listed(self._dropped[key]),
+            _cure(stage, self._dropped[key]),
         )
 
 

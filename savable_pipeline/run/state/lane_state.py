@@ -38,10 +38,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LaneState(msgspec.Struct):
-    """A lane between two batches: `batches` given in pass `epoch`; `stages` is None before the first batch.
+    """A lane between two batches, of which it has yielded `batches` in `epoch`.
 
-    `facts`: the digest of the `RunFacts` with which it was made. `in_vain`: an `InVain`, absent where all is known
-    to have given something, as the one source of a lane with batches.
+    `stages` is None before the first batch. `facts` is the digest of the `RunFacts` of its batches. `dropped` is a
+    `DroppedCounts`, absent if each source is known to have yielded a sample, as the only source of a lane with batches.
     """
 
     lane: SavedCount
@@ -50,7 +50,7 @@ class LaneState(msgspec.Struct):
     more: bool | None = None  # whether another batch will come; None if not known yet
     stages: dict[str, Any] | None = None
     facts: SavedCount = 0
-    in_vain: dict[str, dict[str, SavedCount]] | msgspec.UnsetType = msgspec.UNSET
+    dropped: dict[str, dict[str, SavedCount]] | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="in_vain")
 
 
 def pack_state(state: msgspec.Struct) -> bytes:
@@ -135,17 +135,17 @@ def _check_depth(state: msgspec.Struct, name: str) -> None:
     raise StateError(f"{name}: lists nested deeper than {_DEEPEST}. Use another copy of the checkpoint.")
 
 
-# Of which sources a lane has had samples in vain.
+# Samples that a lane dropped of sources that have not yielded any.
 
-InVain: TypeAlias = dict[str, dict[str, int]]
-"""By "STAGE/TAG" and WHAT; empty once something was kept:
+DroppedCounts: TypeAlias = dict[str, dict[str, int]]
+"""Dropped samples by "STAGE/TAG" and counter; empty once the source has yielded one:
 
     counters of a batch                  before                     after
-    Encode/source/7/skipped/no txt  3    Encode/7: {}               Encode/7: {}                        has given
+    Encode/source/7/skipped/no txt  3    Encode/7: {}               Encode/7: {}                        has yielded
     Encode/source/9/skipped/no txt  5    Encode/9: {skipped/… : 4}  Encode/9: {"skipped/no txt": 9}     nothing yet
     Encode/source/9/items           1    Encode/9: {skipped/… : 9}  Encode/9: {}                        the first item
 
-It is in the state, so that a source that has given something is known after a resume, too.
+The state has it, so a resumed run also knows the sources that have yielded something.
 """
 
 FIRST = "first"
@@ -157,50 +157,50 @@ class OfSource(NamedTuple):
 
     stage: str
     tag: int
-    what: str
+    counter: str
     """"items", "tokens", "skipped_tokens", "first", or "skipped/REASON": see `SourceCounts`."""
 
     @classmethod
     def of(cls, name: str) -> OfSource | None:
         """Of the name of a counter, STAGE/source/TAG/WHAT; None for one that is of no source."""
         stage, _, of_source = name.partition("/source/")
-        tag, _, what = of_source.partition("/")
-        return cls(stage, int(tag), what) if what else None
+        tag, _, counter = of_source.partition("/")
+        return cls(stage, int(tag), counter) if counter else None
 
     @property
     def key(self) -> str:
-        """The key of the stage and the source in `InVain`."""
+        """The key of the stage and the source in `DroppedCounts`."""
         return f"{self.stage}/{self.tag}"
 
     @property
     def reason(self) -> str:
         """Why something was left out; "" if this is no counter of that."""
-        return self.what.removeprefix(_SKIPPED) if self.what.startswith(_SKIPPED) else ""
+        return self.counter.removeprefix(_SKIPPED) if self.counter.startswith(_SKIPPED) else ""
 
 
-def with_counts(before: InVain, counts: Mapping[str, int | float]) -> InVain:
-    """What was in vain after these counters of the lane's stages."""
+def with_counts(before: DroppedCounts, counts: Mapping[str, int | float]) -> DroppedCounts:
+    """Add the counters of the lane's stages."""
     found = {name: of for name in counts if "/source/" in name and counts[name] > 0 and (of := OfSource.of(name))}
     after = dict(before) if found else before
     for name, of in found.items():
-        if (of.reason or of.what == FIRST) and (of.key not in after or after[of.key]):
+        if (of.reason or of.counter == FIRST) and (of.key not in after or after[of.key]):
             before_it = after.get(of.key, {})
-            what = of.what if of.what in before_it or len(before_it) < _MOST else _OTHERS
-            after[of.key] = {**before_it, what: before_it.get(what, 0) + int(counts[name])}
-    return after | {of.key: {} for of in found.values() if of.what == "items"}
+            counter = of.counter if of.counter in before_it or len(before_it) < _MOST else _OTHERS
+            after[of.key] = {**before_it, counter: before_it.get(counter, 0) + int(counts[name])}
+    return after | {of.key: {} for of in found.values() if of.counter == "items"}
 
 
-def reasons_of(in_vain: Mapping[str, int]) -> Counter[str]:
-    """Of a stage's source, the samples that were in vain, by reason."""
-    return Counter({what.removeprefix(_SKIPPED): n for what, n in in_vain.items() if what.startswith(_SKIPPED)})
+def reasons_of(dropped: Mapping[str, int]) -> Counter[str]:
+    """Count the dropped samples of a stage's source by reason."""
+    return Counter({name.removeprefix(_SKIPPED): n for name, n in dropped.items() if name.startswith(_SKIPPED)})
 
 
 # Reading what may be damaged.
 
 
 @contextmanager
-def restoring(what: str) -> Iterator[None]:
-    """Raise `StateError`, with the original error as its cause, where reading or restoring `what` fails in here.
+def restoring(name: str) -> Iterator[None]:
+    """Raise `StateError`, with the original error as its cause, where reading or restoring `name` fails in here.
 
     `SavableError`, OSError and MemoryError pass, except an `EncodeError`: nothing is encoded when a state is restored,
     so its cause is a number in the state.
@@ -211,7 +211,7 @@ def restoring(what: str) -> Iterator[None]:
         if isinstance(error, SavableError | OSError | MemoryError) and not isinstance(error, EncodeError):
             raise
         raise StateError(
-            f"{what} cannot be restored ({type(error).__name__}: {error}). Use another copy of the checkpoint, or "
+            f"{name} cannot be restored ({type(error).__name__}: {error}). Use another copy of the checkpoint, or "
             "fix restore_state of your stage."
         ) from error
 

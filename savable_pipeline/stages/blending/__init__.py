@@ -1,1 +1,1 @@
-"""`Blend`: several sources in one stream, with exact shares; and mixtures, which are read from a file."""
+"""Blending of several sources in exact proportions, and mixture files."""

@@ -1,4 +1,4 @@
-"""`Blend`: the stage that merges several sources into one stream, each with its exact share.
+"""`Blend`: stage that merges several sources in exact proportions.
 
 turns                 a b a a c a b …          turns.py: by weights, which may change during the run
 sources  a ──▶ ahead  a0 a1 a2                 what was taken of each before its turn
@@ -78,7 +78,9 @@ class _BlendState(msgspec.Struct):
 
 
 class Blend(ChunkedStage, SampleStage, ItemStage):
-    """Merges sources by weight: `Blend({"web": a, "books": b}, weights={"web": 7, "books": 3})`.
+    """Merge of sources by weight.
+
+    An example is `Blend({"web": a, "books": b}, weights={"web": 7, "books": 3})`.
 
     Where each lane has given n samples, n a multiple of `stride`, the sum over lanes is within 1.2 samples of a
     source's share, and each lane within 2.6 (found by search); by tokens, a lane is within about twice the longest
@@ -154,7 +156,9 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return {name: stage.info.population for name, stage in self._stages.items()} if weights is None else weights
 
     def describe(self) -> StageInfo:
-        """One deeper than the deepest source, with the sum of their populations, and all their tags and origins.
+        """Describe the merged stream.
+
+        It is one deeper than the deepest source, with the sum of their populations, and all their tags and origins.
 
         Endless if some source that is on is, or with `until="first"`, if all of these are.
         """
@@ -195,7 +199,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         )
 
     def name_branch(self, name: str) -> None:
-        """Name each source by its own name, or `name/OWN` if this Blend is the source `name` of another."""
+        """Name each source by its own name.
+
+        If this Blend is the source `name` of another, that is `name/OWN`.
+        """
         self._branch = name
         for own, stage in self._stages.items():
             _name_branch(stage, f"{name}/{own}" if name else own)
@@ -208,7 +215,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         vars(self).pop("info", None)
 
     def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of elements, each by its source. Raises `CheckpointMismatchError` if it has none here."""
+        """Build the values of elements, each by its source.
+
+        Raises `CheckpointMismatchError` if this Blend has no such source.
+        """
         for stage, mine in groupby(elements, lambda element: self._source_of(element.ref)):
             make_elements(stage, list(mine))
 
@@ -261,7 +271,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
     # The elements.
 
     def take(self, n: int) -> Any:
-        """Take the next 1 to `n` elements; none only at the end. By tokens it is one, since its length decides."""
+        """Take the next 1 to `n` elements, or none at the end.
+
+        By tokens it is one, because its length decides the next turn.
+        """
         taken = self._array([])
         while not len(taken) and self._active:
             taken = self._of_turns(n) if isinstance(self._turns, Turns) else self._of_token_turn(self._turns)
@@ -333,7 +346,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return found
 
     def prefetch(self, refs: RefArray) -> None:
-        """Start to download the samples with these refs, each from its source; nothing for local files."""
+        """Start to download the samples with these refs.
+
+        Each source downloads its own. Local files need nothing.
+        """
         for stage, mine in self._by_source(refs):
             stage.prefetch(refs[mine])
 
@@ -377,7 +393,9 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
     # State.
 
     def save_state(self) -> State:
-        """`sources`: the state of each, by name; `ended`: names of those that have ended; `turns`: the counts so far.
+        """Return the position.
+
+        `sources` has the state of each source by name, `ended` the names of ended ones, `turns` the counts so far.
 
         `ahead`: what was taken from a source before its turn: refs of samples, 12 bytes each, or of each item its ref
         and sizes.
@@ -399,7 +417,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         }
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`. New sources start at their beginning; new weights restart the turns."""
+        """Return to the position in `state`.
+
+        New sources start at their first sample. New weights restart the turns.
+        """
         saved = parse_state(self, state, _BlendState)
         for name, stage in self._stages.items():
             if name in saved.sources:

@@ -1,4 +1,7 @@
-"""`Mixture`: datasets, with weights or repetitions, from a file; `samples` builds the `Blend` of one lane."""
+"""`Mixture`: datasets with weights or repetitions, from a file.
+
+`samples` builds the `Blend` of one lane.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ from savable_pipeline.stages.stage import SampleStage
 
 
 class MixtureSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One dataset of a mixture: its shards, weight or repetitions, split and subset, tags of your own, and what its
-    kind of files needs.
+    """One dataset of a mixture.
+
+    It has shards, weight or repetitions, split and subset, your own tags, and settings of its format.
     """
 
     path: str | list[str]
@@ -106,13 +110,18 @@ class Mixture(msgspec.Struct, frozen=True):
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether weights change during the run, here or in a nested mixture: it has no end then."""
+        """Whether weights change during the run, here or in a nested mixture.
+
+        A scheduled mixture is endless.
+        """
         return self.schedule is not None or any(
             isinstance(e, Mixture) and e.is_scheduled for e in self.sources.values()
         )
 
     def tags(self) -> dict[str, dict[str, Any]]:
-        """Return the tags of each dataset, by the name that `Sample.source` has: "code/python" in a nested mixture.
+        """Return the tags of each dataset by `Sample.source`.
+
+        The name is "code/python" in a nested mixture.
 
         Example:
             >>> text = "sources: {web: {path: shards/0.tar, weight: 1, tags: {kind: page}}}"

@@ -1,4 +1,4 @@
-"""`read_mixture`: reads the datasets to blend, and their weights, from a YAML file.
+"""`read_mixture`: datasets to blend, and their weights, from a YAML file.
 
     sources:
       web:
@@ -209,7 +209,10 @@ def is_metadataset(entry: YamlEntry) -> bool:
 
 
 def read_metadataset(entry: YamlEntry, split: str | None) -> Mixture:
-    """A split of the metadataset in a file. Raises ValueError, with file and line, for what cannot be read as it is."""
+    """Read a split of a metadataset.
+
+    Raises ValueError, with file and line, for unsupported settings.
+    """
     found = _Reading([entry.file]).split_of(entry, split, {})
     return Mixture({_name_of(found): found}) if isinstance(found, MixtureSource) else found
 
@@ -392,7 +395,10 @@ def _unused(name: str, taken: dict[str, Any]) -> str:
 
 
 class YamlEntry:
-    """A mapping in a YAML file that may come from anybody, with the line of each of its keys, for errors."""
+    """Mapping in an untrusted YAML file.
+
+    It has the line of each key, for errors.
+    """
 
     def __init__(self, file: Path, node: Any, value: Any, line: int) -> None:
         self.file = file
@@ -424,7 +430,10 @@ class YamlEntry:
         return YamlEntry(self.file, self._nodes[name][1], self.value[name], self.line_of(name))
 
     def items(self, name: str) -> list[YamlEntry]:
-        """The mappings in the list under a key. Raises ValueError if there is no list, or an empty one."""
+        """List the mappings under a key.
+
+        Raises ValueError if there is no list, or an empty one.
+        """
         value, (line, node) = self.value[name], self._nodes[name]
         if not isinstance(value, list) or not value:
             raise self.wrong(f"`{name}` must be a list of mappings, not {reprlib.repr(value)}.", line)
@@ -432,7 +441,10 @@ class YamlEntry:
         return [YamlEntry(self.file, each, inner, each.start_mark.line + 1) for each, inner in pairs]
 
     def wrong(self, message: str, line: int | None = None) -> ValueError:
-        """An error with this message, the file and the line; by default the line of this mapping."""
+        """Build an error with this message, the file and the line.
+
+        The default is the line of this mapping.
+        """
         return _wrong(self.file, line or self.line, message)
 
     def wrong_at(self, name: str, message: str) -> ValueError:
@@ -445,7 +457,10 @@ class YamlEntry:
 
 
 def read_yaml(file: Path) -> YamlEntry:
-    """The mapping that a file holds. Raises ValueError, which names file and line, where it cannot be read."""
+    """Read the mapping in a file.
+
+    Raises ValueError, which names file and line, if that fails.
+    """
     import yaml  # type: ignore[import-untyped]  # here, so that workers need not import it
 
     from savable_pipeline.data.shards.yaml_limits import check_yaml, constructed

@@ -1,4 +1,6 @@
-"""`Schedule`: weights of a `Blend` that change during the run, by the samples or tokens that all lanes drew.
+"""`Schedule`: weights of a `Blend` that change during the run.
+
+They follow the samples or tokens that all lanes drew.
 
 A point holds the shares from a count of drawn samples on. The due of a source by then is the integral of
 its share, in closed form and in integers:
@@ -26,7 +28,9 @@ _LARGEST = 1 << 62
 
 
 class Schedule:
-    """Weights that change: `Schedule([(0, {"web": 8, "code": 2}), (1_000_000, {"web": 4, "code": 6})])`.
+    """Weights that change during a run.
+
+    An example is `Schedule([(0, {"web": 8, "code": 2}), (1_000_000, {"web": 4, "code": 6})])`.
 
     Counts include each lane of the run, so they are the same for every number of ranks and workers.
 
@@ -54,11 +58,11 @@ class Schedule:
     ) -> None:
         for name, value, choices in [("unit", unit, get_args(Unit)), ("shape", shape, get_args(Shape))]:
             check_choice("Schedule", name, value, choices)
-        given = list(points)
-        self.starts = [_count(start) for start, _ in given]
-        if not given or self.starts[0] != 0 or any(a >= b for a, b in pairwise(self.starts)):
+        listed = list(points)
+        self.starts = [_count(start) for start, _ in listed]
+        if not listed or self.starts[0] != 0 or any(a >= b for a, b in pairwise(self.starts)):
             raise ValueError(f"Schedule: the points must start at 0 and ascend, not {self.starts}")
-        self.weights = [integer_weights({name: w for name, w in weights.items() if w != 0}) for _, weights in given]
+        self.weights = [integer_weights({name: w for name, w in weights.items() if w != 0}) for _, weights in listed]
         self.unit = unit
         self.shape = shape
 
@@ -84,20 +88,22 @@ def _count(start: object) -> int:
 
 
 class _Piece(NamedTuple):
-    """The schedule between two points: rates at its start, their growth, and the dues there."""
+    """The schedule between two points: rates at its start, their growth, and the targets there."""
 
     start: int
     rates: list[int]
     growth: list[int]  # of the rates, times the length of the piece; empty: none grows
     length: int  # 0: for ever
-    dues: list[int]
+    targets: list[int]
     open: list[int]  # the numbers of the sources that have a share
 
 
-class Dues:
-    """The dues of some sources of a schedule, by count, in units of 1 / `unit`: integers.
+class TargetCounts:
+    """Target counts of some sources of a schedule, as integers.
 
-    Counts start at `begin`, and dues at the point that holds there, where the sources have the `rates`. Raises
+    Their unit is 1 / `unit`.
+
+    Counts start at `begin`, and targets at the point that holds there, where the sources have the `rates`. Raises
     ValueError if none of the sources has a weight at a point from there on.
     """
 
@@ -123,7 +129,7 @@ class Dues:
         self.rates = [share * scale for share in shares[0]]  # they sum to `unit`
         self._starts = starts
         self._pieces: list[_Piece] = []
-        dues = [0] * len(names)
+        targets = [0] * len(names)
         for i, start in enumerate(starts):
             length = lengths[i] if i < len(lengths) else 0
             grows = linear and length
@@ -131,31 +137,37 @@ class Dues:
             growth = [b - a for a, b in zip(shares[i], following, strict=True)]
             has_share = [source for source, ends in enumerate(zip(shares[i], following, strict=True)) if any(ends)]
             rates, growth = [share * scale for share in shares[i]], [scale * g for g in growth] if any(growth) else []
-            piece = _Piece(start, rates, growth, length, dues, has_share)
+            piece = _Piece(start, rates, growth, length, targets, has_share)
             self._pieces.append(piece)
             if length:
-                dues = _dues(piece, start + length)
+                targets = _target_counts(piece, start + length)
 
     def at(self, count: int) -> list[int]:
-        """The dues of each source, which sum to `unit` times what was drawn since the first point."""
-        return _dues(self._pieces[bisect_right(self._starts, count) - 1], count)
+        """Return the target of each source.
+
+        They sum to `unit` times the number of draws since the first point.
+        """
+        return _target_counts(self._pieces[bisect_right(self._starts, count) - 1], count)
 
     def furthest_behind(self, count: int, covered: Sequence[int]) -> int:
-        """The number of the source whose due is the most above what is covered of it, among those with a share."""
+        """Return the source that is furthest below its target.
+
+        Only sources with a weight count.
+        """
         piece = self._pieces[bisect_right(self._starts, count) - 1]
         if piece.growth:
-            dues = _dues(piece, count)
-            behind = [dues[source] - covered[source] for source in piece.open]
+            targets = _target_counts(piece, count)
+            behind = [targets[source] - covered[source] for source in piece.open]
         else:  # the same, in half the time
-            dues, rates, x = piece.dues, piece.rates, count - piece.start
-            behind = [dues[source] + x * rates[source] - covered[source] for source in piece.open]
+            targets, rates, x = piece.targets, piece.rates, count - piece.start
+            behind = [targets[source] + x * rates[source] - covered[source] for source in piece.open]
         return piece.open[behind.index(max(behind))]
 
 
-def _dues(piece: _Piece, count: int) -> list[int]:
+def _target_counts(piece: _Piece, count: int) -> list[int]:
     """The integral of the rates up to `count`, which is not before the piece."""
     x = count - piece.start
     if not piece.growth:
-        return [due + x * rate for due, rate in zip(piece.dues, piece.rates, strict=True)]
-    parts = zip(piece.dues, piece.rates, piece.growth, strict=True)
+        return [target + x * rate for target, rate in zip(piece.targets, piece.rates, strict=True)]
+    parts = zip(piece.targets, piece.rates, piece.growth, strict=True)
     return [due + x * rate + growth * x * x // (2 * piece.length) for due, rate, growth in parts]

@@ -1,4 +1,6 @@
-"""The turns of a `Blend`'s sources in one lane, by weights that may change during the run.
+"""Turns of a `Blend`'s sources in one lane.
+
+Weights may change during the run.
 
 By samples, every `stride` samples of each lane are a piece. What all L lanes together draw in a piece is the integral
 of the shares, rounded: each of the L x stride draws goes to the source that is furthest behind. These draws are dealt
@@ -31,13 +33,13 @@ from numpy.typing import NDArray
 from savable_pipeline.core.keyed_random import derive_key, permutation, words
 from savable_pipeline.core.lane import latest_shared
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.blending.schedule import Dues, Schedule
+from savable_pipeline.stages.blending.schedule import Schedule, TargetCounts
 from savable_pipeline.stages.stage_info import StageInfo
 
 Counts: TypeAlias = Sequence[int]  # of each source
-_Given: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]  # samples or tokens of a source
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]  # samples or tokens of a source
 
-_KEPT = 1 << 16  # counts of single lanes that stay for the other lanes of the process
+_CACHED_COUNTS = 1 << 16  # counts of single lanes that stay for the other lanes of the process
 _AT_ONCE = 4  # pieces are planned, which takes less time than one by one
 _PHASES = 1024  # by tokens, lane 0 starts at one of the first 1024 steps of a sequence
 
@@ -47,14 +49,17 @@ class TurnsState(msgspec.Struct):
 
     names: list[str]
     weights: int
-    counts: list[list[_Given]]  # by samples of each group around the lane, at the start of the piece; by tokens its own
-    taken: _Given  # samples or tokens since the counts began
-    unit: _Given = 1
-    before: _Given = 0  # samples or tokens given before the counts began
+    counts: list[list[_Count]]  # by samples of each group around the lane, at the start of the piece; by tokens its own
+    taken: _Count  # samples or tokens since the counts began
+    unit: _Count = 1
+    before: _Count = 0  # samples or tokens given before the counts began
 
 
 def nearest(wanted: Sequence[int], unit: int, most: Sequence[int], n: int) -> list[int]:
-    """`n` draws of sources, of each at most `most`, nearest to `wanted` / `unit` by the sum of squares."""
+    """Choose `n` draws nearest to `wanted` / `unit` in the sum of squares.
+
+    Each source is drawn at most `most` times.
+    """
     chosen = [min(max(want // unit, 0), limit) for want, limit in zip(wanted, most, strict=True)]
     missing = n - sum(chosen)
     if not missing:
@@ -85,57 +90,60 @@ class _Half(NamedTuple):
     of: int  # lanes of the group
 
 
-def halves_around(place: int, lanes: int) -> list[_Half]:
-    """The half of the lanes that the one at `place` is in, the half of that half, down to the lane."""
+def halves_around(position: int, lanes: int) -> list[_Half]:
+    """List the halves of the lanes around the one at `position`.
+
+    They are the half of all lanes, the half of that half, down to the lane itself.
+    """
     found, number = [], 1
     while lanes > 1:
         first = (lanes + 1) // 2
-        second = place >= first
+        second = position >= first
         number, own = 2 * number + second, lanes - first if second else first
         found.append(_Half(number, own, first, lanes))
-        place, lanes = place - first * second, own
+        position, lanes = position - first * second, own
     return found
 
 
 class LaneDraws:
-    """What all lanes of a run draw, and what each half of them does, piece by piece from where `dues` are at `begin`.
+    """Draws of all lanes of a run and of each half of them, piece by piece.
 
-    What was computed for one lane is kept for the others of the process.
+    Counts start where `targets` are at `begin`. Results for one lane are cached for the others of the process.
     """
 
-    def __init__(self, dues: Dues, begin: int, lanes: int, *, stride: int) -> None:
+    def __init__(self, targets: TargetCounts, begin: int, lanes: int, *, stride: int) -> None:
         self.lanes = lanes
         self.stride = stride
-        self.sources = dues.sources
-        self._dues = dues
+        self.sources = targets.sources
+        self._targets = targets
         self._begin = begin
-        self._there = dues.at(begin)
-        self._pieces = max(4, _KEPT // (lanes * dues.sources))
-        self._kept: OrderedDict[int, dict[int, list[int]]] = OrderedDict()  # by piece and group, the counts after it
+        self._start = targets.at(begin)
+        self._pieces = max(4, _CACHED_COUNTS // (lanes * targets.sources))
+        self._cached: OrderedDict[int, dict[int, list[int]]] = OrderedDict()  # by piece and group, the counts after it
 
     def after(self, piece: int, halves: Sequence[_Half], counts: Sequence[Counts]) -> list[list[int]]:
         """The counts of all lanes and of these halves after a piece, from those before it."""
-        kept = self._kept.get(piece)
-        if kept is None:
-            kept = self._kept[piece] = {1: self._of_all(piece, counts[0])}
-            if len(self._kept) > self._pieces:
-                self._kept.popitem(last=False)
-        found = [kept[1]]
+        cached = self._cached.get(piece)
+        if cached is None:
+            cached = self._cached[piece] = {1: self._of_all(piece, counts[0])}
+            if len(self._cached) > self._pieces:
+                self._cached.popitem(last=False)
+        found = [cached[1]]
         for level, half in enumerate(halves):
-            if half.number not in kept:
-                self._halve(kept, half, counts[level], found[-1], counts[level + 1])
-            found.append(kept[half.number])
+            if half.number not in cached:
+                self._halve(cached, half, counts[level], found[-1], counts[level + 1])
+            found.append(cached[half.number])
         return found
 
     def _of_all(self, piece: int, counts: Counts) -> list[int]:
         drawn = self.lanes * self.stride
-        now, then = (self._dues.at(self._begin + step * drawn) for step in (piece, piece + 1))
-        unit = self._dues.unit
-        wanted = [d - there - count * unit for d, there, count in zip(then, self._there, counts, strict=True)]
+        now, then = (self._targets.at(self._begin + step * drawn) for step in (piece, piece + 1))
+        unit = self._targets.unit
+        wanted = [d - start - count * unit for d, start, count in zip(then, self._start, counts, strict=True)]
         most = [drawn if after > before else 0 for before, after in zip(now, then, strict=True)]
         return [a + b for a, b in zip(counts, nearest(wanted, unit, most, drawn), strict=True)]
 
-    def _halve(self, kept: dict[int, list[int]], half: _Half, before: Counts, after: list[int], own: Counts) -> None:
+    def _halve(self, cached: dict[int, list[int]], half: _Half, before: Counts, after: list[int], own: Counts) -> None:
         """Add the counts of both halves after a piece, from the group's before and after it, and one half's before."""
         drawn = [source for source, count in enumerate(after) if count != before[source]]
         first = list(own) if half.number % 2 == 0 else [a - b for a, b in zip(before, own, strict=True)]
@@ -143,29 +151,29 @@ class LaneDraws:
         most = [after[source] - before[source] for source in drawn]
         for source, taken in zip(drawn, nearest(wanted, half.of, most, half.first * self.stride), strict=True):
             first[source] += taken
-        kept[half.number & ~1] = first
-        kept[half.number | 1] = [a - b for a, b in zip(after, first, strict=True)]
+        cached[half.number & ~1] = first
+        cached[half.number | 1] = [a - b for a, b in zip(after, first, strict=True)]
 
 
 class Turns:
-    """Turns by number of samples, of the lane at `place`.
+    """Turns by number of samples, of the lane at `position`.
 
     `key` is the lane's own, and shuffles each piece; `weights` is a number that other weights do not have.
     """
 
-    def __init__(self, draws: LaneDraws, place: int, key: int, weights: int) -> None:
+    def __init__(self, draws: LaneDraws, position: int, key: int, weights: int) -> None:
         self.taken = 0
         self.weights = weights
         self._draws = draws
         self._key = key
-        self._halves = halves_around(place, draws.lanes)
+        self._halves = halves_around(position, draws.lanes)
         self._piece = 0
         self._counts = [[0] * draws.sources for _ in range(len(self._halves) + 1)]  # of the halves, before the piece
         self._after: list[list[list[int]]] = []  # the same after the piece, and after those that are planned too
         self._turns = np.empty(0, np.int64)  # of these pieces
 
     def plan(self, n: int) -> NDArray[np.int64]:
-        """The numbers of the sources of the next `n` turns: int64 (n,); counts nothing as taken."""
+        """Return the sources of the next `n` turns, int64 (n,), without taking them."""
         begin = self.taken - self._piece * self._draws.stride
         if begin + n > len(self._turns):
             self._plan_pieces(max(_AT_ONCE, -(-(begin + n - len(self._turns)) // self._draws.stride)))
@@ -197,7 +205,10 @@ class Turns:
         return {"weights": self.weights, "counts": [list(counts) for counts in self._counts], "taken": self.taken}
 
     def restore(self, saved: TurnsState) -> None:
-        """Return to the position in `saved`. Raises `CheckpointMismatchError` if it cannot be of these turns."""
+        """Return to the position in `saved`.
+
+        Raises `CheckpointMismatchError` if it cannot belong to these turns.
+        """
         piece = saved.taken // self._draws.stride
         sizes = [self._draws.lanes, *(half.lanes for half in self._halves)]
         sums = [lanes * piece * self._draws.stride for lanes in sizes]
@@ -207,32 +218,37 @@ class Turns:
 
 
 class TokenTurns:
-    """Turns by number of tokens, in one of `lanes` lanes whose dues begin at `begin`.
+    """Turns by number of tokens, in one of `lanes` lanes.
 
-    `lags` say how far each source is behind at the start, in items of the first one's length, as units of the dues;
+    Their targets start at `begin`.
+
+    `lags` say how far each source is behind at the start, in items of the first one's length, as units of the targets;
     `weights` is a number that other weights do not have.
     """
 
-    def __init__(self, dues: Dues, begin: int, lanes: int, lags: Sequence[int], weights: int) -> None:
+    def __init__(self, targets: TargetCounts, begin: int, lanes: int, lags: Sequence[int], weights: int) -> None:
         self.weights = weights
-        self.counts = [0] * dues.sources
+        self.counts = [0] * targets.sources
         self.taken = 0
         self._unit = 1  # tokens of the first item
-        self._dues = dues
+        self._targets = targets
         self._begin = begin
         self._lanes = lanes
-        self._token = dues.unit * lanes  # the due of a token
+        self._token = targets.unit * lanes  # the due of a token
         self._lags = [lag * lanes for lag in lags]  # not in the state: they follow from the schedule
         self._covered = self._cover()
 
     def _cover(self) -> list[int]:
-        """The dues that each source has covered, with what it had at the start and without its lag there."""
-        there, lags = self._dues.at(self._begin), [lag * self._unit for lag in self._lags]
-        return [a + count * self._token - lag for a, count, lag in zip(there, self.counts, lags, strict=True)]
+        """The targets that each source has covered, with what it had at the start and without its lag there."""
+        start, lags = self._targets.at(self._begin), [lag * self._unit for lag in self._lags]
+        return [a + count * self._token - lag for a, count, lag in zip(start, self.counts, lags, strict=True)]
 
     def next(self) -> int:
-        """The number of the source whose turn is next: the furthest behind its due, among those that have a share."""
-        return self._dues.furthest_behind(self._begin + self.taken * self._lanes, self._covered)
+        """Return the source of the next turn.
+
+        It is the one furthest below its target among those with a weight.
+        """
+        return self._targets.furthest_behind(self._begin + self.taken * self._lanes, self._covered)
 
     def took(self, source: int, tokens: int) -> None:
         """Count an item of `tokens` tokens from the source."""
@@ -249,7 +265,10 @@ class TokenTurns:
         return {"weights": self.weights, "counts": [list(self.counts)], "taken": self.taken, "unit": self._unit}
 
     def restore(self, saved: TurnsState) -> None:
-        """Return to the position in `saved`. Raises `CheckpointMismatchError` if it cannot be of these turns."""
+        """Return to the position in `saved`.
+
+        Raises `CheckpointMismatchError` if it cannot belong to these turns.
+        """
         _check(saved, [sum(counts) for counts in saved.counts] == [saved.taken], len(self.counts))
         (self.counts,), self.taken, self._unit = saved.counts, saved.taken, saved.unit
         self._covered = self._cover()
@@ -263,32 +282,34 @@ def _check(saved: TurnsState, sums: bool, sources: int) -> None:
 def begin_turns(
     info: StageInfo, schedule: Schedule, active: list[str], before: int, *, stride: int
 ) -> Turns | TokenTurns:
-    """The turns of the sources in `active` in a lane that has given `before` samples or tokens of them.
+    """Start the turns of the `active` sources in a lane.
 
-    `info` is the `Blend`'s own. Raises ValueError as `Dues` does.
+    The lane has yielded `before` samples or tokens of them.
+
+    `info` is the `Blend`'s own. Raises ValueError as `TargetCounts` does.
     """
     lane, weights = info.lane, schedule.key()
-    begin = min(before * lane.count, schedule.starts[-1])  # from the last point on, the dues are the same everywhere
+    begin = min(before * lane.count, schedule.starts[-1])  # from the last point on, the targets are the same everywhere
     of = (weights, *active, begin)
-    dues: Dues = lane.shared(("dues", *of), lambda: Dues(schedule, active, begin))
+    targets: TargetCounts = lane.shared(("targets", *of), lambda: TargetCounts(schedule, active, begin))
     key = derive_key(lane.seed, "blend", lane.epoch, info.depth, info.branch)  # the same in all lanes
-    place = int(permutation(key, lane.count)[lane.index])
+    position = int(permutation(key, lane.count)[lane.index])
     if schedule.unit == "tokens":
-        lags = _lags(dues.rates, lane.count, place, key % _PHASES)
-        return TokenTurns(dues, begin, lane.count, lags, weights)
+        lags = _lags(targets.rates, lane.count, position, key % _PHASES)
+        return TokenTurns(targets, begin, lane.count, lags, weights)
     name = ("blend draws", info.branch, lane.count, stride)
-    draws = latest_shared(lane, name, of, lambda: LaneDraws(dues, begin, lane.count, stride=stride))
-    return Turns(draws, place, info.key("blend turns"), weights)
+    draws = latest_shared(lane, name, of, lambda: LaneDraws(targets, begin, lane.count, stride=stride))
+    return Turns(draws, position, info.key("blend turns"), weights)
 
 
-def _lags(rates: Sequence[int], lanes: int, place: int, phase: int) -> list[int]:
-    """How far each source is behind, in units of the dues: the lanes start at different steps of one sequence.
+def _lags(rates: Sequence[int], lanes: int, position: int, phase: int) -> list[int]:
+    """How far each source is behind, in units of the targets: the lanes start at different steps of one sequence.
 
     As at the end of its first step: whoever is the furthest behind then has the turn.
     """
     unit, common = sum(rates), gcd(*rates)
     shares = [rate // common for rate in rates]
     total = unit // common
-    step = phase + place * total // lanes
+    step = phase + position * total // lanes
     taken = nearest([share * step for share in shares], total, [step if share else 0 for share in shares], step)
     return [common * (share * (step + 1) - count * total) for share, count in zip(shares, taken, strict=True)]

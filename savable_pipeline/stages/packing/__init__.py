@@ -1,1 +1,1 @@
-"""Packing: items end to end in one bounded sequence, and the balance of packs between ranks."""
+"""Packing of items in bounded sequences, and balancing between ranks."""

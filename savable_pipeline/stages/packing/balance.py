@@ -1,4 +1,4 @@
-"""`Balance`: the stage that yields packs in an order in which all lanes yield packs of about equal cost at a time.
+"""`Balance`: packs in an order that balances the cost of all lanes.
 
     all lanes share a rank for each slot    u = 0.42, 0.08, 0.91, …        drawn from the run's seed
     each ranks its held packs               cheapest 0.0 ─────── 1.0 dearest    among those held and recently given
@@ -45,7 +45,10 @@ class WaitingPack(NamedTuple):
 
 
 class RankRule:
-    """The choice of a lane that holds up to `candidates` packs; `key` is the same in all lanes of a run."""
+    """Choice of the next pack in a lane with up to `candidates` packs.
+
+    `key` is the same in all lanes of a run.
+    """
 
     def __init__(self, *, key: int, candidates: int) -> None:
         self.candidates, self.count = candidates, 0  # `count`: packs given
@@ -55,7 +58,10 @@ class RankRule:
 
     @property
     def room(self) -> int:
-        """How many packs to hold now: 4 at first, then one more each slot, so that a first batch does not wait."""
+        """Return how many packs to buffer now.
+
+        It is 4 at first, then one more each slot, so that a first batch does not wait.
+        """
         return min(self.candidates, 4 + self.count)
 
     def choose(self, held: Sequence[WaitingPack]) -> int:
@@ -121,7 +127,9 @@ class _HeldPack(NamedTuple):
 
 
 class Balance(ChunkedStage, ItemStage):
-    """Yields packs in an order in which the ranks of a step get packs of about equal cost, so that few of them wait.
+    """Packs in an order in which ranks get about equal cost in a step.
+
+    So few ranks wait.
 
     For each slot all lanes draw the same random rank from the run's seed, 0.0 to 1.0. Each yields the held pack whose
     cost has the nearest rank among its held packs and the last 16 · `candidates`, one that has waited long a little
@@ -185,7 +193,10 @@ class Balance(ChunkedStage, ItemStage):
         self._row_of_skips = 0
 
     def take(self, n: int) -> list[Element]:
-        """The next pack; none only at the end. After an error of the source, the next call tries again."""
+        """Take the next pack, or none at the end.
+
+        After an error of the source, the next call retries.
+        """
         while True:
             self._fill()
             if not self._held:
@@ -242,7 +253,9 @@ class Balance(ChunkedStage, ItemStage):
         return _HeldPack(WaitingPack(self._costing.of_pack(sizes), arrival), msgspec.msgpack.encode(saved))
 
     def save_state(self) -> State:
-        """`held`: for each held pack, the oldest first, its ref, its slot of arrival, and lengths and images in turn.
+        """Return the position.
+
+        `held` has for each buffered pack, oldest first, its ref, its slot of arrival, and lengths and images in turn.
 
         Each is a list in MessagePack. `count`: packs given so far; `past`: the costs of the last ones, 8 bytes each.
         """
@@ -288,5 +301,8 @@ class Balance(ChunkedStage, ItemStage):
             self._packs.append(self._held_pack(left, saved.arrival, kept))
 
     def settings(self) -> dict[str, Any]:
-        """`candidates`, the name of the cost, and the encoder unless it is the one upstream."""
+        """Return `candidates`, the name of the cost, and the encoder.
+
+        The encoder upstream is omitted.
+        """
         return {"candidates": self.candidates, "cost": self._costing.name, **self._calls.settings()}

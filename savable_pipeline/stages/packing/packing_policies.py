@@ -1,4 +1,6 @@
-"""The policies of `OnlinePacker`: they choose the pack for each piece by its length and number of images alone.
+"""Policies of `OnlinePacker`.
+
+They choose the pack of each piece by its length and number of images alone.
 
     sequential             a b c c │ c d d …   one open pack; a piece that does not fit is cut at the pack's end
     first_fit              the oldest open pack with room, else a new one; of too many, the oldest is given
@@ -38,7 +40,9 @@ _LONGEST = 4  # rounds that a piece is held back
 
 
 class Piece(Element, kw_only=True, eq=False, gc=False):
-    """An item in a pack, or a part of one: `length` tokens from `start` on of an item of `total` tokens.
+    """An item in a pack, or a part of one.
+
+    It has `length` tokens, from `start` on, of an item of `total` tokens.
 
     Its ref is the item's, its value the part.
     """
@@ -88,7 +92,10 @@ class OpenPack:
 
 
 class Packing:
-    """Base of the policies: the open packs, oldest first, and the choice of the next pack to give."""
+    """Base of the policies.
+
+    It has the open packs, oldest first, and chooses the next pack to yield.
+    """
 
     holds: ClassVar[bool] = False  # whether pieces may be in no pack yet
 
@@ -115,7 +122,10 @@ class Packing:
 
     @property
     def at_once(self) -> int:
-        """How many items to take from the source at a time: about those of a pack, which costs less than one by one."""
+        """Return how many items to take from the source at a time.
+
+        About one pack's items at a time cost less than one by one.
+        """
         pieces = sum([len(pack.pieces) for pack in self.packs]) + len(self.held)
         return min(_AT_ONCE, 1 + pieces // max(1, len(self.packs) or self.open_packs))
 
@@ -158,7 +168,10 @@ class Packing:
 
 
 class Sequential(Packing):
-    """Fills one pack after the other and cuts items at its end: no room is wasted, unless `max_images` is reached."""
+    """Policy that fills one pack after the other and cuts items at its end.
+
+    It wastes no room, unless `max_images` is reached.
+    """
 
     @property
     def reach(self) -> int:
@@ -195,7 +208,10 @@ class FirstFit(Packing):
 
 
 class BestFit(Packing):
-    """Puts a piece into the fullest open pack with room; of equally full ones, into the oldest."""
+    """Policy that puts a piece into the fullest open pack with room.
+
+    Of equally full ones, it is the oldest.
+    """
 
     def add(self, piece: Piece) -> None:
         """Put a piece into the fullest pack with room, or into a new one."""
@@ -215,7 +231,9 @@ class BestFit(Packing):
 
 
 class FirstFitDecreasing(Packing):
-    """Holds pieces for `open_packs` packs, places the largest first, and yields the packs in random order.
+    """Policy that places the largest buffered pieces first.
+
+    It buffers pieces for `open_packs` packs and yields the packs in random order.
 
     A piece is as large as its share of a pack: of the length, images or cost, whichever is the greatest. The last pack
     of a round is seldom full: it is taken apart, and its pieces wait for the next round. One that has waited for 4
@@ -241,7 +259,7 @@ class FirstFitDecreasing(Packing):
             or self._images >= enough * self.max_images > 0
             or self._cost >= enough * self.max_cost > 0
         ):
-            self._lay_out(keep_last=True)
+            self._pack_all(leave_last=True)
 
     def due(self) -> OpenPack | None:
         """The next filled pack; None if there is none."""
@@ -250,10 +268,10 @@ class FirstFitDecreasing(Packing):
     def last(self) -> OpenPack | None:
         """The next pack, once all held pieces are placed; None when all are given."""
         if self.held:
-            self._lay_out(keep_last=False)
+            self._pack_all(leave_last=False)
         return self.due()
 
-    def _lay_out(self, *, keep_last: bool) -> None:
+    def _pack_all(self, *, leave_last: bool) -> None:
         packs: list[OpenPack] = []
         for piece in self._in_order():
             pack = _oldest(packs, piece)
@@ -261,7 +279,7 @@ class FirstFitDecreasing(Packing):
                 pack = self.empty(max(self.max_length, piece.length))  # held before a shorter one was decided
                 packs.append(pack)
             pack.add(piece)
-        self.held = packs.pop().pieces if keep_last else []
+        self.held = packs.pop().pieces if leave_last else []
         self._length = sum(piece.length for piece in self.held)
         self._images = sum(piece.images for piece in self.held)
         self._cost = sum(min(piece.cost, self.max_cost) for piece in self.held)
@@ -297,7 +315,9 @@ def _oldest(packs: list[OpenPack], piece: Piece) -> OpenPack | None:
 
 
 class ByFunction(Packing):
-    """The policy that a user writes, lengths in, groups of their indices out: holds pieces for `open_packs` packs.
+    """Policy of a user's function from lengths to groups of indices.
+
+    It buffers pieces for `open_packs` packs.
 
         held      3 5 2 4 1 …        items in the order in which they came, until they fill `open_packs` packs
         function  [3, 5, 2, 4, 1]  ─▶  [[1, 2], [0, 3], [4]]
@@ -323,16 +343,16 @@ class ByFunction(Packing):
     def due(self) -> OpenPack | None:
         """The next pack, once the held pieces fill `open_packs` packs and are laid out; None before that."""
         if not self.packs and self._length >= self.open_packs * self.max_length:
-            self._lay_out()
+            self._pack_all()
         return super().last()
 
     def last(self) -> OpenPack | None:
         """The next pack, once all held pieces are laid out; None when all are given."""
         if self.held and not self.packs:
-            self._lay_out()
+            self._pack_all()
         return super().last()
 
-    def _lay_out(self) -> None:
+    def _pack_all(self) -> None:
         """Make packs of all held pieces. Raises `EncodeError` for a wrong answer; then the pieces are still held."""
         groups = self._answer([piece.length for piece in self.held])
         packs = []
@@ -363,29 +383,35 @@ class ByFunction(Packing):
 
 
 def check_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int], max_length: int) -> None:
-    """Raise ValueError unless each index is in one group, and no group is empty or longer than a pack."""
-    seen: set[Any] = set()
+    """Raise ValueError unless groups are a valid packing.
+
+    Each index is in one group, and no group is empty or longer than a pack.
+    """
+    used: set[Any] = set()
     for number, group in enumerate(groups):
         if not group:
             raise ValueError(f"group {number} is empty")
         for position in group:
             if not 0 <= position < len(lengths):
                 raise ValueError(f"group {number} has index {position}, but there are {len(lengths)} lengths")
-            if position in seen:
+            if position in used:
                 raise ValueError(f"group {number} repeats index {position}")
-            seen.add(position)
+            used.add(position)
         total = sum(lengths[position] for position in group)
         if total > max_length:
             raise ValueError(f"group {number} has length {total}, more than max_length={max_length}: {list(group)}")
-    if len(seen) < len(lengths):
-        missing = next(position for position in range(len(lengths)) if position not in seen)
+    if len(used) < len(lengths):
+        missing = next(position for position in range(len(lengths)) if position not in used)
         raise ValueError(f"index {missing} is in no group")
 
 
 def make_packing(
     policy: Policy | PackingFunction, *, key: int, max_length: int, open_packs: int, **bounds: Any
 ) -> Packing:
-    """The policy, with the arguments of `Packing`; `key` is the 64-bit key of its random numbers."""
+    """Build the policy, with the arguments of `Packing`.
+
+    `key` is the 64-bit key of its random numbers.
+    """
     if callable(policy):
         return ByFunction(policy, max_length=max_length, open_packs=open_packs)
     bounds |= {"max_length": max_length, "open_packs": open_packs}

@@ -1,4 +1,6 @@
-"""`Join`: the stage that puts parts of other datasets beside each sample, found by its key; nothing is copied.
+"""`Join`: stage that adds parts of other datasets to each sample by key.
+
+Nothing is copied.
 
     reader ── refs ──▶ Join ── refs ──▶ …          state: the reader's; it holds nothing itself
                         │ key → index of keys → number in the other dataset
@@ -30,7 +32,7 @@ from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
 Missing: TypeAlias = Literal["skip", "empty"]
-Found: TypeAlias = dict[str, Sample | None]  # by the name of the store
+JoinedSamples: TypeAlias = dict[str, Sample | None]  # by the name of the store
 
 
 def check_join(stores: Mapping[str, Any], on: str, missing: str) -> None:
@@ -45,7 +47,9 @@ def check_join(stores: Mapping[str, Any], on: str, missing: str) -> None:
 
 
 class Join(ChunkedStage, SampleStage):
-    """Adds the parts of other datasets to each sample: `sample["captions.txt"]` is the `txt` of the one with its key.
+    """Samples with the parts of other datasets.
+
+    `sample["captions.txt"]` is the `txt` of the sample of `captions` with the same key.
 
     The keys of a store are indexed once, by one process, beside its shards. Samples keep their order, refs and random
     numbers, with a Join or without; `allow={"joins"}` loads a state with another one. What the stages of that state
@@ -107,12 +111,18 @@ class Join(ChunkedStage, SampleStage):
         return _without_twins(name, store.pinned(self.lane.worker.pinned))
 
     def describe(self) -> StageInfo:
-        """The source's: as deep, so that stages after it draw the random numbers that they would without it."""
+        """Return the source's description.
+
+        Its depth is equal, so later stages draw the same random numbers as without a join.
+        """
         info = self.source.info
         return replace(info, raises=info.raises and self.missing == "empty")
 
     def take(self, n: int) -> RefArray:
-        """The refs of the next samples, 1 to `n` of them: REF (any,); empty only at the end, or if `n` is 0."""
+        """Take the refs of the next 1 to `n` samples: REF (any,).
+
+        It is empty only at the end, or if `n` is 0.
+        """
         while True:
             refs: RefArray = take_from(self.source, n)
             if self.missing == "empty" or not len(refs):
@@ -141,7 +151,10 @@ class Join(ChunkedStage, SampleStage):
         return False
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
-        """The samples with these refs, with the joined parts; they are read when asked for."""
+        """Return the samples with these refs, with the joined parts.
+
+        Parts are read on access.
+        """
         known, kept = self._last
         samples = list(kept) if refs.tobytes() == known else self._joined(self.source.open_samples(refs))
         for sample in samples if self.missing == "empty" else ():
@@ -161,7 +174,7 @@ class Join(ChunkedStage, SampleStage):
             except SavableError as error:  # of a damaged shard: for the policy of the stage that reads the sample
                 faults[place] = error
                 keys.append("")
-        found: list[Found] = [{} for _ in samples]
+        found: list[JoinedSamples] = [{} for _ in samples]
         for name, store in self._stores.items():
             for place, other in enumerate(_samples_of(store, keys)):
                 found[place][name] = other
@@ -171,11 +184,17 @@ class Join(ChunkedStage, SampleStage):
         ]
 
     def prefetch(self, refs: RefArray) -> None:
-        """Begin to download the samples with these refs; those of the stores are not known yet."""
+        """Start to download the samples with these refs.
+
+        Those of the joined stores are not known yet.
+        """
         self.source.prefetch(refs)
 
     def save_state(self) -> State:
-        """The source's: there is nothing to add, so that states with and without a Join are alike."""
+        """Return the source's state.
+
+        A join adds nothing, so states with and without it are equal.
+        """
         return self.source.save_state()
 
     def restore_state(self, state: State) -> None:
@@ -184,7 +203,7 @@ class Join(ChunkedStage, SampleStage):
         self.source.restore_state(state)
 
     def settings(self) -> dict[str, Any]:
-        """By the name of each store a hash of its shards, and what becomes of samples that it lacks.
+        """Return by store a hash of its shards, and the policy for missing samples.
 
         `media`, by the same names, as of readers.
         """

@@ -36,7 +36,10 @@ _UNUSED, _SHARES_UNUSED = 100_000, 10  # a lane may read this many samples, or t
 
 @dataclass(frozen=True, slots=True)
 class EpochSamples:
-    """The samples of one epoch: `firsts`, int64 (shards + 1,), is where each shard begins, then their number."""
+    """Samples of one epoch.
+
+    `firsts`, int64 (shards + 1,), has the first index of each shard, then the number of samples.
+    """
 
     shards: int
     firsts: Rows
@@ -49,7 +52,9 @@ class EpochSamples:
 
 
 class GrowingSamples:
-    """The samples of `dataset`, or those of `selection`, by epoch, where shards were added to the dataset in the run.
+    """Samples of each epoch of a dataset to which shards were added.
+
+    They are those of `dataset` or of `selection`.
 
         pairs    (0, 3) (2, 5)                     (epoch, shards): from epoch 2 on, two shards more
         epoch    0        1        2          3
@@ -94,7 +99,10 @@ class GrowingSamples:
         return EpochSamples(shards, part.firsts, part.count, part)
 
     def blocks(self, begin: int, end: int, size: int) -> int:
-        """The number of blocks of `size` samples in the epochs `begin` to `end - 1`; an epoch's last may be shorter."""
+        """Count the blocks of `size` samples in the epochs `begin` to `end - 1`.
+
+        The last block of an epoch may be smaller.
+        """
         total = 0
         for stretch, low, high in zip(self._stretches, self._begins, [*self._begins[1:], end], strict=True):
             epochs = min(high, end) - max(low, begin)
@@ -104,7 +112,7 @@ class GrowingSamples:
 
 @dataclass(frozen=True)
 class LaneShares:
-    """The shares of `lane` and of all others in the pass that begins with `first_epoch`.
+    """Spans of `lane` and all others in the finite run from `first_epoch` on.
 
     `rows` samples make a batch downstream, where they are `aligned` each batch. `tag`, of a `Blend` source, moves what
     is dealt on by as many lanes, so that the remainders of all sources do not fall to the same ones. `reader` is named
@@ -162,7 +170,10 @@ class LaneShares:
         return self.shuffle and self.epochs is not None and not self.has_batches
 
     def count(self, epoch: int) -> int:
-        """The number of samples of an epoch of the pass. Raises ValueError for a pass without any."""
+        """Return the number of samples of an epoch.
+
+        Raises ValueError for an epoch without any.
+        """
         count = self.samples.of(epoch).count
         if self.epochs is None or epoch - self.first_epoch != self.epochs_begun - 1:
             return count
@@ -174,7 +185,10 @@ class LaneShares:
         return last
 
     def span(self, lane: int, epoch: int) -> tuple[int, int]:
-        """The first and the last position (exclusive) of a lane's share of an epoch, in file order from 0 on."""
+        """Return a lane's span of an epoch, in file order from 0 on.
+
+        It has the first and the last position (exclusive).
+        """
         count, lanes = self.count(epoch), self.lane.count
         if not self.cut:
             return lane_span(count, lane, lanes, epoch)
@@ -187,16 +201,22 @@ class LaneShares:
         return (lane - self.samples.blocks(self.first_epoch, epoch, self.cut) - self.tag) % self.lane.count
 
     def begins(self, epoch: int) -> Positions:
-        """The first positions of all lanes' spans of an epoch, ascending, then the number of samples."""
+        """Return the first positions of all lanes' spans of an epoch.
+
+        They are ascending, followed by the number of samples.
+        """
         spans = sorted(self.span(lane, epoch) for lane in range(self.lane.count))
         return np.array([*(begin for begin, _ in spans), spans[-1][1]], dtype=np.int64)
 
     def in_file_order(self, epoch: int, start: int, stop: int) -> Positions:
-        """The samples at positions `start` to `stop - 1` of this lane's share without `shuffle`, int64 (any,)."""
+        """Return this lane's samples `start` to `stop - 1` without `shuffle`.
+
+        They are int64 (any,).
+        """
         return sequential_positions(start, stop, self._turn(self.lane.index, epoch), self.lane.count, self.cut)
 
     def warn_of_few(self, address: str, chosen: Hashable) -> None:
-        """Warn, once for the samples that are `chosen`, where a finite pass has fewer batches than there are lanes."""
+        """Warn once if a finite epoch has fewer batches than lanes."""
         count, lanes = self.count(self.first_epoch), self.lane.count
         batches = count // self.rows
         if self.epochs is None or self.lane.pad or not 0 < batches < lanes:
@@ -208,7 +228,9 @@ class LaneShares:
         self.lane.shared(("few batches", chosen), lambda: log.warning(warning))
 
     def check_used(self, length: int) -> None:
-        """Raise `SavableError` if the lane read far too many samples, of a share of `length`, since its last batch.
+        """Raise `SavableError` if the lane read far too many samples.
+
+        They are those since its last batch, of a span of `length`.
 
         Without this, a filter that leaves out every sample would read for ever.
         """
@@ -233,13 +255,18 @@ def check_epochs(reader: str, epochs: int | float | None) -> int | float | None:
 
 
 def lane_span(count: int, lane: int, lanes: int, epoch: int) -> tuple[int, int]:
-    """The first and the last position (exclusive) of a lane's span in a shuffled epoch of `count` samples."""
+    """Return a lane's span in a shuffled epoch of `count` samples.
+
+    It has the first and the last position (exclusive).
+    """
     turn = (lane + epoch) % lanes
     return turn * count // lanes, (turn + 1) * count // lanes
 
 
 def batches_span(count: int, rows: int, turn: int, lanes: int) -> tuple[int, int]:
-    """First and last position (exclusive) of the lane at `turn` in a shuffled epoch of a finite pass.
+    """Return the span of the lane at `turn` in a shuffled finite epoch.
+
+    It has the first and the last position (exclusive).
 
     The epoch's batches of `rows` samples are dealt to the lanes one by one, so that each of the first `count / rows`
     slots has one; the very last batch may be shorter. 10 samples in batches of 2 over 3 lanes: 0-3, 4-7, 8-9.
@@ -261,7 +288,10 @@ def sequential_count(count: int, turn: int, lanes: int, block_size: int) -> int:
 
 
 def sequential_positions(start: int, stop: int, turn: int, lanes: int, block_size: int) -> Positions:
-    """The samples at positions `start` to `stop - 1` of the lane at `turn` in file order: indices, int64 (any,)."""
+    """Return a lane's samples `start` to `stop - 1` in file order.
+
+    They are indices, int64 (any,), of the lane at `turn`.
+    """
     positions = np.arange(start, stop)
     block = positions // block_size * lanes + turn
     return block * block_size + positions % block_size

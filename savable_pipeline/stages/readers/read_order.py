@@ -1,4 +1,6 @@
-"""The order in which a lane reads a dataset; any position of any epoch is computed in O(log shards).
+"""Order in which a lane reads a dataset.
+
+Any position of any epoch is computed in O(log shards).
 
 Shuffled: the shards are permuted and joined end to end. The sequence is cut into windows of about equal numbers of
 shards, at most `window` each (a dataset of fewer than twice `window` shards is one window). Each window is cut into
@@ -32,11 +34,11 @@ from savable_pipeline.stages.readers.lane_shares import EpochSamples, LaneShares
 
 log = logging.getLogger(__name__)
 
-BLOCK = 8  # samples that are dealt to a lane together
+BLOCK_SIZE = 8  # samples that are dealt to a lane together
 _SHARE = 4  # a window takes this part of the cache: there are two at a time, and the rows that buffers hold
 _ENOUGH = 54  # groups: e**(0.9 × 4.43); their batches are 0.9 as mixed as random ones of 256 out of 100 classes
-_EPOCHS_KEPT = 4  # orders kept for the lanes of a process, which are seldom more epochs apart
-_WINDOWS_KEPT = 128  # cached permutations of blocks, one per window, 128 kB each at most
+_CACHED_EPOCHS = 4  # orders kept for the lanes of a process, which are seldom more epochs apart
+_CACHED_WINDOWS = 128  # cached permutations of blocks, one per window, 128 kB each at most
 
 
 class EpochOrder:
@@ -61,7 +63,10 @@ class EpochOrder:
         self._blocks: dict[int, Bijection] = {}
 
     def locate(self, start: int, stop: int) -> Positions:
-        """The samples at positions `start` to `stop - 1` of the epoch: indices of the dataset, int64 (any,)."""
+        """Return the samples at positions `start` to `stop - 1` of the epoch.
+
+        They are indices of the dataset, int64 (any,).
+        """
         parts = []
         while start < stop:
             window = int(np.searchsorted(self._window_ends, start, side="right"))
@@ -86,14 +91,16 @@ class EpochOrder:
 
     def _bijection(self, window: int, blocks: int) -> Bijection:
         if window not in self._blocks:
-            if len(self._blocks) >= _WINDOWS_KEPT:
+            if len(self._blocks) >= _CACHED_WINDOWS:
                 self._blocks.clear()
             self._blocks[window] = Bijection(derive_key(self._key, "blocks", window), blocks)
         return self._blocks[window]
 
 
 class DealtOrder:
-    """One epoch's order of the whole dataset, which all lanes share: `order`, its blocks dealt to the lanes in turn.
+    """Order of one epoch of the whole dataset, which all lanes share.
+
+    The blocks of `order` are dealt to the lanes in turn.
 
     Rows that are decoded in groups are mixed within windows of groups: as many as fit the cache at a time. All lanes
     read from the same few groups then:
@@ -115,7 +122,10 @@ class DealtOrder:
         self._dealt = int(np.diff(begins).min()) // block_size * block_size  # samples of each lane that are dealt
 
     def locate(self, start: int, stop: int) -> Positions:
-        """The samples at positions `start` to `stop - 1`, all of one lane's span: indices of the dataset, int64."""
+        """Return the samples at positions `start` to `stop - 1` of one lane.
+
+        They are indices of the dataset, int64.
+        """
         turn = int(np.searchsorted(self._begins, start, side="right")) - 1
         begin = int(self._begins[turn])
         parts = [self._order.locate(*run) for run in self._runs(turn, start - begin, stop - begin)]
@@ -137,18 +147,20 @@ class DealtOrder:
 
 
 class EpochOrders:
-    """The last orders of the epochs of `dataset`, made once a process; its shards are shuffled in windows of `window`.
+    """Last orders of the epochs of `dataset`, built once a process.
+
+    Shards are shuffled in windows of `window`.
 
     `deals`: its rows are decoded in groups, and a window holds as many groups as fit the cache.
     """
 
     def __init__(self, dataset: Dataset, window: int | None, *, deals: bool) -> None:
         self._dataset, self._window, self._deals = dataset, window, deals
-        self._kept: OrderedDict[Any, EpochOrder | DealtOrder] = OrderedDict()
+        self._cached: OrderedDict[Any, EpochOrder | DealtOrder] = OrderedDict()
         self._groups: dict[int, RowGroups] = {}  # by the number of shards
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._cached)
 
     def of(self, shares: LaneShares, epoch: int, source: int) -> EpochOrder | DealtOrder:
         """The order of an epoch of the samples of `source`."""
@@ -156,16 +168,19 @@ class EpochOrders:
         groups = self.groups_of(samples) if self._deals else None
         window = self._window if groups is None else groups.window
         wanted = (seed, shares.tag, epoch, samples.shards, shares.block_size, window, shares.cut, shares.lane.count)
-        if wanted not in self._kept:
+        if wanted not in self._cached:
             firsts, block_size = samples.firsts if groups is None else groups.firsts, shares.block_size or 1
             order = EpochOrder(firsts, seed=seed, source=source, epoch=epoch, block_size=block_size, window=window)
-            self._kept[wanted] = DealtOrder(order, shares.begins(epoch), block_size) if self._deals else order
-            while len(self._kept) > _EPOCHS_KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[wanted]
+            self._cached[wanted] = DealtOrder(order, shares.begins(epoch), block_size) if self._deals else order
+            while len(self._cached) > _CACHED_EPOCHS:
+                self._cached.popitem(last=False)
+        return self._cached[wanted]
 
     def groups_of(self, samples: EpochSamples) -> RowGroups:
-        """The groups of an epoch's rows. Logs a warning, once, where a window holds too few."""
+        """Return the groups of an epoch's rows.
+
+        Logs a warning, once, if a window has too few.
+        """
         if samples.shards not in self._groups:
             self._groups[samples.shards] = _row_groups(self._dataset, samples)
         return self._groups[samples.shards]
@@ -173,7 +188,10 @@ class EpochOrders:
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """The first row of each group among the samples that are read, int64 (groups + 1,), and the groups of a window."""
+    """First row of each group among the read samples, int64 (groups + 1,).
+
+    It also has the groups of a window.
+    """
 
     firsts: Rows
     window: int

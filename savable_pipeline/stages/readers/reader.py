@@ -1,4 +1,6 @@
-"""`RecordReader`: the first stage, which yields a lane's share of a store's samples, in order or shuffled.
+"""`RecordReader`: first stage, which yields a lane's samples of a store.
+
+They are in order or shuffled.
 
 What the readers of all stores share is here too: their settings, and the data that lanes open together.
 """
@@ -32,7 +34,7 @@ from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.chunked_stage import ChunkedStage, is_one_to_one
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.lane_shares import GrowingSamples, LaneShares, check_epochs
-from savable_pipeline.stages.readers.read_order import BLOCK, EpochOrders
+from savable_pipeline.stages.readers.read_order import BLOCK_SIZE, EpochOrders
 from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state
 from savable_pipeline.stages.stage_info import ExcludedSamples, StageInfo, excluded_numbers, read_exclude_file
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
@@ -41,7 +43,10 @@ Names: TypeAlias = str | tuple[str, ...]
 
 
 class ReaderSettings(TypedDict, total=False):
-    """The settings that all readers have in common; `TarShardReader` explains them, `RecordReader` has the defaults."""
+    """Settings that all readers have in common.
+
+    `TarShardReader` explains them. `RecordReader` has the defaults.
+    """
 
     split: str | None
     """A split in the dataset's `.nv-meta/split.yaml`. Default: None, all samples."""
@@ -67,8 +72,9 @@ class ReaderSettings(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ReaderData:
-    """The data of a reader: `open` opens what is `named`, with its `on_error`, `quarantine` and
-    `unpacked_bytes`.
+    """Data of a reader.
+
+    `open` opens what is `named`, with its `on_error`, `quarantine` and `unpacked_bytes`.
 
     Only the first lane of a process opens them, for all readers with the same `kind`, names and `options` of the
     format. A run pins the shards that it found under `pinned_as` (default: all these names).
@@ -81,7 +87,10 @@ class ReaderData:
     pinned_as: str = ""
 
     def opened(self, lane: Lane, **how: Any) -> tuple[Dataset, tuple[Any, ...]]:
-        """The dataset, which all readers of a process with these names and this `how` share, and its name there."""
+        """Open the dataset once for all readers of a process with equal arguments.
+
+        The result has its name there.
+        """
         named = (self.kind, self.named, *how.values(), *self.options)
         # a function is another object in another process, where a run must find its shards by the same name
         same = how["on_error"] == "raise", how["quarantine"]
@@ -92,7 +101,10 @@ class ReaderData:
     def of_files(
         cls, kind: str, files: Names, lane: Lane, options: Any = (), cache: Cache = (None, None), **settings: Any
     ) -> ReaderData:
-        """The data of files of a kind, whose store has these settings; of the Hub at the commit that the run pins."""
+        """Return the data of files of a format, whose store has these settings.
+
+        Files of the Hub are of the commit that the run pins.
+        """
 
         def opened(**how: Any) -> Dataset:
             source = source_at(files, kind, lane, cache)
@@ -110,7 +122,10 @@ class ReaderData:
 
 
 def source_at(files: Names, kind: str, lane: Lane, cache: Cache = (None, None), settings: Iterable[str] = ()) -> Source:
-    """The source of these files of a kind, or of any if that is "", which are recognized once a process."""
+    """Return the source of these files, recognized once a process.
+
+    It has the format `kind`, or any if that is "".
+    """
     known = "source", files, kind, cache
     return lane.shared(
         known, lambda: find_source(files, format=kind, settings=(*settings,), pinned=lane.worker.pinned, cache=cache)
@@ -172,7 +187,9 @@ class _TakesLane(ChunkedStage, SampleStage):
 
 
 class RecordReader(_TakesLane):
-    """Yields the samples of a lane's share of a record store. Parts of a sample are read when they are asked for.
+    """Samples of a record store for one lane.
+
+    Parts of a sample are read on access.
 
     The order depends on the number of samples in each shard, not on the kind of store: the same samples in the same
     shards come in the same order from each, with the same `block_size` and `window`.
@@ -254,7 +271,7 @@ class RecordReader(_TakesLane):
         self.epochs, self.shuffles, self.window = check_epochs(name, epochs), shuffle, window
         self.has_default_blocks = shuffle and block_size is None
         self._deals = self.has_default_blocks and self.dataset.store.row_groups(0) is not None
-        self.block_size = BLOCK if self.has_default_blocks else block_size
+        self.block_size = BLOCK_SIZE if self.has_default_blocks else block_size
         self._endless = lane if self.epochs is None else None
         self._rows, self._aligned = 1, False  # of a batch downstream
         self._begin_with(lane.facts.growth.get("", ()))
@@ -279,7 +296,9 @@ class RecordReader(_TakesLane):
         self._move_to(shares.first_epoch, 0)
 
     def set_batch_size(self, rows: int, *, aligned: bool) -> None:
-        """Cut the lanes' shares for batches of `rows` samples. Called before the first sample.
+        """Set the lanes' spans for batches of `rows` samples.
+
+        Call it before the first sample.
 
         Args:
             rows: Samples that make a batch.
@@ -290,7 +309,9 @@ class RecordReader(_TakesLane):
         self._shares.warn_of_few(self.dataset.address, self.chosen)
 
     def shares_of(self, number: int) -> LaneShares:
-        """Return the lanes' shares of a pass: those that this lane reads, or would if it began the pass.
+        """Return the lanes' spans of a finite run.
+
+        They are those that this lane reads, or would if it started the run.
 
         Args:
             number: The number of the pass.
@@ -384,7 +405,10 @@ class RecordReader(_TakesLane):
             self.dataset.prefetch(refs)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """The number of samples of a lane in a pass; None if it never ends, or damaged shards may be left out."""
+        """Return the number of samples of a lane in a finite run.
+
+        It is None if the run is endless, or damaged shards may be skipped.
+        """
         if self.epochs is None or self.on_error != "raise":
             return None
         shares = self.shares_of(epoch)
@@ -392,7 +416,9 @@ class RecordReader(_TakesLane):
         return sum(end - begin for begin, end in spans)
 
     def save_state(self) -> State:
-        """`epoch`; `position` in the lane's share of it; `lane`: the positions of the lane's named random sequences.
+        """Return the position.
+
+        It has the `epoch`, the `position` in the lane's span of it, and in `lane` those of its random sequences.
 
         `cut`, if there is one: the unit in which shares are cut. With other batches, a pass keeps its shares.
         """
@@ -400,7 +426,10 @@ class RecordReader(_TakesLane):
         return {**state, "cut": self._shares.cut} if self._shares.cut else state
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; no sample is read. Raises `CheckpointMismatchError` if out of range."""
+        """Return to the position in `state`, without reading a sample.
+
+        Raises `CheckpointMismatchError` if it is out of range.
+        """
         saved: _ReaderState = parse_state(self, state, _ReaderState)
         self._shares = self._shares.cut_by(saved.cut)
         self._move_to(saved.epoch, saved.position)
@@ -412,8 +441,10 @@ class RecordReader(_TakesLane):
         self.lane.restore_state(saved.lane)
 
     def settings(self) -> dict[str, Any]:
-        """Every argument that changes the data; name, number of samples and index hash of each shard, or hashes of
-        many (see shard_digests.py); the selection.
+        """Return every argument that changes the data.
+
+        It has name, number of samples and index hash of each shard, or hashes of many (see shard_digests.py), and the
+        selection.
 
         `exclude` is a hash of the numbers of the excluded samples, absent if there are none; `media` one of the values
         in a table of media, absent without one.
@@ -434,7 +465,10 @@ class RecordReader(_TakesLane):
         }
 
     def name_branch(self, name: str) -> None:
-        """Become the source `name` of a `Blend`: the name is part of the keys of order and of random numbers."""
+        """Become the source `name` of a `Blend`.
+
+        The name is part of the keys of order and of random numbers.
+        """
         vars(self).pop("info", None)
         self.branch = name
         self.tag = 1 + derive_key("branch", name) % (TAGS - 1)
@@ -443,7 +477,10 @@ class RecordReader(_TakesLane):
 
     @property
     def begun(self) -> int:
-        """The last epoch that the lane has begun to read; the one before the first if it has begun none."""
+        """Last epoch that the lane has started to read.
+
+        It is the one before the first if it has started none.
+        """
         return self._epoch if self._position or not self._length else self._epoch - 1
 
     @property
@@ -488,7 +525,10 @@ class RecordReader(_TakesLane):
         return self.dataset.open_samples(refs)[0]
 
     def count_faults(self) -> None:
-        """Count the shards that could not be indexed to their end, and add them to the quarantine file."""
+        """Count the shards that could not be fully indexed.
+
+        They are added to the quarantine file.
+        """
         for shard, fault in self.dataset.faults:
             self.counts.update(skip_counters(_DAMAGED, self.tag << TAG_SHIFT))
             if self.dataset.quarantine is not None:

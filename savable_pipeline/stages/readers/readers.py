@@ -1,4 +1,4 @@
-"""`FileReader` reads the files of one kind; the readers of each kind are its names, each with the kind's options.
+"""`FileReader` and the readers of each format, with its options.
 
 `reader_of` is the reader of whatever files a user names.
 """
@@ -25,7 +25,10 @@ READERS: dict[str, type[FileReader]] = {}  # by the name of the format
 
 
 class FileReader(RecordReader):
-    """Yields the samples of a lane's share of files of a `kind`: see source.py, whose store takes the options."""
+    """Samples of files of a `kind` for one lane.
+
+    See source.py, whose store takes the options.
+    """
 
     kind: ClassVar[str]
 
@@ -45,15 +48,15 @@ class FileReader(RecordReader):
         self.options = _checked(type(self).__name__, self.kind, options)
         known = format_named(self.kind).settings
         most: Any = options.get("cache_bytes")
-        given = {name: value for name, value in self.options.items() if name in known and value is not None}
+        settings = {name: value for name, value in self.options.items() if name in known and value is not None}
         cache = options.get("cache"), most
         if "blocks" in known:
-            cache, given["blocks"] = (None, None), lane.shared(("decoded", most), lambda: DecodedBlocks(most))
+            cache, settings["blocks"] = (None, None), lane.shared(("decoded", most), lambda: DecodedBlocks(most))
         named = tuple((name, repr(value)) for name, value in self.options.items())
-        super().__init__(ReaderData.of_files(self.kind, self.files, lane, named, cache, **given), lane, **common)
+        super().__init__(ReaderData.of_files(self.kind, self.files, lane, named, cache, **settings), lane, **common)
 
     def settings(self) -> dict[str, Any]:
-        """The settings of every reader, and the options that change samples; of fields of files those that are used."""
+        """Return the settings of every reader, and options that change samples."""
         saved = {name: value for name, value in self.options.items() if name not in _NOT_SAVED}
         if "file_fields" in saved:
             saved["file_fields"] = getattr(self.dataset.store, "fields", None)
@@ -92,7 +95,9 @@ def _checked(reader: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class TarShardReader(FileReader, kind="tar"):
-    """Yields the samples of a lane's share of tar shards. Parts of a sample are read when they are asked for.
+    """Samples of tar shards for one lane.
+
+    Parts of a sample are read on access.
 
     Args:
         shards: Folder (with subfolders), glob, brace pattern (`{000..099}.tar`), tar, URL (s3, gs, az, http, https,
@@ -165,7 +170,9 @@ class _TableReader(FileReader):
 
 
 class ParquetReader(_TableReader, kind="parquet"):
-    """Yields the rows of a lane's share of Parquet files as samples, in the order of `sp.TarShardReader`.
+    """Rows of Parquet files for one lane, as samples.
+
+    The order is that of `sp.TarShardReader`.
 
     Each column is a part: texts and bytes unchanged, other values as JSON; a null is no part. A column of structs of
     `bytes` and `path`, as HF `datasets` writes images and audio, is a part named by the path's extension, `jpg`, or
@@ -204,7 +211,9 @@ class ParquetReader(_TableReader, kind="parquet"):
 
 
 class ArrowReader(_TableReader, kind="arrow"):
-    """Yields the rows of a lane's share of Arrow files, IPC files and streams, in the order of `sp.TarShardReader`.
+    """Rows of Arrow IPC files and streams for one lane, as samples.
+
+    The order is that of `sp.TarShardReader`.
 
     Parts are those of `custom.ParquetReader`; only those asked for are read: workers map the files into memory, other
     processes read each value. Behind a URL, compressed record batches are fetched whole. Needs pyarrow: `pip install
@@ -239,7 +248,9 @@ class ArrowReader(_TableReader, kind="arrow"):
 
 
 class JsonlReader(FileReader, kind="jsonl"):
-    r"""Yields the lines of a lane's share of JSONL files as samples, in the order of `sp.TarShardReader`.
+    r"""Lines of JSONL files for one lane, as samples.
+
+    The order is that of `sp.TarShardReader`.
 
     The part `json` is the line; each field of the object is a part too: a text unchanged, anything else as JSON; a null
     is no part. Blank lines are no samples. The places of lines are indexed on first use.
@@ -301,7 +312,9 @@ class _RecordsReader(FileReader):
 
 
 class CsvReader(_RecordsReader, kind="csv"):
-    r"""Yields the rows of a lane's share of CSV and TSV files as samples, in the order of `sp.TarShardReader`.
+    r"""Rows of CSV and TSV files for one lane, as samples.
+
+    The order is that of `sp.TarShardReader`.
 
     The part `json` is an object of the texts of the cells, null for an empty one, as `savable convert` writes it. Files
     that cells name are parts too, called by their ends: `image` with `cats/1.jpg` is `jpg`. The first line names the
@@ -332,7 +345,9 @@ class CsvReader(_RecordsReader, kind="csv"):
 
 
 class JsonReader(_RecordsReader, kind="json"):
-    """Yields the objects of JSON files that hold one list, such as LLaVA's, in the order of `sp.TarShardReader`.
+    """Objects of JSON files with one list, such as LLaVA's, as samples.
+
+    The order is that of `sp.TarShardReader`.
 
     The part `json` is the object, byte for byte; files that its fields name are parts too. To be indexed, on first use,
     a file is read as a whole.
@@ -361,7 +376,9 @@ class JsonReader(_RecordsReader, kind="json"):
 
 
 class FolderReader(FileReader, kind="folder"):
-    """Yields the samples of a lane's share of a folder of files, in the order of `sp.TarShardReader`.
+    """Samples of a folder of files for one lane.
+
+    The order is that of `sp.TarShardReader`.
 
     Files that share a path up to their first dot are a sample, with that path as its key: `cat/1.jpg` and `cat/1.txt`
     are `cat/1`, of the parts `jpg` and `txt`; these are the samples that `savable convert` writes. Names and sizes are
@@ -405,7 +422,9 @@ class FolderReader(FileReader, kind="folder"):
 
 
 class TokenReader(FileReader, kind="tokens"):
-    """Yields documents, or windows, of a lane's share of token files as samples, in the order of `sp.TarShardReader`.
+    """Documents or windows of token files for one lane, as samples.
+
+    The order is that of `sp.TarShardReader`.
 
     - `.bin` with Megatron's `.idx` beside it: a sample is a document;
     - `.npy`, of one dimension or of two (a sample is a row); never unpickled;
@@ -432,7 +451,7 @@ class TokenReader(FileReader, kind="tokens"):
     Example:
         >>> np.save("tokens.npy", np.arange(1000, dtype=np.uint16))
         >>> sample = next(custom.TokenReader("tokens.npy", sp.Lane(), length=5, stride=4, shuffle=False))
-        >>> sample.array("tokens"), sample.place
+        >>> sample.array("tokens"), sample.location
         (array([0, 1, 2, 3, 4], dtype=uint16), 'token 0')
     """
 
@@ -450,7 +469,9 @@ class TokenReader(FileReader, kind="tokens"):
 
 
 class MdsReader(FileReader, kind="mds"):
-    """Yields the samples of a lane's share of an MDS folder, in the order of `sp.TarShardReader`.
+    """Samples of an MDS folder for one lane.
+
+    The order is that of `sp.TarShardReader`.
 
     Mosaic Streaming writes such folders: shards, plain or in gz, bz2 or zstd, and the index.json that names
     them. The parts of a sample are those that `savable convert` writes: `json` with the columns of texts, numbers and
@@ -503,7 +524,9 @@ class MdsReader(FileReader, kind="mds"):
 
 
 class LitDataReader(FileReader, kind="litdata"):
-    """Yields the items of a lane's share of a folder of LitData, in the order of `sp.TarShardReader`.
+    """Items of a LitData folder for one lane, as samples.
+
+    The order is that of `sp.TarShardReader`.
 
     LitData writes such folders: chunks, plain or with zstd by chunk, batch or sample, or with rows of Arrow in them,
     and the index.json that names them. The parts of a sample are those of `custom.MdsReader`: the values of an item are
@@ -561,7 +584,9 @@ Readable: TypeAlias = Shards | RecordStore | Callable[[], RecordStore]
 
 
 def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordReader:
-    """The reader of the files at `path`, of whichever kind, or of a store, which a function makes once a process.
+    """Return the reader of the files at `path`, of any format, or of a store.
+
+    A function builds its store once a process.
 
     Raises ValueError for an option that readers of such files do not have, and what the reader raises.
     """
@@ -578,8 +603,8 @@ def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordR
     options = {**source.settings, **{name: value for name, value in options.items() if name != "format"}}
     # the listing that told the kind is used to open them
     lane.shared(("source", names, reader.kind, where), lambda: source)
-    made: RecordReader = reader(names, lane, **_of_reader(f"{names}: {kind} files", reader, options))
-    return made
+    opened: RecordReader = reader(names, lane, **_of_reader(f"{names}: {kind} files", reader, options))
+    return opened
 
 
 def _of_reader(files: str, reader: type[RecordReader], options: Mapping[str, Any]) -> Mapping[str, Any]:

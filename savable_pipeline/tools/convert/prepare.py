@@ -123,7 +123,7 @@ def _opened(source: SourceFiles, options: Options, keys: Collection[str] | None)
             found.rejected.append(line_fault(source, store, number))
         if source.form == CSV and options.file_fields is None and not is_empty:
             found.source = source = _with_file_columns(found, store)
-    elif text := store.left_out():
+    elif text := store.rejects_warning():
         raise ValueError(text)
     if not is_empty:
         _check_chosen(source, store, options, keys)

@@ -314,7 +314,7 @@ class _RangeWriter:
             store: Any = error.store
         else:
             store = dataset.store
-            if links := store.left_out():
+            if links := store.rejects_warning():
                 raise ShardError(links, reason="links")
             self._write_spans(source, dataset, (RowSpan(0, 0, dataset.count, 0),))
         for number in sorted(store.entries.faults):

@@ -142,7 +142,7 @@ class SampleReader:
                             yield sample
                     except RejectedError as error:
                         self.rejected.append(error.reject)
-            self._store.verify_given()
+            self._store.verify_yielded()
             self._source.check(span.file)
         except ShardError as error:
             if error.reason in _CHANGED:

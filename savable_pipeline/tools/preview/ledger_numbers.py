@@ -17,7 +17,7 @@ from savable_pipeline.run.ledger.reader import LedgerFiles, RecordedBatch
 from savable_pipeline.run.ledger.records import Numbers, Start, unpack_column
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 from savable_pipeline.stages.batch_samples import Integers
-from savable_pipeline.stages.blending.schedule import Dues, Schedule
+from savable_pipeline.stages.blending.schedule import Schedule, TargetCounts
 from savable_pipeline.stages.cost import waiting_share
 
 PIECES = 48  # of the run, in pictures
@@ -231,7 +231,7 @@ class ExpectedShares:
         """Return the fraction of each of `names` among draws `begin` to `end` of the run."""
         if self.schedule is None:
             return [weight / sum(self._weights.values()) for weight in self._weights.values()]
-        targets = Dues(self.schedule, self.names)
+        targets = TargetCounts(self.schedule, self.names)
         whole = max(1, end - begin)
         parts = zip(targets.at(begin), targets.at(begin + whole), strict=True)
         return [(after - before) / (whole * targets.unit) for before, after in parts]

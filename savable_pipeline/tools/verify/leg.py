@@ -235,7 +235,7 @@ class LegProcess:
             lane,
             difference.path,
             difference.expected,
-            f"{difference.found}{difference.place}",
+            f"{difference.found}{difference.element}",
             difference.rows,
             [f"shard {sample.shard}, key {sample.key}" for sample in _samples(run, difference)],
             str(picture) if drawn else None,

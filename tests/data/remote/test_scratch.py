@@ -16,7 +16,7 @@ from savable_pipeline.data.remote.session import Session, close_scratch
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.data.stores.opening import find_source
-from savable_pipeline.data.stores.remote_indexing import RemoteScan, index_remote, scan_there
+from savable_pipeline.data.stores.remote_indexing import RemoteScan, index_remote, scan_remotely
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.convert import run_conversion
 from tests.support.processes import run_until_killed
@@ -126,7 +126,7 @@ def test_growing_and_failing_files_are_reported_by_name(
 ) -> None:
     for kind, name in (("jsonl", "0001.jsonl"), ("tar", "000001.tar")):
         with pytest.raises(sp.ShardError, match=rf"{name}: \d+ bytes, but 5 when"):
-            scan_there(RemoteScan(format_named(kind), f"s3://{kind}", name, 5))
+            scan_remotely(RemoteScan(format_named(kind), f"s3://{kind}", name, 5))
     close_scratch()
     monkeypatch.setenv("SAVABLE_RETRY_S", "0.2")
     server.fault = lambda path, number: "503" if path.endswith("000002.tar") else None

@@ -297,7 +297,7 @@ def test_duplicate_image_names_are_a_counted_error(tmp_path: Path) -> None:
     assert sorted(reject.file for reject in report.rejected) == ["pineapple.JPG", "pineapple.jpg"]
     samples = sp.open_dataset(folder, key_end="first")
     assert len(samples) == 10 and list(samples["lion"]) == ["jpg", "png"]
-    assert "2 files left out" in samples.dataset.store.left_out()
+    assert "2 files left out" in samples.dataset.store.rejects_warning()
     checked = CliRunner().invoke(app, ["check", "--key-end", "first", str(folder)])
     assert checked.output.count("two parts with one extension") == 2
 

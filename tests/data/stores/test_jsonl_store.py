@@ -47,7 +47,7 @@ def test_a_line_is_the_part_json_and_its_fields_are_parts(lines: Path) -> None:
         b"0",
     )
     assert (list(second), list(third), list(fourth)) == (["json", "id"], ["json"], ["json", "id"])
-    assert (second.key, second.place) == ("a.jsonl:1", "byte offset 41")
+    assert (second.key, second.location) == ("a.jsonl:1", "byte offset 41")
     with pytest.raises(KeyError, match="no part 'caption'; the sample has json, id"):
         second["caption"]  # null
 

@@ -150,11 +150,11 @@ def test_list_element_without_bytes_is_an_error(tmp_path: Path, name: str) -> No
 def test_buffered_rows_have_the_same_parts_and_errors() -> None:
     lists = [[named("a.png", b"a"), named("b.png", b"b")], [named("c.png")]]
     rows = ArrowRows(table(lists, pa.list_(MEDIA)).to_batches(), constants={"year": b"2"})
-    kept = rows.kept(0)
+    kept = rows.retain(0)
     assert kept.extensions(0) == ["0.png", "1.png", "caption", "year"]
     assert [kept.read(0, part) for part in kept.extensions(0)] == [b"a", b"b", b"c0", b"2"]
     with pytest.raises(ValueError, match=r"'c\.png' and no bytes"):
-        rows.kept(1).read(0, "caption")
+        rows.retain(1).read(0, "caption")
 
 
 def picture(seed: int) -> bytes:

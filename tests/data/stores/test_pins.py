@@ -173,10 +173,10 @@ def test_threads_may_close_shards_and_yield_batches_during_a_check(
     files.verify(2)  # looks
     files.verify(3)
     monkeypatch.setattr(shard_files.os, "fstat", meanwhile)
-    files.verify_given()
+    files.verify_yielded()
     overwrite(root / "0001.tar")
     with pytest.raises(sp.ShardError, match=r"0001\.tar: .* Restore it, .*\nThe slots 4 may have bytes of both$"):
-        files.verify_given()
+        files.verify_yielded()
     for descriptor in others:
         os.close(descriptor)
 

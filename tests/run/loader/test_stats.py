@@ -143,7 +143,7 @@ def test_slowest_sample_and_shard_are_reported(make_shards: Any, num_workers: in
 
 
 def test_percentiles_are_of_recent_values() -> None:
-    series = Recent(kept=100)
+    series = Recent(count=100)
     for number in range(1000, 0, -1):
         series.add(float(number))
     assert dict(series.percentiles("wait")) == {"wait/p50": 50, "wait/p90": 90, "wait/p99": 99}

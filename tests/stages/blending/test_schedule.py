@@ -11,7 +11,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.blending.schedule import Dues
+from savable_pipeline.stages.blending.schedule import TargetCounts
 from savable_pipeline.testing import assert_exact_resume
 
 NAMES = ["a", "b", "c"]
@@ -28,13 +28,13 @@ def integral(schedule: sp.Schedule, count: int) -> list[Fraction]:
     """What each source should have given by a count, point by point."""
     ends = [*schedule.starts[1:], 1 << 60]
     shares = [[Fraction(w.get(name, 0), sum(w.values())) for name in NAMES] for w in schedule.weights]
-    dues = [Fraction(0)] * 3
+    targets = [Fraction(0)] * 3
     for i, (start, end) in enumerate(zip(schedule.starts, ends, strict=True)):
         length, x = end - start, max(0, min(count, end) - start)
         following = shares[i + 1] if schedule.shape == "linear" and i + 1 < len(shares) else shares[i]
         for j in range(3):
-            dues[j] += shares[i][j] * x + (following[j] - shares[i][j]) * Fraction(x * x, 2 * length)
-    return dues
+            targets[j] += shares[i][j] * x + (following[j] - shares[i][j]) * Fraction(x * x, 2 * length)
+    return targets
 
 
 @pytest.mark.parametrize("shape", ["step", "linear"])
@@ -42,9 +42,9 @@ def test_target_counts_are_the_integral_of_the_weights(shape: Any) -> None:
     draw = random.Random(1)
     for _ in range(25):
         schedule = random_schedule(draw, shape)
-        dues = Dues(schedule, NAMES)
+        targets = TargetCounts(schedule, NAMES)
         for count in [0, 1, 5000, *(draw.randrange(4000) for _ in range(6))]:
-            assert [Fraction(due, dues.unit) for due in dues.at(count)] == integral(schedule, count)
+            assert [Fraction(due, targets.unit) for due in targets.at(count)] == integral(schedule, count)
 
 
 def blend(shards: str, lane: sp.Lane, schedule: Any, by: Any = "samples") -> custom.Stage:

@@ -16,7 +16,7 @@ from xxhash import xxh3_64_hexdigest
 
 import savable_pipeline as sp
 from savable_pipeline.core.weights import integer_weights, reduced
-from savable_pipeline.stages.blending.schedule import Dues, Schedule
+from savable_pipeline.stages.blending.schedule import Schedule, TargetCounts
 from savable_pipeline.stages.blending.turns import (
     LaneDraws,
     TokenTurns,
@@ -43,7 +43,7 @@ def schedule_of(weights: Sequence[int]) -> Schedule:
 
 def lanes_of(schedule: Schedule, lanes: int, *, stride: int, begin: int = 0) -> list[Turns]:
     """The turns of all lanes of a run."""
-    draws = LaneDraws(Dues(schedule, sorted(schedule.names), begin), begin, lanes, stride=stride)
+    draws = LaneDraws(TargetCounts(schedule, sorted(schedule.names), begin), begin, lanes, stride=stride)
     return [Turns(draws, place, key=place, weights=7) for place in range(lanes)]
 
 
@@ -65,13 +65,13 @@ def counts_of(chosen: NDArray[np.int64], sources: int) -> NDArray[np.int64]:
 
 def off(schedule: Schedule, lanes: int, stride: int, pieces: int, begin: int = 0) -> tuple[float, float]:
     """How far any lane was off its part of the schedule's integral, and the sum over lanes, after each piece."""
-    dues = Dues(schedule, sorted(schedule.names), begin)
+    targets = TargetCounts(schedule, sorted(schedule.names), begin)
     chosen = drawn(lanes_of(schedule, lanes, stride=stride, begin=begin), pieces * stride, 16 * stride)
-    counts = np.zeros((pieces, lanes, dues.sources), np.int64)
+    counts = np.zeros((pieces, lanes, targets.sources), np.int64)
     np.add.at(counts, (np.arange(chosen.shape[1]) // stride, np.arange(lanes)[:, None], chosen), 1)
     counts = counts.cumsum(axis=0)
-    there, steps = dues.at(begin), [begin + (piece + 1) * stride * lanes for piece in range(pieces)]
-    due = np.array([[(a - b) / dues.unit for a, b in zip(dues.at(step), there, strict=True)] for step in steps])
+    there, steps = targets.at(begin), [begin + (piece + 1) * stride * lanes for piece in range(pieces)]
+    due = np.array([[(a - b) / targets.unit for a, b in zip(targets.at(step), there, strict=True)] for step in steps])
     of_lane, of_all = np.abs(counts - due[:, None] / lanes).max(), np.abs(counts.sum(axis=1) - due).max()
     return float(of_lane), float(of_all)
 
@@ -177,11 +177,11 @@ def test_source_is_drawn_only_in_pieces_with_its_weight() -> None:
     for _ in range(12):
         lanes, stride = draw.randint(1, 4), draw.choice([1, 4])
         schedule = random_schedule(draw, 40 * lanes * stride, constant=False)
-        dues = Dues(schedule, sorted(schedule.names))
+        targets = TargetCounts(schedule, sorted(schedule.names))
         chosen = drawn(lanes_of(schedule, lanes, stride=stride), 60 * stride, stride)
         for piece in range(60):
-            now, then = (dues.at((piece + after) * lanes * stride) for after in (0, 1))
-            grows = {source for source in range(dues.sources) if then[source] > now[source]}
+            now, then = (targets.at((piece + after) * lanes * stride) for after in (0, 1))
+            grows = {source for source in range(targets.sources) if then[source] > now[source]}
             assert grows >= set(np.unique(chosen[:, piece * stride : (piece + 1) * stride]).tolist())
 
 
@@ -245,7 +245,7 @@ def test_impossible_counts_are_rejected(wrong: dict[str, Any]) -> None:
 @given(WEIGHTS, st.lists(st.integers(1, 100), min_size=150, max_size=150))
 def test_by_tokens_the_error_is_at_most_two_of_the_longest_items(weights: list[int], lengths: list[int]) -> None:
     schedule, total = schedule_of(weights), sum(weights)
-    turns = TokenTurns(Dues(schedule, sorted(schedule.names)), 0, 1, [0] * len(weights), weights=7)
+    turns = TokenTurns(TargetCounts(schedule, sorted(schedule.names)), 0, 1, [0] * len(weights), weights=7)
     for length in lengths:
         turns.took(turns.next(), length)
         assert all(
@@ -271,14 +271,14 @@ def test_by_tokens_a_source_is_drawn_only_while_it_has_a_weight() -> None:
     draw, behind_at_the_end = random.Random(3), 0
     for _ in range(12):
         points = [(0, {"a": 3, "b": 4, "c": 2}), (draw.randint(2_000, 4_000), {"a": 1, "b": 1}), (9_000, {"c": 1})]
-        dues = Dues(Schedule(points, unit="tokens"), ["a", "b", "c"])
-        turns = TokenTurns(dues, 0, 1, [0] * 3, weights=7)
+        targets = TargetCounts(Schedule(points, unit="tokens"), ["a", "b", "c"])
+        turns = TokenTurns(targets, 0, 1, [0] * 3, weights=7)
         while turns.taken < 12_000:
             source, at = turns.next(), turns.taken
             assert source in ({0, 1, 2} if at < points[1][0] else {0, 1} if at < 9_000 else {2})
             turns.took(source, draw.randint(1, 500))
             if at < points[1][0] <= turns.taken:
-                behind_at_the_end += dues.at(turns.taken)[2] > turns.counts[2] * dues.unit
+                behind_at_the_end += targets.at(turns.taken)[2] > turns.counts[2] * targets.unit
     assert behind_at_the_end > 2
 
 

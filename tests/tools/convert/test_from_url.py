@@ -54,7 +54,7 @@ def test_machines_convert_remote_sources_to_the_same_shards_and_leave_nothing(
     engine = Tidy(tmp_path / "elsewhere")
     assert converted(url_of(server, source), tmp_path / "far", engine=engine) == local
     assert shards_in(tmp_path / "far") == shards_in(tmp_path / "local")
-    assert engine.runs > local.shards
+    assert engine.runs > (1 if kind in ("packed", "tars.gz") else local.shards)  # a range has whole compressed files
     assert not list((tmp_path / "node").iterdir())
 
 

@@ -18,6 +18,7 @@ from savable_pipeline.data.remote.session import Bucket, close_buckets
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, run_conversion
+from savable_pipeline.tools.convert.options import WORK
 from savable_pipeline.tools.convert.target import mirrored
 from tests.conftest import write_tar
 from tests.project.pages import ROOT, blocks_of, run_blocks, write_files
@@ -122,7 +123,8 @@ def test_killed_upload_resumes_from_another_machine(
 
     for moment in moments:
         killed += run_until_killed(work, tmp_path, moment)
-        there = {name: found for name, found in objects(bucket).items() if name.endswith(".tar")}
+        names = {name for name in objects(bucket) if name.endswith(".tar") and not name.startswith(f"{WORK}/")}
+        there = {name: found for name, found in objects(bucket).items() if name in names}
         assert there.items() <= expected.items(), "what is seen of a shard is whole"
         shutil.rmtree(tmp_path / "cache")
         work()
@@ -228,15 +230,20 @@ def test_compressed_tars_are_repacked_into_a_bucket(tmp_path: Path, bucket: Any,
 def test_killed_repack_into_a_bucket_resumes(tmp_path: Path, bucket: Any, moments: Sequence[int]) -> None:
     source = packed_tars(tmp_path / "in")
     run_conversion(source, tmp_path / "out", Options())
-    expected = repacked(tmp_path / "out")
+    expected, killed = repacked(tmp_path / "out"), 0
     for moment in moments:
-        run_until_killed(lambda: run_conversion(source, URL, Options()), tmp_path, moment)
-        there = {name: found for name, found in objects(bucket).items() if name.endswith(".tar")}
+        if not run_until_killed(lambda: run_conversion(source, URL, Options()), tmp_path, moment):
+            bucket.objects.all().delete()
+            continue
+        killed += 1
+        names = {name for name in objects(bucket) if name.endswith(".tar") and not name.startswith(f"{WORK}/")}
+        there = {name: found for name, found in objects(bucket).items() if name in names}
         assert there.items() <= expected.items(), "what is seen of a shard is whole"
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         run_conversion(source, URL, Options())
         assert objects(bucket) == expected, moment
         bucket.objects.all().delete()
+    assert killed > 3
 
 
 def test_two_conversions_at_once_into_one_url_are_rejected(tmp_path: Path, bucket: Any) -> None:
