@@ -214,7 +214,7 @@ class NamingStore(FileStore):
 
         def read() -> tuple[bytes, int]:
             with self.open(shard, row, extension) as file:
-                return file.read(limit), file.seek(0, os.SEEK_END)
+                return file.read(limit), file.seek(0, os.SEEK_END) if limit >= 0 else 0
 
         return with_retries(Path(self.root_of(shard)), read)
 
