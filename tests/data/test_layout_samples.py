@@ -6,6 +6,7 @@ The oracles are webdataset, pyarrow, csv and json; of folders, Kaldi and Lhotse 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -19,10 +20,11 @@ import webdataset as wds
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.info import dataset_info
+from savable_pipeline.data.shards.byte_source import seconds_of
 from savable_pipeline.data.stores.opening import index_any
 from savable_pipeline.tools.check.dataset_check import check_dataset
 from savable_pipeline.tools.preview.dataset_page import preview_dataset
-from tests.data.test_layouts import LAYOUTS, Layout
+from tests.data.test_layouts import LAYOUTS, Layout, kaldi, shar
 
 Samples: TypeAlias = dict[str, dict[str, bytes]]
 OPEN = [pytest.param(each, id=each.name) for each in LAYOUTS if not each.error]
@@ -128,6 +130,57 @@ def of_folder(root: Path) -> Samples:
     return {key: parts for key, parts in found.items() if not (set(parts) <= alone or key.endswith("_stats"))}
 
 
+def of_kaldi(root: Path) -> Samples:
+    def lines(path: Path) -> dict[str, str]:
+        pairs = (line.split(maxsplit=1) for line in path.read_text().splitlines()) if path.exists() else ()
+        return dict(pairs)  # type: ignore[arg-type]
+
+    found: dict[str, Any] = {}
+    for scp in sorted(root.rglob("wav.scp")):
+        texts, speakers, segments = (lines(scp.with_name(name)) for name in ("text", "utt2spk", "segments"))
+        for key in texts:
+            path = lines(scp)[segments[key].split()[0] if segments else key]
+            fields = {"id": key, "audio": path, "text": texts[key], "speaker": speakers[key]}
+            if segments:
+                start, end = map(float, segments[key].split()[1:])
+                data: Any = {"path": path, "begin_s": start, "end_s": end}
+                fields |= {"start": start, "end": end}
+            else:
+                data = (scp.parent / path).read_bytes()
+            found[f"{scp.parent.name} {key}"] = {"json": fields, "wav": data}
+    return found
+
+
+def of_shar(root: Path) -> Samples:
+    found: dict[str, Any] = {}
+    for path in sorted(root.glob("cuts.*.jsonl.gz")):
+        number = path.name.split(".")[1]
+        rows, targets = (
+            [json.loads(line) for line in unpacked(root / f"{field}.{number}.jsonl.gz").splitlines()]
+            for field in ("cuts", "target")
+        )
+        members = of_members(root / f"recording.{number}.tar")
+        for row, target in zip(rows, targets, strict=True):
+            data = {
+                f"{key}": members[f"{row['id']}.{end}"]
+                for key, end in (("flac", "flac"), ("recording.json", "json"))
+                if f"{row['id']}.{end}" in members
+            }
+            found[row["id"]] = {"json": row, "target.json": target, **data}
+    return found
+
+
+def unpacked(path: Path) -> bytes:
+    return gzip.decompress(path.read_bytes())
+
+
+def of_members(path: Path) -> dict[str, bytes]:
+    import tarfile
+
+    with tarfile.open(path) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+
+
 ORACLES: dict[str, Callable[[Path], Samples]] = {
     "tar": of_tars,
     "parquet": of_parquet,
@@ -136,6 +189,7 @@ ORACLES: dict[str, Callable[[Path], Samples]] = {
     "json": of_texts,
     "csv": of_texts,
     "folder": of_folder,
+    "shar": of_shar,
 }
 
 
@@ -167,6 +221,74 @@ def test_keys_and_parts_are_those_of_other_libraries(layout: Layout, root: Path)
     layout.write(root)
     expected = comparable(ORACLES[layout.kind](root).items())
     assert parts_of(root) == expected
+
+
+@pytest.mark.parametrize("segments", ["", "a1 r 0.0 0.5\na2 r 0.5 1\n"])
+def test_kaldi_utterance_has_its_text_speaker_and_audio(root: Path, segments: str) -> None:
+    kaldi(segments)(root)
+    expected = {key.partition(" ")[2]: parts for key, parts in of_kaldi(root).items()}
+    found = {
+        key: {**parts, "wav": json.loads(parts["wav"]) if segments else parts["wav"]}
+        for key, parts in parts_of(root).items()
+    }
+    assert found == expected and len(found) == 2
+
+
+def test_kaldi_segment_is_a_range_of_its_recording(root: Path) -> None:
+    kaldi("a1 r 0.0 0.5\na2 r 0.5 1\n")(root)
+    with sp.open_dataset(root)["a2"].open("wav") as file:
+        assert (file.read(), seconds_of(file)) == (b"RIFF1", (0.5, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("wav.scp", "a1 flac -dc a.flac |\na2 b.wav\n", r"row 0, at byte 0: no audio file: wav\.scp has 'flac"),
+        ("wav.scp", "a1 raw.ark:17\na2 b.wav\n", r"no audio file: wav\.scp has 'raw\.ark:17'\. Write each"),
+        ("wav.scp", "a1 ../a.wav\na2 b.wav\n", "outside the source: the field 'audio' names"),
+        ("segments", "a1 nobody 0 1\n", r"no recording: 'nobody' is not in wav\.scp"),
+        ("segments", "a1 r 0\n", "malformed line: expected UTTERANCE RECORDING START END"),
+    ],
+)
+def test_kaldi_line_without_audio_is_an_error_of_its_row(root: Path, file: str, content: str, message: str) -> None:
+    kaldi()(root)
+    (root / file).write_text(content)
+    with pytest.raises(sp.ShardError, match=message):
+        sp.open_dataset(root)[0]["wav"]
+
+
+def test_changed_kaldi_text_is_read_again_and_changes_the_digest(root: Path) -> None:
+    kaldi()(root)
+    before = sp.open_dataset(root)
+    assert before["a1"].json()["text"] == "good day"
+    (root / "text").write_text("a1 good bye\na2 bye\n")
+    after = sp.open_dataset(root)
+    assert after["a1"].json()["text"] == "good bye"
+    assert after.dataset.digest() != before.dataset.digest()
+    (root / "segments").write_text("s a1 0 1\n")
+    assert [sample.key for sample in sp.open_dataset(root)] == ["s"]
+
+
+def test_shar_cut_id_may_have_dots(root: Path) -> None:
+    shar(root, "b.1")
+    assert sp.open_dataset(root)["b.1"]["flac"] == b'"b.1 flac"'
+
+
+def test_shar_tar_with_other_cuts_is_an_error(root: Path) -> None:
+    shar(root)
+    (root / "recording.000001.tar").write_bytes((root / "recording.000000.tar").read_bytes())
+    data = sp.open_dataset(root)
+    assert data["a"]["flac"] == b'"a flac"'
+    with pytest.raises(sp.ShardError, match=r"recording\.000001\.tar: cut 0: not of the cut 'c'"):
+        data[2]["flac"]
+
+
+def test_damaged_shar_cuts_are_found_when_they_are_indexed(root: Path) -> None:
+    shar(root)
+    path = root / "cuts.000001.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-12])
+    with pytest.raises(sp.ShardError, match=r"cuts\.000001\.jsonl\.gz: its compressed data are cut short"):
+        sp.open_dataset(root)
 
 
 def preview(root: Path) -> int:

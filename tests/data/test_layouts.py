@@ -6,6 +6,7 @@ This table specifies the recognizer. At most 8 layouts are errors, which say wha
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import struct
@@ -138,6 +139,32 @@ def pairs(*endings: str) -> Callable[[Path], None]:
 
 def nested(folder: str) -> Callable[[Path], None]:
     return lambda root: pairs("jpg", "json")(root / folder)
+
+
+def kaldi(segments: str = "") -> Callable[[Path], None]:
+    """Two utterances: of two recordings, or segments of one."""
+    tables = {"text": "a1 good day\na2 bye\n", "utt2spk": "a1 s1\na2 s1\n", "spk2utt": "s1 a1 a2\n"}
+    recordings = "r wav/a1.wav\n" if segments else "a1 wav/a1.wav\na2 wav/a2.wav\n"
+    tables |= {"wav.scp": recordings} | ({"segments": segments} if segments else {})
+    return lambda root: write(root, {**tables, "wav/a1.wav": b"RIFF1", "wav/a2.wav": b"RIFF22"})
+
+
+def shar(root: Path, second: str = "b") -> None:
+    """Two shards of Lhotse Shar with two cuts each; in the second, one has no recording."""
+    for shard, cuts in enumerate((["a", second], ["c", "d"])):
+        lines = [{"id": cut, "supervisions": [{"text": f"say {cut}"}]} for cut in cuts]
+        targets = [{"cut_id": cut, "target": shard} for cut in cuts]
+        for name, rows in {"cuts": lines, "target": targets}.items():
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (root / f"{name}.{shard:06d}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+        members = [(f"{cut}.{end}", json.dumps(f"{cut} {end}").encode()) for cut in cuts for end in ("flac", "json")]
+        members = [
+            (n.replace("flac", "nodata").replace("json", "nometa"), b"") if n[0] == "d" else (n, b) for n, b in members
+        ]
+        write_tar(root / f"recording.{shard:06d}.tar", members)
+
+
+SPOKEN = frozenset({"json", "wav"})
 
 
 def of_splits(writer: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -401,13 +428,10 @@ LAYOUTS = [
         0,
         error=r"LeRobot v2\.1, but",
     ),
-    Layout(
-        "Kaldi",
-        files(wav_dot_scp="u a.wav\n", text="u hi\n", a_dot_wav=b"RIFF"),
-        "",
-        0,
-        error=r"\.scp is not read here",
-    ),
+    Layout("Kaldi", kaldi(), "kaldi", 2, SPOKEN),
+    Layout("Kaldi with segments", kaldi(segments="a1 r 0.0 0.5\na2 r 0.5 1\n"), "kaldi", 2, SPOKEN),
+    Layout("Kaldi's folders of splits", of_splits(kaldi()), "kaldi", 4, SPOKEN),
+    Layout("Lhotse Shar", shar, "shar", 4, frozenset({"json", "flac", "recording.json", "target.json"})),
     Layout("MDS in folders of splits", mds_splits, "", 0, error="2 folders of records, train, val. Name one"),
     Layout("archives", files(a_dot_zip=b"PK", b_dot_zip=b"PK"), "", 0, error=r"\.zip is not read here"),
     Layout(

@@ -349,6 +349,8 @@ class Format:
     """Returns whether the markers that exist, by name, say that the folder has this format."""
     listed: Callable[[Mapping[str, bytes]], list[tuple[str, ...]] | None] | None = None
     """Returns the names that each file may have, if the markers list them. Raises ValueError."""
+    choose: Callable[[Sequence[str]], list[str]] | None = None
+    """Returns the files, where the names of several together show that they are of this format. None: by suffixes."""
     by_settings: Callable[[Format, dict[str, Any]], Format] = as_it_is
     """Returns the format for these settings, where they change what is indexed."""
     variant: str = ""
@@ -397,7 +399,7 @@ class Format:
         """
         listed = None if self.listed is None else self.listed(heads)
         if listed is None:
-            return sorted(filter(self.has, names))
+            return sorted(filter(self.has, names)) if self.choose is None else self.choose(names)
         there, chosen = set(names), set[str]()
         for each in listed:
             written = max(each, key=len)  # compressed, where the others are what was unpacked

@@ -10,14 +10,18 @@ from savable_pipeline.data.stores.arrow import ARROW
 from savable_pipeline.data.stores.csv_table import CSV
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.jsonl import JSONL
+from savable_pipeline.data.stores.kaldi import KALDI
 from savable_pipeline.data.stores.lerobot import LEROBOT
 from savable_pipeline.data.stores.parquet import PARQUET
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
+from savable_pipeline.data.stores.shar import SHAR
 from savable_pipeline.data.stores.table_store import JSON
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.data.stores.token_store import TOKENS
 
-FORMATS: tuple[Format, ...] = (TARS, MDS, LITDATA, LEROBOT, PARQUET, ARROW, JSONL, CSV, JSON, TOKENS, FOLDER)
+FORMATS: tuple[Format, ...] = (
+    *(TARS, MDS, LITDATA, LEROBOT, PARQUET, ARROW, JSONL, CSV, JSON, TOKENS, SHAR, KALDI, FOLDER),
+)
 
 
 def format_named(name: str) -> Format:

@@ -49,7 +49,6 @@ CONTAINERS = {
     **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), OTHER),
     **dict.fromkeys((".db", ".sqlite", ".zarr"), OTHER),
     LANCE: LANCE_CURE,
-    ".scp": "write its lines as JSONL, with the fields audio and text",
     ".mds": "name the folder with its index.json",
 }
 """Files that hold many samples, which nothing here reads, and what to do with them."""
@@ -114,6 +113,9 @@ def recognize(
         return Recognized(form, form.files(names, heads))
     if (other := index_format(heads)) not in ("", "mds", "litdata"):
         raise ValueError(f"Mosaic Streaming shards of the format {other}, not mds. To read them, {OTHER}")
+    for form in formats.FORMATS:
+        if form.choose is not None and (files := form.choose(names)):
+            return Recognized(form, files)
     tars = sorted(filter(TARS.has, names)) or sorted(filter(TARS.packs, names))
     media = sum(is_media_file(name) and not name.lower().startswith(_SHOWN) for name in names)
     if media > len(tars) and tars:
@@ -149,7 +151,7 @@ def _by_format(names: Sequence[str], heads: Mapping[str, bytes]) -> dict[Format,
     lists, lines = ([name for name in json_files if begin.match(heads[name])] for begin in (_LIST, _LINES))
     found: dict[Format, list[str]] = {}
     for form in formats.FORMATS:
-        if form in (TARS, FOLDER) or form.reader or INDEX in form.markers:
+        if form in (TARS, FOLDER) or form.reader or form.choose or INDEX in form.markers:
             continue
         files = lists if form is JSON else form.files(names, {})
         files = sorted([*files, *lines]) if form is JSONL else files

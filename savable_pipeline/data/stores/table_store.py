@@ -31,7 +31,7 @@ from savable_pipeline.core.file_heads import HEAD, text_error
 from savable_pipeline.core.files import regular_file, with_handles
 from savable_pipeline.core.patience import with_retries
 from savable_pipeline.core.wording import encodable, human_bytes
-from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
+from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile, RecordError
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
@@ -129,11 +129,16 @@ def text_format(
 
 
 class NamedPart(NamedTuple):
-    """A file that a row names: its part, its path as the row has it, and its size in bytes."""
+    """A file that a row names: its part, its path as the row has it, and its size in bytes.
+
+    If the part is a range of it, also that range as JSON and its seconds; see ranges.py.
+    """
 
     part: str
     path: str
     size: int
+    range: bytes = b""
+    seconds: tuple[float, float | None] = (0.0, None)
 
 
 class TableRow(NamedTuple):
@@ -204,16 +209,29 @@ class NamingStore(FileStore):
         return self.head(shard, row, extension, -1)[0]
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
-        """See `RecordStore.open`."""
+        """See `RecordStore.open`; of a range, the whole file."""
+        part = self._part(shard, row, extension)
+        if isinstance(part, bytes):
+            return io.BytesIO(part)
+        file = self._open_named(shard, part)
+        if not part.range:
+            return file
+        source = ByteSource(lambda offset, size: os.pread(file.fileno(), size, offset), os.fstat(file.fileno()).st_size)
+        return RangeFile(source, *part.seconds)
+
+    def _part(self, shard: int, row: int, extension: str) -> NamedPart | bytes:
         found = self._row(shard, row)
         name = find_part(extension, [LINE, *found.files])
-        return io.BytesIO(found.body) if name == LINE else self._open_named(shard, found.files[name])
+        return found.body if name == LINE else found.files[name]
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
-        """See `RecordStore.head`."""
+        """See `RecordStore.head`; of a range, what says so, as JSON."""
+        part = self._part(shard, row, extension)
+        if isinstance(part, NamedPart) and part.range:
+            part = part.range
 
         def read() -> tuple[bytes, int]:
-            with self.open(shard, row, extension) as file:
+            with io.BytesIO(part) if isinstance(part, bytes) else self._open_named(shard, part) as file:
                 return file.read(limit), file.seek(0, os.SEEK_END) if limit >= 0 else 0
 
         return with_retries(Path(self.root_of(shard)), read)

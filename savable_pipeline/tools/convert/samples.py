@@ -238,7 +238,9 @@ class SampleReader:
             files = store.files_of(file, fields)
             self._parsed, address = body, self._source.name or self._dataset.entries.names[file]
             if files or field is not None:
-                _check_parts(key, address, sorted([(LINE, address, len(body), ""), *((*each, "") for each in files)]))
+                _check_parts(
+                    key, address, sorted([(LINE, address, len(body), ""), *((*each[:3], "") for each in files)])
+                )
         except RecordError as error:
             raise RejectedError(name(), key, str(error)) from error
         if self._texts:

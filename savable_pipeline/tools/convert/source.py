@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import io
 import os
+import posixpath
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,7 @@ from savable_pipeline.data.stores.csv_table import CSV
 from savable_pipeline.data.stores.decompressed import DamagedError, Unpacked
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.jsonl import JSONL
+from savable_pipeline.data.stores.kaldi import KALDI, SEGMENTS
 from savable_pipeline.data.stores.opening import Source, find_source, open_store, store_of
 from savable_pipeline.data.stores.recognizer import recognize, wanted
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
@@ -61,6 +63,8 @@ WORDS = {
     "arrow": "Arrow",
     "lerobot": "LeRobot",
     "tokens": "token files",
+    "kaldi": "Kaldi",
+    "shar": "Lhotse Shar",
 }
 TABLES, RECORDS = (JSONL, JSON, CSV), (MDS, LITDATA)
 _ENDINGS = (".gz", ".bz2", ".xz", ".zst")
@@ -131,6 +135,8 @@ def find_files(files: str | os.PathLike[str], format: str | None = None) -> Conv
         form = found.format
         if form == FOLDER and not Path(absolute).is_dir():
             raise ValueError(f"{files}: raw files are read as one folder. Name it, or pass the format")
+        if form == KALDI and any(posixpath.basename(name) == SEGMENTS for name in names):
+            raise ValueError(f"{files}: conversions cut no recordings, as segments asks. Read it in place by sp.read")
         if form == TARS or form in TABLES:
             plain = [name for name in names if name.lower().endswith(form.suffixes)][:_MANY]
             packed = any(name.lower().endswith(_packed_endings(form)) for name in names)

@@ -60,8 +60,8 @@ def test_layout_has_the_format_that_it_is_read_with(tmp_path: Path, layout: Layo
     layout.write(root)
     if layout.name == "compressed tars":  # which only a conversion reads
         assert len(find_files(root).packed) == 1
-    elif layout.error:
-        with pytest.raises(ValueError, match=layout.error):
+    elif error := "cut no recordings" if layout.name == "Kaldi with segments" else layout.error:
+        with pytest.raises(ValueError, match=error):
             find_files(root)
     else:
         assert find_files(root).form.name == layout.kind

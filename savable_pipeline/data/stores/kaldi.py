@@ -1,0 +1,133 @@
+"""The format of Kaldi's data folders, a line of which is an utterance.
+
+    wav.scp     REC wav/a.wav                     →  key UTT; a part wav; json: {"id": UTT, "audio": "wav/a.wav",
+    segments    UTT REC 1.5 3.0, if there is one       "text": …, "speaker": …, "start": 1.5, "end": 3.0}
+    text, utt2spk, utt2lang    UTT …
+
+With `segments`, the part is a range of the recording. Each file is an entry of the index, and pinned like a shard; only
+`segments`, else `wav.scp`, has samples. Commands in wav.scp are not run.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
+from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex, ShardTable
+from savable_pipeline.data.stores.jsonl import line_offsets
+from savable_pipeline.data.stores.ranges import MediaRange
+from savable_pipeline.data.stores.table_store import TABLE_SETTINGS, NamedPart, TableStore, is_same_text, read_rows
+
+RECORDINGS, SEGMENTS = "wav.scp", "segments"
+_FIELDS = {"text": "text", "speaker": "utt2spk", "language": "utt2lang"}  # by the tables that have them
+_IN_ARCHIVE = re.compile(r".*\.ark:\d+")
+
+
+class KaldiStore(TableStore):
+    """The utterances of Kaldi's folders, with the settings of `TableStore`."""
+
+    def __init__(self, found: IndexedFiles, **settings: Any) -> None:
+        self._tables: dict[str, dict[str, str]] = {}  # by the path of each
+        super().__init__(found, **settings)
+
+    def usual_fields(self) -> Iterable[str]:
+        """The recording."""
+        return ("audio",)
+
+    def key(self, shard: int, row: int) -> str:
+        """What the line begins with."""
+        return _pair(self.raw(shard, row)[0].decode())[0]
+
+    def body(self, shard: int, raw: bytes, begin: int) -> bytes:
+        """See `TableStore.body`."""
+        name = self.entries.names[shard]
+        folder, base = posixpath.split(name)
+        key, rest = _pair(raw.decode())
+        fields: dict[str, Any] = {"id": key, "audio": rest}
+        if base == SEGMENTS:
+            try:
+                recording, start, end = rest.split()
+                times = {"start": float(start), "end": float(end)}
+            except ValueError as error:
+                raise RecordError(f"malformed line: expected UTTERANCE RECORDING START END, found {raw!r}") from error
+            if (path := self._table(folder, RECORDINGS).get(recording)) is None:
+                raise RecordError(f"no recording: {recording!r} is not in {RECORDINGS}")
+            fields = {"id": key, "audio": path, **times}
+        if fields["audio"].endswith("|") or _IN_ARCHIVE.fullmatch(fields["audio"]):
+            raise RecordError(f"no audio file: {RECORDINGS} has {fields['audio']!r}. Write each recording to a file")
+        found = {field: self._table(folder, table).get(key) for field, table in _FIELDS.items()}
+        fields |= {field: value for field, value in found.items() if value is not None}
+        return json.dumps(fields, ensure_ascii=False).encode()
+
+    def files_of(self, shard: int, fields: dict[str, Any]) -> list[NamedPart]:
+        """See `NamingStore.files_of`: of a segment, a range."""
+        found = super().files_of(shard, fields)
+        if "start" not in fields:
+            return found
+        seconds = fields["start"], fields["end"]
+        encoded = msgspec.json.encode(MediaRange(fields["audio"], *seconds))
+        return [each._replace(size=len(encoded), range=encoded, seconds=seconds) for each in found]
+
+    def _table(self, folder: str, name: str) -> dict[str, str]:
+        """The lines of a table of a folder, by what they begin with."""
+        path = posixpath.join(folder, name)
+        if path not in self._tables:
+            names, raw = self.entries.names, b""
+            if path in names:
+                shard = names.index(path)
+                raw = self.files.read(shard, 0, int(self.entries.sizes[shard]))
+            elif (companion := self.files.beside(path)) is not None:  # of one file that is checked by itself
+                raw = companion.read_bytes()
+            self._tables[path] = dict(map(_pair, raw.decode().splitlines()))
+        return self._tables[path]
+
+
+def _pair(line: str) -> tuple[str, str]:
+    key, *rest = line.split(maxsplit=1)
+    return key, "".join(rest).strip()
+
+
+def _files(names: Sequence[str]) -> list[str]:
+    """Return the tables of the folders that have recordings."""
+    folders = {posixpath.dirname(name) for name in names if posixpath.basename(name) == RECORDINGS}
+    tables = {RECORDINGS, SEGMENTS, *_FIELDS.values()}
+    found = {posixpath.join(folder, table) for folder in folders for table in tables}
+    return sorted(found.intersection(names)) if folders else []
+
+
+def _has_samples(file: ByteSource, name: str) -> bool:
+    folder, base = posixpath.split(name)
+    segments = base == RECORDINGS and file.beside(posixpath.join(folder, SEGMENTS), name) is not None
+    return base == SEGMENTS or (base == RECORDINGS and not segments)
+
+
+def _read(file: ByteSource, name: str) -> ShardTable:
+    table = read_rows(lambda file: ("", line_offsets(file)), file, name)
+    if not _has_samples(file, name):
+        table.entry = msgspec.structs.replace(table.entry, samples=0)
+    return table
+
+
+def _is_same(file: ByteSource, index: ShardIndex, number: int) -> bool:
+    return is_same_text(file, index, number) and _has_samples(file, index.shards.names[number]) >= (
+        index.shards.samples[number] > 0
+    )
+
+
+KALDI = Format(
+    "kaldi",
+    (RECORDINGS, SEGMENTS, *_FIELDS.values()),
+    _read,
+    KaldiStore,
+    TABLE_SETTINGS,
+    is_same=_is_same,
+    choose=_files,
+    beside=(RECORDINGS, SEGMENTS),
+    no_rows=bytes(8),
+)
