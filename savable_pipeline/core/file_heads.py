@@ -75,9 +75,9 @@ def text_error(head: bytes, name: str) -> str:
 
 
 def _encoding_of(head: bytes) -> str:
-    """Return the name of UTF-16 or UTF-32, else "".
+    """Return the name of a file's encoding if it is UTF-16 or UTF-32, else "".
 
-    They show by a byte order mark or by zeros between ASCII bytes.
+    These are recognized by a byte order mark, or by zeros between ASCII bytes.
     """
     encoding = json.detect_encoding(head)
     if encoding.startswith("utf-8") or "\0" in head[: len(head) // 4 * 4].decode(encoding, "replace"):

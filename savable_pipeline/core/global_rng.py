@@ -63,7 +63,7 @@ def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | No
 
 
 class DrawFound(BaseException):
-    """Ends a row of calls that drew: it has no effect and is repeated."""
+    """Ends a row of calls that drew unseeded: it has no effect, and runs again seeded."""
 
 
 class Seeding:
@@ -149,8 +149,11 @@ class Seeding:
         self.check()
         self._second_runs -= self._watches
 
-    def alone(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of a call that is no part of a row, and seeds by `seed`."""
+    def call_alone(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that is no part of a row, and return its result.
+
+        The function seeds the generators itself, by `seed`.
+        """
         while True:
             with contextlib.suppress(DrawFound), self.row(1):
                 return call(*arguments)

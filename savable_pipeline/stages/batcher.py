@@ -315,7 +315,12 @@ class Batcher(EncoderBatches):
         return len(self._fill(needed)) >= needed
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """The source's count divided by `size`, rounded up, or down with `drop_last`."""
+        """Return the count of the source by `size`, rounded up, or down with `drop_last`.
+
+        Args:
+            lane: The number of the lane.
+            epoch: The number of the pass.
+        """
         items = None if self._leaves_out else count_of(self.source, lane, epoch)
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 

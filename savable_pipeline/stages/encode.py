@@ -300,13 +300,20 @@ class Encode(ChunkedStage, ItemStage):
             status[0], status[1], status[2] = self.info.depth, sample.index, sample.epoch
 
     def can_skip(self, error: SavableError) -> bool:
-        """Whether `on_error` says to skip such a sample."""
+        """Return whether `on_error` says to skip such a sample.
+
+        Args:
+            error: The error that describes the sample.
+        """
         return skips(self.on_error, error)
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
-        """Skip this sample from now on.
+        """Skip a sample from now on, in this lane and all restored from its state.
 
-        It applies to this lane and to all that are restored from its state.
+        Args:
+            index: The sample's index in its ref.
+            epoch: Its epoch.
+            reason: Why, for the counts.
         """
         self._skipped.avoid(index, epoch, reason)
 
@@ -332,7 +339,7 @@ class Encode(ChunkedStage, ItemStage):
             return lost
         self._report_sample(sample)
         try:
-            return self.keyed.seeding.alone(self.keyed.part, sample, part_of(ref), size)
+            return self.keyed.seeding.call_alone(self.keyed.part, sample, part_of(ref), size)
         except EncoderError as failed:
             return self._skipped.lose(sample, failed.error)
 
@@ -354,9 +361,11 @@ class Encode(ChunkedStage, ItemStage):
         return origin.on_error == "raise" and not absent_reason(origin)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """Return the source's count if each sample becomes one item.
+        """Return the source's count if each sample gives one item or raises; else None.
 
-        That needs `one_to_one` and errors that are raised. It is None otherwise.
+        Args:
+            lane: The number of the lane.
+            epoch: The number of the pass.
         """
         return count_of(self.source, lane, epoch) if self._makes_all and not self.info.excluded else None
 

@@ -123,12 +123,12 @@ class EncoderCalls:
     def combined(self, items: list[Any], number: int, info: StageInfo) -> Any:
         """The lane's pack or batch `number`, made of these items."""
         rng = Rng(self.key(info), (number, 0, 0))
-        return self._seeding.alone(self._call, self._combined, self._combine, rng, items, info, self._seeding)
+        return self._seeding.call_alone(self._call, self._combined, self._combine, rng, items, info, self._seeding)
 
     def selected(self, select: Callable[[list[Any], Rng], Any], items: list[Any], number: int, info: StageInfo) -> Any:
         """The result of a user's function of these items, in round `number` of the lane."""
-        seeding = seeding_of(self.encoder, self._lane, "select")
-        return seeding.alone(self._call, select, "round", Rng(info.key("select"), (number, 0, 0)), items, info, seeding)
+        rng, seeding = Rng(info.key("select"), (number, 0, 0)), seeding_of(self.encoder, self._lane, "select")
+        return seeding.call_alone(self._call, select, "round", rng, items, info, seeding)
 
     def _call(self, call: Any, noun: str, rng: Rng, items: list[Any], info: StageInfo, seeding: Seeding) -> Any:
         status = info.lane.worker.status
@@ -147,9 +147,9 @@ class EncoderCalls:
             raise self._error(name, error, which) from from_user_code(error)
 
     def sizes(self, items: Sequence[Any]) -> tuple[Size, ...] | None:
-        """Return length and images of each item.
+        """Return the length and the number of images of each item.
 
-        It is None if the encoder cannot measure an item.
+        None if the encoder does not say how to measure one.
         """
         if getattr(self.encoder.length, "__func__", None) is TaskEncoder.length:
             return None

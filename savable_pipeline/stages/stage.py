@@ -334,14 +334,14 @@ def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructTyp
 
 
 def saved_refs(stage: Stage, raw: object) -> RefArray:
-    """Decode the refs that a state has as bytes: REF (any,).
+    """Return the refs that a state holds as bytes, as REF (n,).
 
     Raises `CheckpointMismatchError` for anything else.
     """
     if not isinstance(raw, bytes) or len(raw) % REF.itemsize:
         found = f"{len(raw)} bytes" if isinstance(raw, bytes) else repr(raw)
         raise CheckpointMismatchError(
-            f"{type(stage).__name__}: {found} are no refs. Use another copy of the checkpoint."
+            f"{type(stage).__name__}: {found} instead of refs of samples. Use another copy of the checkpoint."
         )
     return np.frombuffer(raw, REF)
 

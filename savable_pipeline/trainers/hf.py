@@ -77,7 +77,7 @@ class SavableData:
         self._batches: TrainerLoader | None = None
         self._steps_done = 0  # steps of the checkpoint from which `train` resumes
         if train_loader is not None:
-            counter = _Counter(_times(self.args))
+            counter = _Counter(_repeats_per_batch(self.args))
             self._batches = counter.batches = TrainerLoader(
                 # Without a length, gradients of an epoch's last batches are used in the first step of the next epoch.
                 sharing_batches(train_loader, self.accelerator),  # type: ignore[attr-defined]
@@ -236,21 +236,21 @@ class _Repeated:
 
     def __init__(self, batches: TrainerLoader, args: Any) -> None:
         self._batches = batches
-        self._slices = args.steps_per_generation
-        self._times = _times(args)
+        self._steps = args.steps_per_generation
+        self._repeats = _repeats_per_batch(args)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
-            if isinstance(batch, list) and len(batch) % self._slices:
+            if isinstance(batch, list) and len(batch) % self._steps:
                 raise ValueError(
-                    f"a batch of {len(batch)} rows does not divide into steps_per_generation={self._slices} slices. "
+                    f"a batch of {len(batch)} rows does not divide into steps_per_generation={self._steps} slices. "
                     "Use batches of per_device_train_batch_size x steps_per_generation rows."
                 )
-            for _ in range(self._times):
+            for _ in range(self._repeats):
                 yield batch
 
     def __len__(self) -> int:
-        return self._times * len(self._batches)
+        return self._repeats * len(self._batches)
 
 
 class _Counter(TrainerCallback):  # type: ignore[misc]
@@ -342,7 +342,7 @@ def _check_first(batch: Any, trainer: Any) -> None:
         raise ValueError("context parallelism has only the causal mask, which mixes documents. Remove the packer.")
 
 
-def _times(args: Any) -> int:
+def _repeats_per_batch(args: Any) -> int:
     """Return how many times the trainer takes each batch: 1, but more for TRL's GRPO.
 
     The same holds for other trainers with these settings.

@@ -165,7 +165,7 @@ class _Batches(TrainerLoader):
             except StopIteration:
                 if self._whole_epochs:
                     raise
-            iter(self._loader)  # an epoch of `limit_train_batches` continues in the loader's next epoch
+            iter(self._loader)  # an epoch of Lightning may span two of the loader, with `limit_train_batches`
             self._set_expected()
             return super()._next()
         finally:

@@ -200,7 +200,7 @@ class Tokenizer:
     def after(self, ids: Ids) -> list[int]:
         """Return the ids at the end of a document.
 
-        They are those that the tokenizer adds by itself, and `eos`, once.
+        They are those that the tokenizer adds by itself, then `eos` unless it is there already.
 
         Args:
             ids: The last ids of its text.
@@ -351,7 +351,7 @@ def _rules_identity(printable: Any, instead: dict[str, None]) -> str:
 
 
 def _tiktoken_identity(encoding: Any) -> str:
-    parts = copy.copy(encoding).__getstate__()  # as it is pickled: a copy, since one that tiktoken knows is but a name
+    parts = copy.copy(encoding).__getstate__()  # of a copy: the state of one in tiktoken's registry is only its name
     hashed = xxh3_128(repr((parts["pat_str"], sorted(parts["special_tokens"].items()))).encode())
     for token, rank in sorted(parts["mergeable_ranks"].items()):
         hashed.update(f"{token.hex()} {rank}\n".encode())

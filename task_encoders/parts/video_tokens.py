@@ -325,11 +325,11 @@ class VideoFrames(FrameRule):
             yield shown.tokenize(Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))))
 
     def measure(self, info: MediaHeader, vision: Vision) -> list[MediumTokens]:
-        """Count the tokens of each frame from the header, without patches.
+        """Return the token counts of each frame, from the header alone.
 
         Args:
             info: The video's header.
-            vision: How an image appears.
+            vision: How an image is turned into tokens.
         """
         frame = replace(vision, tiles=self.tiles).measure(info)
         return [frame for _ in self.times(KnownVideo.of(info), at="middle")]

@@ -133,8 +133,8 @@ def test_a_size_below_one_is_rejected() -> None:
     ("refs", "said"),
     [
         (bytes(12 * 6), r"ShuffleBuffer\(size=5\): the state has 6 samples"),
-        (bytes(13), "ShuffleBuffer: 13 bytes are no refs"),
-        ([[1, 0, 0]], "ShuffleBuffer: .* are no refs"),
+        (bytes(13), "ShuffleBuffer: 13 bytes instead of refs"),
+        ([[1, 0, 0]], "ShuffleBuffer: .* instead of refs"),
     ],
 )
 def test_a_state_of_another_size_is_a_mismatch(refs: object, said: str) -> None:

@@ -501,7 +501,7 @@ def test_a_row_in_a_thread_is_repeated_while_another_thread_draws() -> None:
             other.join()
         return 7
 
-    assert seeding.alone(call) == 7 and len(calls) == 3
+    assert seeding.call_alone(call) == 7 and len(calls) == 3
 
 
 # The states themselves.

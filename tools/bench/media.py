@@ -61,7 +61,7 @@ def scaled(bench: Bench) -> None:
             if "crop" in name:
                 ways["torchvision's crop"] = by_torchvision((0.5, 1.0) if "half" in name else (0.08, 1.0))
             count = calls if "crop" in name else 1 + calls // 20
-            timed = {way: called(partial(many, call, images, count), count) for way, call in ways.items()}
+            timed = {way: called(partial(call_in_turn, call, images, count), count) for way, call in ways.items()}
             bench.compare(f"{width} × {height}, {name}", "image", timed)
 
 
@@ -74,12 +74,12 @@ def arrays(bench: Bench) -> None:
     for ((width, height), calls), subsampling in itertools.product(CALLS.items(), ("4:4:4", "4:2:0")):
         image = sample_of(jpeg_of(scene(width, height, 0), subsampling=subsampling))
         assert np.array_equal(*(way(image, 0) for way in ways.values()))
-        timed = {name: called(partial(many, way, [image], calls), calls) for name, way in ways.items()}
+        timed = {name: called(partial(call_in_turn, way, [image], calls), calls) for name, way in ways.items()}
         bench.compare(f"whole JPEG, {width} × {height}, {subsampling}", "image", timed)
 
 
-def many(call: Call, images: list[sp.Sample], count: int) -> None:
-    """Calls with the images in turn."""
+def call_in_turn(call: Call, images: list[sp.Sample], count: int) -> None:
+    """Call `count` times, with the images in turn."""
     for number in range(count):
         call(images[number % len(images)], number)
 
@@ -129,7 +129,10 @@ def quality(bench: Bench) -> None:
 
 
 def psnr(sample: sp.Sample, size: int) -> tuple[list[float], set[int]]:
-    """Of 200 random crops; and the parts of its size at which the image was decoded for them."""
+    """Return the PSNR of scaled against exact decoding of 200 crops, and the scales.
+
+    Crops without any difference have no PSNR and are left out.
+    """
     ratios, scales = [], set()
     for number in range(200):
         pixels = [
@@ -249,7 +252,7 @@ def whole_loaders(folder: Path, size: int) -> dict[str, Callable[[], Loader]]:
 
 
 def in_memory(folder: Path, decode: Callable[[Mapping[str, bytes]], Any], size: int) -> Loader:
-    """torch's DataLoader, which has the files in memory already, as no loader of tars can."""
+    """torch's DataLoader over files in memory: a bound that no loader of tars reaches."""
     records = records_of(folder, 64)
     return Loader(peers.torch_loader(records, decode, default_collate, size=size, num_workers=WORKERS))
 

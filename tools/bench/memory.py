@@ -135,7 +135,7 @@ HEADS = ("trainer, unshared", "shared", "worker, unshared", "shared", "others, u
 
 
 def loaders(bench: Bench) -> None:
-    """Ours and the peers, for each number of workers and ranks."""
+    """Print the memory of our loader and of its peers, by workers and ranks."""
     for ranks in bench.options.ranks:
         for workers in bench.options.workers:
             table = Table("MB", *HEADS, title=f"{workers} workers a rank, {ranks} ranks")
@@ -145,7 +145,7 @@ def loaders(bench: Bench) -> None:
                 try:
                     node = run(name, prepared(bench.data, kind), bench, workers=workers, ranks=ranks)
                     table.add_row(name, *cells(node))
-                except (ChildProcessError, ImportError) as error:  # it said why
+                except (ChildProcessError, ImportError) as error:  # which says why
                     console.print(error)
             console.print(table)
 

@@ -71,8 +71,8 @@ def filled(items: list[Any]) -> Any:
     return sp.empty((64, 3, 224, 224), torch.uint8).fill_(7)
 
 
-def short(items: list[Any]) -> Any:
-    """A batch of 10 kB."""
+def small_batch(items: list[Any]) -> Any:
+    """Ignore the items and return the same batch of 10 kB."""
     import torch
 
     return torch.full((10_000,), 7, dtype=torch.uint8)
@@ -124,7 +124,7 @@ def _blend(tars: list[str], encoder: sp.TaskEncoder, lane: sp.Lane) -> custom.St
 
 
 def torch_alone(*where: Any) -> Iterator[Any]:
-    """torch alone, which any trainer holds."""
+    """Yield None forever: the memory of a process that has only imported torch."""
     while True:
         yield None
 

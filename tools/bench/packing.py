@@ -87,8 +87,9 @@ def python_texts(longest: int) -> Corpus:
 
 
 def pictures(longest: int) -> Corpus:
-    """A caption of lognormal length and 0 to 4 pictures of 64 to 1,280 tokens, each of four patches.
+    """A caption of lognormal length and 0 to 4 pictures.
 
+    A picture has 64 to 1,280 tokens, and a token covers four patches.
     The cost knows the number of pictures, not their sizes: each counts as one of the mean size.
     """
 
@@ -315,7 +316,7 @@ class Costs(Lengths):
 
 
 def packs_of(folder: str, encoder: sp.TaskEncoder, max_length: int, candidates: int, lane: sp.Lane) -> custom.Stage:
-    """Packs of a folder of tars, balanced or not."""
+    """Batches of one pack each, balanced over `candidates` packs (0: not balanced)."""
     packs: custom.ItemStage = sp.OnlinePacker(
         sp.Encode(sp.TarShardReader(folder, lane), encoder), max_length=max_length
     )

@@ -229,7 +229,7 @@ def grain_processes(
 
 
 def grain_parquet(folder: Path, *, buffer: int) -> Iterator[Any]:
-    """The rows of Parquet files by Grain, six files at once."""
+    """Shuffled rows of Parquet files without end, read by Grain, six files at once."""
     import grain
 
     reading = grain.experimental

@@ -60,20 +60,20 @@ def short(bench: Bench) -> None:
     """Short samples with defaults and tuned, against a list in memory, without workers."""
     folder, records = prepared(bench.data, "short-json"), few_records(short_record)
 
-    def ours(function: Any, lanes: dict[str, Any], **options: Any) -> Callable[[], Loader]:
+    def ours(function: Any, loader_options: dict[str, Any], **options: Any) -> Callable[[], Loader]:
         chain = sp.read(str(folder)).shuffle(BUFFER).map(function, **options).batch(BATCH)
-        return lambda: Loader(iter(sp.SavableLoader(chain, seed=1, **lanes)), warm=2 * BUFFER)
+        return lambda: Loader(iter(sp.SavableLoader(chain, seed=1, **loader_options)), warm=2 * BUFFER)
 
     ways = {
-        "torch's DataLoader": lambda: Loader(peers.torch_loader(records, number, None, size=BATCH)),
-        "defaults": ours(number, {}),
-        "global_rng=False": ours(number, {}, global_rng=False),
+        "torch's DataLoader": lambda: Loader(peers.torch_loader(records, sample_id, None, size=BATCH)),
+        "defaults": ours(sample_id, {}),
+        "global_rng=False": ours(sample_id, {}, global_rng=False),
         "tuned": ours(lambda sample: sample.json()["id"], {"lanes": 8}, global_rng=False),
     }
     bench.loaders("JSON of 150 bytes, no workers", "sample", ways)
 
 
-def number(sample: Any) -> int:
+def sample_id(sample: Any) -> int:
     """A field of a record."""
     return decode_json(sample)["id"]  # type: ignore[no-any-return]
 

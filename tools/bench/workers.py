@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import peers
 from data import few_records, prepared, records_of
-from ours import FunctionEncoder, filled, imported, loader, nothing, own_json, pipeline, short, slept
+from ours import FunctionEncoder, filled, imported, loader, nothing, own_json, pipeline, slept, small_batch
 from peers import Collate, Decode, decode_json
 from rounds import Bench, Loader, Way, called, console, main, processor_s
 from xxhash import xxh3_64_intdigest
@@ -356,7 +356,7 @@ def nodes(bench: Bench) -> None:
             "agent": sp.SocketWorkers([address], key_file=key_file),
             "agent, trusted network": sp.SocketWorkers([address], key_file=key_file, trusted_network=True),
         }
-        for size, collate, count in (("9.6 MB", filled, 200), ("10 kB", short, 5000)):
+        for size, collate, count in (("9.6 MB", filled, 200), ("10 kB", small_batch, 5000)):
             run = partial(pipeline, tars, FunctionEncoder(nothing, collate), 1, 0)
             for name, workers in [*ways.items()] * 3:
                 with sp.SavableLoader(run, seed=1, workers=workers) as running:

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 def all_breaks() -> list[Any]:
-    """The breaks, each a `Break`."""
+    """Return the deliberate faults that tests must notice, each a `Break`."""
     found: list[Any] = runpy.run_path(str(ROOT / "tests/breaks/breaks.py"), run_name="breaks")["BREAKS"]
     return found
 

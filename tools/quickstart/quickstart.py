@@ -240,8 +240,8 @@ def killed_and_resumed(recipe: Recipe, folder: Path, steps: int) -> Trial:
 def dealt_to_ranks(recipe: Recipe, folder: Path, world_sizes: list[int]) -> str | None:
     """Deal the first batches to one rank, and to several: the first difference, if there is one."""
     slots = 2 * LANES
-    (one,) = ranks_of(recipe, folder, slots, 1)
-    found = {size: first_difference(one, ranks_of(recipe, folder, slots, size), slots) for size in world_sizes}
+    (one,) = run_ranks(recipe, folder, slots, 1)
+    found = {size: first_difference(one, run_ranks(recipe, folder, slots, size), slots) for size in world_sizes}
     failed = "; ".join(f"{size} ranks: {difference}" for size, difference in found.items() if difference)
     sizes = " and ".join(map(str, world_sizes))
     same = f"the first {slots} batches are the same, dealt to {sizes} ranks as to one"
@@ -249,8 +249,8 @@ def dealt_to_ranks(recipe: Recipe, folder: Path, world_sizes: list[int]) -> str 
     return failed or None
 
 
-def ranks_of(recipe: Recipe, folder: Path, slots: int, world_size: int) -> list[Log]:
-    """What each rank was given."""
+def run_ranks(recipe: Recipe, folder: Path, slots: int, world_size: int) -> list[Log]:
+    """Run `world_size` processes, and return what each received."""
     (folder / "rendezvous").unlink(missing_ok=True)
     with ExitStack() as processes:
         ranks = [

@@ -238,13 +238,13 @@ class Video(MediaStream):
         self._shown = None  # until the next frames are decoded, so that no old frame remains after an error
         self._begun = self._point_at(ticks)
         self._decoder = self._decoded_from(ticks)
-        self._show(next(self._decoder))
+        self._set_shown(next(self._decoder))
 
     def _advance(self) -> None:
         shown, self._shown = self._coming, None
-        self._show(shown)
+        self._set_shown(shown)
 
-    def _show(self, frame: Any) -> None:
+    def _set_shown(self, frame: Any) -> None:
         self._coming = next(self._decoder, None)
         if self._coming is not None and self._coming.pts < frame.pts:  # files may have been joined here
             begin, end = (float(self._time(each.pts)) for each in (frame, self._coming))

@@ -76,7 +76,7 @@ class CacheSpace:
         self._cache = cache
         self._limit = limit
         self._fd = private_file(cache / "room", os.O_RDWR | os.O_CREAT)
-        self._threads = threading.Lock()  # all threads share the file's lock
+        self._thread_lock = threading.Lock()  # all threads share the file's lock
         self._known: dict[Path, ShardCache] = {}
         self._full_until = 0.0
         self._pending = 0  # bytes that threads of this process have reserved, and may not have written yet
@@ -113,7 +113,7 @@ class CacheSpace:
 
         Call it once for each reservation.
         """
-        with self._threads:
+        with self._thread_lock:
             self._pending -= size
 
     def release(self, size: int) -> bool:
@@ -168,7 +168,7 @@ class CacheSpace:
         return stat.st_mtime if cached is None else float(cached.touched[int(path.stem)])
 
     def _cached(self, folder: Path) -> ShardCache | None:
-        """Return the cached version in this folder; None if it is missing or damaged."""
+        """Return the shard cache in this folder; None if it is missing or damaged."""
         try:
             if folder not in self._known or not self._known[folder].is_current():
                 self._known[folder] = ShardCache(folder)
@@ -178,7 +178,7 @@ class CacheSpace:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._threads:
+        with self._thread_lock:
             flock(self._fd, fcntl.LOCK_EX)
             try:
                 yield

@@ -313,11 +313,11 @@ class ObjectStore:
         done = start
         for chunk in found.stream(min_chunk_size=self.pace.chunk):
             if done + len(chunk) > stop:
-                raise _wrong(found, f"{root}/{name}", f"more than the {stop - start} bytes it was asked for")
+                raise _length_error(found, f"{root}/{name}", f"more than the {stop - start} bytes it was asked for")
             write(memoryview(chunk), done)
             done += len(chunk)
         if done != stop:
-            raise _wrong(found, f"{root}/{name}", f"{done - start} of {stop - start} bytes")
+            raise _length_error(found, f"{root}/{name}", f"{done - start} of {stop - start} bytes")
         return version
 
     def _get_of_hub(self, root: str, name: str, options: Any) -> tuple[Any, str]:
@@ -447,11 +447,11 @@ def _version(meta: Any) -> str:
     return str(tag) if tag.startswith(('"', "W/")) else f'"{tag}"'  # some servers do not quote it in listings
 
 
-def _wrong(found: Any, url: str, sent: str) -> Exception:
-    """Return the error about a response of another length.
+def _length_error(found: Any, url: str, sent: str) -> Exception:
+    """Return the error about a response that has not the requested length.
 
-    It is final if the server compresses what it sends. (Compressed objects are often labelled as encoded too, but their
-    bytes are right.)
+    It is not retried if the server compresses what it sends. (Objects that are stored compressed often have a
+    Content-Encoding too, but arrive with the right length.)
     """
     encoding = found.attributes.get("Content-Encoding")
     if encoding in (None, "", "identity"):

@@ -160,10 +160,10 @@ class ShardIndex(ABC):
 
     @abstractmethod
     def rows_from(self, get: Read, shards: range) -> list[tuple[int, bytes]]:
-        """The rows of some shards from a whole copy of this file: the offset of each array's part, and its bytes.
+        """Return (offset, bytes) of the part of each array that covers these shards.
 
-        `get` gives the copy's bytes from one offset to before another. Raises `ShardError` unless the rows match their
-        checksums here.
+        They are read from a copy of this file, of which `get(start, stop)` returns bytes. Raises `ShardError` unless
+        the rows match the checksums of this file.
         """
 
     @abstractmethod

@@ -240,8 +240,9 @@ def _extended(path: str, fd: int, payload: int, size: int) -> bytes:
 
 
 def _pax_records(path: str, offset: int, block: bytes) -> dict[str, str]:
-    """Those of the records `length key=value\\n` of a PAX header that say where a member lies: a tar may hold millions
-    of others.
+    """Return the records of a PAX header that say where the data of a member is.
+
+    A record is `length key=value\\n`. All others are dropped, as a tar may hold millions of them.
     """
     records = {}
     position = 0

@@ -186,7 +186,7 @@ class ValueColumn:
     def __init__(self, array: Any, unread: Unread | None = None) -> None:
         self._array, self._unread = array, unread
         self._checked = False
-        self._converts = not isinstance(array.type, _JSON) and _is_converted(array.type)
+        self._converts = not isinstance(array.type, _JSON) and _needs_conversion(array.type)
 
     def value(self, row: int) -> bytes | None:
         """The value of a row as JSON, or as it is if it is text or bytes; None for null. Raises `BrokenColumnError`."""
@@ -232,10 +232,13 @@ def _numbers_of(rows: Any) -> NDArray[Any]:
     return found
 
 
-def _is_converted(kind: Any) -> bool:
-    """Whether a type contains moments or spans, which pyarrow returns as objects of pandas, or texts of JSON."""
+def _needs_conversion(kind: Any) -> bool:
+    """Return whether a type contains times or JSON.
+
+    pyarrow returns times as pandas objects, and JSON as text.
+    """
     if kind.num_fields:
-        return any(_is_converted(kind.field(i).type) for i in range(kind.num_fields))
+        return any(_needs_conversion(kind.field(i).type) for i in range(kind.num_fields))
     timed = pa.types.is_timestamp(kind) or pa.types.is_time(kind) or pa.types.is_duration(kind)
     return bool(timed or isinstance(kind, _JSON))
 
@@ -243,7 +246,7 @@ def _is_converted(kind: Any) -> bool:
 def plain_value(value: Any) -> Any:
     """A value as JSON has it: moments in UTC as ISO 8601, spans as seconds, parsed texts of JSON. Raises ValueError."""
     kind = value.type
-    if not value.is_valid or not _is_converted(kind):
+    if not value.is_valid or not _needs_conversion(kind):
         return value.as_py()
     if isinstance(kind, _JSON):
         return json.loads(value.as_py())

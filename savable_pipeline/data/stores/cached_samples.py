@@ -223,7 +223,7 @@ class LongSamples:
         return self.span(shard, row, extent) if self._blocks.has(shard, *extent) else None
 
     def prefetch(self, rows: Rows) -> None:
-        """Has these samples downloaded if one was read as a whole."""
+        """Start to download these samples, if any sample was read as a whole before."""
         for row in rows.tolist() if self.read_whole else ():
             extent = np.array(self._cached.extent(row, row + 1))
             shard = int(np.searchsorted(self._found.numbers, self._cached.shard_of(row)))

@@ -64,7 +64,7 @@ class ColumnarStore(GroupedStore):
         self.needed = settings.get("needed", ())
         self.unpacked_bytes = settings.get("unpacked_bytes", UNPACKED_BYTES)
         if self.columns is not None or self.key_column is not None or self.needed:
-            self._check_columns_of_first()
+            self._check_columns_of_first_file()
 
     @abstractmethod
     def decode(self, shard: int, group: int) -> DecodedGroup:
@@ -171,7 +171,7 @@ class ColumnarStore(GroupedStore):
             return ShardError(f"{self.where(shard)}: row {row}: {error}; {self.cure}", reason=NO_BYTES)
         return self.damaged(shard, f"row {row}", str(error))
 
-    def _check_columns_of_first(self) -> None:
+    def _check_columns_of_first_file(self) -> None:
         shard = next(iter(np.flatnonzero(self.entries.samples).tolist()), None)
         try:
             known = None if shard is None else self.schema(shard).names

@@ -214,7 +214,7 @@ class NamingStore(FileStore):
 
         def read() -> tuple[bytes, int]:
             with self.open(shard, row, extension) as file:
-                return file.read(limit), file.seek(0, os.SEEK_END)
+                return file.read(limit), file.seek(0, os.SEEK_END) if limit >= 0 else 0
 
         return with_retries(Path(self.root_of(shard)), read)
 
@@ -255,7 +255,10 @@ class NamingStore(FileStore):
         )
 
     def _file_names(self, fields: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-        """Of each file that a row names: the field, the path, and what its part begins with. Raises `RecordError`."""
+        """Yield (field, path, prefix of its part) for each file that a row names.
+
+        Raises `RecordError`.
+        """
         for name, prefix in self._named:
             paths = fields.get(name)
             if isinstance(paths, str):

@@ -67,7 +67,7 @@ class Backend(Protocol):
         """
 
     def look(self) -> None:
-        """Have all workers compare their shards, then raise as `verify_delivered`.
+        """Let all workers check their shards, then call `verify_delivered`.
 
         Waits some seconds at most.
         """

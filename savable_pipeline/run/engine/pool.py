@@ -100,13 +100,13 @@ class Pool(Backend):
         self._requests: dict[int, PendingRequest] = {}  # not answered yet, by ticket
         self._waiting: list[PendingRequest] = []  # those of them that no worker has
         self._ready: dict[int, Delivery | Failure] = {}
-        self._deaths_over: Counter[Any] = Counter()
+        self._deaths_by_batch: Counter[Any] = Counter()
         self._ticket = STARTED
         self._owner = os.getpid()
         self._batch_s = 0.0  # average time to build a batch
         self._restarts = self._moves = 0
         self._workers: list[PoolWorker] = []
-        self._fault = ""  # reported by a worker that has been replaced since
+        self._replaced_worker_fault = ""
         self.fault = ""
 
     @cached_property
@@ -121,10 +121,9 @@ class Pool(Backend):
         """Begin the workers unless they run."""
         if self._workers:
             return
-        self._last_stage = (
-            self._find_last_stage()
-        )  # indexes the shards on first use, once, before any worker reads them
-        self._deaths_over.clear()
+        # Shards that have no index yet are indexed here, once, before any worker reads them.
+        self._last_stage = self._find_last_stage()
+        self._deaths_by_batch.clear()
         self._batch_s = 0.0
         try:
             self._fill_up()
@@ -265,7 +264,7 @@ class Pool(Backend):
         self.verify_delivered()
 
     def _reported(self, workers: Iterable[PoolWorker]) -> str:
-        return self._fault or next(filter(None, [worker.connection.fault() for worker in workers]), "")
+        return self._replaced_worker_fault or next(filter(None, [worker.connection.fault() for worker in workers]), "")
 
     def _hear(self, seconds: float) -> None:
         """Wait up to `seconds` for news of workers, handle them, and send requests."""
@@ -293,7 +292,7 @@ class Pool(Backend):
                 raise answer.error
             elif not worker.started:
                 worker.started, worker.since = True, self._host.now()
-                del self._deaths_over["start"]  # only deaths in a row before a start count
+                del self._deaths_by_batch["start"]  # only deaths in a row before a start count
         return bool(received)
 
     def _answered(self, worker: PoolWorker, found: Any) -> None:
@@ -384,7 +383,7 @@ class Pool(Backend):
         """
         blamed, message = self._last_of(worker, how)
         stack = "" if lost else _indented(worker.stack or worker.connection.stack())
-        self._fault = self._reported(self._workers)
+        self._replaced_worker_fault = self._reported(self._workers)
         worker.connection.close()
         deaths = 0
         if lost:
@@ -410,8 +409,8 @@ class Pool(Backend):
         Raises `WorkerError` if too many have ended.
         """
         self._restarts += 1
-        self._deaths_over[blamed] += 1
-        deaths, end = self._deaths_over[blamed], f"The loader's state is intact: save it or continue.{stack}"
+        self._deaths_by_batch[blamed] += 1
+        deaths, end = self._deaths_by_batch[blamed], f"The loader's state is intact: save it or continue.{stack}"
         if blamed == "start" and deaths > RESTARTS_OVER_ONE:
             raise WorkerError(f"{message}, as did the {deaths - 1} workers before it. {end}")
         if self._restarts > self._max_restarts:
@@ -449,7 +448,7 @@ class Pool(Backend):
                 self._host.end_workers()
         finally:
             if fault := self._reported(workers):
-                self.fault, self._fault = fault, ""
+                self.fault, self._replaced_worker_fault = fault, ""
                 log_fault(fault)
             for worker in workers:
                 worker.connection.close()

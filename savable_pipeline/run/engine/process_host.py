@@ -368,8 +368,8 @@ def _check_picklable(pipeline: Any, method: str) -> None:
         ) from error
     if size > _LARGE_BYTES:
         log.warning(
-            "the pipeline has %s, which each worker started by %s copies. Pass a function that creates the "
-            "encoder: .encode(make).",
+            "the pickled pipeline has %s, and each worker started by %s gets a copy. Pass a function that creates "
+            "the encoder: .encode(make).",
             human_bytes(size),
             method,
         )

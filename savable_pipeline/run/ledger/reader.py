@@ -41,14 +41,14 @@ _NEVER: EpochSlot = (1 << 62, 0)
 class RecordedBatch:
     """Batch that a rank got.
 
-    `lost`: whether the run was later resumed from an earlier position. `began`: the index of the start, the same for
+    `lost`: whether the run was later resumed from an earlier position. `start_number`: that of the start, the same for
     ranks that started together. `facts`: the facts of the run at that time.
     """
 
     batch: Batch
     start: Start
     lost: bool
-    began: int = 0
+    start_number: int = 0
     facts: RunFacts = NO_FACTS
 
     @property
@@ -62,7 +62,7 @@ class _LedgerFile:
     path: Path
     start: Start
     cut: EpochSlot  # the earliest position from which a later start resumes
-    began: int
+    start_number: int
 
     def records(self) -> Iterator[Record]:
         return read_records(self.path)
@@ -110,7 +110,7 @@ class LedgerFiles:
                     # A batch that is recorded twice was interrupted before the trainer got it. Only the later counts.
                     if pending and last and (last.position, last.again) != (record.position, record.again):
                         yield pending
-                    pending = RecordedBatch(record, file.start, record.position >= file.cut, file.began, facts)
+                    pending = RecordedBatch(record, file.start, record.position >= file.cut, file.start_number, facts)
             if pending is not None:
                 yield pending
 
@@ -120,10 +120,9 @@ class LedgerFiles:
             yield file.start, [record for record in file.records() if isinstance(record, Numbers)]
 
     def find(self, tag: int, indices: set[int]) -> Iterator[tuple[int, RecordedBatch, int]]:
-        """Yield the batches with one of these samples of a source.
+        """Yield (sample index, batch, rows as a bit mask) for these samples of a source.
 
-        Each comes with the sample's index and its rows in the batch, as bits. Of a repeated batch, only repeated rows
-        count.
+        In a batch that was repeated, only its repeated rows are searched.
         """
         wanted = np.array(sorted(tag << TAG_SHIFT | index for index in indices), dtype=np.int64)
         for found in self.batches():
@@ -133,11 +132,11 @@ class LedgerFiles:
                     yield untagged(index), found, rows
 
     def acknowledged(self) -> Iterator[tuple[int, Acknowledged]]:
-        """Yield each record of acknowledgements, with the index of its start."""
+        """Yield each record of acknowledgements with the number of its start."""
         for file in self._files:
             for record in file.records():
                 if isinstance(record, Acknowledged):
-                    yield file.began, record
+                    yield file.start_number, record
 
     def batch_at(self, epoch: int, slot: int) -> RecordedBatch:
         """Return the batch of a slot that is not lost, or raise `SavableError`."""
@@ -208,9 +207,12 @@ def _rank(entry: tuple[Path, Start]) -> int:
 
 
 def _with_cuts(groups: list[list[tuple[Path, Start]]]) -> list[_LedgerFile]:
-    """Return the files in the order of time, each with its `cut`."""
+    """Return the files in the order of time.
+
+    The `cut` of each is the position from which a later start replaces its records.
+    """
     cut, files = _NEVER, []
-    for began, group in reversed(list(enumerate(groups))):
-        files += [_LedgerFile(path, start, cut, began) for path, start in reversed(group)]
+    for start_number, group in reversed(list(enumerate(groups))):
+        files += [_LedgerFile(path, start, cut, start_number) for path, start in reversed(group)]
         cut = min(cut, min(start.position for _, start in group))
     return files[::-1]

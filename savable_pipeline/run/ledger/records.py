@@ -248,7 +248,7 @@ class LedgerWriter:
 
     def __init__(self, folder: Path, start: Start) -> None:
         self._path = folder / f"{start.number:020d}-rank-{start.rank:05d}{SUFFIX}"
-        self._since: dict[int, int] = {}  # batches of each lane since its last state
+        self._batches_since_state: dict[int, int] = {}  # by lane
         self._fd = -1  # -1 while the file is closed
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -271,16 +271,16 @@ class LedgerWriter:
         `before` is the state of its lane before it, `cost` the cost of its packs. Raises `SavableError` if that fails,
         as on a full disk.
         """
-        since = self._since.get(lane, STATE_EVERY)
+        since = self._batches_since_state.get(lane, STATE_EVERY)
         if since >= STATE_EVERY:
             self._write(LaneAt(epoch, slot, lane, before))
             since = 0
         self._write(Batch.of(epoch, slot, samples, cost))
-        self._since[lane] = since + 1
+        self._batches_since_state[lane] = since + 1
 
     def forget_lanes(self) -> None:
         """Write the state of each lane again before its next batch."""
-        self._since.clear()
+        self._batches_since_state.clear()
 
     def write(self, record: Numbers | Acknowledged | Batch | Facts | Saved) -> None:
         """Write any record but a `Start` or `LaneAt`. Raises `SavableError`."""

@@ -135,11 +135,14 @@ class EpochEnds:
         end = self.counted(at.epoch)
         if end is None and self._settings.restarts and at.step > 1:
             # ranks may break their passes at different batches: they must not have to vote in the middle of one
-            self._ends[0] = end = vote(self._count_lanes(at))
+            self._ends[0] = end = vote(self._count_epoch(at))
         return end
 
-    def _count_lanes(self, at: Position) -> int:
-        """This rank's vote on the end of epoch 0, found by skipping all batches of its lanes."""
+    def _count_epoch(self, at: Position) -> int:
+        """Return the slots of epoch 0 by the lanes of this rank.
+
+        It skips all their batches to count them.
+        """
         start = Position.start(0, at.ranks, at.lane_count, pad=at.pad)
         found = self._prefetcher.count(start)
         if at.pad:
@@ -177,7 +180,7 @@ def _next_slot(position: Position, lane: int) -> int:
 
 
 def left_of_epoch(position: Position, epoch_slots: int) -> int:
-    """The number of slots in the remaining steps of an epoch of so many."""
+    """Return the slots that are left of an epoch, rounded up to whole steps."""
     remaining = epoch_slots - position.slot % epoch_slots
     return -(-remaining // position.step) * position.step
 

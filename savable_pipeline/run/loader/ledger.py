@@ -162,14 +162,14 @@ def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
     last_time: dict[tuple[int, _Row], int] = {}  # the last time in a start
     for time, ((_, each, _), named) in enumerate(zip(found, rows, strict=True)):
         for row in named:
-            last[row] = max(last.get(row, 0), each.began)
-            last_time[each.began, row] = time
+            last[row] = max(last.get(row, 0), each.start_number)
+            last_time[each.start_number, row] = time
     sightings = []
     for time, ((source, each, _), named) in enumerate(zip(found, rows, strict=True)):
         names, lost = set(), each.lost
         for row in named:
-            name = said.get((each.began, row), "") if last_time[each.began, row] == time else ""
-            is_later = last[row] > each.began or last_time[each.began, row] > time
+            name = said.get((each.start_number, row), "") if last_time[each.start_number, row] == time else ""
+            is_later = last[row] > each.start_number or last_time[each.start_number, row] > time
             lost |= bool(name) and is_later
             names.add(name or ("given again" if is_later and not each.lost else ""))
         outcome = " and ".join(sorted(filter(None, names)))
@@ -221,9 +221,9 @@ def _chosen(ledger: LedgerFiles, source: str | None, data: str | None) -> list[L
 
 
 def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dataset:
-    """The samples of a source, with the numbers and keys of the run's last start that had it.
+    """Open the samples of a source, numbered as in the last start that used it.
 
-    Raises `SavableError` for other samples, because each answer would be wrong.
+    Raises `SavableError` if the files hold other samples than the run read, as each answer would be wrong.
     """
     start = next(start for start in reversed(ledger.starts) if source.tag in [each.tag for each in start.sources])
     saved = unpack_fingerprint(start.fingerprint)

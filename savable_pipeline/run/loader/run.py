@@ -217,7 +217,7 @@ class Run:
             raise ValueError(f"skip takes a multiple of the {self.ranks.world_size} ranks, not {slots}")
 
     def _vote(self, vote: int) -> int:
-        """The smallest or largest of all ranks' votes."""
+        """Return the smallest vote of all ranks, or the largest if ranks are padded."""
         ask = self.agree or partial(self.ranks.agree, smallest=not self.settings.pad)
         return self.backend.agree(partial(ask, vote))
 

@@ -286,7 +286,10 @@ def _never(name: str, here: FingerprintHere) -> str:
 
 
 def _plain(field: str, value: Any) -> Any:
-    """A setting as a state returns it: tuples become lists, sets sorted lists. Raises ValueError if it is not plain."""
+    """Return a setting as a state holds it: tuples and sets become lists.
+
+    Raises ValueError if it is not plain.
+    """
     try:
         plain = msgspec.to_builtins(value, str_keys=True, order="deterministic")
         return msgspec.msgpack.decode(msgspec.msgpack.encode(plain))

@@ -99,15 +99,15 @@ def _summarized(state: Mapping[str, Any]) -> StateSummary:
     decoded = {lane: unpack_state(state[lane_name(lane)], LaneState, lane_name(lane)) for lane in numbers}
     return StateSummary(
         numbers={name: state[name] for name in ("epoch", "slot", "lanes")},
-        settings=fingerprint.fields | _said(read_facts(state)) | _in_flight(state),
+        settings=fingerprint.fields | _facts_as_settings(read_facts(state)) | _in_flight(state),
         environment=fingerprint.environment,
         lanes={lane: _row(found, stages) for lane, found in decoded.items()},
         lane_bytes={lane: len(state[lane_name(lane)]) for lane in numbers},
     )
 
 
-def _said(facts: RunFacts) -> dict[str, str]:
-    """The facts of the run, as settings: the shards that joined, by reader, and what was decided."""
+def _facts_as_settings(facts: RunFacts) -> dict[str, str]:
+    """Return the shards that joined, by reader, and what was decided, as settings."""
     found = {}
     for branch, pairs in facts.growth.items():
         joined = ", ".join(f"{shards} shards from epoch {epoch}" for epoch, shards in pairs)

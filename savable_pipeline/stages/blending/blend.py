@@ -199,9 +199,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         )
 
     def name_branch(self, name: str) -> None:
-        """Name each source by its own name.
+        """Name each source by its own name, or `name/OWN` inside another Blend.
 
-        If this Blend is the source `name` of another, that is `name/OWN`.
+        Args:
+            name: The name of this Blend as a source of another one, or "".
         """
         self._branch = name
         for own, stage in self._stages.items():

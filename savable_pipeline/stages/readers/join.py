@@ -223,7 +223,7 @@ def _lacking(sample: Sample) -> list[str]:
 
 
 def _samples_of(store: Samples, keys: list[str]) -> list[Sample | None]:
-    """The sample of a store with each of these keys; None where there is none."""
+    """Return for each key the sample of the store that has it, or None."""
     numbers = store.keys.find(keys)
     refs = np.zeros(int((numbers >= 0).sum()), REF)
     refs["index"] = numbers[numbers >= 0]

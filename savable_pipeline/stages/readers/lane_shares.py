@@ -216,7 +216,7 @@ class LaneShares:
         return sequential_positions(start, stop, self._turn(self.lane.index, epoch), self.lane.count, self.cut)
 
     def warn_of_few(self, address: str, chosen: Hashable) -> None:
-        """Warn once if a finite epoch has fewer batches than lanes."""
+        """Warn if a finite pass has fewer batches than lanes, once a value of `chosen`."""
         count, lanes = self.count(self.first_epoch), self.lane.count
         batches = count // self.rows
         if self.epochs is None or self.lane.pad or not 0 < batches < lanes:

@@ -170,7 +170,7 @@ class _TakesLane(ChunkedStage, SampleStage):
     """What is said where a reader is made without a lane, or used as a pipeline value."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Self:
-        """A reader; raises TypeError where there is no lane, which a call without a loader easily lacks."""
+        """Raise TypeError if no lane is given: outside a pipeline function there is none."""
         lane = settings["lane"] if "lane" in settings else arguments[1] if len(arguments) > 1 else None
         if not isinstance(lane, Lane):
             named = repr(arguments[0]) if arguments else "…"
@@ -296,9 +296,9 @@ class RecordReader(_TakesLane):
         self._move_to(shares.first_epoch, 0)
 
     def set_batch_size(self, rows: int, *, aligned: bool) -> None:
-        """Set the lanes' spans for batches of `rows` samples.
+        """Divide the samples among the lanes in whole batches of `rows`.
 
-        Call it before the first sample.
+        It is called before the first sample.
 
         Args:
             rows: Samples that make a batch.
@@ -405,9 +405,13 @@ class RecordReader(_TakesLane):
             self.dataset.prefetch(refs)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """Return the number of samples of a lane in a finite run.
+        """Return the number of samples of a lane in a pass.
 
-        It is None if the run is endless, or damaged shards may be skipped.
+        None if it never ends, or if damaged shards may be skipped.
+
+        Args:
+            lane: The number of the lane.
+            epoch: The number of the pass.
         """
         if self.epochs is None or self.on_error != "raise":
             return None
@@ -468,6 +472,9 @@ class RecordReader(_TakesLane):
         """Become the source `name` of a `Blend`.
 
         The name is part of the keys of order and of random numbers.
+
+        Args:
+            name: The name of the source.
         """
         vars(self).pop("info", None)
         self.branch = name

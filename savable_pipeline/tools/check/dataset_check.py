@@ -87,13 +87,13 @@ def check_dataset(
     source = find_source(shards, settings=chosen)
     form = with_settings(source, chosen)
     dataset = _find(source, form)
-    how = CheckSettings(form, decode, {**source.settings, **chosen})
+    options = CheckSettings(form, decode, {**source.settings, **chosen})
     problems, counts = _metadata_problems(dataset.metadata, dataset.names)
     problems += dataset.problems
     names = sorted({*dataset.names, *counts, *dataset.indexed}) if dataset.whole else dataset.names
     reports = []
     progress(0, len(names))
-    for done, (name, answer) in enumerate(_answers(dataset, names, processes or os.cpu_count() or 1, how), 1):
+    for done, (name, answer) in enumerate(_answers(dataset, names, processes or os.cpu_count() or 1, options), 1):
         if answer is None:
             problems.append(
                 Problem("cannot be checked", "the process that read it was killed, perhaps since memory ran out", name)
@@ -162,14 +162,14 @@ def _media_warnings(counts: Counter[str]) -> Iterator[str]:
         yield f"{parts} not decoded: pip install 'savable_pipeline[media]'"
 
 
-def _answers(dataset: _Dataset, names: list[str], processes: int, how: CheckSettings) -> Iterator[Answer]:
+def _answers(dataset: _Dataset, names: list[str], processes: int, options: CheckSettings) -> Iterator[Answer]:
     if not is_remote(dataset.root):
-        yield from each_shard(partial(file_check.check_file, how=how), Path(dataset.root), names, processes)
+        yield from each_shard(partial(file_check.check_file, options=options), Path(dataset.root), names, processes)
         return
     cache = cache_folder(None)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="check-") as folder:
-        task = partial(file_check.check_remote_file, url=dataset.root, how=how)
+        task = partial(file_check.check_remote_file, url=dataset.root, options=options)
         yield from each_shard(task, Path(folder), names, processes)
 
 

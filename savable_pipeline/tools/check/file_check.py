@@ -93,42 +93,42 @@ class CheckSettings:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def check_file(root: Path, name: str, how: CheckSettings) -> ShardReport:
+def check_file(root: Path, name: str, options: CheckSettings) -> ShardReport:
     """Read all of a file and turn its errors into problems."""
-    form = how.form
-    table = form.scan(root, name)
-    entry, found = table.entry, _Found(how.share)
+    file_format = options.form
+    table = file_format.scan(root, name)
+    entry, found = table.entry, _Found(options.share)
     problems: list[Problem] = []
     if entry.fault:
         reason = "damaged shard" if (root / name).exists() else "missing shard"
         problems.append(Problem(reason, entry.fault.removeprefix(f"{name}: "), name))
-    elif form.fault_beside and (fault := form.fault_beside(root / name, table)):
-        problems.append(Problem(f"wrong {form.suffixes[0]}{form.for_others}", fault, name))
+    elif file_format.fault_beside and (fault := file_format.fault_beside(root / name, table)):
+        problems.append(Problem(f"wrong {file_format.suffixes[0]}{file_format.for_others}", fault, name))
     if table.note:
         problems.append(Problem("torn samples", table.note, name))
     if entry.samples:
         try:
             with tempfile.TemporaryDirectory() as aside:
-                problems += _problems_in(_store(how, [table], root, Path(aside) / "index"), name, found)
-                if form.name == "lerobot" and (root / INFO).exists():
-                    tables = [table, form.scan(root, INFO)]
-                    store = _store(how, tables, root, Path(aside) / "episodes")
+                problems += _problems_in(_store(options, [table], root, Path(aside) / "index"), name, found)
+                if file_format.name == "lerobot" and (root / INFO).exists():
+                    tables = [table, file_format.scan(root, INFO)]
+                    store = _store(options, tables, root, Path(aside) / "episodes")
                     problems += _lacking_frames(store, root, name, found)
         except (SavableError, ValueError) as error:
             problems.append(Problem("cannot be checked", encodable(str(error)), name))
     report = ShardReport(name, entry.size, entry.samples, entry.digest, problems)
     report.parts, report.most_parts, report.counts = dict(found.parts), found.most, dict(found.counts)
     report.empty, report.nulls = dict(found.empty), dict(found.nulls)
-    if form.name == TAR:
+    if file_format.name == TAR:
         report.dotted, report.links = sorted(found.dotted), TarColumns.of(table).links
     return report
 
 
-def _store(how: CheckSettings, tables: list[ShardTable], root: Path, path: Path) -> RecordStore:
+def _store(options: CheckSettings, tables: list[ShardTable], root: Path, path: Path) -> RecordStore:
     """Open the store of these files with an index in another folder, so that their own folder is not changed."""
-    write_index(path, tables, how.form)
-    files = IndexedFiles(how.form, how.form.index_at(path), path, None, root, tolerant=True)
-    return store_of(files, inspect=True, **how.settings)
+    write_index(path, tables, options.form)
+    files = IndexedFiles(options.form, options.form.index_at(path), path, None, root, tolerant=True)
+    return store_of(files, inspect=True, **options.settings)
 
 
 def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Problem]:
@@ -194,7 +194,7 @@ def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[P
         yield Problem(NO_BYTES, encodable(f"{detail}; {store.cure}"), name)
 
 
-def check_remote_file(folder: Path, name: str, url: str, how: CheckSettings) -> ShardReport:
+def check_remote_file(folder: Path, name: str, url: str, options: CheckSettings) -> ShardReport:
     """Check a remote file: download it to an empty folder, and remove it afterwards."""
     sidecars = {each for form in FORMATS for each in form.names_beside(name)}
     session = Session.of()
@@ -205,7 +205,7 @@ def check_remote_file(folder: Path, name: str, url: str, how: CheckSettings) -> 
             for each, stat in zip(names, session.each("stat", [(url, e, e == name) for e in names]), strict=True):
                 if stat is not None:
                     session.call("whole", url, each, stat[0], str(own / each))
-            return check_file(own, name, how)
+            return check_file(own, name, options)
         except SavableError as error:
             return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
 
@@ -230,7 +230,7 @@ def _problems_of(store: RecordStore, name: str, row: int, found: _Found) -> Iter
 
 
 def _media_fault(store: RecordStore, name: str, row: int, extension: str, found: _Found) -> str:
-    """Return why an audio or video part cannot be decoded, or "" if it can or is not chosen for decoding."""
+    """Return why an audio or video part cannot be decoded, or "" if it can or is not to be decoded."""
     if xxh3_64_intdigest(f"{name}\0{row}\0{extension}".encode()) >= found.share * 2.0**64:
         return ""
     try:

@@ -138,9 +138,10 @@ class NotedCounters:
         for start, records in ledger.numbers():
             self._spans += [(start.rank, first, second) for first, second in pairwise(records)]
             if len(records) > 1:
-                self._sum(records[0], records[-1])
+                self._add_interval(records[0], records[-1])
 
-    def _sum(self, first: Numbers, last: Numbers) -> None:
+    def _add_interval(self, first: Numbers, last: Numbers) -> None:
+        """Add the differences between two records of a file to the totals."""
         seconds = (last.at_ns - first.at_ns) / _NS
         self.seconds += seconds
         if workers := last.numbers.get("num_workers", 0):

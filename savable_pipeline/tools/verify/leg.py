@@ -288,7 +288,7 @@ def serve_orders(orders: TextIO, answers: TextIO) -> None:
 def main() -> None:
     """Serve orders on two pipes that the user's code does not see.
 
-    Its stdin is empty, and its stdout is stderr.
+    That code has an empty stdin, and what it prints goes to stderr.
     """
     orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -296,7 +296,7 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         serve_orders(orders, answers)
-    except (KeyboardInterrupt, BrokenPipeError):  # the command receives Ctrl-C too, and reports it
+    except (KeyboardInterrupt, BrokenPipeError):  # the parent process receives Ctrl-C too, and reports it
         sys.exit(130)
 
 

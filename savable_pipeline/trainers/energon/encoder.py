@@ -274,7 +274,7 @@ class FromEnergon(TaskEncoder):
     def max_errors(self) -> float:
         """Largest fraction of samples that may fail.
 
-        Energon stops at a number of errors in a row instead.
+        Energon has no such fraction: it stops after a number of errors in a row.
         """
         return 0.9 if self._methods.tolerance else 1.0
 

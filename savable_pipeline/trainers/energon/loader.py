@@ -126,8 +126,8 @@ class EnergonLoader(SavableLoader):
             restore_key: Its `__restore_key__`.
 
         Raises:
-            ValueError: It is no key of this dataset's.
-            EncodeError: The encoder skips it this time.
+            ValueError: The key does not belong to this dataset.
+            EncodeError: The encoder skipped the sample when it encoded it again.
         """
         return restored(self._dataset.pipeline.encoder, restore_key, seed=self._dataset.seed)
 
