@@ -392,9 +392,9 @@ def test_memory_of_stages_is_counted_correctly_in_many_threads() -> None:
         share = BudgetShare(budget, max_bytes=1 << 40)
         for number in range(20_000):
             element = Element((number, 0, 0), 3)
-            share.count(element)
+            share.count([element])
             share.release([element])
-        share.count(Element((0, 0, 0), 5))  # until the share is gone
+        share.count([Element((0, 0, 0), 5)])  # until the share is gone
 
     begun = [threading.Thread(target=hold) for _ in range(4)]
     for thread in begun:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.ledger import records
-from savable_pipeline.run.loader.ledger_keeper import files_to_keep
+from savable_pipeline.run.loader.ledger_keeper import saved_files
 from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_numbered_shards
 
@@ -195,4 +195,4 @@ def test_users_store_is_rejected_in_ledger_queries(tmp_path: Path) -> None:
     ],
 )
 def test_password_in_a_url_is_not_saved(files: Any, kept: Any) -> None:
-    assert files_to_keep(files) == kept
+    assert saved_files(files) == kept
