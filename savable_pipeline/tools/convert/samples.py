@@ -373,7 +373,7 @@ def _key_in(fields: dict[str, Any], field: str) -> str:
 def _tar_key_of_row(key: str, shard: str) -> str:
     """Return the key as a tar may have it: a row without one, "web/0.parquet:17", becomes "web/0/17"."""
     if key.startswith(f"{shard}:"):
-        key = f"{shard.rpartition('.')[0]}/{key[len(shard) + 1 :]}"
+        key = f"{PurePosixPath(shard).with_suffix('')}/{key[len(shard) + 1 :]}"
         return key.replace(".", "_")
     return key
 

@@ -31,7 +31,8 @@ from tests.support.toy_files import fill, snapshot
 from tests.support.toy_sources import SOURCES
 
 TABLES = ("jsonl", "json", "csv")
-OPENED = [pytest.param(each, id=each.name) for each in LAYOUTS if not each.error and each.name != "Kaldi with segments"]
+NOT_EQUAL = {"Kaldi with segments", "Kaldi's folders of splits"}  # an error, and keys that repeat in two shards
+OPENED = [pytest.param(each, id=each.name) for each in LAYOUTS if not each.error and each.name not in NOT_EQUAL]
 READ_IN_PLACE = [kind for kind in SOURCES if kind != "packed" and kind.partition(".")[2] not in ("gz", "zst", "xz")]
 
 
@@ -40,7 +41,8 @@ def in_a_tar(format: str, number: int, key: str) -> str:
     if format in (*TABLES, "mds", "litdata"):
         return f"{number + (format in TABLES):09d}"
     name, colon, row = key.rpartition(":")
-    return f"{name.rpartition('.')[0]}/{row}".replace(".", "_") if colon else key
+    stem = name.rpartition(".")[0] if "." in name else name
+    return f"{stem}/{row}".replace(".", "_") if colon else key
 
 
 def samples_of(path: Path, format: str = "", **more: Any) -> dict[str, dict[str, bytes]]:
