@@ -22,7 +22,7 @@ from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
 from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.stores.jsonl import line_offsets
 from savable_pipeline.data.stores.ranges import MediaRange
-from savable_pipeline.data.stores.table_store import TABLE_SETTINGS, NamedPart, TableStore, is_same_text, read_rows
+from savable_pipeline.data.stores.table_store import NAMING_SETTINGS, NamedPart, TableStore, is_same_text, read_rows
 
 RECORDINGS, SEGMENTS = "wav.scp", "segments"
 _FIELDS = {"text": "text", "speaker": "utt2spk", "language": "utt2lang"}  # by the tables that have them
@@ -125,7 +125,7 @@ KALDI = Format(
     (RECORDINGS, SEGMENTS, *_FIELDS.values()),
     _read,
     KaldiStore,
-    TABLE_SETTINGS,
+    NAMING_SETTINGS,
     is_same=_is_same,
     choose=_files,
     beside=(RECORDINGS, SEGMENTS),

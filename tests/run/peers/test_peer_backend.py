@@ -123,13 +123,14 @@ def test_a_descriptor_passes_once(shards: Path, monkeypatch: pytest.MonkeyPatch)
     passed, send = [], Channel.send
 
     def counting(channel: Channel, message: bytes, descriptors: Any = ()) -> None:
-        passed.extend(descriptors)
+        passed.extend(os.fstat(descriptor).st_ino for descriptor in descriptors)
         send(channel, message, descriptors)
 
     monkeypatch.setattr(Channel, "send", counting)
     with closing(loaders(shards, 2)) as found:
         on_each(found, lambda loader: take(loader, 40))
-        assert 1 <= len(passed) == len(segments_of(found[1]))
+        assert len(set(passed)) == len(passed) < 10  # of 40 batches; one that is ahead may not be mapped yet
+        assert 1 <= len(segments_of(found[1])) <= len(passed)
 
 
 def test_segments_of_a_dead_worker_are_unmapped(shards: Path) -> None:
