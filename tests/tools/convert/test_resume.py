@@ -261,10 +261,10 @@ app(sys.argv[4:])
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("processes.py __init__", 3),
+        ("processes.py each_job", 3),
         ("processes.py each_job", 60),
-        ("jobs.py _write_in_workers", 10),
-        ("processes.py close", 3),
+        ("jobs.py _in_workers", 10),
+        ("child_process.py kill", 1),
     ],
     ids=["start", "wait", "loop", "close"],
 )
