@@ -1,6 +1,6 @@
 """Global generators of Python, NumPy and torch: seeded for users, restored after.
 
-With `global_rng=None` a row of calls is watched, which costs 9 µs a row. Seeding costs 7 µs a call:
+With `global_rng=None` a row of calls is watched, which costs 12 µs a row. Seeding costs 7 µs a call:
 
     start    the generators get states of this process and row, which no function can restore by chance
     calls    nothing is seeded
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache, partial
 from operator import attrgetter
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 
@@ -30,6 +30,7 @@ KINDS = ("python", "numpy", "torch")
 _SHORTEST_ROW = 16
 _SECOND_RUNS = 8  # calls of watched rows that are repeated from a second state, for each function and process
 _MOST_TRIES = 8  # of a row in a thread, while other threads draw
+_BITS = 624 * 32  # so many bits of output determine the whole state of a Mersenne Twister
 _bit_generator = attrgetter("mtrand._rand._bit_generator")  # NumPy 1.24 has `get_bit_generator` for it
 _BYTES = 624 * 4 + 4  # words and position of a Mersenne Twister
 
@@ -167,31 +168,13 @@ def _states(process: int, has_torch: bool) -> list[tuple[partial[None], Any]]:
     return [(start, (start(), _outputs())[1]) for start in starts]
 
 
-def _outputs() -> tuple[Any, bytes, bytes]:
-    """Values that tell all states."""
-    return _python_state(), _numpy_bytes(), _torch_bytes()
+def _outputs() -> tuple[int, bytes, bytes]:
+    """Values that tell all states. Reading Python's would take four times as long."""
+    return random.getrandbits(_BITS), _numpy_bytes(), _torch_bytes()
 
 
 def _all_states() -> tuple[Any, bytes, bytes]:
     return random.getstate(), pickle.dumps(np.random.get_state()), _torch_bytes()
-
-
-_python: Any = cast(Any, random.getstate).__self__
-_python_words = (ctypes.c_char * _BYTES).from_address(id(_python) + object.__basicsize__)
-
-
-def _python_state() -> Any:
-    """Python's state, from behind the header of the object. `getstate` and `setstate` take 11 µs."""
-    return _python_words.raw, _python.gauss_next
-
-
-def _set_python_state(state: Any) -> None:
-    _python_words.raw, _python.gauss_next = state
-
-
-_own_bytes, _words = type(_python).__basicsize__ - object.__basicsize__, random.getstate()[1]
-if _own_bytes < _BYTES or _python_words.raw != np.array([_words[-1], *_words[:-1]], "<u4").tobytes():
-    _python_state, _set_python_state = random.getstate, random.setstate
 
 
 def _numpy_bytes() -> bytes:
@@ -221,7 +204,7 @@ def as_in_a_worker(seeded: set[str]) -> Iterator[None]:
 
     Within this context torch has one thread, since the bits of some sums depend on the number.
     """
-    torch, python = imported("torch"), partial(_set_python_state, _python_state())
+    torch, python = imported("torch"), partial(random.setstate, random.getstate())
     restores: list[Callable[[], object]] = [python] if "python" in seeded else []
     if "numpy" in seeded:
         restores.append(_numpy_restorer())

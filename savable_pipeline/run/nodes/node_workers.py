@@ -72,8 +72,7 @@ class SocketWorkers(NodeWorkers):
         allow: Differences to accept between this machine and a node, by the names in the error message, such as
             "processor".
         trusted_network: Whether only machines that you trust can change the traffic. Batches then have no
-            authentication
-            code, and the package cryptography is not needed.
+            authentication code, and the package cryptography is not needed.
         count: Do not pass it: the agents decide how many there are.
         start_method: Not an argument of these workers.
 
@@ -132,8 +131,7 @@ class RayWorkers(NodeWorkers):
         allow: Differences to accept between this machine and a node, by the names in the error message, such as
             "processor".
         trusted_network: Whether only machines that you trust can change the traffic. Batches then have no
-            authentication
-            code, and the package cryptography is not needed.
+            authentication code, and the package cryptography is not needed.
         count: Do not pass it: `nodes` and `num_cpus` decide.
         start_method: Not an argument of these workers.
 
