@@ -234,6 +234,19 @@ def test_kaldi_utterance_has_its_text_speaker_and_audio(root: Path, segments: st
     assert found == expected and len(found) == 2
 
 
+def test_kaldi_tables_may_have_empty_lines(root: Path) -> None:
+    kaldi()(root)
+    (root / "text").write_text("\na1 good day\n\n")
+    assert [sample.json().get("text") for sample in sp.open_dataset(root)] == ["good day", None]
+
+
+def test_kaldi_table_that_is_not_utf8_is_an_error_that_names_it(root: Path) -> None:
+    kaldi()(root)
+    (root / "text").write_bytes(b"a1 caf\xe9\na2 b\n")
+    with pytest.raises(sp.ShardError, match=r"text: no UTF-8 text: .*Convert it by iconv"):
+        sp.open_dataset(root)
+
+
 def test_kaldi_segment_is_a_range_of_its_recording(root: Path) -> None:
     kaldi("a1 r 0.0 0.5\na2 r 0.5 1\n")(root)
     with sp.open_dataset(root)["a2"].open("wav") as file:

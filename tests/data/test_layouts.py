@@ -432,6 +432,7 @@ LAYOUTS = [
     Layout("Kaldi with segments", kaldi(segments="a1 r 0.0 0.5\na2 r 0.5 1\n"), "kaldi", 2, SPOKEN),
     Layout("Kaldi's folders of splits", of_splits(kaldi()), "kaldi", 4, SPOKEN),
     Layout("Lhotse Shar", shar, "shar", 4, frozenset({"json", "flac", "recording.json", "target.json"})),
+    Layout("Kaldi beside tars", both(kaldi(), tar), "", 0, error='several kinds of files, kaldi .*format="tar"'),
     Layout("MDS in folders of splits", mds_splits, "", 0, error="2 folders of records, train, val. Name one"),
     Layout("archives", files(a_dot_zip=b"PK", b_dot_zip=b"PK"), "", 0, error=r"\.zip is not read here"),
     Layout(

@@ -19,9 +19,7 @@ from savable_pipeline.data.stores.table_store import JSON
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.data.stores.token_store import TOKENS
 
-FORMATS: tuple[Format, ...] = (
-    *(TARS, MDS, LITDATA, LEROBOT, PARQUET, ARROW, JSONL, CSV, JSON, TOKENS, SHAR, KALDI, FOLDER),
-)
+FORMATS = (TARS, MDS, LITDATA, LEROBOT, PARQUET, ARROW, JSONL, CSV, JSON, TOKENS, SHAR, KALDI, FOLDER)
 
 
 def format_named(name: str) -> Format:

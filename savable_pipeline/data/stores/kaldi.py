@@ -17,15 +17,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
-from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import FileBlob, Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.stores.jsonl import line_offsets
 from savable_pipeline.data.stores.ranges import MediaRange
 from savable_pipeline.data.stores.table_store import NAMING_SETTINGS, NamedPart, TableStore, is_same_text, read_rows
 
 RECORDINGS, SEGMENTS = "wav.scp", "segments"
 _FIELDS = {"text": "text", "speaker": "utt2spk", "language": "utt2lang"}  # by the tables that have them
+_TABLES = (RECORDINGS, SEGMENTS, *_FIELDS.values())
 _IN_ARCHIVE = re.compile(r".*\.ark:\d+")
 
 
@@ -46,8 +48,7 @@ class KaldiStore(TableStore):
 
     def body(self, shard: int, raw: bytes, begin: int) -> bytes:
         """See `TableStore.body`."""
-        name = self.entries.names[shard]
-        folder, base = posixpath.split(name)
+        folder, base = posixpath.split(self.entries.names[shard])
         key, rest = _pair(raw.decode())
         fields: dict[str, Any] = {"id": key, "audio": rest}
         if base == SEGMENTS:
@@ -80,8 +81,7 @@ class KaldiStore(TableStore):
         if path not in self._tables:
             names, raw = self.entries.names, b""
             if path in names:
-                shard = names.index(path)
-                raw = self.files.read(shard, 0, int(self.entries.sizes[shard]))
+                raw = self.files.read(number := names.index(path), 0, int(self.entries.sizes[number]))
             elif (companion := self.files.beside(path)) is not None:  # of one file that is checked by itself
                 raw = companion.read_bytes()
             self._tables[path] = dict(map(_pair, raw.decode().splitlines()))
@@ -89,16 +89,15 @@ class KaldiStore(TableStore):
 
 
 def _pair(line: str) -> tuple[str, str]:
-    key, *rest = line.split(maxsplit=1)
-    return key, "".join(rest).strip()
+    """Return what a line begins with, and the rest; "" for each that a line lacks."""
+    key, rest = [*line.split(maxsplit=1), "", ""][:2]
+    return key, rest.strip()
 
 
 def _files(names: Sequence[str]) -> list[str]:
     """Return the tables of the folders that have recordings."""
     folders = {posixpath.dirname(name) for name in names if posixpath.basename(name) == RECORDINGS}
-    tables = {RECORDINGS, SEGMENTS, *_FIELDS.values()}
-    found = {posixpath.join(folder, table) for folder in folders for table in tables}
-    return sorted(found.intersection(names)) if folders else []
+    return sorted(name for name in names if posixpath.dirname(name) in folders and posixpath.basename(name) in _TABLES)
 
 
 def _has_samples(file: ByteSource, name: str) -> bool:
@@ -107,25 +106,30 @@ def _has_samples(file: ByteSource, name: str) -> bool:
     return base == SEGMENTS or (base == RECORDINGS and not segments)
 
 
+def _lines(file: ByteSource) -> tuple[str, FileBlob]:
+    """Return the error of a table that is not UTF-8, and the offsets of its lines."""
+    try:
+        file.read().decode()
+    except UnicodeDecodeError as error:
+        return f"no UTF-8 text: {error}. Convert it by iconv", np.zeros(1, "<u8")
+    return "", line_offsets(file)
+
+
 def _read(file: ByteSource, name: str) -> ShardTable:
-    table = read_rows(lambda file: ("", line_offsets(file)), file, name)
+    table = read_rows(_lines, file, name)
     if not _has_samples(file, name):
         table.entry = msgspec.structs.replace(table.entry, samples=0)
     return table
 
 
 def _is_same(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    return is_same_text(file, index, number) and _has_samples(file, index.shards.names[number]) >= (
-        index.shards.samples[number] > 0
-    )
+    had_samples = index.shards.samples[number] > 0
+    return is_same_text(file, index, number) and _has_samples(file, index.shards.names[number]) >= had_samples
 
 
 KALDI = Format(
     "kaldi",
-    (RECORDINGS, SEGMENTS, *_FIELDS.values()),
-    _read,
-    KaldiStore,
-    NAMING_SETTINGS,
+    *(_TABLES, _read, KaldiStore, NAMING_SETTINGS),
     is_same=_is_same,
     choose=_files,
     beside=(RECORDINGS, SEGMENTS),

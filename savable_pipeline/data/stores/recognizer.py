@@ -115,6 +115,8 @@ def recognize(
         raise ValueError(f"Mosaic Streaming shards of the format {other}, not mds. To read them, {OTHER}")
     for form in formats.FORMATS:
         if form.choose is not None and (files := form.choose(names)):
+            if rest := [name for name in names if TARS.has(name) and name not in files]:
+                raise _ambiguous({form: files, TARS: rest})
             return Recognized(form, files)
     tars = sorted(filter(TARS.has, names)) or sorted(filter(TARS.packs, names))
     media = sum(is_media_file(name) and not name.lower().startswith(_SHOWN) for name in names)
