@@ -152,7 +152,7 @@ class EpochEnds:
     def next_epoch(self, over: Position) -> Position:
         """The start of the next epoch. Raises `SavableError` if this one had too little."""
         for observer in self._observers:
-            observer.on_epoch_end(over)
+            observer.on_skip(over)
         counts = self._prefetcher.uncounted.items() if over.end == 0 else ()
         skipped = {name: int(n) for name, n in counts if "/skipped/" in name and "/source/" not in name}
         warn_unused(over, self._local.last_stage.info.population, skipped)

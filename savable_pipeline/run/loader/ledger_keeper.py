@@ -35,6 +35,7 @@ from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import BatchStep, Observer, Position
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.states import States
+from savable_pipeline.run.loader.stats import Stats
 from savable_pipeline.run.state.flights import mask_bytes
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
@@ -42,7 +43,6 @@ from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
 
-Counters = tuple[dict[str, float], dict[str, str]]
 _LEAST_S = 10.0  # from one record of counters to the next
 _SHARE = 0.01  # of the time since the file began: the longer it is, the rarer they are
 _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows costs comes first
@@ -51,15 +51,17 @@ _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows cost
 class LedgerKeeper(Observer):
     """Writes a file, which the first batch or skip starts after creation or load.
 
-    Ranks that can communicate start their files together. If one fails, each raises that rank's error. `counters`
-    returns the run's counters and names, which are written at the start and end of a file, and in between.
+    Ranks that can communicate start their files together. If one fails, each raises that rank's error. The run's
+    counters are written at the start and end of a file, and in between. `noted` returns what the trainer has
+    acknowledged since the last call.
     """
 
-    def __init__(self, settings: LoaderSettings, local: LocalLanes, states: States, counters: Callable[[], Counters]):
+    def __init__(
+        self, settings: LoaderSettings, local: LocalLanes, states: States, stats: Stats, noted: Callable[[], Noted]
+    ) -> None:
         self._folder = Path(settings.ledger or "")
         self._seed = settings.seed
-        self._local, self._states, self._counters = local, states, counters
-        self.noted: Callable[[], Noted] = dict  # what the trainer has acknowledged since the last call
+        self._local, self._states, self._stats, self._noted = local, states, stats, noted
         self._writing = Lock()  # other threads save
         self._writer: LedgerWriter | None = None
         self._begun = self._due = 0.0
@@ -102,7 +104,7 @@ class LedgerKeeper(Observer):
         """Write the acknowledgements since the last call if there is a file, in any thread."""
         if self._writer is not None:
             with self._writing:
-                for (kind, reason), rows in self.noted().items():
+                for (kind, reason), rows in self._noted().items():
                     masks = {batch: mask_bytes(mask) for batch, mask in rows.items()}
                     self._writer.write(Acknowledged(kind, reason, masks))
 
@@ -118,14 +120,19 @@ class LedgerKeeper(Observer):
             self._saved = None
 
     def _note(self, writer: LedgerWriter) -> None:
-        writer.write(Numbers(*self._last, time.time_ns(), *self._counters()))
+        writer.write(Numbers(*self._last, time.time_ns(), self._stats.totals(), self._stats.names()))
 
     def on_skip(self, at: Position) -> None:
         """Record that slots are skipped. Raises `SavableError` if it cannot be written."""
-        self._fresh = False
-        self._open(at)
+        if not at.is_over:
+            self._fresh = False
+            if (at.epoch, at.own_slot) <= self._last:
+                self._start_anew()  # so that a last batch that was taken back is lost
+            self._open(at)
 
     def _open(self, at: Position) -> LedgerWriter:
+        if (at.epoch, at.own_slot) < self._last:
+            self._start_anew()  # the run has returned to an earlier position
         if self._writer is None:
             self._writer = self._begin_file(at, _sources(self._local.last_stage), self._states.packed)
             self._begun = time.monotonic()
@@ -175,13 +182,13 @@ class LedgerKeeper(Observer):
         self._writer.close()
         self._due = 0.0
 
-    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None]:
+    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
         """Close the file, because the run continues elsewhere."""
-        return self._begin_anew
+        return None if state is None else self._start_anew
 
-    def _begin_anew(self) -> None:
+    def _start_anew(self) -> None:
         self.close()
-        self._writer, self._facts, self._fresh = None, NO_FACTS, False
+        self._writer, self._facts, self._fresh, self._last = None, NO_FACTS, False, (0, 0)
 
 
 def _sources(last: Stage) -> list[LedgerSource]:

@@ -105,15 +105,6 @@ class RowsInFlight(Observer):
         lane = LaneState(slot % lanes, epoch, slot // lanes, facts=at.facts.digest)
         return Remake(lane, msgpack.encode(flight.ref) if flight.rows else b"", flight.size).packed
 
-    def on_reconfigure(self, at: Position) -> None:
-        """Close the rows of which all is excluded."""
-        self.table.settle(at.history.total)
-        self.table.lose(partial(open_rows_lost, self._local.last_stage))
-
-    def numbers(self) -> dict[str, int]:
-        """Counters of rows."""
-        return self.table.numbers()
-
     # Saving and restoring.
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
@@ -130,7 +121,7 @@ class RowsInFlight(Observer):
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
         """Start with the rows in flight, except those whose data are gone."""
         if state is None:
-            return None
+            return partial(self._close_excluded, at.history.total)
         flights, world_size = read_flights(state), self._ranks.world_size
         lost = rows_lost(self._local.last_stage, flights) if flights else {}
         counts = [0] * world_size
@@ -145,6 +136,11 @@ class RowsInFlight(Observer):
             self.table.load(sorted(own, key=attrgetter("batch")), max(counts) if whole else 0, lost)
 
         return adopt
+
+    def _close_excluded(self, batches: int) -> None:
+        """Close the rows of which all is excluded, after this many batches."""
+        self.table.settle(batches)
+        self.table.lose(partial(open_rows_lost, self._local.last_stage))
 
 
 def rows_lost(last: Stage, flights: Flights) -> dict[int, int]:

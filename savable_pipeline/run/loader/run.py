@@ -320,10 +320,15 @@ class Run:
     def return_to(self, position: Position) -> None:
         """Return to an earlier position of this run, to repeat what followed."""
         with self._process.moving():
-            self.prefetcher.restart()
-            self._adopt(position, None)
-            self.local.learn(position.facts)
-            self.position = position
+            self._move(position)
+
+    def _move(self, position: Position) -> None:
+        """Continue at a position whose lanes or decisions are not those of the prefetched batches."""
+        self.local.learn(position.facts)
+        self.prefetcher.restart()
+        self._ends.forget()
+        self.position = position
+        self._adopt(position, None)
 
     def _adopt(self, position: Position, state: Mapping[str, Any] | None) -> None:
         """Have all observers check a state or position, and then adopt it."""
@@ -369,19 +374,8 @@ class Run:
             at, last = self.position, self.local.last_stage
             arguments = at.facts.decisions, at.next_batch, last
             decisions = agreed(self.ranks, lambda: check_decided(self.local, reconfigure(*arguments, **wanted)))
-            after = at.decided(decisions)
-            self.local.learn(after.facts)
-            self.prefetcher.restart()
-            self._ends.forget()
-            self.position = after
-            for observer in self.observers:
-                observer.on_reconfigure(after)
+            self._move(at.decided(decisions))
         return at.next_batch
-
-    def numbers(self) -> dict[str, int | float]:
-        """Counters, and rates since the last call."""
-        found = {name: number for each in self.observers for name, number in each.numbers().items()}
-        return {**found, **self.prefetcher.numbers()}
 
     def trace(self, lag: int = 0) -> Trace:
         """See `SavableLoader.trace`."""

@@ -31,6 +31,7 @@ from savable_pipeline.run.ledger.records import Batch, Start, framed, pack_colum
 from savable_pipeline.run.loader.ledger import make_again
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks
+from savable_pipeline.run.loader.savable_loader import run_of
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.tools.cli.main import app
@@ -123,6 +124,23 @@ def test_loading_a_state_starts_a_new_ledger_file(shards: str, folder: Path) -> 
     assert [start.slot for start in ledger.starts] == [0, 3]
     assert [given.batch.slot for given in ledger.batches() if given.lost] == [3, 4, 5, 6]
     assert sorted(kept(ledger)) == [(0, slot) for slot in range(5)]
+
+
+@pytest.mark.parametrize(("back", "skipped"), [(1, 0), (2, 0), (4, 0), (1, 1), (2, 1)])
+def test_batches_after_an_earlier_position_to_which_the_run_returns_do_not_count(
+    shards: str, folder: Path, back: int, skipped: int
+) -> None:
+    own = loader(partial(toy_pipeline, shards), folder)
+    given, run = list[list[int]](), run_of(own)
+    positions = [run.position]
+    for batch in islice(own, 6):
+        given.append(numbers(batch))
+        positions.append(run.position)
+    run.return_to(positions[6 - back])
+    own.skip(skipped)
+    given[6 - back :] = map(numbers, islice(own, 2))
+    slots = [*range(6 - back), *(slot + skipped for slot in range(6 - back, 8 - back))]
+    assert kept(LedgerFiles(folder)) == {(0, slot): ids for slot, ids in zip(slots, given, strict=True)}
 
 
 @pytest.mark.parametrize("resumes", [False, True])
