@@ -1,11 +1,11 @@
 """`Connection` and `Host`: how the pool reaches its workers, whatever they are and wherever they run.
 
-    Pool ── Request 1, 2, … ──▶ Connection ──▶ a worker: a host of lanes
-         ◀── (1, Delivery or Failure), … ──      what its answers take with them, a batch's bytes, is the transport's
+    Pool ── Request 1, 2, … ──▶ Connection ──▶ a worker, which runs lanes
+         ◀── (1, Delivery or Failure), … ──      the bytes of its batches travel by the transport
 
-A connection is one worker from its begin to its end; what replaces it is another connection, so that nothing which an
-old one still sends is ever taken for the new one's. Numbers put messages in order and show what came twice, at both
-ends (`InOrder`). Workers of this machine are processes (process_host.py) or threads (thread_host.py).
+A connection is one worker from its start to its end. What replaces the worker is another connection, so a message that
+an old worker still sends is never taken for one of the new worker. Messages arrive in order, and their numbers show one
+that is lost. On this machine workers are processes (process_host.py) or threads (thread_host.py).
 """
 
 from __future__ import annotations

@@ -24,10 +24,9 @@ from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.errors import ShardError, WorkerError
 from savable_pipeline.run.engine.backend import Backend
-from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Connection, Ended, Host, log_fault
+from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Connection, Ended, Host, log_fault
 from savable_pipeline.run.engine.messages import Delivery, Failure, Request, RequestKind, WorkerStatus
 from savable_pipeline.run.engine.worker_settings import Workers
-from savable_pipeline.run.transport.channel import InOrder
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage import Stage
 
@@ -70,7 +69,7 @@ class PoolWorker:
     started: bool = False
     requests: deque[PendingRequest] = field(default_factory=deque)  # sent to it and not answered yet, in order
     sent: int = 0  # requests in all
-    answers: InOrder[Answer] = field(default_factory=InOrder)
+    answered: int = 0  # requests
     forget: list[int] = field(default_factory=list)  # lanes that have moved to another worker
     version: int = NO_FACTS.version  # of the facts that it was sent last
     hung: str = ""  # if it was killed because of the timeout: a text that says so
@@ -286,8 +285,8 @@ class Pool(Backend):
             return False
         for number, answer in received:
             if number != STARTED:
-                for found in worker.answers.due(number, answer):
-                    self._answered(worker, found)
+                if number == worker.answered + 1:  # else one before it was lost, and the worker is replaced in time
+                    self._answered(worker, answer)
             elif isinstance(answer, Failure) and answer.error is not None:
                 raise answer.error
             elif not worker.started:
@@ -297,6 +296,7 @@ class Pool(Backend):
 
     def _answered(self, worker: PoolWorker, found: Any) -> None:
         worker.since = self._host.now()
+        worker.answered += 1
         request = worker.requests.popleft()
         if self._requests.pop(request.ticket, None) is None:  # of a pass that is over
             return
@@ -365,7 +365,7 @@ class Pool(Backend):
     def _last_of(self, worker: PoolWorker, how: str) -> tuple[Any, str]:
         """The cause of a worker's end, a status if it built a batch; and a message."""
         status = worker.connection.working_on()
-        if worker.requests and status.request == worker.answers.next:
+        if worker.requests and status.request == worker.answered + 1:
             first = worker.requests[0]
             blamed: Any = status._replace(request=first.ticket)  # the same on each worker that gets the request
             doing = f"while it made a batch of lane {first.lane}{where(self._last_stage, status)}"

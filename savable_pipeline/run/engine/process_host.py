@@ -28,17 +28,9 @@ from typing import Any
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.errors import WorkerError
+from savable_pipeline.run.engine import sealed_job
 from savable_pipeline.run.engine.connection import END_WAIT_S, Answer, Ended, Host
 from savable_pipeline.run.engine.messages import LaneJob, Request, WorkerStatus
-from savable_pipeline.run.engine.sealed_job import (
-    NOT_IMPORTED,
-    PROCESS_NAME,
-    UNGUARDED,
-    UNGUARDED_CODE,
-    SealedJob,
-    begin_interpreter,
-    check_main_is_guarded,
-)
 from savable_pipeline.run.engine.shared_batches import AnswerReader
 from savable_pipeline.run.engine.worker_main import LOOK, OBEYED, answer_request, serve
 from savable_pipeline.run.transport.channel import Channel
@@ -150,13 +142,16 @@ class ProcessHost(Host):
     """
 
     def __init__(
-        self, job: LaneJob | SealedJob, context: BaseContext, reader: Callable[[], AnswerReader] = AnswerReader
+        self,
+        job: LaneJob | sealed_job.SealedJob,
+        context: BaseContext,
+        reader: Callable[[], AnswerReader] = AnswerReader,
     ) -> None:
-        check_main_is_guarded()
+        sealed_job.check_main_is_guarded()
         self._method = context.get_start_method()
         if isinstance(job, LaneJob):
             _check_picklable(job.pipeline, self._method)
-            job = SealedJob(job)
+            job = sealed_job.SealedJob(job)
         self._job = job
         self.reader = reader
         self.wakes: list[int] = []
@@ -176,12 +171,12 @@ class ProcessHost(Host):
             target=partial(serve, builds=self._method != "spawn"),
             args=(self._job, theirs.fileno(), os.getpid()),
             daemon=True,
-            name=f"{PROCESS_NAME} zygote",
+            name=f"{sealed_job.PROCESS_NAME} zygote",
         )
         self._process: BaseProcess | subprocess.Popen[bytes] = process
         with theirs:
             if isinstance(process, SpawnProcess):
-                self._process = begin_interpreter(process, [theirs.fileno()])
+                self._process = sealed_job.begin_interpreter(process, [theirs.fileno()])
             else:
                 process.start()
 
@@ -311,7 +306,11 @@ def _how_it_ended(worker: ProcessConnection, code: int) -> Ended:
     worker.ended = True
     if code < 0:
         return Ended(worker, f"ended by signal {signal.Signals(-code).name}")
-    refused = WorkerError(UNGUARDED if code == UNGUARDED_CODE else NOT_IMPORTED) if code and not worker.pid else None
+    refused = (
+        WorkerError(sealed_job.UNGUARDED if code == sealed_job.UNGUARDED_CODE else sealed_job.NOT_IMPORTED)
+        if code and not worker.pid
+        else None
+    )
     return Ended(worker, f"ended with exit code {code}", refused)
 
 

@@ -33,7 +33,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from savable_pipeline.core import batch_memory
 from savable_pipeline.core.child_process import become_replaced, poll_while_parent_lives
@@ -45,10 +45,11 @@ from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import Delivery, Failure, Request
 from savable_pipeline.run.engine.sealed_job import SealedJob
 from savable_pipeline.run.engine.shared_batches import AnswerSender
-from savable_pipeline.run.transport.channel import Channel, InOrder
+from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.status_page import StatusPage, begin_request
 
 T = TypeVar("T")
+Requests: TypeAlias = "queue.SimpleQueue[Request]"
 _IDLE_S = 1.0  # after which a worker looks at its shards
 LOOK = b"look"  # sent to a worker in place of a request: it looks at its shards now, whatever it is at
 
@@ -77,7 +78,7 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
     be_quiet()
     become_replaced()
     channel = Channel(end, waits=True)
-    requests = Inbox()
+    requests: Requests = queue.SimpleQueue()
     last_look: LastLook | None = None
     try:
         status, pinned = _first_message(channel, requests)
@@ -96,7 +97,7 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
             job, shared=opened.usable(pinned) if opened else {}, status=status.words, pinned=pinned
         )
         while True:
-            request = last_look.next_of(requests.queue)
+            request = last_look.next_of(requests)
             begin_request(status.words, request.number)
             answers.segments.begin()
             be_one_thread()
@@ -146,19 +147,6 @@ class LastLook:
             os._exit(0)
 
 
-class Inbox:
-    """The requests that have arrived, in order."""
-
-    def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._order: InOrder[Request] = InOrder()
-
-    def put(self, request: Request) -> None:
-        """Take a request that has arrived."""
-        for each in self._order.due(request.number, request):
-            self.queue.put(each)
-
-
 def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
     """The requested batch, or the error that its stages raised.
 
@@ -195,7 +183,7 @@ def be_one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def _first_message(channel: Channel, requests: Inbox) -> tuple[StatusPage, PinnedShards]:
+def _first_message(channel: Channel, requests: Requests) -> tuple[StatusPage, PinnedShards]:
     """The status page and the shards of the run, from the trainer's first message.
 
     Requests that arrived with it go into the queue.
@@ -210,7 +198,7 @@ def _first_message(channel: Channel, requests: Inbox) -> tuple[StatusPage, Pinne
     return status, pickle.loads(messages[0][0])
 
 
-def _listen(channel: Channel, requests: Inbox, parent: int, last_look: LastLook, status: StatusPage) -> None:
+def _listen(channel: Channel, requests: Requests, parent: int, last_look: LastLook, status: StatusPage) -> None:
     """Put requests into the queue.
 
     End the process when the trainer closes its end or the parent process ends.

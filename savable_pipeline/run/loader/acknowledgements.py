@@ -26,17 +26,7 @@ from numpy.typing import NDArray
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.state.flights import (
-    EPOCH_SHIFT,
-    MOST_ROWS,
-    SLOTS,
-    EpochFlights,
-    Flight,
-    flight_columns,
-    flights_name,
-    packed_acks,
-    packed_flights,
-)
+from savable_pipeline.run.state import flights
 from savable_pipeline.run.state.lane_state import checksum
 from savable_pipeline.run.state.state_dict import lane_name
 
@@ -56,7 +46,7 @@ class InFlight(NamedTuple):
     oldest: tuple[int, int] | None
 
 
-class Outstanding(Flight, gc=False):
+class Outstanding(flights.Flight, gc=False):
     """A batch in flight here. One that only pads has no rows.
 
     `number`: of batches that the rank got before it, -1 if it was loaded. `to_come`: rows to repeat, though they may be
@@ -82,12 +72,12 @@ class _Lane:
     def __init__(self) -> None:
         self.flights: dict[int, Outstanding] = {}
         self.packed: tuple[bytes, bytes] | None = None  # with the checksum of the lane's state
-        self.columns: EpochFlights | None = None
+        self.columns: flights.EpochFlights | None = None
 
     def add_to_columns(self, flight: Outstanding, number: int) -> None:
         """Add the batch of a round if the columns have all batches before it."""
         if flight.batch == next(iter(self.flights), None):
-            self.columns = EpochFlights(flight.batch >> EPOCH_SHIFT, [], [], [])
+            self.columns = flights.EpochFlights(flight.batch >> flights.EPOCH_SHIFT, [], [], [])
         columns = self.columns
         if columns is None or flight.done or flight.size:
             self.columns = None
@@ -95,12 +85,12 @@ class _Lane:
             columns.rounds.append(number)
             columns.refs.append(flight.ref)  # type: ignore[arg-type]
 
-    def in_columns(self, lanes: int) -> list[EpochFlights]:
+    def in_columns(self, lanes: int) -> list[flights.EpochFlights]:
         """All batches in columns, in a run with this many lanes."""
         columns = self.columns
         if columns is not None and len(columns.rounds) == len(columns.refs) == len(self.flights) > 0:
             return [columns]
-        return flight_columns(list(self.flights.values()), lanes)
+        return flights.flight_columns(list(self.flights.values()), lanes)
 
 
 class Acknowledgements:
@@ -117,13 +107,13 @@ class Acknowledgements:
         self._young: list[Outstanding] = []  # given since receipts were made last
         self.load([], 0)
 
-    def load(self, flights: Iterable[Flight], coming: int, lost: Mapping[int, int] = {}) -> None:
+    def load(self, saved: Iterable[flights.Flight], coming: int, lost: Mapping[int, int] = {}) -> None:
         """Start with these batches, which are repeated first, except rows that are `lost`.
 
         A batch without any other row is not repeated. Padding batches follow until there are `coming`.
         """
         loaded = [
-            Outstanding(each.batch, each.ref, each.rows, each.done, each.size, to_come=each.open) for each in flights
+            Outstanding(each.batch, each.ref, each.rows, each.done, each.size, to_come=each.open) for each in saved
         ]
         with self._lock:
             self._lanes = {lane: _Lane() for lane in self._ranks.lanes(self._lane_count)}
@@ -142,7 +132,7 @@ class Acknowledgements:
 
     def _number_of(self, batch: int) -> int:
         """The number of a batch's lane."""
-        return (batch & SLOTS) % self._lane_count
+        return (batch & flights.SLOTS) % self._lane_count
 
     def fill_up(self, coming: int) -> None:
         """Add padding batches until `coming` batches are repeated."""
@@ -152,7 +142,7 @@ class Acknowledgements:
     def _change(self, flight: Outstanding, done: int, to_come: int) -> None:
         """Set the rows of a batch that are done, and those to repeat. With its last row it leaves the table."""
         batch, rows, handed = flight.batch, (1 << flight.rows) - 1, flight.handed
-        lane = self._lanes[(batch & SLOTS) % self._lane_count]
+        lane = self._lanes[(batch & flights.SLOTS) % self._lane_count]
         out = (rows & ~(done | to_come)).bit_count() - (rows & ~(flight.done | flight.to_come)).bit_count()
         key = 0 if handed is None else id(handed.tensor)
         leaves = done == rows and lane.flights.get(batch) is flight  # a filler is in no lane
@@ -163,7 +153,7 @@ class Acknowledgements:
             if key in self._handed:
                 del self._handed[key]
 
-    def lose(self, lost: Callable[[Flight], int]) -> None:
+    def lose(self, lost: Callable[[flights.Flight], int]) -> None:
         """Drop the open rows that `lost` returns for each batch."""
         with self._lock:
             for flight in [flight for lane in self._lanes.values() for flight in lane.flights.values()]:
@@ -208,7 +198,7 @@ class Acknowledgements:
 
     def give(self, number: int, batch: int, delivery: Delivery, size: int = 0) -> torch.Tensor:
         """Add a new batch, the `number`-th, padded to `size` rows. Returns its receipts."""
-        rows, lane = delivery.rows, self._lanes[(batch & SLOTS) % self._lane_count]
+        rows, lane = delivery.rows, self._lanes[(batch & flights.SLOTS) % self._lane_count]
         if not rows:
             return receipts_of(batch, size)
         if size > rows:
@@ -232,7 +222,7 @@ class Acknowledgements:
         for flight in self._young:
             if flight.open:
                 flight.pack()
-                slot = flight.batch & SLOTS
+                slot = flight.batch & flights.SLOTS
                 self._lanes[slot % self._lane_count].add_to_columns(flight, slot // self._lane_count)
         self._young = []
 
@@ -268,7 +258,7 @@ class Acknowledgements:
 
     def _acknowledged(self, batch: int, rows: int, kind: Acknowledgement) -> int:
         """Acknowledge those of a batch's rows that can be, and return them."""
-        lane = self._lanes.get((batch & SLOTS) % self._lane_count)
+        lane = self._lanes.get((batch & flights.SLOTS) % self._lane_count)
         if lane is None:
             return 0 if kind == "again" else self._of_others(batch, rows)
         flight = lane.flights.get(batch)
@@ -325,22 +315,24 @@ class Acknowledgements:
         with self._lock:
             self._pack_young()
             found = {
-                flights_name(number): self._packed(number, lane, batches, checksum(saved[lane_name(number)]))
+                flights.flights_name(number): self._packed(number, lane, batches, checksum(saved[lane_name(number)]))
                 for number, lane in self._lanes.items()
             }
             acks = {batch: rows for batch, rows in self._elsewhere.items() if batch < next_batch}
-        return found | packed_acks(self._ranks.rank, acks)
+        return found | flights.packed_acks(self._ranks.rank, acks)
 
     def _packed(self, number: int, lane: _Lane, batches: int, saved_with: bytes) -> bytes:
         newest = next(reversed(lane.flights.values()), None)
         if newest is not None and newest.number >= batches:  # without later ones
             given = [flight for flight in lane.flights.values() if flight.number < batches]
-            return packed_flights(number, flight_columns(given, self._lane_count), saved_with)
+            return flights.packed_flights(number, flights.flight_columns(given, self._lane_count), saved_with)
         if lane.packed is None or lane.packed[0] != saved_with:
-            lane.packed = saved_with, packed_flights(number, lane.in_columns(self._lane_count), saved_with)
+            lane.packed = saved_with, flights.packed_flights(number, lane.in_columns(self._lane_count), saved_with)
         return lane.packed[1]
 
-    def agree(self, own: dict[int, list[Flight]], merged: dict[int, list[Flight]], acks: dict[int, int]) -> None:
+    def agree(
+        self, own: dict[int, list[flights.Flight]], merged: dict[int, list[flights.Flight]], acks: dict[int, int]
+    ) -> None:
         """Drop rows that other ranks acknowledged, and acknowledgements they know now.
 
         `own` and `acks` are this rank's batches and acknowledgements in the state of all ranks. `merged` are the
@@ -428,7 +420,7 @@ def rows_of(receipts: Any) -> tuple[dict[int, int], int]:
         if batch < 0:
             continue
         before = found.get(batch, 0)
-        if 0 <= row < MOST_ROWS and not before >> row & 1:
+        if 0 <= row < flights.MOST_ROWS and not before >> row & 1:
             found[batch] = before | 1 << row
         else:
             odd += 1

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -37,10 +37,6 @@ from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.pipeline import PipelineFunction
 from savable_pipeline.stages.readers.readers import READERS
 from savable_pipeline.stages.stage import Stage
-
-if TYPE_CHECKING:
-    from savable_pipeline.stages.pipeline import PipelineFunction
-
 
 Found = list[tuple[str, RecordedBatch, int]]  # the source, the batch, and its rows as bits
 _Row = tuple[int, int]  # a batch, as receipts name it, and a row

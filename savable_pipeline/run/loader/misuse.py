@@ -116,8 +116,6 @@ def warn_unloaded() -> None:
             )
 
 
-log = logging.getLogger(__name__)
-
 _LIGHTNING = "lightning.pytorch"
 _KEEPS_ONE = "saves the state of rank 0 only"
 _CURES = {  # by the calling module: whether a single rank is rejected, too, what is wrong, and the solution

@@ -270,8 +270,6 @@ class Slowest:
         return max(((shard, self._mean(shard)) for shard in known), key=lambda entry: entry[1], default=None)
 
 
-log = logging.getLogger(__name__)
-
 _ENOUGH = 1000  # samples of a source before its share is looked at
 _MUCH = 0.1  # of a source's samples, or tokens
 _MOST_DROPPED = 10_000  # dropped samples of a source that yields none end the run, or all of its first epoch

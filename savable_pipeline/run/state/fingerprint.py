@@ -18,8 +18,8 @@ from savable_pipeline.core.weights import reduced
 from savable_pipeline.core.wording import clean_address, human_bytes
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference, kind_of_summary
 from savable_pipeline.data.shards.shard_list import ShardList
-from savable_pipeline.errors import CheckpointMismatchError, StateError
-from savable_pipeline.run.state.lane_state import decoded, has_too_many, pack_state, unpack_state
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.run.state.lane_state import damaged, decoded, has_too_many, pack_state, unpack_state
 from savable_pipeline.stages.chunked_stage import rules_of
 from savable_pipeline.stages.pipeline import datasets_of, upstream
 from savable_pipeline.stages.stage import Stage
@@ -47,7 +47,7 @@ _KINDS: dict[str, Any] = {  # of the fields that `compare` looks into
     "sources": list[str],
     "weights": dict[str, int],
 }
-_LARGEST = 1 << 27  # bytes of a fingerprint before it is compressed
+_LARGEST = 1 << 26  # bytes of a fingerprint before it is compressed
 
 
 class Fingerprint(msgspec.Struct):
@@ -137,12 +137,12 @@ def unpack_fingerprint(raw: bytes) -> Fingerprint:
     try:
         plain = inflate.decompress(packed.compressed, _LARGEST)
     except zlib.error as error:
-        raise StateError(f"fingerprint: {error}. Use another copy of the checkpoint.") from error
+        raise damaged(f"fingerprint: {error}") from error
     if not inflate.eof:
         fault = f"more than {human_bytes(_LARGEST)} inflated" if inflate.unconsumed_tail else "cut short"
-        raise StateError(f"fingerprint: {fault}. Use another copy of the checkpoint.")
+        raise damaged(f"fingerprint: {fault}")
     if has_too_many(plain, len(packed.compressed)):
-        raise StateError("fingerprint: over a million values. Use another copy of the checkpoint.")
+        raise damaged("fingerprint: over a million values")
     found = decoded(plain, Fingerprint, "fingerprint")
     _check_known_fields(found.fields)
     return found
@@ -159,7 +159,7 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise StateError(f"fingerprint: {name}: {error}. Use another copy of the checkpoint.") from error
+        raise damaged(f"fingerprint: {name}: {error}") from error
 
 
 def _setting(field: str) -> str:

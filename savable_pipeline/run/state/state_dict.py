@@ -26,7 +26,7 @@ from savable_pipeline.core.state_numbers import SavedCount, check_numbers
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.fingerprint import are_of_one_run
 from savable_pipeline.run.state.flights import ACKNOWLEDGE, with_acks_applied
-from savable_pipeline.run.state.lane_state import LaneState, restoring, unpack_state
+from savable_pipeline.run.state.lane_state import LaneState, damaged, restoring, unpack_state
 
 _LANE = re.compile(r"lane_([0-9]{5,18})")
 _NUMBERS = ("lanes", "epoch", "slot")
@@ -71,22 +71,15 @@ def _check_flat(state: Mapping[str, Any]) -> None:
         )
     odd = [name for name in state if not isinstance(name, str)]
     if odd:
-        raise StateError(
-            f"the state has the key {reprlib.repr(odd[0])}, which is no string. Use another copy of the checkpoint."
-        )
+        raise damaged(f"the state has the key {reprlib.repr(odd[0])}, which is no string")
     check_numbers("the state", state.get("order"), state.get("state"))
     numbers = [name for name in _NUMBERS if type(state[name]) is not int or not 0 <= state[name] < _LARGEST]
     if numbers:
-        raise StateError(
-            f"{numbers[0]} of the state is {reprlib.repr(state[numbers[0]])}, not a count. Use another "
-            "copy of the checkpoint."
-        )
+        raise damaged(f"{numbers[0]} of the state is {reprlib.repr(state[numbers[0]])}, not a count")
     if (named := state.get(ACKNOWLEDGE, 0)) not in (0, 1) or type(named) is not int:
-        raise StateError(
-            f"acknowledge of the state is {reprlib.repr(named)}, not 0 or 1. Use another copy of the checkpoint."
-        )
+        raise damaged(f"acknowledge of the state is {reprlib.repr(named)}, not 0 or 1")
     if not state["lanes"]:
-        raise StateError("the state has no lanes. Use another copy of the checkpoint.")
+        raise damaged("the state has no lanes")
 
 
 def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, LaneState]:
@@ -294,4 +287,4 @@ def _bytes(text: str, name: str) -> bytes:
             raise binascii.Error(f"it does not start with {_BYTES}")
         return base64.b64decode(digits.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
-        raise StateError(f"{name}: no base64 bytes ({error}). Use another copy of the checkpoint.") from error
+        raise damaged(f"{name}: no base64 bytes ({error})") from error

@@ -16,7 +16,7 @@ from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 from savable_pipeline.run.state.flights import SLOTS, read_flights
-from savable_pipeline.run.state.lane_state import LaneState, restoring, unpack_state
+from savable_pipeline.run.state.lane_state import LaneState, damaged, restoring, unpack_state
 from savable_pipeline.run.state.state_dict import JSON_FILE, check_flat, from_json, lane_name, lane_numbers, read_facts
 
 _MISSING = "missing"  # in place of a field that one state does not have
@@ -57,7 +57,7 @@ def _loaded_json(path: Path) -> Any:
     try:
         loaded = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise StateError(f"{path}: no JSON ({error}). Use another copy of the checkpoint.") from error
+        raise damaged(f"{path}: no JSON ({error})") from error
     return from_json(loaded) if isinstance(loaded, dict) and loaded.keys() >= _MARKS else None
 
 
@@ -144,10 +144,10 @@ def _row(lane: LaneState, stages: list[str]) -> dict[str, Any]:
 def _path(state: Any, where: str) -> Iterator[dict[str, Any]]:
     """The saved fields of each stage, readers first; the sources of a `Blend` in the order of their names."""
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise StateError(f"{where}: {_short(state)} is no state of a stage. Use another copy of the checkpoint.")
+        raise damaged(f"{where}: {_short(state)} is no state of a stage")
     upstream = state.get("sources") or ({"": state["source"]} if "source" in state else {})
     if not isinstance(upstream, dict):
-        raise StateError(f"{where}: {_short(upstream)} are no sources. Use another copy of the checkpoint.")
+        raise damaged(f"{where}: {_short(upstream)} are no sources")
     for name in sorted(upstream, key=str):
         yield from _path(upstream[name], where)
     yield {name: value for name, value in state.items() if name not in ("source", "sources")}
