@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.engine.messages import Delivery, LaneJob, RequestKind, row_count
-from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
+from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, restoring, unpack_state, with_counts
 from savable_pipeline.stages.batcher import rebuild
 from savable_pipeline.stages.item_buffer import made_items
@@ -57,7 +56,7 @@ class _Live:
 
     def collect(self) -> None:
         """Collect the counters of the stages."""
-        fresh = take_counts(self.stages, {})
+        fresh = take_counts(self.stages)
         self.dropped = with_counts(self.dropped, fresh)
         self.counts.update(fresh)
 
@@ -136,7 +135,9 @@ class LaneRunner:
         if self._made % EVERY:
             batch, ref, more, spent, seen = *self._make(live, want), {}, None
         else:
-            with timed(live.stages) as spent, self._watching(live.stages, start) as seen:
+            seen = WatchedSamples([]) if start >= self._watch_due else None  # that takes a microsecond or two a sample
+            self._watch_due = self._watch_due if seen is None else start + _WATCH_S
+            with timed(live.stages, seen) as spent:
                 batch, ref, more = self._make(live, want)
         self._made += 1
         live.collect()
@@ -164,16 +165,9 @@ class LaneRunner:
         last = stages[-1]
         batch, ref, kept = _rebuilt(last, job)
         verify_files(stages, job.lane.batches * last.lane.count + last.lane.index)
-        counts, seconds = take_counts(stages, {}), time.perf_counter() - start
+        counts, seconds = take_counts(stages), time.perf_counter() - start
         rows = row_count(ref, type(last).__name__)
         return Delivery(batch, packed, True, False, seconds, 0.0, counts, ref, ref=ref, rows=rows, remaining=kept)
-
-    def _watching(self, stages: list[Stage], now: float) -> AbstractContextManager[WatchedSamples | None]:
-        """Watch samples, too, unless others were a moment ago: that takes a microsecond or two a sample."""
-        if now < self._watch_due:
-            return nullcontext()
-        self._watch_due = now + _WATCH_S
-        return watched(stages)
 
     def _make(self, live: _Live, want: RequestKind) -> tuple[Any, ItemRef, bool]:
         """Serve a request of this kind: the batch, its ref, and whether there is another.

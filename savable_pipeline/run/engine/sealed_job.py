@@ -19,12 +19,12 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing import reduction, resource_tracker, spawn
 from multiprocessing.context import SpawnProcess, set_spawning_popen
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from savable_pipeline.core.wording import short_error
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.messages import LaneJob
+from savable_pipeline.stages.mapped_function import LAMBDA
 
 PROCESS_NAME = "savable_pipeline"  # what the names of our processes begin with
 UNGUARDED_CODE = 79  # with which one of them ends that finds the main module unguarded: the trainer says so, once
@@ -41,27 +41,14 @@ _LONGEST = 10  # lines of a traceback in a message
 
 
 class SealedJob:
-    """Unpickled in a child, it holds bytes until it is opened, when the child can report an error."""
+    """A job that a child opens, where its error can be reported.
 
-    def __init__(self, job: LaneJob) -> None:
-        self._job: LaneJob | None = job
-        self._raw = b""
-        self._main: dict[str, Any] = {}
+    A forked child gets the job itself. Any other gets `raw`, of `pickled_job`, and `main`, of `main_module`.
+    """
+
+    def __init__(self, job: LaneJob | None, raw: bytes = b"", main: dict[str, Any] | None = None) -> None:
+        self._job, self._raw, self._main = job, raw, main or {}
         self._error: WorkerError | None = None
-
-    def __getstate__(self) -> tuple[bytes, dict[str, Any]]:
-        return (self._raw, self._main) if self._raw else (bytes(ForkingPickler.dumps(self._job)), main_module())
-
-    def __setstate__(self, state: tuple[bytes, dict[str, Any]]) -> None:
-        self._job, self._error = None, None
-        self._raw, self._main = state
-
-    @classmethod
-    def of(cls, raw: bytes, main: dict[str, Any]) -> SealedJob:
-        """A job that another machine has pickled, whose main module that is."""
-        sealed = cls.__new__(cls)
-        sealed.__setstate__((raw, main))
-        return sealed
 
     def open(self) -> LaneJob:
         """The job. Raises `WorkerError` if the main module or the pipeline cannot be imported here."""
@@ -75,6 +62,27 @@ class SealedJob:
                 self._error = error
                 raise
         return self._job
+
+
+def pickled_job(job: LaneJob, receiver: str, instead: str = "") -> bytes:
+    """Pickle a job. Raises ValueError, with what to do `instead`, if it cannot be sent to this receiver."""
+    try:
+        return pickle.dumps(job, protocol=5)
+    except Exception as error:
+        named = getattr(job.pipeline, "__qualname__", f"\n{job.pipeline!r}\n")
+        raise ValueError(
+            f"the pipeline {named} cannot be sent to {receiver}: {error}. {_pickling_fix(str(error))}{instead}."
+        ) from error
+
+
+def _pickling_fix(error: str) -> str:
+    """Say what to do about an error of pickling."""
+    if "not the same object" in error:
+        return "It was defined again since, as by a notebook cell: make the pipeline again, of the new one"
+    if "cannot pickle" in error or "cannot be pickled" in error:  # an object, and no name that is not found
+        return "Make what cannot be pickled, such as a tokenizer, in the worker, by a function: .encode(make)"
+    lambdas = " (of a lambda: give it a name with def)" if LAMBDA in error else ""
+    return f"Define it{lambdas} at the top of a module and bind its arguments with functools.partial"
 
 
 def _unpickled(raw: bytes) -> LaneJob:

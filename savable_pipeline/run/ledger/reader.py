@@ -53,9 +53,6 @@ class _LedgerFile:
     cut: EpochSlot  # the earliest position from which a later start resumes
     start_number: int
 
-    def records(self) -> Iterator[records.Record]:
-        return records.read_records(self.path)
-
 
 class LedgerFiles:
     """The ledger in a folder.
@@ -91,7 +88,7 @@ class LedgerFiles:
         for file in self._files:
             pending: RecordedBatch | None = None
             facts = NO_FACTS
-            for record in file.records():
+            for record in records.read_records(file.path):
                 if isinstance(record, records.Facts):
                     facts = record.facts
                 if isinstance(record, records.Batch):
@@ -106,7 +103,10 @@ class LedgerFiles:
     def numbers(self) -> Iterator[tuple[records.Start, list[records.Numbers]]]:
         """Yield the counters in each file, in the order of time. Old files may have none."""
         for file in self._files:
-            yield file.start, [record for record in file.records() if isinstance(record, records.Numbers)]
+            yield (
+                file.start,
+                [record for record in records.read_records(file.path) if isinstance(record, records.Numbers)],
+            )
 
     def find(self, tag: int, indices: set[int]) -> Iterator[tuple[int, RecordedBatch, int]]:
         """Yield (sample index, batch, rows as a bit mask) for these samples of a source.
@@ -123,7 +123,7 @@ class LedgerFiles:
     def acknowledged(self) -> Iterator[tuple[int, records.Acknowledged]]:
         """Yield each record of acknowledgements with the number of its start."""
         for file in self._files:
-            for record in file.records():
+            for record in records.read_records(file.path):
                 if isinstance(record, records.Acknowledged):
                     yield file.start_number, record
 
@@ -145,7 +145,7 @@ class LedgerFiles:
         lane = slot % self.starts[0].lanes
         best: records.LaneAt | None = None
         for file in self._files:
-            for record in file.records():
+            for record in records.read_records(file.path):
                 if isinstance(record, records.LaneAt) and record.lane == lane and record.epoch == epoch:
                     position = (epoch, record.slot)
                     if position <= (epoch, slot) and position < file.cut and (best is None or record.slot >= best.slot):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T", bound=Observer)
-_FIXED = {"settings", "states", "observers", "position", "_ends"}
+_FIXED = {"settings", "states", "observers", "position", "epoch_of", "_ends"}
 _MOST_LANES = 1 << 16  # of a state that sets them, which may be damaged
 
 
@@ -91,6 +91,7 @@ class Run:
         self.states = States(settings, self.ranks, self.local)
         self.observers = new_observers(settings, self.ranks, self.local, self.states, self.prefetcher)
         self._ends = EpochEnds(settings, self.local, self.prefetcher, self.observers)
+        self.epoch_of = self._ends.epoch_of
         self.begin_epoch(0)
 
     def observer(self, kind: type[T]) -> T | None:
@@ -111,11 +112,7 @@ class Run:
     @property
     def epoch(self) -> int:
         """The epoch of the last batch; once the next iterator has started, its own."""
-        return self._ends.epoch_of(self.position)
-
-    def epoch_at(self, position: Position) -> int:
-        """The same at a position where this run was."""
-        return self._ends.epoch_of(position)
+        return self.epoch_of(self.position)
 
     def length(self) -> int | None:
         """How many batches this rank gets in the epoch; None if that is not known."""
@@ -289,13 +286,9 @@ class Run:
 
     # Saving, restoring and looking back.
 
-    def state_dict(self, lag: int = 0) -> dict[str, Any]:
-        """See `SavableLoader.state_dict`."""
-        return self.state_at(self.position, lag)
-
-    def state_at(self, position: Position, lag: int = 0) -> dict[str, Any]:
-        """The state at a position where this run was, or `lag` batches before."""
-        before = position.before(lag)
+    def state_dict(self, lag: int = 0, *, at: Position | None = None) -> dict[str, Any]:
+        """Return the state here or at a position where this run was, or `lag` batches before."""
+        before = (at or self.position).before(lag)
         self.backend.verify_delivered()
         state = self.states.flat(before)
         for observer in self.observers:
@@ -307,7 +300,7 @@ class Run:
     ) -> dict[str, Any]:
         """The state of all ranks, here or at a position where this run was. Collective."""
         ranks = self.ranks if group is None else Ranks(self.ranks.rank, self.ranks.world_size, group)
-        own = self.state_at(self.position if position is None else position, lag)
+        own = self.state_dict(lag, at=position)
         return self.joined(own, ranks.gather(own))
 
     def joined(self, own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -389,7 +388,7 @@ class NodeSession:
         if found:
             self._control.send(wire.REFUSED, "\n".join(found).encode())
             return
-        self.host = ProcessHost(SealedJob.of(raw, main), get_context("forkserver"), wire.WrittenAnswerReader)
+        self.host = ProcessHost(SealedJob(None, raw, main), "forkserver", wire.WrittenAnswerReader)
         self.host.wakes.append(self._selector.fileno())
         self._control.send(wire.AGREED, str(self._count).encode())
 

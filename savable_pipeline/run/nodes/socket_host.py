@@ -26,7 +26,7 @@ from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Ended, Host
 from savable_pipeline.run.engine.messages import Failure, LaneJob, Request, WorkerStatus
-from savable_pipeline.run.engine.sealed_job import check_main_is_guarded, main_module
+from savable_pipeline.run.engine.sealed_job import check_main_is_guarded, main_module, pickled_job
 from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agent import read_address
 from savable_pipeline.run.nodes.agreement import requirements_of
@@ -268,7 +268,8 @@ class SocketHost(Host):
         check_main_is_guarded()
         self._addresses, self._trusted = addresses, trusted
         self._rank, self._ranks = share
-        self._job = _sent_job(job, allow)
+        raw, main = pickled_job(job, "other machines"), main_module()
+        self._job = pickle.dumps((requirements_of(raw, main), list(allow), sys.path, raw, main), protocol=5)
         self._memory = wire.ReusedMemory()
         self._nodes: list[Node] = []
         self._connections: list[SocketConnection] = []  # those that are open
@@ -470,19 +471,3 @@ def _ping(link: wire.Link) -> str:
     except OSError as error:
         return wire.error_text(error)
     return ""
-
-
-def _sent_job(job: LaneJob, allow: Sequence[str]) -> bytes:
-    """Return what an agent needs to build lanes.
-
-    Raises ValueError for a pipeline that cannot be pickled.
-    """
-    try:
-        raw = pickle.dumps(job, protocol=5)
-    except Exception as error:
-        raise ValueError(
-            f"the pipeline cannot be sent to other machines: {error}. Define it at the top of a module, with "
-            "functools.partial for arguments."
-        ) from error
-    main = main_module()
-    return pickle.dumps((requirements_of(raw, main), list(allow), sys.path, raw, main), protocol=5)
