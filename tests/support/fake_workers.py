@@ -19,7 +19,7 @@ from typing import Any
 
 import savable_pipeline as sp
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.run.engine.connection import STARTED, Answer, Ended
+from savable_pipeline.run.engine.connection import STARTED, Ended, WorkerAnswer
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob, Request, WorkerStatus
 from savable_pipeline.run.engine.worker_main import answer_request
@@ -85,7 +85,7 @@ class FakeConnection:
         self._requests: deque[Request] = deque()
         self._received = 0
         self._there, self._back = 0.0, 0.0  # when the last message of each direction arrives
-        self._arrived: list[tuple[int, Answer]] = []
+        self._arrived: list[tuple[int, WorkerAnswer]] = []
         self._words = memoryview(bytearray(64)).cast("Q")
         begin_request(self._words, 0)
         self._runner = LaneRunner(
@@ -93,7 +93,7 @@ class FakeConnection:
         )  # fmt: skip
         self._answer(STARTED, 1)
 
-    def _answer(self, number: int, answer: Answer) -> None:
+    def _answer(self, number: int, answer: WorkerAnswer) -> None:
         if self._goes_on():
             self._back = self._world.carry((number, answer), self._arrives, self._back)
 
@@ -117,7 +117,7 @@ class FakeConnection:
             self.has_ended = True
             self._host.ended.append(Ended(self, "ended by signal SIGKILL"))
 
-    def _arrives(self, message: tuple[int, Answer]) -> None:
+    def _arrives(self, message: tuple[int, WorkerAnswer]) -> None:
         self._arrived.append(message)
         self._host.heard.add(self)
 
@@ -144,7 +144,7 @@ class FakeConnection:
             self._answer(request.number, answer_request(self._runner, request))
             self._work()
 
-    def receive(self) -> list[tuple[int, Answer]]:
+    def receive(self) -> list[tuple[int, WorkerAnswer]]:
         found, self._arrived = self._arrived, []
         if not found and not self._alive:
             raise EOFError

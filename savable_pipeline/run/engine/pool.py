@@ -173,14 +173,14 @@ class Pool(Backend):
 
     def _assign(self) -> None:
         """Send waiting requests, in order, to workers with room in their queues."""
-        left = []
+        waiting = []
         for request in self._waiting:
             worker = self._choose(self._lanes[request.lane])
             if worker is None:
-                left.append(request)
+                waiting.append(request)
             else:
                 self._send(request, worker)
-        self._waiting = left
+        self._waiting = waiting
 
     def _choose(self, lane: LaneAssignment) -> PoolWorker | None:
         """The worker that could begin a batch first; None if its queue is full."""
@@ -340,9 +340,9 @@ class Pool(Backend):
             if (worker.started and not worker.requests) or worker.hung:
                 continue
             limit = self._timeout if worker.started else _START_S
-            left = limit - (now - max(worker.since, waiting_since))
-            if left > 0:
-                soonest = min(soonest, left)
+            remaining_s = limit - (now - max(worker.since, waiting_since))
+            if remaining_s > 0:
+                soonest = min(soonest, remaining_s)
             elif not worker.started:
                 raise WorkerError(
                     f"a worker did not start within {limit:g} s. Look for slow code at import of the modules of the "

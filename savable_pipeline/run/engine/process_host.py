@@ -1,10 +1,10 @@
-"""`ProcessHost`: workers that are processes of this machine, whatever the start method; and `ProcessConnection`.
+"""`ProcessHost` starts workers as processes of this machine; `ProcessConnection`.
 
-    trainer ── begins, early ──▶ zygote ── forks ──▶ worker, worker, …     (worker_main.py)
+    trainer ── starts, early ──▶ zygote ── forks ──▶ worker, worker, …     (worker_main.py)
             ◀────── a channel and a status page each, batches in shared memory ──────▶
 
-The zygote begins when the loader is made: a trainer that may have threads or CUDA is never forked. A zygote that dies,
-or that somebody has stopped, is replaced, and with it all workers.
+The zygote starts when the loader is created, so a trainer that may have threads or CUDA is never forked. A zygote that
+dies, or that somebody has stopped, is replaced, and all workers with it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine import sealed_job
-from savable_pipeline.run.engine.connection import END_WAIT_S, Answer, Ended, Host
+from savable_pipeline.run.engine.connection import END_WAIT_S, Ended, Host, WorkerAnswer
 from savable_pipeline.run.engine.messages import LaneJob, Request, WorkerStatus
 from savable_pipeline.run.engine.shared_batches import AnswerReader
-from savable_pipeline.run.engine.worker_main import LOOK, OBEYED, answer_request, serve
+from savable_pipeline.run.engine.worker_main import LOOK, OBEYED, answer_request, run_zygote
 from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.status_page import STACK_SIGNAL, StatusPage, read_status
 
@@ -46,7 +46,10 @@ _GLANCE_S = 5.0  # that count of one wait: the trainer may have been stopped, to
 
 
 class ProcessConnection:
-    """A worker process: a channel for requests and answers, a status page, and shared memory for large answers."""
+    """A worker process.
+
+    It has a channel for requests and answers, a status page, and shared memory for large answers.
+    """
 
     def __init__(self, number: int, end: socket.socket, pinned: PinnedShards, host: ProcessHost) -> None:
         self.number = number
@@ -79,7 +82,7 @@ class ProcessConnection:
         with contextlib.suppress(OSError):  # raised if the worker is dead, which `receive` will notice
             self.channel.send(message)
 
-    def receive(self) -> list[tuple[int, Answer]]:
+    def receive(self) -> list[tuple[int, WorkerAnswer]]:
         """The answers that have arrived."""
         try:
             self.channel.flush()
@@ -134,10 +137,11 @@ class ProcessConnection:
 
 
 class ProcessHost(Host):
-    """Has a zygote begin workers. Raises ValueError for a pipeline that cannot be sent to them.
+    """Has a zygote start workers.
 
-    It is made early, before this process has more threads or uses a GPU. `reader` makes what reads a worker's answers.
-    A descriptor in `wakes` ends a `wait` when it can be read.
+    It is created early, before this process has more threads or uses a GPU. `reader` creates what reads a worker's
+    answers. A descriptor in `wakes` ends a `wait` when it can be read. Raises ValueError for a pipeline that cannot be
+    sent to workers.
     """
 
     def __init__(
@@ -162,9 +166,9 @@ class ProcessHost(Host):
         self._has_answered = False  # before that it may import for minutes
         self._silent_s = 0.0  # for which the trainer has waited while orders were unanswered
         forks = self._method == "fork"
-        made: type[BaseProcess] = multiprocessing.get_context("fork").Process if forks else SpawnProcess
-        process = made(
-            target=partial(serve, builds=self._method != "spawn"),
+        kind: type[BaseProcess] = multiprocessing.get_context("fork").Process if forks else SpawnProcess
+        process = kind(
+            target=partial(run_zygote, builds=self._method != "spawn"),
             args=(self._job, theirs.fileno(), os.getpid()),
             daemon=True,
             name=f"{sealed_job.PROCESS_NAME} zygote",
@@ -224,7 +228,10 @@ class ProcessHost(Host):
         return heard, self.ended() if len(heard) < len(ready) else []
 
     def ended(self) -> list[Ended]:
-        """The ends that the zygote has reported; if it died itself, all its workers', and another is begun."""
+        """Return the ends that the zygote has reported.
+
+        If the zygote itself has ended, all workers have, and another zygote starts.
+        """
         try:
             self._channel.flush()
             reports: list[tuple[int, int]] = [pickle.loads(message) for message, _ in self._channel.receive()]
@@ -245,7 +252,7 @@ class ProcessHost(Host):
         os.kill(self.pid, signal.SIGKILL)
 
     def end_workers(self) -> None:
-        """Close all channels: workers that have started look at their shards and end; all others are killed.
+        """End workers that have started after a last look, and kill all others.
 
         After 5 s the rest is killed, and 5 s later the zygote. Raises `WorkerError` if that does not end them either.
         """
@@ -269,8 +276,8 @@ class ProcessHost(Host):
     def _have_ended(self, seconds: float) -> bool:
         """Whether all workers have ended, for which it waits so long."""
         deadline = time.monotonic() + seconds
-        while self._workers and (left := deadline - time.monotonic()) > 0:
-            self.wait(left)
+        while self._workers and (remaining_s := deadline - time.monotonic()) > 0:
+            self.wait(remaining_s)
         return not self._workers
 
     def close(self) -> None:

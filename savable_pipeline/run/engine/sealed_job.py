@@ -1,9 +1,9 @@
-"""`SealedJob`: a job as bytes, unpickled where its error can be reported; and the fresh interpreter that gets it.
+"""`SealedJob`, a job as bytes, and the fresh interpreter that gets it.
 
-    trainer ── what spawn prepares, less the main module ── the process ──▶ interpreter, on its stdin
+    trainer ── what spawn prepares, without the main module ── the process ──▶ interpreter, on its stdin
 
-multiprocessing makes a child import the trainer's main module before any of our code runs there, so that we could not
-report an error of that import: a job that is opened in a fresh interpreter imports it.
+multiprocessing has a child import the trainer's main module before any of our code runs there, so we could not report
+an error of that import. Here the job imports the main module when it is opened, where an error can be reported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class SealedJob:
         self._error: WorkerError | None = None
 
     def open(self) -> LaneJob:
-        """The job. Raises `WorkerError` if the main module or the pipeline cannot be imported here."""
+        """Return the job.
+
+        Raises `WorkerError` if the main module or the pipeline cannot be imported here.
+        """
         if self._error is not None:  # in a fork of the process that has tried
             raise self._error
         if self._job is None:
@@ -65,7 +68,10 @@ class SealedJob:
 
 
 def pickled_job(job: LaneJob, receiver: str, instead: str = "") -> bytes:
-    """Pickle a job. Raises ValueError, with what to do `instead`, if it cannot be sent to this receiver."""
+    """Pickle a job.
+
+    Raises ValueError, with what to do `instead`, if it cannot be sent to this receiver.
+    """
     try:
         return pickle.dumps(job, protocol=5)
     except Exception as error:
@@ -121,7 +127,10 @@ def _imports_main(file: str) -> bool:
 
 
 def check_main_is_guarded() -> None:
-    """End a child of ours that is still importing the main module; in another's child raise `WorkerError`."""
+    """End this process if it is a child of ours that imports the main module.
+
+    In another's child that does, raise `WorkerError`.
+    """
     process = multiprocessing.current_process()
     if not getattr(process, "_inheriting", False):
         return
@@ -140,7 +149,7 @@ def main_module() -> dict[str, Any]:
 
 
 def begin_interpreter(process: SpawnProcess, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Run a process that was not started in a fresh interpreter, which inherits these descriptors."""
+    """Start a process in a fresh interpreter, which inherits these descriptors."""
     content = io.BytesIO()
     data = spawn.get_preparation_data(process.name)
     anyone: Any = content

@@ -1,7 +1,7 @@
-"""Measures the time that each stage of a lane and each sample takes, and collects the stages' event counters.
+"""Times of the stages of a lane and of samples, and the stages' event counters.
 
-Every 16th batch is timed: meanwhile each stage is of a subclass of its class, whose methods measure. Other batches run
-at no cost.
+Every 16th batch is timed. For this batch each stage gets a subclass of its class, whose methods measure. Other batches
+cost nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _TIMED = ("__next__", "take", "open_samples", "fetch", "make")
 
 
 class WatchedSamples(msgspec.Struct):
-    """What was seen of one batch. `samples`: shard, index with its source's tag, and nanoseconds of each call."""
+    """Samples of one batch that encoders took, and the bytes read.
+
+    `samples`: shard, index with its source's tag, and nanoseconds of each call.
+    """
 
     samples: list[tuple[str, int, int]]
     bytes_read: int = 0
@@ -46,21 +49,21 @@ def take_counts(stages: Sequence[Stage]) -> dict[str, int | float]:
 
 
 @contextlib.contextmanager
-def timed(stages: Sequence[Stage], seen: WatchedSamples | None = None) -> Iterator[dict[str, int]]:
-    """Within this context, sum up the nanoseconds of each stage by its name, without those of the stages upstream.
+def timed(stages: Sequence[Stage], record: WatchedSamples | None = None) -> Iterator[dict[str, int]]:
+    """Sum up the nanoseconds of each stage by its name within this context.
 
-    The time in which samples read their parts is that of `READ`, not of the stage that asks for them: a slow disk or
-    network is not a slow encoder. `stages` are in the order of the data path: the last one is called. `seen` gets the
-    samples that encoders take, and the bytes read.
+    The time of a stage is without that of the stages upstream. The time in which samples read their parts counts as
+    `READ`, because a slow disk or network is not a slow encoder. `stages` are in the order of the data path, and the
+    last one is called. `record` gets the samples that encoders take, and the bytes read.
     """
-    clock = _Clock(seen)
+    clock = _Clock(record)
     datasets = {id(stage.dataset): stage.dataset for stage in stages if isinstance(stage, RecordReader)}
     last = type(stages[-1]).__name__
     with contextlib.ExitStack() as undo:
         for stage in stages:
-            if seen is not None and isinstance(stage, Encode):
+            if record is not None and isinstance(stage, Encode):
                 undo.callback(setattr, stage.keyed, "encode", stage.keyed.encode)
-                stage.keyed.encode = _timed(stage.keyed.encode, seen)
+                stage.keyed.encode = _timed(stage.keyed.encode, record)
             vars(stage)["_clock"] = clock
             undo.callback(setattr, stage, "__class__", type(stage))
             stage.__class__ = _measuring(type(stage))
@@ -76,17 +79,17 @@ def timed(stages: Sequence[Stage], seen: WatchedSamples | None = None) -> Iterat
 class _Clock:
     """`spent`: nanoseconds by name of stage; `inner`: nanoseconds that the current call spent in stages upstream."""
 
-    def __init__(self, seen: WatchedSamples | None) -> None:
+    def __init__(self, record: WatchedSamples | None) -> None:
         self.spent: Counter[str] = Counter()
         self.inner = 0
-        self._seen = seen
+        self._record = record
 
     def add_read(self, size: int, took: int) -> None:
-        """Add the time that a sample took to read a part, and take it off the stage that asked for it."""
+        """Add the time in which a sample read a part, and subtract it from the stage."""
         self.spent[READ] += took
         self.inner += took
-        if self._seen is not None:
-            self._seen.bytes_read += size
+        if self._record is not None:
+            self._record.bytes_read += size
 
     def time(self, stage: Stage, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of a stage and add the time it took."""

@@ -1,4 +1,4 @@
-"""The processes of workers: the main function of each, and the zygote, which forks them.
+"""Main functions of worker processes, and of the zygote, which forks them.
 
     trainer ── ("begin", number) and the worker's end of a channel, or ("signal", number, signal) ──▶ zygote
             ◀── (OBEYED, 0), for each order; (number, exit code) of each ended worker ──
@@ -33,7 +33,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from savable_pipeline.core import batch_memory
 from savable_pipeline.core.child_process import become_replaced, poll_while_parent_lives
@@ -49,14 +49,13 @@ from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.status_page import StatusPage, begin_request
 
 T = TypeVar("T")
-Requests: TypeAlias = "queue.SimpleQueue[Request]"
 _IDLE_S = 1.0  # after which a worker looks at its shards
 LOOK = b"look"  # sent to a worker in place of a request: it looks at its shards now, whatever it is at
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedShards:
-    """The files that a zygote has opened for its workers, and the shards that it found."""
+    """Files that a zygote has opened for its workers, and the shards that it found."""
 
     shared: dict[Any, Any] = field(default_factory=dict)
     pinned: PinnedShards = field(default_factory=dict)
@@ -71,14 +70,14 @@ class OpenedShards:
 
 
 def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShards | None = None) -> NoReturn:
-    """Run a worker process until its parent process ends or the trainer closes its end of the channel.
+    """Run a worker process until its parent ends or the trainer closes the channel.
 
     `opened` is what this process has inherited open.
     """
     be_quiet()
     become_replaced()
     channel = Channel(end, waits=True)
-    requests: Requests = queue.SimpleQueue()
+    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
     last_look: LastLook | None = None
     try:
         status, pinned = _first_message(channel, requests)
@@ -183,7 +182,7 @@ def be_one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def _first_message(channel: Channel, requests: Requests) -> tuple[StatusPage, PinnedShards]:
+def _first_message(channel: Channel, requests: queue.SimpleQueue[Request]) -> tuple[StatusPage, PinnedShards]:
     """The status page and the shards of the run, from the trainer's first message.
 
     Requests that arrived with it go into the queue.
@@ -198,7 +197,9 @@ def _first_message(channel: Channel, requests: Requests) -> tuple[StatusPage, Pi
     return status, pickle.loads(messages[0][0])
 
 
-def _listen(channel: Channel, requests: Requests, parent: int, last_look: LastLook, status: StatusPage) -> None:
+def _listen(
+    channel: Channel, requests: queue.SimpleQueue[Request], parent: int, last_look: LastLook, status: StatusPage
+) -> None:
     """Put requests into the queue.
 
     End the process when the trainer closes its end or the parent process ends.
@@ -221,8 +222,11 @@ def _listen(channel: Channel, requests: Requests, parent: int, last_look: LastLo
 OBEYED = 0  # in the place of a worker's number, which is 1 or more
 
 
-def serve(job: SealedJob, end: int, trainer: int, *, builds: bool) -> None:
-    """Run the zygote, to which a channel's end was passed, until the trainer closes the other one or ends."""
+def run_zygote(job: SealedJob, end: int, trainer: int, *, builds: bool) -> None:
+    """Run the zygote until the trainer ends or closes its end of the channel.
+
+    `end` is the descriptor of the other end.
+    """
     be_quiet()
     be_one_thread()
     gc.freeze()  # a full collection writes to every object, which would copy all that is shared with the trainer
@@ -267,7 +271,10 @@ class _Zygote:
         gc.freeze()  # what workers share with this process
 
     def step(self, ready: list[tuple[int, int]]) -> None:
-        """Handle orders and ended workers. Raises EOFError when the trainer has closed its end."""
+        """Handle orders and ended workers.
+
+        Raises EOFError when the trainer has closed its end.
+        """
         for descriptor, _ in ready:
             if descriptor == self._woken:
                 with contextlib.suppress(BlockingIOError):

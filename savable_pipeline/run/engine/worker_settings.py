@@ -14,7 +14,7 @@ from savable_pipeline.run.engine.thread_host import ThreadHost
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of a rank, for `SavableLoader(..., workers=)`. None of it changes a batch.
+    """Workers of a rank, for `SavableLoader(workers=)`. No setting changes a batch.
 
     Args:
         count: How many, in place of `num_workers=`.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Acknowledgement: TypeAlias = Literal["done", "dropped", "again"]
 Noted: TypeAlias = dict[tuple[Acknowledgement, str], dict[int, int]]  # rows of batches, by what and why
-_CANNOT_BE_MADE = "can no longer be made"
+_NOT_REBUILT = "can no longer be made"
 
 
 class InFlight(NamedTuple):
@@ -164,7 +164,7 @@ class Acknowledgements:
     def _lose(self, flight: Outstanding, rows: int) -> None:
         if rows:
             self._change(flight, flight.done | rows, flight.to_come)
-            self._note(flight.batch, rows, "dropped", _CANNOT_BE_MADE)
+            self._note(flight.batch, rows, "dropped", _NOT_REBUILT)
 
     def settle(self, batches: int) -> None:
         """Take the last batch back if it is not among the `batches` that the rank got.
@@ -189,8 +189,8 @@ class Acknowledgements:
         with self._lock:
             self._is_awaited = True
             while self._out and self._out + rows > most:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._freed.wait(left):
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0 or not self._freed.wait(remaining_s):
                     raise SavableError(
                         f"{self._out} rows are in flight and the next batch has {rows}, more than "
                         f"max_in_flight={most}. Call acknowledge or drop: this rank waited {timeout_s:g} s."
@@ -226,11 +226,11 @@ class Acknowledgements:
                 self._lanes[slot % self._lane_count].add_to_columns(flight, slot // self._lane_count)
         self._young = []
 
-    def give_again(self, number: int, kept: Iterable[int]) -> int:
-        """Repeat the first waiting batch with the rows `kept`. Returns the open ones."""
+    def give_again(self, number: int, remaining: Iterable[int]) -> int:
+        """Repeat the first waiting batch with the rows `remaining`. Returns the open ones."""
         with self._lock:
             flight = self.waiting[0]
-            self._lose(flight, flight.open & ~sum(1 << row for row in kept))
+            self._lose(flight, flight.open & ~sum(1 << row for row in remaining))
             rows = flight.to_come & flight.open
             self._counts["given_again", ""] += rows.bit_count()
             self._last = number, flight, rows
@@ -324,8 +324,8 @@ class Acknowledgements:
     def _packed(self, number: int, lane: _Lane, batches: int, saved_with: bytes) -> bytes:
         newest = next(reversed(lane.flights.values()), None)
         if newest is not None and newest.number >= batches:  # without later ones
-            given = [flight for flight in lane.flights.values() if flight.number < batches]
-            return flights.packed_flights(number, flights.flight_columns(given, self._lane_count), saved_with)
+            earlier = [flight for flight in lane.flights.values() if flight.number < batches]
+            return flights.packed_flights(number, flights.flight_columns(earlier, self._lane_count), saved_with)
         if lane.packed is None or lane.packed[0] != saved_with:
             lane.packed = saved_with, flights.packed_flights(number, lane.in_columns(self._lane_count), saved_with)
         return lane.packed[1]
@@ -338,14 +338,14 @@ class Acknowledgements:
         `own` and `acks` are this rank's batches and acknowledgements in the state of all ranks. `merged` are the
         batches that remain in it.
         """
-        left = {flight.batch: flight.open for of_lane in merged.values() for flight in of_lane}
+        open_rows = {flight.batch: flight.open for of_lane in merged.values() for flight in of_lane}
         with self._lock:
             for lane, of_lane in own.items():
                 for flight in of_lane:
-                    here = self._lanes[lane].flights.get(flight.batch)
-                    if here is not None:
-                        gone = flight.open & ~left.get(flight.batch, 0)
-                        self._change(here, here.done | gone, here.to_come)
+                    own_flight = self._lanes[lane].flights.get(flight.batch)
+                    if own_flight is not None:
+                        gone = flight.open & ~open_rows.get(flight.batch, 0)
+                        self._change(own_flight, own_flight.done | gone, own_flight.to_come)
             for batch, rows in acks.items():
                 if not self._elsewhere[batch] & ~rows:
                     del self._elsewhere[batch]
@@ -382,14 +382,14 @@ class IssuedReceipts(NamedTuple):
         return self.memory.tobytes() == self.raw and self.tensor.data_ptr() == self.pointer
 
 
-def receipts_of(batch: int, size: int, rows: int = 0, kept: Sequence[int] | None = None) -> torch.Tensor:
+def receipts_of(batch: int, size: int, rows: int = 0, numbers: Sequence[int] | None = None) -> torch.Tensor:
     """Receipts of a batch of this size, with -1 for rows not in the bits `rows`.
 
-    `kept`: the numbers of its rows, before the padding; by default all from 0 on.
+    `numbers`: the numbers of its rows, before the padding; by default all from 0 on.
     """
     import torch
 
-    numbers = range(size) if kept is None else kept
+    numbers = range(size) if numbers is None else numbers
     found = [(batch, row) if rows >> row & 1 else (-1, -1) for row in numbers]
     found += [(-1, -1)] * (size - len(found))
     return torch.tensor(found, dtype=torch.int64).reshape(-1, 2)

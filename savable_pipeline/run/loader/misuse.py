@@ -190,11 +190,11 @@ def warn_unsaved(caller: str, at: Position, *, restarts: bool) -> None:
         _warn("an Accelerator", "Use savable_pipeline.trainers.accelerate.prepare(accelerator, loader)")
 
 
-def _warn(what: str, cure: str) -> None:
+def _warn(trainer: str, cure: str) -> None:
     log.warning(
         "%s does not save the state of a SavableLoader, so a resumed run would restart at slot 0. %s, or save the "
         "state yourself.",
-        *(what, cure),
+        *(trainer, cure),
     )
 
 

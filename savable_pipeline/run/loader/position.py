@@ -234,7 +234,7 @@ class Observer:
         """Note or replace a batch before it is yielded."""
 
     def on_skip(self, at: Position) -> None:
-        """Note that slots from here on are not yielded, because they are skipped or the epoch is over.
+        """Note that slots from here on are not yielded: a skip, or the epoch is over.
 
         These slots have no batch, so `on_batch` does not see them. Raises `SavableError` if an epoch had too little.
         """

@@ -21,7 +21,7 @@ from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.run.engine.backend import Backend
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.loader.decided import agreed, check_decided, reconfigure
-from savable_pipeline.run.loader.epoch_end import EpochEnds, left_of_epoch, proposed_end
+from savable_pipeline.run.loader.epoch_end import EpochEnds, proposed_end, remaining_slots
 from savable_pipeline.run.loader.local_lanes import LocalLanes, with_lanes
 from savable_pipeline.run.loader.misuse import IterationGuard, warn_unloaded
 from savable_pipeline.run.loader.observers import Trace, new_observers, traced_rows
@@ -201,7 +201,7 @@ class Run:
             for observer in self.observers:
                 observer.on_skip(self.position)
         if self.settings.epoch_slots is not None:
-            slots = min(slots, left_of_epoch(self.position, self.settings.epoch_slots))
+            slots = min(slots, remaining_slots(self.position, self.settings.epoch_slots))
         over = self.position.previous  # the epoch whose last batch was yielded, but whose iterator has not ended yet
         while slots and self.position.previous is over:
             with self._process.moving():
@@ -287,7 +287,7 @@ class Run:
     # Saving, restoring and looking back.
 
     def state_dict(self, lag: int = 0, *, at: Position | None = None) -> dict[str, Any]:
-        """Return the state here or at a position where this run was, or `lag` batches before."""
+        """Return the state here or `at` an earlier position, or `lag` batches before that."""
         before = (at or self.position).before(lag)
         self.backend.verify_delivered()
         state = self.states.flat(before)

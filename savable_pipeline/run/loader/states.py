@@ -33,7 +33,7 @@ from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.state import state_dict
 from savable_pipeline.run.state.fingerprint import (
     Fingerprint,
-    FingerprintHere,
+    PipelineFingerprint,
     check_shards,
     checked_allow,
     compare,
@@ -61,7 +61,7 @@ class States:
         self._settings, self._ranks, self._local = settings, ranks, local
 
     @cached_property
-    def fingerprint(self) -> FingerprintHere:
+    def fingerprint(self) -> PipelineFingerprint:
         """What a state must agree on. It holds the index of the shards open."""
         found = fingerprint(self._local.last_stage, seed=self._settings.seed, lanes=self._settings.lanes)
         return replace(found, addresses={**found.addresses, **addresses_of(self._local.pinned)})
@@ -128,7 +128,9 @@ class States:
             self._local.learn(loaded.facts)
         return loaded
 
-    def _read(self, state: Mapping[str, Any], saved: Fingerprint, ours: FingerprintHere, allowed: set[str]) -> Position:
+    def _read(
+        self, state: Mapping[str, Any], saved: Fingerprint, ours: PipelineFingerprint, allowed: set[str]
+    ) -> Position:
         """The position in a state of the fingerprint `saved`, whose fields may differ where they are `allowed`."""
         changed = saved.environment.pop(_CHANGED, None) is not None and state["slot"] > 0
         new = NewShards(saved, ours, self._local) if NEW_SHARDS in allowed else None
@@ -172,7 +174,7 @@ class NewShards:
     shard. Raises `CheckpointMismatchError` for shards that cannot join.
     """
 
-    def __init__(self, saved: Fingerprint, ours: FingerprintHere, local: LocalLanes) -> None:
+    def __init__(self, saved: Fingerprint, ours: PipelineFingerprint, local: LocalLanes) -> None:
         self._local = local
         self._shards: dict[str, tuple[int, list[str]]] = {}  # by the reader's branch: how many there were; the new ones
         check_shards(saved, ours)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.errors import WorkerError
-from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Ended, Host
+from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Ended, Host, WorkerAnswer
 from savable_pipeline.run.engine.messages import Failure, LaneJob, Request, WorkerStatus
 from savable_pipeline.run.engine.sealed_job import check_main_is_guarded, main_module, pickled_job
 from savable_pipeline.run.nodes import wire
@@ -120,7 +120,7 @@ class SocketConnection:
         self.end: Ended | None = None
         self.answered = False  # whether it has answered a request
         self.why = ""  # why its link is lost
-        self.answers: list[tuple[int, Answer]] = []
+        self.answers: list[tuple[int, WorkerAnswer]] = []
         self._host = host
         self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]  # until it has a link
         self._pid = 0
@@ -198,7 +198,7 @@ class SocketConnection:
             self.why = why
             self.end = Ended(self, f"was lost with its link to {self.node.name} ({why})", lost=True)
 
-    def receive(self) -> list[tuple[int, Answer]]:
+    def receive(self) -> list[tuple[int, WorkerAnswer]]:
         """Return the answers that have arrived."""
         found, self.answers = self.answers, []
         if not found and self.end is not None:

@@ -1,4 +1,4 @@
-"""The state of a lane as typed, versioned and checksummed bytes, and `restoring`, in which a damaged one is an error.
+"""`LaneState` as typed, versioned and checksummed bytes, and errors of damage.
 
     "SAVL" │ STATE u16 │ ORDER u16 │ xxh3_64 of the rest u64 │ MessagePack of a `LaneState`
 
@@ -10,9 +10,9 @@ reshards:
 `slot` is the first slot whose batch no rank has received yet; "order" and "state" are the numbers of state_numbers.py,
 "facts" a `RunFacts`.
 
-A checksum detects damage, but not a state written wrongly, by intent or by a fault: then any line that reads it may
-fail, in the library or in `restore_state` of a user's stage. `restoring` is the one place where these errors become a
-`StateError`; `has_too_many` finds what would take gigabytes of memory before it is made.
+A checksum detects damage, but not a state that was written wrongly. Then any line that reads it may fail, in the
+library or in `restore_state` of a user's stage. These errors become a `StateError` in one place, `restoring`.
+`has_too_many` detects what would take gigabytes of memory before it is decoded.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LaneState(msgspec.Struct):
 
 
 def pack_state(state: msgspec.Struct) -> bytes:
-    """A struct as numbered, checksummed bytes.
+    """Return a struct as numbered, checksummed bytes.
 
     Raises TypeError for a value that MessagePack cannot hold, `StateError` for an integer beyond 64 bits.
     """
@@ -82,7 +82,10 @@ def fresh_lane(lane: int, epoch: int, facts: RunFacts) -> bytes:
 
 
 def with_facts(raw: bytes, facts: RunFacts) -> bytes:
-    """A lane's packed state with other facts: whether it has another batch must be determined again."""
+    """Return a lane's packed state with other facts.
+
+    Whether the lane has another batch must then be determined again.
+    """
     return pack_state(replace(unpack_state(raw, LaneState, "lane"), facts=facts.digest, more=None))
 
 
@@ -92,7 +95,10 @@ def checksum(packed: Any) -> bytes:
 
 
 def unpack_state(raw: Any, kind: type[T], name: str) -> T:
-    """The struct `kind` in `raw`. Raises `StateError`, with `name`, if `raw` is damaged or has other numbers."""
+    """Return the struct `kind` in `raw`.
+
+    Raises `StateError`, with `name`, if `raw` is damaged or has other numbers.
+    """
     if not isinstance(raw, bytes | bytearray):
         raise StateError(f"{name}: a state must be bytes, not {type(raw).__name__}")
     if raw[:4] != _MAGIC or len(raw) < _HEAD:
@@ -107,7 +113,10 @@ def unpack_state(raw: Any, kind: type[T], name: str) -> T:
 
 
 def decoded(body: bytes, kind: type[T], name: str) -> T:
-    """The struct `kind` in MessagePack that has its checksum and may be forged all the same. Raises `StateError`."""
+    """Return the struct `kind` in MessagePack that has its checksum.
+
+    Raises `StateError`, because it may be forged all the same.
+    """
     try:
         found = msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -159,7 +168,7 @@ class OfSource(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> OfSource | None:
-        """Of the name of a counter, STAGE/source/TAG/WHAT; None for one that is of no source."""
+        """Parse a counter's name, STAGE/source/TAG/WHAT. None for one of no source."""
         stage, _, of_source = name.partition("/source/")
         tag, _, counter = of_source.partition("/")
         return cls(stage, int(tag), counter) if counter else None
@@ -202,7 +211,7 @@ def damaged(fault: str) -> StateError:
 
 @contextmanager
 def restoring(name: str) -> Iterator[None]:
-    """Raise `StateError`, with the original error as its cause, where reading or restoring `name` fails in here.
+    """Raise `StateError`, caused by the original error, if restoring `name` fails.
 
     `SavableError`, OSError and MemoryError pass, except an `EncodeError`: nothing is encoded when a state is restored,
     so its cause is a number in the state.
@@ -223,7 +232,9 @@ _LOW_BYTES = bytes(range(128))  # integers that take no memory of their own, ASC
 
 
 def has_too_many(packed: bytes, stored: int) -> bool:
-    """Check whether `packed` may have over a million objects, and one more for each of the `stored` bytes of a file.
+    """Check whether a state has too many objects for the size of its file.
+
+    The limit is a million, and one more for each of the `stored` bytes.
 
     So a state that is large in memory is large on the disk. Otherwise 131 kB of a compressed state could become
     gigabytes, because one byte can be an empty list of 72 bytes. Nothing is decoded. Each object starts with a byte,
