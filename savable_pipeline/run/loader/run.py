@@ -1,6 +1,13 @@
-"""`Run`: one rank's part of a run: its position, its steps, and its state.
+"""`Run`: one rank's part of a run, with its position, its steps and its state.
 
-`SavableLoader` shows users a run; `testing`, `verify` and `StatefulDataset` use one directly.
+A step reads the position, gets a batch, and only then moves:
+
+    observers that repeat batches ──▶ or the batch of the next slot, from the prefetcher and its backend
+      ──▶ the position after it: the epoch's end, if the ranks must vote
+      ──▶ each observer, which may raise: the batch is put back, and the next step has it again
+      ──▶ position = after; the batch is yielded
+
+`SavableLoader` shows users a run. `testing`, `verify` and `StatefulDataset` use one directly.
 """
 
 from __future__ import annotations

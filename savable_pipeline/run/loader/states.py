@@ -1,11 +1,18 @@
-"""`States`: makes the state of a position, and the position of a state.
+"""`States`: the state of a position, and the position of a state.
+
+    save    Position ──▶ flat dict: numbers, packed fingerprint, facts, and the states of this rank's lanes
+    load    flat dict ──▶ checks of its form ──▶ its commits of the Hub are pinned ──▶ compare the fingerprints
+            ──▶ new shards join ──▶ decisions that still apply ──▶ Position, which observers check before it counts
+
+Saving copies what came with the batches, so it asks no worker. Loading changes the run only if nothing raises: `Run`
+restores what it had.
 
 `NewShards` lets shards that were added to a dataset join a run, at one epoch for all lanes:
 
-    state of all lanes ──▶ the last epoch that the reader of any lane has begun: 4
+    state of all lanes ──▶ the last epoch that the reader of any lane has started: 4
                        ──▶ (epoch 5, 12 shards) among the run's facts, to stay there
 
-Epochs already begun stay as they are; no lane has begun the epoch at which the shards join, so all lanes deal it alike.
+Started epochs stay as they are. No lane has started the epoch at which the shards join, so all lanes deal it alike.
 """
 
 from __future__ import annotations
