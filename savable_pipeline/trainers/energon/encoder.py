@@ -1,6 +1,6 @@
 """`FromEnergon`: an unchanged `TaskEncoder` of Megatron-Energon for our stages.
 
-A sample, a pack and a batch have a `__restore_key__`, from which `rebuild` rebuilds them:
+A sample, a pack and a batch have a `__restore_key__`, from which `rebuild_by_key` rebuilds them:
 
     sample   ("Ref", source, epoch, index, part)                its origin, as `custom.Ref`
     pack     ("pack", key, number, key of each item, …)         the key of its random numbers, its number in the lane
@@ -348,7 +348,7 @@ def as_torch_converts(value: Any) -> Any:
 _seed: Any = seeder(True)
 
 
-def rebuild(encoder: FromEnergon, key: Any, *, seed: int) -> Any:
+def rebuild_by_key(encoder: FromEnergon, key: Any, *, seed: int) -> Any:
     """Rebuild a sample, pack or batch of a run with this seed.
 
     The trainer's random generators stay as they are. Raises ValueError for an invalid key, and EncodeError if the
