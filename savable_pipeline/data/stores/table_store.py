@@ -32,7 +32,15 @@ from savable_pipeline.core.files import regular_file, with_handles
 from savable_pipeline.core.patience import with_retries
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile, RecordError
-from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardIndex, ShardTable
+from savable_pipeline.data.shards.index import (
+    BlobIndex,
+    FileBlob,
+    Format,
+    IndexedFiles,
+    ShardIndex,
+    ShardTable,
+    bytes_of,
+)
 from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.stores.record_store import FileStore
@@ -59,7 +67,8 @@ def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
         fault, offsets = find(file)
     if fault:
         fault = encodable(f"{name}{fault}" if fault.startswith(":") else f"{name}: {fault}")
-    return ShardTable(ShardEntry(name, file.size, len(offsets) - 1, _digest(file, offsets), fault), offsets.tobytes())
+    entry = ShardEntry(name, file.size, len(offsets) - 1, _digest(file, offsets), fault)
+    return ShardTable(entry, bytes_of(offsets))
 
 
 def is_same_text(file: ByteSource, index: ShardIndex, number: int) -> bool:
@@ -73,7 +82,7 @@ def is_same_text(file: ByteSource, index: ShardIndex, number: int) -> bool:
 
 def _digest(file: ByteSource, offsets: FileBlob) -> int:
     """A hash of the places of rows, of the first of them, one in the middle and the last, and of what is before."""
-    digest = xxh3_64(offsets.tobytes())
+    digest = xxh3_64(offsets.data)
     digest.update(file.read_at(0, min(int(offsets[0]), _COMPARED)) if len(offsets) > 1 else b"")
     lines = len(offsets) - 1
     for line in sorted({0, lines // 2, lines - 1}) if lines else []:
@@ -104,7 +113,7 @@ class TextStore(FileStore):
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The rows."""
-        offsets = self.blob(shard).astype(np.int64, copy=False)
+        offsets = self.blob(shard).view(np.int64)
         return offsets[rows], offsets[rows + 1]
 
     def raw(self, shard: int, row: int, most: int = 1 << 62) -> tuple[bytes, int]:
