@@ -29,7 +29,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 26  # margins
 _COLOURS = 6  # classes c0 to c5 of the template
 _STEPS = (1, 2, 2.5, 5, 10)  # distances of ticks, times a power of 10
 
-TimeSeries = Sequence[tuple[float, float]]
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class Bar:
 
 
 def picture(
-    lines: Mapping[str, TimeSeries],
+    lines: Mapping[str, Points],
     x_name: str,
     *,
-    expected: Mapping[str, TimeSeries] | None = None,
+    expected: Mapping[str, Points] | None = None,
     most: float = 0.0,
     y_text: Callable[[float], str] = "{:.0%}".format,
 ) -> Picture | None:
@@ -97,7 +97,7 @@ def picture(
     rows = _ticks(0.0, max(most, *(y for _, y in everything), 1e-9))
     top = rows[-1]
 
-    def to_svg(points: TimeSeries) -> str:
+    def to_svg(points: Points) -> str:
         return " ".join(f"{_svg_x(x, low, high):.1f},{_svg_y(y, top):.1f}" for x, y in points)
 
     drawn = []
