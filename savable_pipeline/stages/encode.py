@@ -241,8 +241,7 @@ class Encode(ChunkedStage, ItemStage):
         if (sample.index, sample.epoch) in self._skipped.avoided:
             self.keyed.seeding.check(ends=True)
             self._skipped.avoided_again(sample)
-            return True
-        return False
+        return (sample.index, sample.epoch) in self._skipped.avoided
 
     def _add_plain(self, item: Any) -> None:
         """Note the type. Warn, once a process, of a list of dicts, which torch's `default_collate` transposes."""
@@ -339,7 +338,7 @@ class Encode(ChunkedStage, ItemStage):
             return lost
         self._report_sample(sample)
         try:
-            return self.keyed.seeding.call_alone(self.keyed.part, sample, part_of(ref), size)
+            return self.keyed.seeding.call_alone(self.keyed.part, sample, element, size)
         except EncoderError as failed:
             return self._skipped.lose(sample, failed.error)
 
@@ -476,11 +475,15 @@ class KeyedEncoder:
         except Exception as error:
             raise EncoderError(error) from error
 
-    def part(self, sample: Sample, part: int, size: Size | None = None) -> Any:
-        """Make a part of a sample again. Raises `EncoderError`, or `EncodeError` if there is no such part this time."""
+    def part(self, sample: Sample, element: Element, declared: Size | None) -> Any:
+        """Rebuild an item, and compare it with its `declared` or saved size.
+
+        Raises `EncoderError`, or `EncodeError` if there is no such part this time.
+        """
+        part = part_of(element.ref)
         made, rng = self.encoded(sample)
         try:
-            self.declared.check(sample, made, size)
+            self.declared.check(sample, element, made, declared)
         except EncodeError:
             raise
         except Exception as error:
@@ -587,24 +590,28 @@ class DeclaredSize:
         length = self._encoder.length_of(sample)
         return None if length is None else (index(length), index(self._encoder.images_of(sample)))
 
-    def check(self, sample: Sample, item: Any, declared: Size | None) -> None:
-        """Raise `EncodeError` if an item's size differs from the declared one."""
-        declared = self.of(sample) if declared is None else declared
-        if declared is None or not self.known:
+    def check(self, sample: Sample, element: Element, item: Any, declared: Size | None) -> None:
+        """Raise `EncodeError` if the size of a built item differs from the declared one.
+
+        An element of a state has its declared size, unless it is one of several, which a later stage measured.
+        """
+        planned = declared or (element.sizes[0] if element.sizes and not hasattr(item, "__next__") else None)
+        if planned is None or not self.known:
             return
         name = type(self._encoder).__name__
         where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"
         if type(item) is Skip or hasattr(item, "__next__"):
             did = f"skipped the sample with {item.reason!r}" if type(item) is Skip else "yields several items"
             raise EncodeError(
-                f"{name}.length_of declared {declared[0]}, but encode {did}. Return None from it.\n  {where}"
+                f"{name}.length_of declared {planned[0]}, but encode {did}. Return None from it.\n  {where}"
             )
-        found = self._encoder.length(item), self._encoder.images(item)
-        for method, before, after in zip(("length", "images"), declared, found, strict=True):
+        element.measured = self._encoder, index(self._encoder.length(item))
+        found = element.measured[1], self._encoder.images(item)
+        for method, before, after in zip(("length", "images"), planned, found, strict=True):
             if before != after:
                 raise EncodeError(
                     f"{name}.{method}_of declared {before}, but {method} of the item is {after}. The two must "
-                    f"agree.\n  {where}"
+                    f"agree, also after a resume.\n  {where}"
                 )
 
 

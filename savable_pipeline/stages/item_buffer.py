@@ -231,7 +231,7 @@ class ItemBuffer:
         Args:
             n: How many.
         """
-        copies = [Element(each.ref, each.value, each.sizes) for each in self._elements[:n]]
+        copies = [Element(each.ref, each.value, each.sizes, 0, each.measured) for each in self._elements[:n]]
         make_elements(self._owner.source, [element for element in copies if not element.is_made])
         return copies
 
@@ -428,7 +428,7 @@ class BudgetShare:
         with self._budget.lock:
             for element, size in made:
                 if self._budget.used + size > self._max_bytes:
-                    element.value = UNMADE
+                    element.value, element.measured = UNMADE, None
                     continue
                 self._budget.used += size
                 self._bytes += size

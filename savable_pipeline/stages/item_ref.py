@@ -109,13 +109,15 @@ def first_sample(ref: ItemRef) -> ItemRef:
 class Element(msgspec.Struct, gc=False):
     """An element on its way through a lane.
 
-    `counted_bytes` is the size of its value in the memory budget.
+    `counted_bytes` is the size of its value in the memory budget. `measured` has the encoder whose `length` was
+    called with the value, and the result, so that no later stage calls it again.
     """
 
     ref: ItemRef
     value: Any = UNMADE
     sizes: tuple[Size, ...] | None = None
     counted_bytes: int = 0
+    measured: tuple[Any, int] | None = None
 
     @property
     def is_made(self) -> bool:

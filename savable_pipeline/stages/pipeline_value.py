@@ -255,8 +255,7 @@ class BatchPipeline(Pipeline):
     __slots__ = ()
     _gives = "batches"
     _advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("shuffle", "filter", "map", "encode", "pack", "balance", "batch", "bucket", "clips"),
-        "Put it before .batch.",
+        ("shuffle", "filter", "map", "encode", "pack", "balance", "batch", "bucket", "clips"), "Put it before .batch."
     )
 
 
@@ -324,7 +323,7 @@ class ItemPipeline(Pipeline):
             encoder: Measures, cuts and packs.
         """
         options = _options(locals())
-        check_packing(max_length, policy, open_packs, max_images, max_cost, cost, too_long)
+        check_packing(options)
         return self._then(ItemPipeline, OnlinePacker, **options)
 
     def balance(

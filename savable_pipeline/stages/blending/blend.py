@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
-from operator import index, or_
+from operator import or_
 from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 import msgspec
@@ -27,6 +27,7 @@ from savable_pipeline.stages.advice import check_choice, check_count, closest
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
 from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, make_elements, take_from
+from savable_pipeline.stages.encoder_calls import measured_length
 from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.pipeline import sample_names
@@ -372,7 +373,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         encoder = stage.info.encoder
         assert encoder is not None
         try:
-            return index(encoder.length(element.value))
+            return measured_length(encoder, element)
         except Exception as error:
             raise EncodeError(
                 f"{type(encoder).__name__}.length failed: {type(error).__name__}: {error}. Fix it and resume."
@@ -410,11 +411,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
                 for name, ahead in self._ahead.items()
                 if len(ahead)
             },
-            "turns": {
-                "names": list(self._active),
-                **turns,
-                **({"before": self._before} if self._before else {}),
-            },
+            "turns": {"names": list(self._active), **turns, **({"before": self._before} if self._before else {})},
         }
 
     def restore_state(self, state: State) -> None:
