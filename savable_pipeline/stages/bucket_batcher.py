@@ -25,6 +25,7 @@ import msgspec
 from savable_pipeline.core.keyed_random import RANKS, SharedRanks, derive_key
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.batcher import EncoderBatches
 from savable_pipeline.stages.chunked_stage import is_certain, make_elements
 from savable_pipeline.stages.item_buffer import ItemBuffer
@@ -43,12 +44,6 @@ STEPS = 32  # of the shared ranks
 WIDER = 16  # times `candidates`: a bucket is wider by 1 / (WIDER · candidates) of all for each batch that it holds
 COUNTED = 256  # times `candidates`: when so many batches have come, all counts are halved
 _BATCH = 1 << 20  # parts of a batch, in which batches are counted
-
-
-def check_candidates(candidates: object) -> None:
-    """Raise ValueError unless this is an int of at least 1."""
-    if type(candidates) is not int or candidates < 1:
-        raise ValueError(f"BucketBatcher: candidates must be an int of at least 1, not {candidates!r}")
 
 
 class BucketSizes:
@@ -310,7 +305,7 @@ class BucketBatcher(EncoderBatches):
         candidates: int = 32,
         encoder: TaskEncoder | None = None,
     ) -> None:
-        check_candidates(candidates)
+        check_count("BucketBatcher", "candidates", candidates)
         self._check_source(source, ItemStage)
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self._sizes = BucketSizes(bounds, source.lane.own(size), max_tokens, grouped=group is not None)

@@ -330,11 +330,10 @@ class Encode(ChunkedStage, ItemStage):
         ref = element.ref
         sample, size = self._opened.pop(ref[:2], (None, None)) if type(ref) is tuple else (None, None)
         if sample is None:
-            sample = self.source.fetch(element.ref)
+            sample = self.source.fetch(ref)
         if sample.index in self.info.excluded:
             return EXCLUDED
-        lost = self._skipped.lost_before(sample)
-        if lost is not None:
+        if (lost := self._skipped.lost_before(sample)) is not None:
             return lost
         self._report_sample(sample)
         try:
@@ -352,10 +351,8 @@ class Encode(ChunkedStage, ItemStage):
 
         That is so if errors are raised and a `Join` has all of its sample.
         """
-        if self.on_error != "raise" or self._skipped.avoided:
-            return False
-        if self.source.info.raises:
-            return True
+        if self.on_error != "raise" or self._skipped.avoided or self.source.info.raises:
+            return self.on_error == "raise" and not self._skipped.avoided
         origin = self.source.fetch(ref).origin
         return origin.on_error == "raise" and not absent_reason(origin)
 
@@ -450,6 +447,7 @@ class KeyedEncoder:
         self.encoder, self._name = encoder, type(encoder).__name__
         self._run_seed, self._purpose = lane.seed, purpose
         self._bases: dict[int, int] = {}
+        self._open: FanOut | None = None  # of the item that was rebuilt last
 
     def due_encode(self) -> EncodeCall:
         """Return the function that encodes the samples of this row.
@@ -475,13 +473,24 @@ class KeyedEncoder:
         except Exception as error:
             raise EncoderError(error) from error
 
+    def opened(self, sample: Sample, part: int) -> tuple[tuple[Any, Rng], int]:
+        """Return the result of `encode`, its random numbers, and its items so far.
+
+        An iterator that was opened to rebuild an item is used again, unless it is past this part. Raises
+        `EncoderError`.
+        """
+        fan, self._open = self._open, None
+        if fan is not None and fan.made and fan.count <= part and fan.sample.ref == sample.ref:
+            return fan.made, fan.count
+        return self.encoded(sample), 0
+
     def part(self, sample: Sample, element: Element, declared: Size | None) -> Any:
         """Rebuild an item, and compare it with its `declared` or saved size.
 
         Raises `EncoderError`, or `EncodeError` if there is no such part this time.
         """
         part = part_of(element.ref)
-        made, rng = self.encoded(sample)
+        (made, rng), count = self.opened(sample, part)
         try:
             self.declared.check(sample, element, made, declared)
         except EncodeError:
@@ -491,7 +500,7 @@ class KeyedEncoder:
         if not hasattr(made, "__next__"):
             item = made if not part or type(made) is Skip else DONE
         else:
-            fan = FanOut(self, sample, (made, rng))
+            fan = self._open = FanOut(self, sample, (made, rng), count=count)
             item = fan.next() if fan.pass_over(part) else DONE
         if item is DONE:
             raise EncodeError(
@@ -522,26 +531,25 @@ class FanOut:
         """
         if self.made is not None:
             return self._next(*self.made)
-        made, rng = self.made = self._keyed.encoded(self.sample)
-        wanted, self.count = self.count, 0
-        fans_out = hasattr(made, "__next__")
-        if not fans_out or not self.pass_over(wanted):
+        wanted = self.count
+        self.made, self.count = self._keyed.opened(self.sample, wanted)
+        if not hasattr(self.made[0], "__next__") or not self.pass_over(wanted):
             raise CheckpointMismatchError(
                 f"Encode: sample {self.sample.key!r} of {self.sample.shard} yields fewer items than in the saved "
                 "run. Use its encoder, which must depend on the sample and `rng` alone."
             )
-        return self._next(made, rng)
+        return self._next(*self.made)
 
     def pass_over(self, parts: int) -> bool:
-        """Skip this many items.
+        """Skip items until this many are done.
 
         They are not built if the iterator has `pass_over`. False means that there are fewer.
         """
         assert self.made is not None
         made, rng = self.made
-        if parts and (pass_over := getattr(made, "pass_over", None)) is not None:
+        if parts > self.count and (pass_over := getattr(made, "pass_over", None)) is not None:
             try:
-                self.count = index(pass_over(parts))
+                self.count += index(pass_over(parts - self.count))
             except Exception as error:
                 raise EncoderError(error) from error
         else:

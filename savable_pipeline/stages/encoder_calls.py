@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import index
 from typing import Any, Literal, TypeGuard, cast
 
@@ -183,7 +184,7 @@ class EncoderCalls:
 
     def images(self, item: Any) -> int:
         """The number of images of an item."""
-        images: int = self.value("images", item, _not_negative) if self.has_images else 0
+        images: int = self.value("images", item, partial(_at_least, 0)) if self.has_images else 0
         return images
 
     def cut(self, item: Any, start: int, stop: int) -> Any:
@@ -220,10 +221,6 @@ def measured_length(encoder: TaskEncoder, element: Element) -> int:
         element.measured = encoder, index(encoder.length(element.value))  # a state cannot contain NumPy's integers
     length: int = element.measured[1]
     return length
-
-
-def _not_negative(found: Any) -> int:
-    return _at_least(0, found)
 
 
 def _at_least(least: int, found: Any) -> int:

@@ -92,18 +92,18 @@ def batch_rows(ref: ItemRef) -> tuple[ItemRef, ItemRef]:
     return number, ref[len(number) :]
 
 
-def sample_indices(ref: ItemRef) -> Iterator[int]:
-    """The index of each sample in an item, a pack or a batch."""
+def sample_refs(ref: ItemRef) -> Iterator[ItemRef]:
+    """(index, epoch, part) of each sample in an item, a pack or a batch."""
     inner = [part for part in ref if isinstance(part, tuple)]
     if not inner:
-        yield ref[0]
+        yield ref
     for part in inner:
-        yield from sample_indices(part)
+        yield from sample_refs(part)
 
 
-def first_sample(ref: ItemRef) -> ItemRef:
-    """(index, epoch, part) of the first sample in an item, a pack or a batch."""
-    return next((first_sample(part) for part in ref if isinstance(part, tuple)), ref)
+def sample_indices(ref: ItemRef) -> Iterator[int]:
+    """The index of each sample in an item, a pack or a batch."""
+    return (sample[0] for sample in sample_refs(ref))
 
 
 class Element(msgspec.Struct, gc=False):

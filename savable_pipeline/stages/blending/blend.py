@@ -138,7 +138,9 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         self._ended: set[str] = set()
         self.name_branch("")
         self.schedule = weights if isinstance(weights, Schedule) else None
-        given = self._given_weights(weights)
+        given = dict.fromkeys(weights.names, 1) if isinstance(weights, Schedule) else weights
+        if given is None:
+            given = {name: stage.info.population for name, stage in self._stages.items()}
         self.weights = integer_weights({name: given[name] for name in self._stages})
         self.by, self.stride = by, stride
         self._counters: dict[str, list[str]] = {}  # of each source, by name
@@ -149,12 +151,6 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             raise ValueError("Blend: a schedule needs an endless source. Set epochs=None in one reader.")
         if by == "tokens" and self.yields == "samples":
             raise ValueError("Blend: by='tokens' needs items. Blend after Encode.")
-
-    def _given_weights(self, weights: Mapping[str, Weight] | Schedule | None) -> Mapping[str, Weight]:
-        """A weight for each source."""
-        if isinstance(weights, Schedule):
-            return dict.fromkeys(weights.names, 1)
-        return {name: stage.info.population for name, stage in self._stages.items()} if weights is None else weights
 
     def describe(self) -> StageInfo:
         """Describe the merged stream.

@@ -201,6 +201,7 @@ class Balance(ChunkedStage, ItemStage):
             self._fill()
             if not self._held:
                 return []
+            self._held.rebuild_parts()
             at = self._rule.choose([pack.waiting for pack in self._packs])
             element = self._held[at]
             skips = self.lane.skips and not self._makes and is_certain(self.source, element.ref)

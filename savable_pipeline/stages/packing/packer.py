@@ -257,18 +257,16 @@ class OnlinePacker(PackStage):
             "taken": None if taken is None else taken.ref,
             "source": self.source.save_state(),
         }
-        if taken is not None and taken.start:
-            state["taken_part"] = (taken.start, taken.total)
-        if taken is not None and taken.sizes is not None:
-            state["taken_size"] = taken.sizes[0]
-        if self._pieces.ahead:
-            state["ahead"] = saved_elements(self._pieces.ahead)
-        if any(pack.length != self.max_length for pack in packing.packs):
-            state["lengths"] = [pack.length for pack in packing.packs]
-        if packing.holds:
-            state["held"] = [saved_piece(piece) for piece in packing.held]
-            state["rounds"] = packing.rounds
-        return state
+        lengths = [pack.length for pack in packing.packs]
+        needed = {
+            "taken_part": (taken.start, taken.total) if taken is not None and taken.start else None,
+            "taken_size": taken.sizes[0] if taken is not None and taken.sizes else None,
+            "ahead": saved_elements(self._pieces.ahead) or None,
+            "lengths": lengths if any(length != self.max_length for length in lengths) else None,
+            "held": [saved_piece(piece) for piece in packing.held] if packing.holds else None,
+            "rounds": packing.rounds if packing.holds else None,
+        }
+        return {**state, **{name: value for name, value in needed.items() if value is not None}}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; items of open packs are made again when they are needed."""

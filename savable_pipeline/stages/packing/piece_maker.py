@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -179,18 +180,22 @@ class PieceMaker:
         return whole if type(whole) is Skip else self._part_of(whole, piece)
 
     def _whole(self, piece: Piece) -> Element:
-        """Rebuild the whole item of a piece, and fill in all other missing pieces of that item."""
-        whole = Element(piece.ref)
-        make_elements(self._packer.source, [whole])
-        if type(whole.value) is Skip:
-            return whole
-        if piece.total:
-            self._calls.check_size(whole, piece.total, None if piece.is_cut else piece.images)
-        if self.taken is not None and self.taken.ref == piece.ref:
+        """Rebuild the whole item of a piece, and fill in all other missing pieces of its sample.
+
+        The parts of a sample that fans out are rebuilt in their order, by one iterator.
+        """
+        missing = [each for each in self._packing.pieces() if not each.is_made and each.ref[:2] == piece.ref[:2]]
+        wholes = {each.ref: Element(each.ref) for each in sorted([piece, *missing], key=attrgetter("ref"))}
+        make_elements(self._packer.source, [*wholes.values()])
+        for each in [piece, *missing]:
+            whole = wholes[each.ref]
+            if type(whole.value) is not Skip and each.total:
+                self._calls.check_size(whole, each.total, None if each.is_cut else each.images)
+            if type(whole.value) is not Skip and each is not piece:
+                self._set_value(each, self._part_of(whole.value, each))
+        whole = wholes[piece.ref]
+        if self.taken is not None and self.taken.ref == piece.ref and type(whole.value) is not Skip:
             self.taken.value, self.taken.measured = whole.value, whole.measured
-        for other in self._packing.pieces():
-            if other is not piece and not other.is_made and other.ref == piece.ref:
-                self._set_value(other, self._part_of(whole.value, other))
         return whole
 
     def _part_of(self, whole: Any, piece: Piece) -> Any:
