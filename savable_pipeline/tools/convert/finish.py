@@ -109,9 +109,10 @@ def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
         return jobs
     hashes = np.memmap(path, "<u8", "r+")
     hashes.sort()
-    repeated = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
-    is_folder = jobs[0].source.form == FOLDER  # where no name has more right to a key than another one
-    met = np.full(len(repeated), is_folder)  # by a range before
+    blocks = (hashes[start : start + (1 << 20) + 1] for start in range(0, len(hashes), 1 << 20))
+    repeated = np.unique(np.concatenate([block[1:][block[1:] == block[:-1]] for block in blocks]))
+    # Of two files of a folder with one key, none comes first.
+    met = np.full(len(repeated), jobs[0].source.form == FOLDER)  # by a range before
     return [_with_repeats(job, job.record().keys, repeated, met) for job in jobs] if len(met) else jobs
 
 
