@@ -49,7 +49,9 @@ def describe_tables(
     texts: frozenset[str],
     splits: tuple[str, ...],
 ) -> None:
-    """Write the index of these tables, by way of the folder `work`, and Energon's files beside it.
+    """Write the index of these tables, and Energon's files beside it.
+
+    The index is written in the folder `work`, and moved.
 
     The other arguments are as of `_energon_files`.
     """

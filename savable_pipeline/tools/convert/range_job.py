@@ -1,4 +1,4 @@
-"""Writing one range of a source: the same bytes each time, by any process, and after any kill.
+"""A job that writes one range: the same bytes each time, after any kill.
 
     work/000012.k3x9/train-000000.tar     one attempt, in a folder of its own
     work/000012.k3x9/record               its shards with their rows of the index, rejects and counts
@@ -66,7 +66,7 @@ class RangeRecord(msgspec.Struct):
 
 
 class Written(NamedTuple):
-    """What a job did: rows and bytes that were read, and the record if it is not in the work folder."""
+    """Rows and bytes that a job read; its record if it is not in the work folder."""
 
     rows: int
     size: int
@@ -75,7 +75,10 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RangeJob:
-    """A range to write into `work`, or by way of this machine into a bucket; with `hashes` to compare with these."""
+    """A range to write into `work`, or to compare with `hashes`.
+
+    With a bucket, shards are written on this machine and uploaded.
+    """
 
     name: str
     source: SourceFiles

@@ -1,4 +1,4 @@
-"""Samples of a source, one after another: key and parts of each in a tar, or the reason why it is rejected.
+"""Samples of a source: key and parts of each, or why it is rejected.
 
 source              parts                            key in the tar
 folder              files, and `cls`                 path, with _ for dots after the first
@@ -107,7 +107,7 @@ class RejectedError(Exception):
 
 
 class SampleReader:
-    """Reads samples of a source, counts them in `statistics` and lists those that are `rejected`."""
+    """Reader of a source's samples, with their `statistics` and `rejected` ones."""
 
     def __init__(self, source: SourceFiles, dataset: Dataset, options: Options, keys: Collection[str] | None) -> None:
         self.statistics, self.rejected, self._texts = Statistics(), list[Reject](), {*TEXT_FIELDS}
@@ -322,13 +322,13 @@ _ALL_NULL = "no part: every field is null"
 
 
 def is_named(extension: str, only: Collection[str]) -> bool:
-    """Return whether a part is one of these lower-case names; without names any part is."""
+    """Return whether a part has one of these lower-case names, if there are any."""
     extension = extension.lower()
     return not only or extension in only or plain_part(extension) in only
 
 
 def plain_part(extension: str) -> str:
-    """Return the name of a part without the number of one of several: `0.jpg` is `jpg`."""
+    """Return the name of a part without its number: `0.jpg` is `jpg`."""
     return _NUMBERED.sub("", extension, count=1)
 
 
@@ -342,7 +342,10 @@ def lines_between(store: Any, number: int, start: int, end: int) -> int:
 
 
 def line_fault(source: SourceFiles, store: Any, number: int) -> Reject:
-    """Return the reject of the lines after the last row of JSONL. Raises ValueError for other damaged tables."""
+    """Return the reject of the lines after the last row of JSONL.
+
+    Raises ValueError for other damaged tables.
+    """
     fault, own = store.entries.faults[number], store.entries.names[number]
     name = source.name or own
     if source.form != JSONL or text_error(
