@@ -202,12 +202,7 @@ class BlobIndex(ShardIndex):
 
     def table(self, number: int) -> ShardTable:
         """See `ShardIndex.table`."""
-        return ShardTable(self.shards[number], bytes_of(self.blob(number)))
-
-
-def bytes_of(blob: FileBlob) -> bytes:
-    """Return the bytes of numbers without a copy: a view, which is one of a file if they are mapped."""
-    return cast("bytes", blob.view(np.uint8).data)
+        return ShardTable(self.shards[number], cast("bytes", self.blob(number).view(np.uint8).data))
 
 
 def check_of(*columns: NDArray[Any]) -> int:

@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 import msgspec
 import numpy as np
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.files import replacing, with_handles
 from savable_pipeline.data.shards.byte_source import opened
@@ -128,7 +128,9 @@ class ScannedTables:
     def add(self, table: ShardTable) -> None:
         """Writes a table; it is there for the next process as soon as this returns."""
         encoded, rows = msgspec.msgpack.encode(msgspec.structs.replace(table, rows=b"")), memoryview(table.rows)
-        self._file.writelines((_HEAD.pack(len(encoded), len(rows), _check(encoded, rows)), encoded, rows))
+        self._file.writelines(
+            (_HEAD.pack(len(encoded), len(rows), xxh3_64_intdigest(rows, xxh3_64_intdigest(encoded))), encoded, rows)
+        )
         self._file.flush()
         self._places[table.entry.name] = self._end
         self._end += _HEAD.size + len(encoded) + len(rows)
@@ -166,20 +168,13 @@ class ScannedTables:
         encoded = os.pread(self._file.fileno(), length, offset + _HEAD.size)
         # Nobody else writes into this file while the lock is held, so that rows can be read where they are.
         rows = np.memmap(self._file, np.uint8, "r", start, (count,)).data if count else b""
-        if _check(encoded, rows) != digest:
+        if xxh3_64_intdigest(rows, xxh3_64_intdigest(encoded)) != digest:
             return None
         try:
             table = msgspec.msgpack.decode(encoded, type=ShardTable)
+            return msgspec.structs.replace(table, rows=rows), start + count
         except msgspec.DecodeError:  # of another release
             return None
-        return msgspec.structs.replace(table, rows=rows), start + count
-
-
-def _check(*pieces: bytes | memoryview) -> int:
-    digest = xxh3_64()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.intdigest()
 
 
 def is_as_indexed(root: Path, index: ShardIndex, number: int, form: Format) -> bool:

@@ -44,18 +44,15 @@ def line_offsets(file: ByteSource) -> FileBlob:
     with tempfile.SpooledTemporaryFile(_MANY) as found:
         while chunk := file.read_at(offset, _CHUNK):
             raw = np.frombuffer(chunk, np.uint8)
-            starts = np.concatenate([np.arange(int(is_start)), np.flatnonzero(raw == ord("\n")) + 1])
-            starts = starts[starts < len(raw)]
+            starts = np.concatenate([np.arange(int(is_start)), np.flatnonzero(raw[:-1] == ord("\n")) + 1])
             maybe = np.flatnonzero(raw[starts] <= ord(" ")).tolist()
             blank = [i for i in maybe if _is_blank(file, offset + int(starts[i]))]
             found.write((np.delete(starts, blank) + offset).astype("<u8").tobytes())
             offset, is_start = offset + len(chunk), chunk.endswith(b"\n")
         found.write(offset.to_bytes(8, "little"))
-        found.flush()
-        if found.tell() <= _MANY:
-            found.seek(0)
-            return np.frombuffer(found.read(), "<u8")
-        return np.memmap(found, "<u8", "r")
+        size = found.tell()
+        found.seek(0)
+        return np.memmap(found, "<u8", "r") if size > _MANY else np.frombuffer(found.read(), "<u8")
 
 
 def _is_blank(file: ByteSource, start: int) -> bool:
@@ -63,10 +60,8 @@ def _is_blank(file: ByteSource, start: int) -> bool:
     size = _FEW
     while piece := file.read_at(start, size):
         line, end, _ = piece.partition(b"\n")
-        if line.strip(b" \t\r"):
-            return False
-        if end:
-            break
+        if end or line.strip(b" \t\r"):
+            return not line.strip(b" \t\r")
         start, size = start + size, _CHUNK
     return True
 
@@ -74,13 +69,9 @@ def _is_blank(file: ByteSource, start: int) -> bool:
 def _checked_lines(file: ByteSource) -> tuple[str, FileBlob]:
     """The fault of a last line that has no newline and is no JSON; the lines without it. It was cut, if others are."""
     offsets = line_offsets(file)
-    if len(offsets) < 2:
-        return "", offsets
-    begin, end = int(offsets[-2]), int(offsets[-1])
-    if file.read_at(end - 1, 1) == b"\n" or end - begin > LONGEST_LINE:
-        return "", offsets
-    last = file.read_at(begin, end - begin)
-    if b"\n" in last:  # blank lines follow, so that it is whole: what is wrong with it is told when it is read
+    begin, end = (int(offsets[-2]), int(offsets[-1])) if len(offsets) > 1 else (0, 0)
+    last = file.read_at(begin, end - begin) if end - begin <= LONGEST_LINE else b"\n"
+    if not end or b"\n" in last:  # a whole line. What is wrong with it is an error when it is read
         return "", offsets
     try:
         decoded_json(without_mark(last, begin))

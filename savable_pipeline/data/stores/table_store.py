@@ -21,7 +21,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -32,15 +32,7 @@ from savable_pipeline.core.files import regular_file, with_handles
 from savable_pipeline.core.patience import with_retries
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile, RecordError
-from savable_pipeline.data.shards.index import (
-    BlobIndex,
-    FileBlob,
-    Format,
-    IndexedFiles,
-    ShardIndex,
-    ShardTable,
-    bytes_of,
-)
+from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.stores.record_store import FileStore
@@ -68,7 +60,7 @@ def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
     if fault:
         fault = encodable(f"{name}{fault}" if fault.startswith(":") else f"{name}: {fault}")
     entry = ShardEntry(name, file.size, len(offsets) - 1, _digest(file, offsets), fault)
-    return ShardTable(entry, bytes_of(offsets))
+    return ShardTable(entry, cast("bytes", offsets.view(np.uint8).data))
 
 
 def is_same_text(file: ByteSource, index: ShardIndex, number: int) -> bool:

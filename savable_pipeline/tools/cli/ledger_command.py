@@ -43,11 +43,11 @@ def find(
             if not found:
                 out.print(escape_markup(f"{key}: not given" if found == [] else f"{key}: no sample has this key"))
             for each in found or ():
-                of = f" of {each.source}" if each.source else ""
+                source_name = f" of {each.source}" if each.source else ""
                 lost = ", lost: the run was resumed from a place before it" if each.lost else ""
                 where = f"slot {each.slot}, step {each.step}, rank {each.rank} of {each.world_size}"
-                became = f"{', again' if each.again else ''}{', ' if each.outcome else ''}{each.outcome}"
-                out.print(escape_markup(f"{key}{of}: epoch {each.epoch}, {where}{became}{lost}"))
+                outcome = f"{', again' if each.again else ''}{', ' if each.outcome else ''}{each.outcome}"
+                out.print(escape_markup(f"{key}{source_name}: epoch {each.epoch}, {where}{outcome}{lost}"))
     if missing:
         raise typer.Exit(1)
 

@@ -41,7 +41,6 @@ from savable_pipeline.tools.convert.target import Target
 
 _MOST = 1.15  # times the fewest possible shards
 _SHARED = 1.1  # times the bytes of the files that records name
-_AT_ONCE = 1 << 20  # hashes that are compared at once
 _COUNTED = re.compile(r"[0-9._-]{3,}")  # parts of a large dataset, and dates
 
 
@@ -115,10 +114,10 @@ def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
         return jobs
     hashes = np.memmap(path, "<u8", "r+")
     hashes.sort()
-    blocks = (hashes[start : start + _AT_ONCE + 1] for start in range(0, len(hashes), _AT_ONCE))
+    blocks = (hashes[start : start + (1 << 20) + 1] for start in range(0, len(hashes), 1 << 20))
     repeated = np.unique(np.concatenate([block[1:][block[1:] == block[:-1]] for block in blocks]))
-    is_folder = jobs[0].source.form == FOLDER  # where no name has more right to a key than another one
-    met = np.full(len(repeated), is_folder)  # by a range before
+    # Of two files of a folder with one key, none comes first.
+    met = np.full(len(repeated), jobs[0].source.form == FOLDER)  # by a range before
     return [_with_repeats(job, job.record().keys, repeated, met) for job in jobs] if len(met) else jobs
 
 
