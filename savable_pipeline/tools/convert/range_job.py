@@ -31,14 +31,13 @@ from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.remote.session import Bucket, BucketObject
 from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.tar import samples as tar_samples
-from savable_pipeline.data.stores.decompressed import DamagedError
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.sample_names import Reject, printable
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.convert.options import WORK, Options
 from savable_pipeline.tools.convert.part_data import PartData, content_hash
-from savable_pipeline.tools.convert.samples import SampleReader, Statistics, TarSample, line_fault
+from savable_pipeline.tools.convert.samples import CHANGED, SampleReader, Statistics, TarSample, line_fault
 from savable_pipeline.tools.convert.shard_series import ShardSeries, room_on
 from savable_pipeline.tools.convert.source import EmptySourceError, RowSpan, SourceFiles
 
@@ -114,16 +113,16 @@ class RangeJob:
 def write_range(job: RangeJob) -> Written:
     """Write a range, or compare it.
 
-    Raises `SavableError` if the source changed or the disk is full, `ShardError` for damage of a whole file.
+    Raises `SavableError` if the source changed or the disk is full, ValueError for damage of a whole file.
     """
     with room_on(job.work.parent.parent), _own_folder(job) as folder:
         writer = _RangeWriter(job, folder)
         try:
             record = writer.write()
         except ShardError as error:
-            if isinstance(error.__cause__, DamagedError):  # what unpacked_bytes may be the reason of
-                raise ValueError(str(error)) from error
-            raise
+            if error.reason in CHANGED:
+                raise
+            raise ValueError(str(error)) from error
         if job.hashes is not None:
             return Written(job.rows, record.size, msgspec.msgpack.encode(sorted(writer.changed)))
         return Written(job.rows, record.size, _finish(job, folder, record))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 TEXT_FIELDS = ("caption", "text")
 _MEDIA = frozenset((*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
 _NUMBERED = re.compile(r"[0-9]+[.]")  # of several files of one field: 0.jpg, 1.jpg
-_CHANGED = ("changed shard", "missing shard")
+CHANGED = ("changed shard", "missing shard", "missing file")  # reasons of errors for a source that is another now
 _AHEAD = 4096  # rows announced together
 _MOST_CLASSES = 100_000
 
@@ -145,7 +145,7 @@ class SampleReader:
             self._store.verify_yielded()
             self._source.check(span.file)
         except ShardError as error:
-            if error.reason in _CHANGED:
+            if error.reason in CHANGED:
                 file, _, fault = str(error).partition(": ")
                 raise changed(file, fault.partition(". ")[0]) from error
             raise
