@@ -73,9 +73,7 @@ def ours(root: Path, split: str = "train") -> dict[str, Parts]:
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
     """Compressed tars whose samples have unlike parts, in folders, with long names and members of no sample."""
-    samples = [
-        (f"{'d' * 60}/é{i}", [("jpg", jpeg(i)), ("seg.png", png(i)), ("json", b"[%d]" % i)]) for i in range(9)
-    ]
+    samples = [(f"{'d' * 60}/é{i}", [("jpg", jpeg(i)), ("seg.png", png(i)), ("json", b"[%d]" % i)]) for i in range(9)]
     for shard in range(3):
         members = [("README", b"no sample"), ("__meta__/x.txt", b"metadata")]
         for key, parts in samples[3 * shard : 3 * shard + 3]:

@@ -257,7 +257,12 @@ class SourceFiles:
         if not self.digest or _open[:1] != [opened]:
             close_source()
             with contextlib.ExitStack() as stack:
-                dataset = _dataset_of_files(self, stack) if self.files else Dataset(self._store())
+                try:
+                    dataset = _dataset_of_files(self, stack) if self.files else Dataset(self._store())
+                except ShardError as error:
+                    if not self.digest:
+                        raise
+                    raise changed(str(self.found.files), str(error)) from error
                 if self.digest and not self.files and self.digest != index_digest(dataset):
                     raise changed(
                         str(self.found.files), "its files, or the samples in them, differ from those at the start"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert import Report
+from savable_pipeline.tools.convert import Report, conversion
 from tests.support.toy_files import snapshot
 from tests.support.toy_sources import SOURCES, convert_in_halves
 
@@ -58,3 +60,18 @@ def test_changed_source_is_an_error_and_resumes_once_restored(tmp_path: Path, ki
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     convert_in_halves(source, tmp_path / "out", workers=1)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "mds", "tars"])
+def test_workers_detect_a_source_with_other_samples_than_at_the_start(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, other = SOURCES[kind](tmp_path / "in", 12), SOURCES[kind](tmp_path / "other", 8)
+
+    def exchange(*_: Any) -> None:
+        shutil.rmtree(source)
+        other.rename(source)
+
+    monkeypatch.setattr(conversion, "write_manifest", exchange)  # the last step before the jobs
+    with pytest.raises(SavableError, match="it changed during the conversion"):
+        convert_in_halves(source, tmp_path / "out", workers=2)
