@@ -82,7 +82,7 @@ class RayEngine:
             raise
         except exceptions.RayError as error:
             raise WorkerError(
-                f"{name}: Ray gave up after {_RETRIES} retries: {str(error).rstrip('.')}. Check the nodes' memory, and run it again"
+                f"{name}: Ray gave up after {_RETRIES} retries. Check the nodes' memory, and run it again\n{error}"
             ) from error
 
 

@@ -100,7 +100,7 @@ LIMIT = 102_400
     st.booleans(),
     st.sampled_from([1, 4 * LIMIT]),
 )
-@example([(LIMIT // 5, i % 4 == 0) for i in range(60)], None, False, 1)  # shards that rejects leave a quarter full
+@example([(LIMIT // 5, i < 40 or i % 4 == 0) for i in range(80)], None, False, 1)  # the last are to be joined
 @example([(LIMIT // 7, True)] * 60, None, True, 4 * LIMIT)  # ranges of four shards
 def test_shards_are_full_and_as_few_as_can_be(
     sizes: list[tuple[int, bool]], most: int | None, split: bool, least_bytes: int
