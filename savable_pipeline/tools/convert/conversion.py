@@ -153,7 +153,7 @@ def convert(
             reshard=reshard,
             workers=workers,
             engine=cluster,
-            progress=progress or _ignored,
+            progress=progress or (lambda done, total, size: None),
         )
 
 
@@ -186,10 +186,6 @@ def _engine_of(
     from savable_pipeline.tools.convert.ray_engine import RayEngine  # only who asks for it needs Ray
 
     return RayEngine(workers)
-
-
-def _ignored(done: int, total: int, size: int) -> None:
-    """Nobody asked for the progress."""
 
 
 Progress: TypeAlias = Callable[[int, int, int], None]  # samples done, all samples, bytes done

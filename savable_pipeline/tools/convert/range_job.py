@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -183,21 +183,6 @@ def _series(folder: Path, split: str, options: Options, record: RangeRecord) -> 
     return ShardSeries(folder, lambda n: f"{prefix}{n:06d}.tar", options.shard_bytes, options.shard_samples, finished)
 
 
-@dataclass(slots=True)
-class _Nothing:
-    """In place of a series where samples are compared, not written."""
-
-    last_key: str = ""
-
-    def add(self, key: str, parts: Mapping[str, PartData]) -> None:
-        self.last_key = key
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-    close = finish
-
-
 class _RangeWriter:
     """Writes the samples of a range into the series of their splits."""
 
@@ -209,9 +194,7 @@ class _RangeWriter:
         self._known = None if job.hashes is None else {*np.frombuffer(job.hashes, "<u8").tolist()}
         self._ends = [int(end * _ALL) for end in accumulate(Fraction(part) for _, part in job.options.split)]
         splits = [name for name, _ in job.options.split] or [""]
-        self._series: list[ShardSeries | _Nothing] = [
-            _series(folder, split, job.options, self._record) if job.hashes is None else _Nothing() for split in splits
-        ]
+        self._series = [_series(folder, split, job.options, self._record) for split in splits if job.hashes is None]
         form, options = job.source.form, job.options
         self._may_repeat = form == TARS or options.key_field is not None or options.key_end == "last"
 
@@ -243,12 +226,9 @@ class _RangeWriter:
     def _add(self, sample: TarSample) -> None:
         key = self._distinct_key(sample) if self._may_repeat else sample.key
         parts: dict[str, PartData] = {part.extension: part.data for part in sample.parts}
-        if key:
-            series = self._series[0]
-            if self._ends:
-                number = _hashed(key)
-                series = self._series[next(i for i, end in enumerate(self._ends) if number < end)]
-            series.add(key, parts)
+        if key and self._series:  # else it is compared
+            number = _hashed(key) if self._ends else 0
+            self._series[next((i for i, end in enumerate(self._ends) if number < end), 0)].add(key, parts)
         for part in sample.parts:
             self._note(part.file, _hashed(f"{sample.key}.{part.extension}") ^ content_hash(part.data))
         self._record.size += sum(map(len, parts.values()))

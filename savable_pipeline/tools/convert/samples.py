@@ -74,12 +74,12 @@ class Statistics(msgspec.Struct):
             self.texts = other.texts if self.texts is None else sorted({*self.texts} & {*other.texts})
         self.only_media &= other.only_media
         self.most_parts, self.example = max(self.most_parts, other.most_parts), self.example or other.example
-        for name in ("parts", "nulls"):
-            setattr(self, name, dict(Counter(getattr(self, name)) + Counter(getattr(other, name))))
-        for name in ("layouts", "folders", "found", "dropped", "repeated"):
-            setattr(self, name, sorted({*getattr(self, name), *getattr(other, name)}))
-        for name in ("renamed", "uses", "used_bytes", "files", "file_bytes", "named", "repeats"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in {*self.__struct_fields__} - {"texts", "only_media", "most_parts", "example"}:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(ours, dict):
+                setattr(self, name, dict(Counter(ours) + Counter(theirs)))
+            else:
+                setattr(self, name, sorted({*ours, *theirs}) if isinstance(ours, list) else ours + theirs)
 
 
 class Part(NamedTuple):
