@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -185,7 +184,9 @@ class PieceMaker:
         The parts of a sample that fans out are rebuilt in their order, by one iterator.
         """
         missing = [each for each in self._packing.pieces() if not each.is_made and each.ref[:2] == piece.ref[:2]]
-        wholes = {each.ref: Element(each.ref) for each in sorted([piece, *missing], key=attrgetter("ref"))}
+        # a forged state may have a ref whose part is no number
+        by_part = sorted([piece, *missing], key=lambda each: each.ref[-1] if type(each.ref[-1]) is int else -1)
+        wholes = {each.ref: Element(each.ref) for each in by_part}
         make_elements(self._packer.source, [*wholes.values()])
         for each in [piece, *missing]:
             whole = wholes[each.ref]
