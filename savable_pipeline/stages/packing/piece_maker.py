@@ -214,7 +214,7 @@ class PieceMaker:
 
     def _cut(self, item: Element, ref: ItemRef) -> Element:
         if not isinstance(ref[0], tuple):
-            return item
+            return Element(ref, item.value, measured=item.measured)
         return Element(ref, item.value if type(item.value) is Skip else self._calls.cut(item.value, *ref[1:]))
 
     def measured(self, element: Element) -> Size:
