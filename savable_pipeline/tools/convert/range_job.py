@@ -233,10 +233,10 @@ class _RangeWriter:
             self._note(part.file, _hashed(f"{sample.key}.{part.extension}") ^ content_hash(part.data))
         self._record.size += sum(map(len, parts.values()))
         self._rows += not self._job.source.packed  # whose rows are files
-        now = Written(self._rows, self._record.size)
-        if now.rows - self.noted.rows >= _NOTED_ROWS or now.size - self.noted.size >= _NOTED_BYTES:
-            self._note_progress(now.rows - self.noted.rows, now.size - self.noted.size)
-            self.noted = now
+        rows, size = self._rows - self.noted.rows, self._record.size - self.noted.size
+        if rows >= _NOTED_ROWS or size >= _NOTED_BYTES:
+            self._note_progress(rows, size)
+            self.noted = Written(self._rows, self._record.size)
 
     def _note(self, file: str, content: int) -> None:
         """Note the hash of a part or a reject, and a changed file if what is known has another one."""
