@@ -78,7 +78,7 @@ class OnDevice:
     @property
     def epoch(self) -> int:
         """Epoch of the last batch, as `SavableLoader.epoch`."""
-        return self._run.epoch_at(self._at.current.yielded)
+        return self._run.epoch_of(self._at.current.yielded)
 
     def __iter__(self) -> OnDevice:
         warn_unsaved(caller(), self._run.position, restarts=self._run.settings.restarts)
@@ -174,7 +174,7 @@ class OnDevice:
         Args:
             lag: How many batches the trainer itself is ahead (default 0). The state is that many batches earlier.
         """
-        return self._run.state_at(self._at.current.yielded, lag)
+        return self._run.state_dict(lag, at=self._at.current.yielded)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Resume from a saved state, as `SavableLoader.load_state_dict`.

@@ -1,4 +1,4 @@
-"""Batches in flight, as a state keeps them: given, with rows that nobody has acknowledged yet.
+"""Batches in flight in a state: yielded, with rows that nobody has acknowledged.
 
     "acknowledge"    1: it was saved with acknowledge=True, so that each of its lanes has the next entry, too; else 0,
                      so that a loader without acknowledge=True asks for it, and does not lose those entries silently
@@ -35,9 +35,9 @@ _FLIGHT, _ACKS = re.compile(r"flight_([0-9]{5,18})"), re.compile(r"acks_[0-9]{5,
 
 
 class Flight(msgspec.Struct, gc=False):
-    """A batch in flight: its ref, or that in MessagePack, its number of rows, and those that are done.
+    """Batch in flight: its ref, perhaps in MessagePack, and its rows.
 
-    `size`: its rows with those that fill it up, where batches are padded; else 0.
+    `rows`: their number. `done`: those that are done, as bits. `size`: the rows with padding rows, or 0 without.
     """
 
     batch: int
@@ -48,11 +48,14 @@ class Flight(msgspec.Struct, gc=False):
 
     @property
     def open(self) -> int:
-        """The rows that nobody has acknowledged."""
+        """Rows that nobody has acknowledged."""
         return (1 << self.rows) - 1 & ~self.done
 
     def pack(self) -> None:
-        """Keep the ref in MessagePack, which takes a tenth of the memory, and of the time when a state is saved."""
+        """Store the ref in MessagePack.
+
+        It takes a tenth of the memory, and of the time when a state is saved.
+        """
         if type(self.ref) is not msgspec.Raw:
             self.ref = msgspec.Raw(msgspec.msgpack.encode(self.ref))
 
@@ -93,7 +96,7 @@ def packed_flights(lane: int, columns: list[EpochFlights], saved_with: bytes) ->
 
 
 def flight_columns(flights: Sequence[Flight], lanes: int) -> list[EpochFlights]:
-    """A lane's batches in flight, ascending, in a run with this many lanes, in columns."""
+    """Return a lane's batches in flight, ascending, in columns."""
     found: list[EpochFlights] = []
     while flights:
         epoch = flights[0].batch >> EPOCH_SHIFT
@@ -115,10 +118,10 @@ def mask_bytes(mask: int) -> bytes:
 
 
 def read_flights(state: Mapping[str, Any]) -> dict[int, list[Flight]]:
-    """The batches in flight in a flat dict, by lane. Raises `StateError` for any that is damaged or not yet given.
+    """Return the batches in flight in a flat dict, by lane.
 
-    Raises `CheckpointMismatchError` for a lane without its entry, if the state was saved with `acknowledge`, and for an
-    entry of another save.
+    Raises `StateError` for a batch that is damaged or not yielded yet. Raises `CheckpointMismatchError` for a lane
+    without its entry, if the state was saved with `acknowledge`, and for an entry of another save.
     """
     found = {}
     next_batch = state["epoch"] << EPOCH_SHIFT | state["slot"]
@@ -146,9 +149,9 @@ def _read(name: str, lane: int, raw: bytes, state: Mapping[str, Any], next_batch
             batch = each.epoch << EPOCH_SHIFT | number * lanes + lane
             flight = Flight(batch, ref.copy(), _rows_of(ref), int.from_bytes(mask, "little"), size)
             before = flights[-1].batch if flights else -1
-            is_given = before < batch < next_batch and number * lanes + lane <= SLOTS
+            is_yielded = before < batch < next_batch and number * lanes + lane <= SLOTS
             is_filled = not size or flight.rows <= size <= MOST_ROWS
-            if not is_given or flight.done >> flight.rows or not flight.open or not is_filled:
+            if not is_yielded or flight.done >> flight.rows or not flight.open or not is_filled:
                 rows = f"{flight.rows} rows of {size}, done {flight.done:#x}"
                 raise ValueError(f"round {number} of epoch {each.epoch} has {rows}")
             flights.append(flight)
@@ -176,7 +179,7 @@ def _is_ref(part: Any) -> bool:
 
 
 def packed_acks(rank: int, rows: Mapping[int, int]) -> dict[str, bytes]:
-    """What a rank has acknowledged of other ranks' rows, as an entry of the flat dict; none if that is nothing."""
+    """Return an entry with what a rank has acknowledged of other ranks' rows, if any."""
     return {acks_name(rank): _packed_rows(rows)} if rows else {}
 
 
@@ -185,7 +188,10 @@ def _packed_rows(rows: Mapping[int, int]) -> bytes:
 
 
 def read_acks(state: Mapping[str, Any]) -> dict[int, int]:
-    """What ranks have acknowledged of other ranks' rows, in a flat dict. Raises `StateError` if that is damaged."""
+    """Return what ranks have acknowledged of other ranks' rows, from a flat dict.
+
+    Raises `StateError` if that is damaged.
+    """
     found: dict[int, int] = {}
     for name, raw in state.items():
         if _ACKS.fullmatch(name):
@@ -210,7 +216,7 @@ def _is_of_flights(name: str) -> bool:
 
 
 def refuse_flights(state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointMismatchError` for a flat dict with batches in flight, which this loader would lose."""
+    """Raise `CheckpointMismatchError` for batches in flight, which would be lost."""
     number = sum(map(bool, read_flights(state).values()))
     if number:
         raise CheckpointMismatchError(
@@ -228,7 +234,7 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
     if not acks:
         return state
     flights, lanes = read_flights(state), state["lanes"]
-    kept = without_flights(state) | {ACKNOWLEDGE: state.get(ACKNOWLEDGE, 0)}
+    merged = without_flights(state) | {ACKNOWLEDGE: state.get(ACKNOWLEDGE, 0)}
     by_batch = {flight.batch: flight for of_lane in flights.values() for flight in of_lane}
     for name, raw in acks.items():
         rows = _rows_in(name, raw)
@@ -237,9 +243,9 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
             if flight is not None:
                 flight.done |= mask & flight.open
         if rows:
-            kept[name] = _packed_rows(rows)
-    left = {lane: [flight for flight in of_lane if flight.open] for lane, of_lane in flights.items()}
-    return kept | {
+            merged[name] = _packed_rows(rows)
+    unacknowledged = {lane: [flight for flight in of_lane if flight.open] for lane, of_lane in flights.items()}
+    return merged | {
         flights_name(lane): packed_flights(lane, flight_columns(of_lane, lanes), _checksum(state, lane))
-        for lane, of_lane in left.items()
+        for lane, of_lane in unacknowledged.items()
     }
