@@ -132,9 +132,9 @@ class Join(ChunkedStage, SampleStage):
             samples = self._joined(self.source.open_samples(refs))
             kept = [self._keeps(sample) for sample in samples]
             if any(kept):
-                kept_refs: RefArray = refs if all(kept) else refs[np.array(kept)]
-                self._last = kept_refs.tobytes(), [sample for sample, keep in zip(samples, kept, strict=True) if keep]
-                return kept_refs
+                found_refs: RefArray = refs if all(kept) else refs[np.array(kept)]
+                self._last = found_refs.tobytes(), [sample for sample, keep in zip(samples, kept, strict=True) if keep]
+                return found_refs
 
     def _keeps(self, sample: Sample) -> bool:
         """Return whether all stores have the sample. If not, count it. Raises `ShardError` after very many in a row."""
