@@ -179,7 +179,7 @@ class Join(ChunkedStage, SampleStage):
                 keys.append("")
         others: list[JoinedSamples] = [{} for _ in samples]
         for name, store in self._stores.items():
-            for number, other in enumerate(_samples_of(store, keys)):
+            for number, other in enumerate(_samples_of(store, keys, request=not self.lane.skips)):
                 others[number][name] = other
         return [
             sample.read_from(JoinedParts(sample.origin, others[number], faults.get(number), self.missing == "skip"))
@@ -225,12 +225,12 @@ def _stores_without(sample: Sample) -> list[str]:
     return [] if joined.fault is not None else [name for name, other in joined.others.items() if other is None]
 
 
-def _samples_of(store: Samples, keys: list[str]) -> list[Sample | None]:
+def _samples_of(store: Samples, keys: list[str], *, request: bool) -> list[Sample | None]:
     """Return for each key the sample of the store that has it, or None."""
     numbers = store.keys.find(keys)
     refs = np.zeros(int((numbers >= 0).sum()), REF)
     refs["index"] = numbers[numbers >= 0]
-    opened = iter(store.dataset.open_samples(refs))
+    opened = iter(store.dataset.open_samples(refs, request=request))
     return [next(opened) if number >= 0 else None for number in numbers.tolist()]
 
 
