@@ -240,7 +240,7 @@ class SkippedSamples:
         """Return an `EncodeError` that names the sample for which the encoder raised."""
         cause = f"{self._function} failed on sample {_key_of(sample)!r} of {sample.shard}: {described(error)}"
         return EncodeError(
-            f"{problem}. {_fix(self._function, error)}{_STAGE}, {sample.location}, ref {tuple(sample.ref)}"
+            f"{cause}. {_fix(self._function, error)}{_STAGE}, {sample.location}, ref {tuple(sample.ref)}"
         )
 
     def restore(self, stage: Stage, errors: int, avoided: Mapping[str, bytes]) -> None:
