@@ -103,10 +103,6 @@ MOST_IN = {  # the same per folder, so that changes of two folders do not confli
     "savable_pipeline/tools/check": {
         LONG: 2,
     },
-    "savable_pipeline/tools/convert": {
-        LONG: 56,
-        BANNED: 5,
-    },
 }
 DEFINED_TWICE = {  # public names that two files of the package define still
     "MAGIC",  # one per format: its first bytes

@@ -144,13 +144,13 @@ class Delivery(msgspec.Struct, frozen=True):
     `BatchSamples` is a type of its own, because the ledger has it without a batch. From a worker it comes as arrays,
     which the trainer reads in 4 µs for 256 items. Refs in MessagePack would take 38 µs.
 
-    `dry`: the lane had no batch left. `more`: another will come. `seconds`: time to make the batch. `rebuild_s`:
-    estimated time to rebuild the lane's buffered items if it moved to another worker. `counts`: the event counters of
-    its stages, by `STAGE/NAME`. `samples`: what the batch was built of, as a ref or, from a worker, as arrays.
-    `timed`: whether the time of each stage is among the counts. `watched`: its samples, if they were watched. `ref`:
-    the batch's ref, from a worker in MessagePack, if the job asks for it, and `rows` their number. `remaining`: of a
-    batch that was rebuilt, the rows that are in it, as they were numbered; a filler has none. `written`: how a worker
-    wrote it, where peers get it too.
+    `dry`: the lane had no further batch. `more`: whether another follows. `seconds`: time to build the batch.
+    `rebuild_s`: estimated time to rebuild the lane's buffered items if the lane moved to another worker. `counts`: the
+    event counters of its stages, by `STAGE/NAME`. `samples`: what the batch was built of, as a ref or, from a worker,
+    as arrays. `timed`: whether the counts have the time of each stage. `watched`: its samples, if they were recorded.
+    `ref`: the batch's ref, from a worker in MessagePack, if the job asks for it. `rows`: the number of rows in the ref.
+    `remaining`: the numbers of the rows that a rebuilt batch still has. Padding has none. `written`: how a worker wrote
+    it, for peers.
     """
 
     batch: Any

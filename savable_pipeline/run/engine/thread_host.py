@@ -3,9 +3,9 @@
     trainer ── a queue of requests ──▶ thread ── its own lanes, datasets and copies of the encoders
             ◀── a queue of answers ──            a batch as it is, but for what can be changed in place (`apart`)
 
-They cost no copy of `bytes` and the memory of one process, and pay where encoders let go of the interpreter's lock.
-They share its global generators, so that encoders must leave those alone; its signals, and torch's number of threads,
-which stay the trainer's. A thread cannot be ended: one that hangs is an error, and a crash in C code ends the trainer.
+Threads copy no `bytes` and need the memory of one process. They are faster if encoders release the GIL. They share the
+global generators of the process, so encoders must not use those. Signals and torch's number of threads stay as the
+trainer has set them. A thread cannot be ended, so one that hangs is an error, and a crash in C code ends the trainer.
 """
 
 from __future__ import annotations

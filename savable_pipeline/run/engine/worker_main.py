@@ -108,12 +108,10 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
 
 
 class LastLook:
-    """Looks at the shards of a worker's lanes, and reports what is wrong.
+    """Checks the shards of a worker's lanes after their batches were delivered.
 
-    It looks after their batches were yielded.
-
-    It looks when the worker is idle, at the end of a finite pass, when it is asked to, and before the worker ends; in
-    any thread, one at a time.
+    It checks when the worker is idle, at the end of a finite epoch, on request, and before the worker ends. Any thread
+    may call it, and one at a time checks. It reports what is wrong.
     """
 
     def __init__(self, report: Callable[[str], object]) -> None:
@@ -122,7 +120,7 @@ class LastLook:
         self._lock = threading.Lock()
 
     def look(self) -> None:
-        """Report if delivered batches are of shards that changed."""
+        """Report if delivered batches were read from shards that changed."""
         with self._lock:
             try:
                 if self.runner is not None:
@@ -131,7 +129,7 @@ class LastLook:
                 self._report(str(error))
 
     def next_of(self, requests: queue.SimpleQueue[T]) -> T:
-        """The next request; if none arrives for a second, look meanwhile."""
+        """Return the next request, and check the shards if none arrives for a second."""
         try:
             return requests.get(timeout=_IDLE_S)
         except queue.Empty:
@@ -147,7 +145,7 @@ class LastLook:
 
 
 def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
-    """The requested batch, or the error that its stages raised.
+    """Return the requested batch, or the error that its stages raised.
 
     `Connection.stack` looks for this name in stacks.
     """

@@ -140,9 +140,8 @@ class RayWorkers(NodeWorkers):
         start_method: Not an argument of these workers.
 
     Raises:
-        ValueError: A number is out of range, or the package cryptography is not installed. The loader raises it if Ray
-            is
-            not installed or there is no cluster.
+        ValueError: A number is out of range, or the package cryptography is not installed. The loader raises it if
+            Ray is not installed or there is no cluster.
 
     Example:
         >>> sp.RayWorkers(nodes=(2, 8), num_cpus=16, resources={"cpu_node": 1}).nodes

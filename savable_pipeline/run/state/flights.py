@@ -1,17 +1,19 @@
 """Batches in flight in a state: yielded, with rows that nobody has acknowledged.
 
-    "acknowledge"    1: it was saved with acknowledge=True, so that each of its lanes has the next entry, too; else 0,
-                     so that a loader without acknowledge=True asks for it, and does not lose those entries silently
-    "flight_00042"   of lane 42: for each epoch, the rounds of its batches, their refs, and what is done of them; and
-                     the checksum of "lane_00042", with which it was saved;
-                     there also without any: torch.distributed.checkpoint loads only keys that it is asked for
-    "acks_00003"     what rank 3 has acknowledged of other ranks' rows: by batch, its rows
+    "acknowledge"    1 if saved with acknowledge=True, else 0
+    "flight_00042"   of lane 42: for each epoch, the rounds of its batches, their refs and the rows that are done; and
+                     the checksum of "lane_00042"
+    "acks_00003"     what rank 3 has acknowledged of other ranks' rows: rows by batch
 
-A batch is known by its slot, with the epoch above it, and rows by the bits of a number:
+With "acknowledge" 1, each lane has its flight entry, even without any batch. torch.distributed.checkpoint loads only
+the keys that it is asked for, so a missing entry is an error, and no row is lost silently. The checksum shows an entry
+that was saved with another state of the lane.
+
+A batch is identified by its slot, with the epoch above it, and rows by the bits of a number:
 
     batch 3 << 40 | 96042    slot 96042 of epoch 3, round 1000 of lane 42 of 96        rows 0b101   rows 0 and 2
 
-States that are merged have the acknowledgements applied, and no "acks_" any more.
+Merging states applies the acknowledgements, so the merged state has no "acks_" entry.
 """
 
 from __future__ import annotations
@@ -83,11 +85,6 @@ class _Acknowledged(msgspec.Struct):
 def flights_name(lane: int) -> str:
     """The key of a lane's batches in flight in the flat dict."""
     return f"flight_{lane:05d}"
-
-
-def acks_name(rank: int) -> str:
-    """The key of what a rank has acknowledged of other ranks' rows."""
-    return f"acks_{rank:05d}"
 
 
 def packed_flights(lane: int, columns: list[EpochFlights], saved_with: bytes) -> bytes:
@@ -180,7 +177,7 @@ def _is_ref(part: Any) -> bool:
 
 def packed_acks(rank: int, rows: Mapping[int, int]) -> dict[str, bytes]:
     """Return an entry with what a rank has acknowledged of other ranks' rows, if any."""
-    return {acks_name(rank): _packed_rows(rows)} if rows else {}
+    return {f"acks_{rank:05d}": _packed_rows(rows)} if rows else {}
 
 
 def _packed_rows(rows: Mapping[int, int]) -> bytes:
@@ -208,11 +205,8 @@ def _rows_in(name: str, raw: bytes) -> dict[int, int]:
 
 def without_flights(state: Mapping[str, Any]) -> dict[str, Any]:
     """The flat dict of the lanes alone, as of a loader without acknowledge=True."""
-    return {name: 0 if name == ACKNOWLEDGE else each for name, each in state.items() if not _is_of_flights(name)}
-
-
-def _is_of_flights(name: str) -> bool:
-    return bool(_FLIGHT.fullmatch(name) or _ACKS.fullmatch(name))
+    own = {name for name in state if _FLIGHT.fullmatch(name) or _ACKS.fullmatch(name)}
+    return {name: 0 if name == ACKNOWLEDGE else each for name, each in state.items() if name not in own}
 
 
 def refuse_flights(state: Mapping[str, Any]) -> None:

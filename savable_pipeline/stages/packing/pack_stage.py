@@ -56,7 +56,7 @@ class PackStage(ChunkedStage, ItemStage):
             # a pack of one item may have its own size instead, measured by a later stage
             sizes = element.sizes if element.sizes and len(element.sizes) == len(parts) > 1 else ()
             for part, ref, size in zip(rebuilt, parts, sizes, strict=False):
-                if part.ref == ref and type(ref[0]) is int and type(part.value) is not Skip:
+                if type(ref[0]) is type(ref[1]) is int and type(part.value) is not Skip:
                     self._calls.check_size(part, *size)
             left = [part for part in rebuilt if type(part.value) is not Skip]
             refs, items = [part.ref for part in left], [part.value for part in left]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -198,7 +197,9 @@ class PieceMaker:
         The parts of a sample that fans out are rebuilt in their order, by one iterator.
         """
         missing = [each for each in self._packing.pieces() if not each.is_made and each.ref[:2] == piece.ref[:2]]
-        wholes = {each.ref: Element(each.ref) for each in sorted([piece, *missing], key=attrgetter("ref"))}
+        # a forged state may have a ref whose part is no number
+        by_part = sorted([piece, *missing], key=lambda each: each.ref[-1] if type(each.ref[-1]) is int else -1)
+        wholes = {each.ref: Element(each.ref) for each in by_part}
         make_elements(self._packer.source, [*wholes.values()])
         for each in [piece, *missing]:
             whole = wholes[each.ref]
@@ -230,7 +231,7 @@ class PieceMaker:
     def _cut(self, item: Element, ref: ItemRef) -> Element:
         """Return an item, or its part if the ref is that of a cut item."""
         if not isinstance(ref[0], tuple):
-            return item
+            return Element(ref, item.value, measured=item.measured)
         return Element(ref, item.value if type(item.value) is Skip else self._calls.cut(item.value, *ref[1:]))
 
     def measured(self, element: Element) -> Size:

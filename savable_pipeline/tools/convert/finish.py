@@ -1,4 +1,4 @@
-"""Last steps of a conversion: join small shards, name all of them, write index, rejects and metadata.
+"""Last steps of a conversion: join small shards, name all, write the index.
 
     000000/000000.tar  000000/000001.tar  000001/000000.tar       ─▶  000000.tar  000001.tar  000002.tar
     more than 1.15 times the fewest possible: the last of each range ─ joined in their order ─▶  joined/…
@@ -62,7 +62,10 @@ def finish(
     jobs: list[RangeJob],
     manifest: Manifest,
 ) -> Report:
-    """Join, name and describe the shards of all ranges. Raises ValueError for parts and keys that no sample has."""
+    """Join, name and describe the shards of all ranges.
+
+    Raises ValueError for parts and keys that no sample has.
+    """
     splits = [name for name, _ in options.split] or [""]
     shards: dict[str, list[_Shard]] = {split: [] for split in splits}
     statistics, rejected, hashes = Statistics(), [*found.rejected], list[int]()
@@ -95,7 +98,9 @@ def finish(
 
 
 def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
-    """Return the jobs; a range with keys that occur before is to be written again by a job that knows which.
+    """Return the jobs, with new ones for ranges in which keys are repeated.
+
+    A new job knows which samples have a repeated key, and writes the range again.
 
     Hashes are compared in a file, so that memory does not grow with the number of samples.
     """
@@ -206,7 +211,7 @@ def _publish(
     for table in tables():
         name, shard = table.entry.name, names[table.entry.name]
         (output.work / f"{name}.idx").write_bytes(tar_idx(table))
-        output.place(f"{shard.job.name}/{shard.name}", name)
+        output.publish_shard(f"{shard.job.name}/{shard.name}", name)
     if names:
         counts = {name: shard.samples for name, shard in names.items()}
         texts = frozenset(statistics.texts or ())
