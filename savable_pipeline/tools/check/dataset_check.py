@@ -128,6 +128,7 @@ def _join_reports(root: str, shards: int, reports: list[ShardReport], problems: 
 
 
 def _find_dataset(source: Source, form: Format) -> _Dataset:
+    """List the shards of a dataset, with its metadata and its index."""
     if source.session is not None:
         found, metadata, indexed = describe_url(source.files, form, source.session)
         whole = isinstance(source.files, str) and source.files.rstrip("/") == found.root
