@@ -315,7 +315,7 @@ class WorkersNeeded:
 
     @classmethod
     def of(cls, batch_s: float, step_s: float, *, ranks: int, a_node: int) -> WorkersNeeded:
-        """Compute them from the seconds to build a batch and of a training step.
+        """Compute the numbers from the seconds to build a batch and of a training step.
 
         `a_node` is the number of workers of a CPU node. Raises ValueError unless all are above 0.
         """

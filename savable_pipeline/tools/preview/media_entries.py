@@ -153,7 +153,7 @@ def _frame_thumbnails(video: Video, room: Room) -> list[Thumbnail]:
     size = max(1, round(video.size[0] * scale)), max(1, round(video.size[1] * scale))
     frames = zip(times, video.frames(times, size=size), strict=True)
     shown = [replace(thumbnail_of_pixels(frame.transpose(1, 2, 0)), caption=clock(time)) for time, frame in frames]
-    return [thumbnail for thumbnail in shown if room.fits(thumbnail.uri)]
+    return [thumbnail for thumbnail in shown if room.reserve(thumbnail.uri)]
 
 
 def _times(video: Video) -> list[float]:
