@@ -472,7 +472,7 @@ RUN = [
         "batches of peers",
         "A worker writes to a segment that the first rank has dropped, while another rank still reads it.",
         _RUN + "peers/peer.py",
-        "        self.segments.lend(segment, peer.flag)\n",
+        "            for flag in flags:\n                self.segments.lend(segment, flag)\n",
         "",
         ("tests/run/peers/test_peer_backend.py", "tests/run/peers"),
         caught_by="tests/run/peers/test_peer_backend.py::test_epochs_end_alike",
