@@ -126,8 +126,8 @@ class Peer:
             self.is_closed, self.unsent, self.end = True, False, self.end or LOST
 
 
-class Sources:
-    """The segments of all workers of a loader, numbered for the readers of this machine.
+class PassedSegments:
+    """Segments of all workers of a loader, numbered for the readers of a machine.
 
     `give_sign` tells the peers that this process is alive, and returns for how many seconds it may wait for workers.
     """
@@ -153,14 +153,17 @@ class Sources:
 class SourceReader(AnswerReader):
     """Reads the answers of one worker so that they can be passed on."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: PassedSegments) -> None:
         super().__init__(SegmentReader(private=True))
         self._sources, self._numbers = sources, dict[int, int]()  # of its segments, among those of all workers
         sources.readers.add(self)
         weakref.finalize(self, sources.close, self._numbers)
 
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Any]:
-        """The number and the answer of a message; a `Delivery` knows how to pass it on, a small one as it came."""
+        """Return the number and the answer of a message.
+
+        A `Delivery` knows how to pass it on, a small one as it came.
+        """
         number, answer = super().read(message, descriptors)
         written = vars(self).pop("_written", lambda note, flags: (pickled(note, message), []))
         return number, replace(answer, written=written) if isinstance(answer, Delivery) else answer
@@ -176,9 +179,10 @@ class SourceReader(AnswerReader):
         is_copied, number = self.segments.viewed == before, self._numbers[segment]
 
         def pass_on(note: Note, flags: list[int]) -> tuple[bytes, list[int]]:
-            """The message and descriptors for readers with these flags, or for another machine, which has none.
+            """Return message and descriptors for readers with these flags.
 
-            As long as there are `views`, the segment is in use, unless too many batches were viewed.
+            Another machine has none. As long as there are `views`, the segment is in use, unless too many batches were
+            viewed.
             """
             if is_copied or not flags:
                 *buffers, batch = map(bytearray, views)

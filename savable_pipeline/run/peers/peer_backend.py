@@ -32,7 +32,7 @@ from savable_pipeline.run.engine.messages import Delivery, Failure, RequestKind
 from savable_pipeline.run.engine.shared_batches import AnswerSender
 from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.peers.meeting import Sharing, meet
-from savable_pipeline.run.peers.peer import END_S, LOST, Note, Peer, SourceReader, Sources
+from savable_pipeline.run.peers.peer import END_S, LOST, Note, PassedSegments, Peer, SourceReader
 from savable_pipeline.stages.batch_difference import digest
 
 _SIGNS = 8  # of life, in a timeout
@@ -54,7 +54,7 @@ class PeerBackend:
 
     def __init__(self, sharing: Sharing, workers: Workers, host: Any, builder: Callable[[Any], Backend]) -> None:
         self._rank, self._timeout, self._prefetch = sharing.ranks[sharing.number], workers.timeout, workers.prefetch
-        self._sources, self._sign_s = Sources(self._give_sign), 0.0  # the time of the next sign
+        self._sources, self._sign_s = PassedSegments(self._give_sign), 0.0  # the time of the next sign
         self._builder = own = builder(partial(self._sources.open_host, host))
         self.open, self.start, self.numbers = own.open, own.start, own.numbers
         self._meet, self.verify_delivered = partial(meet, sharing, workers.timeout), own.verify_delivered
@@ -122,10 +122,10 @@ class PeerBackend:
     # Passing on.
 
     def _shared(self, key: Note, build: Callable[[], Any]) -> Delivery:
-        """Return on each rank what the first one has built for a key, as a batch if it is none.
+        """Return on each rank what the first one has built for a key.
 
-        Raises what it raised. The key of a batch has the kind of the request, the lane, and a hash of the lane's state
-        before the batch.
+        What is no batch is the `batch` of a `Delivery`. Raises what it raised. The key of a batch has the kind of the
+        request, the lane, and a hash of the lane's state before the batch.
         """
         if not self._peers:
             self._upstream, self._readers = self._meet()
@@ -196,7 +196,10 @@ class PeerBackend:
             self._hear(self._give_sign())
 
     def _give_sign(self) -> float:
-        """Tell all peers now and then that this process is alive, and return for how many seconds it may wait."""
+        """Tell all peers that this process is alive, unless it has lately.
+
+        Returns for how many seconds it may wait until it does so again.
+        """
         if (now := time.monotonic()) > self._sign_s:
             self._sign_s = now + self._timeout / _SIGNS
             for peer in self._peers:
