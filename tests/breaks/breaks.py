@@ -1,4 +1,4 @@
-"""Sixty-six deliberate breaks of the code: the measure of what the test suite catches.
+"""Seventy deliberate breaks of the code: the measure of what the test suite catches.
 
 Each is a plausible mistake of a refactoring that breaks one promise: `wrong` says what then goes wrong, whatever the
 classes and files are called. `old` and `new` are the edit that makes it in `file` as the code is now. When code moves,
@@ -7,7 +7,7 @@ adapt the edit and nothing else; when a break cannot be made any more, replace i
     python tools/house/breaks.py                 applies each in turn to a copy, and runs the tests
     python tools/house/breaks.py --only NAME
 
-`caught_by` is the test that found it first. All 66 are caught by `tests`, most within a minute.
+`caught_by` is the test that found it first. All 70 are caught by `tests`, most within a minute.
 """
 
 # ruff: noqa: E501  # the edits hold lines of code with their line ends
@@ -74,6 +74,46 @@ STAGES = [
         "        rng.rekey((self.sample.index, self.sample.epoch, 0))\n",
         ("tests/stages/test_encode.py", "tests/system/test_golden_order.py"),
         caught_by="tests/stages/test_encode.py::test_parts_of_a_sample_have_random_numbers_of_their_own",
+    ),
+    Break(
+        "fan-out-opened-for-each-part",
+        "costs",
+        "After a resume, each buffered part of a sample opens its iterator anew and advances it from the start.",
+        _STAGES + "encode.py",
+        "            fan = self._open = FanOut(self, sample, (made, rng), count=count)\n",
+        "            fan = FanOut(self, sample, (made, rng), count=count)\n",
+        ("tests/stages/test_fan_out.py",),
+        caught_by="tests/stages/test_fan_out.py::test_a_resume_in_the_middle_advances_the_iterator_to_its_place_once[pack]",
+    ),
+    Break(
+        "size-declared-twice",
+        "costs",
+        "The declared size of an item is asked for again when the item is built.",
+        _STAGES + "encode.py",
+        '        planned = declared or (element.sizes[0] if element.sizes and not hasattr(item, "__next__") else None)\n',
+        "        planned = self.of(sample)\n",
+        ("tests/stages/test_measured_once.py",),
+        caught_by="tests/stages/test_measured_once.py::test_each_value_is_measured_once[best fit-False-Declaring]",
+    ),
+    Break(
+        "pack-in-a-pack-loses-its-size",
+        "order",
+        "A pack that lost items loses its size in the pack around it, and later stages choose by the other sizes.",
+        _STAGES + "packing/piece_maker.py",
+        "            return Element(ref, item.value, measured=item.measured)\n",
+        "            return item\n",
+        ("tests/stages/test_lost_items.py",),
+        caught_by="tests/stages/test_lost_items.py::test_a_pack_of_packs_has_a_size_for_each_pack_that_lost_items[TellingTexts]",
+    ),
+    Break(
+        "skipped-samples-downloaded",
+        "costs",
+        "Samples of a bucket that are skipped are requested, and so are downloaded for nothing.",
+        _STAGES + "readers/reader.py",
+        "        return self.dataset.open_samples(refs, request=not self.lane.skips)\n",
+        "        return self.dataset.open_samples(refs)\n",
+        ("tests/stages/test_skipping.py",),
+        caught_by="tests/stages/test_skipping.py::test_skipping_requests_no_data_of_a_bucket[batched]",
     ),
     Break(
         "fan-out-begins-again-after-an-error",
@@ -240,8 +280,8 @@ STAGES = [
         "identity",
         "Joined samples that were opened ahead are given for any other refs that are as many.",
         _STAGES + "readers/join.py",
-        "        samples = list(kept) if refs.tobytes() == known else self._joined(",
-        "        samples = list(kept) if len(refs) == len(kept) else self._joined(",
+        "        samples = list(last_samples) if refs.tobytes() == last_refs else self._joined(",
+        "        samples = list(last_samples) if len(refs) == len(last_samples) else self._joined(",
         ("tests/stages/readers/test_join.py", "tests/system/test_exact_resume.py", "tests/system/test_stores.py"),
         caught_by="tests/stages/readers/test_join.py::test_buffer_after_a_join_yields_each_sample_once_under_its_ref[skip]",
     ),
