@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -27,15 +26,13 @@ from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.engine.messages import Delivery, LaneJob, RequestKind, row_count
-from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
+from savable_pipeline.run.engine.stage_timing import EVERY, PAUSE_S, take_counts, timed, watched
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, restoring, unpack_state, with_counts
 from savable_pipeline.stages.batcher import rebuild
 from savable_pipeline.stages.item_buffer import made_items
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.pipeline import datasets_of, upstream, verify_files
 from savable_pipeline.stages.stage import BatchStage, Stage
-
-_WATCH_S = 0.25
 
 
 @dataclass(slots=True)
@@ -100,8 +97,8 @@ class LaneRunner:
         self.facts = NO_FACTS
         self._live: dict[int, _Live] = {}
         self._stores: dict[int, RecordStore] = {}  # that the lanes read from, those dropped since too
-        self._made = 0  # batches made; every 16th is timed
-        self._watch_due = 0.0  # when the samples of such a batch are watched again
+        self._made = 0  # batches made; see `EVERY`
+        self._timing_due = 0.0  # when a batch may be timed again
 
     def build(self, lane: int, epoch: int, facts: RunFacts = NO_FACTS, *, downloads: bool = True) -> tuple[Stage, Lane]:
         """The last stage of a fresh pipeline, and its lane.
@@ -133,10 +130,11 @@ class LaneRunner:
             live = self._restore(unpack_state(state, LaneState, f"lane {lane}"))
         assert live is not None
         _avoid(live.stages, avoid)
-        if self._made % EVERY:
+        if self._made % EVERY or start < self._timing_due:
             batch, ref, more, spent, seen = *self._make(live, want), {}, None
         else:
-            with timed(live.stages) as spent, self._watching(live.stages, start) as seen:
+            self._timing_due = start + PAUSE_S
+            with timed(live.stages) as spent, watched(live.stages) as seen:
                 batch, ref, more = self._make(live, want)
         self._made += 1
         live.collect()
@@ -167,13 +165,6 @@ class LaneRunner:
         counts, seconds = take_counts(stages, {}), time.perf_counter() - start
         rows = row_count(ref, type(last).__name__)
         return Delivery(batch, packed, True, False, seconds, 0.0, counts, ref, ref=ref, rows=rows, remaining=kept)
-
-    def _watching(self, stages: list[Stage], now: float) -> AbstractContextManager[WatchedSamples | None]:
-        """Watch samples, too, unless others were a moment ago: that takes a microsecond or two a sample."""
-        if now < self._watch_due:
-            return nullcontext()
-        self._watch_due = now + _WATCH_S
-        return watched(stages)
 
     def _make(self, live: _Live, want: RequestKind) -> tuple[Any, ItemRef, bool]:
         """Serve a request of this kind: the batch, its ref, and whether there is another.
