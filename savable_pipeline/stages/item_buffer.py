@@ -253,7 +253,7 @@ def note_buffer(stage: Stage, buffer: Any) -> None:
 
 def made_items(stage: Stage) -> int:
     """The number of elements in memory, which a lane that moves has to rebuild."""
-    return sum(buffer.made for buffer in vars(stage).get("_buffers", ()))
+    return sum([buffer.made for buffer in vars(stage).get("_buffers", ())])
 
 
 def known_refs(stage: Stage, refs: RefsT) -> RefsT:
@@ -348,12 +348,12 @@ class RefBuffer:
         A slot that comes twice gives, the second time, the ref that came into it the first time. Sorting brings equal
         slots side by side: 5 2 5 give the ref in slot 5, the one in slot 2, and the first of `fresh`.
         """
-        given = self._slots[slots]
-        order = np.argsort(slots, kind="stable")
-        again = slots[order[1:]] == slots[order[:-1]]
-        given[order[1:][again]] = fresh[order[:-1][again]]
-        last = np.append(~again, True)
-        self._slots[slots[order[last]]] = fresh[order[last]]
+        given, order = self._slots[slots], slots.argsort(kind="stable")
+        ordered, last = slots[order], np.ones(len(slots), bool)
+        np.not_equal(ordered[1:], ordered[:-1], out=last[:-1])
+        again = order[1:][~last[:-1]]
+        given[again] = fresh[order[:-1][~last[:-1]]]
+        self._slots[ordered[last]] = fresh[order[last]]
         return given
 
     def remove(self, at: int, *, last_fills: bool) -> Any:
