@@ -59,8 +59,7 @@ class Selection:
         self._keys = names if keys is None else keys
         self._dataset_firsts = firsts
         self._sizes = np.diff(firsts)
-        self._excluded = excluded or {}
-        self._drawn = subset is not None
+        self._excluded, self._drawn = excluded or {}, subset is not None
         counts = self._split_counts(shards)
         self._low, self._high = _drawn(self._keys, counts, subset)
         self.order = _order(names, shards)  # int64 (shards,): the number in the dataset of each shard in turn
