@@ -38,6 +38,7 @@ from rounds import Bench, called, console, main, run_ranks
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.stages.chunked_stage import ChunkedStage
 from savable_pipeline.stages.cost import Cost, Size, waiting_share
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.packing.packing_policies import Policy
@@ -138,7 +139,7 @@ class Lengths(sp.TaskEncoder):
         return items
 
 
-class KnownSizes(custom.ItemStage):
+class KnownSizes(ChunkedStage, custom.ItemStage):
     """Source of documents of known sizes.
 
     Without `encoded` its elements have sizes but no values, otherwise the values are the lengths. `taken` is the number
@@ -153,7 +154,7 @@ class KnownSizes(custom.ItemStage):
         self._encoded = encoded
         self.taken = 0
 
-    def consume(self, n: int) -> list[Element]:
+    def take(self, n: int) -> list[Element]:
         """Return the next document, whatever `n` is."""
         size = next(self._sizes, None)
         if size is None:
@@ -418,9 +419,8 @@ def loading(bench: Bench) -> None:
             }
             bench.compare(f"packs of {corpus.longest:,}", "pack", ways)
             state = loaders[CANDIDATES].state_dict().values()
-            console.print(
-                f"a lane's state: {sum(len(each) for each in state if isinstance(each, bytes)) // 16:,} bytes"
-            )
+            state_bytes = sum(len(each) for each in state if isinstance(each, bytes))
+            console.print(f"a lane's state: {state_bytes // 16:,} bytes")
             for loader in loaders.values():
                 loader.close()
 

@@ -142,7 +142,7 @@ class Killer(threading.Thread):
 def _has_started(pid: int) -> bool:
     """Return whether a worker has mapped its status page, which it does just before its first message."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return "savable_pipeline note" in Path(f"/proc/{pid}/maps").read_text()
+        return "savable_pipeline status" in Path(f"/proc/{pid}/maps").read_text()
     return False
 
 

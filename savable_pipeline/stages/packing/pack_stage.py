@@ -1,11 +1,10 @@
-"""`PackStage`: what stages that join items into packs have in common."""
+"""`PackStage`: base of stages that join items into packs."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError
@@ -30,21 +29,22 @@ class PackStage(ChunkedStage, ItemStage):
     _calls: EncoderCalls
 
     def describe(self) -> StageInfo:
-        """The source's, one deeper, with the encoder whose `pack` is used."""
+        """Describe packs of the encoder."""
         return replace(super().describe(), encoder=self._calls.encoder)
 
     def is_certain(self, ref: ItemRef) -> bool:
-        """Return whether a pack cannot be skipped, nor lose an item."""
+        """Return whether a pack can neither be skipped nor lose an item."""
         return self.are_certain([part if type(part[0]) is int else part[0] for part in ref[1:]])
 
     def are_certain(self, items: list[ItemRef]) -> bool:
-        """Return whether a pack of whole items cannot be skipped, nor lose one."""
+        """Return whether a pack of these whole items can neither be skipped nor lose one."""
         return self._calls.packs_all and all(is_certain(self.source, item) for item in items)
 
     def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of packs, of the items that are left, and their refs and sizes.
+        """Build packs of the items that are not lost, and set values, refs and sizes.
 
-        These stay beside a `Skip`, which is counted by its first item, unless all items are lost: these were.
+        If the encoder skips a pack, only its value is set, and it is counted for its first item. If all items of a pack
+        are lost, it is not counted, because its items are already.
         """
         for element in elements:
             number, *parts = element.ref
@@ -52,21 +52,27 @@ class PackStage(ChunkedStage, ItemStage):
                 raise CheckpointMismatchError(
                     f"{type(self).__name__}: {element.ref} is no pack. Use another copy of the checkpoint."
                 )
-            left = [part for part in self._rebuilt(parts) if type(part.value) is not Skip]
+            rebuilt = self._rebuilt(parts)
+            # a pack of one item may have its own size instead, measured by a later stage
+            sizes = element.sizes if element.sizes and len(element.sizes) == len(parts) > 1 else ()
+            for part, ref, size in zip(rebuilt, parts, sizes, strict=False):
+                if type(ref[0]) is type(ref[1]) is int and type(part.value) is not Skip:
+                    self._calls.check_size(part, *size)
+            left = [part for part in rebuilt if type(part.value) is not Skip]
             refs, items = [part.ref for part in left], [part.value for part in left]
             element.value = self._calls.combined(items, number, self.info) if items else EMPTY_PACK
             if type(element.value) is not Skip:
                 whole, element.ref = element.ref, (number, *refs)
                 element.sizes = left_sizes(element.sizes, whole, element.ref)
-                self._count_rebuilt(element, items)
+                self._count_rebuilt(element, left)
             elif items:
                 self._count_skip(element.value.reason, refs[0])
 
     @abstractmethod
     def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
-        """The items with these refs, or a `Skip`; each with the ref of what is left of it."""
+        """Rebuild the items with these refs. A lost item has a `Skip`, and a pack that lost items has their new ref."""
 
-    def _count_rebuilt(self, pack: Element, items: list[Any]) -> None:
+    def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:
         """Count a pack of these items, if it was not counted before."""
 
     def _count_skip(self, reason: str, ref: ItemRef) -> None:

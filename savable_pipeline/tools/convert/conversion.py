@@ -1,4 +1,6 @@
-"""`convert`: the same input gives the same bytes, and a killed run continues where it ended.
+"""`convert`: the same input gives the same bytes.
+
+A killed run continues where it ended:
 
     source ─ recognize ─ open ─ cut ranges of rows ─ write each range, in any order ─ join small shards ─ name, index
 
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
@@ -71,7 +73,9 @@ def convert(
     engine: Literal["ray"] | Engine | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Write the samples of a source as WebDataset shards, as `savable convert` does: the same bytes.
+    """Write the samples of a source as WebDataset shards.
+
+    The bytes are those of `savable convert`.
 
     Damaged samples are left out and reported. The same call after one that was stopped continues it, and ends with
     the same bytes; after one that is done it writes nothing. With several processes a program needs the usual
@@ -149,7 +153,7 @@ def convert(
             reshard=reshard,
             workers=workers,
             engine=cluster,
-            progress=progress or _ignored,
+            progress=progress or (lambda done, total, size: None),
         )
 
 
@@ -184,10 +188,6 @@ def _engine_of(
     return RayEngine(workers)
 
 
-def _ignored(done: int, total: int, size: int) -> None:
-    """Nobody asked for the progress."""
-
-
 Progress: TypeAlias = Callable[[int, int, int], None]  # samples done, all samples, bytes done
 _LITTLE_BYTES = 100_000_000  # converted before other processes would have started
 
@@ -204,7 +204,7 @@ def run_conversion(
     engine: Engine | None = None,
     progress: Progress = lambda done, total, size: None,
 ) -> Report:
-    """Write the samples of a source as shards into `target`, a folder or a URL; see `convert`.
+    """Write the samples of a source as shards; see `convert`.
 
     Raises ValueError for a wrong source or setting, `SavableError` if `target` has another conversion or its disk is
     full, OSError for files that cannot be read or written, `RemoteError` for a bucket or a web server.
@@ -215,7 +215,7 @@ def run_conversion(
             raise ValueError(f"workers must be 1 or more, not {workers}")
         if engine is not None:  # whose machines have other current folders
             output = replace(output, folder=output.folder.absolute())
-        check_reshard(source, reshard)
+        _check_reshard(source, reshard)
         _check_apart(source.path, output.folder if output.bucket is None else output.name)
         _refuse_other_shards(output)
         wanted = None if keys is None else frozenset(keys)
@@ -238,8 +238,11 @@ def run_conversion(
         return report
 
 
-def check_reshard(source: ConversionSource, reshard: bool) -> None:
-    """Raise ValueError for tars that need no conversion, and for `reshard` of other formats."""
+def _check_reshard(source: ConversionSource, reshard: bool) -> None:
+    """Check that tars are converted with `reshard`, and other formats without.
+
+    Raises ValueError.
+    """
     if source.form == TARS and not source.packed and not reshard:
         raise ValueError(
             f'{source.path}: tars need no conversion. Read them by sp.TarShardReader("{source.path}", lane), or pass '
@@ -270,11 +273,10 @@ def _work_in(output: Target) -> Iterator[None]:
 
 
 def _jobs(output: Target, found: Prepared, options: Options, keys: frozenset[str] | None) -> list[RangeJob]:
-    common: dict[str, Any] = {"source": found.source, "options": options, "keys": keys}
-    return [
-        RangeJob(name=f"{number:06d}", spans=spans, work=output.work, bucket=output.bucket, **common)
-        for number, spans in enumerate(found.ranges)
-    ]
+    first = RangeJob(
+        name="", source=found.source, spans=(), options=options, work=output.work, keys=keys, bucket=output.bucket
+    )
+    return [replace(first, name=f"{number:06d}", spans=spans) for number, spans in enumerate(found.ranges)]
 
 
 def _resumed(

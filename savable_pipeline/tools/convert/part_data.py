@@ -1,4 +1,7 @@
-"""Bytes of a part, or a long file of audio or video that is never in memory as a whole."""
+"""Bytes of a part, or a long file that is never in memory as a whole.
+
+Such a file has audio or video.
+"""
 
 from __future__ import annotations
 
@@ -92,12 +95,8 @@ def data_fault(extension: str, data: PartData, *, check_images: bool) -> str:
     if not check_images or part_type(extension) not in _MEDIA or importlib.util.find_spec("av") is None:
         return ""
     try:
-        with _opened(data) as file:
+        with io.BytesIO(data) if isinstance(data, bytes) else data.open() as file:
             media_info(file, "", extension)
     except MediaError as error:
         return f"unreadable media: {str(error).removeprefix(': ')}"
     return ""
-
-
-def _opened(data: PartData) -> BinaryIO:
-    return io.BytesIO(data) if isinstance(data, bytes) else data.open()
