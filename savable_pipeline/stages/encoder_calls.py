@@ -215,6 +215,7 @@ class EncoderCalls:
         return self._error(f"{self.encoder_name}.{method}", error)
 
     def _error(self, name: str, error: Exception, which: str = "") -> EncodeError:
+        """Return an `EncodeError` that names the function, the stage and the lane."""
         return EncodeError(
             f"{name} failed: {described(error)}. Fix it and resume.\n  stage {self._stage}{which} of {self._lane}"
         )
