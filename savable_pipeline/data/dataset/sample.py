@@ -296,7 +296,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
         name = part or self._first(VIDEO_PARTS)
         if part_type(name) not in VIDEO_PARTS and not isinstance(file := self.open(name), RangeFile):
-            from savable_pipeline.data.media.image_frames import ImageFrames, is_archive
+            from savable_pipeline.data.media.video import ImageFrames, is_archive
 
             if is_archive(file):
                 return ImageFrames(file, self._name_of(name))

@@ -117,7 +117,10 @@ class ByteSource:
         return ByteSource(lambda offset, size: data[offset : offset + size], len(data))
 
     def read_at(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset` on; fewer where the source ends. Raises OSError, `ShardError`, `RemoteError`."""
+        """`size` bytes from `offset` on; fewer where the source ends.
+
+        Raises OSError, `ShardError`, `RemoteError`.
+        """
         return self._read(self._begin + offset, max(0, min(size, self.size - offset)))
 
     def read(self) -> bytes:
@@ -139,7 +142,10 @@ class ByteSource:
         return self.part(offset, self.size - offset)
 
     def uint32s(self, offset: int, count: int) -> tuple[int, ...]:
-        """Little-endian numbers of 32 bits, as formats of records have them. Raises `RecordError`."""
+        """Little-endian numbers of 32 bits, as formats of records have them.
+
+        Raises `RecordError`.
+        """
         return struct.unpack(f"<{count}I", self.part(offset, 4 * count).read())
 
     def open(self) -> BinaryIO:
@@ -162,7 +168,10 @@ class ByteSource:
 
 
 class LocalFile(ByteSource):
-    """A file on a disk that is open: to be used as long as its descriptor is. Reads also raise `RemoteError`."""
+    """A file on a disk that is open: to be used as long as its descriptor is.
+
+    Reads also raise `RemoteError`.
+    """
 
     __slots__ = ("_descriptor", "_path", "_version")
 
@@ -232,7 +241,10 @@ class SourceFile(io.RawIOBase):
         return position
 
     def read(self, size: int | None = -1) -> bytes:
-        """At most `size` bytes from here on. Raises `ShardError`, also where the shard ends before the part does."""
+        """At most `size` bytes from here on.
+
+        Raises `ShardError`, also where the shard ends before the part does.
+        """
         remaining = max(0, self._source.size - self._position)
         wanted = remaining if size is None or size < 0 else min(size, remaining)
         if self._ahead:

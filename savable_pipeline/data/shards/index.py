@@ -56,7 +56,10 @@ _NUMBER = 8  # bytes of each
 
 
 class Header(msgspec.Struct, array_like=True):
-    """What an index says of itself; its arrays follow. `said` is what the format says of all files."""
+    """What an index says of itself; its arrays follow.
+
+    `said` is what the format says of all files.
+    """
 
     shards: Count
     names: Count  # bytes
@@ -77,7 +80,10 @@ class ShardTable(msgspec.Struct):
 
 
 class RowsWriter(Protocol):
-    """The rows of one file after the other on their way into an index. `new_file` gives a file without a name."""
+    """The rows of one file after the other on their way into an index.
+
+    `new_file` gives a file without a name.
+    """
 
     def __init__(self, new_file: Callable[[], IO[bytes]], /) -> None: ...
 
@@ -142,7 +148,10 @@ class ShardIndex(ABC):
         return found
 
     def numbers(self, names: Sequence[str]) -> Rows:
-        """The numbers of these shards, int64 (names,). Raises KeyError without one of them."""
+        """The numbers of these shards, int64 (names,).
+
+        Raises KeyError without one of them.
+        """
         if len(names) == len(self.shards) and ShardNames.of(names).text == self.shards.names.text:
             return np.arange(len(names))
         if len(names) < len(self.shards) // 16:  # bisecting them costs less than a table of all
@@ -315,11 +324,6 @@ def marker_object(heads: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return {}
 
 
-def as_it_is(form: Format, settings: dict[str, Any]) -> Format:
-    """The same format, whatever the settings."""
-    return form
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Format:
     """A kind of files that samples are read from in place.
@@ -349,9 +353,9 @@ class Format:
     """Returns whether the markers that exist, by name, say that the folder has this format."""
     listed: Callable[[Mapping[str, bytes]], list[tuple[str, ...]] | None] | None = None
     """Returns the names that each file may have, if the markers list them. Raises ValueError."""
-    choose: Callable[[Sequence[str]], list[str]] | None = None
-    """Returns the files, where the names of several together show that they are of this format. None: by suffixes."""
-    by_settings: Callable[[Format, dict[str, Any]], Format] = as_it_is
+    choose: tuple[str, Callable[[Sequence[str]], list[str]]] | None = None
+    """A text in the name of a telling file, and what returns the files of this format of all names."""
+    by_settings: Callable[[Format, dict[str, Any]], Format] | None = None
     """Returns the format for these settings, where they change what is indexed."""
     variant: str = ""
     """What tells the index for these settings from that for others, such as `key_end=last`."""
@@ -399,7 +403,7 @@ class Format:
         """
         listed = None if self.listed is None else self.listed(heads)
         if listed is None:
-            return sorted(filter(self.has, names)) if self.choose is None else self.choose(names)
+            return sorted(filter(self.has, names)) if self.choose is None else self.choose[1](names)
         there, chosen = set(names), set[str]()
         for each in listed:
             written = max(each, key=len)  # compressed, where the others are what was unpacked
@@ -409,6 +413,10 @@ class Format:
                 raise ValueError(f"{name}: {fault} by {' or '.join(self.markers)}. Copy the folder again")
             chosen.add(name)
         return sorted(chosen)
+
+    def for_settings(self, settings: dict[str, Any]) -> Format:
+        """Return the format for these settings of the store."""
+        return self if self.by_settings is None else self.by_settings(self, settings)
 
     def has(self, name: str) -> bool:
         """Whether a name is that of such a file, in letters of any case."""
@@ -430,12 +438,16 @@ class Format:
         return name[: len(name) - len(own)] + other if own else other
 
     def index_at(self, path: Path) -> ShardIndex:
-        """The index of files of this format at `path`. Raises OSError, `ShardError`, ValueError."""
+        """The index of files of this format at `path`.
+
+        Raises OSError, `ShardError`, ValueError.
+        """
         return self.index(path, self.index_kind)
 
     def scan(self, root: Path, name: str) -> ShardTable:
-        """What the index says of a file on a disk. Raises OSError where the process may open no more files, and
-        `RemoteError` of a network disk.
+        """What the index says of a file on a disk.
+
+        Raises OSError where the process may open no more files, and `RemoteError` of a network disk.
         """
         if self.scan_folder is not None:
             return self.scan_folder(root)
@@ -457,7 +469,10 @@ class Format:
             return self.unreadable(name, size, error.strerror or str(error))
 
     def is_as_indexed(self, file: ByteSource, index: ShardIndex, number: int) -> bool:
-        """Whether a file of the right size is the one with this number in an index. Raises OSError."""
+        """Whether a file of the right size is the one with this number in an index.
+
+        Raises OSError.
+        """
         if self.is_same is not None:
             return self.is_same(file, index, number)
         return self.read(file, index.shards.names[number]).entry.digest == int(index.shards.digests[number])
@@ -469,7 +484,9 @@ class Format:
 
 
 class IndexedFiles:
-    """The files `names` of an index of this format, None: all. `root` has their metadata.
+    """The files `names` of an index of this format, None: all.
+
+    `root` has their metadata.
 
     Those behind a URL are at `remote`, a `RemoteFolder`. `tolerant`: the samples before a damage are taken. Sample `i`
     is the `i`-th when they are read one after the other.
@@ -513,7 +530,10 @@ class IndexedFiles:
         return f"{self.address}/{self.entries.names[shard]}"
 
     def blob(self, shard: int) -> FileBlob:
-        """What the index says of a file that is no tar: uint64 (any,). Raises `ShardError` if it is damaged."""
+        """What the index says of a file that is no tar: uint64 (any,).
+
+        Raises `ShardError` if it is damaged.
+        """
         if shard not in self._whole:
             self.check_rows(shard)
             self._whole.add(shard)
@@ -521,7 +541,10 @@ class IndexedFiles:
         return self.index.blob(int(self.numbers[shard]))
 
     def table(self, shard: int) -> ShardTable:
-        """What the index says of a file, to be written into another. Raises `ShardError` if it is damaged."""
+        """What the index says of a file, to be written into another.
+
+        Raises `ShardError` if it is damaged.
+        """
         self.check_rows(shard)
         return self.index.table(int(self.numbers[shard]))
 
@@ -535,7 +558,10 @@ class IndexedFiles:
         return self.form.is_as_indexed(file, self.index, int(self.numbers[shard]))
 
     def damaged(self, shard: str) -> ShardError:
-        """The error for a damaged index; `shard` names the file that it was needed for. One in the cache is removed."""
+        """The error for a damaged index; `shard` names the file that it was needed for.
+
+        One in the cache is removed.
+        """
         cure = f"Remove {self.index_path} and start again"
         if self.remote is not None:
             self.index_path.unlink(missing_ok=True)

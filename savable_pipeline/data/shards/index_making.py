@@ -81,7 +81,10 @@ class Columns:
         self.numbers = [array("Q") for _ in range(NUMBERS)]  # ends … counts
 
     def add(self, entry: ShardEntry, rows: int, check: int) -> None:
-        """Adds the next shard, of so many rows. Raises ValueError unless its name comes after the last one's."""
+        """Adds the next shard, of so many rows.
+
+        Raises ValueError unless its name comes after the last one's.
+        """
         if self.numbers[0] and entry.name <= self.last:
             raise ValueError(f"the shard {entry.name} after {self.last}: an index has its shards in the order of names")
         self.last = entry.name

@@ -384,7 +384,10 @@ class _FilesNow:
             return time.time_ns()  # it may be gone
 
     def are_as_in(self, index: ShardIndex, path: Path) -> bool:
-        """Whether the index at `path` has all of them as they are. Raises KeyError without one of them, OSError."""
+        """Whether the index at `path` has all of them as they are.
+
+        Raises KeyError without one of them, OSError.
+        """
         numbers = index.numbers(self.names)
         if not np.array_equal(index.shards.sizes[numbers], self.sizes):
             return False

@@ -63,7 +63,10 @@ class Split:
 
 
 def read_counts(root: Path) -> dict[str, int] | None:
-    """Samples of each shard from `.info.json` or `.info.yaml`; None without either. Raises `ShardError`."""
+    """Samples of each shard from `.info.json` or `.info.yaml`; None without either.
+
+    Raises `ShardError`.
+    """
     path = _first(root, "info_config", COUNT_FILES)
     if path is None:
         return None
@@ -81,7 +84,10 @@ def split_names(root: Path) -> list[str]:
 
 
 def read_split(root: Path, name: str, known: Iterable[str]) -> Split:
-    """The split `name` of a dataset with the shards `known`. Raises `ShardError`, also if it names another shard."""
+    """The split `name` of a dataset with the shards `known`.
+
+    Raises `ShardError`, also if it names another shard.
+    """
     path = _first(root, "split_config", _SPLITS)
     if path is None:
         raise ShardError(f"{root / META}: split={name!r}, but there is no split.yaml. Leave out split=")
@@ -127,7 +133,10 @@ def named_files(root: Path) -> list[str]:
 
 
 def unused_settings(root: Path) -> list[str]:
-    """The settings of `dataset.yaml` that are not applied, since they name code. Raises `ShardError`."""
+    """The settings of `dataset.yaml` that are not applied, since they name code.
+
+    Raises `ShardError`.
+    """
     settings = _settings(root)
     return [name for name in _CODE if settings.get(name)]
 

@@ -54,7 +54,10 @@ def is_part(extension: str, known: Collection[str]) -> bool:
 
 
 def find_part(extension: str, known: Iterable[str]) -> str:
-    """The one of `known` that equals `extension` but for case. Raises KeyError that lists the known ones."""
+    """The one of `known` that equals `extension` but for case.
+
+    Raises KeyError that lists the known ones.
+    """
     for candidate in known:
         if candidate.lower() == extension.lower():
             return candidate
@@ -209,7 +212,9 @@ def are_merged(parts: Collection[str], counts: Mapping[str, int]) -> bool:
 
 
 def lacking_parts(samples: int, counts: Mapping[str, int]) -> list[str]:
-    """Warnings of samples that lack a part, one a line. `counts`: samples that have each part.
+    """Warnings of samples that lack a part, one a line.
+
+    `counts`: samples that have each part.
 
     `JPG`, `jpeg` and `jpg` are one part.
     """
@@ -227,8 +232,11 @@ def lacking_parts(samples: int, counts: Mapping[str, int]) -> list[str]:
 def dotted_parts(
     samples: int, counts: Mapping[str, int], most_parts: int = 0, part_sets: Iterable[Collection[str]] = ()
 ) -> list[str]:
-    """Warnings of dots in names, one a line. `counts` as for `lacking_parts`, `most_parts`: of the sample with most,
-    `part_sets`: the parts of samples that have no part without a dot."""
+    """Warnings of dots in names, one a line.
+
+    `counts` as for `lacking_parts`, `most_parts`: of the sample with most, `part_sets`: the parts of samples that have
+    no part without a dot.
+    """
     found = []
     rare = [
         part

@@ -172,7 +172,10 @@ def spelled_out(shards: Shards) -> list[str]:
 
 
 def is_remote(shards: Shards) -> bool:
-    """Whether these are URLs. Raises `ShardError` for a mixture with files, and for an unsupported URL."""
+    """Whether these are URLs.
+
+    Raises `ShardError` for a mixture with files, and for an unsupported URL.
+    """
     specs = spelled_out(shards)
     remote = [spec for spec in specs if "://" in spec]
     if remote and len(remote) < len(specs):
@@ -238,12 +241,28 @@ def _expanded(spec: str, unlistable: list[ShardError]) -> Iterator[tuple[str, bo
             unlistable += below.unlistable
             yield from ((f"{path}/{name}", False) for name in below.names)
         elif glob.has_magic(pattern) and not os.path.exists(path):  # noqa: PTH110
-            matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
-            if not matches:
-                raise ShardError(f"{pattern}: no file matches. Check the pattern", reason=NOT_THERE)
-            yield from ((os.path.abspath(match), False) for match in matches)  # noqa: PTH100
+            yield from ((match, False) for match in _matching(pattern, unlistable))
         else:
             yield path, True
+
+
+def _matching(pattern: str, unlistable: list[ShardError]) -> list[str]:
+    """Return the absolute paths of the files that match a glob, without hidden ones; of folders, if no file matches.
+
+    Raises `ShardError` for none.
+    """
+    parts = os.path.abspath(pattern).split("/")  # noqa: PTH100
+    fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    any_name = any(map(is_hidden, parts[fixed:]))
+    found = {os.path.abspath(match) for match in glob.glob(pattern, recursive=True)}  # noqa: PTH100, PTH207
+    matches = sorted(each for each in found if any_name or not any(map(is_hidden, each.split("/")[fixed:])))
+    if not matches:
+        raise ShardError(f"{pattern}: no file matches. Check the pattern", reason=NOT_THERE)
+    if files := [each for each in matches if not os.path.isdir(each)]:  # noqa: PTH112
+        return files
+    below = [with_handles(partial(_listed_below, Path(each))) for each in matches]
+    unlistable += [error for each in below for error in each.unlistable]
+    return sorted({f"{each.root}/{name}" for each in below for name in each.names})
 
 
 def missing_error(path: Path) -> ShardError:

@@ -94,7 +94,9 @@ def tar_compression(head: bytes) -> str | None:
 
 
 def samples(path: str, fd: int, links: list[Member] | None = None) -> Iterator[Extent]:
-    """The samples of an open tar: runs of adjacent members with one key. Raises `ShardError`.
+    """The samples of an open tar: runs of adjacent members with one key.
+
+    Raises `ShardError`.
 
     Links that would be a part of a sample if they were files are added to `links`.
     """
@@ -126,7 +128,10 @@ def of_samples(found: Iterable[Member], links: list[Member] | None = None) -> It
 
 
 def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
-    """The members of an open tar, from the header at `offset` on. Raises `ShardError` that names the damaged byte."""
+    """The members of an open tar, from the header at `offset` on.
+
+    Raises `ShardError` that names the damaged byte.
+    """
     end_of_file = os.fstat(fd).st_size
     long_name: str | None = None
     long_link: str | None = None

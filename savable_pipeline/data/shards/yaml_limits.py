@@ -18,7 +18,10 @@ _CONSTRUCTOR_ERRORS = (ValueError, IndexError, KeyError, AttributeError, TypeErr
 
 
 def load_yaml(raw: bytes) -> Any:
-    """The value of a file without aliases. Raises ValueError that says where it cannot be read."""
+    """The value of a file without aliases.
+
+    Raises ValueError that says where it cannot be read.
+    """
     try:
         check_yaml(raw, aliases=False)
         return constructed(lambda: yaml.load(raw, _LOADER))
@@ -27,7 +30,10 @@ def load_yaml(raw: bytes) -> Any:
 
 
 def constructed(construct: Callable[[], Any]) -> Any:
-    """What `construct()` gives. Raises ValueError for a value that is not of the type that its tag says."""
+    """What `construct()` gives.
+
+    Raises ValueError for a value that is not of the type that its tag says.
+    """
     try:
         return construct()
     except _CONSTRUCTOR_ERRORS as error:

@@ -25,7 +25,7 @@ from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.paths import ALL, ListedFiles, Shards, is_remote, list_files
 from savable_pipeline.data.shards.processes import Answer, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.opening import Source, find_source, with_settings
+from savable_pipeline.data.stores.opening import Source, find_source, remote_files, with_settings
 from savable_pipeline.data.stores.tar_store import links_warning
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.check import file_check
@@ -129,9 +129,8 @@ def _summed(root: str, shards: int, reports: list[ShardReport], problems: list[P
 
 def _find(source: Source, form: Format) -> _Dataset:
     if source.session is not None:
-        found, metadata, indexed = describe_url(source.files, form, source.session)
-        whole = isinstance(source.files, str) and source.files.rstrip("/") == found.root
-        return _Dataset(found.root, list(found.names), whole, metadata, indexed)
+        found, metadata, indexed = describe_url(remote_files(source, form), form, source.session)
+        return _Dataset(found.root, list(found.names), found.whole, metadata, indexed)
     listed = source.listed or list_files(source.files)
     problems = [Problem(error.reason, str(error)) for error in listed.unlistable]
     found_files = ListedFiles(listed.root, [ALL]) if form.scan_folder else files_of(listed, form, missing_too=True)
