@@ -108,16 +108,12 @@ def find_source(
         if not format and is_known(root):
             return Source(files, FOLDER)
     found = paths.list_files(files)
-    recognized = _recognized(str(found.root), found.names, found.heads, format, settings)
+    recognized = _recognized(str(found.root), found.names, found.heads, (format, (*settings,)))
     if not found.whole and not format and recognized.format is FOLDER:
         recognized = Recognized(_by_suffixes(found), [])  # whose error says what to do
     _check_suffix(files, found.names if format and found.exact else (), recognized.format)
-    return Source(
-        files,
-        recognized.format,
-        recognized.settings,
-        replace(found, chosen=None if format else recognized.files or None),
-    )
+    found = replace(found, chosen=None if format else recognized.files or None)
+    return Source(files, recognized.format, recognized.settings, found)
 
 
 def _markers(format: str) -> list[str]:
@@ -170,15 +166,13 @@ def _remote_source(
 
 def _look_up(files: paths.Shards, asked: Asked, session: Session) -> tuple[RemoteShards, Recognized]:
     """Return the objects that URLs name, and what they are. The session remembers it until its next opening."""
-    return session.once((paths.as_names(files), asked), lambda: _looked_up(files, *asked, session))
+    return session.once((paths.as_names(files), asked), lambda: _looked_up(files, asked, session))
 
 
-def _looked_up(
-    files: paths.Shards, format: str, settings: Collection[str], session: Session
-) -> tuple[RemoteShards, Recognized]:
+def _looked_up(files: paths.Shards, asked: Asked, session: Session) -> tuple[RemoteShards, Recognized]:
     from savable_pipeline.data.remote.urls import list_remote
 
-    listed = list_remote(files, session)
+    listed, format = list_remote(files, session), asked[0]
     root, names = listed.root, listed.names
     indexes = {form.index_name: form for form in formats.FORMATS if form is not FOLDER}
     if listed.whole and not names:
@@ -187,7 +181,7 @@ def _looked_up(
     if len(own) == 1 and not format:
         return listed, Recognized(own[0], [])
     where = os.fspath(files) if isinstance(files, str | os.PathLike) else root
-    recognized = _recognized(where, names, partial(session.heads, root), format, settings)
+    recognized = _recognized(where, names, partial(session.heads, root), asked)
     if recognized.format is FOLDER and listed.whole and not listed.names:
         recognized = Recognized(TARS, [])  # whose error says what a web server needs
     if recognized.format is FOLDER:
