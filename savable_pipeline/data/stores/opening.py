@@ -122,7 +122,8 @@ def _markers(format: str) -> list[str]:
     return [name for form in formats.FORMATS if format in ("", form.name, form.reader) for name in form.markers]
 
 
-def _recognized(where: str, names: Sequence[str], heads: Heads, format: str, settings: Collection[str]) -> Recognized:
+def _recognized(where: str, names: Sequence[str], heads: Heads, asked: Asked) -> Recognized:
+    format, settings = asked
     known = dict.fromkeys(_markers(format), paths.LARGEST_INDEX) if format else wanted(names)
     try:
         found = recognize(names, heads(known), format=format, settings=settings)
