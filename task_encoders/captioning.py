@@ -35,15 +35,15 @@ class CaptioningEncoder(TaskEncoder):
             SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
         image_size: Width and height of the image, in pixels.
         max_tokens: A longer caption is cut to this many tokens.
-        augment: Crop at random and mirror; if False, take the central square.
-        crop_scale: The least and the greatest share of the image's area in a random crop.
+        augment: True (default) crops at random and mirrors. False takes the central square.
+        crop_scale: The least and the greatest area of a random crop, as a fraction of the image's area.
         flip: The probability that a random crop is mirrored.
-        mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
-        std: Their standard deviation.
-        caption: The field of the `json` part, where there is no `txt`.
-        decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where the image has fewer pixels than that;
-            "exact" always in full.
-        exif: Turn a photo by its EXIF orientation; False crops the pixels as they are stored.
+        mean: The mean of red, green and blue in the training data, between 0 and 1 (default: ImageNet's).
+        std: The standard deviation of red, green and blue.
+        caption: The field of the `json` part for samples without `txt`.
+        decode: "scaled" (default) decodes a JPEG at 1/2, 1/4 or 1/8 of its size if the image needs no more pixels.
+            "exact" always decodes in full.
+        exif: Whether to rotate a photo by its EXIF orientation (default).
         multiple: Each caption of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
         eos: The end of a caption, for a tokenizer that adds none: True for its own `eos_token`, a token as text or id,
@@ -53,27 +53,27 @@ class CaptioningEncoder(TaskEncoder):
     behind the last. A batch of B items, rows of T tokens, has
 
     - `image`, float32 (B, 3, size, size), normalized;
-    - `tokens`, `labels` and `position_ids`, int64 (B, T); `lengths`, int64 (B,), the tokens of each caption.
+    - `tokens`, `labels` and `position_ids`, int64 (B, T); `lengths`, int64 (B,), the number of tokens of each caption.
 
-    A batch of B packs, about N images in the order of their captions, has N of `image`, and no `lengths`, but
+    A batch of B packs with N captions has N images in `image`, in the order of their captions, and no `lengths`, but
 
-    - `image_counts`, int64 (B,), the images of each row;
-    - `image_index`, int64 (B, T): which of the N images a token is about, -1 on the padding of a row;
-    - `cu_seqlens`, int32 (captions and paddings + 1,), where each begins among the B * T tokens, and `max_seqlen`, int,
+    - `image_counts`, int64 (B,), the number of images of each row;
+    - `image_index`, int64 (B, T): the index of each token's image among the N, and -1 for padding;
+    - `cu_seqlens`, int32 (captions and paddings + 1,), the start of each among the B * T tokens, and `max_seqlen`, int,
       for `flash_attn_varlen_func`.
 
     A sample is skipped as "no image" or, without a caption or with an empty one, as "no text".
 
     Raises:
-        ValueError: A setting is out of its range, or a caption is no text.
-        UnicodeDecodeError: A part is no UTF-8.
-        JSONDecodeError: A part is no JSON.
+        ValueError: A setting is out of its range, or a caption is not text.
+        UnicodeDecodeError: A part is not UTF-8.
+        JSONDecodeError: A part is not JSON.
         OSError: An image is damaged.
 
     Example:
         ```python
         from task_encoders import CaptioningEncoder
-        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        lane = sp.Lane()  # to inspect batches; a loader calls a pipeline function with its own lanes
         samples = sp.TarShardReader("shards/", lane)
         items = sp.Encode(samples, CaptioningEncoder(image_size=32))
         batch = next(sp.Batcher(sp.OnlinePacker(items, max_length=64), size=2))
@@ -112,7 +112,7 @@ class CaptioningEncoder(TaskEncoder):
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""
-        image = self.crop.image(sample, rng)  # floats, four times as large, only in a batch
+        image = self.crop.image(sample, rng)  # uint8, because floats would need four times the memory
         if image is None:
             return Skip("no image")
         tokens = self.tokenizer(self._caption(sample))
@@ -124,16 +124,16 @@ class CaptioningEncoder(TaskEncoder):
     def length(self, item: dict[str, Any]) -> int:
         """Return the number of text tokens, including padding to a multiple.
 
-        Tokens that a model makes of the image are not counted.
+        A model's tokens of the image do not count.
         """
         return padded_length(len(item["tokens"]), self.multiple)
 
     def images(self, item: dict[str, Any]) -> int:
-        """The number of images in an item: 1."""
+        """Return the number of images in an item, which is 1."""
         return 1
 
     def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """The tokens `start` to `stop - 1` of an item, as an item, with its image."""
+        """Return the tokens `start` to `stop - 1` of an item with its image, as an item."""
         return {"image": item["image"], "tokens": item["tokens"][start:stop], "labels": item["labels"][start:stop]}
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class CaptioningEncoder(TaskEncoder):
         return {"image": torch.stack([item["image"] for item in items]), **text}
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """A batch of B packs, or of B items, each a row of its own."""
+        """Build a batch of B rows, from B packs or B items."""
         if not is_packed(items):
             text = batch_documents(items, pad=self.tokenizer.pad, multiple=self.multiple)
             return {"image": self.crop.normalize(torch.stack([item["image"] for item in items])), **text}
@@ -159,7 +159,7 @@ class CaptioningEncoder(TaskEncoder):
         }
 
     def settings(self) -> dict[str, Any]:
-        """Every argument; the tokenizer by its identity and special ids."""
+        """Return every argument, and for the tokenizer its identity and special ids."""
         own = {"max_tokens": self.max_tokens, "caption": self.caption.name, **multiple_setting(self.multiple)}
         return {**self.tokenizer.settings(), **self.crop.settings(), **own}
 
@@ -168,7 +168,7 @@ class CaptioningEncoder(TaskEncoder):
 
 
 def _image_index(packs: list[dict[str, Any]], *, length: int) -> torch.Tensor:
-    """Captions of 2 and 1 tokens in one pack and of 2 in the next give 0 0 1 and 2 2 -1, int64 (2, 3)."""
+    """Number the images of tokens: captions of 2 and 1 tokens, and of 2 in the next pack, give 0 0 1 and 2 2 -1."""
     rows, first = [], 0
     for pack in packs:
         lengths = pack["cu_seqlens"].diff()

@@ -33,38 +33,36 @@ class _ChatText(NamedTuple):
 class ChatEncoder(MixedEncoder):
     """Trains on the answers of the assistant in a conversation with media.
 
-    Images, videos and audio may be anywhere in it.
-
-    Conversations are JSON in one of the common forms, those of OpenAI, TRL, LLaVA, LLaMA-Factory, ms-swift and
-    FineVision (parts/data_formats.py), with the images as parts of the sample, and videos and sounds where `video` and
-    `audio` take them. Which form it is, each process says once, by `logging.info`. The template writes the whole text,
-    also of the sample's `tools`, which is tokenized once; a token is learned if one of its characters is an answer's,
-    as in `apply_chat_template(…, return_assistant_tokens_mask=True)`.
+    Conversations are JSON in the formats of OpenAI, TRL, LLaVA, LLaMA-Factory, ms-swift or FineVision
+    (parts/data_formats.py). Images, videos and audio are parts of the sample and may be anywhere in the text. Each
+    process logs the format once, by `logging.info`. The template writes the whole text, with the sample's `tools`, and
+    it is tokenized as a whole. A token contributes to the loss if one of its characters belongs to an answer, as in
+    `apply_chat_template(…, return_assistant_tokens_mask=True)`.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
             SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all. `bos` and
             `eos` are not added: the chat template adds its own.
-        vision: How images become tokens. Without it, a conversation with images is an error.
-        template: How messages become text: `ChatML`, `OwnTemplate`, or a `ChatTemplate` of yours. None takes the
-            template of the tokenizer where it is one of `transformers`, else `ChatML()`.
-        answers: "all" learns every answer, with the mark of its end or, if the template has `{% generation %}`, what is
-            within; "last" the last one only. What comes after the last answer is left out.
-        max_length: The most tokens of a conversation, and the length of a batch's rows; None takes any, and rows are as
-            long as the longest.
+        vision: How images become tokens. None (default): a conversation with images is an error.
+        template: How messages become text: `ChatML`, `OwnTemplate`, or your own `ChatTemplate`. None (default): the
+            template of a tokenizer of `transformers`, else `ChatML()`.
+        answers: "all" (default) trains on every answer with its end token or, if the template has `{% generation %}`,
+            on the text within. "last" trains on the last answer only. Text after the last answer is dropped.
+        max_length: The most tokens of a conversation, and the length of a batch's rows. None (default): any length, and
+            rows are as long as the longest.
         part: The part that holds the conversation. Of samples without `json`, as rows of Parquet are, it is the column
             `messages`, `conversations` or `texts`.
         multiple: Each conversation of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for
             context parallelism over cp ranks. `length` counts the padding.
-        video: How videos become tokens: `VideoTokens` or, as images, `VideoFrames`. Without it, `<video>` is text,
-            and videos among the parts are passed over.
-        audio: How sounds become tokens. Without it, `<audio>` is text, and sounds are passed over.
-        rope: Positions in time, height and width as well: `MRope()`.
+        video: How videos become tokens: `VideoTokens` or, as images, `VideoFrames`. None (default): `<video>` is text,
+            and videos among the parts are ignored.
+        audio: How audio becomes tokens. None (default): `<audio>` is text, and audio parts are ignored.
+        rope: `MRope()` adds positions in time, height and width. None (default): none.
 
-    An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
-    of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
-    int64 (B,), the tokens of each. A batch of packs has `cu_seqlens`, int32 (segments + 1,), where each conversation
-    and each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
+    An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 if it does not contribute to the
+    loss. A batch of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed
+    `lengths`, int64 (B,), the tokens of each. A batch of packs has `cu_seqlens`, int32 (segments + 1,), where each
+    conversation and each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
 
     With `vision`, an item also has `patches`, uint8 (p, 3, patch, patch); `grids`, int64 (tiles, 2), the rows and
     columns of patches in each tile; and `tile_counts`, int64 (images,). A batch has `patches`, float32 and normalized,
@@ -77,11 +75,11 @@ class ChatEncoder(MixedEncoder):
     (sounds,). With `rope`, `mrope_ids`, int64 (n, 3). A batch has those of all rows in order, `video_patches` float32
     and normalized; `video_counts` and `audio_counts`, int64 (B,), of each row; and `mrope_ids`, int64 (B, T, 3).
 
-    A sample is skipped as "no json or messages or …" (the parts that were looked for), "no answer" (none to learn),
-    "special token in text" (it would begin or end a message) or "longer than max_length".
+    A sample is skipped as "no json or messages or …" (the parts that were searched), "no answer" (none contributes to
+    the loss), "special token in text" (it would start or end a message) or "longer than max_length".
 
     Raises:
-        ValueError: It names the setting or the field at fault, or the part of a video or sound that is damaged.
+        ValueError: A setting or a field is invalid, or a video or audio part is damaged. The message names it.
         JSONDecodeError: The conversation is no JSON.
         OSError: An image is damaged.
 
@@ -89,7 +87,7 @@ class ChatEncoder(MixedEncoder):
         ```python
         from task_encoders import ChatEncoder, NativeSize, Vision
         encoder = ChatEncoder(vision=Vision(NativeSize(), token=300), max_length=128)
-        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        lane = sp.Lane()  # to inspect batches; a loader calls a pipeline function with its own lanes
         items = sp.Encode(sp.TarShardReader("shards/", lane), encoder)
         batch = next(sp.Batcher(items, size=2))
         batch["tokens"].shape                   # torch.Size([2, 128])
@@ -142,24 +140,27 @@ class ChatEncoder(MixedEncoder):
         return item
 
     def length_of(self, sample: Sample) -> int | None:
-        """The tokens of a sample's item, by the headers of its images, videos and sounds.
+        """Return the number of tokens of a sample's item, from the headers of its media.
 
-        None without `video` and `audio`, where headers do not say enough, or where the sample is skipped.
+        It is None without `video` and `audio`, if the headers do not suffice, or if the sample is skipped.
         """
         measured = self._measure(sample)
         return None if measured is None else padded_length(measured[0], self.multiple)
 
     def images_of(self, sample: Sample) -> int:
-        """The tiles, and steps of videos, of a sample's item; 0 where `length_of` is None."""
+        """Return the number of image tiles and video steps of a sample's item.
+
+        It is 0 if `length_of` is None.
+        """
         measured = self._measure(sample)
         return 0 if measured is None else measured[1]
 
     def settings(self) -> dict[str, Any]:
-        """Every argument; the tokenizer and the template by hashes of what they are."""
+        """Return every argument, and hashes for the tokenizer and the template."""
         return {**super().settings(), "template": self.template.settings(), "answers": self.answers}
 
     def _render(self, sample: Sample, media_of: Callable[[Sample], SampleMedia]) -> _ChatText | Skip:
-        """What a sample asks to learn."""
+        """Render a sample's conversation as text, or skip the sample."""
         columns = CONVERSATIONS if self.part == "json" else ()
         if columns:
             refuse_preferences(sample)
@@ -168,24 +169,25 @@ class ChatEncoder(MixedEncoder):
             return Skip(f"no {' or '.join((self.part, *columns))}")
         record, arguments = read_record(sample, name)
         messages = parse_conversation({name: record} if name in columns else record, media_of(sample))
-        learned = [number for number, message in enumerate(messages) if message.is_answer]
-        if not learned:
+        answer_indices = [number for number, message in enumerate(messages) if message.is_answer]
+        if not answer_indices:
             return Skip("no answer")
         parts = [part for message in messages for part in message.parts]
         texts = [part for part in parts if isinstance(part, str)]
         more = [each for each in [arguments, *(message.more for message in messages)] if each]
         if any(map(self._special.search, [*texts, *(json.dumps(each, ensure_ascii=False) for each in more)])):
             return Skip("special token in text")
-        parts = [part for message in messages[: learned[-1] + 1] for part in message.parts]
-        shown = [part for part in parts if not isinstance(part, str)]
+        until_answer = messages[: answer_indices[-1] + 1]
+        shown = [part for message in until_answer for part in message.parts if not isinstance(part, str)]
         if self.vision is None and any(media_kind(part) == "image" for part in shown):
             raise ValueError("the conversation has images, but the encoder has no vision=. Pass vision=Vision(...)")
         image = self.vision.text if self.vision else ""
-        chosen = learned if self.answers == "all" else learned[-1:]
-        return _ChatText(*answers_in(self.template, messages[: learned[-1] + 1], chosen, image, arguments), shown)
+        trained_indices = answer_indices if self.answers == "all" else answer_indices[-1:]
+        text, answers = answers_in(self.template, until_answer, trained_indices, image, arguments)
+        return _ChatText(text, answers, shown)
 
     def _measure(self, sample: Sample) -> tuple[int, int] | None:
-        """The tokens, and tiles and steps, of a sample's item."""
+        """Return the numbers of tokens and of tiles and steps of a sample's item, or None as in `length_of`."""
         if self.video is None and self.audio is None:
             return None
         chat = self._render(sample, partial(self.media_of, headers=True))
@@ -198,10 +200,11 @@ class ChatEncoder(MixedEncoder):
         return size if self.max_length is None or size[0] <= self.max_length else None
 
     def _tokenize(self, chat: _ChatText, pieces: Callable[[ShownMedia], Iterator[str | MediumTokens]]) -> MixedTokens:
+        """Tokenize a conversation. `pieces` returns the texts and tokens of each medium."""
         mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope)
         queues = self._media_queues(chat.text, chat.shown)
         borders = [0, *(border for answer in chat.answers for border in answer), len(chat.text)]
-        for number, (begin, end) in enumerate(pairwise(borders)):
+        for number, (begin, end) in enumerate(pairwise(borders)):  # odd ones are answers
             for piece in self._places.split(chat.text[begin:end]):  # a text, a placeholder, a text, …
                 if piece in queues:
                     mixed.add(pieces(next(queues[piece])))
@@ -210,7 +213,7 @@ class ChatEncoder(MixedEncoder):
         return mixed
 
     def _media_queues(self, rendered: str, shown: Sequence[ShownMedia]) -> dict[str, Iterator[ShownMedia]]:
-        """Queue the media of each kind by their placeholder. Raises ValueError if the text has more or fewer."""
+        """Return the media of each kind by their placeholder. Raises ValueError if the text has more or fewer."""
         queues = {}
         for kind, text in self._texts.items():
             own = [part for part in shown if kind == media_kind(part)]

@@ -17,26 +17,27 @@ class ClassificationEncoder(TaskEncoder):
 
     Args:
         classes: The number of classes.
-        label: The part that holds the class, or the field of a JSON part: "cls", "json[label]".
-        names: The names of the classes in their order, where the data has names; without them it has numbers from 0.
-        crop: The size and augmentation of the images; by default `SquareCrop()`.
-        mixup: The parameter α of MixUp's Beta distribution (Zhang et al., 2018); 0 is without.
-        cutmix: The same of CutMix (Yun et al., 2019). With both, one of the two is drawn for each batch.
+        label: The part that has the class, or the field of a JSON part: "cls" (default), "json[label]".
+        names: The names of the classes in order, if labels are names. () (default): labels are numbers from 0.
+        crop: The size and augmentation of the images. None (default): `SquareCrop()`.
+        mixup: The parameter α of MixUp's Beta distribution (Zhang et al., 2018). 0 (default): no MixUp.
+        cutmix: The parameter α of CutMix (Yun et al., 2019), 0 by default. With both, one is drawn per batch.
 
     An item has `image`, uint8 (3, size, size), and `label`, int. A batch of B items has `image`, float32 (B, 3, size,
-    size), normalized, and `label`, int64 (B,); mixed, it is the share of each class, float32 (B, classes).
+    size), normalized, and `label`, int64 (B,). In a mixed batch, it is the probability of each class, float32 (B,
+    classes).
 
     A sample is skipped as "no image", or as "no cls" (the name of `label`).
 
     Raises:
         ValueError: A setting is out of its range, or a label is not one of the classes.
-        JSONDecodeError: A part is no JSON.
+        JSONDecodeError: A part is not JSON.
         OSError: An image is damaged.
 
     Example:
         ```python
         from task_encoders import ClassificationEncoder, SquareCrop
-        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        lane = sp.Lane()  # to inspect batches; a loader calls a pipeline function with its own lanes
         samples = sp.TarShardReader("shards/", lane)
         encoder = ClassificationEncoder(10, crop=SquareCrop(32), mixup=0.2)
         batch = next(sp.Batcher(sp.Encode(samples, encoder), size=4))
@@ -65,7 +66,7 @@ class ClassificationEncoder(TaskEncoder):
         self.crop = crop or SquareCrop()
         self.alphas = {"mixup": mixup, "cutmix": cutmix}
         self.global_rng = ("torch",) if mixup or cutmix else False
-        self._mix = _mix(classes, mixup, cutmix) if mixup or cutmix else None
+        self._mix = _mixer(classes, mixup, cutmix) if mixup or cutmix else None
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""
@@ -78,7 +79,7 @@ class ClassificationEncoder(TaskEncoder):
         return {"image": image, "label": self._number(value)}
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """A batch of B items, mixed where that was asked for."""
+        """Build a batch of B items, mixed if `mixup` or `cutmix` is set."""
         image = self.crop.normalize(torch.stack([item["image"] for item in items]))
         label = torch.tensor([item["label"] for item in items])
         if self._mix is None:
@@ -87,11 +88,12 @@ class ClassificationEncoder(TaskEncoder):
         return {"image": image, "label": label}
 
     def settings(self) -> dict[str, Any]:
-        """Every argument."""
+        """Return every argument."""
         own = {"classes": self.classes, "label": self.label.name, "names": list(self.names), **self.alphas}
         return {**self.crop.settings(), **own}
 
     def _number(self, value: Any) -> int:
+        """Return the index of a class. Raises ValueError if it is not one of the classes."""
         text = str(value).strip()
         if self.names:
             if text in self.names:
@@ -102,10 +104,10 @@ class ClassificationEncoder(TaskEncoder):
         raise ValueError(f"{self.label.name}: expected a class from 0 to {self.classes - 1}, found {value!r}")
 
 
-def _mix(classes: int, mixup: float, cutmix: float) -> Any:
-    """MixUp, CutMix, or a random choice of the two for each batch."""
-    from torchvision.transforms import v2  # imported where a batch is to be mixed: it takes a second
+def _mixer(classes: int, mixup: float, cutmix: float) -> Any:
+    """Return MixUp, CutMix, or a random choice of the two for each batch."""
+    from torchvision.transforms import v2  # this takes a second, so it is imported only if batches are mixed
 
-    chosen = [v2.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
-    chosen += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
-    return v2.RandomChoice(chosen)
+    transforms = [v2.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
+    transforms += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
+    return v2.RandomChoice(transforms)

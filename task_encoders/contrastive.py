@@ -15,40 +15,41 @@ from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
 
 class ContrastiveEncoder(TaskEncoder):
-    """Learns which text of a batch belongs to which image or video.
+    """Predicts which text of a batch belongs to which image or video.
 
     See Radford et al.: CLIP, 2021.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
             SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
-        text: The part that holds the text, or the field of a JSON part: "txt", "json[caption]". Where the field is a
-            list of texts, one is drawn for each sample and epoch.
-        crop: The size and augmentation of the images; by default `SquareCrop()`; all frames of a clip alike.
-        max_tokens: A longer text is cut to this many tokens, but keeps the text's last token, which models read as the
-            end.
-        clips: Pair the text with clips of the sample's video, not with an image: `sp.Clips(length_s=2.0, fps=8)` draws
-            one for each sample and epoch. Several clips of one video are several items.
-        video: The part that holds the video; None: the first that is one by its name.
+        text: The part that has the text, or the field of a JSON part: "txt", "json[caption]". If the field is a list
+            of texts, one is drawn per sample and epoch.
+        crop: The size and augmentation of the images. None (default): `SquareCrop()`. Frames of a clip are cropped by
+            the same box.
+        max_tokens: A longer text is truncated to this many tokens. The text's last token stays, because models use it
+            as the end of the text.
+        clips: Pair the text with clips of the sample's video: `sp.Clips(length_s=2.0, fps=8)` draws one per sample and
+            epoch. Several clips of a video are several items. None (default): pair it with an image.
+        video: The part that has the video. None (default): the first part that is a video by its name.
 
     An item has `image`, uint8 (3, size, size), and `tokens`, int64 (n,). A batch of B pairs has `image`, float32 (B, 3,
-    size, size), normalized; `tokens`, int64 (B, T), padded; and `lengths`, int64 (B,), the tokens of each text. With
-    `clips` they have, in place of `image`, `video`: uint8 (frames, 3, size, size), and float32 (B, frames, 3, size,
-    size).
+    size, size), normalized; `tokens`, int64 (B, T), padded; and `lengths`, int64 (B,), the number of tokens of each
+    text. With `clips`, they have `video` instead of `image`: uint8 (frames, 3, size, size), and float32 (B, frames, 3,
+    size, size).
 
-    A sample is skipped as "no image", as "no video" or, without a text or with an empty one, as "no text".
+    A sample is skipped as "no image", as "no video", or as "no text" (missing or empty).
 
     Raises:
         ValueError: A setting is out of its range, the field is neither a text nor a list of texts, or a video is
             damaged.
-        JSONDecodeError: A part is no JSON.
+        JSONDecodeError: A part is not JSON.
         OSError: An image is damaged.
-        ImportError: There are clips to take, and PyAV is not installed.
+        ImportError: `clips` is set, but PyAV is not installed.
 
     Example:
         ```python
         from task_encoders import ContrastiveEncoder, SquareCrop
-        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        lane = sp.Lane()  # to inspect batches; a loader calls a pipeline function with its own lanes
         samples = sp.TarShardReader("shards/", lane, shuffle=False)
         batch = next(sp.Batcher(sp.Encode(samples, ContrastiveEncoder(crop=SquareCrop(32))), size=2))
         batch["image"].shape    # torch.Size([2, 3, 32, 32])
@@ -93,7 +94,7 @@ class ContrastiveEncoder(TaskEncoder):
         return items
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """A batch of B pairs."""
+        """Build a batch of B pairs."""
         texts = [item["tokens"] for item in items]
         medium = "image" if self.clips is None else "video"
         return {
@@ -103,7 +104,7 @@ class ContrastiveEncoder(TaskEncoder):
         }
 
     def settings(self) -> dict[str, Any]:
-        """Every argument; the tokenizer by its identity and special ids."""
+        """Return every argument, and for the tokenizer its identity and special ids."""
         own = {"text": self.text.name, "max_tokens": self.max_tokens}
         clips = {} if self.clips is None else {"clips": self.clips.settings(), "video": self.video}
         return {**self.tokenizer.settings(), **self.crop.settings(), **own, **clips}

@@ -8,7 +8,7 @@ from typing import Any
 
 from savable_pipeline import Rng, Sample, Skip
 from task_encoders.parts.data_formats import parse_document
-from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, places
+from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens, media_spans
 from task_encoders.parts.token_packing import with_target
 from task_encoders.parts.vision import Vision
 
@@ -16,31 +16,30 @@ from task_encoders.parts.vision import Vision
 class InterleavedEncoder(MixedEncoder):
     """Predicts the text of a document that has images between its texts.
 
-    Documents are JSON as OBELICS or MMC4 write them (parts/data_formats.py), with the images as parts of the
-    sample, and videos and sounds where `video` and `audio` take them. The texts are tokenized as one, with the text of
-    `token` in the place of each image.
+    Documents are JSON in the format of OBELICS or MMC4 (parts/data_formats.py), with images, videos and audio as parts
+    of the sample. The texts are tokenized as a whole, with the text of `token` in place of each image.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
             SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
         vision: How images become tokens.
-        max_length: The most tokens of an item, and the length of a batch's rows: a longer document becomes several
-            items, cut anywhere but in an image, a video or a sound. None does not cut, and rows are as long as the
-            longest.
+        max_length: The most tokens of an item, and the length of a batch's rows. A longer document becomes several
+            items, but no image, video or audio is cut. None (default): documents are not cut, and rows are as long as
+            the longest.
         part: The part that holds the document.
         multiple: Each document of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
-        video: How videos become tokens: `VideoTokens` or, as images, `VideoFrames`. Without it, videos among the
-            parts are passed over.
-        audio: How sounds become tokens. Without it, sounds are passed over.
-        rope: Positions in time, height and width as well: `MRope()`.
+        video: How videos become tokens: `VideoTokens` or, as images, `VideoFrames`. None (default): videos among the
+            parts are ignored.
+        audio: How audio becomes tokens. None (default): audio parts are ignored.
+        rope: `MRope()` adds positions in time, height and width. None (default): none.
         eos: The end of a document, for a tokenizer that adds none: True for its own `eos_token`, a token as text or id,
             False for none. It is required where such a tokenizer has special tokens. It is added once, at the true end.
 
-    An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
-    of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
-    int64 (B,), the tokens of each. A batch of packs has `cu_seqlens`, int32 (segments + 1,), where each document and
-    each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
+    An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 if it does not contribute to the
+    loss. A batch of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed
+    `lengths`, int64 (B,), the tokens of each. A batch of packs has `cu_seqlens`, int32 (segments + 1,), where each
+    document and each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
 
     An item also has `patches`, uint8 (p, 3, patch, patch); `grids`, int64 (tiles, 2), the rows and columns of patches
     in each tile; and `tile_counts`, int64 (images,). A batch has `patches`, float32 and normalized, `grids` and
@@ -57,7 +56,7 @@ class InterleavedEncoder(MixedEncoder):
     "video", or "audio"); an item of images alone as "no target".
 
     Raises:
-        ValueError: It names the setting or the field at fault, or the part of a video or sound that is damaged.
+        ValueError: A setting or a field is invalid, or a video or audio part is damaged. The message names it.
         JSONDecodeError: The document is no JSON.
         OSError: An image is damaged.
 
@@ -65,7 +64,7 @@ class InterleavedEncoder(MixedEncoder):
         ```python
         from task_encoders import InterleavedEncoder, NativeSize, Vision
         encoder = InterleavedEncoder(vision=Vision(NativeSize(), token=300))
-        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        lane = sp.Lane()  # to inspect batches; a loader calls a pipeline function with its own lanes
         items = sp.Encode(sp.TarShardReader("shards/", lane), encoder)
         batch = next(sp.Batcher(items, size=2))
         batch["image_counts"]     # tensor([1, 1])
@@ -73,7 +72,7 @@ class InterleavedEncoder(MixedEncoder):
         ```
     """
 
-    vision: Vision  # never without
+    vision: Vision  # required here
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip | Iterator[dict[str, Any] | Skip]:
         """Return one item, an iterator of items for a long document, or `Skip`."""
@@ -94,13 +93,14 @@ class InterleavedEncoder(MixedEncoder):
         return self._cut(item, self.max_length)
 
     def _cut(self, item: dict[str, Any], max_length: int) -> Skip | Iterator[dict[str, Any] | Skip]:
+        """Cut an item into items of at most `max_length` tokens, but not within an image, video or audio."""
         borders, start = [0], 0
-        found = [(begin, end, medium.kind) for medium in self.media for begin, end in places(item, medium)]
-        for begin, end, kind in found:
+        spans = [(begin, end, medium.kind) for medium in self.media for begin, end in media_spans(item, medium)]
+        for begin, end, kind in spans:
             if end - begin > max_length:
                 return Skip(f"{kind} longer than max_length")
         while start < len(item["tokens"]):
             stop = min(start + max_length, len(item["tokens"]))
-            start = next((begin for begin, end, _ in found if begin < stop < end), stop)
+            start = next((begin for begin, end, _ in spans if begin < stop < end), stop)
             borders.append(start)
         return (with_target(self.cut(item, *cut)) for cut in pairwise(borders))

@@ -19,39 +19,39 @@ from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 class LanguageModelingEncoder(MixedEncoder):
     """Predicts the next token of a text, in packs or not.
 
-    A document of more than `max_length` tokens becomes several items; the last label of one is the first token of the
+    A document of more than `max_length` tokens becomes several items. The last label of one is the first token of the
     next.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
             SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
-        max_length: The most tokens of an item, and the length of a batch's rows; None does not cut, and rows are as
-            long as the longest.
-        part: The part that holds the text, or the field of a JSON part: "txt", "json[text]".
-        prompt: For fine-tuning, the part or field whose text comes before and is not learned. Both are tokenized as one
-            text; a token that has characters of both is learned.
+        max_length: The most tokens of an item, and the length of a batch's rows. None (default): documents are not cut,
+            and rows are as long as the longest.
+        part: The part that has the text, or the field of a JSON part: "txt" (default), "json[text]".
+        prompt: For fine-tuning, the part or field with a prompt, which does not contribute to the loss. Prompt and text
+            are tokenized as one text, and a token with characters of both contributes. None (default): no prompt.
         multiple: Each document of a pack, and each row, is padded to a multiple of this many tokens: 2 · cp for context
             parallelism over cp ranks. `length` counts the padding.
         eos: The end of a document, for a tokenizer that adds none: True for its own `eos_token`, a token as text or id,
             False for none. It is required where such a tokenizer has special tokens. It is added once, at the true end.
 
-    An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 where none is to be learned. A batch
-    of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed `lengths`,
-    int64 (B,), the tokens of each. A batch of packs has `cu_seqlens`, int32 (segments + 1,), where each document and
-    each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
+    An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 if it does not contribute to the
+    loss. A batch of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed
+    `lengths`, int64 (B,), the tokens of each. A batch of packs has `cu_seqlens`, int32 (segments + 1,), where each
+    document and each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
 
-    A sample is skipped as "no txt" (the name of the part or the prompt), as "empty", and a piece of a long one with
-    nothing to learn as "no target".
+    A sample is skipped as "no txt" (the name of the part or the prompt) or as "empty", and a piece of a long document
+    as "no target" if none of its tokens contributes to the loss.
 
     Raises:
-        ValueError: A setting is out of its range or missing, a field is no text, or a pack is longer than `max_length`.
-        UnicodeDecodeError: A part is no UTF-8.
-        JSONDecodeError: A part is no JSON.
+        ValueError: A setting is invalid, a field is not text, or a pack is longer than `max_length`.
+        UnicodeDecodeError: A part is not UTF-8.
+        JSONDecodeError: A part is not JSON.
 
     Example:
         ```python
         from task_encoders import LanguageModelingEncoder
-        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        lane = sp.Lane()  # to inspect batches; a loader calls a pipeline function with its own lanes
         items = sp.Encode(sp.TarShardReader("shards/", lane), LanguageModelingEncoder(max_length=64))
         batch = next(sp.Batcher(sp.OnlinePacker(items, max_length=64), size=2))
         batch["tokens"].shape                # torch.Size([2, 64])
@@ -59,7 +59,7 @@ class LanguageModelingEncoder(MixedEncoder):
         ```
     """
 
-    images = TaskEncoder.images  # none
+    images = TaskEncoder.images  # 0, unlike in the base class
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class LanguageModelingEncoder(MixedEncoder):
         return {name: tensor[start:stop] for name, tensor in item.items()}
 
     def settings(self) -> dict[str, Any]:
-        """The tokenizer's identity and special ids, and every other argument."""
+        """Return every argument, and for the tokenizer its identity and special ids."""
         prompt = None if self.prompt is None else self.prompt.name
         own = {"max_length": self.max_length, "part": self.text.name, "prompt": prompt}
         return {**self.tokenizer.settings(), **own, **multiple_setting(self.multiple)}

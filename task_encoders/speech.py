@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder, empty
 from task_encoders.parts.log_mel import HOP, RATE, log_mel
 from task_encoders.parts.sample_parts import Field, named_part
-from task_encoders.parts.token_packing import (
-    batch_documents,
-    batch_tokens,
-    document,
-    is_packed,
-    pack_tokens,
-    pad_rows,
-)
+from task_encoders.parts.token_packing import batch_documents, batch_tokens, document, is_packed, pack_tokens, pad_rows
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer, as_tokenizer
 
 
@@ -30,46 +23,47 @@ class SpeechEncoder(TaskEncoder):
 
     See Radford et al., 2022.
 
-    Audio of any rate and any number of channels is resampled to 16 kHz, the channels averaged. A frame is 10 ms.
+    Audio of any rate is resampled to 16 kHz, and its channels are averaged. A frame is 10 ms.
 
     Args:
         tokenizer: A function from text to token ids, an object with `encode(text)` as of Hugging Face, tiktoken or
             SentencePiece, or a `Tokenizer` to add special ids. None takes the UTF-8 bytes, 259 ids in all.
         text: The part that holds the text, or the field of a JSON part: "txt", "json[text]".
-        audio: The part that holds the speech; None: the first that is audio by its name, or else a video.
-        bins: Mel bands: 80, or 128 for Whisper's large-v3.
-        frames: The frames of each item, the rest of them silence: 3,000 for Whisper. None: as many as the speech has.
-        min_s: Shorter audio is skipped, in seconds.
-        max_s: Longer audio is skipped, in seconds.
-        speeds: The speeds of which one is drawn for each sample and epoch, such as (0.9, 1.0, 1.1) (Ko et al., 2015).
-        masks: What is covered of the features at random; None: nothing.
+        audio: The part that has the speech. None (default): the first part that is audio or else video by its name.
+        bins: The number of mel bands: 80 (default), or 128 for Whisper's large-v3.
+        frames: The number of frames of each item, padded with silence: 3,000 for Whisper. None (default): as many as
+            the speech has.
+        min_s: Audio shorter than this many seconds is skipped (default 0.1).
+        max_s: Audio longer than this many seconds is skipped (default 30).
+        speeds: One of these speeds is drawn per sample and epoch, such as (0.9, 1.0, 1.1) (Ko et al., 2015).
+        masks: Random masks of the features. None (default): none.
         eos: The end of a text, for a tokenizer that adds none: True for its own `eos_token`, a token as text or id,
             False for none. It is required where such a tokenizer has special tokens.
 
-    An item has `features`, float32 (bins, F), `frames`, int, those of F that are not silence behind the speech, and
-    `tokens` and `labels`, int64 (n,): a label is the next token, -100 behind the last. Its length is its frames. A
+    An item has `features`, float32 (bins, F), `frames`, int, the number of frames before the padding, and
+    `tokens` and `labels`, int64 (n,): a label is the next token, -100 after the last one. Its length is its frames. A
     batch of B items has
 
-    - `features`, float32 (B, bins, F), each followed by silence, and `frames`, int64 (B,);
-    - `tokens`, `labels` and `position_ids`, int64 (B, T); `lengths`, int64 (B,), the tokens of each text.
+    - `features`, float32 (B, bins, F), padded with silence, and `frames`, int64 (B,);
+    - `tokens`, `labels` and `position_ids`, int64 (B, T); `lengths`, int64 (B,), the number of tokens of each text.
 
-    A batch of B packs, each of several items end to end, has no `frames` and `lengths`, but
+    A batch of B packs has no `frames` and `lengths`, but
 
-    - `frame_segments`, int64 (B, F), and `segments`, int64 (B, T): which item of its row a frame and a token are of,
-      from 0 on, -1 on the padding of a row;
-    - `cu_seqlens`, int32 (texts and paddings + 1,), where each begins among the B * T tokens, and `max_seqlen`, int.
+    - `frame_segments`, int64 (B, F), and `segments`, int64 (B, T): the index of the item in its row for each frame and
+      token, and -1 for padding;
+    - `cu_seqlens`, int32 (texts and paddings + 1,), the start of each among the B * T tokens, and `max_seqlen`, int.
 
-    A sample is skipped as "no audio", as "no text", also with an empty one, as "too short" or as "too long".
+    A sample is skipped as "no audio", as "no text" (missing or empty), as "too short" or as "too long".
 
     Raises:
-        ValueError: A setting is out of its range, a text is no text, or the audio is damaged.
-        JSONDecodeError: A part is no JSON.
+        ValueError: A setting is out of its range, a field is not text, or the audio is damaged.
+        JSONDecodeError: A part is not JSON.
         ImportError: PyAV is not installed.
 
     Example:
         ```python
         from task_encoders import SpeechEncoder
-        lane = sp.Lane()  # to look at batches; a pipeline function is called with its own
+        lane = sp.Lane()  # to inspect batches; a loader calls a pipeline function with its own lanes
         items = sp.Encode(sp.TarShardReader("speech/", lane), SpeechEncoder())
         batch = next(sp.Batcher(items, size=2))
         batch["features"].shape   # torch.Size([2, 80, 100])
@@ -118,8 +112,8 @@ class SpeechEncoder(TaskEncoder):
         speed = rng.choice(self.speeds) if len(self.speeds) > 1 else self.speeds[0]
         with sample.audio(part) as audio:
             duration_s, rate = audio.duration_s, round(RATE / speed)
-            if outside := self._outside(_count(duration_s, rate)):
-                return Skip(outside)
+            if reason := self._skip_reason(_count_samples(duration_s, rate)):
+                return Skip(reason)
             samples = audio.samples(0.0, duration_s, rate=rate, mono=True)[0]
         frames = -(-len(samples) // HOP)
         features = log_mel(samples, bins=self.bins, frames=self.frames or frames)
@@ -128,23 +122,23 @@ class SpeechEncoder(TaskEncoder):
         return {"features": torch.from_numpy(features), "frames": frames, **document(tokens)}
 
     def length(self, item: dict[str, Any]) -> int:
-        """The number of frames, 100 a second; tokens are not counted."""
+        """Return the number of frames, 100 per second. Tokens do not count."""
         frames: int = item["frames"]
         return frames
 
     def length_of(self, sample: Sample) -> int | None:
-        """Return the number of frames by `sample.media`, or None.
+        """Return the number of frames from the header, or None.
 
-        It is None if a speed is drawn, or if headers do not say it.
+        It is None if a speed is drawn, or if the header does not have the duration.
         """
         part = named_part(sample, self.audio, "audio", "video")
         if part is None or len(self.speeds) > 1 or len(self.tokenizer(self.text.read_text(sample) or "")) == 0:
             return None
-        known = sample.media(part)
-        if known.duration_s is None or known.width is not None:  # how long a video is, not its sound
+        header = sample.media(part)
+        if header.duration_s is None or header.width is not None:  # a video's audio may have another duration
             return None
-        count = _count(known.duration_s, round(RATE / self.speeds[0]))
-        return None if self._outside(count) else -(-count // HOP)
+        count = _count_samples(header.duration_s, round(RATE / self.speeds[0]))
+        return None if self._skip_reason(count) else -(-count // HOP)
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """Build one pack of n items.
@@ -158,21 +152,21 @@ class SpeechEncoder(TaskEncoder):
         }
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """A batch of B packs, or of B items, each a row of its own."""
+        """Build a batch of B rows, from B packs or B items."""
         if not is_packed(items):
-            text = batch_documents(items, pad=self.tokenizer.pad)
-            return {"features": _padded(items), "frames": torch.tensor([item["frames"] for item in items]), **text}
+            text, frames = batch_documents(items, pad=self.tokenizer.pad), [item["frames"] for item in items]
+            return {"features": _pad_features(items), "frames": torch.tensor(frames), **text}
         packs = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
-        features, text = _padded(packs), batch_tokens(packs, pad=self.tokenizer.pad)
+        features, text = _pad_features(packs), batch_tokens(packs, pad=self.tokenizer.pad)
         return {
             "features": features,
-            "frame_segments": _segments([pack["frame_counts"] for pack in packs], features.shape[2]),
-            "segments": _segments([pack["cu_seqlens"].diff() for pack in packs], text["tokens"].shape[1]),
+            "frame_segments": _number_items([pack["frame_counts"] for pack in packs], features.shape[2]),
+            "segments": _number_items([pack["cu_seqlens"].diff() for pack in packs], text["tokens"].shape[1]),
             **text,
         }
 
     def settings(self) -> dict[str, Any]:
-        """Every argument; the tokenizer by its identity and special ids."""
+        """Return every argument, and for the tokenizer its identity and special ids."""
         return {
             **self.tokenizer.settings(),
             "text": self.text.name,
@@ -185,19 +179,19 @@ class SpeechEncoder(TaskEncoder):
             "masks": self.masks and self.masks.settings(),
         }
 
-    def _outside(self, count: int) -> str:
-        """The reason to skip so many samples at 16 kHz; none: an empty one."""
+    def _skip_reason(self, count: int) -> str:
+        """Return the reason to skip audio of `count` samples at 16 kHz, or ""."""
         seconds = count / RATE
         return "too short" if seconds < self.min_s else "too long" if seconds > self.max_s else ""
 
 
-def _count(duration_s: float, rate: int) -> int:
-    """The samples that `Audio.samples` gives of this duration: the same arithmetic, so that `length_of` is exact."""
+def _count_samples(duration_s: float, rate: int) -> int:
+    """Return how many samples `Audio.samples` yields for a duration. Exact arithmetic makes `length_of` exact."""
     return round(Fraction(duration_s) * rate)
 
 
-def _padded(rows: Sequence[dict[str, Any]]) -> torch.Tensor:
-    """The `features` of rows, float32 (bins, n), as float32 (rows, bins, longest), each followed by its least value."""
+def _pad_features(rows: Sequence[dict[str, Any]]) -> torch.Tensor:
+    """Join the `features` of rows, float32 (bins, n), to float32 (rows, bins, longest), padded with their minimum."""
     features = [row["features"] for row in rows]
     padded = empty((len(rows), len(features[0]), max(each.shape[1] for each in features)), torch.float32)
     for target, each in zip(padded, features, strict=True):
@@ -206,8 +200,8 @@ def _padded(rows: Sequence[dict[str, Any]]) -> torch.Tensor:
     return padded
 
 
-def _segments(counts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """Of 2 and 1 elements in one row and of 2 in the next: 0 0 1 and 0 0 -1, int64 (2, 3)."""
+def _number_items(counts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """Number the items of each row: 2 and 1 elements, and 2 in the next row, give 0 0 1 and 0 0 -1, int64 (2, 3)."""
     return pad_rows([torch.arange(len(each)).repeat_interleave(each) for each in counts], -1, length)
 
 
@@ -215,16 +209,15 @@ def _segments(counts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
 class SpecAugment:
     """Masks bands and ranges of time with the mean of the features.
 
-    See Park et al.: SpecAugment, 2019.
-
-    The width of each is drawn from 0 to its greatest, then its place. The defaults are the paper's for LibriSpeech.
+    See Park et al.: SpecAugment, 2019. The width of each mask is drawn first, and then its position. The defaults are
+    those of the paper for LibriSpeech.
 
     Args:
-        bands: How many stretches of bands are covered.
-        band_width: The greatest width of one, in bands.
-        times: How many stretches of time are covered.
-        time_width: The greatest length of one, in frames of 10 ms.
-        time_share: And its greatest share of the frames.
+        bands: The number of masks of mel bands (default 2).
+        band_width: The greatest width of such a mask, in bands (default 27).
+        times: The number of masks of time (default 2).
+        time_width: The greatest length of such a mask, in frames of 10 ms (default 100).
+        time_share: The greatest length of such a mask, as a fraction of all frames (default 1.0).
 
     Raises:
         ValueError: A setting is out of its range.
@@ -251,26 +244,26 @@ class SpecAugment:
             raise ValueError(f"numbers and widths are at least 0, and a share at most 1, not {self}")
 
     def __call__(self, features: NDArray[np.float32], rng: Rng) -> NDArray[np.float32]:
-        """Return the features covered, float32 (bands, frames) as they were.
+        """Return a masked copy of the features, float32 (bands, frames).
 
         Args:
             features: float32 (bands, frames).
-            rng: The random numbers of the call of the encoder.
+            rng: The encoder call's random numbers.
         """
-        covered, mean = features.copy(), features.mean()
+        masked, mean = features.copy(), features.mean()
         bands, frames = features.shape
         for _ in range(self.bands):
-            covered[_drawn(bands, self.band_width, rng)] = mean
+            masked[_draw_range(bands, self.band_width, rng)] = mean
         for _ in range(self.times):
-            covered[:, _drawn(frames, min(self.time_width, int(self.time_share * frames)), rng)] = mean
-        return covered
+            masked[:, _draw_range(frames, min(self.time_width, int(self.time_share * frames)), rng)] = mean
+        return masked
 
     def settings(self) -> dict[str, Any]:
-        """Every argument, for `TaskEncoder.settings`."""
+        """Return every argument, for `TaskEncoder.settings`."""
         return asdict(self)
 
 
-def _drawn(count: int, widest: int, rng: Rng) -> slice:
+def _draw_range(count: int, widest: int, rng: Rng) -> slice:
     width = rng.integers(min(widest, count) + 1)
     start = rng.integers(count - width + 1)
     return slice(start, start + width)

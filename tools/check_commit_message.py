@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 LONGEST = 72
-NO_IMPERATIVE = re.compile(r"(?i)(a|an|the|this|these|it|we|i|and|\w+(ed|ing))\b")  # first words of other sentences
+NO_IMPERATIVE = re.compile(r"(?i)(a|an|the|this|these|it|we|i|and|\w+(ed|ing))\b")  # first words that are no imperative
 
 
 def problems(subject: str) -> list[str]:
-    """What is wrong with the subject of a commit, in words. Merges and reverts are not checked."""
+    """Describe each problem of a commit's subject. Merges, reverts and fixups have none."""
     if re.match(r"Merge |Revert |fixup! |squash! ", subject):
         return []
     found = []

@@ -108,14 +108,11 @@ def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _adjacent_memory(tensors: Sequence[torch.Tensor]) -> memoryview | None:
-    """Return the memory of equal-shaped tensors that are adjacent in the next batch.
-
-    It is None for others.
-    """
+    """Return the memory of tensors of one shape that are adjacent in the next batch, else None."""
     start, size = tensors[0].data_ptr(), tensors[0].numel() * tensors[0].element_size()
     if _memory is None or not size or tensors[-1].data_ptr() != start + (len(tensors) - 1) * size:
         return None
-    if any(each.data_ptr() != start + at * size or not each.is_contiguous() for at, each in enumerate(tensors)):
+    if any(each.data_ptr() != start + i * size or not each.is_contiguous() for i, each in enumerate(tensors)):
         return None
     return _memory.allocated(start, size * len(tensors))
 

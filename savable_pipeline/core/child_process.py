@@ -78,10 +78,10 @@ class ChildProcess:
 
         Nothing else can be sent after a partial message.
         """
-        bound = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))  # seconds and microseconds
         with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                ours.setsockopt(socket.SOL_SOCKET, option, bound)
+                ours.setsockopt(socket.SOL_SOCKET, option, timeval)
 
     def kill(self) -> None:
         """Kill the process; `connection.recv` then raises EOFError."""
@@ -106,13 +106,13 @@ def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -
 def run(function: str, descriptor: str, parent: str, arguments: str) -> None:
     """Call the function with its connection and the parent's messages, in the child.
 
-    What it prints goes to standard error.
+    Its standard output is redirected to standard error.
     """
     os.dup2(2, 1)
     module, _, name = function.partition(":")
     connection = Connection(int(descriptor))
-    act = getattr(importlib.import_module(module), name)
-    act(connection, _messages(connection, int(parent)), *json.loads(arguments))
+    called = getattr(importlib.import_module(module), name)
+    called(connection, _messages(connection, int(parent)), *json.loads(arguments))
 
 
 def _messages(connection: Connection, parent: int) -> Iterator[Any]:

@@ -15,7 +15,7 @@ import msgspec
 
 
 def named_parts(value: Any) -> Mapping[Any, Any] | None:
-    """Return the parts of a container by name, or None for a value that has no names."""
+    """Return the parts of a container by name, or None for other values."""
     if type(value) is dict or isinstance(value, Mapping):
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

@@ -21,9 +21,10 @@ _MEDIA = {
     b"\x1aE\xdf\xa3": "mkv",
 }
 _RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
-_BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")  # with the magic number of a block: text may start with BZh
+# with the magic number of a block, because text may start with BZh
+_BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")
 _PROGRAMS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
-_FIRST = 64  # bytes that show an encoding
+_FIRST = 64  # bytes by which the encoding is recognized
 HEAD = 512  # bytes that are enough for all of this
 
 

@@ -35,17 +35,17 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
     Pass `sync` for a file that one process writes and that must survive a crash of the machine: its bytes are flushed
     to the disk before it replaces `path`. The next attempt overwrites a temporary file that a crash left.
     """
-    aside = path.with_name(f"{path.name}.tmp" if sync else f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp" if sync else f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(aside, "wb", opener=_no_link) as file:
+        with open(temporary, "wb", opener=_no_link) as file:
             yield file
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
-        aside.replace(path)
+        temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            aside.unlink()
+            temporary.unlink()
         raise
 
 
@@ -54,7 +54,7 @@ def _no_link(path: str, flags: int) -> int:
 
 
 def replace_file(path: Path, parts: Iterable[bytes], *, sync: bool = False) -> None:
-    """Write a whole file atomically; see `replacing`."""
+    """Write a whole file atomically, as `replacing` does."""
     with replacing(path, sync=sync) as file:
         file.writelines(parts)
 
@@ -127,7 +127,7 @@ def handle_limit() -> int:
 
 
 def close_down_to(limit: int) -> None:
-    """Close descriptors, from the cache that has most, until at most `limit` are open."""
+    """Close descriptors of the largest caches until at most `limit` are open."""
     caches = _all_caches()
     excess = sum(map(len, caches)) - limit
     for _ in range(excess):

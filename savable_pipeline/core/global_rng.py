@@ -1,10 +1,11 @@
 """Global generators of Python, NumPy and torch: seeded for users, restored after.
 
-With `global_rng=None` a row of calls is watched, which costs 12 µs a row. Seeding costs 7 µs a call:
+Calls of a user's function are made in rows, one after the other. With `global_rng=None`, a row is watched for draws
+from these generators, which costs 12 µs per row. Seeding would cost 7 µs per call:
 
     start    the generators get states of this process and row, which no function can restore by chance
     calls    nothing is seeded
-    moved    if a state has changed, the row is repeated with seeds, and all later calls are seeded
+    end      if a state has changed, the row is repeated with seeds, and all later calls are seeded
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ from savable_pipeline.core.named_object import imported
 from savable_pipeline.errors import EncodeError
 
 KINDS = ("python", "numpy", "torch")
-_SHORTEST_ROW = 16
+_SHORTEST_ROW = 16  # calls; shorter rows are seeded, which is cheaper than watching
 _SECOND_RUNS = 8  # calls of watched rows that are repeated from a second state, for each function and process
 _MOST_TRIES = 8  # of a row in a thread, while other threads draw
-_BITS = 624 * 32  # so many bits of output determine the whole state of a Mersenne Twister
+_BITS = 624 * 32  # this many bits of output determine the whole state of a Mersenne Twister
 _bit_generator = attrgetter("mtrand._rand._bit_generator")  # NumPy 1.24 has `get_bit_generator` for it
 _BYTES = 624 * 4 + 4  # words and position of a Mersenne Twister
 
 
 def kinds(setting: bool | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The generators that a setting seeds. Raises ValueError for a wrong one."""
+    """Return the generators that a setting seeds.
+
+    Raises ValueError for an invalid setting.
+    """
     if setting is None or isinstance(setting, bool):
         return () if setting is False else KINDS
     if isinstance(setting, str) or not set(setting) <= set(KINDS):
@@ -45,13 +49,13 @@ def kinds(setting: bool | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | None:
-    """A function that seeds these generators with a 64-bit key; None for none."""
-    if not (named := kinds(setting)):
+    """Return a function that seeds these generators with a 64-bit key, or None."""
+    if not (chosen := kinds(setting)):
         return None
-    seeds: list[Callable[[int], object]] = [random.seed] if "python" in named else []
-    if "numpy" in named:
+    seeds: list[Callable[[int], object]] = [random.seed] if "python" in chosen else []
+    if "numpy" in chosen:
         seeds.append(lambda key: np.random.seed(key & 0xFFFFFFFF))
-    if "torch" in named:
+    if "torch" in chosen:
         import torch
 
         seeds.append(torch.default_generator.manual_seed)
@@ -64,15 +68,15 @@ def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | No
 
 
 class DrawFound(BaseException):
-    """Ends a row of calls that drew unseeded: it has no effect, and runs again seeded."""
+    """Ends a row of calls that drew unseeded. The row is repeated with seeds."""
 
 
 class Seeding:
-    """When the global generators are seeded for one function, in one process.
+    """Seeding of the global generators for one function in one process.
 
-    With the setting None, they are seeded from the first row on in which it draws, and in rows of less than 16 calls.
-    Threads cannot seed them. They repeat such a row, since another thread may have drawn, and raise `EncodeError` after
-    eight tries.
+    With the setting None, calls are seeded from the first row on in which the function draws, and in rows of less than
+    16 calls. Threads cannot seed the generators. They repeat such a row, since another thread may have drawn, and raise
+    `EncodeError` after eight tries.
 
     Args:
         name: Names the function in errors.
@@ -80,18 +84,18 @@ class Seeding:
         in_thread: Whether several threads call it.
 
     Attributes:
-        seed: Seeds them for the next call of the row; None where nothing does.
+        seed: Seeds the generators for the next call of the row, or None if calls are not seeded.
     """
 
     def __init__(self, name: str, setting: bool | tuple[str, ...] | None, *, in_thread: bool) -> None:
         self._name, self._in_thread = name, in_thread
-        self._seeder = cache(lambda: seeder(setting))  # torch is imported when a call is to be seeded
+        self._seeder = cache(lambda: seeder(setting))  # only a seeded call imports torch
         self.seed: Callable[[int], None] | None = None
         self._may_watch, self._watches, self._rows, self._tries = setting is None, False, 0, 0
         self._second_runs = 0 if in_thread else _SECOND_RUNS
 
     def row(self, calls: int) -> Self:
-        """Return a context of so many calls, which yields `seed`.
+        """Return the context of a row of `calls` calls, which yields `seed`.
 
         It raises `DrawFound` after the calls, or after an error, if they drew unseeded.
         """
@@ -111,7 +115,7 @@ class Seeding:
             self._watches = False
 
     def _start(self) -> None:
-        """Change all states, to ones without a cached normal. Threads only read them."""
+        """Set states of this row, without cached normal draws. In a thread, only read the states."""
         if self._watches and self._in_thread:
             self._before: Any = _all_states()
         elif self._watches:
@@ -121,7 +125,10 @@ class Seeding:
             start()
 
     def check(self, *, ends: bool = False) -> None:
-        """Raise `DrawFound` if the row drew unseeded; `ends` if it has no more calls."""
+        """Raise `DrawFound` if the row drew unseeded.
+
+        `ends` says that the row has no more calls.
+        """
         if self._watches:
             if (_all_states() if self._in_thread else _outputs()) != self._before:
                 self.seed_from_now()
@@ -142,7 +149,7 @@ class Seeding:
             raise DrawFound
 
     def wants_second_run(self) -> bool:
-        """Whether to repeat a call from another state, to compare the results."""
+        """Return whether to repeat a call from another state, to compare the results."""
         return self._watches and self._second_runs > 0
 
     def start_second_run(self) -> None:
@@ -162,14 +169,14 @@ class Seeding:
 
 @lru_cache(maxsize=2)
 def _states(process: int, has_torch: bool) -> list[tuple[partial[None], Any]]:
-    """Functions that set states of this process, and what `_outputs` then returns."""
+    """Return functions that set states of this process, each with the `_outputs` after it."""
     seed: Any = seeder(KINDS if has_torch else KINDS[:2])
     starts = [partial(seed, derive_key("watch", process, time.time_ns(), number)) for number in range(4)]
     return [(start, (start(), _outputs())[1]) for start in starts]
 
 
 def _outputs() -> tuple[int, bytes, bytes]:
-    """Values that tell all states. Reading Python's would take four times as long."""
+    """Return values that identify all states. Reading Python's state itself would take four times as long."""
     return random.getrandbits(_BITS), _numpy_bytes(), _torch_bytes()
 
 
@@ -178,21 +185,21 @@ def _all_states() -> tuple[Any, bytes, bytes]:
 
 
 def _numpy_bytes() -> bytes:
-    """NumPy's state, b"" if it is no Mersenne Twister. `get_state` takes 45 µs."""
+    """Return NumPy's state, or b"" if it is not a Mersenne Twister. `get_state` would take 45 µs."""
     generator = _bit_generator(np.random)
     return ctypes.string_at(generator.ctypes.state_address, _BYTES) if type(generator) is np.random.MT19937 else b""
 
 
 def _torch_bytes() -> bytes:
-    """The state of torch's generator; b"" if torch is not imported."""
+    """Return the state of torch's generator, or b"" if torch is not imported."""
     return torch.default_generator.get_state().numpy().tobytes() if (torch := imported("torch")) else b""
 
 
 def _numpy_restorer() -> Callable[[], object]:
-    """A function that restores NumPy's state. `get_state` and `set_state` take 45 µs."""
+    """Return a function that restores NumPy's state. `get_state` and `set_state` would take 45 µs."""
     words, address = _numpy_bytes(), _bit_generator(np.random).ctypes.state_address
     normal = np.random.standard_normal() if words else 0.0
-    if words != _numpy_bytes():  # it was not cached
+    if words != _numpy_bytes():  # the normal draw was not a cached one
         return lambda: (np.random.seed(0), ctypes.memmove(address, words, len(words)))
     cached = {"has_gauss": 1, "gauss": normal} if words else {}
     return partial(np.random.set_state, {**np.random.get_state(legacy=False), **cached})
@@ -200,9 +207,9 @@ def _numpy_restorer() -> Callable[[], object]:
 
 @contextlib.contextmanager
 def as_in_a_worker(seeded: set[str]) -> Iterator[None]:
-    """Compute as a worker does; then restore the generators that are `seeded`.
+    """Compute as a worker does, then restore the generators in `seeded`.
 
-    Within this context torch has one thread, since the bits of some sums depend on the number.
+    Within this context torch has one thread, because the bits of some sums depend on the number of threads.
     """
     torch, python = imported("torch"), partial(random.setstate, random.getstate())
     restores: list[Callable[[], object]] = [python] if "python" in seeded else []

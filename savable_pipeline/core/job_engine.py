@@ -1,7 +1,4 @@
-"""`Engine`: runs jobs on other machines.
-
-It knows nothing of shards, and jobs know nothing of it.
-"""
+"""`Engine`: runs jobs on other machines. It is independent of what the jobs do."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ R = TypeVar("R")
 class Engine(Protocol):
     """Runs a module's function on many jobs, each at least once.
 
-    A job whose machine is lost is run again. A machine that was taken for lost may keep running for a while, so two
-    runs of one job may overlap.
+    A job whose machine is lost is run again. A machine that is considered lost may still run, so two runs of one job
+    may overlap.
     """
 
     def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:

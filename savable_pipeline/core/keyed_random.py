@@ -20,9 +20,9 @@ MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
-_MANY = 1 << 13  # words to sort
+_MANY = 1 << 13  # words, from which `sorted_order` uses the faster way
 _TABLE_LIMIT = 1 << 16  # a permutation up to this length is stored as a table (128 kB); a longer one is computed
-_ROUNDS = 6
+_ROUNDS = 6  # of the Feistel network
 
 
 def derive_key(*parts: int | str) -> int:
@@ -81,11 +81,11 @@ def sorted_order(drawn: Words) -> NDArray[np.int64]:
     count = len(drawn)
     if count >= _MANY:
         bits = np.uint64((count - 1).bit_length())
-        low = (np.uint64(1) << bits) - np.uint64(1)
-        numbered = (drawn & ~low) | np.arange(count, dtype=np.uint64)
+        low_bits = (np.uint64(1) << bits) - np.uint64(1)
+        numbered = (drawn & ~low_bits) | np.arange(count, dtype=np.uint64)
         numbered.sort()
-        if not ((numbered[1:] ^ numbered[:-1]) <= low).any():
-            return (numbered & low).astype(np.int64)
+        if not ((numbered[1:] ^ numbered[:-1]) <= low_bits).any():
+            return (numbered & low_bits).astype(np.int64)
     return np.argsort(drawn, kind="stable")
 
 
@@ -101,7 +101,7 @@ class Bijection:
         self._n = n
         self._table = permutation(key, n).astype(np.uint16) if n <= _TABLE_LIMIT else None
         bits = max(n - 1, 1).bit_length()
-        self._widths = np.uint64(bits - bits // 2), np.uint64(bits // 2)  # of the left and of the right half
+        self._widths = np.uint64(bits - bits // 2), np.uint64(bits // 2)  # bits of the left and of the right half
         self._keys = words(key, 0, _ROUNDS)
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -115,13 +115,13 @@ class Bijection:
             outside = outside[image[outside] >= self._n]
         return image.astype(np.int64)
 
-    def _encrypt(self, x: Words) -> Words:
+    def _encrypt(self, values: Words) -> Words:
         """Apply the network once.
 
         The halves swap positions and widths in each round, and the number of rounds is even.
         """
         wide, narrow = self._widths
-        left, right = x >> narrow, x & _ones(narrow)
+        left, right = values >> narrow, values & _ones(narrow)
         for round_key in self._keys:
             left, right = right, left ^ (_finalize(right + round_key) & _ones(wide))
             wide, narrow = narrow, wide
@@ -129,6 +129,7 @@ class Bijection:
 
 
 def _ones(bits: np.uint64) -> np.uint64:
+    """Return a number whose lowest `bits` bits are 1."""
     return (np.uint64(1) << bits) - np.uint64(1)
 
 

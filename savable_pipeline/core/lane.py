@@ -14,7 +14,7 @@ from savable_pipeline.core.thread_copies import thread_copy
 
 T = TypeVar("T")
 PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the run's shards (shard_digests.py), or a commit of the Hub
-LANE_COUNT = "lanes"  # a name among these, for the number of lanes of a run that was created without one
+LANE_COUNT = "lanes"  # the key for the number of lanes, if a run was created without one
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Lane:
         self.facts = facts
         self.worker = WorkerContext() if worker is None else worker
         self.unused: int | None = None  # samples read since the last batch; None without a loader
-        self.skips = False  # whether the current batch is skipped: nothing need be built that decides nothing
+        self.skips = False  # whether the current batch is skipped, so that stages need not build its values
         self._rngs: dict[str, Rng] = {}
         self._restored: dict[str, int] = {}
 
@@ -184,7 +184,7 @@ class Lane:
 def latest_shared(lane: Lane, name: Hashable, of: Hashable, make: Callable[[], T]) -> T:
     """Return the value built for `of`, once for all lanes of a process.
 
-    The value is dropped as soon as a lane asks for that of another `of`.
+    Only the latest value is kept: it is dropped when a lane asks for the value of another `of`.
     """
     latest: dict[Hashable, T] = lane.shared(name, dict)
     if of not in latest:

@@ -1,4 +1,4 @@
-"""Errors of the user's own code, the setting `on_error`, the log of skips."""
+"""The setting `on_error`, errors of users' code, and the file of skipped samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OnError: TypeAlias = "Literal['raise', 'skip'] | Callable[[SavableError], bool]"
 ErrorType = TypeVar("ErrorType", bound=BaseException)
 _OURS = (str(Path(__file__).parents[1]) + "/", functools.__file__)
 _OF_CUDA = re.compile(r"NVIDIA (driver|GPU)|not compiled with CUDA|re-initialize CUDA|No CUDA GPUs")
-_LONGEST = 2000  # characters of an error's text that are written to the file
+_LONGEST = 2000  # characters of a text that are written to the file
 
 
 def check_on_error(stage: str, on_error: OnError) -> None:
@@ -58,9 +58,8 @@ class Quarantine:
     """File of JSON lines, one for each skipped sample or shard.
 
     Many processes may write to it. Each line is one appending write, so lines never mix, and a killed process writes no
-    partial line. A full disk may cut a line. The next write ends that line first. It may take a line that another
-    process is just writing for a cut one, which adds an empty line. A sample that is skipped again after a resume is
-    listed again.
+    partial line. A full disk may truncate a line, and the next write ends that line first. If another process is just
+    writing a line, this may add an empty line. A sample that is skipped again after a resume is listed again.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""Retries of what fails for a moment: requests to servers, files of network disks.
+"""Retries after errors that may pass: requests to servers, files on network disks.
 
 Errors of files that are retried:
 
@@ -19,7 +19,7 @@ from savable_pipeline.errors import RemoteError
 
 T = TypeVar("T")
 NETWORK_ERRORS = (errno.ESTALE, errno.ETIMEDOUT)
-_FLEETING = (*NETWORK_ERRORS, errno.EIO)
+_TRANSIENT = (*NETWORK_ERRORS, errno.EIO)
 _RETRY_S = 120.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
 _NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9p", "afs", "wekafs", "virtiofs")
@@ -28,7 +28,7 @@ _NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9
 def retry_s() -> float:
     """Return how long a failing request is retried: `SAVABLE_RETRY_S`, or 120 s.
 
-    Raises ValueError.
+    Raises ValueError if `SAVABLE_RETRY_S` is not a number of at least 0.
     """
     configured = os.environ.get("SAVABLE_RETRY_S", "")
     try:
@@ -41,7 +41,7 @@ def retry_s() -> float:
 
 
 def with_retries(path: Path, act: Callable[[], T]) -> T:
-    """Call `act`, and `retry` it after an error in `_FLEETING`."""
+    """Call `act`, and `retry` it after an error that may pass."""
     try:
         return act()
     except OSError as error:
@@ -49,12 +49,14 @@ def with_retries(path: Path, act: Callable[[], T]) -> T:
 
 
 def retry(path: Path, error: OSError, act: Callable[[], T]) -> T:
-    """Retry `act` after an error about a file; for `retry_s` on a network disk.
+    """Retry `act` after an error of a file.
 
-    Raises `RemoteError` if that is not enough, and OSError of a local disk or of another kind.
+    It is retried for `retry_s` on a network disk, else once.
+
+    Raises `RemoteError` if retries on a network disk do not help, and other errors as they are.
     """
     started, wait_s = time.monotonic(), _FIRST_WAIT_S
-    while error.errno in _FLEETING:
+    while error.errno in _TRANSIENT:
         network = error.errno in NETWORK_ERRORS or _is_on_network_disk(path)
         try:
             return act()
@@ -79,6 +81,6 @@ def _is_on_network_disk(path: Path) -> bool:
         device = path.stat().st_dev
         mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     except OSError as error:
-        return error.errno in _FLEETING
+        return error.errno in _TRANSIENT
     kinds = {each[2]: each[each.index("-") + 1] for each in mounts}
     return kinds.get(f"{os.major(device)}:{os.minor(device)}", "").startswith(_NETWORK)

@@ -52,7 +52,7 @@ class Rng(msgspec.Struct, gc=False, eq=False):
     parts: tuple[int, int, int] = (0, 0, 0)
     draws: int = 0
     _key: int | None = None
-    _generators: dict[str, Any] | None = None  # those of NumPy, torch and Python, once they are used
+    _generators: dict[str, Any] | None = None  # the derived generators that were used, by kind
     counted: bool = False  # whether this is a sequence of a lane, whose state saves only `draws`
 
     def rekey(self, parts: tuple[int, int, int]) -> None:
@@ -155,21 +155,22 @@ class Rng(msgspec.Struct, gc=False, eq=False):
     @property
     def numpy(self) -> np.random.Generator:
         """A NumPy generator (Philox) keyed by this one, the same object at each access."""
-        return self._once("numpy", lambda key: np.random.Generator(np.random.Philox(key=key)))
+        return self._derived("numpy", lambda key: np.random.Generator(np.random.Philox(key=key)))
 
     @property
     def torch(self) -> torch.Generator:
         """A torch CPU generator keyed by this one, the same object at each access."""
         import torch  # this takes seconds, and many encoders do not need it
 
-        return self._once("torch", lambda key: torch.Generator().manual_seed(key))
+        return self._derived("torch", lambda key: torch.Generator().manual_seed(key))
 
     @property
     def python(self) -> PythonRandom:
         """A `random.Random` keyed by this one, the same object at each access."""
-        return self._once("python", PythonRandom)
+        return self._derived("python", PythonRandom)
 
-    def _once(self, kind: str, make: Callable[[int], T]) -> T:
+    def _derived(self, kind: str, make: Callable[[int], T]) -> T:
+        """Return the derived generator of a kind, which `make` builds from its key at first use."""
         if self.counted:
             raise ValueError(
                 f"lane.rng(...).{kind} cannot be saved. Draw from lane.rng(...), or seed anew by its bits()"

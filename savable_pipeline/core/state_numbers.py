@@ -21,7 +21,8 @@ EpochNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # the r
 
 ORDER = 5
 STATE = 7
-LAST_COMMITS: dict[tuple[Any, Any], str] = {  # the last that reads states of (ORDER, STATE); the first had no ORDER
+# The last commit that reads states of (ORDER, STATE). The first states had no ORDER.
+LAST_COMMITS: dict[tuple[Any, Any], str] = {
     (None, None): "d039fef",
     (None, 1): "d039fef",
     (3, 2): "6862a8c",
@@ -35,9 +36,7 @@ LAST_COMMITS: dict[tuple[Any, Any], str] = {  # the last that reads states of (O
 def check_numbers(name: str, order: Any, state: Any) -> None:
     """Raise `StateError` unless these numbers of a state are the current ones.
 
-    `name` is the state in the message.
-
-    None is a number that was not saved.
+    `name` names the state in the message. None is a number that the state does not have.
     """
     if type(order) is type(state) is int and (order, state) == (ORDER, STATE):
         return

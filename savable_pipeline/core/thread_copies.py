@@ -18,7 +18,8 @@ from types import BuiltinMethodType, CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
-Reached: TypeAlias = Iterator[tuple[str, Any, bool]]  # a name, a value, and whether a copy has one of its own
+# The name of a value, the value, and whether a copy of the object copies it too.
+Reached: TypeAlias = Iterator[tuple[str, Any, bool]]
 
 _UNSAFE = {  # names of classes with the first part of their module's name, because importing them would be slow
     *("tokenizers.Tokenizer", "transformers.PreTrainedTokenizerBase", "transformers.ProcessorMixin"),
@@ -35,7 +36,7 @@ def thread_copy(value: T) -> T:
     Raises ValueError if it cannot be copied, or shares an object that is not thread-safe.
     """
     named = _name_of(value)
-    for name, found in _shared(_parts(value, named), set()):
+    for name, found in _unsafely_shared(_parts(value, named), set()):
         raise ValueError(
             f"worker threads cannot share {name}, a {type(found).__name__}. Bind it by functools.partial, to a method "
             "or in an encoder, or pass start_method='fork'"
@@ -49,8 +50,11 @@ def thread_copy(value: T) -> T:
         ) from error
 
 
-def _shared(reached: Reached, known: set[tuple[int, bool]]) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values that threads would share but must not."""
+def _unsafely_shared(reached: Reached, known: set[tuple[int, bool]]) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values that threads would share but must not.
+
+    `known` are the ids of the values visited, and whether they are copied.
+    """
     for name, value, copied in reached:
         if type(value) in _PLAIN or (id(value), copied) in known:
             continue
@@ -59,11 +63,12 @@ def _shared(reached: Reached, known: set[tuple[int, bool]]) -> Iterator[tuple[st
         if (unsafe := _unsafe(kind)) and (not copied or unsafe == "ctypes.CDLL"):  # copies share a loaded library
             yield name, value
         elif not unsafe:
-            yield from _shared(_reached_by(value, name, copied), known)
+            yield from _unsafely_shared(_reached_by(value, name, copied), known)
 
 
 @cache
 def _unsafe(kind: type) -> str:
+    """Return the name of the class in `_UNSAFE` from which a class derives, or ""."""
     names = (f"{each.__module__.partition('.')[0]}.{each.__qualname__}" for each in kind.__mro__)
     return next((name for name in names if name in _UNSAFE), "")
 
@@ -101,7 +106,7 @@ def _references(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield what a function refers to: its closure, its defaults and its globals."""
     code, defaults = function.__code__, function.__defaults__ or ()
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # nothing was assigned yet
+        with contextlib.suppress(ValueError):  # raised if the variable has no value yet
             yield name, cell.cell_contents
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()

@@ -8,14 +8,14 @@ A batch of packs    ref (7, (3, (12, 0, 0), (15, 0, 0)),       refs [[12, 0, 0],
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.stages.item_ref import ItemRef
+from savable_pipeline.stages.item_ref import ItemRef, sample_refs
 
 Integers = NDArray[np.int64]
 
@@ -50,7 +50,8 @@ class BatchSamples(msgspec.Struct, frozen=True):
 
     @classmethod
     def _of_nested(cls, ref: ItemRef) -> BatchSamples:
-        rows = [list(_items(row)) for row in _rows(ref)]
+        # padding rows have no sample
+        rows = [[sample for sample in sample_refs(row) if len(sample) == 3] for row in _rows(ref)]
         try:
             refs = np.array([item for row in rows for item in row], dtype=np.int64).reshape(-1, 3)
         except OverflowError:
@@ -78,13 +79,3 @@ class BatchSamples(msgspec.Struct, frozen=True):
 def _rows(ref: ItemRef) -> list[ItemRef]:
     """The refs of the items or packs in a batch; the batch itself if it is one item, as of a user's own stage."""
     return [part for part in ref if isinstance(part, tuple)] or ([ref] if len(ref) == 3 else [])
-
-
-def _items(ref: ItemRef) -> Iterator[ItemRef]:
-    """The refs of single items in the ref of an item or pack."""
-    nested = [part for part in ref if isinstance(part, tuple)]
-    if nested:
-        for part in nested:
-            yield from _items(part)
-    elif len(ref) == 3:  # a filler has none
-        yield ref

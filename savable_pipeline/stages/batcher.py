@@ -19,18 +19,18 @@ import msgspec
 from savable_pipeline.core.containers import DifferingItemsError
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
-from savable_pipeline.data.dataset.ref import TAG_SHIFT, skip_counters
+from savable_pipeline.data.dataset.ref import TAG_SHIFT
 from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.chunked_stage import ChunkedStage, count_of, make_elements, maker_of, take_elements
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_buffer import ItemBuffer
-from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, batch_rows, sample_indices
+from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, batch_rows
 from savable_pipeline.stages.packing.pack_stage import PackStage
 from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.readers.reader import set_batch_size
 from savable_pipeline.stages.stage import BatchStage, Stage, State, parse_state
-from savable_pipeline.stages.stage_info import REASON, StageInfo
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import SettingRule
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
@@ -335,15 +335,9 @@ class Batcher(EncoderBatches):
         if not self._leaves_out:
             return self._held.fill(n) > 0
         elements = take_elements(self.source, n - len(self._held))
-        self._held.add([element for element in elements if not self._is_excluded(element.ref)])
+        left = set(known_refs(self, [element.ref for element in elements]))
+        self._held.add([element for element in elements if element.ref in left])
         return bool(elements)
-
-    def _is_excluded(self, ref: ItemRef) -> bool:
-        """Whether an item is made from an excluded sample, which is counted."""
-        index = next((index for index in sample_indices(ref) if index in self.info.excluded), None)
-        if index is not None:
-            self.counts.update(skip_counters(REASON, index))
-        return index is not None
 
     def save_state(self) -> State:
         """Return the position.

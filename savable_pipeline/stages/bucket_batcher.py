@@ -25,6 +25,7 @@ import msgspec
 from savable_pipeline.core.keyed_random import RANKS, SharedRanks, derive_key
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.batcher import EncoderBatches
 from savable_pipeline.stages.chunked_stage import is_certain, make_elements
 from savable_pipeline.stages.item_buffer import ItemBuffer
@@ -43,12 +44,6 @@ STEPS = 32  # of the shared ranks
 WIDER = 16  # times `candidates`: a bucket is wider by 1 / (WIDER · candidates) of all for each batch that it holds
 COUNTED = 256  # times `candidates`: when so many batches have come, all counts are halved
 _BATCH = 1 << 20  # parts of a batch, in which batches are counted
-
-
-def check_candidates(candidates: object) -> None:
-    """Raise ValueError unless this is an int of at least 1."""
-    if type(candidates) is not int or candidates < 1:
-        raise ValueError(f"BucketBatcher: candidates must be an int of at least 1, not {candidates!r}")
 
 
 class BucketSizes:
@@ -209,7 +204,7 @@ class BucketRule:
         widths = self._widths(held)
         wanted = self._ranks.rank(n) * sum(widths.values())
         begin, chosen = 0, None
-        for bucket in sorted(widths, key=_shortest_first):
+        for bucket in sorted(widths, key=lambda bucket: (bucket[1], repr(bucket[0]))):
             if bucket in full and (chosen is None or begin * RANKS <= wanted):
                 chosen = bucket
             begin += widths[bucket]
@@ -232,11 +227,6 @@ class BucketRule:
         """Continue after these."""
         self._came = {bucket: count for bucket, count in counts if count}
         self._total = sum(count * self._parts(bucket) for bucket, count in self._came.items())
-
-
-def _shortest_first(bucket: BucketKey) -> tuple[int, str]:
-    group, number = bucket
-    return number, repr(group)
 
 
 class _BucketState(msgspec.Struct):
@@ -300,9 +290,7 @@ class BucketBatcher(EncoderBatches):
         (['', 'aa'], ['a', 'aaa', 'a'])
     """
 
-    setting_rules: ClassVar[Mapping[str, SettingRule]] = {
-        "candidates": SettingRule(follows=("same_bucket",)),
-    }
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"candidates": SettingRule(follows=("same_bucket",))}
 
     def __init__(
         self,
@@ -317,14 +305,19 @@ class BucketBatcher(EncoderBatches):
         candidates: int = 32,
         encoder: TaskEncoder | None = None,
     ) -> None:
-        check_candidates(candidates)
+        check_count("BucketBatcher", "candidates", candidates)
         self._check_source(source, ItemStage)
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self._sizes = BucketSizes(bounds, source.lane.own(size), max_tokens, grouped=group is not None)
         self.bounds = self._sizes.bounds
         self.size, self.max_tokens = size, max_tokens
         self.group = source.lane.own(group)
-        self._check_group(group)
+        if isinstance(group, str) and not callable(getattr(self._calls.encoder, group, None)):
+            raise ValueError(
+                f"BucketBatcher: {self._calls.encoder_name} has no method {group!r}. Add it, or change group=."
+            )
+        if group is not None and not isinstance(group, str):
+            check_function("BucketBatcher", "group", group)
         self._buckets: dict[BucketKey, ItemBuffer] = {}  # those that hold items, in the order in which they began
         self._taken = ItemBuffer(self)  # an item of the source that is in no bucket yet
         self._by_source = SourceCounts(self.counts)
@@ -332,14 +325,6 @@ class BucketBatcher(EncoderBatches):
         self.in_step = "BucketBatcher(same_bucket=True)" if same_bucket else ""
         key = derive_key(self.lane.seed, "same bucket", self.lane.epoch)  # of all lanes
         self._rule = BucketRule(key=key, candidates=candidates, sizes=self._sizes) if same_bucket else None
-
-    def _check_group(self, group: Callable[[Any], Group] | str | None) -> None:
-        if isinstance(group, str) and not callable(getattr(self._calls.encoder, group, None)):
-            raise ValueError(
-                f"BucketBatcher: {self._calls.encoder_name} has no method {group!r}. Add it, or change group=."
-            )
-        if group is not None and not isinstance(group, str):
-            check_function("BucketBatcher", "group", group)
 
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
         key = self._next_bucket()
@@ -351,7 +336,7 @@ class BucketBatcher(EncoderBatches):
         return held.values(size, skips=self.lane.skips), refs, size
 
     def _rows_of(self, item: Any) -> int:
-        key = self._key(item)
+        key = self._key(Element((), item))
         return 0 if key[1] == self._sizes.buckets else self._size(key)
 
     def _next_bucket(self) -> BucketKey | None:
@@ -408,7 +393,7 @@ class BucketBatcher(EncoderBatches):
         if key is None:
             if not element.is_made:
                 make_elements(self.source, [element])
-            key = None if type(element.value) is Skip else self._key(element.value)  # a `Skip` was counted upstream
+            key = None if type(element.value) is Skip else self._key(element)  # a `Skip` was counted upstream
         if key is not None and key[1] == self._sizes.buckets:
             self._skipped(element.ref)
             key = None
@@ -430,13 +415,13 @@ class BucketBatcher(EncoderBatches):
             return None
         return None, bisect_left(self.bounds, element.sizes[0][0])
 
-    def _key(self, item: Any) -> BucketKey:
-        """The group and bucket of an item; the bucket `len(self.bounds)` if it is too long.
+    def _key(self, element: Element) -> BucketKey:
+        """The group and bucket of a built item; the bucket `len(self.bounds)` if it is too long.
 
         Raises `EncodeError` if the encoder or `group` does, or the group has no size.
         """
-        bucket = bisect_left(self.bounds, self._calls.length(item, least=0)) if self.bounds else 0
-        group = None if self.group is None else self._calls.value(self.group, item, self._sizes.checked_group)
+        bucket = bisect_left(self.bounds, self._calls.length(element, least=0)) if self.bounds else 0
+        group = None if self.group is None else self._calls.value(self.group, element.value, self._sizes.checked_group)
         return group, bucket
 
     def _skipped(self, ref: ItemRef) -> None:
@@ -455,7 +440,7 @@ class BucketBatcher(EncoderBatches):
         copy = Element(element.ref, sizes=element.sizes)
         make_elements(self.source, [copy])
         item, ref = copy.value, copy.ref
-        found = None if type(item) is Skip else self._key(item)  # a `Skip` was counted upstream
+        found = None if type(item) is Skip else self._key(copy)  # a `Skip` was counted upstream
         if found == key:
             element.value, element.ref, element.sizes = item, ref, copy.sizes
             return True

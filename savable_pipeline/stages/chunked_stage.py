@@ -36,6 +36,8 @@ class ChunkedStage(Stage):
     ref: ItemRef = ()
     sizes: tuple[Size, ...] | None = None
     """(length, images) of each item in the element that `__next__` returned last, where they are known."""
+    measured: tuple[Any, int] | None = None
+    """`Element.measured` of it."""
     one_to_one: bool | None = None
     """Whether it yields one element for each of its source, dropping none; None: its elements are made of others."""
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {}
@@ -52,7 +54,7 @@ class ChunkedStage(Stage):
             while elements := take_elements(self, 1):
                 (element,) = elements
                 if type(element.value) is not Skip:  # else it is lost
-                    self.ref, self.sizes = element.ref, element.sizes
+                    self.ref, self.sizes, self.measured = element.ref, element.sizes, element.measured
                     return element.value
         finally:
             self._makes = False
@@ -107,15 +109,18 @@ def take_from(stage: Stage, n: int) -> Any:
     for value in stage if n else ():
         if samples:
             return np.array([(value.index, value.epoch)], REF)
-        return [Element(as_ref(stage.ref), value, sizes_of(stage))]
+        return [last_element(stage, value)]
     return np.empty(0, REF) if samples else []
 
 
-def sizes_of(stage: Stage) -> tuple[Size, ...] | None:
-    """Sizes of the element that a stage's `__next__` returned last, if they are known."""
-    if isinstance(stage, PassThrough):
-        return sizes_of(stage.source)
-    return stage.sizes if isinstance(stage, ChunkedStage) else None
+def last_element(stage: Stage, value: Any) -> Element:
+    """The element that a stage's `__next__` returned last."""
+    source = stage
+    while isinstance(source, PassThrough):
+        source = source.source
+    if isinstance(source, ChunkedStage):
+        return Element(as_ref(stage.ref), value, source.sizes, measured=source.measured)
+    return Element(as_ref(stage.ref), value)
 
 
 def take_elements(stage: Stage, n: int) -> list[Element]:

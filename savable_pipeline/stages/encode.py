@@ -241,8 +241,7 @@ class Encode(ChunkedStage, ItemStage):
         if (sample.index, sample.epoch) in self._skipped.avoided:
             self.keyed.seeding.check(ends=True)
             self._skipped.avoided_again(sample)
-            return True
-        return False
+        return (sample.index, sample.epoch) in self._skipped.avoided
 
     def _add_plain(self, item: Any) -> None:
         """Note the type. Warn, once a process, of a list of dicts, which torch's `default_collate` transposes."""
@@ -331,15 +330,14 @@ class Encode(ChunkedStage, ItemStage):
         ref = element.ref
         sample, size = self._opened.pop(ref[:2], (None, None)) if type(ref) is tuple else (None, None)
         if sample is None:
-            sample = self.source.fetch(element.ref)
+            sample = self.source.fetch(ref)
         if sample.index in self.info.excluded:
             return EXCLUDED
-        lost = self._skipped.lost_before(sample)
-        if lost is not None:
+        if (lost := self._skipped.lost_before(sample)) is not None:
             return lost
         self._report_sample(sample)
         try:
-            return self.keyed.seeding.call_alone(self.keyed.part, sample, part_of(ref), size)
+            return self.keyed.seeding.call_alone(self.keyed.part, sample, element, size)
         except EncoderError as failed:
             return self._skipped.lose(sample, failed.error)
 
@@ -353,10 +351,8 @@ class Encode(ChunkedStage, ItemStage):
 
         That is so if errors are raised and a `Join` has all of its sample.
         """
-        if self.on_error != "raise" or self._skipped.avoided:
-            return False
-        if self.source.info.raises:
-            return True
+        if self.on_error != "raise" or self._skipped.avoided or self.source.info.raises:
+            return self.on_error == "raise" and not self._skipped.avoided
         origin = self.source.fetch(ref).origin
         return origin.on_error == "raise" and not absent_reason(origin)
 
@@ -451,6 +447,7 @@ class KeyedEncoder:
         self.encoder, self._name = encoder, type(encoder).__name__
         self._run_seed, self._purpose = lane.seed, purpose
         self._bases: dict[int, int] = {}
+        self._open: FanOut | None = None  # of the item that was rebuilt last
 
     def due_encode(self) -> EncodeCall:
         """Return the function that encodes the samples of this row.
@@ -476,11 +473,26 @@ class KeyedEncoder:
         except Exception as error:
             raise EncoderError(error) from error
 
-    def part(self, sample: Sample, part: int, size: Size | None = None) -> Any:
-        """Make a part of a sample again. Raises `EncoderError`, or `EncodeError` if there is no such part this time."""
-        made, rng = self.encoded(sample)
+    def opened(self, sample: Sample, part: int) -> tuple[tuple[Any, Rng], int]:
+        """Return the result of `encode`, its random numbers, and its items so far.
+
+        An iterator that was opened to rebuild an item is used again, unless it is past this part. Raises
+        `EncoderError`.
+        """
+        fan, self._open = self._open, None
+        if fan is not None and fan.made and fan.count <= part and fan.sample.ref == sample.ref:
+            return fan.made, fan.count
+        return self.encoded(sample), 0
+
+    def part(self, sample: Sample, element: Element, declared: Size | None) -> Any:
+        """Rebuild an item, and compare it with its `declared` or saved size.
+
+        Raises `EncoderError`, or `EncodeError` if there is no such part this time.
+        """
+        part = part_of(element.ref)
+        (made, rng), count = self.opened(sample, part)
         try:
-            self.declared.check(sample, made, size)
+            self.declared.check(sample, element, made, declared)
         except EncodeError:
             raise
         except Exception as error:
@@ -488,7 +500,7 @@ class KeyedEncoder:
         if not hasattr(made, "__next__"):
             item = made if not part or type(made) is Skip else DONE
         else:
-            fan = FanOut(self, sample, (made, rng))
+            fan = self._open = FanOut(self, sample, (made, rng), count=count)
             item = fan.next() if fan.pass_over(part) else DONE
         if item is DONE:
             raise EncodeError(
@@ -519,26 +531,25 @@ class FanOut:
         """
         if self.made is not None:
             return self._next(*self.made)
-        made, rng = self.made = self._keyed.encoded(self.sample)
-        wanted, self.count = self.count, 0
-        fans_out = hasattr(made, "__next__")
-        if not fans_out or not self.pass_over(wanted):
+        wanted = self.count
+        self.made, self.count = self._keyed.opened(self.sample, wanted)
+        if not hasattr(self.made[0], "__next__") or not self.pass_over(wanted):
             raise CheckpointMismatchError(
                 f"Encode: sample {self.sample.key!r} of {self.sample.shard} yields fewer items than in the saved "
                 "run. Use its encoder, which must depend on the sample and `rng` alone."
             )
-        return self._next(made, rng)
+        return self._next(*self.made)
 
     def pass_over(self, parts: int) -> bool:
-        """Skip this many items.
+        """Skip items until this many are done.
 
         They are not built if the iterator has `pass_over`. False means that there are fewer.
         """
         assert self.made is not None
         made, rng = self.made
-        if parts and (pass_over := getattr(made, "pass_over", None)) is not None:
+        if parts > self.count and (pass_over := getattr(made, "pass_over", None)) is not None:
             try:
-                self.count = index(pass_over(parts))
+                self.count += index(pass_over(parts - self.count))
             except Exception as error:
                 raise EncoderError(error) from error
         else:
@@ -587,24 +598,28 @@ class DeclaredSize:
         length = self._encoder.length_of(sample)
         return None if length is None else (index(length), index(self._encoder.images_of(sample)))
 
-    def check(self, sample: Sample, item: Any, declared: Size | None) -> None:
-        """Raise `EncodeError` if an item's size differs from the declared one."""
-        declared = self.of(sample) if declared is None else declared
-        if declared is None or not self.known:
+    def check(self, sample: Sample, element: Element, item: Any, declared: Size | None) -> None:
+        """Raise `EncodeError` if the size of a built item differs from the declared one.
+
+        An element of a state has its declared size, unless it is one of several, which a later stage measured.
+        """
+        planned = declared or (element.sizes[0] if element.sizes and not hasattr(item, "__next__") else None)
+        if planned is None or not self.known:
             return
         name = type(self._encoder).__name__
         where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"
         if type(item) is Skip or hasattr(item, "__next__"):
             did = f"skipped the sample with {item.reason!r}" if type(item) is Skip else "yields several items"
             raise EncodeError(
-                f"{name}.length_of declared {declared[0]}, but encode {did}. Return None from it.\n  {where}"
+                f"{name}.length_of declared {planned[0]}, but encode {did}. Return None from it.\n  {where}"
             )
-        found = self._encoder.length(item), self._encoder.images(item)
-        for method, before, after in zip(("length", "images"), declared, found, strict=True):
+        element.measured = self._encoder, index(self._encoder.length(item))
+        found = element.measured[1], self._encoder.images(item)
+        for method, before, after in zip(("length", "images"), planned, found, strict=True):
             if before != after:
                 raise EncodeError(
                     f"{name}.{method}_of declared {before}, but {method} of the item is {after}. The two must "
-                    f"agree.\n  {where}"
+                    f"agree, also after a resume.\n  {where}"
                 )
 
 

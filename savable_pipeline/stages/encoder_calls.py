@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import index
 from typing import Any, Literal, TypeGuard, cast
 
@@ -15,8 +16,9 @@ from savable_pipeline.core.global_rng import Seeding
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.on_error import described, from_user_code
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.errors import EncodeError
+from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.cost import Size
+from savable_pipeline.stages.item_ref import Element
 from savable_pipeline.stages.mapped_function import MappedFunction, encoder_call
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import function_name
@@ -98,7 +100,7 @@ class EncoderCalls:
             fix = "Use .encode() with an encoder that has pack()" if mapped else "Write one, or remove the packer"
             raise ValueError(f"{stage}: {type(encoder).__name__} has no pack(items, rng). {fix}.")
         self.encoder = encoder
-        self._is_upstream = encoder is upstream.encoder
+        self.is_upstream = encoder is upstream.encoder
         self.packs_all = encoder.one_to_one and combine == "pack"  # none is skipped
         self.encoder_name = type(encoder).__name__
         self._stage, self._lane, self._combine = stage, upstream.lane, combine
@@ -112,7 +114,7 @@ class EncoderCalls:
 
         It is empty for the encoder upstream, whose stage lists them.
         """
-        return {} if self._is_upstream else encoder_settings(self.encoder)
+        return {} if self.is_upstream else encoder_settings(self.encoder)
 
     def key(self, info: StageInfo) -> int:
         """The 64-bit key of the stage's random numbers."""
@@ -146,21 +148,32 @@ class EncoderCalls:
             which = f", {noun} {rng.parts[0]} ({len(items)} items)"
             raise self._error(name, error, which) from from_user_code(error)
 
-    def sizes(self, items: Sequence[Any]) -> tuple[Size, ...] | None:
-        """Return the length and the number of images of each item.
+    def sizes(self, elements: Sequence[Element]) -> tuple[Size, ...] | None:
+        """Return the length and the number of images of each built item.
 
         None if the encoder does not say how to measure one.
         """
         if getattr(self.encoder.length, "__func__", None) is TaskEncoder.length:
             return None
-        return tuple((self.length(item, least=0), self.images(item)) for item in items)
+        return tuple((self.length(element, least=0), self.images(element.value)) for element in elements)
 
-    def length(self, item: Any, *, least: int) -> int:
-        """The length of an item in tokens, which must be at least `least`."""
+    def length(self, element: Element, *, least: int) -> int:
+        """The length of a built item in tokens, which must be at least `least`."""
         try:
-            return _at_least(least, self.encoder.length(item))
+            return _at_least(least, measured_length(self.encoder, element))
         except Exception as error:
             raise self._failed("length", error) from from_user_code(error)
+
+    def check_size(self, element: Element, length: int, images: int | None) -> None:
+        """Raise `CheckpointMismatchError` unless a rebuilt item has this size."""
+        found = self.length(element, least=0), images if images is None else self.images(element.value)
+        for name, before, after in zip(("length", "images"), (length, images), found, strict=True):
+            if before != after:
+                raise CheckpointMismatchError(
+                    f"{self._stage}: an item has {name} {after}, but had {before} when the state was saved. Use the "
+                    f"saved data and {self.encoder_name}, which must depend on the sample and `rng` alone."
+                    f"\n  item {element.ref} of {self._lane}"
+                )
 
     def checked_length(self, length: int, *, least: int) -> int:
         """A length that the encoder declared without encoding, at least `least`."""
@@ -171,10 +184,8 @@ class EncoderCalls:
 
     def images(self, item: Any) -> int:
         """The number of images of an item."""
-        try:
-            return _at_least(0, self.encoder.images(item)) if self.has_images else 0
-        except Exception as error:
-            raise self._failed("images", error) from from_user_code(error)
+        images: int = self.value("images", item, partial(_at_least, 0)) if self.has_images else 0
+        return images
 
     def cut(self, item: Any, start: int, stop: int) -> Any:
         """The tokens `start` to `stop - 1` of an item."""
@@ -204,8 +215,16 @@ class EncoderCalls:
         )
 
 
+def measured_length(encoder: TaskEncoder, element: Element) -> int:
+    """Return `encoder.length` of a built item, which is called once for each value."""
+    if element.measured is None or element.measured[0] is not encoder:
+        element.measured = encoder, index(encoder.length(element.value))  # a state cannot contain NumPy's integers
+    length: int = element.measured[1]
+    return length
+
+
 def _at_least(least: int, found: Any) -> int:
-    number = index(found)  # a state cannot contain NumPy's integers
+    number = index(found)
     if number < least:
         raise ValueError(f"it is {number}, but an item has at least {least}")
     return number

@@ -14,10 +14,10 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError
-from savable_pipeline.stages.chunked_stage import ChunkedStage, sizes_of
+from savable_pipeline.stages.chunked_stage import ChunkedStage, last_element
 from savable_pipeline.stages.encode import EncoderError, EncodeState, KeyedEncoder
 from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
-from savable_pipeline.stages.item_ref import Element, as_ref, sample_indices
+from savable_pipeline.stages.item_ref import Element, sample_indices
 from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped, mapped_name, mapped_settings
 from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.skipped_samples import SkippedSamples, absent_reason, max_empty_samples, too_many_errors
@@ -86,7 +86,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             passed = self._try_item(item)
             self._count([passed])
             if passed:
-                return [Element(as_ref(self.source.ref), item, sizes_of(self.source))]
+                return [last_element(self.source, item)]
             if passed is None and too_many_errors(self._tally.errors, self._tally.tried, _MAX_ERRORS):
                 raise EncodeError(
                     f"{self._name} failed for {self._tally.errors} of the first {self._tally.tried} items of "

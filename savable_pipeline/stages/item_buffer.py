@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -82,6 +83,7 @@ class ItemBuffer:
         note_buffer(stage, self)
         self._elements: list[Element] = []
         self._share: BudgetShare | None = None
+        self._is_restored = False  # and nothing was rebuilt since
         if max_bytes is not None:
             budget = stage.source.lane.shared("held items", MemoryBudget, by_threads=True)
             self._share = BudgetShare(budget, max_bytes=max_bytes)
@@ -129,6 +131,25 @@ class ItemBuffer:
         """
         self.drop(len(self._elements))
         self.add(restored_elements(self._owner, saved))
+        self._is_restored = True
+
+    def rebuild_parts(self) -> None:
+        """Rebuild missing parts of samples that fan out, in order, after a restore.
+
+        So each iterator is opened once for all of its parts in the buffer.
+        """
+        if not self._is_restored or self._owner.lane.skips:
+            return
+        self._is_restored = False
+        missing = [each for each in self._elements if not each.is_made and type(each.ref[-1]) is int and each.ref[-1]]
+        for element in sorted(missing, key=attrgetter("ref")):
+            make_elements(self._owner.source, [element])
+            if type(element.value) is Skip:
+                element.value = UNMADE  # to be found again when it is due
+            elif self._share is not None:
+                self._share.count([element])
+                if not element.is_made:
+                    break
 
     def add(self, elements: Sequence[Element]) -> None:
         """Hold more elements, behind the others.
@@ -231,7 +252,7 @@ class ItemBuffer:
         Args:
             n: How many.
         """
-        copies = [Element(each.ref, each.value, each.sizes) for each in self._elements[:n]]
+        copies = [Element(each.ref, each.value, each.sizes, 0, each.measured) for each in self._elements[:n]]
         make_elements(self._owner.source, [element for element in copies if not element.is_made])
         return copies
 
@@ -428,7 +449,7 @@ class BudgetShare:
         with self._budget.lock:
             for element, size in made:
                 if self._budget.used + size > self._max_bytes:
-                    element.value = UNMADE
+                    element.value, element.measured = UNMADE, None
                     continue
                 self._budget.used += size
                 self._bytes += size

@@ -92,30 +92,32 @@ def batch_rows(ref: ItemRef) -> tuple[ItemRef, ItemRef]:
     return number, ref[len(number) :]
 
 
-def sample_indices(ref: ItemRef) -> Iterator[int]:
-    """The index of each sample in an item, a pack or a batch."""
+def sample_refs(ref: ItemRef) -> Iterator[ItemRef]:
+    """(index, epoch, part) of each sample in an item, a pack or a batch."""
     inner = [part for part in ref if isinstance(part, tuple)]
     if not inner:
-        yield ref[0]
+        yield ref
     for part in inner:
-        yield from sample_indices(part)
+        yield from sample_refs(part)
 
 
-def first_sample(ref: ItemRef) -> ItemRef:
-    """(index, epoch, part) of the first sample in an item, a pack or a batch."""
-    return next((first_sample(part) for part in ref if isinstance(part, tuple)), ref)
+def sample_indices(ref: ItemRef) -> Iterator[int]:
+    """The index of each sample in an item, a pack or a batch."""
+    return (sample[0] for sample in sample_refs(ref))
 
 
 class Element(msgspec.Struct, gc=False):
     """An element on its way through a lane.
 
-    `counted_bytes` is the size of its value in the memory budget.
+    `counted_bytes` is the size of its value in the memory budget. `measured` has the encoder whose `length` was
+    called with the value, and the result, so that no later stage calls it again.
     """
 
     ref: ItemRef
     value: Any = UNMADE
     sizes: tuple[Size, ...] | None = None
     counted_bytes: int = 0
+    measured: tuple[Any, int] | None = None
 
     @property
     def is_made(self) -> bool:

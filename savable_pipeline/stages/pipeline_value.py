@@ -23,7 +23,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.stages.advice import check_count, closest
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.blending.schedule import Schedule
-from savable_pipeline.stages.bucket_batcher import BatchSize, BucketBatcher, BucketSizes, Group, check_candidates
+from savable_pipeline.stages.bucket_batcher import BatchSize, BucketBatcher, BucketSizes, Group
 from savable_pipeline.stages.chunked_stage import count_of
 from savable_pipeline.stages.cost import Cost, check_cost
 from savable_pipeline.stages.encode import Encode
@@ -255,8 +255,7 @@ class BatchPipeline(Pipeline):
     __slots__ = ()
     _gives = "batches"
     _advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("shuffle", "filter", "map", "encode", "pack", "balance", "batch", "bucket", "clips"),
-        "Put it before .batch.",
+        ("shuffle", "filter", "map", "encode", "pack", "balance", "batch", "bucket", "clips"), "Put it before .batch."
     )
 
 
@@ -324,7 +323,7 @@ class ItemPipeline(Pipeline):
             encoder: Measures, cuts and packs.
         """
         options = _options(locals())
-        check_packing(max_length, policy, open_packs, max_images, max_cost, cost, too_long)
+        check_packing(options)
         return self._then(ItemPipeline, OnlinePacker, **options)
 
     def balance(
@@ -379,7 +378,7 @@ class ItemPipeline(Pipeline):
             encoder: Measures items and makes the batches.
         """
         options = _options(locals())
-        check_candidates(candidates)
+        check_count("BucketBatcher", "candidates", candidates)
         BucketSizes(bounds, size, max_tokens, grouped=group is not None)
         if group is not None and not isinstance(group, str):
             check_function("BucketBatcher", "group", group)

@@ -113,6 +113,8 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         """
         buffer, capacity = self._buffer, self.capacity
         self._fill()
+        if isinstance(buffer, ItemBuffer):
+            buffer.rebuild_parts()
         if self._makes and isinstance(buffer, ItemBuffer) and buffer and not buffer[at := self._slot()].is_made:
             make_elements(self.source, [buffer[at]])
         fresh: Any = take_from(self.source, n) if len(buffer) == capacity else ()

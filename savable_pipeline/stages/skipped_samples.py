@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,7 +30,7 @@ from savable_pipeline.data.dataset.sample import JoinedParts, Sample
 from savable_pipeline.data.dataset.sample_source import SampleSource
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
 from savable_pipeline.stages.item_buffer import SamplesAhead
-from savable_pipeline.stages.item_ref import Element, ItemRef, first_sample
+from savable_pipeline.stages.item_ref import Element, ItemRef, sample_refs
 from savable_pipeline.stages.stage import Stage, saved_refs
 from savable_pipeline.stages.stage_info import REASON, StageInfo
 from savable_pipeline.stages.task_encoder import Skip
@@ -285,6 +286,12 @@ def max_empty_samples(population: int) -> int:
     return min(30 * population + 1000, 100_000)
 
 
+@cache
+def _names_of(tag: int) -> tuple[str, str]:
+    """The counters of a source's items and tokens."""
+    return f"source/{tag}/items", f"source/{tag}/tokens"
+
+
 class SourceCounts:
     """Counts of the samples that a stage uses and drops, by source.
 
@@ -304,18 +311,14 @@ class SourceCounts:
     def __init__(self, counts: Counter[str]) -> None:
         self._counts = counts
         self.rows: dict[int, int] = {}
-        self._only: tuple[Collection[int], str] = (), ""  # the tags of a single source, and its counter of items
-        self._names: dict[int, tuple[str, str]] = {}  # of counters of items and of tokens, by tag
 
     def kept(self, elements: Sequence[Element], tags: Collection[int]) -> None:
         """Count items, of sources with these tags."""
-        if len(tags) == 1 and tags is not self._only[0]:
-            self._only = tags, self._named(next(iter(tags)))[0]
-        if tags is self._only[0]:
-            self._counts[self._only[1]] += len(elements)
-        else:
-            for tag, number in Counter([tag_of(element.ref[0]) for element in elements]).items():
-                self._counts[self._named(tag)[0]] += number
+        found = {tag: len(elements) for tag in tags}
+        if len(tags) > 1:
+            found = Counter([tag_of(element.ref[0]) for element in elements])
+        for tag, number in found.items():
+            self._counts[_names_of(tag)[0]] += number
 
     def end_rows(self, elements: Sequence[Element]) -> None:
         """Begin to count in a row again for the sources of these items."""
@@ -324,19 +327,13 @@ class SourceCounts:
 
     def kept_one(self, ref: ItemRef, tokens: int = 0) -> None:
         """Count an item, a part of one, or a pack, by its first sample."""
-        tag = tag_of(ref[0] if type(ref[1]) is int else first_sample(ref)[0])
-        items, of_tokens = self._named(tag)
+        tag = tag_of(ref[0] if type(ref[1]) is int else next(sample_refs(ref))[0])
+        items, of_tokens = _names_of(tag)
         self._counts[items] += 1
         if tokens:
             self._counts[of_tokens] += tokens
         if self.rows:
             self.rows.pop(tag, None)
-
-    def _named(self, tag: int) -> tuple[str, str]:
-        names = self._names.get(tag)
-        if names is None:
-            names = self._names[tag] = f"source/{tag}/items", f"source/{tag}/tokens"
-        return names
 
     def left_out(self, reason: str, ref: ItemRef, tokens: int = 0, *, asked: bool = False) -> tuple[Counter[str], int]:
         """Count a dropped sample, or an item by its first sample.
@@ -345,7 +342,7 @@ class SourceCounts:
 
         Returns what was counted, and how many of its source were left out in a row.
         """
-        index, epoch = first_sample(ref)[:2]
+        index, epoch = next(sample_refs(ref))[:2]
         counted = Counter(skip_counters(reason, index))
         if not asked:
             counted[count_of_source(index, f"skipped/{reason}")] = 1

@@ -57,12 +57,7 @@ _FIRST = 8  # samples on which stages of `per_sample` are checked
 
 
 def read_webdataset(
-    dataset: Any,
-    read: ReadShards,
-    options: Mapping[str, Any],
-    *,
-    per_sample: Sequence[Any],
-    replace: Mapping[Any, Any],
+    dataset: Any, read: ReadShards, options: Mapping[str, Any], *, per_sample: Sequence[Any], replace: Mapping[Any, Any]
 ) -> Pipeline:
     """Return the pipeline that yields what a webdataset pipeline yields.
 

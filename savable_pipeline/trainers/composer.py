@@ -159,16 +159,16 @@ class _Sized(TrainerLoader):
     def __init__(self, loader: SavableLoader, batch_size: int, *, trained: Callable[[], int] | None = None) -> None:
         super().__init__(loader, trained=trained)
         self.batch_size = batch_size
-        self._over = False
+        self._is_epoch_over = False
 
     def end_epoch_if_over(self) -> None:
-        """Mark the epoch as over if the loader is at the start of the next one.
+        """Make the next iteration empty if the loader is at the start of an epoch.
 
-        Composer is still in the epoch before.
+        Composer is then still at the end of the previous epoch.
         """
         slot, slots = self._run.position.slot, self._run.settings.epoch_slots
-        self._over = not (slot % slots if slots else slot)
+        self._is_epoch_over = not (slot % slots if slots else slot)
 
     def __iter__(self) -> Iterator[Any]:
-        over, self._over = self._over, False
+        over, self._is_epoch_over = self._is_epoch_over, False
         return iter(()) if over else super().__iter__()

@@ -56,8 +56,9 @@ def context_index(batch: Mapping[str, Any], rank: int, size: int) -> torch.Tenso
     document = torch.arange(len(own), device=tokens.device).repeat_interleave(own)
     position = torch.arange(len(document), device=tokens.device) - (borders[:-1] // size)[document]
     piece = piece[document]
-    second = position >= piece  # whether a token is in piece 2 · size - 1 - `rank`, after those of piece `rank`
-    return borders[document] + position + piece * torch.where(second, 2 * size - 2 - rank, rank)
+    # the first half of a rank's tokens is piece `rank` of the document, the second half is piece 2 · size - 1 - `rank`
+    is_second_half = position >= piece
+    return borders[document] + position + piece * torch.where(is_second_half, 2 * size - 2 - rank, rank)
 
 
 def cut_context(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
@@ -121,14 +122,14 @@ def join_context(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows, length = first["tokens"].shape
     lengths = {name: first[name] * size for name in ("cu_seqlens", "max_seqlen") if name in first}
     whole = {"tokens": first["tokens"].new_empty(rows, length * size), **lengths}
-    places = torch.cat([context_index(whole, rank, size) for rank in range(size)])
+    index = torch.cat([context_index(whole, rank, size) for rank in range(size)])
 
     def joined(name: str) -> Any:
         value = first[name]
         if not _is_per_token(value, first):
             return value
         whole_field = value.new_empty(rows * length * size, *value.shape[2:])
-        whole_field[places] = torch.cat([part[name].flatten(0, 1) for part in parts])
+        whole_field[index] = torch.cat([part[name].flatten(0, 1) for part in parts])
         return whole_field.unflatten(0, (rows, length * size))
 
     return {name: joined(name) for name in first} | lengths

@@ -72,18 +72,18 @@ class OnDevice:
         self._run.check_not_ahead()
         self._at = _PositionReference(_Progress(self._run.position))
         self._run.is_ahead = self._at.has_ahead
-        self._repeat, self._again = repeat, list[Any]()  # the batch given last, as often as it is still to be given
+        self._repeat, self._repeats = repeat, list[Any]()  # the last batch, as often as it is still to be yielded
         self._failed: Exception | None = None  # raised by the loader when the next batch was taken
 
     @property
     def epoch(self) -> int:
         """Epoch of the last batch, as `SavableLoader.epoch`."""
-        return self._run.epoch_at(self._at.current.yielded)
+        return self._run.epoch_of(self._at.current.yielded)
 
     def __iter__(self) -> OnDevice:
         warn_unsaved(caller(), self._run.position, restarts=self._run.settings.restarts)
-        self._again = []
-        if settings_of(self.loader).on_iter == "restart":  # the first pass after a load continues
+        self._repeats = []
+        if settings_of(self.loader).on_iter == "restart":  # the first iteration after a load continues
             self._at.current = _Progress(self._at.current.yielded)
         if not self._at.current.ahead:
             self._failed = None
@@ -93,9 +93,9 @@ class OnDevice:
         return self
 
     def __next__(self) -> Any:
-        if self._again:
-            return self._again.pop()
-        self._take(1 + _AHEAD)
+        if self._repeats:
+            return self._repeats.pop()
+        self._fetch(1 + _AHEAD)
         if not self._at.current.ahead:
             failed, self._failed = self._failed, None
             assert failed is not None
@@ -103,14 +103,15 @@ class OnDevice:
             raise failed
         (moved, yielded), *ahead = self._at.current.ahead
         batch = moved.ready()
-        self._again = [batch] * (self._repeat - 1)
-        self._at.current = _Progress(yielded, tuple(ahead))  # last: an interrupt before this has given nothing
+        self._repeats = [batch] * (self._repeat - 1)
+        # last, because an interrupt before this line must not lose the batch
+        self._at.current = _Progress(yielded, tuple(ahead))
         return batch
 
-    def _take(self, number: int) -> None:
-        """Take batches until `number` are ahead, or the loader ends or fails."""
+    def _fetch(self, number: int) -> None:
+        """Fetch batches until `number` are ahead, or the loader ends or fails."""
         if self._failed is None:
-            self._run.take_back(self._at.current.last)  # what came when the last taking was interrupted
+            self._run.take_back(self._at.current.last)  # undoes a fetch that was interrupted
         while len(self._at.current.ahead) < number and self._failed is None:
             try:
                 batch = next(self.loader)
@@ -122,7 +123,7 @@ class OnDevice:
             moved.begin()
 
     def __len__(self) -> int:
-        """The number of batches in an epoch, as `len(loader)`, times `repeat`."""
+        """Return the number of batches in an epoch, as `len(loader)`, times `repeat`."""
         return len(self.loader) * self._repeat
 
     def __bool__(self) -> bool:
@@ -139,9 +140,10 @@ class OnDevice:
         Args:
             slots: How many slots, of all ranks together.
         """
-        ended = not self._at.current.ahead and isinstance(self._failed, StopIteration)  # and `next` has yet to say so
+        # if the loader has ended, and `next` has not raised that yet, it still does
+        failed = self._failed if isinstance(self._failed, StopIteration) and not self._at.current.ahead else None
         self._run.take_back(self._at.current.yielded)
-        self._at.current, self._failed, self._again = _Progress(self._run.position), self._failed if ended else None, []
+        self._at.current, self._failed, self._repeats = _Progress(self._run.position), failed, []
         self.loader.skip(slots)
         self._at.current = _Progress(self._run.position)
 
@@ -166,15 +168,13 @@ class OnDevice:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Saving and restoring.
-
     def state_dict(self, *, lag: int = 0) -> dict[str, Any]:
         """Return the state after the last batch, as `SavableLoader.state_dict`.
 
         Args:
             lag: How many batches the trainer itself is ahead (default 0). The state is that many batches earlier.
         """
-        return self._run.state_at(self._at.current.yielded, lag)
+        return self._run.state_dict(lag, at=self._at.current.yielded)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Resume from a saved state, as `SavableLoader.load_state_dict`.
@@ -186,14 +186,14 @@ class OnDevice:
             allow: Names of fields that may differ from the saved ones.
         """
         self._run.load_state_dict(state, allow)
-        self._at.current, self._failed, self._again = _Progress(self._run.position), None, []
+        self._at.current, self._failed, self._repeats = _Progress(self._run.position), None, []
 
     def save_state(self) -> dict[str, Any]:
-        """The same as `state_dict()`."""
+        """Return `state_dict()`."""
         return self.state_dict()
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """The same as `load_state_dict(state)`.
+        """Call `load_state_dict(state)`.
 
         Args:
             state: As for `load_state_dict`.
@@ -213,8 +213,8 @@ class OnDevice:
 class _Progress(NamedTuple):
     """Position of the trainer, in one value that an interrupt cannot split."""
 
-    yielded: Position  # of the loader, after the batch given last
-    ahead: tuple[tuple[_Moved, Position], ...] = ()  # batches that are not given yet; where the loader was after each
+    yielded: Position  # of the loader after the last batch yielded
+    ahead: tuple[tuple[_Moved, Position], ...] = ()  # batches not yielded yet, with the loader's position after each
 
     @property
     def last(self) -> Position:
@@ -235,9 +235,6 @@ class _PositionReference:
     def has_ahead(self) -> bool:
         """Return whether batches are ahead of the trainer."""
         return bool(self.current.ahead)
-
-
-# Moving.
 
 
 class _Moved:
@@ -297,10 +294,10 @@ class _CudaCopies:
         import torch
 
         with torch.cuda.stream(self._stream):
-            copied = tensors_changed(batch, self._copied)
+            copied = tensors_changed(batch, self._start_copy)
             return partial(self._ready, copied, self._stream.record_event())
 
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _start_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         pinned = tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
         return pinned.to(self._device, non_blocking=True)
 

@@ -71,8 +71,8 @@ def complete_state(
         ...     return sp.Batcher(sp.TarShardReader("shards/", lane), size=4)
         >>> ranks = [sp.SavableLoader(pipeline, seed=7, lanes=4, ranks=(rank, 2)) for rank in (0, 1)]
         >>> last = sp.merge_states(rank.state_dict() for rank in ranks)
-        >>> given = [next(rank) for rank in ranks]
-        >>> state = complete_state(ranks[0], [ranks[0].state_dict()], last)  # rank 1 is gone
+        >>> batches = [next(rank) for rank in ranks]
+        >>> state = complete_state(ranks[0], [ranks[0].state_dict()], last)  # rank 1 has died
         >>> alone = sp.SavableLoader(pipeline, seed=7, lanes=4, ranks=(0, 1))
         >>> alone.load_state_dict(state)
         >>> state["slot"], bool(next(alone)[0].key == next(ranks[0])[0].key)
@@ -91,8 +91,8 @@ def complete_state(
         )
     for each in (state, last):
         refuse_flights(each)
-    wanted = range(state["lanes"]) if lanes is None else lanes
-    missing = [lane for lane in wanted if lane_name(lane) not in state]
+    needed = range(state["lanes"]) if lanes is None else lanes
+    missing = [lane for lane in needed if lane_name(lane) not in state]
     facts = read_facts(state)
     decided = facts.decisions
     if missing and decided and (last["epoch"] != state["epoch"] or read_facts(last).decisions != decided):
@@ -100,10 +100,10 @@ def complete_state(
             f"the last state is older than a reconfigure, or of an earlier epoch: {decided}. Pass a later one."
         )
     read_lanes(last, missing if last["epoch"] == state["epoch"] else ())
-    return {**without_flights(state), **_advanced(loader, missing, last, state, facts)}
+    return {**without_flights(state), **_advance_lanes(loader, missing, last, state, facts)}
 
 
-def _advanced(
+def _advance_lanes(
     loader: SavableLoader, missing: list[int], last: Mapping[str, Any], state: Mapping[str, Any], facts: RunFacts
 ) -> dict[str, bytes]:
     """Return the states of these lanes at the slot of `state`, by name."""
@@ -114,12 +114,12 @@ def _advanced(
     try:
         with as_in_a_worker(set(KINDS)):
             local.runner.facts = facts
-            return {lane_name(lane): _lane_at(local, lane, last, state["epoch"], state["slot"]) for lane in missing}
+            return {lane_name(lane): _advance(local, lane, last, state["epoch"], state["slot"]) for lane in missing}
     finally:
         local.close()
 
 
-def _lane_at(local: LocalLanes, lane: int, last: Mapping[str, Any], epoch: int, slot: int) -> bytes:
+def _advance(local: LocalLanes, lane: int, last: Mapping[str, Any], epoch: int, slot: int) -> bytes:
     """Return the state of a lane at a slot.
 
     It starts from the lane's last state, or from the start of the epoch if that state is of an earlier epoch.

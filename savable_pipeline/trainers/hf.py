@@ -134,9 +134,9 @@ class SavableData:
         Args:
             eval_dataset: A loader, or the name of one. None (default): the `eval_loader` of the constructor.
         """
-        found = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
-        found = self.eval_dataset if found is None else found
-        return _evaluated(found) or super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        chosen = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        chosen = self.eval_dataset if chosen is None else chosen
+        return _evaluated(chosen) or super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return the loader for `predict`.
@@ -147,9 +147,9 @@ class SavableData:
         return _evaluated(test_dataset) or super().get_test_dataloader(test_dataset)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the state of the data, then the model.
+        """Save the state of the data, and then the model.
 
-        So a checkpoint that has a model has both.
+        So each checkpoint that has a model also has the state.
 
         Args:
             output_dir: The folder of the checkpoint.
@@ -182,29 +182,28 @@ class SavableData:
 
         Args:
             resume_from_checkpoint: The folder of a checkpoint. True: the newest complete one. None (default) or False:
-                start
-                from the beginning.
+                start from the beginning.
             *args: As for the trainer.
             **kwargs: As for the trainer.
 
         Raises:
             StateError: The checkpoint is incomplete, or lacks the state of the data.
         """
-        found = resume_from_checkpoint
+        checkpoint = resume_from_checkpoint
         max_steps = self.args.max_steps
-        if not found and self._batches is not None:
+        if not checkpoint and self._batches is not None:
             _warn_of_unloaded(Path(self.args.output_dir))
-        if found and self._batches is not None:
-            folder = newest_whole(Path(self.args.output_dir)) if found is True else Path(found)
+        if checkpoint and self._batches is not None:
+            folder = newest_whole(Path(self.args.output_dir)) if checkpoint is True else Path(checkpoint)
             if folder is not None:
                 self._batches.load_state_dict(read_state(folder))
                 saved = json.loads((folder / TRAINER_STATE_NAME).read_bytes())
                 self._steps_done = saved["global_step"]
                 self.args.max_steps = _last_step(self.args, self._batches, self._counter.times, saved)
                 _warn_of_forgotten(self.args, self.callback_handler.callbacks)  # type: ignore[attr-defined]
-                found = str(folder)
+                checkpoint = str(folder)
         try:
-            return super().train(found, *args, **kwargs)  # type: ignore[misc]
+            return super().train(checkpoint, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.args.max_steps, self._steps_done = max_steps, 0
 
@@ -254,9 +253,9 @@ class _Repeated:
 
 
 class _Counter(TrainerCallback):  # type: ignore[misc]
-    """Counts the batches that the optimizer has stepped on; finds skipped batches.
+    """Counts the batches that the optimizer has stepped on, and detects skipped batches at each step.
 
-    If the trainer takes each batch `times` times, it counts each time. The check is at each step.
+    If the trainer takes each batch `times` times, each time counts.
     """
 
     batches: TrainerLoader

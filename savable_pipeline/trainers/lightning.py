@@ -56,9 +56,8 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
         predict: The same for `trainer.predict`.
 
     Raises:
-        ValueError: A loader for evaluation was created without `on_iter="restart"`, or `accumulate_grad_batches`, with
-            the
-            batches fetched ahead, is above 16.
+        ValueError: A loader for evaluation was created without `on_iter="restart"`, or `accumulate_grad_batches` plus
+            the batches fetched ahead is above 16.
         StateError: In `fit`: the trainer continues after its first batch, but the checkpoint has no state of the
             loader.
 
@@ -122,7 +121,7 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
         """Stop the workers.
 
         Args:
-            stage: What the trainer has done.
+            stage: The task that the trainer has finished: "fit", "validate", "test" or "predict".
         """
         for loaders in self._created.values():
             for loader in each(loaders):
@@ -132,9 +131,7 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
 class _Batches(TrainerLoader):
     """Batches that `trainer` trains on.
 
-    If other ranks started an epoch, it is counted, and ends, as if these ranks had started it.
-
-    An epoch begun on other ranks is counted as if these ranks had begun it: it ends by that count.
+    An epoch that was started on other ranks is counted, and ends, as if these ranks had started it.
     """
 
     def __init__(self, loader: SavableLoader, trainer: Any) -> None:
@@ -144,16 +141,17 @@ class _Batches(TrainerLoader):
         super().__init__(loader, trained=lambda: step.trained, begun=lambda: step.begun, most_ahead=ahead)
         self._of_epoch = trainer.fit_loop.epoch_loop.batch_progress.current
         limit = trainer.limit_train_batches
-        self._whole_epochs = isinstance(limit, float) and limit == 1  # the int is one batch
+        self._whole_epochs = isinstance(limit, float) and limit == 1  # the int 1 would mean one batch
         self._taking = False
-        self.put_off = PutOff(lambda: self._taking or step.in_training)
+        self.delayed_signals = DelayedSignals(lambda: self._taking or step.in_training)
 
     def _begin(self, begun: int) -> None:
-        if self.trainer.overfit_batches and not self._of_epoch.ready:  # each epoch has the first batches again
+        # with `overfit_batches`, an option for debugging, each epoch repeats the first batches
+        if self.trainer.overfit_batches and not self._of_epoch.ready:
             self.give_back()
             settings = self._run.settings
             self._run.return_to(Position.start(0, self._run.ranks, settings.lanes, pad=settings.pad))
-            self._mark()
+            self._restart_count()
         super()._begin(begun)
 
     def _next(self) -> Any:
@@ -166,18 +164,18 @@ class _Batches(TrainerLoader):
                 if self._whole_epochs:
                     raise
             iter(self._loader)  # an epoch of Lightning may span two of the loader, with `limit_train_batches`
-            self._set_expected()
+            self._record_position()
             return super()._next()
         finally:
             self._taking = False
             if not self.step.in_training:
-                self.put_off.run()
+                self.delayed_signals.run()
 
     def __iter__(self) -> Iterator[Any]:
-        return super().__iter__()  # as `state_dict`
+        return super().__iter__()  # Lightning looks for this method in the class itself
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict()  # for Lightning, which gets none from another `TrainerLoader`
+        return super().state_dict()  # Lightning looks for this method in the class itself
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state.
@@ -185,12 +183,12 @@ class _Batches(TrainerLoader):
         Lightning also calls this when it resumes within an epoch, which changes nothing.
         """
         super().load_state_dict(state)
-        taken, counted = self.yielded_of_epoch, self._of_epoch
-        if taken is None or not self._whole_epochs or not counted.ready:
+        yielded, counts = self.yielded_of_epoch, self._of_epoch
+        if yielded is None or not self._whole_epochs or not counts.ready:
             return
-        more = (taken or len(self)) - counted.ready  # a checkpoint at an epoch's end has all of its batches
+        more = (yielded or len(self)) - counts.ready  # a checkpoint at an epoch's end has all of its batches
         for name in ("ready", "started", "processed", "completed"):
-            setattr(counted, name, getattr(counted, name) + more)
+            setattr(counts, name, getattr(counts, name) + more)
 
 
 class _Checkpoints(Callback):  # type: ignore[misc]
@@ -226,16 +224,17 @@ class _Checkpoints(Callback):  # type: ignore[misc]
             self._state = None
         return self._batches
 
-    def _takes_part(self, trainer: Any) -> bool:
+    def _is_fitting(self, trainer: Any) -> bool:
+        """Return whether the trainer fits on the data of this callback."""
         return trainer.datamodule is self._data and trainer.state.fn == TrainerFn.FITTING
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if self._takes_part(trainer):
+        if self._is_fitting(trainer):
             states = _fit_loop(checkpoint)["state_dict"].get("combined_loader", [])
             self._state = states[0] if len(states) == 1 else None
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if not self._takes_part(trainer):
+        if not self._is_fitting(trainer):
             return
         batches, loop = self.batches(trainer), _fit_loop(checkpoint)
         if "combined_loader" not in loop["state_dict"]:  # Lightning has not asked for a loader yet
@@ -252,16 +251,16 @@ class _Checkpoints(Callback):  # type: ignore[misc]
         self._stepping = trainer.global_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._takes_part(trainer):
+        if self._is_fitting(trainer):
             _check_accumulation(trainer, _most_ahead(trainer, self.batches(trainer)))
-            self.batches(trainer).put_off.wrap("lightning")
+            self.batches(trainer).delayed_signals.wrap("lightning")
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if self._takes_part(trainer):
+        if self._is_fitting(trainer):
             batches = self.batches(trainer)
             batches.step.update()
             batches.check()
-            batches.put_off.run()
+            batches.delayed_signals.run()
 
     def on_validation_start(self, trainer: Any, *_: Any) -> None:
         self._run_pending(trainer)
@@ -270,13 +269,13 @@ class _Checkpoints(Callback):  # type: ignore[misc]
         self._run_pending(trainer)
 
     def _run_pending(self, trainer: Any) -> None:
-        if self._takes_part(trainer) and not trainer.sanity_checking:
-            self.batches(trainer).put_off.run()
+        if self._is_fitting(trainer) and not trainer.sanity_checking:
+            self.batches(trainer).delayed_signals.run()
 
 
 def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = checkpoint["loops"]["fit_loop"]
-    return found
+    loop: dict[str, Any] = checkpoint["loops"]["fit_loop"]
+    return loop
 
 
 def _check_untrained(trainer: Any) -> None:
@@ -345,9 +344,7 @@ class Step:
     def trained(self) -> int:
         """Number of batches that the optimizer has stepped on.
 
-        All batches of earlier epochs count, because no gradient is carried over the end of an epoch.
-
-        All batches of earlier epochs count: no gradient is carried over the end of an epoch.
+        All batches of earlier epochs count, because Lightning carries no gradient over the end of an epoch.
         """
         self.update()
         counts, begun = self._counts.current, self.begun
@@ -381,7 +378,7 @@ class Step:
             counts["is_last_batch"] = False
 
 
-class PutOff:
+class DelayedSignals:
     """Delays a library's signal handlers during a step, until the next `run()`.
 
     Args:
@@ -395,7 +392,7 @@ class PutOff:
     def wrap(self, library: str) -> None:
         """Delay the signal handlers that a library has set.
 
-        That of SIGTERM is not delayed, because it only sets a flag.
+        The handler of SIGTERM is not delayed, because it only sets a flag.
 
         Args:
             library: The first part of the names of the library's modules, such as "lightning".
@@ -405,15 +402,15 @@ class PutOff:
         for number in signal.valid_signals() - {signal.SIGTERM}:
             handler = signal.getsignal(number)
             if callable(handler) and type(handler).__module__.startswith(f"{library}."):
-                signal.signal(number, self._waits(handler))
+                signal.signal(number, self._delaying(handler))
 
-    def _waits(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
-        def put_off(number: int, frame: FrameType | None) -> None:
+    def _delaying(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
+        def delayed_signals(number: int, frame: FrameType | None) -> None:
             self._waiting.append(lambda: handler(number, frame))
             if not self._busy():
                 self.run()
 
-        return put_off
+        return delayed_signals
 
     def run(self) -> None:
         """Call the waiting handlers. Call this when a step has ended."""

@@ -134,6 +134,7 @@ def micro_batches(batch: Mapping[str, Any], size: float, *, shared: Iterable[str
 
 
 def _cut_at(batch: Mapping[str, Any], borders: Sequence[int], shared: Iterable[str]) -> list[dict[str, Any]]:
+    """Split a batch at these row indices."""
     whole, whole_fields = rows(batch), set(shared)
     spans = [_Rows(batch, start, stop, whole) for start, stop in pairwise(borders)]
     return [{name: value if name in whole_fields else own.part(name) for name, value in batch.items()} for own in spans]
@@ -169,24 +170,25 @@ class _Rows(NamedTuple):
             return own.where(own < 0, own - self._counted("image_counts").start)
         if name in _BY_COUNTS and _BY_COUNTS[name] in batch:
             return value[self._counted(_BY_COUNTS[name])]
-        return self._of_rows(name, value)
+        return self._slice_rows(name, value)
 
     @property
     def _tokens(self) -> slice:
-        """These rows' tokens among all B · T."""
+        """The range of these rows' tokens among all B · T."""
         length = self.batch["tokens"].shape[1]
         return slice(self.start * length, self.stop * length)
 
     def _counted(self, counts: str) -> slice:
-        """Return these rows' elements among those that this field counts."""
+        """Return the range of these rows' elements, such as images, whose number per row is the field `counts`."""
         own = self._counted(_BY_COUNTS[counts]) if counts in _BY_COUNTS else slice(self.start, self.stop)
         return _sums(self.batch[counts], own)
 
     def _patches(self, grids: str) -> slice:
-        """Return these rows' patches in the tiles or videos of these grids."""
+        """Return the range of these rows' patches, for the field `grids` of tiles or videos."""
         return _sums(self.batch[grids].prod(1), self._counted(_BY_COUNTS[grids]))
 
-    def _of_rows(self, name: str, value: Any) -> Any:
+    def _slice_rows(self, name: str, value: Any) -> Any:
+        """Return these rows of a field. Raises ValueError if it does not have one element per row."""
         import torch
 
         sized = value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)

@@ -24,8 +24,8 @@ import torch
 
 _IGNORED = -100
 _ADVICE = "Return model_inputs(super().batch(items, rng), config) from `batch` of the encoder"
-_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}  # layers that obey their mask
-_MASKED = {"eager", "sdpa", "flex_attention"}  # attention that gets a mask; flash attention gets `cu_seqlens`
+_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}  # types of layers that apply their mask
+_MASKED = {"eager", "sdpa", "flex_attention"}  # attention functions that get a mask; flash attention gets `cu_seqlens`
 _MEDIA = ("patches", "video_patches", "audio_mels", "image", "video", "features")  # media of a batch
 
 
@@ -37,24 +37,24 @@ def model_inputs(batch: Mapping[str, Any], model_or_config: Any) -> dict[str, An
     Documents of a pack do not attend to each other. Fields that no model takes (`receipts`, counts, your own) are
     dropped.
 
-    Images in text (`Vision`) go to Qwen2-VL and Qwen2.5-VL, and as tiles of one size to LLaVA, InternVL and SmolVLM;
-    videos (`VideoTokens`) to the first two, which need the encoder's `rope=MRope(…)`; the images of
-    `CaptioningEncoder`, if not packed, to GIT.
+    Qwen2-VL and Qwen2.5-VL take images in text (`Vision`) and videos (`VideoTokens`), and need the encoder's
+    `rope=MRope(…)`. LLaVA, InternVL and SmolVLM take images as tiles of one size. GIT takes the images of
+    `CaptioningEncoder`, if not packed.
 
     Args:
         batch: A batch of an encoder of `task_encoders`, with `tokens` and `labels`, and with `lengths` or, of packs,
             `cu_seqlens` and `position_ids`. Of `split` and `micro_batches` too; not of `cut_context`.
-        model_or_config: The model, wrapped or not, or its configuration. Of a configuration alone, the attention is
-            what it says itself: set `attn_implementation` there if the model gets another.
+        model_or_config: The model, wrapped or not, or its configuration. If you pass a configuration, its
+            `attn_implementation` must be that of the model.
 
     Returns:
-        `input_ids` and `labels`, int64 (B, T), and what the model needs beside them. Under flash attention, packs are
-        one row of B · T tokens.
+        `input_ids` and `labels`, int64 (B, T), and further arguments that the model needs. With flash attention, packs
+        are one row of B · T tokens.
 
     Raises:
         TypeError: `model_or_config` is neither a model of `transformers` nor a configuration.
-        ValueError: The model would let documents of a pack see each other, does not see what the batch shows, or is no
-            decoder alone; or the batch is none of those above. The message says which.
+        ValueError: The model would attend across documents of a pack, does not take a medium of the batch, or is not a
+            decoder-only model, or the batch is not one of those above. The message says which.
 
     Example:
         ```python
@@ -110,7 +110,7 @@ def check_inputs(inputs: Any, model: Any) -> None:
     Raises:
         ValueError: The arguments are not from `model_inputs`, or are for another attention.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # a model of PEFT
     if not isinstance(inputs, Mapping) or not type(inner).__module__.startswith("transformers.models."):
         return
     if raw := {"tokens", "cu_seqlens"} & {*inputs}:
@@ -126,16 +126,17 @@ def check_inputs(inputs: Any, model: Any) -> None:
 
 
 def _are_ahead(inputs: Mapping[str, Any]) -> bool:
-    """Return whether labels are those of the next position."""
+    """Return whether labels are one token ahead of `input_ids`."""
     tokens, labels = inputs.get("input_ids"), inputs.get("labels")
     if tokens is None or labels is None or tokens.shape != labels.shape:
         return False
     counted = labels != _IGNORED
-    next_ones = (labels[:, :-1] == tokens[:, 1:]) & counted[:, :-1]
-    return bool(2 * next_ones.sum() > counted.sum() and (labels != tokens)[counted].any())
+    equal_next = (labels[:, :-1] == tokens[:, 1:]) & counted[:, :-1]
+    return bool(2 * equal_next.sum() > counted.sum() and (labels != tokens)[counted].any())
 
 
 def _packed(batch: Mapping[str, Any], labels: torch.Tensor, config: Any) -> dict[str, Any]:
+    """Return the arguments for a batch of packs. Raises ValueError if its documents would mix."""
     borders, positions = batch["cu_seqlens"], batch["position_ids"]
     if positions.flatten()[borders[:-1].long()].any():
         raise ValueError("position_ids must be 0 at cu_seqlens. Pass whole batches, not parts of cut_context.")
@@ -145,7 +146,7 @@ def _packed(batch: Mapping[str, Any], labels: torch.Tensor, config: Any) -> dict
     if flash := "flash" in (_attention(config) or ""):
         inputs = {name: value.flatten(-2).unsqueeze(-2) for name, value in inputs.items()}
     inputs |= {"labels": _unshifted(inputs["labels"]), "use_cache": False}
-    if flash and config.get_text_config() is config:  # else the vision tower would get them too
+    if flash and config.get_text_config() is config:  # otherwise the vision tower would get them too
         inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), borders)
         inputs |= dict.fromkeys(("max_length_q", "max_length_k"), int(batch["max_seqlen"]))
     return inputs
@@ -164,8 +165,8 @@ def _positions(batch: Mapping[str, Any], config: Any) -> torch.Tensor:
     positions: torch.Tensor = batch["position_ids"]
     if config.model_type not in _ROPES:
         return positions
-    places = batch.get("mrope_ids", positions[..., None].expand(-1, -1, 3))
-    return torch.cat([positions[None], places.movedim(-1, 0)])
+    mrope = batch.get("mrope_ids", positions[..., None].expand(-1, -1, 3))
+    return torch.cat([positions[None], mrope.movedim(-1, 0)])
 
 
 def _config_of(model: Any) -> Any:
@@ -224,21 +225,22 @@ def _mask_positions(decoder: type) -> set[str]:
 
 
 def _media_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return the arguments for the media of a batch. Raises ValueError if the model does not take one."""
     inputs: dict[str, Any] = {}
     for field in _MEDIA:
         if not len(batch.get(field, ())):
             continue
-        takes = _MEDIA_INPUTS.get(config.model_type, {}).get(field)
-        if takes is None or (field == "image" and "cu_seqlens" in batch):
-            packed = " in packs" if takes else ""
-            advice = "Remove the packer" if takes else _advice_for(field)
+        convert = _MEDIA_INPUTS.get(config.model_type, {}).get(field)
+        if convert is None or (field == "image" and "cu_seqlens" in batch):
+            packed = " in packs" if convert else ""
+            advice = "Remove the packer" if convert else _advice_for(field)
             raise ValueError(f"a batch has {field!r}{packed}, which {config.model_type} does not take. {advice}.")
         if config.model_type in _ROPES and "mrope_ids" not in batch:
             rate = getattr(config.vision_config, "tokens_per_second", None)
             raise ValueError(
                 f"{config.model_type} needs mrope_ids. Set rope=MRope(tokens_per_second={rate}) in the encoder."
             )
-        inputs |= takes(batch, config)
+        inputs |= convert(batch, config)
     return inputs
 
 
@@ -251,7 +253,7 @@ def _advice_for(field: str) -> str:
 
 
 def _merged_patches(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Reorder patches so that those of a token are adjacent, and repeat them in time."""
+    """Reorder patches so that those of a token are adjacent, and repeat them along time."""
     vision, grids, order, first = config.vision_config, batch["grids"], [], 0
     merge = vision.spatial_merge_size
     for rows, columns in grids.tolist():
@@ -270,10 +272,11 @@ def _video_patches(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _flat(patches: torch.Tensor, vision: Any) -> torch.Tensor:
-    wanted = (3, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    if patches.shape[1:] != wanted:
+    """Flatten each patch. Raises ValueError unless patches have the shape that the model needs."""
+    expected = (3, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    if patches.shape[1:] != expected:
         raise ValueError(
-            f"patches have {tuple(patches.shape[1:])} (channels, frames, pixels), but the model needs {wanted}"
+            f"patches have {tuple(patches.shape[1:])} (channels, frames, pixels), but the model needs {expected}"
         )
     return patches.flatten(1)
 

@@ -1,14 +1,15 @@
-"""`TrainerLoader`: a loader whose state follows what the trainer has trained on.
+"""`TrainerLoader`: a loader whose state follows the trainer's progress.
 
     yielded   1   2   3   4   5    counted here, since the run started or was resumed
-    begun     1   2   3   4        the trainer's own counts, from any start: it fetches 1 ahead
-    trained   1   2                the optimizer has stepped on these: a state saved now is that after 2
+    begun     1   2   3   4        counted by the trainer, which fetches 1 batch ahead
+    trained   1   2                the optimizer has stepped on these, so a state saved now is that after batch 2
 
-The state is that of all ranks after the last batch trained on. A trainer may fetch batches ahead of those it trains on.
-Lightning does, by one batch, if the loader has no length. At any moment of a step, the state is that after the last
-batch that the optimizer has stepped on. Between the return of a batch and the moment when the trainer counts it as
-begun, one more may be on its way. If a trainer has fetched more batches ahead than it ever does, it has skipped
-batches, although the state already says where to resume. That is an error.
+A trainer may fetch batches ahead of those it trains on. Lightning does, by one batch, if the loader has no length. At
+any moment of a step, the saved state of all ranks is that after the last batch that the optimizer has stepped on.
+
+Just after a batch is returned, the trainer does not count it as begun yet, so one more batch may be ahead. If even more
+batches are ahead, the trainer has skipped some by itself, although the state already says where to resume. That is an
+error.
 
 An integration creates a `TrainerLoader` with the trainer's counters (`trained`, `begun`), its largest number of batches
 ahead (`most_ahead`) and a function that moves a batch to its device (`to_device`). It passes the object to the trainer
@@ -47,8 +48,8 @@ class TrainerLoader:
             several batches are accumulated: up to 16 with those fetched ahead. None (default): the same as `trained`.
         most_ahead: How many batches the trainer may have fetched beyond those begun (default 0).
         to_device: Moves a batch to the trainer's device. None (default): batches are not moved.
-        carries: Whether the trainer's gradients are carried over the end of an epoch (default False). Batches pending
-            there are then not repeated unless it calls `give_back()`, after it has dropped the gradients.
+        carries: Whether the trainer carries gradients over the end of an epoch (default False). Then batches without a
+            step at that moment are only repeated if it calls `give_back()`, after it has dropped the gradients.
 
     Raises:
         TypeError: `loader` is not a `SavableLoader`.
@@ -89,20 +90,20 @@ class TrainerLoader:
         self._trained, self._begun = trained, begun or trained
         self._most_ahead, self._carries = most_ahead, carries
         self._to_device = to_device
-        steps = 2 if carries else 1  # whose batches are in flight: those that wait, and those of the step behind them
-        self._most_recorded = most_ahead + 1 if begun is None else steps * MAX_LAG  # of which the positions are kept
-        self._to_skip: list[SlotSpan] = []  # where the loader comes to them
-        self._mark()
+        steps = 2 if carries else 1  # whose batches may be in flight
+        self._most_recorded = most_ahead + 1 if begun is None else steps * MAX_LAG  # the length of `_yielded`
+        self._spans_to_skip: list[SlotSpan] = []  # slots to skip when the loader reaches them
+        self._restart_count()
 
-    def _mark(self) -> None:
+    def _restart_count(self) -> None:
         """Start counting at the current position."""
-        self._yielded: tuple[_YieldedBatch, ...] = ()  # the last ones
-        self._skipped: list[SlotSpan] = []  # since the last one
-        self._begun_before: int | None = None  # begun before the first one; None: not yielded yet
-        self._set_expected()
+        self._yielded: tuple[_YieldedBatch, ...] = ()  # the last batches
+        self._skipped: list[SlotSpan] = []  # slots skipped since the last batch
+        self._begun_before: int | None = None  # the trainer's count at the start; None: no batch was requested yet
+        self._record_position()
 
-    def _set_expected(self) -> None:
-        """Record the position of the loader, to detect that something else moved it."""
+    def _record_position(self) -> None:
+        """Record the position of the loader, to detect later whether something else moved it."""
         self._expected_at = self._epoch_and_slot
 
     @property
@@ -117,9 +118,9 @@ class TrainerLoader:
 
     @property
     def yielded_of_epoch(self) -> int | None:
-        """Count the batches of this epoch that were yielded, or None without a length.
+        """The number of batches of this epoch that were yielded, or None without a length.
 
-        Batches that an earlier run yielded to other ranks count. The end of an epoch is the start of the next, so 0.
+        Batches that other ranks got before a resume count too. At the end of an epoch, the number is 0.
         """
         return self._run.yielded_of_epoch()
 
@@ -132,8 +133,8 @@ class TrainerLoader:
         return last.number - max(0, self._trained() - last.start)
 
     @property
-    def _now_begun(self) -> int:
-        """The trainer's count of the batches that it has begun to train on; 0 if it has none."""
+    def _begun_count(self) -> int:
+        """The number of batches that the trainer has started to train on, by its own count; 0 without `begun`."""
         return 0 if self._begun is None else self._begun()
 
     def check(self) -> None:
@@ -145,10 +146,10 @@ class TrainerLoader:
         Raises:
             SavableError: Batches were skipped, or something else moved the loader.
         """
-        self._check_not_moved()
+        self._check_unmoved()
         self._check_none_skipped()
 
-    def _check_not_moved(self) -> None:
+    def _check_unmoved(self) -> None:
         if self._epoch_and_slot != self._expected_at:
             (epoch, slot), (now_epoch, now_slot) = self._expected_at, self._epoch_and_slot
             raise SavableError(
@@ -160,69 +161,65 @@ class TrainerLoader:
         if self._begun is None or not self._yielded:
             return
         last, begun = self._yielded[-1], self._begun()
-        on_its_way = begun == last.begun
-        if not 0 <= last.number - (begun - last.start) <= self._most_ahead + on_its_way:
+        is_on_its_way = begun == last.begun  # the trainer does not count the last batch yet
+        if not 0 <= last.number - (begun - last.start) <= self._most_ahead + is_on_its_way:
             raise SavableError(
                 f"the trainer used {begun - last.start} of {last.number} batches and fetches at most "
                 f"{self._most_ahead} ahead. Turn off its own skipping."
             )
 
-    # Iterating.
-
     def __iter__(self) -> Iterator[Any]:
         refuse_fit(caller())
-        return _Pass(partial(self._begin, self._now_begun), self._next)
+        return _LazyIterator(partial(self._begin, self._begun_count), self._next)
 
     def _begin(self, begun: int) -> None:
         if not self._carries:
             self.give_back()
         iter(self._loader)
         self._begun_before = begun
-        self._set_expected()
+        self._record_position()
 
     def give_back(self) -> None:
-        """Return to the position after the last batch trained on.
+        """Move the loader back to the position after the last batch trained on.
 
-        Batches fetched beyond it are repeated.
+        Batches that were fetched after it are repeated.
         """
-        self._check_not_moved()
+        self._check_unmoved()
         if ahead := self._fetched():
-            position, self._to_skip = ahead[0].before, self._spans()
+            position, self._spans_to_skip = ahead[0].before, self._spans()
             self._run.return_to(position)
-            self._mark()
+            self._restart_count()
 
     def take_over(self, other: TrainerLoader) -> None:
         """Continue where the trainer of another `TrainerLoader` stopped.
 
-        Both have the same loader.
-
         Args:
-            other: Its batches that were fetched but not trained on come again here.
+            other: The other one, of the same loader. Its batches that were not trained on are repeated here.
         """
         other.give_back()
-        self._to_skip, other._to_skip = other._to_skip, []
-        self._mark()
+        self._spans_to_skip, other._spans_to_skip = other._spans_to_skip, []
+        self._restart_count()
 
     def _next(self) -> Any:
         """Return the next batch, on the device.
 
         If that fails or is interrupted, nothing has changed.
         """
-        self._check_not_moved()
+        self._check_unmoved()
         self._skip_due_spans()
         before, yielded = self._run.position, self._yielded
         try:
-            batch = self._loader.__next__()  # in here, as what a signal may come behind
+            batch = self._loader.__next__()  # within `try`, because a signal may interrupt the lines below
             moved = batch if self._to_device is None else self._to_device(batch)
-            begun = self._now_begun
+            begun = self._begun_count
             start, number = (yielded[-1].start, yielded[-1].number) if yielded else (self._begun_before, 0)
             last = _YieldedBatch(before, self._skipped, number + 1, begun if start is None else start, begun)
             self._yielded = (*yielded, last)[-self._most_recorded :]
-            self._set_expected()
+            self._record_position()
         except BaseException:
             self._run.take_back(before)
             self._yielded = yielded
-            self._set_expected()
+            self._record_position()
             raise
         self._skipped = []
         return moved
@@ -239,27 +236,27 @@ class TrainerLoader:
         return list(self._yielded[-ahead:]) if ahead else []
 
     def _spans(self) -> list[SlotSpan]:
-        """Return the slots that are skipped, or will be, after the last batch trained on."""
+        """Return the slots after the last batch trained on that were skipped, or are still to be skipped."""
         fetched = self._fetched()
-        done = [*(span for yielded in fetched[1:] for span in yielded.skipped), *(self._skipped if fetched else [])]
-        return [*done, *self._to_skip]
+        skipped = [*(span for yielded in fetched[1:] for span in yielded.skipped), *(self._skipped if fetched else [])]
+        return [*skipped, *self._spans_to_skip]
 
     def _skip_due_spans(self) -> None:
         """Skip the spans that the loader has reached."""
-        while self._to_skip:
-            span, at = self._to_skip[0], self._run.position
+        while self._spans_to_skip:
+            span, at = self._spans_to_skip[0], self._run.position
             if (at.epoch, at.slot) < (span.epoch, span.first):
                 return
             if at.epoch == span.epoch and at.slot < span.stop:
                 try:
                     self._loader.skip(span.stop - at.slot)
                 finally:
-                    self._set_expected()
+                    self._record_position()
             self._skipped.append(span)
-            del self._to_skip[0]
+            del self._spans_to_skip[0]
 
     def __len__(self) -> int:
-        """The number of batches in an epoch, as `len(loader)`: TypeError where it is not known."""
+        """Return the number of batches in an epoch, as `len(loader)`. Raises TypeError if it is unknown."""
         return len(self._loader)
 
     def __bool__(self) -> bool:
@@ -279,22 +276,20 @@ class TrainerLoader:
         Args:
             slots: How many slots, of all ranks together.
         """
-        self._check_not_moved()
+        self._check_unmoved()
         self._run.check_whole_steps(slots)
         at = self._run.position
         if not self.ahead:
             self._skip_due_spans()
             self._loader.skip(slots)
-            self._mark()
-        elif slots and (at.previous is None or at.iterator == "ended"):  # else the epoch is over
-            last = self._to_skip.pop() if self._to_skip else SlotSpan(at.epoch, at.slot, at.slot)
-            self._to_skip.append(last._replace(stop=last.stop + slots))
+            self._restart_count()
+        elif slots and (at.previous is None or at.iterator == "ended"):  # otherwise the epoch has ended
+            last = self._spans_to_skip.pop() if self._spans_to_skip else SlotSpan(at.epoch, at.slot, at.slot)
+            self._spans_to_skip.append(last._replace(stop=last.stop + slots))
 
     def close(self) -> None:
         """Stop the workers, as `SavableLoader.close`."""
         self._loader.close()
-
-    # Saving and restoring.
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks after the last batch trained on. Collective.
@@ -319,27 +314,27 @@ class TrainerLoader:
         """
         bare, spans = taken_apart(state)
         self._loader.load_state_dict(bare)
-        self._to_skip = spans
-        self._mark()
+        self._spans_to_skip = spans
+        self._restart_count()
 
 
 class _YieldedBatch(NamedTuple):
     """Batch that the trainer got."""
 
-    before: Position  # where the loader stood
-    skipped: list[SlotSpan]  # since the one before
-    number: int  # from where the run began or was resumed, from 1 on
-    start: int  # what the trainer had begun before the first of these
-    begun: int  # what it had begun when this one was given
+    before: Position  # of the loader before the batch
+    skipped: list[SlotSpan]  # slots skipped between the previous batch and this one
+    number: int  # counted from 1, since the run started or was resumed
+    start: int  # the trainer's count of begun batches before batch 1
+    begun: int  # the trainer's count of begun batches when this one was yielded
 
 
-class _Pass:
-    """Iterator that starts at its first batch, and that an error does not end."""
+class _LazyIterator:
+    """Iterator that starts when its first batch is requested, and that continues after an error."""
 
     def __init__(self, begin: Callable[[], None] | None, take: Callable[[], Any] | None) -> None:
         self._begin, self._take = begin, take
 
-    def __iter__(self) -> _Pass:
+    def __iter__(self) -> _LazyIterator:
         return self
 
     def __next__(self) -> Any:

@@ -1,6 +1,6 @@
 """`AudioTokens`: audio in a sequence of tokens, as in Qwen2-Audio, 25 per second.
 
-16,000 samples ─ log_mel ─ 100 frames of 128 bands ─ 25 tokens      a model's two convolutions halve each
+16,000 samples ─ log_mel ─ 100 frames of 128 bands ─ 25 tokens      each of the model's two convolutions halves them
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 from task_encoders.parts.log_mel import HOP, RATE, log_mel
 from task_encoders.parts.medium import MediaHeader, Medium, MediumTokens, Unmeasured, element_rows
 
-_SILENCE = 3  # frames behind the end: what a window there sees is silence, and no mirrored sound
+_SILENCE = 3  # frames added at the end, so that the last windows contain silence and not the mirrored audio
 
 
 @dataclass(frozen=True)
 class AudioTokens(Medium):
-    """Sounds as log-mel features, 100 frames a second, four of which are a token.
+    """Audio as log-mel features, 100 frames per second, four of which are a token.
 
     Args:
-        token: The id in the place of each token of a sound; text must not contain it.
-        text: What a chat template writes in the place of a sound.
-        before: Text in front of each sound, such as the tokenizer's mark of its beginning.
-        after: Text behind each sound.
-        bins: Mel bands.
+        token: The id of each token of audio. Text must not contain it.
+        text: The placeholder that a chat template writes for audio.
+        before: The text before each audio, such as a special token.
+        after: The text after each audio.
+        bins: The number of mel bands (default 128).
 
     Raises:
-        ValueError: `token` is no id, `text` is empty, or `bins` is less than 1.
+        ValueError: `token` is not an id, `text` is empty, or `bins` is less than 1.
 
     Example:
         ```python
@@ -54,18 +54,18 @@ class AudioTokens(Medium):
             raise ValueError(f"AudioTokens: bins, the mel bands, must be at least 1, not {self.bins}")
 
     def tokens(self, frames: int) -> int:
-        """Return the number of tokens of a sound.
+        """Return the number of tokens of audio.
 
         Args:
-            frames: The number of its frames, 100 a second.
+            frames: The number of frames, 100 per second.
         """
         return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 
     def tokenize(self, thing: Any) -> MediumTokens:
-        """Make the tokens and features of a sound.
+        """Build the tokens and features of audio.
 
         Args:
-            thing: The sound, as `sample.audio()` opens it.
+            thing: The audio, as `sample.audio()` opens it.
 
         Raises:
             ValueError: It is too short for a token.
@@ -77,25 +77,25 @@ class AudioTokens(Medium):
         return MediumTokens(self, self.tokens(frames), fields)
 
     def measure(self, info: MediaHeader) -> MediumTokens:
-        """Return the same without features, by the duration of audio alone.
+        """Count the tokens from the duration, without features.
 
-        In a file with video, the duration is the video's.
+        Raises `Unmeasured` for a file with video, because its duration is the video's.
         """
         if info.duration_s is None or info.fps is not None:
             raise Unmeasured
         return MediumTokens(self, self.tokens(self._frames(round(Fraction(info.duration_s) * RATE))), {})
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """`audio_mels`, float32 (0, bins), and `audio_frames`, int64 (0,)."""
+        """Return `audio_mels`, float32 (0, bins), and `audio_frames`, int64 (0,)."""
         mels = torch.empty(0, self.bins, dtype=torch.float32)
         return {"audio_mels": mels, "audio_frames": torch.empty(0, dtype=torch.int64)}
 
     def token_counts(self, item: dict[str, Any]) -> list[int]:
-        """The number of tokens of each sound of an item."""
+        """Count the tokens of each audio of an item."""
         return [self.tokens(frames) for frames in item["audio_frames"].tolist()]
 
     def select(self, item: dict[str, Any], first: int, last: int) -> dict[str, torch.Tensor]:
-        """The fields of the sounds `first` to `last - 1` of an item."""
+        """Return the fields of the audio parts `first` to `last - 1` of an item."""
         rows = element_rows(item["audio_frames"], first, last)
         return {"audio_mels": item["audio_mels"][rows], "audio_frames": item["audio_frames"][first:last]}
 
@@ -108,10 +108,11 @@ class AudioTokens(Medium):
         return {**joint, "audio_counts": counts}
 
     def settings(self) -> dict[str, Any]:
-        """The class and every argument, for `TaskEncoder.settings`."""
+        """Return the class and every argument, for `TaskEncoder.settings`."""
         return {"class": "AudioTokens", **asdict(self)}
 
     def _frames(self, samples: int) -> int:
+        """Return the number of frames of audio. Raises ValueError if they are too few for a token."""
         frames = -(-samples // HOP)
         if self.tokens(frames) < 1:
             raise ValueError(f"audio of {samples} samples at {RATE} Hz is too short for a token: at least 321")

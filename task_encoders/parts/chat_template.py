@@ -1,4 +1,4 @@
-"""Templates that turn messages into text: ChatML, or that of a tokenizer."""
+"""Templates that turn messages into text: ChatML, or the template of a tokenizer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from task_encoders.parts.sample_parts import MediaPart, media_kind
 class ChatTemplate(Protocol):
     r"""Interface of templates that turn messages into text.
 
-    Any object with these two methods is one, such as `ChatML` and `OwnTemplate`.
+    `ChatML` and `OwnTemplate` implement it. Your own class needs these two methods.
 
     Example:
         ```python
         from task_encoders import ChatEncoder
         class Plain:
             def render(self, messages, image, *, answering, more):
-                said = "".join(f"{message.role}: {message.parts[0]}\n" for message in messages)
-                return said + "assistant:" * answering
+                text = "".join(f"{message.role}: {message.parts[0]}\n" for message in messages)
+                return text + "assistant:" * answering
             def settings(self):
                 return "plain 1"
         ChatEncoder(template=Plain()).settings()["template"]   # 'plain 1'
@@ -37,9 +37,9 @@ class ChatTemplate(Protocol):
 
         Args:
             messages: The messages, in order.
-            image: The text in the place of each image; a video's and a sound's is `part.text`.
-            answering: End with the beginning of an answer.
-            more: What else the sample has for the template: {"tools": […]}.
+            image: The placeholder of an image. That of a video or audio is `part.text`.
+            answering: Whether to end with the start of an answer.
+            more: Further values of the sample for the template, such as {"tools": […]}.
         """
 
     def settings(self) -> str:
@@ -51,11 +51,11 @@ class ChatTemplate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChatML:
-    r"""The format of OpenAI, 2023, for tokenizers that have no template of their own.
+    r"""Format of OpenAI, 2023, for tokenizers without a template.
 
     Args:
-        start: The mark of a message's beginning.
-        end: The mark of its end.
+        start: The text before a message.
+        end: The text after a message.
 
     Example:
         ```python
@@ -74,9 +74,9 @@ class ChatML:
 
         Args:
             messages: The messages, in order.
-            image: The text in the place of each image; a video's and a sound's is `part.text`.
-            answering: End with the beginning of an answer.
-            more: What else the sample has for the template: {"tools": […]}.
+            image: The placeholder of an image. That of a video or audio is `part.text`.
+            answering: Whether to end with the start of an answer.
+            more: Further values of the sample for the template, such as {"tools": […]}.
 
         Raises:
             ValueError: A message has fields besides its role and content, or the sample has tools.
@@ -103,19 +103,19 @@ _NO_CLOCK = (  # in place of the function that transformers gives templates
 
 @dataclass(frozen=True)
 class OwnTemplate:
-    """The template that comes with a tokenizer or processor of `transformers`.
+    """Template of a tokenizer or processor of `transformers`.
 
-    A template that asks for the date gets an error, since a sample must not depend on the day: pass the date in
+    A template that uses the current date raises an error, because a sample must not depend on the day. Pass the date in
     `arguments`.
 
     Args:
         tokenizer: An object with `chat_template` and `apply_chat_template`.
-        arguments: What the template takes, such as {"enable_thinking": False}.
-        content: "parts" passes lists of {"type": "text"}, "image", "video" and "audio", for templates that write the
-            places of these themselves; "text" passes the text with these written in it.
+        arguments: Arguments of the template, such as {"enable_thinking": False}.
+        content: "text" (default) passes text with placeholders. "parts" passes lists of {"type": "text"}, "image",
+            "video" and "audio", for templates that write the placeholders themselves.
 
     Raises:
-        ValueError: The tokenizer has no template, or several.
+        ValueError: The tokenizer has no template or several.
 
     Example:
         ```python
@@ -144,12 +144,12 @@ class OwnTemplate:
 
         Args:
             messages: The messages, in order.
-            image: The text in the place of each image; a video's and a sound's is `part.text`.
-            answering: End with the beginning of an answer.
-            more: What else the sample has for the template: {"tools": […]}.
+            image: The placeholder of an image. That of a video or audio is `part.text`.
+            answering: Whether to end with the start of an answer.
+            more: Further values of the sample for the template, such as {"tools": […]}.
 
         Raises:
-            TemplateError: The template raises it (jinja2's), or asks for the date.
+            TemplateError: The template raises jinja2's error, or it uses the current date.
         """
         text: str = self.tokenizer.apply_chat_template(
             self._listed(messages, image),
@@ -163,11 +163,13 @@ class OwnTemplate:
     def marked(
         self, messages: Sequence[Message], image: str, more: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, int]]] | None:
-        """Render messages, with the ranges of `{% generation %}`; None without such.
+        """Render messages, and return the ranges of `{% generation %}` blocks.
+
+        It is None if the template has no such blocks.
 
         Args:
             messages: The messages, in order.
-            image: The text in the place of each image.
+            image: The placeholder of an image.
             more: As of `render`.
         """
         if not re.search(r"\{%-?\s*generation\s*-?%\}", self.tokenizer.chat_template):
@@ -175,16 +177,16 @@ class OwnTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special = getattr(self.tokenizer, "tokenizer", self.tokenizer).special_tokens_map
-        texts, places = render_jinja_template(
+        texts, ranges = render_jinja_template(
             conversations=[self._listed(messages, image)],
             chat_template=_NO_CLOCK + self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
             **{**special, **self.arguments, **more},
         )
-        return texts[0], places[0]
+        return texts[0], ranges[0]
 
     def settings(self) -> str:
-        """A hash of the template, the special tokens it may name, and the arguments."""
+        """Return a hash of the template, its special tokens, and the arguments."""
         special = {name: str(text) for name, text in getattr(self.tokenizer, "special_tokens_map", {}).items()}
         contents = [self.tokenizer.chat_template, special, dict(self.arguments), self.content]
         return f"xxh3_128:{xxh3_128_hexdigest(json.dumps(contents, sort_keys=True).encode())}"
@@ -202,41 +204,39 @@ class OwnTemplate:
 
 
 def answers_in(
-    template: ChatTemplate, messages: Sequence[Message], learned: Sequence[int], image: str, more: Mapping[str, Any]
+    template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int], image: str, more: Mapping[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of messages, and the ranges of the answers to train on.
 
-    The answers are chosen by their indices.
-
-    Where the template marks answers by `{% generation %}`, these marks say it; else an answer begins where what asks
-    for it ends. Raises ValueError where neither says it.
+    `trained` are the indices of these answers. If the template has `{% generation %}` blocks, they are the ranges.
+    Otherwise an answer starts where the text of the messages before it ends. Raises ValueError if neither works.
     """
     marked = template.marked(messages, image, more) if isinstance(template, OwnTemplate) else None
     if marked is not None:
-        text, places = marked
+        text, ranges = marked
         answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
-        if len(places) == len(answers):
-            places = [span for number, span in zip(answers, places, strict=True) if number in learned]
-        elif [*learned] != answers:
+        if len(ranges) == len(answers):
+            ranges = [span for number, span in zip(answers, ranges, strict=True) if number in trained]
+        elif [*trained] != answers:
             raise ValueError(
-                f"the chat template marks {len(places)} generations in {len(answers)} answers, some of them masked. "
+                f"the chat template marks {len(ranges)} generations in {len(answers)} answers, some of them masked. "
                 "Have it mark each answer once by {% generation %}"
             )
-        return text, places
-    whole, places = template.render(messages, image, answering=False, more=more), []
-    for number in learned:
+        return text, ranges
+    whole, ranges = template.render(messages, image, answering=False, more=more), []
+    for number in trained:
         if number == 0:
             raise ValueError("messages[0] is an answer. Start the conversation with a question")
-        asked = template.render(messages[:number], image, answering=True, more=more)
-        answered = template.render(messages[: number + 1], image, answering=False, more=more)
-        done = places[-1][1] if places else 0
-        if not whole.startswith(answered) or not answered.startswith(asked) or len(asked) < done:
+        prompt = template.render(messages[:number], image, answering=True, more=more)
+        with_answer = template.render(messages[: number + 1], image, answering=False, more=more)
+        previous_end = ranges[-1][1] if ranges else 0
+        if not whole.startswith(with_answer) or not with_answer.startswith(prompt) or len(prompt) < previous_end:
             raise ValueError(
                 f"messages[{number}]: the chat template renders it differently when more follows. Pass answers='last', "
                 "or mark answers in the template by {% generation %}"
             )
-        places.append((len(asked), len(answered)))
-    return whole, places
+        ranges.append((len(prompt), len(with_answer)))
+    return whole, ranges
 
 
 def _text(message: Message, image: str) -> str:

@@ -1,9 +1,7 @@
-"""Formats of conversations and documents, read as lists of messages and parts.
+"""Parsers of conversations and documents with images, videos and audio.
 
-They may have images, videos and audio.
-
-Turns of a conversation are of role and content (OpenAI, TRL), of from and value (LLaVA, ShareGPT), or of user and
-assistant (FineVision). They are the list `messages`, `conversations` or `texts` of an object, or a list by itself:
+The turns of a conversation have `role` and `content` (OpenAI, TRL), `from` and `value` (LLaVA, ShareGPT), or `user` and
+`assistant` (FineVision). They are the list `messages`, `conversations` or `texts` of an object, or the whole JSON:
 
     {"conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]}
 
@@ -12,26 +10,27 @@ assistant (FineVision). They are the list `messages`, `conversations` or `texts`
 
     {"texts": [{"user": "What is it?", "assistant": "A cat."}]}
 
-`tools` beside them goes to the chat template, and so do the entries of `chat_template_kwargs`. Tool calls are OpenAI's,
-or turns of `function_call` (LLaMA-Factory) and `tool_call` (ms-swift), whose text is JSON; arguments that are JSON text
-are read, since templates write them as JSON themselves. Turns of `observation`, `tool_response`, `function` and `tool`
-are the role `tool`. Rows with `chosen` and `rejected` answers, or a `label` that is false, are refused.
+The object's `tools` and the entries of its `chat_template_kwargs` are passed to the chat template. Tool calls are in
+OpenAI's format, or turns of `function_call` (LLaMA-Factory) or `tool_call` (ms-swift), whose text is JSON. Arguments
+that are JSON text are parsed, because templates format them as JSON themselves. Turns of `observation`,
+`tool_response`, `function` and `tool` get the role `tool`. Rows with `chosen` and `rejected` answers, or with a `label`
+that is false, are rejected.
 
-A place for an image is `<image>` in a text, and in lists of content {"type": "image"}: these take the images of the
-sample in order, or as the object's `images`, or `image`, names their parts or has them as `data:` URLs. An `image_url`
-of a content names a part, or has a `data:` URL; an `index` says which of the images it is. Of user and assistant,
-images without a place stand before the first text. So with `video` and `audio` in the place of `image`, where the
-encoder takes them.
+`<image>` in a text, or {"type": "image"} in a list of content, is a placeholder for an image. Placeholders take the
+images of the sample in order, or in the order in which the object's `images` or `image` names their parts. These fields
+may also have `data:` URLs. A content's `image_url` names a part or is a `data:` URL, and `index` is the index of an
+image. In turns of user and assistant, images without placeholder come before the first text. All of this also holds for
+`video` and `audio`, if the encoder takes them.
 
-OBELICS' documents (Laurençon et al., 2023), two lists, one with null where the other has something; and MMC4's (Zhu et
-al., 2023), where an image comes before the text it is matched with:
+A document of OBELICS (Laurençon et al., 2023) has two lists, of which one is null where the other is not. In a document
+of MMC4 (Zhu et al., 2023), an image comes before the text that it is matched with:
 
     {"texts": ["A cat:", null, "asleep."], "images": [null, "0.jpg", null]}
 
     {"text_list": ["A cat.", "A dog."], "image_info": [{"image_name": "0.jpg", "matched_text_index": 1}]}
 
-Their images are known by the names of their parts, or, where one of the document's is none, such as a URL, taken in
-order. OBELICS' may have the lists `videos` and `audios` as well: one list has something where all others have null.
+Documents name the parts of their images. If a name is not a part, such as a URL, images are taken in order. A document
+of OBELICS may also have the lists `videos` and `audios`. Then all lists but one are null at each index.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ class Message:
 
     Args:
         role: "user", "assistant", "system", or another that the chat template knows.
-        parts: Texts (str), images (PIL.Image.Image, or a `ScaledImage` as `Vision.image` decodes it), and videos and
-            sounds (`MediaPart`, whose `text` stands in their place), in order.
-        trained: False for an answer that is context only (in OpenAI's format, "weight": 0).
+        parts: In order, texts (str), images (PIL.Image.Image, or a `ScaledImage` from `Vision.image`), and videos and
+            audio (`MediaPart`, whose `text` is their placeholder).
+        trained: Whether an answer contributes to the loss (default). False is "weight": 0 in OpenAI's format.
         more: Further fields, for the chat template.
 
     Example:
@@ -82,61 +81,63 @@ class Message:
 
     @property
     def is_answer(self) -> bool:
-        """Whether this is an answer that is learned."""
+        """Whether this is an answer that contributes to the loss."""
         return self.role == "assistant" and self.trained
 
 
 def parse_conversation(record: Any, media: SampleMedia) -> list[Message]:
     """Return the messages of a sample's JSON.
 
-    Raises ValueError that names the wrong field.
+    Its `media` are in place of their placeholders.
+
+    Raises ValueError with the name of the invalid field.
     """
     name = next((each for each in CONVERSATIONS if isinstance(record, dict) and record.get(each) is not None), "")
     if not name and not isinstance(record, list):
-        raise ValueError(f"expected {_KNOWN}; found {_found(record)}")
+        raise ValueError(f"expected {_KNOWN}; found {_describe_fields(record)}")
     turns = _expect(record[name], list, name) if name else record
     at = name or "messages"
-    found = [_expect(turn, dict, f"{at}[{i}]") for i, turn in enumerate(turns)]
-    if not found:
+    turns = [_expect(turn, dict, f"{at}[{i}]") for i, turn in enumerate(turns)]
+    if not turns:
         return []
-    form = next((form for form in _TURNS if {*form.split(" and ")} & found[0].keys()), None)
+    form = next((form for form in _PARSERS if {*form.split(" and ")} & turns[0].keys()), None)
     if form is None:
-        raise ValueError(f"{at}[0]: expected {_KNOWN}; found {_found(found[0])}")
+        raise ValueError(f"{at}[0]: expected {_KNOWN}; found {_describe_fields(turns[0])}")
     if isinstance(record, dict):
         media.order_by(record)
-    messages = [message for i, turn in enumerate(found) for message in _TURNS[form](turn, f"{at}[{i}]", media)]
-    if _TURNS[form] is _finevision:
+    messages = [message for i, turn in enumerate(turns) for message in _PARSERS[form](turn, f"{at}[{i}]", media)]
+    if _PARSERS[form] is _finevision_turn:
         messages[0].parts[:0] = media.images.unplaced()
     media.check_all_used()
-    _say_once(f"{name or 'a list'} of {form}")
+    _log_format(f"{name or 'a list'} of {form}")
     return messages
 
 
 @cache
-def _say_once(form: str) -> None:
+def _log_format(form: str) -> None:
     log.info("ChatEncoder: the conversations are %s", form)
 
 
-def _found(record: Any) -> str:
+def _describe_fields(record: Any) -> str:
     return f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
 
 
-def _llava(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
+def _llava_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
     role = turn.get("from")
     if role in _CALLS:
-        return [_call(turn.get("value"), f"{at}.value")]
+        return [_call_turn(turn.get("value"), f"{at}.value")]
     if role not in _ROLES:
         raise ValueError(f"{at}.from: expected one of {', '.join((*_ROLES, *_CALLS))}, found {role!r}")
-    return [Message(_ROLES[role], _with_places(turn.get("value"), media.kinds, f"{at}.value", media))]
+    return [Message(_ROLES[role], _split_text(turn.get("value"), media.kinds, f"{at}.value", media))]
 
 
-def _finevision(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
+def _finevision_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
     both = ("user", "assistant")
-    return [Message(role, _with_places(turn.get(role), media.shown_kinds, f"{at}.{role}", media)) for role in both]
+    return [Message(role, _split_text(turn.get(role), media.shown_kinds, f"{at}.{role}", media)) for role in both]
 
 
-def _with_places(text: Any, kinds: list[str], at: str, media: SampleMedia) -> list[ContentPart]:
-    """The parts of a text in which `<image>` and the like are places."""
+def _split_text(text: Any, kinds: list[str], at: str, media: SampleMedia) -> list[ContentPart]:
+    """Split a text at placeholders such as `<image>`, and replace these by the media."""
     texts_and_kinds = re.split(f"<({'|'.join(kinds) or '(?!)'})>", _expect(text, str, at))  # a text, a kind, a text, …
     parts: list[ContentPart] = list(texts_and_kinds)
     for number, kind in list(enumerate(texts_and_kinds))[1::2]:
@@ -144,31 +145,33 @@ def _with_places(text: Any, kinds: list[str], at: str, media: SampleMedia) -> li
     return [part for part in parts if part != ""]
 
 
-def _openai(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
-    turn = {name: value for name, value in turn.items() if value is not None}  # tables have null for what is not there
+def _openai_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
+    turn = {name: value for name, value in turn.items() if value is not None}  # tables have null for missing fields
     role = _expect(turn.get("role"), str, f"{at}.role")
     weight = turn.get("weight", 1)
     if weight not in (0, 1):
         raise ValueError(f"{at}.weight: expected 0 or 1, found {weight!r}")
     content = turn.get("content")
     if role in _CALLS:
-        return [_call(content, f"{at}.content", trained=weight == 1)]
+        return [_call_turn(content, f"{at}.content", trained=weight == 1)]
     if "function_call" in turn:  # OpenAI's form before `tool_calls`
         turn["tool_calls"] = [{"function": turn.pop("function_call")}]
     if turn.get("tool_calls"):
-        turn["tool_calls"] = _calls(turn["tool_calls"], f"{at}.tool_calls")
+        turn["tool_calls"] = _parse_calls(turn["tool_calls"], f"{at}.tool_calls")
     if isinstance(content, str):
-        parts = _with_places(content, media.shown_kinds, f"{at}.content", media)
+        parts = _split_text(content, media.shown_kinds, f"{at}.content", media)
     elif content is None and "tool_calls" in turn:
         parts = []
     else:
         listed = enumerate(_expect(content, list, f"{at}.content"))
-        parts = [_part(_expect(part, dict, f"{at}.content[{i}]"), f"{at}.content[{i}]", media) for i, part in listed]
+        parts = [_content_part(part, f"{at}.content[{i}]", media) for i, part in listed]
     more = {name: value for name, value in turn.items() if name not in ("role", "content", "weight")}
     return [Message(_RESULTS.get(role, role), parts, trained=weight == 1, more=more)]
 
 
-def _part(part: dict[str, Any], at: str, media: SampleMedia) -> ContentPart:
+def _content_part(value: Any, at: str, media: SampleMedia) -> ContentPart:
+    """Return the text or medium of a part of a message's content."""
+    part = _expect(value, dict, at)
     kind = str(part.get("type"))
     if kind == "text":
         text: str = _expect(part.get("text"), str, f"{at}.text")
@@ -190,29 +193,29 @@ def _part(part: dict[str, Any], at: str, media: SampleMedia) -> ContentPart:
     )
 
 
-def _call(value: Any, at: str, *, trained: bool = True) -> Message:
-    """The answer that calls tools, of one call, or a list of calls, of name and arguments, as JSON text or not."""
-    found = _read_json(value, at)
-    calls = _calls(found if isinstance(found, list) else [found], at)
+def _call_turn(value: Any, at: str, *, trained: bool = True) -> Message:
+    """Parse a turn with one tool call or a list of calls, as objects or as JSON text."""
+    parsed = _parse_json(value, at)
+    calls = _parse_calls(parsed if isinstance(parsed, list) else [parsed], at)
     return Message("assistant", [], trained=trained, more={"tool_calls": calls})
 
 
-def _calls(value: Any, at: str) -> list[dict[str, Any]]:
-    """Tool calls as chat templates take them: functions, whose arguments are objects."""
+def _parse_calls(value: Any, at: str) -> list[dict[str, Any]]:
+    """Convert tool calls to the form of chat templates: functions whose arguments are objects."""
     calls = []
-    for number, each in enumerate(_expect(_read_json(value, at), list, at)):
-        call = _expect(_read_json(each, f"{at}[{number}]"), dict, f"{at}[{number}]")
+    for number, each in enumerate(_expect(_parse_json(value, at), list, at)):
+        call = _expect(_parse_json(each, f"{at}[{number}]"), dict, f"{at}[{number}]")
         call = {"function": call} if "name" in call else call
         function = _expect(call.get("function"), dict, f"{at}[{number}].function")
         arguments = function.get("arguments")
         if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-            function = {**function, "arguments": _read_json(arguments, f"{at}[{number}].function.arguments")}
+            function = {**function, "arguments": _parse_json(arguments, f"{at}[{number}].function.arguments")}
         calls.append({"type": "function", **call, "function": function})
     return calls
 
 
-def _read_json(value: Any, at: str) -> Any:
-    """What a text is as JSON; anything else as it is. Raises ValueError that names the field."""
+def _parse_json(value: Any, at: str) -> Any:
+    """Parse a text as JSON, and return other values unchanged. Raises ValueError with the name of the field."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
@@ -220,25 +223,23 @@ def _read_json(value: Any, at: str) -> Any:
 
 
 def read_record(sample: Sample, name: str) -> tuple[Any, dict[str, Any]]:
-    """Return the JSON of a conversation, and other arguments of the chat template.
+    """Return the JSON of a conversation, and further arguments of the chat template.
 
-    Both are from the object or its columns.
-
-    That is `tools`, which may be JSON text, and the entries of `chat_template_kwargs`; a function by itself becomes
-    OpenAI's form. Fields that are null in a column are left out: its schema has them for all rows. Raises ValueError
-    that names the field.
+    These are `tools`, which may be JSON text, and the entries of `chat_template_kwargs`, from the same object or from
+    columns of a table. A bare function is converted to a tool in OpenAI's format. Null fields of a column are removed,
+    because a table's schema has them for all rows. Raises ValueError with the name of the field.
     """
     value = sample.json(name)
     if isinstance(value, dict):
         refuse_preferences(value)
-        columns_read = value
+        fields = value
     else:
         value = value if name.endswith("json") else _without_nulls(value)
         columns = [column for column in ("tools", "chat_template_kwargs") if column in sample]
-        columns_read = {column: _without_nulls(_read_json(sample.text(column) or "null", column)) for column in columns}
-    read = {each: _read_json(columns_read.get(each) or "null", each) for each in ("tools", "chat_template_kwargs")}
-    arguments: dict[str, Any] = _expect(read["chat_template_kwargs"] or {}, dict, "chat_template_kwargs")
-    tools = [_read_json(tool, f"tools[{i}]") for i, tool in enumerate(_expect(read["tools"] or [], list, "tools"))]
+        fields = {column: _without_nulls(_parse_json(sample.text(column) or "null", column)) for column in columns}
+    parsed = {name: _parse_json(fields.get(name) or "null", name) for name in ("tools", "chat_template_kwargs")}
+    arguments: dict[str, Any] = _expect(parsed["chat_template_kwargs"] or {}, dict, "chat_template_kwargs")
+    tools = [_parse_json(tool, f"tools[{i}]") for i, tool in enumerate(_expect(parsed["tools"] or [], list, "tools"))]
     wrapped = [
         {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
     ]
@@ -246,9 +247,9 @@ def read_record(sample: Sample, name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def refuse_preferences(fields: Any) -> None:
-    """Raise ValueError for rows with answers that must not be trained on.
+    """Raise ValueError for rows of DPO, KTO and similar formats.
 
-    DPO, KTO and similar formats have such.
+    Some of their answers must not be trained on.
     """
     found = [name for name in ("rejected", "rejected_response") if name in fields and fields[name] is not None]
     labels = [name for name in ("label", "kto_tag") if name in fields]
@@ -267,9 +268,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 CONVERSATIONS = ("messages", "conversations", "texts")
-"""The fields of an object, or columns of a table, that a conversation may be."""
-_TURNS = {"role and content": _openai, "from and value": _llava, "user and assistant": _finevision}
-_KNOWN = f"turns of {', or of '.join(_TURNS)}, as a list or in a field {', '.join(CONVERSATIONS)}"
+"""Names of the fields of an object, or columns of a table, that may be a conversation."""
+_PARSERS = {"role and content": _openai_turn, "from and value": _llava_turn, "user and assistant": _finevision_turn}
+_KNOWN = f"turns of {', or of '.join(_PARSERS)}, as a list or in a field {', '.join(CONVERSATIONS)}"
 
 
 def _expect(value: Any, kind: type, at: str) -> Any:
@@ -280,68 +281,67 @@ def _expect(value: Any, kind: type, at: str) -> Any:
 
 
 def parse_document(record: Any, media: SampleMedia) -> list[ContentPart]:
-    """Return texts, none of them empty, and what is between them.
+    """Return the texts of a document, without empty ones, and the media between them.
 
-    Raises ValueError that names the wrong field.
+    Raises ValueError with the name of the invalid field.
     """
     if isinstance(record, dict) and "texts" in record:
-        parts = _obelics(record, media)
+        parts = _parse_obelics(record, media)
     elif isinstance(record, dict) and "text_list" in record:
-        parts = _mmc4(_listed(record, "text_list"), _listed(record, "image_info"), media.images)
+        parts = _parse_mmc4(_expect_list(record, "text_list"), _expect_list(record, "image_info"), media.images)
     else:
-        found = _found(record)
-        raise ValueError(f"expected an object with texts and images, or text_list and image_info, found {found}")
+        fields = _describe_fields(record)
+        raise ValueError(f"expected an object with texts and images, or text_list and image_info, found {fields}")
     media.check_all_used()
     return [part for part in parts if part != ""]
 
 
-def _obelics(record: dict[str, Any], media: SampleMedia) -> list[ContentPart]:
-    others = {
-        kind: name for kind, name in _LISTS.items() if kind == "image" or (kind in media.kinds and name in record)
-    }
-    columns = {"text": _listed(record, "texts"), **{kind: _listed(record, name) for kind, name in others.items()}}
-    names = ["texts", *others.values()]
+def _parse_obelics(record: dict[str, Any], media: SampleMedia) -> list[ContentPart]:
+    kinds = [kind for kind, name in _LISTS.items() if kind == "image" or (kind in media.kinds and name in record)]
+    name_of = {"text": "texts", **{kind: _LISTS[kind] for kind in kinds}}
+    columns = {kind: _expect_list(record, name) for kind, name in name_of.items()}
+    names = list(name_of.values())
     sizes = [len(column) for column in columns.values()]
     if len(set(sizes)) > 1:
-        raise ValueError(f"{_and(names)}: expected lists of one length, found {_and(list(map(str, sizes)))}")
-    known = {kind: media.of(kind, name).names for kind, name in others.items()}
-    named = {kind: all(value is None or value in known[kind] for value in columns[kind]) for kind in others}
+        raise ValueError(f"{_and_list(names)}: expected lists of one length, found {_and_list(list(map(str, sizes)))}")
+    known = {kind: media.of(kind, name_of[kind]).names for kind in kinds}
+    named = {kind: all(value is None or value in known[kind] for value in columns[kind]) for kind in kinds}
     parts: list[ContentPart] = []
     for number, row in enumerate(zip(*columns.values(), strict=True)):
         values = [(kind, value) for kind, value in zip(columns, row, strict=True) if value is not None]
         if len(values) != 1:
-            at = _and([f"{name}[{number}]" for name in names])
+            at = _and_list([f"{name}[{number}]" for name in names])
             raise ValueError(f"{at}: expected null in all but one of them")
         kind, value = values[0]
         if kind == "text":
             parts.append(_expect(value, str, f"texts[{number}]"))
         else:
-            at = f"{others[kind]}[{number}]"
-            found = media.of(kind, at)
-            parts.append(found.named(value, at) if named[kind] else found.next(at))
+            at = f"{name_of[kind]}[{number}]"
+            of_kind = media.of(kind, at)
+            parts.append(of_kind.named(value, at) if named[kind] else of_kind.next(at))
     return parts
 
 
-def _and(words: list[str]) -> str:
+def _and_list(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]])
 
 
-def _mmc4(texts: list[Any], entries: list[Any], images: SampleImages) -> list[ContentPart]:
+def _parse_mmc4(texts: list[Any], entries: list[Any], images: SampleImages) -> list[ContentPart]:
     names = [entry.get("image_name") if isinstance(entry, dict) else None for entry in entries]
     named = all(name in images.names for name in names)
-    before: dict[int, list[DecodedImage]] = {}
+    images_before: dict[int, list[DecodedImage]] = {}  # by the index of a text
     for number, (entry, name) in enumerate(zip(entries, names, strict=True)):
         at = f"image_info[{number}]"
         index = entry.get("matched_text_index") if isinstance(entry, dict) else None
         if type(index) is not int or not 0 <= index < len(texts):
             raise ValueError(f"{at}.matched_text_index: expected 0 to {len(texts) - 1}, found {index!r:.80}")
-        before.setdefault(index, []).append(images.named(name, at) if named and name else images.next(at))
+        images_before.setdefault(index, []).append(images.named(name, at) if named and name else images.next(at))
     parts: list[ContentPart] = []
     for number, text in enumerate(texts):
-        parts += [*before.get(number, ()), _expect(text, str, f"text_list[{number}]"), " "]  # between sentences
+        parts += [*images_before.get(number, ()), _expect(text, str, f"text_list[{number}]"), " "]  # between sentences
     return parts[:-1]
 
 
-def _listed(record: dict[str, Any], name: str) -> list[Any]:
+def _expect_list(record: dict[str, Any], name: str) -> list[Any]:
     found: list[Any] = _expect(record.get(name), list, name)
     return found

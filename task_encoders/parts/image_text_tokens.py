@@ -1,17 +1,16 @@
-"""Tokens of text, images, videos and audio in one sequence, and their packs.
+"""Sequences of text, image, video and audio tokens, with packs and batches.
 
-It also has batches of these, and the base class of their encoders.
-
-`ab`, an image of 2 × 4 patches, 2 × 2 to a token (`#`), and `c`; predicted are `b` and `c`:
+`MixedEncoder` is the base class of encoders of such sequences. An example is the text `ab`, an image of 2 × 4 patches
+with 2 × 2 patches per token (`#`), and the text `c`. The model predicts `b` and `c`:
 
     tokens       a b # # c
-    labels       b - - c -     never an image
+    labels       b - - c -     an image is never predicted
     patches      8 of them, row by row
     grids        2 4           rows and columns of each tile
     tile_counts  1             tiles of each image
 
-Image features take the places of `#` in order: those of a batch, read row by row, are those of `patches`. So do the
-features of videos and of sounds.
+The model puts image features at the tokens `#`, in order. The order of these tokens in a batch, row by row, is that of
+`patches`. The same holds for the features of videos and audio.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline import Rng, Sample, TaskEncoder
 from task_encoders.parts.audio_tokens import AudioTokens
-from task_encoders.parts.medium import Grid, MediaHeader, Medium, MediumTokens, MRope, join_fields, lengthened
+from task_encoders.parts.medium import Grid, MediaHeader, Medium, MediumTokens, MRope, join_fields, pad_positions
 from task_encoders.parts.sample_parts import MediaPart, ReadImage, SampleImages, SampleMedia, ShownMedia, media_kind
 from task_encoders.parts.token_packing import (
     IGNORED,
@@ -45,14 +44,14 @@ from task_encoders.parts.vision import Vision
 class MixedTokens:
     """Sequence under construction: add texts and media in order, then call `item`.
 
-    The texts are tokenized together, with the text of the medium's token in the place of each image, video or sound. A
-    function, which has no such text, tokenizes what is before and behind it by itself.
+    The texts are tokenized together, with the text of a medium's token in place of each image, video or audio. If the
+    tokenizer is a function, which has no such text, the texts before and after a medium are tokenized separately.
 
     Args:
         tokenizer: The tokenizer of all texts.
-        media: Those whose fields an item has.
-        rope: Gives each token its `mrope_ids`; None: there are none.
-        is_document: The sequence gets what the tokenizer adds around a text, `bos` and `eos`.
+        media: The media whose fields an item has.
+        rope: Computes the `mrope_ids` of the tokens. None (default): an item has none.
+        is_document: Whether to add `bos`, `eos` and the ids that the tokenizer adds around a text (default False).
     """
 
     def __init__(
@@ -62,39 +61,42 @@ class MixedTokens:
         self._media = media
         self._rope = rope
         self._is_document = is_document
-        self._text = ""  # of one tokenization
-        self._ranges: list[tuple[int, int]] = []  # of its characters that are targets
-        self._due: list[MediumTokens] = []  # whose places are in this text
+        self._text = ""  # not tokenized yet
+        self._ranges: list[tuple[int, int]] = []  # of characters of `_text` that contribute to the loss
+        self._media_in_text: list[MediumTokens] = []  # media whose tokens are in `_text`
         self._pieces: list[Ids] = []
-        self._targets: list[NDArray[np.bool_]] = []  # of each piece
-        self._runs: list[int | Grid] = []  # the numbers of tokens that follow each other, and the grids of others
+        self._targets: list[NDArray[np.bool_]] = []  # for each piece, which tokens contribute to the loss
+        self._runs: list[int | Grid] = []  # in order, the lengths of runs of plain tokens, and the grids of media
         self._media_tokens: list[MediumTokens] = []
         if is_document:
             self._append(tokenizer.before, False)
 
     def add_text(self, text: str, *, target: bool) -> None:
         """Append a text, whose tokens contribute to the loss if `target`."""
-        begin, end = len(self._text), len(self._text) + len(text)
+        start, end = len(self._text), len(self._text) + len(text)
         self._text += text
         if target and text:
-            is_continued = bool(self._ranges) and self._ranges[-1][1] == begin
-            self._ranges.append((self._ranges.pop()[0] if is_continued else begin, end))
+            is_continued = bool(self._ranges) and self._ranges[-1][1] == start
+            self._ranges.append((self._ranges.pop()[0] if is_continued else start, end))
 
     def add(self, pieces: Iterable[str | MediumTokens]) -> None:
-        """Append texts and what a medium made, none of it learned: `medium.pieces(thing)`."""
+        """Append the texts and tokens of a medium, `medium.pieces(…)`.
+
+        They do not contribute to the loss.
+        """
         for piece in pieces:
             if isinstance(piece, str):
                 self.add_text(piece, target=False)
             elif (text := self._tokenizer.text_of(piece.medium.token)) is not None:
                 self.add_text(text, target=False)
-                self._due.append(piece)
+                self._media_in_text.append(piece)
             else:
                 self._tokenize()
                 self._append_medium(piece)
 
     @property
     def size(self) -> tuple[int, int]:
-        """The number of tokens, and of tiles and steps of videos."""
+        """The number of tokens, and the number of image tiles and video steps."""
         self._finish()
         return sum(map(len, self._pieces)), sum(grid.steps for each in self._media_tokens for grid in each.grids)
 
@@ -124,19 +126,19 @@ class MixedTokens:
             self._is_document = False
 
     def _tokenize(self) -> None:
-        """Append the tokens of the texts. Raises ValueError if one of them stands for an image, video or sound."""
+        """Tokenize the pending text. Raises ValueError if the text itself has a token of a medium."""
         ids, mask = self._tokenizer.marked(self._text, self._ranges)
-        due, self._text, self._ranges, self._due = self._due, "", [], []
+        media, self._text, self._ranges, self._media_in_text = self._media_in_text, "", [], []
         kinds = {medium.token: medium.kind for medium in self._media}
         positions = [position for position, token in enumerate(ids) if token in kinds]
-        wanted = [piece.medium.token for piece in due]
-        if [ids[position] for position in positions] != wanted:
-            token = next(token for token in kinds if wanted.count(token) != list(ids).count(token))
+        expected = [piece.medium.token for piece in media]
+        if [ids[position] for position in positions] != expected:
+            token = next(token for token in kinds if expected.count(token) != list(ids).count(token))
             raise ValueError(
                 f"the text itself has the {kinds[token]} token {token}, which stands for {kinds[token]}s. Remove it"
             )
         done = 0
-        for position, piece in zip(positions, due, strict=True):
+        for position, piece in zip(positions, media, strict=True):
             self._append(ids[done:position], mask[done:position])
             self._append_medium(piece)
             done = position + 1
@@ -153,32 +155,31 @@ class MixedTokens:
             self._runs += runs or [len(ids)]
 
 
-_OF_TOKENS = ("tokens", "labels", "mrope_ids")
+_TOKEN_FIELDS = ("tokens", "labels", "mrope_ids")  # fields with a row per token
 
 
-def places(item: dict[str, Any], medium: Medium) -> list[tuple[int, int]]:
-    """Return the ranges of the tokens of each image, video or audio.
+def media_spans(item: dict[str, Any], medium: Medium) -> list[tuple[int, int]]:
+    """Return the span of the tokens of each image, video or audio.
 
-    They include texts between tiles.
+    It includes the texts between tiles.
     """
-    tokens = (item["tokens"] == medium.token).nonzero().flatten().tolist()
-    found, first = [], 0
+    positions = (item["tokens"] == medium.token).nonzero().flatten().tolist()
+    spans, first = [], 0
     for count in medium.token_counts(item):
-        found.append((tokens[first], tokens[first + count - 1] + 1))
+        spans.append((positions[first], positions[first + count - 1] + 1))
         first += count
-    return found
+    return spans
 
 
 class MixedEncoder(TaskEncoder):
-    """Base class of encoders whose items are those of `MixedTokens`.
+    """Base class of encoders whose items are built by `MixedTokens`.
 
-    Without `vision`, `video` or `audio`, they are text alone.
-
-    Batches are `max_length` long; without it, as long as their longest row. Each document of a pack, and each row, is
-    padded to a multiple of `multiple` tokens.
+    Without `vision`, `video` and `audio`, items have only text. The rows of a batch have `max_length` tokens or,
+    without it, the length of the longest row. Each document of a pack, and each row, is padded to a multiple of
+    `multiple` tokens.
     """
 
-    global_rng = False  # draws nothing
+    global_rng = False  # it draws no random numbers
 
     def __init__(
         self,
@@ -222,9 +223,9 @@ class MixedEncoder(TaskEncoder):
         return SampleMedia(images, sample, sees=self.vision is not None, **named)
 
     def pieces(self, sample: Sample, part: ShownMedia) -> Iterator[str | MediumTokens]:
-        """What stands in the tokens for an image, a video or a sound of a sample.
+        """Yield the texts and tokens of an image, video or audio of a sample.
 
-        Raises ValueError where it is damaged, or the encoder cannot see it.
+        Raises ValueError if it is damaged, or if the encoder does not take it.
         """
         if not isinstance(part, MediaPart):
             yield from self._medium("image").pieces(self._medium("image").tokenize(part))
@@ -238,9 +239,9 @@ class MixedEncoder(TaskEncoder):
                 yield from medium.pieces(medium.tokenize(opened))
 
     def measured_pieces(self, sample: Sample, part: ShownMedia) -> Iterator[str | MediumTokens]:
-        """Return the same without fields, by headers alone.
+        """Yield the same from the header alone, without the fields of tensors.
 
-        Raises `Unmeasured` if these do not say enough.
+        Raises `Unmeasured` if the header does not suffice.
         """
         info = cast(MediaHeader, sample.media(part.name) if isinstance(part, MediaPart) else part)
         if isinstance(self.video, VideoFrames) and media_kind(part) == "video":
@@ -253,41 +254,39 @@ class MixedEncoder(TaskEncoder):
         return next(medium for medium in self.media if medium.kind == kind)
 
     def length(self, item: dict[str, Any]) -> int:
-        """The number of tokens, those of images and the padding to a multiple among them."""
+        """Return the number of tokens, with media and the padding to a multiple."""
         return padded_length(len(item["tokens"]), self.multiple)
 
     def images(self, item: dict[str, Any]) -> int:
-        """The number of tiles, and of steps of videos: what a vision model sees."""
+        """Return the number of image tiles and video steps, the inputs of a vision model."""
         steps = int(item["video_grids"][:, 0].sum()) if isinstance(self.video, VideoTokens) else 0
         return steps + (len(item["grids"]) if self.vision else 0)
 
     def cut(self, item: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
         """Return the tokens `start` to `stop - 1` of an item, as an item.
 
-        The last label is the token after them.
-
-        Raises ValueError where that cuts through an image, a video or a sound.
+        The last label is the token after them. Raises ValueError if an image, video or audio would be cut.
         """
-        cut = {name: item[name][start:stop] for name in _OF_TOKENS if name in item}
+        cut = {name: item[name][start:stop] for name in _TOKEN_FIELDS if name in item}
         if len(cut.get("mrope_ids", ())):
             cut["mrope_ids"] = cut["mrope_ids"] - cut["mrope_ids"].min()
         for medium in self.media:
-            inside = []
-            for number, (begin, end) in enumerate(places(item, medium)):
+            whole = []  # indices of the media within the range
+            for number, (begin, end) in enumerate(media_spans(item, medium)):
                 if start <= begin and end <= stop:
-                    inside.append(number)
+                    whole.append(number)
                 elif begin < stop and start < end:
                     where = f"the {medium.kind} at {begin} to {end}"
                     raise ValueError(f"tokens {start} to {stop} cut through {where}. Pack such items whole")
-            cut |= medium.select(item, inside[0], inside[-1] + 1) if inside else medium.select(item, 0, 0)
+            cut |= medium.select(item, whole[0], whole[-1] + 1) if whole else medium.select(item, 0, 0)
         return cut
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """Build one pack: T tokens as in `pack_tokens`, and all media in order."""
+        """Build one pack, with the tokens of `pack_tokens` and all media in order."""
         pack = pack_tokens(items, pad=self.tokenizer.pad, multiple=self.multiple)
         if self.rope is not None:
-            pack["mrope_ids"] = torch.cat([lengthened(item["mrope_ids"], self.length(item)) for item in items])
-        others = [{name: field for name, field in item.items() if name not in _OF_TOKENS} for item in items]
+            pack["mrope_ids"] = torch.cat([pad_positions(item["mrope_ids"], self.length(item)) for item in items])
+        others = [{name: field for name, field in item.items() if name not in _TOKEN_FIELDS} for item in items]
         return {**pack, **join_fields(others)}
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
@@ -305,23 +304,23 @@ class MixedEncoder(TaskEncoder):
             batch = batch_documents(items, pad=pad, length=length, multiple=self.multiple)
         if self.rope is not None:
             width = batch["tokens"].shape[1]
-            batch["mrope_ids"] = torch.stack([lengthened(row["mrope_ids"], width, begin=0) for row in items])
+            batch["mrope_ids"] = torch.stack([pad_positions(row["mrope_ids"], width, start=0) for row in items])
         for medium in self.media:
             joint = join_fields([{name: row[name] for name in medium.empty()} for row in items])
             batch |= medium.batch(joint, torch.tensor([len(medium.token_counts(row)) for row in items]))
         return batch
 
     def settings(self) -> dict[str, Any]:
-        """Every argument; the tokenizer by its identity and special ids."""
+        """Return every argument, and for the tokenizer its identity and special ids."""
         vision = self.vision.settings() if self.vision else {"tiles": None}
         own = {"max_length": self.max_length, "part": self.part, **multiple_setting(self.multiple)}
-        added = {"video": self.video, "audio": self.audio, "mrope": self.rope}
-        later = {name: part.settings() for name, part in added.items() if part is not None}
-        return {**self.tokenizer.settings(), **vision, **own, **later}
+        optional = {"video": self.video, "audio": self.audio, "mrope": self.rope}
+        media = {name: part.settings() for name, part in optional.items() if part is not None}
+        return {**self.tokenizer.settings(), **vision, **own, **media}
 
 
 def _check_media(media: Sequence[Medium], vision: Vision | None, video: VideoTokens | VideoFrames | None) -> None:
-    """Raise ValueError unless each medium can be told from the others."""
+    """Raise ValueError unless tokens and placeholders distinguish the media."""
     if isinstance(video, VideoFrames):
         if vision is None:
             raise ValueError("VideoFrames shows frames as images. Pass vision=Vision(...) to the encoder too")

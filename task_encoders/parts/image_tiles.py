@@ -1,13 +1,13 @@
-"""Splits an image of any shape into tiles for a vision model, and into patches.
+"""Split an image of any shape into tiles for a vision model, and into patches.
 
 Tiles preserve the aspect ratio.
 
     1280 × 720 ─ NativeSize ─ one tile, 1288 × 728        both sides a multiple of 28
-               ─ Buckets    ─ one tile of a few shapes    the nearest in aspect, filled and cropped in the centre
+               ─ Buckets    ─ one tile of a few shapes    the nearest aspect ratio, scaled and cropped centrally
                ─ Tiles      ─ 4 × 2 tiles and a thumbnail, each 448 × 448
-               ─ SplitTiles ─ 4 × 3 tiles and the whole, each 512 × 512
+               ─ SplitTiles ─ 4 × 3 tiles and the whole image, each 512 × 512
 
-A tile is then cut into square patches, row by row; its model merges `merge` × `merge` of them into one token.
+A tile is then cut into square patches, row by row. The model merges `merge` × `merge` patches into one token.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from PIL import Image
 from task_encoders.parts.sample_parts import ScaledImage
 
 BICUBIC, LANCZOS = Image.Resampling.BICUBIC, Image.Resampling.LANCZOS
-_THIN = 100  # from this aspect on, an image that covers a bucket is too large to be made
+_THIN = 100  # at a higher aspect ratio, an image scaled to cover its bucket would be too large for memory
 
 
 @dataclass(frozen=True)
 class ImageTiles(ABC):
     """Base class of rules that turn an image into tiles.
 
-    `NativeSize`, `Buckets`, `Tiles` and `SplitTiles` are such, and your own may be.
+    `NativeSize`, `Buckets`, `Tiles` and `SplitTiles` are subclasses. You can write your own.
 
     A subclass defines `tiles(image)`, a list of images whose sides have a multiple of `merge` whole patches. Pixels at
-    the right and the bottom that fill no patch are left out, as by a model's convolution.
+    the right and the bottom that fill no patch are dropped, as by a model's convolution.
 
     Args:
         patch: The side of a patch, in pixels.
@@ -63,7 +63,7 @@ class ImageTiles(ABC):
 
     @property
     def unit(self) -> int:
-        """The pixels along a token: every side of a tile is a multiple of it."""
+        """The side of a token in pixels. Every side of a tile is a multiple of it."""
         return self.patch * self.merge
 
     @abstractmethod
@@ -83,7 +83,7 @@ class ImageTiles(ABC):
     def sizes(self, width: int, height: int) -> list[tuple[int, int]] | None:
         """Return the width and height of each tile, if known without the image.
 
-        By default it is None.
+        None (default): they are unknown.
 
         Args:
             width: Width of the image, in pixels.
@@ -92,9 +92,9 @@ class ImageTiles(ABC):
         return None
 
     def texts(self, width: int, height: int) -> tuple[str, ...]:
-        """Return the text before each tile of an image, if a model takes such.
+        """Return the text before each tile of an image.
 
-        By default it is ().
+        The default is (), for models without such texts.
 
         Args:
             width: Width of the image, in pixels.
@@ -103,9 +103,11 @@ class ImageTiles(ABC):
         return ()
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:
-        """Return the least size at which an image must be decoded; by default its own.
+        """Return the least size at which an image must be decoded.
 
-        `tiles` may get a `ScaledImage`.
+        The default is its full size.
+
+        If it is smaller, `tiles` may get a `ScaledImage`.
 
         Args:
             width: Width of the full image, in pixels.
@@ -117,13 +119,14 @@ class ImageTiles(ABC):
     def takes_scaled(self) -> bool:
         """Whether `tiles` may get a `ScaledImage`.
 
-        A `tiles` of a subclass without its own `at_least` may not.
+        It may not if a subclass overrides `tiles` but inherits `at_least`.
         """
-        definers = [next(at for at in type(self).__mro__ if name in vars(at)) for name in ("at_least", "tiles")]
+        classes = type(self).__mro__
+        definers = [next(each for each in classes if name in vars(each)) for name in ("at_least", "tiles")]
         return issubclass(*definers)
 
     def tokens(self, grids: torch.Tensor) -> int:
-        """Return the number of tokens of some tiles.
+        """Count the tokens of tiles.
 
         Args:
             grids: The rows and columns of patches of each tile, int64 (tiles, 2).
@@ -139,7 +142,7 @@ class ImageTiles(ABC):
         Returns:
             The patches, uint8 (n, 3, patch, patch), and the rows and columns of each tile, int64 (tiles, 2).
         """
-        tiles = self.tiles(cast(Image.Image, image))  # a `ScaledImage` only where `at_least` says so
+        tiles = self.tiles(cast(Image.Image, image))  # `tiles` gets a `ScaledImage` only if `takes_scaled`
         grids = [(tile.height // self.patch, tile.width // self.patch) for tile in tiles]
         return torch.from_numpy(np.concatenate([self._patches(tile) for tile in tiles])), torch.tensor(grids)
 
@@ -155,7 +158,7 @@ class ImageTiles(ABC):
             )
 
     def _patches(self, tile: Image.Image) -> Any:
-        """A tile as uint8 (n, 3, patch, patch), row by row."""
+        """Cut a tile into patches, row by row: uint8 (n, 3, patch, patch)."""
         rows, columns = tile.height // self.patch, tile.width // self.patch
         whole = np.asarray(tile)[: rows * self.patch, : columns * self.patch]
         pixels = whole.reshape(rows, self.patch, columns, self.patch, 3)
@@ -200,15 +203,15 @@ class NativeSize(ImageTiles):
             )
 
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
-        """The image, resized."""
+        """Return the resized image."""
         return [image.resize(self.size(image.width, image.height), BICUBIC)]
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        """The size to which it is resized."""
+        """Return the size to which the image is resized."""
         return [self.size(width, height)]
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:
-        """The size to which it is resized."""
+        """Return the size to which the image is resized."""
         return self.size(width, height) if max(width, height) <= 200 * min(width, height) else (width, height)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
@@ -224,22 +227,23 @@ class NativeSize(ImageTiles):
         unit, sides = self.unit, (width, height)
         if max(sides) > 200 * min(sides):
             raise ValueError(f"image of {width} × {height} pixels: one side is over 200 times as long as the other")
-        wide, high = (round(side / unit) * unit for side in sides)  # 0 where it is thin; then it grows
+        wide, high = (round(side / unit) * unit for side in sides)  # 0 for a thin image, which is then enlarged below
         if wide * high > self.max_pixels:
-            shrunk = math.sqrt(width * height / self.max_pixels)
-            wide, high = (max(unit, math.floor(side / shrunk / unit) * unit) for side in sides)
+            factor = math.sqrt(width * height / self.max_pixels)
+            wide, high = (max(unit, math.floor(side / factor / unit) * unit) for side in sides)
         elif wide * high < self.min_pixels:
-            grown = math.sqrt(self.min_pixels / (width * height))
-            wide, high = (math.ceil(side * grown / unit) * unit for side in sides)
+            factor = math.sqrt(self.min_pixels / (width * height))
+            wide, high = (math.ceil(side * factor / unit) * unit for side in sides)
         return wide, high
 
 
 @dataclass(frozen=True)
 class Tiles(ImageTiles):
-    """Square tiles, and where there are several a thumbnail of the whole image.
+    """Square tiles and, if there are several, a thumbnail of the whole image.
 
-    Columns and rows are those nearest to the image's aspect; among grids as near, a larger one where the image has more
-    than half of its pixels. This is the dynamic tiling of InternVL 1.5 (Chen et al., 2024, section 3.3) and of NVLM.
+    The grid of columns and rows has the aspect ratio nearest to the image's. Among equally near grids, a larger one is
+    chosen if the image has more than half of its pixels. This is the dynamic tiling of InternVL 1.5 (Chen et al., 2024,
+    section 3.3) and of NVLM.
 
     Args:
         patch: The side of a patch, in pixels.
@@ -274,22 +278,22 @@ class Tiles(ImageTiles):
             raise ValueError(f"Tiles: expected 1 ≤ min_tiles ≤ max_tiles, not {self.min_tiles} and {self.max_tiles}")
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        """As many squares as there are tiles, and the thumbnail."""
+        """Return the sizes of the tiles and of the thumbnail, which are equal squares."""
         columns, rows = self.grid(width, height)
         count = columns * rows
         return [(self.side, self.side)] * (count + (self.thumbnail and count > 1))
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:
-        """The size of all tiles together."""
+        """Return the size of all tiles together."""
         columns, rows = self.grid(width, height)
         return columns * self.side, rows * self.side
 
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
-        """The tiles, row by row, then the thumbnail."""
+        """Return the tiles, row by row, and then the thumbnail."""
         columns, rows = self.grid(image.width, image.height)
         tiles = _squares(image.resize((columns * self.side, rows * self.side), BICUBIC), self.side)
-        more = [image.resize((self.side, self.side), BICUBIC)] if self.thumbnail and len(tiles) > 1 else []
-        return tiles + more
+        thumbnails = [image.resize((self.side, self.side), BICUBIC)] if self.thumbnail and len(tiles) > 1 else []
+        return tiles + thumbnails
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return the columns and rows of tiles for an image.
@@ -303,18 +307,17 @@ class Tiles(ImageTiles):
         grids = sorted(fitting, key=lambda grid: grid[0] * grid[1])
         nearest = min(abs(width / height - columns / rows) for columns, rows in grids)
         first, *larger = [grid for grid in grids if abs(width / height - grid[0] / grid[1]) == nearest]
-        filled = [(c, r) for c, r in larger if width * height > 0.5 * self.side**2 * c * r]
-        return filled[-1] if filled else first
+        half_filled = [(c, r) for c, r in larger if width * height > 0.5 * self.side**2 * c * r]
+        return half_filled[-1] if half_filled else first
 
 
 @dataclass(frozen=True)
 class SplitTiles(ImageTiles):
     """Square tiles of an image, each with a text, and then the whole image.
 
-    The longer side of the image is resized to one length first.
-
-    Each side is then enlarged to whole tiles. This is the splitting of Idefics3 (Laurençon et al., 2024) and SmolVLM,
-    with the texts that these models have before the tiles. An image of one tile is not split.
+    The image is resized so that its longer side is `long_side`, and each side is then enlarged to whole tiles. This is
+    the splitting of Idefics3 (Laurençon et al., 2024) and SmolVLM, with the texts of these models before the tiles. An
+    image of one tile is not split.
 
     Args:
         patch: The side of a patch, in pixels.
@@ -344,40 +347,43 @@ class SplitTiles(ImageTiles):
             raise ValueError(f"SplitTiles: long_side must be 1 to 4096 pixels, not {self.long_side}")
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        """As many squares as there are tiles, and the whole."""
+        """Return the sizes of the tiles and of the whole image, which are equal squares."""
         return [(self.side, self.side)] * len(self.texts(width, height))
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:
-        """The size to which it is resized first."""
+        """Return the size to which the image is resized first."""
         return self._resized(width, height)
 
     def texts(self, width: int, height: int) -> tuple[str, ...]:
-        """Return the texts before each tile, a line for each row, and before the whole."""
+        """Return the text before each tile and before the whole image.
+
+        Each row of tiles is a line.
+        """
         wide, high = self._whole_tiles(*self._resized(width, height))
         columns, rows = wide // self.side, high // self.side
-        mark, whole = "<fake_token_around_image>", "<fake_token_around_image><global-img>"
+        prefix, whole = "<fake_token_around_image>", "<fake_token_around_image><global-img>"
         if columns * rows == 1:
             return (whole,)
-        places = [(row, column) for row in range(1, rows + 1) for column in range(1, columns + 1)]
-        lines = ["\n" * (column == 1 < row) + f"{mark}<row_{row}_col_{column}>" for row, column in places]
+        grid = [(row, column) for row in range(1, rows + 1) for column in range(1, columns + 1)]
+        lines = ["\n" * (column == 1 < row) + f"{prefix}<row_{row}_col_{column}>" for row, column in grid]
         return (*lines, f"\n\n{whole}")
 
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
-        """The tiles, row by row, then the whole."""
+        """Return the tiles, row by row, and then the whole image."""
         first = self._resized(image.width, image.height)
         split = image.resize(first, LANCZOS).resize(self._whole_tiles(*first), LANCZOS)
         tiles = _squares(split, self.side)
         return tiles if len(tiles) == 1 else [*tiles, split.resize((self.side, self.side), LANCZOS)]
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
-        """The longer side becomes `long_side`, the other an even number."""
+        """Return the size in which the longer side is `long_side`, and the other one an even number."""
         aspect = width / height
         other = int(self.long_side / aspect) if width >= height else int(self.long_side * aspect)
         other = max(other + other % 2, 1)
         return (self.long_side, other) if width >= height else (other, self.long_side)
 
     def _whole_tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Multiples of `side`: the longer one first, then the other as the aspect has it."""
+        """Round a size up to whole tiles: first the longer side, then the other one by the aspect ratio."""
         aspect = width / height
         if width >= height:
             width = self._round_up(width)
@@ -390,21 +396,19 @@ class SplitTiles(ImageTiles):
 
 
 def _squares(whole: Image.Image, side: int) -> list[Image.Image]:
-    """The squares of this side in an image, row by row."""
+    """Cut an image into squares, row by row."""
     corners = [(left, upper) for upper in range(0, whole.height, side) for left in range(0, whole.width, side)]
     return [whole.crop((left, upper, left + side, upper + side)) for left, upper in corners]
 
 
 @dataclass(frozen=True)
 class Buckets(ImageTiles):
-    """One tile, of the bucket shape nearest to the image's aspect ratio.
+    """One tile, in the bucket shape nearest to the image's aspect ratio.
 
-    All shapes have about the same area.
-
-    The image is scaled until it covers the shape, and cropped evenly on both sides (NovelAI: aspect ratio bucketing,
-    2022). The shapes have sides from `min_side` to `max_side` in steps of `patch * merge`; for each width, the height
-    is the largest that keeps within `max_pixels`. With `min_side=336, max_side=336` there is one, the centre that CLIP
-    sees.
+    All shapes have about the same area. The image is scaled until it covers the shape, and cropped evenly on both sides
+    (NovelAI: aspect ratio bucketing, 2022). The shapes have sides from `min_side` to `max_side` in steps of
+    `patch * merge`. For each width, the height is the largest one with at most `max_pixels`. With
+    `min_side=336, max_side=336` the only shape is the central square, as in CLIP.
 
     Args:
         patch: The side of a patch, in pixels.
@@ -439,36 +443,37 @@ class Buckets(ImageTiles):
             )
 
     def shapes(self) -> list[tuple[int, int]]:
-        """Width and height of each bucket, from the narrowest on."""
+        """Return the width and height of each bucket, the narrowest first."""
         sides = [side for side in range(self.unit, self.max_side + 1, self.unit) if side >= self.min_side]
-        found: set[tuple[int, int]] = set()
-        for one in sides:
-            fitting = [other for other in sides if one * other <= self.max_pixels]
+        shapes: set[tuple[int, int]] = set()
+        for side in sides:
+            fitting = [other for other in sides if side * other <= self.max_pixels]
             if fitting:
-                found |= {(one, fitting[-1]), (fitting[-1], one)}
-        return sorted(found)
+                shapes |= {(side, fitting[-1]), (fitting[-1], side)}
+        return sorted(shapes)
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        """The size of its bucket."""
+        """Return the size of the image's bucket."""
         return [self._shape(width, height)]
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:
-        """The size to which it is scaled."""
+        """Return the size to which the image is scaled."""
         return self._covering(width, height)
 
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
-        """The image, scaled and cropped to its bucket."""
+        """Return the image, scaled and cropped to its bucket."""
         wide, high = self._shape(image.width, image.height)
         covering = self._covering(image.width, image.height)
         left, upper = (covering[0] - wide) // 2, (covering[1] - high) // 2
-        if max(covering) <= _THIN * min(covering):  # Pillow's bits differ between a resized box and a cropped image
+        # Resizing a box gives slightly other pixels than cropping a resized image, so only thin images do that.
+        if max(covering) <= _THIN * min(covering):
             return [image.resize(covering, BICUBIC).crop((left, upper, left + wide, upper + high))]
         across, down = image.width / covering[0], image.height / covering[1]
         right, lower = min(image.width, (left + wide) * across), min(image.height, (upper + high) * down)
         return [image.resize((wide, high), BICUBIC, box=(left * across, upper * down, right, lower))]
 
     def _covering(self, width: int, height: int) -> tuple[int, int]:
-        """The least size of the same aspect that covers the bucket."""
+        """Return the least size with the image's aspect ratio that covers the bucket."""
         wide, high = self._shape(width, height)
         return (high * width // height, high) if wide * height <= high * width else (wide, wide * height // width)
 

@@ -2,10 +2,10 @@
 
 See Radford et al., 2022.
 
-    samples  ─ windows of 400, one each 160 ─ |FFT|² ─ mel bands ─ log10 ─ at most 8 below the loudest ─ (x + 4) / 4
+    samples  ─ windows of 400 every 160 ─ |FFT|² ─ mel bands ─ log10 ─ at least the maximum - 8 ─ (x + 4) / 4
 
-Arithmetic is NumPy's in float64, without BLAS: no bit depends on how many threads there are, and it takes no longer
-than `torch.stft` with one.
+The arithmetic is NumPy's in float64 without BLAS, so no bit depends on the number of threads. It is as fast as
+`torch.stft` with one thread.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.floating[Any]]
 
-RATE = 16_000  # samples a second
+RATE = 16_000  # samples per second
 WINDOW = 400  # samples of a frame: 25 ms
 HOP = 160  # samples from one frame to the next: 10 ms
-_CHUNK = 250  # frames transformed at once: what is held stays in the processor's cache
+_CHUNK = 250  # frames transformed at once, few enough for the CPU's cache
 
 
 def log_mel(samples: Floats, *, bins: int = 80, frames: int | None = None) -> NDArray[np.float32]:
-    """Whisper's features of one channel of audio; those of `WhisperFeatureExtractor`.
+    """Compute Whisper's features of one channel of audio.
+
+    They equal those of `WhisperFeatureExtractor`.
 
     Args:
-        samples: float (n,), between -1 and 1, 16,000 a second.
-        bins: Mel bands, from 0 to 8,000 Hz.
-        frames: Frames of the result: the audio is cut, or followed by silence, to 160 samples of each. 3,000 are the
-            30 s of Whisper; n // 160 by default, where the last n % 160 samples are left out.
+        samples: float (n,), between -1 and 1, 16,000 per second.
+        bins: The number of mel bands, from 0 to 8,000 Hz (default 80).
+        frames: The number of frames of the result. The audio is truncated, or padded with silence, to 160 samples per
+            frame. 3,000 are the 30 s of Whisper. None (default): n // 160, which drops the last n % 160 samples.
 
     Returns:
         float32 (bins, frames), mostly between -1 and 1.5.
 
     Raises:
-        ValueError: There is no sample, or no frame.
+        ValueError: The audio is empty or shorter than one frame.
 
     Example:
         ```python
@@ -52,17 +54,17 @@ def log_mel(samples: Floats, *, bins: int = 80, frames: int | None = None) -> ND
     if length < HOP or len(samples) < 1:
         raise ValueError(f"expected at least {HOP} samples of audio, one frame, found {len(samples)}")
     power = np.zeros((bins, length // HOP))
-    sounding = min(length, len(samples) + 2 * WINDOW)  # behind these every window holds zeros alone
-    _mel_power(_cut_or_padded(samples, sounding), power[:, : sounding // HOP])
+    nonzero = min(length, len(samples) + 2 * WINDOW)  # all windows after these samples are zero
+    _mel_power(_cut_or_padded(samples, nonzero), power[:, : nonzero // HOP])
     log = np.log10(np.maximum(power, 1e-10))
     result: NDArray[np.float32] = ((np.maximum(log, log.max() - 8.0) + 4.0) / 4.0).astype(np.float32)
     return result
 
 
 def _cut_or_padded(samples: Floats, count: int) -> Floats:
-    """`count` samples, with zeros where there are fewer; and half a window, mirrored, before and behind them."""
-    inside = np.pad(samples[:count], (0, max(0, count - len(samples))))
-    return np.pad(inside, WINDOW // 2, mode="reflect")
+    """Truncate or zero-pad to `count` samples, and mirror half a window at both ends."""
+    padded = np.pad(samples[:count], (0, max(0, count - len(samples))))
+    return np.pad(padded, WINDOW // 2, mode="reflect")
 
 
 def _mel_power(padded: Floats, power: Floats) -> None:
@@ -79,10 +81,11 @@ def _mel_power(padded: Floats, power: Floats) -> None:
 
 @cache
 def _bands(bins: int) -> list[tuple[int, Floats]]:
-    """Of each band the lowest frequency of the transform it holds, and the weights from there, float64 (n, 1).
+    """Return for each band the index of its lowest frequency in the transform, and its weights, float64 (n, 1).
 
-    A band is a triangle of area 1 between its neighbours' centres, which are even on Slaney's scale (Auditory Toolbox,
-    1998): 15 mel are 1,000 Hz; linear below, and above by a factor of 6.4 each 27 mel.
+    A band is a triangle of area 1 between the centres of its neighbours. Centres are evenly spaced on Slaney's mel
+    scale (Auditory Toolbox, 1998). It is linear up to 1,000 Hz, which are 15 mel, and grows by a factor of 6.4 per 27
+    mel above.
     """
     mel = np.linspace(0, 15 + 27 * np.log(8) / np.log(6.4), bins + 2)  # up to 8,000 Hz
     edges = np.where(mel < 15, mel * (1_000 / 15), 1_000 * 6.4 ** ((mel - 15) / 27))
@@ -91,7 +94,7 @@ def _bands(bins: int) -> list[tuple[int, Floats]]:
     for low, centre, high in zip(edges, edges[1:], edges[2:], strict=False):
         rising, falling = (frequencies - low) / (centre - low), (high - frequencies) / (high - centre)
         weights = np.maximum(np.minimum(rising, falling), 0) * (2 / (high - low))
-        inside = np.flatnonzero(weights)
-        lowest, behind = (inside[0], inside[-1] + 1) if len(inside) else (0, 0)
-        result.append((int(lowest), weights[lowest:behind, None]))
+        nonzero = np.flatnonzero(weights)
+        lowest, stop = (nonzero[0], nonzero[-1] + 1) if len(nonzero) else (0, 0)
+        result.append((int(lowest), weights[lowest:stop, None]))
     return result

@@ -38,7 +38,7 @@ class Grid(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """The number of tokens of the grid."""
         return self.steps * self.rows * self.columns
 
 
@@ -49,7 +49,7 @@ class MediumTokens:
     Args:
         medium: The medium.
         tokens: The number of its tokens.
-        fields: Its rows of each of `medium.empty()`.
+        fields: Its rows of the fields of `medium.empty()`.
         grids: The shape of its tokens; empty for audio, whose tokens are a plain sequence.
         texts: The text before each of its grids, if the template has one.
     """
@@ -62,36 +62,36 @@ class MediumTokens:
 
 
 class MediaHeader(Protocol):
-    """Facts about an image, video or audio by its header; None if unknown.
+    """Facts about an image, video or audio from its header; None if unknown.
 
-    `sample.media(part)` is one.
+    `sample.media(part)` is an example.
     """
 
     @property
     def width(self) -> int | None:
-        """Pixels."""
+        """The width in pixels."""
 
     @property
     def height(self) -> int | None:
-        """Pixels."""
+        """The height in pixels."""
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds."""
+        """The duration in seconds."""
 
     @property
     def fps(self) -> float | None:
-        """Frames in a second."""
+        """The number of frames per second."""
 
 
 class Unmeasured(Exception):
-    """The tokens of something cannot be counted without decoding it."""
+    """Raised if the tokens of a medium cannot be counted from its header."""
 
 
 class Medium(ABC):
     """Base class of `Vision`, `VideoTokens` and `AudioTokens`.
 
-    They have these attributes as arguments.
+    The attributes are arguments of the subclasses.
     """
 
     kind: ClassVar[str]  # "image", "video" or "audio"
@@ -131,17 +131,17 @@ class Medium(ABC):
 
     @abstractmethod
     def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:
-        """Return a batch's fields from those of its rows, concatenated.
+        """Return a batch's fields from the concatenated fields of its rows.
 
-        `counts`, int64 (B,), is the number of each row.
+        `counts`, int64 (B,), is the number of images, videos or audio parts of each row.
         """
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Every argument, for `TaskEncoder.settings`."""
+        """Return every argument, for `TaskEncoder.settings`."""
 
     def check_token(self) -> None:
-        """Raise ValueError unless `token` is an id, and `text` is something."""
+        """Raise ValueError unless `token` is an id and `text` is not empty."""
         name = type(self).__name__
         if not hasattr(self.token, "__index__"):
             raise ValueError(
@@ -171,8 +171,8 @@ class MRope:
     """Positions of tokens in time, height and width.
 
     Args:
-        tokens_per_second: The positions in a second of video: 2 for Qwen2.5-VL (`vision_config.tokens_per_second`), 25
-            for Qwen2.5-Omni. None: one per step, as Qwen2-VL has it.
+        tokens_per_second: The number of positions per second of video: 2 (default) for Qwen2.5-VL
+            (`vision_config.tokens_per_second`), 25 for Qwen2.5-Omni. None: one per step, as in Qwen2-VL.
 
     Raises:
         ValueError: It is not above 0.
@@ -192,7 +192,7 @@ class MRope:
             raise ValueError(f"MRope: tokens_per_second must be above 0, not {self.tokens_per_second}")
 
     def positions(self, runs: Sequence[int | Grid]) -> torch.Tensor:
-        """Number the tokens of a sequence.
+        """Compute the positions of the tokens of a sequence.
 
         Args:
             runs: In order, the lengths of runs of plain tokens and the grids of media.
@@ -200,30 +200,34 @@ class MRope:
         Returns:
             int64 (n, 3): time, height and width of each.
         """
-        begin, positions_of = 0, [torch.empty(0, 3, dtype=torch.int64)]
+        next_position, positions = 0, [torch.empty(0, 3, dtype=torch.int64)]
         for run in runs:
-            positions_of.append(begin + (self._grid(run) if isinstance(run, Grid) else _line(run)))
-            begin = int(positions_of[-1].max()) + 1 if len(positions_of[-1]) else begin
-        return torch.cat(positions_of)
+            positions.append(next_position + (self._grid_positions(run) if isinstance(run, Grid) else _count_up(run)))
+            next_position = int(positions[-1].max()) + 1 if len(positions[-1]) else next_position
+        return torch.cat(positions)
 
     def settings(self) -> dict[str, Any]:
-        """Every argument, for `TaskEncoder.settings`."""
+        """Return every argument, for `TaskEncoder.settings`."""
         return asdict(self)
 
-    def _grid(self, grid: Grid) -> torch.Tensor:
+    def _grid_positions(self, grid: Grid) -> torch.Tensor:
         step = 1.0 if self.tokens_per_second is None else self.tokens_per_second * grid.interval_s
         time = (torch.arange(grid.steps, dtype=torch.float32) * step).long()
         axes = torch.meshgrid(time, torch.arange(grid.rows), torch.arange(grid.columns), indexing="ij")
         return torch.stack(axes, -1).view(-1, 3)
 
 
-def lengthened(positions: torch.Tensor, length: int, *, begin: int | None = None) -> torch.Tensor:
-    """Pad positions, int64 (n, 3), to `length`, counting up from `begin`."""
+def pad_positions(positions: torch.Tensor, length: int, *, start: int | None = None) -> torch.Tensor:
+    """Pad positions, int64 (n, 3), to `length`.
+
+    Padding counts up from `start`. None (default): from the position after the last.
+    """
     if len(positions) == length:
         return positions
-    begin = int(positions.max()) + 1 if begin is None and len(positions) else begin or 0
-    return torch.cat([positions, begin + _line(length - len(positions))])
+    start = int(positions.max()) + 1 if start is None and len(positions) else start or 0
+    return torch.cat([positions, start + _count_up(length - len(positions))])
 
 
-def _line(tokens: int) -> torch.Tensor:
+def _count_up(tokens: int) -> torch.Tensor:
+    """Return positions 0, 1, 2, … that are equal in time, height and width: int64 (tokens, 3)."""
     return torch.arange(tokens)[:, None].expand(-1, 3)

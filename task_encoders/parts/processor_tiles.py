@@ -1,4 +1,4 @@
-"""`shown_by`: tiles of a processor of `transformers`, and the texts around them."""
+"""`tiles_of_processor`: tiles and texts of a processor of `transformers`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from task_encoders.parts.image_tiles import BICUBIC, LANCZOS, Buckets, ImageTiles, NativeSize, SplitTiles, Tiles
 
-Shown = tuple[ImageTiles, str, str]
+TilesAndTexts = tuple[ImageTiles, str, str]  # tiles, and the texts before and after an image
 
 
-def shown_by(processor: Any, patch: int | None = None) -> Shown:
-    """Return the tiles of a processor's images, and the texts around an image.
+def tiles_of_processor(processor: Any, patch: int | None = None) -> TilesAndTexts:
+    """Read the tiles of a processor's images, and the texts before and after an image.
 
     Args:
         processor: A processor of `transformers` with an `image_processor`.
-        patch: The side of a patch; None: as the processor says.
+        patch: The side of a patch. None (default): that of the processor.
 
     Raises:
-        ValueError: The processor is not known, or one of its settings has no equal.
+        ValueError: The processor, or one of its settings, is not supported.
     """
     images = processor.image_processor
     names = [each.__name__.removesuffix("Fast").removesuffix("Pil") for each in type(images).__mro__]
@@ -32,58 +32,61 @@ def shown_by(processor: Any, patch: int | None = None) -> Shown:
     patch = patch or getattr(images, "patch_size", None) or getattr(processor, "patch_size", None)
     if patch is None:
         raise ValueError(f"{type(processor).__name__} has no patch_size. Pass patch=config.vision_config.patch_size")
-    show, kernel = _KINDS[kind]
-    _check(images, do_resize=True, do_rescale=True, rescale_factor=1 / 255, do_normalize=True, resample=kernel)
-    return show(processor, images, patch)
+    read_tiles, kernel = _KINDS[kind]
+    _check_attributes(
+        images, do_resize=True, do_rescale=True, rescale_factor=1 / 255, do_normalize=True, resample=kernel
+    )
+    return read_tiles(processor, images, patch)
 
 
-def _check(owner: Any, **needed: Any) -> None:
+def _check_attributes(owner: Any, **needed: Any) -> None:
+    """Raise ValueError unless the attributes have these values. A missing attribute is fine."""
     for name, value in needed.items():
         found = getattr(owner, name, value)
-        if (found or None) != (value or None):  # many settings are None for False
+        if (found or None) != (value or None):  # processors often have None for False
             raise ValueError(
                 f"{type(owner).__name__} has {name}={found!r}, but Vision.from_processor needs {value!r}. Write "
                 "Vision(tiles, token, mean=…, std=…)"
             )
 
 
-def _native(processor: Any, images: Any, patch: int) -> Shown:
-    """As Qwen-VL. Omni's processor names its texts."""
+def _native(processor: Any, images: Any, patch: int) -> TilesAndTexts:
+    """Read a processor of Qwen-VL. That of Omni has attributes for its texts."""
     size, texts = images.size, {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
     before, after = (getattr(processor, name, text) for name, text in texts.items())
     return NativeSize(patch, images.merge_size, size["shortest_edge"], size["longest_edge"]), before, after
 
 
-def _square(processor: Any, images: Any, patch: int) -> Shown:
-    """As LLaVA: the centre, where the shorter side becomes that of the square; else the whole image, squeezed."""
+def _square(processor: Any, images: Any, patch: int) -> TilesAndTexts:
+    """Read a processor of LLaVA, which crops the central square or squeezes the whole image."""
     without_first = processor.vision_feature_select_strategy == "default"
-    _check(processor, num_additional_image_tokens=int(without_first))
+    _check_attributes(processor, num_additional_image_tokens=int(without_first))
     side = images.size.get("shortest_edge")
     if side is not None:
-        _check(images, do_center_crop=True, crop_size={"height": side, "width": side})
+        _check_attributes(images, do_center_crop=True, crop_size={"height": side, "width": side})
         return Buckets(patch, 1, side * side, side, side), "", ""
     side = images.size["height"]
-    _check(images, do_center_crop=False, size={"height": side, "width": side})
+    _check_attributes(images, do_center_crop=False, size={"height": side, "width": side})
     return Tiles(patch, 1, side, max_tiles=1), "", ""
 
 
-def _tiled(processor: Any, images: Any, patch: int) -> Shown:
-    """As InternVL."""
+def _tiled(processor: Any, images: Any, patch: int) -> TilesAndTexts:
+    """Read a processor of InternVL."""
     side = images.size["height"]
     merge = side // patch // math.isqrt(processor.image_seq_length)
     tiles = Tiles(patch, merge, side, images.min_patches, images.max_patches)
     return tiles, processor.start_image_token, processor.end_image_token
 
 
-def _split(processor: Any, images: Any, patch: int) -> Shown:
-    """As SmolVLM."""
-    _check(images, do_image_splitting=True)
+def _split(processor: Any, images: Any, patch: int) -> TilesAndTexts:
+    """Read a processor of SmolVLM or Idefics3."""
+    _check_attributes(images, do_image_splitting=True)
     side = images.max_image_size["longest_edge"]
     merge = side // patch // math.isqrt(processor.image_seq_len)
     return SplitTiles(patch, merge, side, images.size["longest_edge"]), "", "<fake_token_around_image>"
 
 
-_KINDS: dict[str, tuple[Callable[[Any, Any, int], Shown], int]] = {
+_KINDS: dict[str, tuple[Callable[[Any, Any, int], TilesAndTexts], int]] = {
     "CLIPImageProcessor": (_square, BICUBIC),
     "GotOcr2ImageProcessor": (_tiled, BICUBIC),
     "Idefics3ImageProcessor": (_split, LANCZOS),

@@ -1,8 +1,10 @@
 """Parts of a sample that an encoder reads: a `Field`, images, videos and audio.
 
-`txt` is a part, `json[caption]` a field of a JSON part; images go by the name of their part, or in order.
+`txt` names a part, and `json[caption]` a field of a JSON part. Text refers to images by the names of their parts, or in
+order.
 
-A JPEG of 4000 × 3000 that becomes 500 × 375 or less is decoded at an eighth, in a third of the time: a `ScaledImage`.
+A JPEG of 4000 × 3000 that is needed at 500 × 375 or less is decoded at an eighth of its size, in a third of the time.
+The result is a `ScaledImage`.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class ScaledImage:
 
     Args:
         width: Width of the full image, in pixels.
-        height: Its height.
-        pixels: RGB; the full image takes the place `info["box"]` in it, as `Sample.image` says.
+        height: Height of the full image.
+        pixels: The decoded RGB image. `info["box"]` is the full image's region in it, see `Sample.image`.
     """
 
     width: int
@@ -38,26 +40,24 @@ class ScaledImage:
     pixels: Image.Image
 
     def resize(
-        self,
-        size: tuple[int, int],
-        resample: Image.Resampling,
-        box: tuple[float, float, float, float] | None = None,
+        self, size: tuple[int, int], resample: Image.Resampling, box: tuple[float, float, float, float] | None = None
     ) -> Image.Image:
         """Resize a region of the full image, as Pillow does.
 
-        `box` is the region. None: all of it.
+        `box` is the region. None (default): the whole image.
         """
-        first, top, end, bottom = whole = self.pixels.info["box"]  # of a mirrored photo it begins within a pixel
+        # the box of a mirrored photo may start within a pixel
+        x0, y0, x1, y1 = whole = self.pixels.info["box"]
         if box is None:
             return self.pixels.resize(size, resample, box=whole)
-        across, down = (end - first) / self.width, (bottom - top) / self.height
-        left, upper, right, lower = box
-        scaled = (first + left * across, top + upper * down, first + right * across, top + lower * down)
+        across, down = (x1 - x0) / self.width, (y1 - y0) / self.height
+        left, top, right, bottom = box
+        scaled = x0 + left * across, y0 + top * down, x0 + right * across, y0 + bottom * down
         return self.pixels.resize(size, resample, box=scaled)
 
 
 def check_decode(decode: str) -> None:
-    """Raise ValueError unless this is one of the two settings."""
+    """Raise ValueError unless `decode` is "scaled" or "exact"."""
     if decode not in ("scaled", "exact"):
         raise ValueError(f"decode must be 'scaled' or 'exact', not {decode!r}")
 
@@ -85,10 +85,10 @@ class Field:
         self.path = re.findall(r"\[([^\[\]]+)\]", matched[2])
 
     def read(self, sample: Sample) -> Any:
-        """The value; None where the sample has none.
+        """Return the value, or None if the sample does not have it.
 
-        Raises UnicodeDecodeError and JSONDecodeError where a part cannot be decoded, ValueError where a step of the
-        path finds neither an object nor a list.
+        Raises UnicodeDecodeError or JSONDecodeError if the part cannot be decoded, and ValueError if a name of the path
+        is applied to neither an object nor a list.
         """
         if self.part not in sample:
             return None
@@ -107,7 +107,7 @@ class Field:
     def read_text(self, sample: Sample) -> str | None:
         """Return the value as text, or None if the sample has none.
 
-        Raises ValueError if it is no text.
+        Raises ValueError if the value is not text.
         """
         value = self.read(sample)
         if isinstance(value, str) and not self.path:
@@ -117,7 +117,7 @@ class Field:
         raise ValueError(f"{self.name}: expected text, found {type(value).__name__} {value!r:.80}")
 
     def _field_of_line(self, sample: Sample, text: str) -> Any:
-        """A part's text; or the value of which it is the JSON, in a line such as {"text": ["x"]}."""
+        """Return a part's text, or its value if it is the JSON of a field of a record, such as {"text": ["x"]}."""
         if "json" not in sample or self.part == "json" or text[:1] not in "[{-0123456789tf":
             return text
         try:
@@ -131,23 +131,25 @@ class Field:
 def named_part(sample: Sample, name: str | None, *kinds: str) -> str | None:
     """Return the part `name`, or without a name the first of these kinds.
 
-    It is None if the sample does not have it.
+    It is None if the sample does not have it. `kinds` are "image", "video" or "audio".
     """
-    return next((part for kind in kinds for part in ((name,) if name else Sample.KINDS[kind]) if part in sample), None)
+    candidates = [name] if name else [part for kind in kinds for part in Sample.KINDS[kind]]
+    return next((part for part in candidates if part in sample), None)
 
 
-_BEGINS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of an image in a data URL; none that runs a program
+_IMAGE_MAGICS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+# formats of images in data URLs, whose decoders run no external program
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A video or a sound of a sample, which is opened when it is due.
+    """Video or audio of a sample, which is opened only when its tokens are built.
 
     Args:
         kind: "video" or "audio".
         name: The name of its part.
-        text: What a chat template writes in its place.
+        text: The placeholder that a chat template writes for it.
     """
 
     kind: str
@@ -164,45 +166,52 @@ def media_kind(part: ShownMedia) -> str:
 
 
 class PartsOfKind(Generic[Opened]):
-    """Parts of a sample that are images, or videos, or audio, by number.
+    """The images, the videos or the audio of a sample, in order.
 
-    Images are `jpg`, or `0.jpg`, `1.png`, ….
+    Images are the parts `jpg`, or `0.jpg`, `1.png`, …. The text must use each at least once, or `check_all_used`
+    raises.
 
-    The text must use each at least once, or `check_all_used` raises. `read` opens a part by its name.
+    Args:
+        sample: The sample.
+        kind: "image", "video" or "audio".
+        read: Opens a part by its name.
     """
 
     def __init__(self, sample: Sample, kind: str, read: Callable[[str], Opened]) -> None:
         self._kind = kind
         self._read = read
         self.names = sorted([n for n in sample if n.lower().rpartition(".")[2] in Sample.KINDS[kind]], key=_numbered)
-        if not self.names and kind in sample and _is_image(sample, kind):  # a column of bytes
+        if not self.names and kind in sample and _is_image(sample, kind):  # a table may have a column with this name
             self.names = [kind]
-        self._due = list(self.names)  # a name that is listed twice is due twice
+        self._unused = list(self.names)  # parts that the text must still use; a name listed twice must be used twice
         self._used = 0
 
     def next(self, field: str) -> Opened:
-        """Return the first one that is not used yet.
+        """Return the first part that is not used yet.
 
-        Raises ValueError that names `field`, which refers to it.
+        Raises ValueError, with the name of the `field` of text that refers to it.
         """
-        if self._due:
-            return self.named(self._due[0], field)
+        if self._unused:
+            return self.named(self._unused[0], field)
         raise ValueError(
-            f"{field}: a place for {self._kind} {self._used + 1}, but the sample has {self._described()}{self._hint}"
+            f"{field}: a place for {self._kind} {self._used + 1}, but the sample has {self._describe()}{self._hint}"
         )
 
     def numbered(self, index: int, field: str) -> Opened:
-        """Return the one with this index.
+        """Return the part with this index.
 
-        Raises ValueError that names `field`, which refers to it.
+        Raises ValueError, with the name of the `field` of text that refers to it.
         """
         if not 0 <= index < len(self.names):
-            raise ValueError(f"{field}: {index}, but the sample has {self._described()}{self._hint}")
+            raise ValueError(f"{field}: {index}, but the sample has {self._describe()}{self._hint}")
         return self.named(self.names[index], field)
 
     def known(self, address: Any) -> str | None:
-        """Return the part name or `data:` URL that an address in a text means, or None."""
-        if isinstance(address, dict):  # as a table has an image within a list: its bytes in base64
+        """Return the part name or `data:` URL for an address in a text.
+
+        None: it is unknown.
+        """
+        if isinstance(address, dict):  # a table's list of images has {"bytes": base64} or {"path": name}
             inside = address.get("bytes")
             address = f"data:;base64,{inside}" if isinstance(inside, str) else address.get("url") or address.get("path")
         if not isinstance(address, str) or address.startswith("data:"):
@@ -210,35 +219,35 @@ class PartsOfKind(Generic[Opened]):
         return next((name for name in self.names if name.lower() == address.lower()), None)
 
     def order_by(self, listed: Any) -> None:
-        """Order them as a list of their names, if each is known.
+        """Order the parts as in a list of their names.
 
-        Paths mean the parts in their order.
+        If a name is unknown, such as a path, the order does not change.
         """
         found = [self.known(address) for address in (listed if isinstance(listed, list) else [listed])]
         if None not in found:
             listed_ones = [name for name in found if name is not None]
             self.names = [*listed_ones, *(name for name in self.names if name not in listed_ones)]
-            self._due = list(self.names)
+            self._unused = list(self.names)
 
     def check_any(self, listed: Any, field: str) -> None:
-        """Raise ValueError that names `field` if it lists some but the sample has none."""
+        """Raise ValueError if the `field` lists parts but the sample has none."""
         if listed and not self.names:
-            raise ValueError(f"{field}: {listed!r:.80}, but the sample has {self._described()}{self._hint}")
+            raise ValueError(f"{field}: {listed!r:.80}, but the sample has {self._describe()}{self._hint}")
 
     def unplaced(self) -> list[Opened]:
-        """All of them, where none has a place; else none."""
+        """Return all parts if the text has used none, else []."""
         return [] if self._used else [self.named(name, name) for name in self.names]
 
     def take(self, name: str) -> None:
-        """Count one as used."""
+        """Count a part as used."""
         self._used += 1
-        if name in self._due:
-            self._due.remove(name)
+        if name in self._unused:
+            self._unused.remove(name)
 
     def named(self, name: str, field: str) -> Opened:
-        """Return the one in this part.
+        """Return the part with this name.
 
-        Raises ValueError that names `field`, and what `read` raises.
+        Raises ValueError with the name of the `field`, and errors of `read`.
         """
         for known in self.names:
             if known.lower() == name.lower():
@@ -247,30 +256,30 @@ class PartsOfKind(Generic[Opened]):
         hint = self._hint or (
             f". Nothing is downloaded: store the {self._kind} beside the text" if "://" in name else ""
         )
-        raise ValueError(f"{field}: no {self._kind} {name!r:.80}, the sample has {self._described()}{hint}")
+        raise ValueError(f"{field}: no {self._kind} {name!r:.80}, the sample has {self._describe()}{hint}")
 
     def check_all_used(self) -> None:
-        """Raise ValueError that names the first one that no field refers to."""
-        if self._due:
-            of = f"{len(self.names) - len(self._due)} of {len(self.names)}"
-            raise ValueError(f"{self._kind} {self._due[0]} has no place in the text: {of} have")
+        """Raise ValueError with the name of the first part that the text has not used."""
+        if self._unused:
+            used = f"{len(self.names) - len(self._unused)} of {len(self.names)}"
+            raise ValueError(f"{self._kind} {self._unused[0]} has no place in the text: {used} have")
 
     @property
     def _hint(self) -> str:
-        """What to do where a record names files by their paths."""
+        """Return what to do if a record names files by their paths."""
         if self.names:
             return ""
         command = f"`savable convert SRC DST --file-field {self._kind}s`"
         return f"; no file is opened that a text names: {command} stores those of a field beside the text"
 
-    def _described(self) -> str:
+    def _describe(self) -> str:
         return ", ".join(name[:40] for name in self.names) if self.names else f"no {self._kind}"
 
 
 class SampleImages(PartsOfKind[DecodedImage]):
     """Images of a sample, which may also be `data:` URLs in the text.
 
-    `read` decodes one. With `exif`, those in the text are rotated.
+    `read` decodes a part. With `exif`, images in the text are rotated by their EXIF orientation.
     """
 
     def __init__(self, sample: Sample, read: ReadImage = Sample.image, *, exif: bool = True) -> None:
@@ -280,7 +289,7 @@ class SampleImages(PartsOfKind[DecodedImage]):
     def named(self, name: str, field: str) -> DecodedImage:
         """Return the image in this part or `data:` URL.
 
-        Raises ValueError that names `field`, and what Pillow raises.
+        Raises ValueError with the name of the `field`, and errors of Pillow.
         """
         if not name.startswith("data:"):
             return super().named(name, field)
@@ -292,31 +301,37 @@ class SampleImages(PartsOfKind[DecodedImage]):
 class SampleMedia:
     """Images of a sample, and its videos and audio if text can refer to them.
 
-    `texts` has the text that a template writes for each kind.
+    Args:
+        images: The images.
+        sample: The sample. None (default): only images.
+        sees: Whether the encoder takes images (default).
+        texts: By kind, such as `video=`, the placeholder of a chat template.
     """
 
     def __init__(self, images: SampleImages, sample: Sample | None = None, *, sees: bool = True, **texts: str) -> None:
         self.images = images
         self._sees = sees
-        self._others = {kind: _media_parts(sample, kind, text) for kind, text in texts.items() if sample is not None}
+        self._others = {kind: _parts_of_kind(sample, kind, text) for kind, text in texts.items() if sample is not None}
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds to which text may refer: "image", "video", "audio"."""
+        """The kinds to which text may refer: "image", "video", "audio"."""
         return ["image", *self._others]
 
     @property
     def shown_kinds(self) -> list[str]:
-        """These kinds, without "image" if the encoder takes none and the sample has none.
+        """The kinds that are placeholders in a text.
 
-        `<image>` is then text, as in SVG.
+        They are those of `kinds`, without "image" if the encoder takes no images and the sample has none.
+
+        `<image>` is then ordinary text, as in SVG.
         """
         return self.kinds if self._sees or self.images.names else self.kinds[1:]
 
     def order_by(self, record: dict[str, Any]) -> None:
-        """Order each kind as an object names its parts, as `images` or `image`.
+        """Order the parts of each kind as a record lists them, in `images` or `image`.
 
-        Raises ValueError where it names some, and the sample has none.
+        Raises ValueError if it lists parts but the sample has none.
         """
         fields = [(kind, field) for kind in self.kinds for field in (kind, f"{kind}s") if field in record]
         for kind, field in fields:
@@ -326,9 +341,9 @@ class SampleMedia:
                 self.of(kind, field).check_any(record[field], field)
 
     def of(self, kind: str, field: str) -> PartsOfKind[DecodedImage] | PartsOfKind[MediaPart]:
-        """Return those of one kind.
+        """Return the parts of one kind.
 
-        Raises ValueError that names `field`, which refers to it, if the encoder takes none.
+        Raises ValueError with the name of the `field` that refers to it if the encoder does not take this kind.
         """
         if kind == "image":
             return self.images
@@ -337,22 +352,22 @@ class SampleMedia:
         return self._others[kind]
 
     def check_all_used(self) -> None:
-        """Raise ValueError that names the first one that no field refers to."""
+        """Raise ValueError with the name of the first part that the text has not used."""
         for kind in self.kinds:
             self.of(kind, kind).check_all_used()
 
 
-def _media_parts(sample: Sample, kind: str, text: str) -> PartsOfKind[MediaPart]:
+def _parts_of_kind(sample: Sample, kind: str, text: str) -> PartsOfKind[MediaPart]:
     return PartsOfKind(sample, kind, lambda name: MediaPart(kind, name, text))
 
 
 def _is_image(sample: Sample, part: str) -> bool:
     head = sample.head(part, 12)[0]
-    return head.startswith(_BEGINS) or (head[:4] == b"RIFF" and head[8:] == b"WEBP")
+    return head.startswith(_IMAGE_MAGICS) or (head[:4] == b"RIFF" and head[8:] == b"WEBP")
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:
-    """A key that sorts 2.jpg before 10.jpg."""
+    """Return a sort key that orders 2.jpg before 10.jpg."""
     return [(int(digits or 0), other) for digits, other in re.findall(r"([0-9]+)|([^0-9]+)", name)]
 
 
@@ -368,9 +383,8 @@ def _from_data_url(url: str, field: str, exif: bool) -> Image.Image:
         image = ImageOps.exif_transpose(image) if exif else image
         if "A" not in image.getbands() and "transparency" not in image.info:
             return image.convert("RGB")
-        canvas = Image.new(
-            "RGBA", image.size, "white"
-        )  # as `Sample.image` does: transparent pixels would show their colour
+        # As `Sample.image` does. Transparent pixels would otherwise show their hidden colour.
+        canvas = Image.new("RGBA", image.size, "white")
         canvas.alpha_composite(image.convert("RGBA"))
         return canvas.convert("RGB")
     except (binascii.Error, ValueError, OSError) as error:

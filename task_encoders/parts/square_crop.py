@@ -1,6 +1,6 @@
-"""`SquareCrop`: images of one square size, cropped at random or in the centre.
+"""`SquareCrop`: square images of one size, cropped at random or centrally.
 
-Random boxes are of any size and nearly any aspect, as Inception was trained (Szegedy et al., 2014).
+Random boxes have random sizes and aspect ratios, as in the training of Inception (Szegedy et al., 2014).
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from PIL import Image
 from savable_pipeline import Rng, Sample, empty
 from task_encoders.parts.sample_parts import Decode, check_decode, named_part
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet: red, green, blue, between 0 and 1
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of red, green and blue in ImageNet, between 0 and 1
 _ASPECTS = (3 / 4, 4 / 3)  # the least and the greatest width / height of a random box
-_TRIES = 10
+_TRIES = 10  # to draw a box that fits in the image
 _BILINEAR = Image.Resampling.BILINEAR
 
 
 @dataclass(frozen=True)
 class SquareCrop:
-    """One square image of a sample, cropped at random or in the centre.
+    """Crop of a sample's image to a square, at random or centrally.
 
-    Random crops are those of torchvision's `RandomResizedCrop`, drawn from `rng`; their pixels are those of its PIL
-    images.
+    Random crops are drawn from `rng` with the distribution of torchvision's `RandomResizedCrop`, and resized with the
+    same pixels as its PIL images.
 
     Args:
         size: Width and height of the result, in pixels.
-        augment: Crop at random and mirror; if False, take the central square.
-        scale: The least and the greatest share of the image's area in a random crop.
+        augment: True (default) crops at random and mirrors. False takes the central square.
+        scale: The least and the greatest area of a random crop, as a fraction of the image's area.
         flip: The probability that a random crop is mirrored.
-        mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
-        std: Their standard deviation.
-        decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where the result has fewer pixels than that;
-            "exact" always in full.
-        exif: Turn a photo by its EXIF orientation; False crops the pixels as they are stored.
-        bits: 8 takes images of 16 bits a channel as v >> 8; None refuses them.
+        mean: The mean of red, green and blue in the training data, between 0 and 1 (default: ImageNet's).
+        std: The standard deviation of red, green and blue.
+        decode: "scaled" (default) decodes a JPEG at 1/2, 1/4 or 1/8 of its size if the result needs no more pixels.
+            "exact" always decodes in full.
+        exif: Whether to rotate a photo by its EXIF orientation (default).
+        bits: 8 converts images of 16 bits per channel by v >> 8. None (default) rejects them.
 
     Raises:
         ValueError: A setting is out of its range.
@@ -77,15 +77,15 @@ class SquareCrop:
         """Crop the first image of a sample.
 
         Args:
-            sample: A sample, with an image part or without.
-            rng: The random numbers of the call of the encoder.
+            sample: A sample, with or without an image.
+            rng: The encoder call's random numbers.
 
         Returns:
             uint8 (3, size, size), or None if the sample has no image.
 
         Raises:
             OSError: The image is damaged.
-            ValueError: It has more than 8 bits a channel, and `bits` is None.
+            ValueError: It has more than 8 bits per channel, and `bits` is None.
         """
         part = named_part(sample, None, "image")
         if part is None:
@@ -93,11 +93,11 @@ class SquareCrop:
         return _pixels(self._random(sample, part, rng) if self.augment else self._central(sample, part))
 
     def clip(self, frames: NDArray[np.uint8], rng: Rng) -> torch.Tensor:
-        """Crop all frames of a clip alike, as one image is cropped.
+        """Crop all frames of a clip by the same box.
 
         Args:
             frames: uint8 (n, 3, height, width).
-            rng: The random numbers of the call of the encoder.
+            rng: The encoder call's random numbers.
 
         Returns:
             uint8 (n, 3, size, size).
@@ -126,7 +126,7 @@ class SquareCrop:
         return normalized(images, self.mean, self.std)
 
     def settings(self) -> dict[str, Any]:
-        """Every argument, for `TaskEncoder.settings`."""
+        """Return every argument, for `TaskEncoder.settings`."""
         own = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
         return {"image_size": own.pop("size"), "crop_scale": own.pop("scale"), **own}
 
@@ -145,7 +145,7 @@ class SquareCrop:
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < self.flip else image
 
     def _central(self, sample: Sample, part: str) -> Image.Image:
-        """As torchvision's `Resize` and `CenterCrop`: the shorter side becomes `size`, then the middle is cut."""
+        """Resize the shorter side to `size` and cut the middle, as torchvision's `Resize` and `CenterCrop` do."""
         resized = (0, 0)
 
         def needed(width: int, height: int) -> tuple[int, int]:
@@ -162,33 +162,29 @@ class SquareCrop:
 
 
 def _pixels(image: Image.Image) -> torch.Tensor:
-    """An RGB image as uint8 (3, height, width)."""
+    """Convert an RGB image to uint8 (3, height, width)."""
     return torch.from_numpy(np.array(np.asarray(image).transpose(2, 0, 1), order="C"))
 
 
 def _rows(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """uint8 (3, height, width) as (height, width, 3)."""
+    """Convert uint8 (3, height, width) to (height, width, 3)."""
     return np.ascontiguousarray(frame.transpose(1, 2, 0))
 
 
 def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
     """Normalize uint8 (…, 3, height, width) to float32, channel by channel.
 
-    `mean` and `std` become 0 and 1.
-
-    In a worker the result is written directly into the memory that the trainer reads.
+    `mean` and `std` become 0 and 1. In a worker, the result is written directly to the memory shared with the trainer.
     """
     centre, spread = (255 * torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in (mean, std))
     return torch.sub(pixels, centre, out=empty(pixels.shape, torch.float32)).div_(spread)
 
 
 def random_box(size: tuple[int, int], scale: tuple[float, float], rng: Rng) -> tuple[int, int, int, int]:
-    """Draw a box within an image of this size, at an aspect ratio from 3:4 to 4:3.
+    """Draw a box within an image of this size, with an aspect ratio from 3:4 to 4:3.
 
-    `scale` is its fraction of the area.
-
-    Where ten in turn do not fit, it is the largest central box of such an aspect. What is drawn has the number 2 in
-    `SquareCrop.draws`.
+    `scale` is the least and the greatest fraction of the area. If ten boxes in a row do not fit, it is the largest
+    central box with such an aspect ratio.
     """
     width, height = size
     for _ in range(_TRIES):

@@ -1,6 +1,7 @@
-"""Documents of tokens end to end in packs, and packs in padded batches.
+"""Packs of tokenized documents, and padded batches of packs or of documents.
 
-Two documents `ab.` and `c.` in a pack, and that pack in a batch of length 7 (`-` is masked, `_` is padding):
+The documents `ab.` and `c.` in a pack, and that pack in a batch of length 7 (`-` is ignored by the loss, `_` is
+padding):
 
     tokens        a b . c .      a b . c . _ _
     labels        b . - . -      b . - . - - -
@@ -11,11 +12,11 @@ The padding of a row is a segment of its own. So `cu_seqlens` of a batch covers 
 `flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True)` looks across
 neither documents nor rows. Positions are 0 where a segment starts, and only there.
 
-Documents that are not packed are rows of their own. Their batch has nothing but fields of B rows: `lengths` in the
-place of `cu_seqlens` and `max_seqlen`.
+Documents that are not packed are rows of a batch. All fields of such a batch have B rows, with `lengths` instead of
+`cu_seqlens` and `max_seqlen`.
 
-For context parallelism each document can be padded to a multiple of 2 · cp tokens. Such padding is the document's tail,
-which causal attention never looks at, and is counted in its length.
+For context parallelism, each document can be padded to a multiple of 2 · cp tokens. Such padding is at the end of the
+document, so the document's tokens never attend to it. It counts in the document's length.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 
 from savable_pipeline import Skip
 
-IGNORED = -100  # the label that torch's cross entropy leaves out by default
+IGNORED = -100  # torch's cross entropy ignores this label by default
 
 
 def document(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -50,7 +51,7 @@ def with_target(item: dict[str, Any]) -> dict[str, Any] | Skip:
 
 
 def padded_length(tokens: int, multiple: int) -> int:
-    """The number of tokens, rounded up to a multiple of `multiple`."""
+    """Round a number of tokens up to a multiple of `multiple`."""
     return -(-tokens // multiple) * multiple
 
 
@@ -61,24 +62,24 @@ def check_multiple(multiple: int, max_length: int | None) -> None:
 
 
 def multiple_setting(multiple: int) -> dict[str, int]:
-    """The entry of `settings()`; empty where documents are not padded."""
+    """Return the entry of `settings()`, which is empty if documents are not padded."""
     return {} if multiple == 1 else {"multiple": multiple}
 
 
 def is_packed(items: Sequence[dict[str, Any]]) -> bool:
-    """Whether one of these is a pack of documents, and not a document by itself."""
+    """Return whether one of the items is a pack of documents."""
     return any("cu_seqlens" in item for item in items)
 
 
 def pack_tokens(documents: Sequence[dict[str, Any]], *, pad: int = 0, multiple: int = 1) -> dict[str, Any]:
     """Build one pack of documents with separate attention and positions.
 
-    Each is padded to a `multiple`. The pack has T tokens.
+    The pack has T tokens. Each document is padded to a multiple of `multiple`.
     """
     lengths = [padded_length(len(each["tokens"]), multiple) for each in documents]
     return {
-        "tokens": _joined([each["tokens"] for each in documents], lengths, pad),  # int64 (T,)
-        "labels": _joined([each["labels"] for each in documents], lengths, IGNORED),  # int64 (T,)
+        "tokens": _concatenate([each["tokens"] for each in documents], lengths, pad),  # int64 (T,)
+        "labels": _concatenate([each["labels"] for each in documents], lengths, IGNORED),  # int64 (T,)
         "position_ids": _positions(lengths),  # int64 (T,)
         "cu_seqlens": _boundaries(lengths),  # int32 (documents + 1,)
         "max_seqlen": max(lengths),
@@ -86,9 +87,11 @@ def pack_tokens(documents: Sequence[dict[str, Any]], *, pad: int = 0, multiple: 
 
 
 def batch_tokens(packs: Sequence[dict[str, Any]], *, pad: int, length: int | None = None) -> dict[str, Any]:
-    """B packs as rows of T tokens: `length`, or as many as the longest pack has.
+    """Build a batch of B packs, each a row of T tokens.
 
-    Raises ValueError where a pack is longer than `length`.
+    T is `length`, or the length of the longest pack.
+
+    Raises ValueError if a pack is longer than `length`.
     """
     rows = [pack["tokens"] for pack in packs]
     length = length or max(map(len, rows))
@@ -112,9 +115,8 @@ def batch_documents(
 ) -> dict[str, Any]:
     """Build a batch of B documents, each a row of T tokens.
 
-    T is `length`, or the longest document, padded to a multiple.
-
-    Every field has B rows. Raises ValueError where a document is longer than `length`.
+    T is `length`, or the length of the longest document, rounded up to a multiple of `multiple`. Raises ValueError if a
+    document is longer than `length`.
     """
     lengths = [len(each["tokens"]) for each in documents]
     length = length or padded_length(max(lengths), multiple)
@@ -123,7 +125,9 @@ def batch_documents(
     return {
         "tokens": tokens,  # int64 (B, T)
         "labels": pad_rows([each["labels"] for each in documents], IGNORED, length),  # int64 (B, T)
-        "position_ids": _positions(segments).view(tokens.shape),  # int64 (B, T), 0 again where the padding begins
+        "position_ids": _positions(segments).view(
+            tokens.shape
+        ),  # int64 (B, T), restarting at 0 where the padding starts
         "lengths": torch.tensor(lengths),  # int64 (B,), the tokens before the padding
     }
 
@@ -140,8 +144,8 @@ def pad_rows(rows: Sequence[torch.Tensor], fill: int, length: int) -> torch.Tens
     return padded
 
 
-def _joined(parts: Sequence[torch.Tensor], lengths: Sequence[int], fill: int) -> torch.Tensor:
-    """The parts end to end, `fill` behind each up to its length."""
+def _concatenate(parts: Sequence[torch.Tensor], lengths: Sequence[int], fill: int) -> torch.Tensor:
+    """Concatenate parts, each padded with `fill` to its length."""
     if all(len(part) == length for part, length in zip(parts, lengths, strict=True)):
         return torch.cat(list(parts))
     return torch.cat([pad_rows([part], fill, length)[0] for part, length in zip(parts, lengths, strict=True)])

@@ -1,9 +1,9 @@
-"""`Tokenizer`: one class for every kind of tokenizer, or UTF-8 bytes.
+"""`Tokenizer`: one class for all kinds of tokenizers, and for UTF-8 bytes.
 
-A text is tokenized as a whole, and a token contributes to the loss if one of its characters does, which is also the
-rule of `return_assistant_tokens_mask` in `transformers`. Of `Q: 2+2? four`, only `four` is to be learned:
+A text is tokenized as a whole. A token contributes to the loss if one of its characters does, which is also the rule of
+`return_assistant_tokens_mask` in `transformers`. In `Q: 2+2? four`, only `four` contributes:
 
-    tokens    ▁Q   :   ▁2  +   2   ?   ▁four      `▁four` has the space, and is learned
+    tokens    ▁Q   :   ▁2  +   2   ?   ▁four      `▁four` contributes, although it includes the space
     spans    0 1  1 2  2 4 4 5 5 6 6 7 7    12
 """
 
@@ -28,7 +28,7 @@ class HasEncode(Protocol):
     """Tokenizer of Hugging Face, tiktoken or SentencePiece."""
 
     def encode(self, text: str, /) -> Any:
-        """The token ids, or an object that holds them as `ids`."""
+        """Return the token ids, or an object with the attribute `ids`."""
 
 
 Tokenize: TypeAlias = HasEncode | Callable[[str], Ids]
@@ -38,20 +38,20 @@ Tokenize: TypeAlias = HasEncode | Callable[[str], Ids]
 class Tokenizer:
     """Tokenizer with special ids to put around a text.
 
-    Ids that it adds by itself stay.
+    Ids that it adds by itself are not removed.
 
     Args:
         tokenize: A function from text to token ids, or an object with `encode(text)` as of Hugging Face, tiktoken or
             SentencePiece.
-        bos: The id in front of a text, if any.
-        eos: The id behind a text, if any; not added where the text ends in it already.
-        pad: The id that fills rows; it is never learned.
-        name: The tokenizer's name in a saved state. By default a hash of its vocabulary and rules where it shows them
-            (Hugging Face, tiktoken, SentencePiece), else the name of the function or class. Give one where that says
-            too little: after changing a function, or for one of several vocabularies of a class.
+        bos: The id before a text. None (default): none.
+        eos: The id after a text, unless the text ends with it already. None (default): none.
+        pad: The id of padding (default 0), which does not contribute to the loss.
+        name: The tokenizer's name in a saved state. None (default): a hash of its vocabulary and rules if they are
+            accessible (Hugging Face, tiktoken, SentencePiece), else the name of the function or class. Pass a name if
+            that name does not identify it: after you changed the function, or for a class with several vocabularies.
 
     Raises:
-        ValueError: `tokenize` is neither a function nor such an object, or cuts or pads its texts.
+        ValueError: `tokenize` is neither a function nor such an object, or it truncates or pads texts.
 
     Example:
         ```python
@@ -66,9 +66,10 @@ class Tokenizer:
     tokenize: Tokenize
     bos: int | None = None
     eos: int | None = None
-    pad: int = 0  # never a target: labels are masked where the padding is
+    pad: int = 0  # no target, because labels of padding are masked
     name: str | None = None
-    _own: tuple[list[int], list[int]] = field(init=False, repr=False, compare=False)  # what it adds around a text
+    # ids that `tokenize` adds before and after a text
+    _own: tuple[list[int], list[int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.tokenize, str) or not (callable(self.tokenize) or hasattr(self.tokenize, "encode")):
@@ -82,12 +83,12 @@ class Tokenizer:
                 "the tokenizer truncates or pads, which would lose tokens or train on padding. Call its "
                 "no_truncation() and no_padding() first"
             )
-        object.__setattr__(self, "_own", self._added())
+        object.__setattr__(self, "_own", self._ids_around())
 
     def __call__(self, text: str) -> torch.Tensor:
-        """Return the tokens of a text, int64 (n,); for an empty text n = 0, without `bos` and `eos`.
+        """Return the tokens of a text, int64 (n,). An empty text has none, not even `bos` and `eos`.
 
-        tiktoken reads special tokens in it as text: a document may contain `<|endoftext|>`.
+        tiktoken treats special tokens in the text as ordinary text, since a document may contain `<|endoftext|>`.
         """
         ids: Ids = getattr(self.tokenize, "encode_ordinary", self.piece)(text)
         if len(ids) == 0:
@@ -98,7 +99,7 @@ class Tokenizer:
         """Return the ids of a text, with nothing added.
 
         Args:
-            text: The text; special tokens written in it are recognized.
+            text: The text. Special tokens in it are recognized.
         """
         if not text:
             return ()
@@ -116,40 +117,41 @@ class Tokenizer:
 
         Args:
             text: The text.
-            ranges: Where the ranges begin and end, in characters.
+            ranges: The starts and ends of the ranges, in characters.
 
         Raises:
-            ValueError: The tokenizer does not say which characters a token has, and reads the text in front of a
-                border otherwise than in the whole.
+            ValueError: The tokenizer has no offsets, and tokenizes the text before a border differently from the whole.
         """
         if not text or not ranges:
             ids = self.piece(text)
             return ids, np.zeros(len(ids), np.bool_)
-        ids, spans = self._spans(text)
+        ids, spans = self._character_spans(text)
         mask = np.zeros(len(ids), np.bool_)
-        for begin, end in ranges:
+        for start, end in ranges:
             if spans is not None:
-                mask |= (spans[:, 0] < end) & (spans[:, 1] > begin)
+                mask |= (spans[:, 0] < end) & (spans[:, 1] > start)
             else:
-                mask[slice(*(self._tokens_before(text, border, ids) for border in (begin, end)))] = True
+                mask[slice(*(self._tokens_before(text, border, ids) for border in (start, end)))] = True
         return ids, mask
 
     def text_of(self, token: int) -> str | None:
-        """Return the text that this token stands for, or None if there is none.
+        """Return the text that is tokenized to this token.
+
+        It is None if the tokenizer is a function.
 
         Args:
             token: The id of the token.
 
         Raises:
-            ValueError: The tokenizer has a vocabulary, in which no text is read as it.
+            ValueError: The tokenizer has a vocabulary, but no text is tokenized to this token.
         """
         tokenize: Any = self.tokenize
         names = ("convert_ids_to_tokens", "id_to_token", "id_to_piece", "decode_single_token_bytes")
-        finds = [getattr(tokenize, name) for name in names if hasattr(tokenize, name)]
-        if not finds:
+        lookups = [getattr(tokenize, name) for name in names if hasattr(tokenize, name)]
+        if not lookups:
             return None
         try:
-            found = finds[0](token)
+            found = lookups[0](token)
             text = found.decode() if isinstance(found, bytes) else found or ""
         except (IndexError, KeyError, OverflowError, UnicodeDecodeError):
             text = ""
@@ -161,7 +163,7 @@ class Tokenizer:
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, with that of special tokens.
+        """Decode ids to text, including special tokens.
 
         Args:
             ids: The ids of tokens.
@@ -179,7 +181,7 @@ class Tokenizer:
         return str(decode(list(ids)))
 
     def special_texts(self) -> set[str]:
-        """Return the texts of the special tokens; an empty set if unknown."""
+        """Return the texts of the special tokens, or an empty set if they are unknown."""
         tokenize: Any = self.tokenize
         if hasattr(tokenize, "special_tokens_set"):  # tiktoken
             return set(tokenize.special_tokens_set)
@@ -193,7 +195,7 @@ class Tokenizer:
 
     @property
     def before(self) -> list[int]:
-        """Ids at the start of a document: `bos`, and those that the tokenizer adds."""
+        """The ids at the start of a document: `bos`, and those that the tokenizer adds."""
         own = self._own[0]
         return own if self.bos is None or own[:1] == [self.bos] else [self.bos, *own]
 
@@ -211,16 +213,17 @@ class Tokenizer:
         return [*own, self.eos]
 
     def ending(self, eos: bool | int | str | None) -> Tokenizer:
-        """Return this tokenizer with an end of documents.
+        """Return this tokenizer with an end-of-document token.
 
-        It is itself if `eos` is None and it has an end, or has no special tokens.
+        If `eos` is None, it is the same tokenizer, which must have an end or no special tokens.
 
         Args:
-            eos: True for its own `eos_token`, a token as text or id, False for none.
+            eos: True: its own `eos_token`. A text or an id: that token. False or None: none.
 
         Raises:
-            ValueError: `eos` is None, and the tokenizer has special tokens, but adds none behind a text; or there is
-                no such token, or two ends.
+            ValueError: `eos` is None, and the tokenizer has special tokens but adds none after a text. Or the token
+            does
+                not exist, or there would be two ends.
         """
         tokenize: Any = self.tokenize
         if eos is None or eos is False:
@@ -251,8 +254,8 @@ class Tokenizer:
         name = self.name or _identity(self.tokenize)
         return {"tokenizer": name, "bos": self.bos, "eos": self.eos, "pad": self.pad}
 
-    def _added(self) -> tuple[list[int], list[int]]:
-        """What a tokenizer of Hugging Face adds in front of a text and behind it."""
+    def _ids_around(self) -> tuple[list[int], list[int]]:
+        """Return the ids that a tokenizer of Hugging Face adds before and after a text."""
         if not hasattr(self.tokenize, "get_vocab"):
             return [], []
         encode: Any = self.tokenize
@@ -262,8 +265,8 @@ class Tokenizer:
                 return whole[:first], whole[first + len(plain) :]
         raise ValueError(f"{type(encode).__name__} adds tokens within texts, not around them. Pass a function")
 
-    def _spans(self, text: str) -> tuple[Ids, NDArray[np.int64] | None]:
-        """The ids of a text, and the characters of each, int64 (n, 2); None where the tokenizer does not say them."""
+    def _character_spans(self, text: str) -> tuple[Ids, NDArray[np.int64] | None]:
+        """Return the ids of a text, and the character span of each, int64 (n, 2), or None if these are unknown."""
         tokenize: Any = self.tokenize
         if getattr(tokenize, "is_fast", False):  # transformers
             encoded_text = tokenize(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -273,17 +276,17 @@ class Tokenizer:
             return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
         ids = self.piece(text)
         if tokenize is utf8:
-            sizes = np.ones(len(ids), np.int64)
+            sizes = np.ones(len(ids), np.int64)  # bytes of each token
         elif hasattr(tokenize, "decode_tokens_bytes"):  # tiktoken
             sizes = np.array([len(token) for token in tokenize.decode_tokens_bytes(ids)])
         else:
             return ids, None
-        widths = [len(letter.encode(errors="surrogatepass")) for letter in text]
-        letters, ends = np.repeat(np.arange(len(text)), widths), np.cumsum(sizes)
-        return ids, np.stack([letters[ends - sizes], letters[ends - 1] + 1], 1)
+        widths = [len(character.encode(errors="surrogatepass")) for character in text]
+        character_of_byte, ends = np.repeat(np.arange(len(text)), widths), np.cumsum(sizes)
+        return ids, np.stack([character_of_byte[ends - sizes], character_of_byte[ends - 1] + 1], 1)
 
     def _tokens_before(self, text: str, border: int, ids: Ids) -> int:
-        """How many tokens are in front of a border, of a tokenizer that does not say where its tokens are."""
+        """Count the tokens before a border in characters, for a tokenizer without offsets."""
         if border == len(text):
             return len(ids)
         front = self.piece(text[:border])
@@ -305,7 +308,7 @@ def joined(pieces: Sequence[Ids]) -> torch.Tensor:
 
 
 def utf8(text: str) -> NDArray[np.uint8]:
-    """One id a byte, 0 to 255."""
+    """Return one id per byte, 0 to 255."""
     return np.frombuffer(text.encode(), dtype=np.uint8)
 
 
@@ -313,16 +316,16 @@ BYTES = Tokenizer(utf8, bos=257, eos=258, pad=256, name="bytes")  # 259 ids in a
 
 
 def as_tokenizer(tokenizer: Tokenizer | Tokenize | None) -> Tokenizer:
-    """Return the argument of an encoder as a `Tokenizer`.
+    """Convert the argument of an encoder to a `Tokenizer`.
 
-    None is `BYTES`. A bare tokenizer gets no special ids and pads with 0.
+    None becomes `BYTES`. Other tokenizers get no special ids and pad with 0.
     """
     if tokenizer is None:
         return BYTES
     return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
 
 
-_END = re.compile(r"end|eo[stm]|/s>|sep")  # in the texts of tokens that end something
+_END = re.compile(r"end|eo[stm]|/s>|sep")  # matches the texts of tokens that end a document or a turn
 
 
 def _ids(encoded: Any) -> Ids:
@@ -331,32 +334,32 @@ def _ids(encoded: Any) -> Ids:
 
 
 def _identity(tokenize: Any) -> str:
-    """A hash of the tokenizer's contents, or a name."""
-    if hasattr(tokenize, "backend_tokenizer"):  # transformers, whose calls set truncation and padding in passing
+    """Return a hash of the tokenizer's contents, or the name of the function or class."""
+    if hasattr(tokenize, "backend_tokenizer"):  # transformers, whose calls may change truncation and padding
         return _rules_identity(tokenize.backend_tokenizer, {"truncation": None, "padding": None})
     if hasattr(tokenize, "to_str"):  # tokenizers
         return _rules_identity(tokenize, {})
     if hasattr(tokenize, "serialized_model_proto"):  # SentencePiece
-        return _hashed(tokenize.serialized_model_proto())
+        return _hash(tokenize.serialized_model_proto())
     if hasattr(tokenize, "_mergeable_ranks"):  # tiktoken
         return _tiktoken_identity(tokenize)
-    if hasattr(tokenize, "get_vocab"):  # transformers, those written in Python
-        return _hashed(json.dumps([type(tokenize).__qualname__, sorted(tokenize.get_vocab().items())]).encode())
+    if hasattr(tokenize, "get_vocab"):  # slow tokenizers of transformers
+        return _hash(json.dumps([type(tokenize).__qualname__, sorted(tokenize.get_vocab().items())]).encode())
     named: Any = tokenize if hasattr(tokenize, "__qualname__") else type(tokenize)
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _rules_identity(printable: Any, instead: dict[str, None]) -> str:
-    return _hashed(json.dumps(json.loads(printable.to_str()) | instead, sort_keys=True).encode())
+def _rules_identity(tokenizer: Any, overrides: dict[str, None]) -> str:
+    return _hash(json.dumps(json.loads(tokenizer.to_str()) | overrides, sort_keys=True).encode())
 
 
 def _tiktoken_identity(encoding: Any) -> str:
-    parts = copy.copy(encoding).__getstate__()  # of a copy: the state of one in tiktoken's registry is only its name
+    parts = copy.copy(encoding).__getstate__()  # the state of an encoding in tiktoken's registry is only its name
     hashed = xxh3_128(repr((parts["pat_str"], sorted(parts["special_tokens"].items()))).encode())
     for token, rank in sorted(parts["mergeable_ranks"].items()):
         hashed.update(f"{token.hex()} {rank}\n".encode())
     return f"xxh3_128:{hashed.hexdigest()}"
 
 
-def _hashed(content: bytes) -> str:
+def _hash(content: bytes) -> str:
     return f"xxh3_128:{xxh3_128_hexdigest(content)}"

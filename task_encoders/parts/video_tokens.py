@@ -1,16 +1,17 @@
 """`VideoTokens` (Qwen2.5-VL) and `VideoFrames` (InternVL): videos as tokens.
 
-Eight frames; two of them are a step of `VideoTokens`, with 2 × 2 patches to a token (`@`), and each is an image of
-`VideoFrames` (`#`):
+In this example of eight frames, `VideoTokens` joins two frames to a step, with 2 × 2 patches per token (`@`).
+`VideoFrames` shows each frame as an image (`#`):
 
     VideoTokens   <|vision_start|> @@@@ @@@@ @@@@ @@@@ <|vision_end|>
     VideoFrames   Frame1: <img>####</img> ⏎ Frame2: <img>####</img> ⏎ … Frame8: <img>####</img>
 
-Frames are taken at a rate, no fewer and no more than wanted, spread over all of the video. Of 10 frames, 5 a second, at
-a rate of 2 a second (`|` begins a share, `*` is taken from its begin or its middle):
+Frames are chosen at a rate, between a least and a greatest number, and spread over the whole video. The video is
+divided into equal intervals (`|`), and a frame is the one at the start or the middle of its interval (`*`). A video of
+10 frames at 5 per second, of which 2 per second are chosen:
 
     frame    0 1 2 3 4 5 6 7 8 9
-    begin    *   |*  |  *  |*        4 frames: numbers 0, 2, 5, 7
+    start    *   |*  |  *  |*        4 frames: numbers 0, 2, 5, 7
     middle     * |   *|   *|  *      4 frames: numbers 1, 3, 6, 8
 """
 
@@ -34,7 +35,7 @@ from task_encoders.parts.vision import Vision
 
 @dataclass(frozen=True)
 class KnownVideo:
-    """Facts about a video by its header, with the attributes of an open one."""
+    """Facts about a video from its header, with the attributes of an open video."""
 
     duration_s: float
     fps: float
@@ -42,7 +43,7 @@ class KnownVideo:
 
     @classmethod
     def of(cls, info: MediaHeader) -> KnownVideo:
-        """Raises `Unmeasured` where the header does not say all of it."""
+        """Read the facts. Raises `Unmeasured` if the header lacks one."""
         if info.duration_s is None or not info.fps or info.width is None or info.height is None:
             raise Unmeasured
         return cls(info.duration_s, info.fps, (info.width, info.height))
@@ -56,32 +57,31 @@ class FrameRule:
     max_frames: int
 
     def check_rule(self) -> None:
-        """Raise ValueError where a setting is out of its range."""
+        """Raise ValueError if a setting is out of its range."""
         if not self.fps > 0 or not 1 <= self.min_frames <= self.max_frames:
             raise ValueError(
                 f"{type(self).__name__}: fps={self.fps}, min_frames={self.min_frames}, max_frames={self.max_frames}: "
                 "expected fps above 0 and 1 ≤ min_frames ≤ max_frames"
             )
 
-    def times(self, video: Any, *, multiple: int = 1, at: Literal["begin", "middle"] = "begin") -> list[float]:
+    def times(self, video: Any, *, multiple: int = 1, at: Literal["start", "middle"] = "start") -> list[float]:
         """Return the times of the chosen frames, in seconds.
 
-        Their number is a multiple of `multiple` if there are enough.
-
-        Raises ValueError where the video does not say its frame rate.
+        Their number is a multiple of `multiple` if the video has enough. `at` chooses the start or the middle of each
+        interval. Raises ValueError if the frame rate is unknown.
         """
-        total = frames_of(video)
+        total = count_frames(video)
         most = min(self.max_frames, total) // multiple * multiple
-        wanted = min(max(total / video.fps * self.fps, self.min_frames), most)
-        count = max(1, math.floor(wanted / multiple) * multiple)
-        shift = 0.0 if at == "begin" else 0.5
+        by_rate = min(max(total / video.fps * self.fps, self.min_frames), most)
+        count = max(1, math.floor(by_rate / multiple) * multiple)
+        shift = 0.0 if at == "start" else 0.5
         return [(number + shift) * total / count / video.fps for number in range(count)]
 
 
-def frames_of(video: Any) -> int:
-    """Return the number of frames of a video, by its duration and rate.
+def count_frames(video: Any) -> int:
+    """Count the frames of a video from its duration and frame rate.
 
-    Raises ValueError if the rate is unknown.
+    Raises ValueError if the frame rate is unknown.
     """
     if not video.fps > 0:
         raise ValueError("the video does not state its frames per second")
@@ -93,27 +93,25 @@ def frames_of(video: Any) -> int:
 class VideoTokens(FrameRule, Medium):
     """Videos as steps of two frames, divided into patches, as in Qwen2.5-VL.
 
-    Qwen2-VL and Qwen2.5-Omni do the same.
-
-    All frames are resized to one size near that of the video, both sides a multiple of `patch * merge`; a last frame
-    without another is taken twice.
+    Qwen2-VL and Qwen2.5-Omni do the same. All frames are resized to one size near that of the video, with sides that
+    are multiples of `patch * merge`. If the number of frames is odd, the last one is repeated.
 
     Args:
-        token: The id in the place of each token of a video; text must not contain it.
-        text: What a chat template writes in the place of a video.
-        before: Text in front of each video, such as the tokenizer's mark of its beginning.
-        after: Text behind each video.
-        fps: Frames taken from a second of video.
-        min_frames: The least number of frames taken, as far as there are as many.
-        max_frames: The greatest.
+        token: The id of each token of a video. Text must not contain it.
+        text: The placeholder that a chat template writes for a video.
+        before: The text before each video, such as a special token.
+        after: The text after each video.
+        fps: The number of frames to choose per second of video.
+        min_frames: The least number of frames to choose, if the video has that many.
+        max_frames: The greatest number of frames to choose.
         patch: The side of a patch, in pixels.
         merge: A model merges `merge` × `merge` patches into one token.
-        step: The frames of a patch.
+        step: The number of frames of a patch.
         min_pixels: A smaller frame is enlarged to this many pixels.
-        max_pixels: A larger one is shrunk to this many.
-        total_pixels: The most pixels of all steps, which many frames share; no frame gets less than 1.05 `min_pixels`.
-        mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
-        std: Their standard deviation.
+        max_pixels: A larger frame is shrunk to this many pixels.
+        total_pixels: The most pixels of all steps together. No frame gets less than 1.05 times `min_pixels`.
+        mean: The mean of red, green and blue in the training data, between 0 and 1 (default: ImageNet's).
+        std: The standard deviation of red, green and blue.
 
     Raises:
         ValueError: A setting is out of its range.
@@ -156,7 +154,7 @@ class VideoTokens(FrameRule, Medium):
         """Return the width and height to which the frames of a video are resized.
 
         Args:
-            frames: The number of frames taken.
+            frames: The number of chosen frames.
             width: Width of the video, in pixels.
             height: Height of the video, in pixels.
 
@@ -166,15 +164,15 @@ class VideoTokens(FrameRule, Medium):
         return self._frame_size(frames).size(width, height)
 
     def tokenize(self, thing: Any) -> MediumTokens:
-        """Make the tokens and patches of a video.
+        """Build the tokens and patches of a video.
 
         Args:
             thing: The video, as `sample.video()` opens it.
 
         Raises:
-            ValueError: It has no frame rate, or one side is over 200 times as long as the other.
+            ValueError: Its frame rate is unknown, or one side is over 200 times as long as the other.
         """
-        times, size, tokens = self._planned(thing)
+        times, size, tokens = self._plan(thing)
         patches, grid = self.cut(thing.frames(times, size=size))
         fields = {
             "video_patches": patches,
@@ -184,8 +182,8 @@ class VideoTokens(FrameRule, Medium):
         return MediumTokens(self, tokens.tokens, fields, (tokens,))
 
     def measure(self, info: MediaHeader) -> MediumTokens:
-        """The same without patches, by the length and size of the video."""
-        *_, tokens = self._planned(KnownVideo.of(info))
+        """Count the tokens from the duration and size of a video, without patches."""
+        *_, tokens = self._plan(KnownVideo.of(info))
         return MediumTokens(self, tokens.tokens, {}, (tokens,))
 
     def cut(self, frames: NDArray[np.uint8]) -> tuple[torch.Tensor, tuple[int, int, int]]:
@@ -195,12 +193,13 @@ class VideoTokens(FrameRule, Medium):
             frames: uint8 (n, 3, height, width); both sides are multiples of `patch * merge`.
 
         Returns:
-            uint8 (p, 3, step, patch, patch): step by step, token by token, the patches of a token row by row; and the
-            numbers of steps, and of rows and columns of patches.
+            The patches, uint8 (p, 3, step, patch, patch), in the order of steps, tokens, and rows within a token. And
+            the numbers of steps, and of rows and columns of patches.
         """
         missing = -len(frames) % self.step
         whole = np.concatenate([frames, *[frames[-1:]] * missing]) if missing else frames
         steps, rows, columns = len(whole) // self.step, whole.shape[2] // self.patch, whole.shape[3] // self.patch
+        # a side of `rows` or `columns` patches is split into tokens, patches of a token, and pixels of a patch
         high, wide = ((side // self.merge, self.merge, self.patch) for side in (rows, columns))
         split = whole.reshape(steps, self.step, 3, *high, *wide)
         patches = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3, self.step, self.patch, self.patch)
@@ -219,60 +218,58 @@ class VideoTokens(FrameRule, Medium):
         }
 
     def token_counts(self, item: dict[str, Any]) -> list[int]:
-        """The number of tokens of each video of an item."""
+        """Count the tokens of each video of an item."""
         counts: list[int] = (item["video_grids"].prod(1) // self.merge**2).tolist()
         return counts
 
     def select(self, item: dict[str, Any], first: int, last: int) -> dict[str, torch.Tensor]:
-        """The fields of the videos `first` to `last - 1` of an item."""
+        """Return the fields of the videos `first` to `last - 1` of an item."""
         own = {name: item[name][first:last] for name in ("video_grids", "video_seconds")}
         return {"video_patches": item["video_patches"][element_rows(item["video_grids"].prod(1), first, last)], **own}
 
     def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:
         """Return the fields of a batch from those of its rows, `joint`.
 
-        `counts`, int64 (B,), is the number of videos of each row.
-
-        `video_patches`, float32 (P, 3, step, patch, patch), normalized; `video_grids`, int64 (videos, 3);
-        `video_seconds`, float64 (videos,); `video_counts`, int64 (B,).
+        `counts`, int64 (B,), is the number of videos of each row. The fields are `video_patches`, float32 (P, 3, step,
+        patch, patch), normalized; `video_grids`, int64 (videos, 3); `video_seconds`, float64 (videos,); and
+        `video_counts`, int64 (B,).
         """
         patches = joint["video_patches"]
         flat = normalized(patches.flatten(2, 3), self.mean, self.std)
         return {**joint, "video_patches": flat.view(patches.shape), "video_counts": counts}
 
     def settings(self) -> dict[str, Any]:
-        """The class and every argument, for `TaskEncoder.settings`."""
+        """Return the class and every argument, for `TaskEncoder.settings`."""
         return {"class": "VideoTokens", **asdict(self), "mean": list(self.mean), "std": list(self.std)}
 
     def _frame_size(self, frames: int) -> NativeSize:
-        share = min(self.max_pixels, self.total_pixels * self.step // frames)
-        return NativeSize(self.patch, self.merge, self.min_pixels, max(share, int(self.min_pixels * 1.05)))
+        """Return the rule for the size of a frame, if so many frames are chosen."""
+        most = min(self.max_pixels, self.total_pixels * self.step // frames)
+        return NativeSize(self.patch, self.merge, self.min_pixels, max(most, int(self.min_pixels * 1.05)))
 
-    def _planned(self, video: Any) -> tuple[list[float], tuple[int, int], Grid]:
-        """The times of the frames taken, in seconds, their size in pixels, and where the tokens are."""
+    def _plan(self, video: Any) -> tuple[list[float], tuple[int, int], Grid]:
+        """Return the times of the chosen frames in seconds, their size in pixels, and the grid of their tokens."""
         times = self.times(video, multiple=self.step)
         width, height = self.size(len(times), *video.size)
         unit = self.patch * self.merge
-        interval_s = self.step / (len(times) / frames_of(video) * video.fps)
+        interval_s = self.step / (len(times) / count_frames(video) * video.fps)
         return times, (width, height), Grid(-(-len(times) // self.step), height // unit, width // unit, interval_s)
 
 
 @dataclass(frozen=True)
 class VideoFrames(FrameRule):
-    """Videos as images with a label before each, as in InternVL.
+    """Videos as images with a label before each frame, as in InternVL.
 
-    `Vision` says how an image appears.
-
-    A frame is taken from the middle of each share of the video.
+    The `Vision` of the encoder turns the frames into tokens. Frames are chosen from the middle of equal intervals.
 
     Args:
-        fps: Frames taken from a second of video.
-        min_frames: The least number of frames taken, as far as there are as many.
-        max_frames: The greatest.
-        tiles: How a frame becomes patches, of the same `patch` and `merge` as the tiles of `Vision`.
-        text: What a chat template writes in the place of a video.
-        label: Text in front of each frame; `{number}` is its number, from 1 on.
-        between: Text between two frames.
+        fps: The number of frames to choose per second of video.
+        min_frames: The least number of frames to choose, if the video has that many.
+        max_frames: The greatest number of frames to choose.
+        tiles: How a frame becomes patches, with the same `patch` and `merge` as the tiles of `Vision`.
+        text: The placeholder that a chat template writes for a video.
+        label: The text before each frame. `{number}` is the number of the frame, from 1.
+        between: The text between two frames.
 
     Raises:
         ValueError: A setting is out of its range.
@@ -302,11 +299,9 @@ class VideoFrames(FrameRule):
     def pieces(self, frames: Iterable[MediumTokens], vision: Vision) -> Iterator[str | MediumTokens]:
         """Yield the texts and frames of a video in a sequence.
 
-        Frames appear as `vision` shows images.
-
         Args:
-            frames: Its frames, from `tokenize` or `measure`.
-            vision: How an image appears.
+            frames: The frames, from `tokenize` or `measure`.
+            vision: How an image is turned into tokens.
         """
         for number, frame in enumerate(frames, 1):
             yield self.between * (number > 1) + self.label.replace("{number}", str(number))
@@ -317,12 +312,12 @@ class VideoFrames(FrameRule):
 
         Args:
             video: The video, as `sample.video()` opens it.
-            vision: How an image appears.
+            vision: How an image is turned into tokens.
         """
-        shown = replace(vision, tiles=self.tiles)
+        frame_vision = replace(vision, tiles=self.tiles)
         for time in self.times(video, at="middle"):
             frame = video.frames([time])[0]
-            yield shown.tokenize(Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))))
+            yield frame_vision.tokenize(Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))))
 
     def measure(self, info: MediaHeader, vision: Vision) -> list[MediumTokens]:
         """Return the token counts of each frame, from the header alone.
@@ -335,6 +330,7 @@ class VideoFrames(FrameRule):
         return [frame for _ in self.times(KnownVideo.of(info), at="middle")]
 
     def settings(self) -> dict[str, Any]:
-        """The class and every argument, for `TaskEncoder.settings`."""
+        """Return the class and every argument, for `TaskEncoder.settings`."""
         own = {name: value for name, value in asdict(self).items() if name != "tiles"}
-        return {"class": "VideoFrames", **own, **{"frame_" + n: v for n, v in self.tiles.settings().items()}}
+        tiles = {f"frame_{name}": value for name, value in self.tiles.settings().items()}
+        return {"class": "VideoFrames", **own, **tiles}

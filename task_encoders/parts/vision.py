@@ -12,7 +12,7 @@ from PIL import Image
 from savable_pipeline import Sample
 from task_encoders.parts.image_tiles import ImageTiles
 from task_encoders.parts.medium import Grid, MediaHeader, Medium, MediumTokens, Unmeasured, element_rows
-from task_encoders.parts.processor_tiles import shown_by
+from task_encoders.parts.processor_tiles import tiles_of_processor
 from task_encoders.parts.sample_parts import Decode, ScaledImage, check_decode
 from task_encoders.parts.square_crop import MEAN, STD, normalized
 
@@ -21,23 +21,23 @@ from task_encoders.parts.square_crop import MEAN, STD, normalized
 class Vision(Medium):
     """How images appear in a sequence of tokens.
 
-    `Vision.from_processor` takes a model's numbers from its processor.
+    `Vision.from_processor` reads the settings of a model from its processor.
 
     Args:
         tiles: How an image becomes patches: `NativeSize`, `Tiles`, `SplitTiles` or `Buckets`.
-        token: The id in the place of each token of an image; text must not contain it.
-        text: What a chat template writes in the place of an image.
-        before: Text in front of each image, such as the tokenizer's mark of its beginning.
-        after: Text behind each image.
-        mean: The mean of red, green and blue in the training data, between 0 and 1; that of ImageNet.
-        std: Their standard deviation.
-        decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its size where its tiles have fewer pixels than that, the
-            same tiles of the same sizes; "exact" always in full.
-        exif: Turn a photo by its EXIF orientation; False takes the pixels as they are stored.
-        bits: 8 takes images of 16 bits a channel as v >> 8; None refuses them.
+        token: The id of each token of an image. Text must not contain it.
+        text: The placeholder that a chat template writes for an image.
+        before: The text before each image, such as a special token.
+        after: The text after each image.
+        mean: The mean of red, green and blue in the training data, between 0 and 1 (default: ImageNet's).
+        std: The standard deviation of red, green and blue.
+        decode: "scaled" (default) decodes a JPEG at 1/2, 1/4 or 1/8 of its size if its tiles need no more pixels. The
+            tiles have the same sizes. "exact" always decodes in full.
+        exif: Whether to rotate a photo by its EXIF orientation (default).
+        bits: 8 converts images of 16 bits per channel by v >> 8. None (default) rejects them.
 
     Raises:
-        ValueError: `token` is no id, `text` is empty, or `decode` is neither.
+        ValueError: `token` is not an id, `text` is empty, or `decode` is invalid.
 
     Example:
         ```python
@@ -74,20 +74,20 @@ class Vision(Medium):
 
         Args:
             processor: `AutoProcessor.from_pretrained(name)`.
-            patch: `config.vision_config.patch_size` of the model; None: the processor's own, where it has one.
+            patch: `config.vision_config.patch_size` of the model. None (default): that of the processor, if any.
             decode: As for `Vision`.
 
         Raises:
-            ValueError: The processor is another, or one of its settings is.
+            ValueError: The processor, or one of its settings, is not supported.
         """
-        tiles, before, after = shown_by(processor, patch)
+        tiles, before, after = tiles_of_processor(processor, patch)
         images, text = processor.image_processor, processor.image_token
         mean, std = tuple(images.image_mean), tuple(images.image_std)
         token = processor.tokenizer.convert_tokens_to_ids(text)
         return cls(tiles, token, text, before, after, mean, std, decode=decode)
 
     def image(self, sample: Sample, part: str) -> Image.Image | ScaledImage:
-        """Decode an image of a sample as large as its tiles need it, for `tiles.cut`.
+        """Decode an image of a sample at the size that its tiles need, for `tiles.cut`.
 
         Args:
             sample: The sample.
@@ -95,7 +95,7 @@ class Vision(Medium):
 
         Raises:
             OSError: The image is damaged.
-            ValueError: It has more than 8 bits a channel, and `bits` is None.
+            ValueError: It has more than 8 bits per channel, and `bits` is None.
         """
         if self.decode == "exact" or not self.tiles.takes_scaled:
             return sample.image(part, mode="RGB", bits=self.bits, exif=self.exif)
@@ -135,7 +135,7 @@ class Vision(Medium):
 
     def measure(self, info: MediaHeader) -> MediumTokens:
         """Count the tokens from the size of the image, without patches."""
-        if not self.exif or info.width is None or info.height is None:  # a header's size is as it is shown
+        if not self.exif or info.width is None or info.height is None:  # the size in a header is that after rotation
             raise Unmeasured
         if (sizes := self.tiles.sizes(info.width, info.height)) is None:
             raise Unmeasured
@@ -170,11 +170,11 @@ class Vision(Medium):
         }
 
     def token_counts(self, item: dict[str, Any]) -> list[int]:
-        """The number of tokens of each image of an item."""
+        """Count the tokens of each image of an item."""
         return [self.tiles.tokens(grids) for grids in item["grids"].split(item["tile_counts"].tolist())]
 
     def select(self, item: dict[str, Any], first: int, last: int) -> dict[str, torch.Tensor]:
-        """The fields of the images `first` to `last - 1` of an item."""
+        """Return the fields of the images `first` to `last - 1` of an item."""
         tiles = element_rows(item["tile_counts"], first, last)
         patches = element_rows(item["grids"].prod(1), tiles.start, tiles.stop)
         return {
@@ -186,11 +186,9 @@ class Vision(Medium):
     def batch(self, joint: dict[str, torch.Tensor], counts: torch.Tensor) -> dict[str, Any]:
         """Return the fields of a batch from those of its rows, `joint`.
 
-        `counts`, int64 (B,), is the number of images of each row.
-
-        `patches`, float32 (P, 3, patch, patch), normalized; `grids`, int64 (tiles, 2); `tile_counts`, int64 (images,);
-        `image_counts`, int64 (B,); `patch_cu_seqlens`, int32 (tiles + 1,), and `patch_max_seqlen`, int, for attention
-        among the patches of a tile.
+        `counts`, int64 (B,), is the number of images of each row. The fields are `patches`, float32 (P, 3, patch,
+        patch), normalized; `grids`, int64 (tiles, 2); `tile_counts`, int64 (images,); `image_counts`, int64 (B,);
+        `patch_cu_seqlens`, int32 (tiles + 1,), and `patch_max_seqlen`, int, for attention among the patches of a tile.
         """
         sizes = joint["grids"].prod(1)
         return {
@@ -202,7 +200,7 @@ class Vision(Medium):
         }
 
     def settings(self) -> dict[str, Any]:
-        """Every argument, for `TaskEncoder.settings`."""
+        """Return every argument, for `TaskEncoder.settings`."""
         own: dict[str, Any] = {"image_token": self.token, "image_text": [self.text, self.before, self.after]}
         own |= {"mean": list(self.mean), "std": list(self.std)}
         return {**self.tiles.settings(), **own, "decode": self.decode, "exif": self.exif}

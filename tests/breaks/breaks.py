@@ -1,4 +1,4 @@
-"""Sixty-three deliberate breaks of the code: the measure of what the test suite catches.
+"""Seventy deliberate breaks of the code: the measure of what the test suite catches.
 
 Each is a plausible mistake of a refactoring that breaks one promise: `wrong` says what then goes wrong, whatever the
 classes and files are called. `old` and `new` are the edit that makes it in `file` as the code is now. When code moves,
@@ -7,7 +7,7 @@ adapt the edit and nothing else; when a break cannot be made any more, replace i
     python tools/house/breaks.py                 applies each in turn to a copy, and runs the tests
     python tools/house/breaks.py --only NAME
 
-`caught_by` is the test that found it first. All 63 are caught by `tests`, most within a minute.
+`caught_by` is the test that found it first. All 70 are caught by `tests`, most within a minute.
 """
 
 # ruff: noqa: E501  # the edits hold lines of code with their line ends
@@ -32,6 +32,7 @@ class Break:
 
 
 _STAGES, _RUN, _DATA = "savable_pipeline/stages/", "savable_pipeline/run/", "savable_pipeline/data/"
+_CONVERT = "savable_pipeline/tools/convert/"
 
 STAGES = [
     Break(
@@ -75,6 +76,46 @@ STAGES = [
         caught_by="tests/stages/test_encode.py::test_parts_of_a_sample_have_random_numbers_of_their_own",
     ),
     Break(
+        "fan-out-opened-for-each-part",
+        "costs",
+        "After a resume, each buffered part of a sample opens its iterator anew and advances it from the start.",
+        _STAGES + "encode.py",
+        "            fan = self._open = FanOut(self, sample, (made, rng), count=count)\n",
+        "            fan = FanOut(self, sample, (made, rng), count=count)\n",
+        ("tests/stages/test_fan_out.py",),
+        caught_by="tests/stages/test_fan_out.py::test_a_resume_in_the_middle_advances_the_iterator_to_its_place_once[pack]",
+    ),
+    Break(
+        "size-declared-twice",
+        "costs",
+        "The declared size of an item is asked for again when the item is built.",
+        _STAGES + "encode.py",
+        '        planned = declared or (element.sizes[0] if element.sizes and not hasattr(item, "__next__") else None)\n',
+        "        planned = self.of(sample)\n",
+        ("tests/stages/test_measured_once.py",),
+        caught_by="tests/stages/test_measured_once.py::test_each_value_is_measured_once[best fit-False-Declaring]",
+    ),
+    Break(
+        "pack-in-a-pack-loses-its-size",
+        "order",
+        "A pack that lost items loses its size in the pack around it, and later stages choose by the other sizes.",
+        _STAGES + "packing/piece_maker.py",
+        "            return Element(ref, item.value, measured=item.measured)\n",
+        "            return item\n",
+        ("tests/stages/test_lost_items.py",),
+        caught_by="tests/stages/test_lost_items.py::test_a_pack_of_packs_has_a_size_for_each_pack_that_lost_items[TellingTexts]",
+    ),
+    Break(
+        "skipped-samples-downloaded",
+        "costs",
+        "Samples of a bucket that are skipped are requested, and so are downloaded for nothing.",
+        _STAGES + "readers/reader.py",
+        "        return self.dataset.open_samples(refs, request=not self.lane.skips)\n",
+        "        return self.dataset.open_samples(refs)\n",
+        ("tests/stages/test_skipping.py",),
+        caught_by="tests/stages/test_skipping.py::test_skipping_requests_no_data_of_a_bucket[batched]",
+    ),
+    Break(
         "fan-out-begins-again-after-an-error",
         "faults of the environment lose and repeat nothing",
         "After an error in the middle of a fan-out, the parts that were given before come again.",
@@ -109,8 +150,8 @@ STAGES = [
         "decisions",
         "Open packs of a decided, shorter length are restored with the packer's own length.",
         _STAGES + "packing/packer.py",
-        "        if any(pack.length != self.max_length for pack in packing.packs):\n",
-        "        if any(pack.length > self.max_length for pack in packing.packs):\n",
+        "lengths if any(length != self.max_length for length in lengths) else None,\n",
+        "lengths if any(length > self.max_length for length in lengths) else None,\n",
         ("tests/run/loader/test_deciding.py", "tests/stages/packing"),
         caught_by="tests/run/loader/test_deciding.py::test_a_replay_on_other_ranks_over_resumes_equals_the_run_that_decided[best_fit]",
     ),
@@ -331,8 +372,8 @@ RUN = [
         "decisions",
         "Batches that workers made ahead are given after a decision as they were made before it.",
         _RUN + "loader/run.py",
-        "            self.prefetcher.restart()\n            self._ends.forget()\n",
-        "            self._ends.forget()\n",
+        "        self.prefetcher.restart()\n        self._ends.forget()\n",
+        "        self._ends.forget()\n",
         ("tests/run/loader/test_deciding.py",),
         caught_by="tests/run/loader/test_deciding.py::test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their_batches_again",
     ),
@@ -683,6 +724,37 @@ DATA = [
         "        newest_ns = max(newest_ns, version.written_ns)\n",
         ("tests/tools/convert/test_changed.py", "tests/tools/convert/test_resume.py", "tests/tools/convert"),
         caught_by="tests/tools/convert/test_changed.py::test_a_file_that_is_overwritten_and_dated_back_is_a_change",
+    ),
+    Break(
+        "shards-named-in-the-order-of-workers",
+        "conversion",
+        "Shards get their names in the order in which workers finish them: other bytes with other workers.",
+        _CONVERT + "finish.py",
+        "        for job in jobs:\n            record = records(job)\n",
+        "        for job in sorted(jobs, key=lambda job: (job.work / job.name / 'record').stat().st_mtime_ns):\n"
+        "            record = records(job)\n",
+        ("tests/tools/convert/test_ranges.py", "tests/tools/convert"),
+        caught_by="tests/tools/convert/test_ranges.py::test_one_worker_and_eight_give_the_same_bytes",
+    ),
+    Break(
+        "repeated-keys-of-other-ranges-converted",
+        "conversion",
+        "A key that a range before has is taken for new: two samples of the shards have it.",
+        _CONVERT + "finish.py",
+        "    met[found] = True\n",
+        "",
+        ("tests/tools/convert/test_rejects.py", "tests/tools/convert"),
+        caught_by="tests/tools/convert/test_rejects.py::test_repeated_keys_of_other_ranges_are_rejected",
+    ),
+    Break(
+        "half-written-range-converted-as-finished",
+        "conversion",
+        "A range that was being written when the process was killed is taken for finished.",
+        _CONVERT + "range_job.py",
+        "        return (self.work / self.name / RECORD_FILE).exists()\n",
+        "        return any(self.work.glob(f'{self.name}*'))\n",
+        ("tests/tools/convert/test_resume.py", "tests/tools/convert/test_kills.py"),
+        caught_by="tests/tools/convert/test_resume.py::test_killed_worker_is_an_error_that_says_how_to_resume",
     ),
 ]
 

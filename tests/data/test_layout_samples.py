@@ -240,6 +240,13 @@ def test_kaldi_tables_may_have_empty_lines(root: Path) -> None:
     assert [sample.json().get("text") for sample in sp.open_dataset(root)] == ["good day", None]
 
 
+def test_kaldi_text_keeps_line_separators_and_spaces_that_are_not_ascii(root: Path) -> None:
+    kaldi()(root)
+    texts = ["good\u2028day", "\u3000\u5143\u6c17\x85\u3000"]
+    (root / "text").write_text(f"a1 {texts[0]}\na2\t{texts[1]}\r\n")
+    assert [sample.json()["text"] for sample in sp.open_dataset(root)] == texts
+
+
 def test_kaldi_table_that_is_not_utf8_is_an_error_that_names_it(root: Path) -> None:
     kaldi()(root)
     (root / "text").write_bytes(b"a1 caf\xe9\na2 b\n")

@@ -10,7 +10,7 @@ BREAKS = runpy.run_path(str(ROOT / "tests/breaks/breaks.py"), run_name="breaks")
 
 
 def test_there_are_breaks_of_stages_run_and_data() -> None:
-    assert len(BREAKS) == len({each.name for each in BREAKS}) == 63
+    assert len(BREAKS) == len({each.name for each in BREAKS}) == 70
     for folder in ("stages", "run", "data"):
         assert sum(each.file.startswith(f"savable_pipeline/{folder}/") for each in BREAKS) >= 18
 

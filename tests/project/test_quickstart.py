@@ -40,8 +40,8 @@ def test_a_trainer_killed_in_the_middle_and_resumed_with_other_workers_repeats_e
     folder = tmp_path / "python"
     recipe = quickstart.RECIPES["python"]
     quickstart.prepare(recipe, folder)
-    assert quickstart.dealt_to_ranks(recipe, folder, [2]) is None
-    trial = quickstart.killed_and_resumed(recipe, folder, steps=30)
+    assert quickstart.compare_ranks(recipe, folder, [2]) is None
+    trial = quickstart.kill_and_resume(recipe, folder, steps=30)
 
     assert trial.difference is None
     assert list(trial.uninterrupted) == list(range(30))

@@ -71,7 +71,7 @@ def test_model_learns_from_its_encoders_batches(name: str, prepared: Any, tmp_pa
 @pytest.mark.long
 def test_chat_training_killed_and_resumed_with_other_workers_repeats_every_bit(prepared: Any, tmp_path: Path) -> None:
     recipe = prepared("chat")
-    trial = quickstart.killed_and_resumed(recipe, tmp_path, steps=20)
+    trial = quickstart.kill_and_resume(recipe, tmp_path, steps=20)
     assert trial.difference is None
     assert 12 <= max(trial.killed) < 19
     losses = [float.fromhex(entry["loss"]) for entry in trial.uninterrupted.values()]

@@ -286,7 +286,7 @@ def test_a_state_with_other_groups_is_a_mismatch() -> None:
         ({"bounds": [5, 5]}, "ascending"),
         ({"bounds": [0, 5]}, "ascending"),
         ({"size": 0}, "at least 1"),
-        ({"candidates": 0}, "candidates must be an int of at least 1"),
+        ({"candidates": 0}, "candidates must be at least 1, not 0"),
         ({"size": 3, "max_tokens": 8}, "size or max_tokens, not both"),
         ({"max_tokens": 4}, "at least the last bound, 5"),
     ],

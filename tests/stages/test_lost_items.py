@@ -328,3 +328,22 @@ def test_buffered_pack_that_lost_an_item_is_listed_without_it(
         given |= {number for row in rows_of(batch) for number in row}
         encoder.bad = frozenset()
     assert left <= given and left
+
+
+@pytest.mark.parametrize("kind", [Texts, TellingTexts])
+def test_a_pack_of_packs_has_a_size_for_each_pack_that_lost_items(shards: str, kind: type[Texts]) -> None:
+    """Later stages decide by these sizes: an order must not depend on whether a pack in a pack is whole."""
+
+    class Nested(kind):  # type: ignore[misc, valid-type]
+        bad = BAD
+
+        def length(self, item: Any) -> int:
+            return sum(map(self.length, item)) if isinstance(item, list) else int(item[2])
+
+    items = sp.Encode(sp.TarShardReader(shards, sp.Lane(seed=7), epochs=1), Nested(), on_error="skip", max_errors=1.0)
+    packs = sp.OnlinePacker(sp.OnlinePacker(items, max_length=20), max_length=60)
+    sizes = []
+    for _ in packs:
+        assert packs.sizes is not None and len(packs.sizes) == len(packs.ref) - 1
+        sizes += packs.sizes
+    assert sum(length for length, _ in sizes) == sum(map(length_of, set(range(SAMPLES)) - BAD))

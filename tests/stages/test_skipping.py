@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.data.stores.cached_samples import CachedFiles
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.pipeline import upstream
 from tests.support.draws import examples
 from tests.support.random_stacks import Joining, stack, stacks
 from tests.support.shards import write_numbered_shards
+from tests.support.toy_server import serving_a_machine
 from tests.support.toy_stores import number_of
 
 CALLS = Counter[str]()
@@ -261,23 +263,73 @@ def test_users_stage_is_skipped_by_its_own_code(shards: str) -> None:
     assert calls_of(pipeline, 6)["encode"]
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("policy", ["best_fit", "first_fit", "first_fit_decreasing"])
-def test_each_packed_item_is_measured_once(shards: str, known: bool, policy: Any) -> None:
-    class Measured(Counting):
-        def length(self, item: Any) -> int:
-            CALLS[f"length {item[0]}"] += len(item) == 1 + item[0] % 4  # else it is a part that was cut
-            return len(item)
+@pytest.fixture
+def requested(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The rows of tars that are requested in advance, whenever they are then downloaded."""
+    found = Counter[str]()
+    for name in ("request", "prefetch"):
+        requests = getattr(CachedFiles, name)
 
-    class Declared(Measured):
-        def length_of(self, sample: sp.Sample) -> int:
-            CALLS[f"length_of {sample.ref.index}"] += 1
-            return 1 + sample.ref.index % 4
+        def noted(store: Any, rows: Any, name: str = name, requests: Any = requests) -> None:
+            found[name] += len(rows)
+            requests(store, rows)
 
-    samples = sp.read(shards, epochs=1).shuffle(10)
-    encoded = samples.encode(Declared() if known else Measured(), check=0.0)
-    batches = encoded.pack(max_length=30, policy=policy, too_long="skip").batch(2)(sp.Lane(seed=7))
+        monkeypatch.setattr(CachedFiles, name, noted)
+    return found
+
+
+@pytest.mark.parametrize("build", [batched, packed, balanced, in_buckets])
+def test_skipping_requests_no_data_of_a_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requested: Counter[str], build: Callable[..., Any]
+) -> None:
+    with serving_a_machine(tmp_path, monkeypatch) as server:
+        bucket = tmp_path / "www" / "bucket"
+        write_numbered_shards(bucket, [60, 21, 99])
+        assert len(sp.open_dataset(str(bucket))) == 180  # which indexes it
+        kind = Counting if build is batched else CountingSizes
+        pipeline = build(sp.read("s3://bucket/").shuffle(10), kind())
+        expected = sp.SavableLoader(build(sp.read(str(bucket)).shuffle(10), kind()), seed=7, lanes=2)
+        with sp.SavableLoader(pipeline, seed=7, lanes=2) as loader:
+            loader.skip(16)
+            assert not requested.total() and not server.sent(".tar")
+            expected.skip(16)
+            assert next(loader) == next(expected)
+            assert server.sent(".tar") and (build is in_buckets or requested["request"])
+
+
+def test_a_join_of_a_bucket_is_skipped_by_its_index_of_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requested: Counter[str]
+) -> None:
+    with serving_a_machine(tmp_path, monkeypatch):
+        bucket = tmp_path / "www" / "bucket"
+        write_numbered_shards(bucket, [60, 21])
+        sp.open_dataset(str(bucket))
+        samples = sp.join(sp.read("s3://bucket/", shuffle=False), {"other": "s3://bucket/0000.tar"})
+        with sp.SavableLoader(batched(samples, Counting()), seed=7, lanes=2) as loader:
+            loader.skip(16)
+            assert not requested.total()
+            next(loader)
+            assert requested["request"]
+
+
+@pytest.mark.parametrize(("build", "kind"), [(batched, Counting), (packed, CountingSizes), (balanced, CountingSizes)])
+def test_resume_on_more_ranks_and_skips_build_only_what_is_yielded(
+    shards: str, build: Callable[..., Any], kind: type[sp.TaskEncoder]
+) -> None:
+    pipeline = build(sp.read(shards).shuffle(10), kind())
+    plain = sp.SavableLoader(pipeline, seed=7, lanes=4)
+    expected = [next(plain) for _ in range(24)]
+    two = [sp.SavableLoader(pipeline, seed=7, lanes=4, ranks=(rank, 2)) for rank in range(2)]
+    assert [next(rank) for _ in range(2) for rank in two] == expected[:4]
+    state = sp.merge_states([rank.state_dict() for rank in two])
+    four = [sp.SavableLoader(pipeline, seed=7, lanes=4, ranks=(rank, 4)) for rank in range(4)]
     CALLS.clear()
-    assert len(list(batches)) > 5
-    lengths = [calls for name, calls in CALLS.items() if name.startswith(("length ", "length_of "))]
-    assert len(lengths) == 180 * (1 + known) and max(lengths) == 1
+    for rank in four:
+        rank.load_state_dict(state)
+        rank.skip(12)
+    assert not set(CALLS) - {"length_of"}
+    found = [next(rank) for _ in range(2) for rank in four]
+    assert found == expected[16:24]
+    items = sum(len(pack) if build is batched else sum(map(len, pack)) for pack in found)
+    # each rank encodes its first 8 twice, and those that replace yielded ones in its buffer
+    assert CALLS["encode"] <= items + 4 * (8 + 5) and CALLS["batch"] == 8

@@ -373,7 +373,7 @@ def test_a_stage_of_ones_own_has_few_members_to_know() -> None:
     assert len({name for name in members if name[0] != "_"}) <= 12
 
 
-OF_A_STAGE = {"take_from", "take_elements", "make_elements", "is_certain", "count_of", "sizes_of", "is_one_to_one"}
+OF_A_STAGE = {"take_from", "take_elements", "make_elements", "is_certain", "count_of", "last_element", "is_one_to_one"}
 
 
 def names_used_of_others(kind: ast.ClassDef) -> set[str]:

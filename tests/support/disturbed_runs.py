@@ -17,7 +17,7 @@ from typing import Any
 
 import savable_pipeline as sp
 from savable_pipeline.run.ledger.reader import LedgerFiles
-from savable_pipeline.run.loader.ledger import make_again
+from savable_pipeline.run.loader.ledger import rebuild_batch
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.trainer_loader import TrainerLoader
@@ -235,5 +235,5 @@ def _check_ledger(
     if ids or len(plan) > 1:
         return
     for slot in draw.sample(sorted(found), min(again, len(found))):
-        assert digest(make_again(plan[0][0], ledger, *by_slot[slot]).batch) == found[slot], f"slot {slot} made again"
+        assert digest(rebuild_batch(plan[0][0], ledger, *by_slot[slot]).batch) == found[slot], f"slot {slot} made again"
         compared["made again"] += 1

@@ -1,9 +1,9 @@
-"""Workers behind a connection that is late, repeats itself, loses its order, falls silent or dies; with a clock.
+"""Workers behind a connection that is late, repeats itself, loses messages, falls silent or dies; with a clock.
 
     sp.SavableLoader(pipeline, seed=7, workers=FakeWorkers(2, world=World(seed=3)))
 
-Each fake worker runs real lanes, in the test's own process. A message, of a request or an answer, takes a drawn time,
-so that a later one may overtake it; it may arrive twice, or never; and at each one the worker may die or fall silent.
+Each fake worker runs real lanes, in the test's own process. A message, of a request or an answer, takes a drawn time.
+None overtakes another, as on a socket. It may arrive twice, or never. At each one the worker may die or fall silent.
 Nothing sleeps and nothing reads the time: a `World` is a function of its seed and of what is asked of it.
 """
 
@@ -12,16 +12,17 @@ from __future__ import annotations
 import heapq
 import pickle
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import savable_pipeline as sp
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.run.engine.connection import STARTED, Answer, Ended
+from savable_pipeline.run.engine.connection import STARTED, Ended, WorkerAnswer
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob, Request, WorkerStatus
-from savable_pipeline.run.engine.worker_main import Inbox, answer_request
+from savable_pipeline.run.engine.worker_main import answer_request
 from savable_pipeline.run.transport.status_page import begin_request, read_status
 
 TROUBLES = ("late", "twice", "lost", "silent", "dead", "dies later", "cannot be ended")
@@ -60,13 +61,15 @@ class World:
         if not enough():
             self.now = max(self.now, time)
 
-    def carry(self, message: Any, arrive: Callable[[Any], None]) -> None:
-        """Have a message arrive as others wrote it: later, perhaps twice, perhaps never."""
+    def carry(self, message: Any, arrive: Callable[[Any], None], earliest: float) -> float:
+        """Have a message arrive as others wrote it: later, perhaps twice, perhaps never. Returns when."""
         raw = pickle.dumps(message)
         for _ in range(2 if self.has("twice") else 1):
             if not self.has("lost"):
                 seconds = self.draw.choice((0.0, 0.001, 0.02)) + (3.0 * self.draw.random() if self.has("late") else 0.0)
-                self.after(seconds, lambda: arrive(pickle.loads(raw)))
+                earliest = max(earliest, self.now + seconds)
+                self.after(earliest - self.now, lambda: arrive(pickle.loads(raw)))
+        return earliest
 
 
 class FakeConnection:
@@ -79,8 +82,10 @@ class FakeConnection:
         self.has_ended = False
         self._world, self._host = world, host
         self._alive, self._busy, self._silent, self._looked = True, False, False, True
-        self._inbox = Inbox()
-        self._arrived: list[tuple[int, Answer]] = []
+        self._requests: deque[Request] = deque()
+        self._received = 0
+        self._there, self._back = 0.0, 0.0  # when the last message of each direction arrives
+        self._arrived: list[tuple[int, WorkerAnswer]] = []
         self._words = memoryview(bytearray(64)).cast("Q")
         begin_request(self._words, 0)
         self._runner = LaneRunner(
@@ -88,9 +93,9 @@ class FakeConnection:
         )  # fmt: skip
         self._answer(STARTED, 1)
 
-    def _answer(self, number: int, answer: Answer) -> None:
+    def _answer(self, number: int, answer: WorkerAnswer) -> None:
         if self._goes_on():
-            self._world.carry((number, answer), self._arrives)
+            self._back = self._world.carry((number, answer), self._arrives, self._back)
 
     def _goes_on(self) -> bool:
         """Whether the worker is there at this message; it may die of it now, or a little later."""
@@ -112,22 +117,24 @@ class FakeConnection:
             self.has_ended = True
             self._host.ended.append(Ended(self, "ended by signal SIGKILL"))
 
-    def _arrives(self, message: tuple[int, Answer]) -> None:
+    def _arrives(self, message: tuple[int, WorkerAnswer]) -> None:
         self._arrived.append(message)
         self._host.heard.add(self)
 
     def send(self, request: Request) -> None:
-        self._world.carry(request, self._requested)
+        self._there = self._world.carry(request, self._requested, self._there)
 
     def _requested(self, request: Request) -> None:
         if self._goes_on():
-            self._inbox.put(request)
+            if request.number == self._received + 1:
+                self._received += 1
+                self._requests.append(request)
             self._work()
 
     def _work(self) -> None:
-        if self._alive and not self._busy and not self._inbox.queue.empty():
+        if self._alive and not self._busy and self._requests:
             self._busy = True
-            request = self._inbox.queue.get()
+            request = self._requests.popleft()
             begin_request(self._words, request.number)
             self._world.after(0.001 + 0.05 * self._world.draw.random(), lambda: self._made(request))
 
@@ -137,7 +144,7 @@ class FakeConnection:
             self._answer(request.number, answer_request(self._runner, request))
             self._work()
 
-    def receive(self) -> list[tuple[int, Answer]]:
+    def receive(self) -> list[tuple[int, WorkerAnswer]]:
         found, self._arrived = self._arrived, []
         if not found and not self._alive:
             raise EOFError

@@ -46,7 +46,7 @@ class _History:
 
     def _started(self) -> sp.SavableLoader:
         """A loader where the last state was saved; its own file, or that of all ranks."""
-        self._oracle = self._saved_oracle.resumed()
+        self._oracle = self._saved_oracle.after_resume()
         num_workers = self._draw.choice([0, 1, 2])
         pipeline = partial(numbers_pipeline, self._shards, **self._how)
         found = sp.SavableLoader(pipeline, seed=3, lanes=LANES, num_workers=num_workers, acknowledge=True)
@@ -61,7 +61,7 @@ class _History:
         moves = [self._step] * 6 + [self._acknowledge] * 5 + [self._again, self._kill_worker, self._save, self._resume]
         for _ in range(MOVES):
             self._draw.choice(moves)()
-        while self._oracle.coming:
+        while self._oracle.to_repeat:
             self._step()
         self._save()
         self._check()
@@ -80,23 +80,23 @@ class _History:
         for receipts in given:
             for slot, row in receipts:
                 if slot >= 0:
-                    self._oracle.give((slot, row))
+                    self._oracle.record_yield((slot, row))
 
     def _acknowledge(self) -> None:
         """On any rank, by the same draw on all."""
-        out = [each for each in self._oracle.open if each not in self._oracle.coming]
+        out = [each for each in self._oracle.open if each not in self._oracle.to_repeat]
         chosen, who = self._draw.sample(out, self._draw.randint(0, len(out))), self._draw.randrange(self._ranks)
         if who == self._rank:
             self._loader.acknowledge(chosen)
-        self._oracle.end(chosen)
+        self._oracle.record_acknowledged(chosen)
 
     def _again(self) -> None:
         """Of a row, on its rank, which takes one batch more."""
-        out = [each for each in self._oracle.open if each not in self._oracle.coming]
+        out = [each for each in self._oracle.open if each not in self._oracle.to_repeat]
         if not out:
             return
         chosen = self._draw.choice(out)
-        self._oracle.coming.append(chosen)
+        self._oracle.to_repeat.append(chosen)
         table: Any = self._loader.__savable_run__().rows.table  # type: ignore[union-attr]
         waiting = len(table.waiting)
         if chosen[0] % self._ranks == self._rank:

@@ -51,7 +51,7 @@ def workers(loader: sp.SavableLoader) -> list[int]:
     if not isinstance(pool, Pool):
         return []
     while not all(worker.started for worker in pool._workers):
-        pool._hear(0.05)
+        pool._poll(0.05)
     return started(loader)
 
 
@@ -67,7 +67,7 @@ def notice_deaths(loader: sp.SavableLoader, deaths: int) -> None:
     pool = loader._run.backend
     assert isinstance(pool, Pool)
     while pool.numbers()["restarts"] < deaths:
-        pool._hear(0.05)
+        pool._poll(0.05)
 
 
 def kill(pid: int) -> None:

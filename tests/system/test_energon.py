@@ -18,6 +18,7 @@ from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.describe import describe
 from tests.conftest import write_tar
 from tests.energon.conftest import no_collection
+from tests.support.record_cases import png
 from tests.support.toy_files import SMALL, fill, jpeg, write_lines
 
 energon = pytest.importorskip("megatron.energon")
@@ -72,9 +73,7 @@ def ours(root: Path, split: str = "train") -> dict[str, Parts]:
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
     """Compressed tars whose samples have unlike parts, in folders, with long names and members of no sample."""
-    samples = [
-        (f"{'d' * 60}/é{i}", [("jpg", jpeg(i)), ("seg.png", b"p%d" % i), ("json", b"[%d]" % i)]) for i in range(9)
-    ]
+    samples = [(f"{'d' * 60}/é{i}", [("jpg", jpeg(i)), ("seg.png", png(i)), ("json", b"[%d]" % i)]) for i in range(9)]
     for shard in range(3):
         members = [("README", b"no sample"), ("__meta__/x.txt", b"metadata")]
         for key, parts in samples[3 * shard : 3 * shard + 3]:
@@ -87,7 +86,7 @@ def packed(tmp_path: Path) -> Path:
 
 
 def test_repacked_tars_load_in_energon_with_the_bytes_that_we_read(packed: Path, tmp_path: Path) -> None:
-    report = run_conversion(packed, tmp_path / "out", Options(check_images=False))
+    report = run_conversion(packed, tmp_path / "out", Options())
     assert (report.samples, report.rejected) == (9, [])
     assert crude(tmp_path / "out") == ours(tmp_path / "out")
     assert len(ours(tmp_path / "out")) == 9

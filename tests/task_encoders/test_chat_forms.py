@@ -196,7 +196,7 @@ def test_placeholder_without_vision_and_images_is_text() -> None:
 
 
 def test_conversation_format_is_logged_once_per_process(caplog: pytest.LogCaptureFixture) -> None:
-    data_formats._say_once.cache_clear()
+    data_formats._log_format.cache_clear()
     caplog.set_level(logging.INFO)
     for _ in range(3):
         for record in (roles(TURNS), {"texts": PAIRS}):

@@ -1,13 +1,14 @@
-"""Conversion and indexing beside other programs, each a command with one process that reads.
+"""Compare conversion and indexing with other programs. Each is a command with one process that reads.
 
     python tools/bench/conversion.py convert [--pairs 6000] [--pythons mds=/path/to/python …]
     python tools/bench/conversion.py index [--samples 200000] [--energon /path/to/energon]
 
-`convert`: a folder of JPEGs and captions is written by `savable convert`, a loop over webdataset's ShardWriter,
-LitData's `optimize`, Mosaic's MDSWriter and HF datasets' `save_to_disk`. `--pythons` names interpreters that have one.
+`convert` writes a folder of JPEGs and captions with `savable convert`, a loop over webdataset's ShardWriter, LitData's
+`optimize`, Mosaic's MDSWriter and HF datasets' `save_to_disk`. `--pythons` names the interpreters in which a library is
+installed, if it is not this one.
 
-`index`: shards of 10,000 pairs of a picture of 2 kB and JSON are stripped of their indexes before each run of
-`savable index` and `energon prepare`.
+`index` indexes shards of 10,000 pairs of an image of 2 kB and JSON with `savable index` and `energon prepare`. Existing
+indexes are removed before each run.
 """
 
 from __future__ import annotations
@@ -27,42 +28,43 @@ from rounds import Bench, Cost, Way, command, console, main
 import savable_pipeline as sp
 
 SAVABLE = [sys.executable, "-c", "from savable_pipeline.tools.cli.main import app; app()"]
-PICTURE = 2_000  # bytes
+IMAGE_BYTES = 2_000
 _ENERGON = ["--num-workers=1", "--non-interactive", "--force-overwrite", "--split-ratio=1,0,0"]
 _ENERGON += ["--sample-type=CaptioningSample", '--field-map={"image": "jpg", "caption": "json[caption]"}']
 
 
 def convert(bench: Bench) -> None:
-    """Each writes the same pairs."""
+    """Compare programs that write the same pairs of image and caption."""
     pythons, count = dict(each.split("=", 1) for each in bench.options.pythons), bench.options.pairs
-    with tempfile.TemporaryDirectory(dir=bench.data) as room:
-        source, target, sizes = Path(room) / "pairs", Path(room) / "target", dict[str, int]()
+    with tempfile.TemporaryDirectory(dir=bench.data) as folder:
+        source, target, target_bytes = Path(folder) / "pairs", Path(folder) / "target", dict[str, int]()
         write_pairs(source, count)
         paths = [str(source), str(target)]
-        words = {
+        commands = {
             "savable convert": [*SAVABLE, "convert", "--workers", "1", *paths],
             "the same, --no-check-images": [*SAVABLE, "convert", "--workers", "1", "--no-check-images", *paths],
         }
         for name, write in peers.WRITERS.items():
             python = pythons.get(name, sys.executable)
-            words[(write.__doc__ or name).rstrip(".")] = [python, peers.__file__, "write", name, *paths]
+            title = (write.__doc__ or name).rstrip(".").removeprefix("Write with ")
+            commands[title] = [python, peers.__file__, "write", name, *paths]
 
         def way(name: str) -> Way:
             def run() -> Cost:
                 for path in (target, target.with_name("target.cache")):
                     shutil.rmtree(path, ignore_errors=True)
-                cost = command(words[name], count)()
-                sizes[name] = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+                cost = command(commands[name], count)()
+                target_bytes[name] = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
                 return cost
 
             return run
 
-        bench.compare(f"{count:,} pairs of files", "pair", {name: way(name) for name in words})
-        console.print("on disk:", ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in sizes.items()))
+        bench.compare(f"{count:,} pairs of files", "pair", {name: way(name) for name in commands})
+        console.print("on disk:", ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in target_bytes.items()))
 
 
 def write_pairs(folder: Path, count: int) -> None:
-    """`count` JPEGs of about 37 kB, each with a caption of one line."""
+    """Write `count` JPEGs of about 37 kB, each with a caption of one line."""
     folder.mkdir(parents=True)
     draw = np.random.default_rng(0)
     small = [Image.fromarray(draw.integers(0, 255, (48, 48, 3), np.uint8)) for _ in range(50)]
@@ -74,32 +76,31 @@ def write_pairs(folder: Path, count: int) -> None:
 
 
 def index(bench: Bench) -> None:
-    """Both index the same shards."""
+    """Compare programs that index the same shards."""
     samples = bench.options.samples
-    with tempfile.TemporaryDirectory(dir=bench.data) as room:
-        folder = Path(room) / "shards"
+    with tempfile.TemporaryDirectory(dir=bench.data) as parent:
+        folder = Path(parent) / "shards"
         write_shards(folder, samples)
-        ways = {
+        commands = {
             "savable index": [*SAVABLE, "index", str(folder), "--workers=1"],
             "energon prepare": [bench.options.energon, "prepare", *_ENERGON, str(folder)],
         }
-        before = partial(strip, folder)
-        bench.compare(
-            f"{samples:,} samples", "sample", {name: command(words, samples, before) for name, words in ways.items()}
-        )
+        before = partial(remove_indexes, folder)
+        timed = {name: command(arguments, samples, before) for name, arguments in commands.items()}
+        bench.compare(f"{samples:,} samples", "sample", timed)
 
 
 def write_shards(folder: Path, samples: int) -> None:
-    """Pairs of random bytes and a caption."""
-    noise = np.random.default_rng(0).bytes(2 * PICTURE)
+    """Write pairs of random bytes and a caption."""
+    noise = np.random.default_rng(0).bytes(2 * IMAGE_BYTES)
     with sp.ShardWriter(folder, max_samples=10_000, max_bytes=1 << 40) as writer:
         for i in range(samples):
             caption = {"caption": f"a picture of nothing, number {i}", "number": i}
-            writer.write({"__key__": f"{i:09d}", "jpg": noise[i % PICTURE :][:PICTURE], "json": caption})
+            writer.write({"__key__": f"{i:09d}", "jpg": noise[i % IMAGE_BYTES :][:IMAGE_BYTES], "json": caption})
 
 
-def strip(folder: Path) -> None:
-    """Remove every index."""
+def remove_indexes(folder: Path) -> None:
+    """Remove all indexes of a dataset."""
     shutil.rmtree(folder / ".nv-meta", ignore_errors=True)
     for path in folder.rglob("*.idx"):
         path.unlink()

@@ -1,9 +1,9 @@
-"""One Energon `TaskEncoder` in Energon's own loader and in ours, each in a process of its own, without workers.
+"""Compare Energon's loader with ours on the same Energon `TaskEncoder`, each in its own process, without workers.
 
     python tools/bench/energon.py [--samples 4000]
 
-Texts in JSON, cooked; the same texts, packed by `select_samples_to_pack`; images, 320 × 240 pixels as JPEG, cropped.
-Each encoder draws random numbers, so that it says `restore_seeds=True`.
+The data sets are texts in JSON, the same texts packed by `select_samples_to_pack`, and cropped JPEGs of 320 × 240
+pixels. Each encoder draws random numbers, so it declares `restore_seeds=True`.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -35,12 +35,12 @@ CAPTIONS = (
 
 @energon.stateless
 def cook(sample: dict[str, Any]) -> Any:
-    """The text of the JSON."""
+    """Return a sample with the text of the JSON."""
     return energon.TextSample(**energon.basic_sample_keys(sample), text=sample["json"]["text"])
 
 
 class Texts(energon.DefaultTaskEncoder):  # type: ignore[misc]
-    """The bytes of a text, one of them masked at random."""
+    """Encoder of texts as bytes, one of which is masked at random."""
 
     cookers = (energon.Cooker(cook),)
 
@@ -56,7 +56,7 @@ class Texts(energon.DefaultTaskEncoder):  # type: ignore[misc]
 
 
 class Packed(Texts):
-    """Texts packed as they come, up to 4,096 tokens."""
+    """Encoder of packs of up to 4,096 tokens, filled in random order."""
 
     @energon.stateless(restore_seeds=True)
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
@@ -74,7 +74,7 @@ class Packed(Texts):
 
 
 class Crops(energon.DefaultTaskEncoder):  # type: ignore[misc]
-    """A random crop of 224 × 224 pixels."""
+    """Encoder of random crops of 224 × 224 pixels."""
 
     @energon.stateless(restore_seeds=True)
     def encode_sample(self, sample: Any) -> Any:
@@ -88,7 +88,7 @@ class Crops(energon.DefaultTaskEncoder):  # type: ignore[misc]
 
 
 def write(folder: Path, samples: int) -> None:
-    """The datasets: of texts and of images."""
+    """Write one dataset of texts and one of images."""
     draw = random.Random(1)
     pixels = np.random.default_rng(1).integers(0, 256, (60, 80, 3), dtype=np.uint8)
     jpeg = jpeg_of(Image.fromarray(pixels).resize((320, 240)), 75)
@@ -104,7 +104,7 @@ def write(folder: Path, samples: int) -> None:
 
 
 def batches(library: Any, path: Path, encoder: Any, **settings: Any) -> Iterator[Any]:
-    """Of Energon's loader, or of ours."""
+    """Return batches of a loader. `library` is `megatron.energon` or our module of that name."""
     settings |= {"shuffle_buffer_size": 100, "max_samples_per_sequence": 100, "task_encoder": encoder}
     settings |= {"lanes": 4} if library is ours else {}
     config = energon.WorkerConfig(rank=0, world_size=1, num_workers=0)
@@ -113,7 +113,7 @@ def batches(library: Any, path: Path, encoder: Any, **settings: Any) -> Iterator
 
 
 def compare(bench: Bench) -> None:
-    """Each kind of data."""
+    """Compare both loaders on each kind of data."""
     logging.disable(logging.WARNING)
     kinds: dict[str, tuple[str, Any, dict[str, Any]]] = {
         "texts": ("texts", Texts(), {"batch_size": BATCH}),
@@ -123,7 +123,7 @@ def compare(bench: Bench) -> None:
     with tempfile.TemporaryDirectory(dir=bench.data) as folder:
         write(Path(folder), bench.options.samples)
         for name, (data, encoder, settings) in kinds.items():
-            libraries = {"here": ours, "Energon": energon}
+            libraries = {"savable_pipeline": ours, "Energon": energon}
             makers = {
                 library: lambda each=each: Loader(batches(each, Path(folder) / data, encoder, **settings), lambda _: 1)  # noqa: B023
                 for library, each in libraries.items()

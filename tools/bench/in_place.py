@@ -1,16 +1,16 @@
-"""Reading in place beside other readers, each in a process of its own.
+"""Compare readers of Parquet, Arrow, tokens, MDS and joined tars, each in its own process.
 
     python tools/bench/in_place.py rows             Parquet rows as dicts, through a buffer of 10,000
     python tools/bench/in_place.py images           Parquet rows with 20 kB of bytes, as Hugging Face has images
     python tools/bench/in_place.py arrow            the same rows in Arrow, in the trainer's process and in a worker
     python tools/bench/in_place.py arrow-images     the same with 20 kB of bytes
     python tools/bench/in_place.py tokens           windows of 2,048 tokens, against a bare numpy.memmap loop
-    python tools/bench/in_place.py mds              MDS of a number, a text and 2 kB of bytes, plain
-    python tools/bench/in_place.py mds-zstd         the same in zstd, each shard a row group
-    python tools/bench/in_place.py join             tars with captions joined by key, against tars that hold both
-    python tools/bench/in_place.py joined-images    the same of images of 256 × 256, which are decoded
+    python tools/bench/in_place.py mds              MDS of a number, a text and 2 kB of bytes, uncompressed
+    python tools/bench/in_place.py mds-zstd         the same, compressed by zstd
+    python tools/bench/in_place.py join             tars with captions joined by key, against tars that have both
+    python tools/bench/in_place.py joined-images    the same with decoded images of 256 × 256
 
-HF datasets, LitData, Grain and Mosaic Streaming take part where they are installed. Without a word, all is measured.
+It compares HF datasets, LitData, Grain and Mosaic Streaming if they are installed. Without arguments it runs all cases.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from savable_pipeline.core.child_process import become_replaced
 ROWS, BUFFER = 60_000, 10_000
 
 
-# The data.
-
-
 def write_rows(folder: Path, payload: int = 0, *, arrow: bool = False) -> None:
-    """Six files: a number, a text of 200 characters, and `payload` bytes as Hugging Face has images; 1,000 a group."""
+    """Write six files of rows: a number, a text of 200 characters, and an image of `payload` bytes.
+
+    Images are {"bytes", "path"} as in Hugging Face datasets. A row group has 1,000 rows. There are fewer rows if they
+    have images.
+    """
     draw = np.random.default_rng(0)
     count = ROWS // 6 if not payload else ROWS // 24
     for file in range(6):
@@ -60,7 +61,7 @@ def write_rows(folder: Path, payload: int = 0, *, arrow: bool = False) -> None:
 
 
 def write_tokens(folder: Path) -> None:
-    """50 M tokens, uint16, in documents of 1,000, as Megatron-LM writes them."""
+    """Write 50 M tokens, uint16, in documents of 1,000, in the format of Megatron-LM."""
     tokens, documents = 50_000_000, 50_000
     np.random.default_rng(0).integers(0, 50_000, tokens, dtype=np.uint16).tofile(folder / "a.bin")
     lengths = np.full(documents, tokens // documents, "<i4")
@@ -71,7 +72,7 @@ def write_tokens(folder: Path) -> None:
 
 
 def write_pairs(folder: Path, *, images: bool = False) -> None:
-    """8 tars of JSON, or of JPEG, each with captions for them in a tar of its own, and with both in one."""
+    """Write 8 tars of JSON or JPEG, tars of captions with the same keys, and tars that have both."""
     kind, count = ("jpg", 500) if images else ("json", 5000)
     pixels = np.random.default_rng(0).integers(0, 255, (8, 8, 3), np.uint8)
     jpeg = jpeg_of(Image.fromarray(pixels).resize((256, 256)))
@@ -86,8 +87,8 @@ def write_pairs(folder: Path, *, images: bool = False) -> None:
             write_tar(folder / name / f"{shard}.tar", ({part: each[part] for part in parts} for each in samples))
 
 
-def write_mds(folder: Path, *, packed: bool = False) -> None:
-    """Forty shards of 1,000 samples."""
+def write_mds(folder: Path, *, compressed: bool = False) -> None:
+    """Write MDS: forty shards of 1,000 samples, compressed by zstd if `compressed`."""
     import zstandard
 
     draw, shards = np.random.default_rng(0), []
@@ -103,19 +104,16 @@ def write_mds(folder: Path, *, packed: bool = False) -> None:
         name = f"shard.{shard:05d}.mds"
         header = {**columns, "column_sizes": [8, None, None], "format": "mds", "version": 2, "samples": len(records)}
         header |= {"raw_data": {"basename": name, "bytes": len(raw), "hashes": {}}, "hashes": [], "size_limit": 1 << 26}
-        data = zstandard.compress(raw) if packed else raw
-        name += ".zstd" if packed else ""
-        zipped = {"basename": name, "bytes": len(data), "hashes": {}} if packed else None
-        shards.append({**header, "zip_data": zipped, "compression": "zstd" if packed else None})
+        data = zstandard.compress(raw) if compressed else raw
+        name += ".zstd" if compressed else ""
+        zip_data = {"basename": name, "bytes": len(data), "hashes": {}} if compressed else None
+        shards.append({**header, "zip_data": zip_data, "compression": "zstd" if compressed else None})
         (folder / name).write_bytes(data)
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
 
 
-# The readers: batches of items.
-
-
 class Items(sp.TaskEncoder):
-    """Items by a function of a sample; batches are lists of them."""
+    """Encoder whose items are `item(sample)`, and whose batches are lists of items."""
 
     def __init__(self, item: Callable[[sp.Sample], Any]) -> None:
         self._item = item
@@ -128,61 +126,68 @@ class Items(sp.TaskEncoder):
 
 
 def batches(samples: custom.SampleStage, item: Callable[[sp.Sample], Any]) -> Iterator[Any]:
-    """Batches of 256 of an endless pipeline, as a loader has them made."""
+    """Yield batches of 256 items of endless samples."""
     return iter(sp.Batcher(sp.Encode(samples, Items(item)), size=256))
 
 
 def row(sample: sp.Sample) -> Any:
-    """A row as a dict of Python's values."""
+    """Return a sample as a dict of Python values, with its image if it has one."""
     item = {"id": sample.json("id"), "caption": sample.text("caption")}
     image = next((name for name in ("image.jpg", "jpg") if name in sample), None)
     return item if image is None else {**item, "image": sample[image]}
 
 
 def plain_row(sample: sp.Sample) -> Any:
-    """The same where no row has an image."""
+    """Return a sample without image as a dict of Python values."""
     return {"id": sample.json("id"), "caption": sample.text("caption")}
 
 
 def our_rows(item: Callable[[sp.Sample], Any], folder: Path) -> Iterator[Any]:
+    """Yield batches of shuffled Parquet rows from our reader."""
     return batches(sp.ShuffleBuffer(custom.ParquetReader(folder, sp.Lane(seed=1)), size=BUFFER), item)
 
 
 def our_arrow(item: Callable[[sp.Sample], Any], worker: bool, folder: Path) -> Iterator[Any]:
-    if worker:  # which maps the files
+    """Yield batches of shuffled Arrow rows from our reader, as in a worker or as in the trainer's process."""
+    if worker:  # a worker maps the files, whereas the trainer reads them
         become_replaced()
     return batches(sp.ShuffleBuffer(custom.ArrowReader(folder, sp.Lane(seed=1)), size=BUFFER), item)
 
 
 def our_tokens(folder: Path) -> Iterator[Any]:
+    """Yield batches of windows of tokens from our reader."""
     samples = custom.TokenReader(folder, sp.Lane(seed=1), length=2049, stride=2048)
     return batches(samples, lambda sample: sample.array("tokens").astype(np.int64))
 
 
 def bare_memmap(folder: Path) -> Iterator[Any]:
+    """Yield batches of shuffled windows of tokens from a memory-mapped file."""
     tokens = np.memmap(folder / "a.bin", dtype=np.uint16, mode="r")
     draw = np.random.default_rng(1)
     windows = itertools.chain.from_iterable(draw.permutation((len(tokens) - 1) // 2048) for _ in itertools.count())
-    return chunks(np.array(tokens[at * 2048 : at * 2048 + 2049]).astype(np.int64) for at in windows)
+    return chunks(np.array(tokens[n * 2048 : n * 2048 + 2049]).astype(np.int64) for n in windows)
 
 
 def our_mds(folder: Path) -> Iterator[Any]:
+    """Yield batches of MDS samples from our reader."""
     return chunks((sample.json(), sample["bin"]) for sample in custom.MdsReader(folder, sp.Lane(seed=1)))
 
 
 def pair(part: str, caption: str) -> Callable[[sp.Sample], Any]:
-    """The JSON or the image of a sample, and its caption."""
+    """Return a function that reads a pair: the JSON or image of a sample, and its caption in the part `caption`."""
     if part == "jpg":
         return lambda sample: (np.asarray(sample.image("jpg")), sample[caption])
     return lambda sample: (sample.json(), sample[caption])
 
 
 def joined(part: str, folder: Path) -> Iterator[Any]:
+    """Yield batches of pairs, whose captions are joined by key from other tars."""
     reader = sp.TarShardReader(str(folder / "tars"), sp.Lane(seed=1))
     return batches(custom.Join(reader, {"captions": str(folder / "captions")}), pair(part, "captions.txt"))
 
 
-def in_one(part: str, folder: Path) -> Iterator[Any]:
+def unjoined(part: str, folder: Path) -> Iterator[Any]:
+    """Yield batches of pairs from tars that have both parts."""
     return batches(sp.TarShardReader(str(folder / "both"), sp.Lane(seed=1)), pair(part, "txt"))
 
 
@@ -205,17 +210,17 @@ CASES: dict[str, tuple[Callable[[Path], None], dict[str, Callable[[Path], Iterat
     ),
     "tokens": (write_tokens, {"ours": our_tokens, "numpy.memmap": bare_memmap}),
     "mds": (write_mds, {"ours": our_mds, **MOSAIC}),
-    "mds-zstd": (partial(write_mds, packed=True), {"ours": our_mds, **MOSAIC}),
-    "join": (write_pairs, {"ours": partial(joined, "json"), "one tar": partial(in_one, "json")}),
+    "mds-zstd": (partial(write_mds, compressed=True), {"ours": our_mds, **MOSAIC}),
+    "join": (write_pairs, {"ours": partial(joined, "json"), "one tar": partial(unjoined, "json")}),
     "joined-images": (
         partial(write_pairs, images=True),
-        {"ours": partial(joined, "jpg"), "one tar": partial(in_one, "jpg")},
+        {"ours": partial(joined, "jpg"), "one tar": partial(unjoined, "jpg")},
     ),
 }
 
 
 def measure(case: str, bench: Bench) -> None:
-    """Write the data of a case, and let its readers take turns."""
+    """Compare the readers of a case. Its data is written on first use."""
     write, readers = CASES[case]
     folder = bench.data / f"in-place-{case}"
     if not (folder / "done").exists():

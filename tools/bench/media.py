@@ -1,14 +1,14 @@
-"""What images and clips cost, by processor time, beside other decoders and loaders; how far scaled is from exact.
+"""Measure the CPU time of images and clips, and compare other decoders and loaders.
 
     python tools/bench/media.py scaled     random crops and tiles of JPEGs, decode="scaled" against "exact"
-    python tools/bench/media.py quality    PSNR of scaled against exact crops; the accuracy of a small model of each
+    python tools/bench/media.py quality    PSNR of scaled against exact crops; the accuracy of a small model on each
     python tools/bench/media.py arrays     whole JPEGs as arrays by simplejpeg (the extra `fast`) against Pillow
     python tools/bench/media.py peers      crops and whole images with two workers; other loaders (spdl needs FFmpeg)
     python tools/bench/media.py clips --pythons Energon=VENV/bin/python torchcodec=VENV/bin/python
 
-Clips of 2 s at 8 frames a second, resized to 224 × 224, at random from a tar of 60 videos of 20 s, 640 × 360, H.264.
-The others read the same files from the disk's cache (PyAV) or have them in memory already (Energon, torchcodec), and
-pass no clip to another process.
+`clips` draws clips of 2 s with 8 frames per second, resized to 224 × 224, from a tar of 60 videos of 20 s (640 × 360,
+H.264). The other decoders read the same files from the page cache (PyAV) or from memory (Energon, torchcodec), and pass
+no clip to another process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ import numpy as np
 import peers
 import sklearn
 import torch
-from data import digits_in_scenes, jpeg_of, prepared, records_of, sample_of, scene
+from data import digits_in_scenes, jpeg_of, prepare, records_of, sample_of, scene
 from ours import FunctionEncoder, loader
 from peers import DECODERS, FPS, LENGTH_S, SCALE, SIDE
-from rounds import Bench, Loader, called, console, main
-from rounds import spread as shown
+from rounds import Bench, Loader, called, console, main, spread
 from torch.utils.data import default_collate
 
 import savable_pipeline as sp
@@ -40,13 +39,13 @@ from task_encoders import NativeSize, SquareCrop, Tiles, Vision
 from task_encoders.parts.square_crop import random_box
 
 WORKERS = 2
-CALLS = {(4000, 3000): 3, (500, 375): 60}  # in a round, for images of this size
+CALLS = {(4000, 3000): 3, (500, 375): 60}  # calls per round, by width and height of the image
 Decoding = Literal["scaled", "exact"]
 Call = Callable[[sp.Sample, int], Any]
 
 
 def scaled(bench: Bench) -> None:
-    """How much quicker an image is decoded where no more is made than is needed."""
+    """Compare decoding at the needed size with decoding in full, for crops and tiles."""
     makers: dict[str, Callable[[Decoding], Call]] = {
         "a crop of half of the image or more": partial(crops, (0.5, 1.0)),
         "a crop of 8 % or more": partial(crops, (0.08, 1.0)),
@@ -66,7 +65,7 @@ def scaled(bench: Bench) -> None:
 
 
 def arrays(bench: Bench) -> None:
-    """How much sooner whole JPEGs are arrays by simplejpeg than by Pillow, and whether the pixels are the same."""
+    """Compare simplejpeg with Pillow for whole JPEGs. The pixels must be equal."""
     ways: dict[str, Call] = {
         "simplejpeg": lambda sample, _: sample.decoded()["jpg"],
         "Pillow": lambda sample, _: np.array(sample.image("jpg")),
@@ -79,19 +78,19 @@ def arrays(bench: Bench) -> None:
 
 
 def call_in_turn(call: Call, images: list[sp.Sample], count: int) -> None:
-    """Call `count` times, with the images in turn."""
+    """Call `count` times, cycling through the images."""
     for number in range(count):
         call(images[number % len(images)], number)
 
 
 def crops(scale: tuple[float, float], decode: Decoding) -> Call:
-    """Random crops of 224 × 224."""
+    """Return a function that makes a random crop of 224 × 224 pixels."""
     crop = SquareCrop(scale=scale, decode=decode)
     return lambda sample, number: crop.image(sample, sp.Rng(number))
 
 
 def by_torchvision(scale: tuple[float, float]) -> Call:
-    """The same crops by torchvision."""
+    """Return a function that makes such a crop with torchvision."""
     from torchvision.transforms import v2
 
     crop = v2.Compose([v2.RandomResizedCrop(224, scale=scale), v2.RandomHorizontalFlip(), v2.PILToTensor()])
@@ -104,34 +103,37 @@ def by_torchvision(scale: tuple[float, float]) -> Call:
 
 
 def central(decode: Decoding) -> Call:
-    """The central square as 224 × 224."""
+    """Return a function that resizes the central square to 224 × 224 pixels."""
     crop = SquareCrop(augment=False, decode=decode)
     return lambda sample, number: crop.image(sample, sp.Rng(number))
 
 
 def tiled(tiles: Any, decode: Decoding) -> Call:
-    """The patches of an image in a conversation."""
+    """Return a function that splits an image into the patches of a vision model."""
     vision = Vision(tiles, token=1, decode=decode)
     return lambda sample, number: vision.tiles.cut(vision.image(sample, "jpg"))
 
 
-# Quality.
-
-
 def quality(bench: Bench) -> None:
-    """How far pixels of scaled decoding are from exact ones, and whether a model notices."""
+    """Compare the pixels of scaled and exact decoding, and the accuracy of models trained on them."""
     folder = Path(sklearn.__file__).parent / "datasets" / "images"  # two photographs, 640 × 427 pixels
     for path, size in itertools.product(sorted(folder.glob("*.jpg")), (128, 64, 32)):
-        found, scales = psnr(sample_of(path.read_bytes()), size)
-        at = ", ".join(f"1/{scale}" for scale in sorted(scales))
-        console.print(f"{path.stem}, {size} × {size} from {at}: PSNR {statistics.mean(found):.1f} dB, {min(found):.1f}")
+        decibels, scales = psnr(sample_of(path.read_bytes()), size)
+        sizes = ", ".join(f"1/{scale}" for scale in sorted(scales))
+        mean, least = statistics.mean(decibels), min(decibels)
+        console.print(f"{path.stem}, {size} × {size} from {sizes}: PSNR {mean:.1f} dB, {least:.1f}")
     accuracy()
 
 
 def psnr(sample: sp.Sample, size: int) -> tuple[list[float], set[int]]:
-    """Return the PSNR of scaled against exact decoding of 200 crops, and the scales.
+    """Compare scaled with exact decoding of 200 random crops.
 
-    Crops without any difference have no PSNR and are left out.
+    Args:
+        sample: A sample with a JPEG.
+        size: Width and height of the crops, in pixels.
+
+    Returns:
+        The PSNR of each crop that differs, and the denominators of the sizes at which the JPEG was decoded for them.
     """
     ratios, scales = [], set()
     for number in range(200):
@@ -147,8 +149,8 @@ def psnr(sample: sp.Sample, size: int) -> tuple[list[float], set[int]]:
 
 
 def scale_of(sample: sp.Sample, size: int, number: int) -> int:
-    """At which part of its size an image is decoded for a crop."""
-    boxes = []
+    """Return the denominator of the size at which a JPEG is decoded for a crop: 1, 2, 4 or 8."""
+    boxes = []  # of the crop in the full image
 
     def box(width: int, height: int) -> tuple[int, int, int, int]:
         boxes.append(random_box((width, height), (0.5, 1.0), sp.Rng(number)))
@@ -159,29 +161,30 @@ def scale_of(sample: sp.Sample, size: int, number: int) -> int:
 
 
 def accuracy(epochs: int = 5, seeds: int = 3, count: int = 1_437) -> None:
-    """Of a small model trained on crops of each kind, tested on crops of each kind: digits in scenes."""
+    """Train a small model on scaled and on exact crops of digits, test both on both, and print the accuracy."""
     torch.set_num_threads(1)
     digits = [(sample_of(jpeg), label) for jpeg, label in digits_in_scenes(320, 240)]
-    trained, tested = digits[:count], digits[count:]
-    labels = torch.tensor([label for _, label in tested])
-    tests = {kind: cut(tested, kind, None) for kind in ("exact", "scaled")}
+    training, testing = digits[:count], digits[count:]
+    labels = torch.tensor([label for _, label in testing])
+    tests = {kind: crop_digits(testing, kind, None) for kind in ("exact", "scaled")}
     for kind in tests:
-        images_by_epoch = [cut(trained, kind, epoch) for epoch in range(epochs)]
-        models = [fitted(images_by_epoch, torch.tensor([label for _, label in trained]), seed) for seed in range(seeds)]
+        images_by_epoch = [crop_digits(training, kind, epoch) for epoch in range(epochs)]
+        training_labels = torch.tensor([label for _, label in training])
+        models = [train_model(images_by_epoch, training_labels, seed) for seed in range(seeds)]
         for other, images in tests.items():
-            rights = [100 * (model(images).argmax(1) == labels).float().mean().item() for model in models]
-            console.print(f"trained on {kind} crops, tested on {other} ones: {shown(rights)} % of {seeds} seeds")
+            percents = [100 * (model(images).argmax(1) == labels).float().mean().item() for model in models]
+            console.print(f"trained on {kind} crops, tested on {other} ones: {spread(percents)} % of {seeds} seeds")
 
 
-def cut(digits: list[tuple[sp.Sample, int]], kind: Any, epoch: int | None) -> torch.Tensor:
-    """The crops of one epoch, or central ones, float32 (n, 3, 28, 28)."""
+def crop_digits(digits: list[tuple[sp.Sample, int]], kind: Any, epoch: int | None) -> torch.Tensor:
+    """Crop digits at random as in this epoch, or centrally if it is None: float32 (n, 3, 28, 28)."""
     crop = SquareCrop(28, augment=epoch is not None, scale=(0.8, 1.0), flip=0.0, decode=kind)
     images = [crop.image(sample, sp.Rng(i, (epoch or 0, 0, 0))) for i, (sample, _) in enumerate(digits)]
     return crop.normalize(torch.stack(images))  # type: ignore[arg-type]
 
 
-def fitted(epochs: list[torch.Tensor], labels: torch.Tensor, seed: int) -> torch.nn.Module:
-    """A network of three convolutions, trained from this seed."""
+def train_model(epochs: list[torch.Tensor], labels: torch.Tensor, seed: int) -> torch.nn.Module:
+    """Train a network of three convolutions, initialized by `seed`."""
     torch.manual_seed(seed)
     layers: list[torch.nn.Module] = []
     for before, after in ((3, 24), (24, 48), (48, 96)):
@@ -200,31 +203,28 @@ def fitted(epochs: list[torch.Tensor], labels: torch.Tensor, seed: int) -> torch
     return model.eval()
 
 
-# Other loaders, two workers.
-
-
-def others(bench: Bench) -> None:
-    """Random crops of 224 × 224 pixels, mirrored half the time, and whole images, as stacks of uint8."""
-    for size, name, a_crop, a_whole in ((500, "photos", 32, 16), (4000, "large-photos", 2, 2)):
-        folder = prepared(bench.data, name)
-        title = f"of {size} × {size * 3 // 4}"
-        bench.loaders(f"crops {title}", "image", crop_loaders(folder, a_crop))
-        bench.loaders(f"whole images {title}", "image", whole_loaders(folder, a_whole))
+def compare_loaders(bench: Bench) -> None:
+    """Compare loaders with two workers, on random crops and on whole images, as batches of uint8."""
+    for width, name, crop_batch, whole_batch in ((500, "photos", 32, 16), (4000, "large-photos", 2, 2)):
+        folder = prepare(bench.data, name)
+        title = f"of {width} × {width * 3 // 4}"
+        bench.loaders(f"crops {title}", "image", crop_loaders(folder, crop_batch))
+        bench.loaders(f"whole images {title}", "image", whole_loaders(folder, whole_batch))
 
 
 class Crops(sp.TaskEncoder):
-    """Random crops as our encoders make them."""
+    """Encoder of random crops by `SquareCrop`."""
 
     def __init__(self, decode: Decoding) -> None:
         self._crop = SquareCrop(SIDE, scale=SCALE, decode=decode)
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
-        """uint8 (3, 224, 224)."""
+        """Return a random crop: uint8 (3, 224, 224)."""
         return self._crop.image(sample, rng)
 
 
 def crop_loaders(folder: Path, size: int) -> dict[str, Callable[[], Loader]]:
-    """Loaders of random crops."""
+    """Return functions that open each loader, for batches of `size` random crops."""
     return {
         'savable_pipeline, decode="scaled"': lambda: loader(folder, Crops("scaled"), size=size, workers=WORKERS),
         'savable_pipeline, decode="exact"': lambda: loader(folder, Crops("exact"), size=size, workers=WORKERS),
@@ -237,7 +237,7 @@ def crop_loaders(folder: Path, size: int) -> dict[str, Callable[[], Loader]]:
 
 
 def whole_loaders(folder: Path, size: int) -> dict[str, Callable[[], Loader]]:
-    """Loaders of whole images."""
+    """Return functions that open each loader, for batches of `size` whole images."""
     decoded = FunctionEncoder(lambda sample: torch.from_numpy(sample.decoded()["jpg"]))  # type: ignore[attr-defined]
     image = FunctionEncoder(lambda sample: torch.from_numpy(np.array(sample.image("jpg"))))  # type: ignore[attr-defined]
     return {
@@ -252,25 +252,25 @@ def whole_loaders(folder: Path, size: int) -> dict[str, Callable[[], Loader]]:
 
 
 def in_memory(folder: Path, decode: Callable[[Mapping[str, bytes]], Any], size: int) -> Loader:
-    """torch's DataLoader over files in memory: a bound that no loader of tars reaches."""
+    """Open torch's DataLoader over files in memory: an upper bound for loaders that read tars."""
     records = records_of(folder, 64)
     return Loader(peers.torch_loader(records, decode, default_collate, size=size, num_workers=WORKERS))
 
 
 def web_dataset(folder: Path, decode: Callable[[Mapping[str, bytes]], Any], size: int) -> Loader:
-    """webdataset, which reads the tars through."""
+    """Open webdataset, which reads the tars sequentially."""
     return Loader(peers.web_dataset(folder, decode, default_collate, size=size, num_workers=WORKERS))
 
 
 def spdl(folder: Path, filters: Callable[[Any], str], size: int) -> Loader:
-    """spdl with its own decoder."""
+    """Open spdl with its own decoder."""
     decode, collate = peers.spdl_frames(filters)
     pool = peers.spdl_threads(folder, "jpg", decode, collate, size=size, threads=WORKERS)
     return Loader(iter(pool), len, pool.stop)
 
 
 def random_crop() -> Callable[[Any], str]:
-    """FFmpeg's filters of a random crop, bilinear with antialias."""
+    """Return a function that draws a crop as an FFmpeg filter string, bilinear with antialias."""
     numbers = itertools.count()
 
     def filters(packets: Any) -> str:
@@ -284,23 +284,20 @@ def random_crop() -> Callable[[Any], str]:
     return filters
 
 
-# Clips.
-
-
 def clips(bench: Bench) -> None:
-    """Clips with two processes, beside decoders without a loader."""
+    """Compare our loader with two workers to two processes that only decode."""
     pythons = dict(each.split("=", 1) for each in bench.options.pythons)
-    folder = prepared(bench.data, "videos")
+    folder = prepare(bench.data, "videos")
     makers: dict[str, Callable[[], Loader]] = {"savable_pipeline": lambda: our_clips(folder, "exact")}
     for name in DECODERS:
         python = pythons.get(name.split(",")[0], sys.executable)
-        makers[name] = partial(programs, python, name, folder / "files")
+        makers[name] = partial(decoder_processes, python, name, folder / "files")
     makers["savable_pipeline, from keyframes"] = lambda: our_clips(folder, "keyframe")
     bench.loaders("clips of 2 s, two processes", "clip", makers)
 
 
 class RandomClips(sp.TaskEncoder):
-    """One clip of a video: uint8 (16, 3, 224, 224)."""
+    """Encoder of one random clip of a video: uint8 (16, 3, 224, 224)."""
 
     def __init__(self, align: Any) -> None:
         self._clips = sp.Clips(length_s=LENGTH_S, fps=FPS, align=align, size=(SIDE, SIDE))
@@ -310,7 +307,7 @@ class RandomClips(sp.TaskEncoder):
 
 
 def our_clips(folder: Path, align: str) -> Loader:
-    """Batches of four clips by our loader."""
+    """Open our loader with batches of four clips. `align` is that of `Clips`."""
     encoder = RandomClips(align)
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
@@ -320,19 +317,21 @@ def our_clips(folder: Path, align: str) -> Loader:
     return Loader(iter(loader), len, loader.close)
 
 
-def programs(python: str, decoder: str, folder: Path) -> Loader:
-    """A decoder in as many processes as our loader has, each making as many clips as a batch has."""
+def decoder_processes(python: str, decoder: str, folder: Path) -> Loader:
+    """Run a decoder in WORKERS processes. Each decodes as many clips at a time as our batches have."""
     command = [python, str(Path(peers.__file__)), "clips", decoder, str(folder)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started: list[Any] = [subprocess.Popen([*command, str(seed)], env=alone, **pipes) for seed in range(WORKERS)]
+    single_threaded = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started: list[Any] = [
+        subprocess.Popen([*command, str(seed)], env=single_threaded, **pipes) for seed in range(WORKERS)
+    ]
 
     def end() -> None:
         for program in started:
             program.terminate()
             program.wait()
 
-    def answers() -> list[str]:
+    def read_answers() -> list[str]:
         return [program.stdout.readline().strip() for program in started]
 
     def batches() -> Iterator[list[int]]:
@@ -340,14 +339,14 @@ def programs(python: str, decoder: str, folder: Path) -> Loader:
             for program in started:
                 program.stdin.write("4\n")
                 program.stdin.flush()
-            yield [int(answer) for answer in answers()]
+            yield [int(answer) for answer in read_answers()]
 
-    if (found := {*answers()}) != {"ready"}:
+    if (found := {*read_answers()}) != {"ready"}:
         end()
         raise ImportError(" ".join(found))
     return Loader(batches(), sum, end)
 
 
 if __name__ == "__main__":
-    measures = {"scaled": scaled, "quality": quality, "arrays": arrays, "peers": others, "clips": clips}
+    measures = {"scaled": scaled, "quality": quality, "arrays": arrays, "peers": compare_loaders, "clips": clips}
     main(__doc__, measures, pythons=[])

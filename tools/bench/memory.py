@@ -1,4 +1,4 @@
-"""What the processes of a loader hold in memory, by the kernel's own account, beside the peers.
+"""Measure the memory of a loader's processes, as /proc reports it, and compare other loaders.
 
     python tools/bench/memory.py loaders --workers 2 --ranks 1 4    ours and the peers, JSON of 1 kB
     python tools/bench/memory.py loaders --method spawn             workers that are fresh interpreters
@@ -6,14 +6,14 @@
     python tools/bench/memory.py blend                              1 and 35 sources
     python tools/bench/memory.py sharing                            1 and 4 ranks that share batches: CPU time, memory
 
-Each trainer is a process of its own that imports torch, takes `--batches` batches, keeps the last and waits. Then
-/proc/PID/smaps_rollup of it and of all processes below it is read: unshared is what is mapped by that process alone,
-shared what others have too, such as the code of libraries and what a fork has left common; PSS divides the latter by
-those that share it. All ranks of a node are measured at once. Other programs on the machine that have torch mapped make
-more of it shared.
+Each trainer is a process that imports torch, consumes `--batches` batches, keeps the last one and waits. We then read
+/proc/PID/smaps_rollup of the trainer and its descendants. "Unshared" is memory of that process alone. "Shared" is also
+mapped by other processes, such as library code and pages inherited by fork. PSS (proportional set size) divides shared
+memory by the number of processes that map it. All ranks of a node are measured at once. Other programs on the machine
+that use torch change what is shared.
 
-The ranks of `sharing` take batches of 9.6 MB, read them and sleep. The first rank has two workers. One rank and four
-take turns, with a barrier in each step and without. `next` includes the time to drop the batch before.
+The ranks of `sharing` consume batches of 9.6 MB, read them and sleep. The first rank has two workers. It compares one
+rank with four, with and without a barrier in each step. `next` includes the time to free the previous batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,25 +34,25 @@ from typing import Any
 
 import numpy as np
 import peers
-from data import prepared
+from data import prepare
 from many_shards import make_dataset
 from ours import FunctionEncoder, pipeline
 from rich.table import Table
-from rounds import Bench, children, console, main, processor_s, ratios
+from rounds import Bench, children, console, cpu_seconds, main, ratios, run_ranks
 
 import savable_pipeline as sp
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Memory of a process, in bytes; its threads and open descriptors."""
+    """Memory of a process in bytes, and its numbers of threads and open file descriptors."""
 
     unshared: int
     shared: int
     pss: int
     threads: int
     descriptors: int
-    index: tuple[int, int]  # bytes of the index of a dataset: mapped, and of these in memory
+    index: tuple[int, int]  # bytes of a dataset's index that are mapped, and those of them in memory
 
 
 def memory_of(pid: int) -> ProcessMemory:
@@ -66,25 +65,25 @@ def memory_of(pid: int) -> ProcessMemory:
 
 
 def mappings(text: str, path: str) -> Counter[str]:
-    """The bytes by name of smaps, of the mappings whose first lines hold these letters."""
-    sums, counts = Counter[str](), False
+    """Sum the fields of /proc/PID/smaps, in bytes, over the mappings whose first line contains `path`."""
+    sums, is_counted = Counter[str](), False
     for line in text.splitlines():
         name, *rest = line.split()
         if not name.endswith(":"):
-            counts = path in line
-        elif counts and rest[-1] == "kB":
+            is_counted = path in line
+        elif is_counted and rest[-1] == "kB":
             sums[name.rstrip(":")] += int(rest[0]) * 1024
     return sums
 
 
-def below(pid: int) -> list[int]:
-    """The processes below one, those that started others before them."""
-    return [each for child in children(pid) for each in (child, *below(child))]
+def descendants(pid: int) -> list[int]:
+    """Return the ids of all descendants of a process, parents before their children."""
+    return [each for child in children(pid) for each in (child, *descendants(child))]
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The processes of all ranks."""
+    """Memory of the processes of all ranks of a node."""
 
     trainers: list[ProcessMemory]
     workers: list[ProcessMemory]
@@ -92,194 +91,182 @@ class Node:
 
     @property
     def pss(self) -> int:
-        """Bytes of all."""
+        """The PSS of all processes together, in bytes."""
         return sum(each.pss for each in (*self.trainers, *self.workers, *self.others))
 
 
-def run(name: str, folder: Path, bench: Bench, *, workers: int, ranks: int = 1) -> Node:
+def measure_node(name: str, folder: Path, bench: Bench, *, workers: int, ranks: int = 1) -> Node:
     """Start the trainers of a node, wait until each has its batches, and measure them."""
-    words = [sys.executable, peers.__file__, "batches", name, str(folder), str(workers)]
-    ends = [str(ranks), str(bench.options.batches), bench.options.method]
-    started = [
-        subprocess.Popen([*words, str(rank), *ends], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for rank in range(ranks)
-    ]
+    program = [sys.executable, peers.__file__, "batches", name, str(folder), str(workers)]
+    options = [str(ranks), str(bench.options.batches), bench.options.method]
+    commands = [[*program, str(rank), *options] for rank in range(ranks)]
+    pipe = subprocess.PIPE
+    started = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for command in commands]
     try:
         for process in started:
             assert process.stdout is not None
             if "ready" not in map(str.strip, process.stdout):
                 raise ChildProcessError(f"{name} ended before it had its batches")
-        return measured([process.pid for process in started])
+        return read_node([process.pid for process in started])
     finally:
-        for pid in [pid for process in started for pid in (*below(process.pid), process.pid)]:
-            with contextlib.suppress(ProcessLookupError):  # it ended when its parent did
+        for pid in [pid for process in started for pid in (*descendants(process.pid), process.pid)]:
+            with contextlib.suppress(ProcessLookupError):  # it exited with its parent
                 os.kill(pid, signal.SIGKILL)
         for process in started:
             process.wait()
 
 
-def measured(trainers: list[int]) -> Node:
-    """A worker is a process below a trainer that has none below it, and is no resource tracker."""
+def read_node(trainers: list[int]) -> Node:
+    """Read the memory of trainers and of their descendants. A worker is one without children of its own."""
     workers: list[ProcessMemory] = []
     others: list[ProcessMemory] = []
     for trainer in trainers:
-        for pid in below(trainer):
-            serves = children(pid) or b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            (others if serves else workers).append(memory_of(pid))
+        for pid in descendants(trainer):
+            is_tracker = b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            (others if children(pid) or is_tracker else workers).append(memory_of(pid))
     return Node([memory_of(pid) for pid in trainers], workers, others)
 
-
-# What is measured.
 
 HEADS = ("trainer, unshared", "shared", "worker, unshared", "shared", "others, unshared", "node, PSS")
 
 
 def loaders(bench: Bench) -> None:
-    """Print the memory of our loader and of its peers, by workers and ranks."""
+    """Print the memory of our loader and of others, by workers and ranks."""
     for ranks in bench.options.ranks:
         for workers in bench.options.workers:
             table = Table("MB", *HEADS, title=f"{workers} workers a rank, {ranks} ranks")
-            for name, kind in {"savable_pipeline": "few-json", **{k: v[0] for k, v in peers.LOADERS.items()}}.items():
+            data_sets = {name: data_set for name, (data_set, _) in peers.LOADERS.items()}
+            for name, data_set in {"savable_pipeline": "few-json", **data_sets}.items():
                 if bench.only not in name:
                     continue
                 try:
-                    node = run(name, prepared(bench.data, kind), bench, workers=workers, ranks=ranks)
+                    node = measure_node(name, prepare(bench.data, data_set), bench, workers=workers, ranks=ranks)
                     table.add_row(name, *cells(node))
-                except (ChildProcessError, ImportError) as error:  # which says why
+                except (ChildProcessError, ImportError) as error:
                     console.print(error)
             console.print(table)
 
 
 def samples(bench: Bench) -> None:
-    """Indexes of more and more samples: what a process holds must not grow with them."""
+    """Print the memory for 10**6 and 10**8 samples, with which it must not grow."""
     table = Table("samples, MB", "shards", *HEADS, "index, mapped", "in memory of a worker")
-    for shards, each in ((1_000, 1_000), (1_000, 100_000), (100_000, 1_000)):
+    for shards, per_shard in ((1_000, 1_000), (1_000, 100_000), (100_000, 1_000)):
         with tempfile.TemporaryDirectory(dir=bench.data) as folder:
-            make_dataset(Path(folder) / "many", shards, each)
-            node = run("samples", Path(folder) / "many", bench, workers=2)
-        table.add_row(f"{shards * each:,}", f"{shards:,}", *cells(node), *map(megabytes, node.workers[0].index))
+            make_dataset(Path(folder) / "many", shards, per_shard)
+            node = measure_node("samples", Path(folder) / "many", bench, workers=2)
+        table.add_row(
+            f"{shards * per_shard:,}", f"{shards:,}", *cells(node), *map(format_megabytes, node.workers[0].index)
+        )
     console.print(table)
 
 
 def blend(bench: Bench) -> None:
-    """Many sources in 96 lanes."""
+    """Print the memory of blends of 1 and 35 sources in 96 lanes."""
     table = Table("MB", *HEADS, "trainer's threads, descriptors", "worker's")
     for workers in (0, 2):
         for sources in (1, 35):
-            node = run(f"blend of {sources}", prepared(bench.data, "few-json"), bench, workers=workers)
-            busy = [
-                f"{max(p.threads for p in all_)}, {max(p.descriptors for p in all_)}" if all_ else ""
-                for all_ in (node.trainers, node.workers)
+            node = measure_node(f"blend of {sources}", prepare(bench.data, "few-json"), bench, workers=workers)
+            threads_and_descriptors = [
+                f"{max(p.threads for p in processes)}, {max(p.descriptors for p in processes)}" if processes else ""
+                for processes in (node.trainers, node.workers)
             ]
-            table.add_row(f"{sources} sources, {workers} workers", *cells(node), *busy)
+            table.add_row(f"{sources} sources, {workers} workers", *cells(node), *threads_and_descriptors)
     console.print(table)
 
 
-SHARE_STEPS, SHARE_WARM, SHARE_STEP_S = 120, 60, 0.06
+MEASURED_STEPS, WARM_STEPS, STEP_SLEEP_S = 120, 60, 0.06
 
 
 def sharing(bench: Bench) -> None:
-    """Four ranks that share batches, beside one alone."""
-    for sorts in (4, 40):  # of an image, as the cost of building
+    """Compare four ranks that share batches with one rank."""
+    for sort_count in (4, 40):  # how often `sorted_pixels` sorts, so that batches are cheap or expensive to build
         for barrier in (True, False):
-            found = [[shared(bench, ranks, sorts, barrier=barrier) for ranks in (1, 4)] for _ in range(bench.rounds)]
-            alone, four = ([each[number] for each in found] for number in (0, 1))
-            build_ms = statistics.median(each["CPU time of workers"] for each in alone) * 1e3
+            one_rank, four_ranks = [], []
+            for _ in range(bench.rounds):
+                one_rank.append(measure_sharing(bench, 1, sort_count, barrier=barrier))
+                four_ranks.append(measure_sharing(bench, 4, sort_count, barrier=barrier))
+            build_ms = statistics.median(costs["CPU time of workers"] for costs in one_rank) * 1e3
             title = f"batches that take {build_ms:.0f} ms to build, steps with{'' if barrier else 'out'} a barrier"
-            table = Table("four beside one", "ratio", title=title, title_justify="left")
-            for name in alone[0]:
-                table.add_row(name, ratios(*([each[name] for each in runs] for runs in (four, alone))))
+            table = Table("four ranks against one", "ratio", title=title, title_justify="left")
+            for name in one_rank[0]:
+                table.add_row(name, ratios([costs[name] for costs in four_ranks], [costs[name] for costs in one_rank]))
             console.print(table)
 
 
-def shared(bench: Bench, ranks: int, sorts: int, *, barrier: bool) -> dict[str, float]:
-    """The costs of a step of ranks that share batches."""
-    from torch.multiprocessing import get_context
-    from torch.multiprocessing.spawn import spawn
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    results = get_context("spawn").SimpleQueue()
-    words = (ranks, sorts, barrier, str(prepared(bench.data, "json")), port, results)
-    spawn(sharing_rank, args=words, nprocs=ranks)  # type: ignore[no-untyped-call]
-    found = [results.get() for _ in range(ranks)]
-    return {name: sum(each[name] for each in found) for name in found[0]}
+def measure_sharing(bench: Bench, ranks: int, sort_count: int, *, barrier: bool) -> dict[str, float]:
+    """Run ranks that share batches, and return the costs per step, summed over the ranks."""
+    folder = str(prepare(bench.data, "json"))
+    costs_by_rank = run_ranks(sharing_rank, ranks, ranks, sort_count, barrier, folder)
+    return {name: sum(costs[name] for costs in costs_by_rank) for name in costs_by_rank[0]}
 
 
-def image(sorts: int, sample: sp.Sample) -> Any:
-    """1.2 MB, sorted in part so often, to cost as much as decoding."""
+def sorted_pixels(sort_count: int, sample: sp.Sample) -> Any:
+    """Build an item of 1.2 MB. Sorting a part of it `sort_count` times costs about as much as decoding an image."""
     pixels = np.random.default_rng(sample.ref.index).random((640, 480), dtype=np.float32)
-    for _ in range(sorts):
+    for _ in range(sort_count):
         pixels[:32] = np.sort(pixels[:32][::-1], axis=0)[:, ::-1]
     return pixels
 
 
-def sharing_rank(rank: int, ranks: int, sorts: int, barrier: bool, folder: str, port: int, results: Any) -> None:
-    """One rank: the CPU time, memory and time of its steps, a part of those of all ranks."""
-    import torch
+def sharing_rank(rank: int, ranks: int, sort_count: int, barrier: bool, folder: str, results: Any) -> None:
+    """Train as one rank, and put its costs per step in `results`."""
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    data, whole = dist.new_subgroups_by_enumeration([[each] for each in range(ranks)])[0], dist.group.WORLD
-    assert isinstance(data, dist.ProcessGroup) and isinstance(whole, dist.ProcessGroup)
-    encoder, spent = FunctionEncoder(partial(image, sorts)), {"next": 0.0, "read": 0.0}
-    run = partial(pipeline, folder, encoder, 8, 0)
-    with sp.SavableLoader(run, seed=1, num_workers=2, ranks=sp.Ranks.of(data, share=whole)) as loader:
-        stored, batch = 0, next(loader)
-        for step in range(-SHARE_WARM, SHARE_STEPS):
+    own_group, world = dist.new_subgroups_by_enumeration([[each] for each in range(ranks)])[0], dist.group.WORLD
+    assert isinstance(own_group, dist.ProcessGroup) and isinstance(world, dist.ProcessGroup)
+    encoder, spent = FunctionEncoder(partial(sorted_pixels, sort_count)), {"next": 0.0, "read": 0.0}
+    build_lane = partial(pipeline, folder, encoder, 8, 0)
+    with sp.SavableLoader(build_lane, seed=1, num_workers=2, ranks=sp.Ranks.of(own_group, share=world)) as loader:
+        memory_sum, batch = 0, next(loader)
+        for step in range(-WARM_STEPS, MEASURED_STEPS):
             if step == 0:
                 dist.barrier()
-                workers, started = processor_s(os.getpid()) - time.process_time(), time.perf_counter()
+                workers, started = cpu_seconds(os.getpid()) - time.process_time(), time.perf_counter()
                 spent = {"next": 0.0, "read": 0.0}
             before = time.process_time()
             batch = next(loader)
             after = time.process_time()
             batch.sum()
-            spent["read"] += time.process_time() - after  # and map its pages
+            spent["read"] += time.process_time() - after  # the first access also maps the pages
             spent["next"] += after - before
-            if step < 0 and step % 5 == 0:  # apart from the steps that are timed
+            if step < 0 and step % 5 == 0:  # not in a measured step, because it takes long
                 dist.barrier()
-                stored += sum(batch_bytes(pid) for pid in [os.getpid(), *below(os.getpid())])
+                memory_sum += sum(batch_bytes(pid) for pid in [os.getpid(), *descendants(os.getpid())])
                 dist.barrier()
-            time.sleep(SHARE_STEP_S)
+            time.sleep(STEP_SLEEP_S)
             if barrier:
                 dist.barrier()
         step_s = time.perf_counter() - started
-        workers = processor_s(os.getpid()) - time.process_time() - workers
+        workers = cpu_seconds(os.getpid()) - time.process_time() - workers
         dist.barrier()
     costs = {
-        "memory of batches": stored,
+        "memory of batches": memory_sum,
         "a step": step_s / ranks,
         "CPU time of workers": workers,
         "CPU time of workers and of the first rank's next": workers + (0 if rank else spent["next"]),
         "CPU time of next": spent["next"],
         "CPU time of workers, next and reading": workers + spent["next"] + spent["read"],
     }
-    results.put({name: value / SHARE_STEPS for name, value in costs.items()})
-    dist.destroy_process_group()
+    results.put({name: value / MEASURED_STEPS for name, value in costs.items()})
 
 
 def batch_bytes(pid: int) -> int:
-    """A process's share of the memory of batches."""
+    """Return the memory of batches of a process, in bytes (PSS)."""
     return mappings(Path(f"/proc/{pid}/smaps").read_text(), "savable_pipeline batch")["Pss"]
 
 
 def cells(node: Node) -> list[str]:
-    """What a process of each kind holds, the mean of them, and all together."""
+    """Format the mean memory of trainers, workers and others, and the PSS of all."""
     kinds = (node.trainers, node.workers, node.others)
-    means = [
-        megabytes(statistics.mean(values)) if values else "–"
-        for processes in kinds
-        for values in ([each.unshared for each in processes], [each.shared for each in processes])
-    ]
-    return [*means[:5], megabytes(node.pss)]
+    means: list[str] = []
+    for processes in kinds:
+        columns = ([process.unshared for process in processes], [process.shared for process in processes])
+        means += [format_megabytes(statistics.mean(values)) if values else "–" for values in columns]
+    return [*means[:5], format_megabytes(node.pss)]  # without the shared memory of others
 
 
-def megabytes(count: float) -> str:
-    """As shown."""
+def format_megabytes(count: float) -> str:
+    """Format a number of bytes as megabytes."""
     return f"{count / 1e6:,.0f}"
 
 

@@ -1,4 +1,7 @@
-"""What the benchmarks have our loader do; it imports neither torch nor a peer, so that a worker starts with little."""
+"""Our loader as the benchmarks use it.
+
+This module imports neither torch nor another loader, because each worker process imports it.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,23 @@ if TYPE_CHECKING:
 
 
 class FunctionEncoder(sp.TaskEncoder):
-    """Items by `decode`, batches by `collate`, the functions that peers are given too; None: items are stacked."""
+    """Encoder from the `decode` and `collate` functions of the other loaders. Without `collate` it stacks items."""
 
     def __init__(self, decode: Decode, collate: Collate | None = None) -> None:
         self._decode = decode
         self._collate = collate
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
-        """What `decode` makes of it."""
+        """Return `decode(sample)`."""
         return self._decode(sample)  # type: ignore[arg-type]
 
     def batch(self, items: list[Any], rng: sp.Rng) -> Any:
-        """What `collate` makes of them."""
+        """Return `collate(items)`, or the stacked items."""
         return super().batch(items, rng) if self._collate is None else self._collate(items)
 
 
 def pipeline(folder: str, encoder: sp.TaskEncoder, size: int, buffer: int, lane: sp.Lane) -> custom.Stage:
-    """Batches of `size`, out of a shuffle buffer that all lanes share."""
+    """Build a lane with batches of `size` and its fraction of a shuffle buffer of `buffer` samples."""
     samples: custom.SampleStage = sp.TarShardReader(folder, lane)
     if buffer:
         samples = sp.ShuffleBuffer(samples, size=-(-buffer // lane.count))
@@ -46,7 +49,7 @@ def loader(
     folder: Path, encoder: sp.TaskEncoder, use: Callable[[Any], float] = len, *, size: int, buffer: int = 0,
     workers: int = 0, lanes: int = 96, method: str = "fork",
 ) -> Loader:  # fmt: skip
-    """Such a pipeline in our loader."""
+    """Run `pipeline` in our loader. `size` and `buffer` are its arguments, `use` is that of `rounds.Loader`."""
     from rounds import Loader
 
     run = partial(pipeline, str(folder), encoder, size, buffer)
@@ -54,18 +57,18 @@ def loader(
     return Loader(iter(loader), use, loader.close, warm=2 * buffer)
 
 
-def own_json(sample: Any) -> Any:
-    """What a JSON sample becomes by its own method, which is faster."""
+def sample_json(sample: Any) -> Any:
+    """Decode JSON by `Sample.json`, which is faster than `json.loads`."""
     return sample.json()
 
 
-def nothing(sample: Any) -> int:
-    """An item that costs nothing."""
+def constant_item(sample: Any) -> int:
+    """Return an item without reading the sample."""
     return 7
 
 
-def filled(items: list[Any]) -> Any:
-    """A batch of 9.6 MB that is only filled."""
+def large_batch(items: list[Any]) -> Any:
+    """Ignore the items and return a new batch of 9.6 MB."""
     import torch
 
     return sp.empty((64, 3, 224, 224), torch.uint8).fill_(7)
@@ -78,44 +81,46 @@ def small_batch(items: list[Any]) -> Any:
     return torch.full((10_000,), 7, dtype=torch.uint8)
 
 
-def slept(items: list[Any]) -> int:
-    """A batch that takes 40 ms and no processor."""
+def sleep_40_ms(items: list[Any]) -> int:
+    """Build a batch that takes 40 ms, but no CPU time."""
     time.sleep(0.04)
     return 1
 
 
-def imported(items: list[Any]) -> list[str]:
-    """What the process that makes the batch has imported."""
+def imported_modules(items: list[Any]) -> list[str]:
+    """Return the names of the modules that this worker has imported_modules."""
     return sorted(sys.modules)
 
 
-# Runs whose memory is measured.
+# The functions below run in processes whose memory is measured. Their common arguments are the number of workers, the
+# rank, the number of ranks, and the start method of workers.
 
 
-def _loaded(run: Any, workers: int, rank: int, ranks: int, method: str) -> Iterator[Any]:
-    how = sp.Workers(prefetch=2, start_method=method)  # as many ahead as the others make
-    return iter(sp.SavableLoader(run, seed=1, num_workers=workers, ranks=(rank, ranks), workers=how))
+def _batches(build_lane: Any, workers: int, rank: int, ranks: int, method: str) -> Iterator[Any]:
+    options = sp.Workers(prefetch=2, start_method=method)  # the other loaders also prefetch two batches
+    return iter(sp.SavableLoader(build_lane, seed=1, num_workers=workers, ranks=(rank, ranks), workers=options))
 
 
-def compared(folder: Path, workers: int, rank: int, ranks: int, method: str) -> Iterator[Any]:
-    """What the peers do too; lanes share the buffer, so it is as large as those of all processes that read."""
+def json_batches(folder: Path, workers: int, rank: int, ranks: int, method: str) -> Iterator[Any]:
+    """Yield batches of JSON, as the other loaders do."""
+    # Lanes share one buffer, whereas other loaders have a buffer in each reading process.
     encoder, buffer = FunctionEncoder(decode_json, collecting), BUFFER * max(1, workers) * ranks
-    return _loaded(partial(pipeline, str(folder), encoder, BATCH, buffer), workers, rank, ranks, method)
+    return _batches(partial(pipeline, str(folder), encoder, BATCH, buffer), workers, rank, ranks, method)
 
 
-def looked_up(folder: Path, *where: Any) -> Iterator[Any]:
-    """Samples that are only looked up in the index: order and index are all that costs."""
-    return _loaded(partial(pipeline, str(folder), FunctionEncoder(_offset, collecting), BATCH, 0), *where)
+def index_batches(folder: Path, *arguments: Any) -> Iterator[Any]:
+    """Yield batches without reading samples, so that only order and index use memory."""
+    return _batches(partial(pipeline, str(folder), FunctionEncoder(_offset, collecting), BATCH, 0), *arguments)
 
 
 def _offset(sample: Any) -> int:
     return int(sample.offset)
 
 
-def blended(sources: int, folder: Path, *where: Any) -> Iterator[Any]:
-    """A blend of the first shards of a folder, each a source with a reader of its own in each lane."""
+def blend_batches(sources: int, folder: Path, *arguments: Any) -> Iterator[Any]:
+    """Yield batches of a blend of the first shards of a folder. Each shard is a source with its own reader per lane."""
     tars = sorted(str(tar) for tar in folder.glob("*.tar"))[:sources]
-    return _loaded(partial(_blend, tars, FunctionEncoder(decode_json, collecting)), *where)
+    return _batches(partial(_blend, tars, FunctionEncoder(decode_json, collecting)), *arguments)
 
 
 def _blend(tars: list[str], encoder: sp.TaskEncoder, lane: sp.Lane) -> custom.Stage:
@@ -123,15 +128,15 @@ def _blend(tars: list[str], encoder: sp.TaskEncoder, lane: sp.Lane) -> custom.St
     return sp.Batcher(sp.Encode(sp.Blend(sources), encoder), size=BATCH)
 
 
-def torch_alone(*where: Any) -> Iterator[Any]:
-    """Yield None forever: the memory of a process that has only imported torch."""
+def torch_alone(*arguments: Any) -> Iterator[Any]:
+    """Yield None forever: the memory of a process that has only imported_modules torch."""
     while True:
         yield None
 
 
 RUNS: dict[str, Callable[..., Iterator[Any]]] = {
-    "savable_pipeline": compared,
+    "savable_pipeline": json_batches,
     "torch alone": torch_alone,
-    "samples": looked_up,
-    **{f"blend of {sources}": partial(blended, sources) for sources in (1, 35)},
+    "samples": index_batches,
+    **{f"blend of {sources}": partial(blend_batches, sources) for sources in (1, 35)},
 }

@@ -1,23 +1,26 @@
-"""Packs, batches by length and balance, by the stages themselves on documents of known sizes; and in real runs.
+"""Measure packing, batches by length and balancing, on documents of known sizes and in real runs.
 
-    python tools/bench/packing.py fill       how full packs are and how fast items find their place, for each policy
-    python tools/bench/packing.py buckets    what batches by length cost, with and without `same_bucket`, beside packs
+    python tools/bench/packing.py fill       packing efficiency and speed of each policy
+    python tools/bench/packing.py buckets    padding and waiting of batches by length, with and without `same_bucket`
     python tools/bench/packing.py balance    how long ranks wait for the slowest, with `Balance` and `max_cost`
-    python tools/bench/packing.py ranks      two processes that train for as long as a pack costs, against `balance`
-    python tools/bench/packing.py loading    processor time of a pipeline with and without `Balance`
+    python tools/bench/packing.py ranks      two processes that sleep for the cost of each pack, and their simulation
+    python tools/bench/packing.py loading    CPU time of a pipeline with and without `Balance`
 
-A step takes W consecutive slots of 96 lanes, and lasts as long as its dearest batch: shown is the share of all ranks'
-time spent waiting at 8, 32 and 96 ranks. `balance` looks at packs 1,000 to 2,000 of each lane (`--last 2000`),
-`buckets` at batches 500 to 1,000, padded to the bound of their bucket, if a batch costs its padded tokens, and if it
-costs attention, too. "held" is the longest, and the 99th percentile, of the time that a pack or an item is held, in
-units of `candidates` slots, or in batches of the lane. Without a word, all is measured.
+There are 96 lanes. A step of W ranks is W consecutive slots, and takes as long as its most expensive batch. Tables show
+the fraction of all ranks' time spent waiting, at 8, 32 and 96 ranks.
+
+- `balance` measures packs 1,000 to 2,000 of each lane (`--last 2000`).
+- `buckets` measures batches 500 to 1,000, padded to the bound of their bucket. It computes the cost of a batch once as
+  its padded tokens, and once with attention.
+- "delayed" is how long a pack waits in `Balance` (maximum and 99th percentile, in units of `candidates` slots), or an
+  item in a bucket (99th percentile, in batches of the lane).
+
+Without arguments it runs all of them.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sysconfig
 import tempfile
 import time
@@ -31,10 +34,11 @@ from typing import Any, TypeAlias, get_args
 import numpy as np
 from data import write_tar
 from numpy.typing import NDArray
-from rounds import Bench, called, console, main
+from rounds import Bench, called, console, main, run_ranks
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.stages.chunked_stage import ChunkedStage
 from savable_pipeline.stages.cost import Cost, Size, waiting_share
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.packing.packing_policies import Policy
@@ -47,20 +51,24 @@ HIDDEN = 2048
 Ints: TypeAlias = NDArray[np.int64]
 
 
-# The documents.
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of one kind: (length, images) of as many as asked for, and what one costs."""
+    """Random documents of one kind.
+
+    Args:
+        name: The name in tables.
+        draw: Draws the lengths and numbers of images of n documents.
+        longest: The limit in tokens. Longer documents are skipped.
+        cost: The cost of a document.
+    """
 
     name: str
     draw: Callable[[np.random.Generator, int], tuple[Ints, Ints]]
-    longest: int  # tokens; a longer document is left out
+    longest: int
     cost: Cost = sp.attention_cost(hidden=HIDDEN)  # noqa: RUF009
 
     def documents(self, seed: int) -> Iterator[Size]:
-        """Endless (length, images)."""
+        """Yield lengths and numbers of images, endlessly."""
         rng = np.random.default_rng(seed)
         while True:
             lengths, images = self.draw(rng, 4096)
@@ -69,7 +77,7 @@ class Corpus:
 
 
 def lognormal(median: float, sigma: float, longest: int) -> Corpus:
-    """Lengths of many a web corpus."""
+    """Return a corpus of lognormal lengths, as in web text."""
 
     def draw(rng: np.random.Generator, n: int) -> tuple[Ints, Ints]:
         return rng.lognormal(np.log(median), sigma, n).astype(np.int64), np.zeros(n, np.int64)
@@ -78,7 +86,7 @@ def lognormal(median: float, sigma: float, longest: int) -> Corpus:
 
 
 def python_texts(longest: int) -> Corpus:
-    """The lengths of Python's library sources, four bytes a token, drawn again and again."""
+    """Return a corpus with the lengths of the sources of Python's library, at four bytes per token."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
     known = np.array([path.stat().st_size for path in paths], np.int64) // 4
@@ -86,11 +94,11 @@ def python_texts(longest: int) -> Corpus:
     return Corpus(name, lambda rng, n: (rng.choice(known, n), np.zeros(n, np.int64)), longest)
 
 
-def pictures(longest: int) -> Corpus:
-    """A caption of lognormal length and 0 to 4 pictures.
+def captions_with_images(longest: int) -> Corpus:
+    """Return a corpus of captions of lognormal length with 0 to 4 images.
 
-    A picture has 64 to 1,280 tokens, and a token covers four patches.
-    The cost knows the number of pictures, not their sizes: each counts as one of the mean size.
+    An image has 64 to 1,280 tokens of four patches each. The cost depends on the number of images, not on their sizes,
+    so each counts as an image of the mean size.
     """
 
     def draw(rng: np.random.Generator, n: int) -> tuple[Ints, Ints]:
@@ -98,44 +106,45 @@ def pictures(longest: int) -> Corpus:
         tokens = rng.integers(64, 1281, (n, 4)) * (np.arange(4) < images[:, None])
         return rng.lognormal(np.log(200), 1.0, n).astype(np.int64) + tokens.sum(axis=1), images
 
-    cost = sp.attention_cost(hidden=HIDDEN, per_image=6 * 1024 * 4 * 672)
-    return Corpus(f"captions with 0 to 4 pictures, {longest // 1024} k", draw, longest, cost)
+    cost = sp.attention_cost(hidden=HIDDEN, per_image=6 * 1024 * 4 * 672)  # 672 tokens on average
+    return Corpus(f"captions with 0 to 4 images, {longest // 1024} k", draw, longest, cost)
 
 
 SHORT, LONG = lognormal(400, 1.0, 4 << 10), lognormal(1500, 1.4, 32 << 10)
 
 
-# The stages.
-
-
 class Lengths(sp.TaskEncoder):
-    """An item is its length; a pack is what its items add up to, a batch the list of them."""
+    """Encoder whose items and packs are just their lengths in tokens."""
 
     global_rng = False
 
     def length(self, item: int) -> int:
-        """Itself."""
+        """Return the item, which is its length."""
         return item
 
     def cut(self, item: int, start: int, stop: int) -> int:
-        """The length of the part."""
+        """Return the length of the part."""
         return stop - start
 
     def images(self, item: int) -> int:
-        """One in ten items has one."""
+        """Return 1 for every tenth length, else 0."""
         return item % 10 == 0
 
     def pack(self, items: list[int], rng: sp.Rng) -> int:
-        """What they add up to."""
+        """Return the sum of the lengths."""
         return sum(items)
 
     def batch(self, items: list[int], rng: sp.Rng) -> list[int]:
-        """The items."""
+        """Return the items."""
         return items
 
 
-class Known(custom.ItemStage):
-    """Gives documents of known sizes: nothing is made of them, or, if `encoded`, their lengths. `taken` counts them."""
+class KnownSizes(ChunkedStage, custom.ItemStage):
+    """Source of documents of known sizes.
+
+    Without `encoded` its elements have sizes but no values, otherwise the values are the lengths. `taken` is the number
+    of documents yielded.
+    """
 
     ref: ItemRef = ()
 
@@ -146,7 +155,7 @@ class Known(custom.ItemStage):
         self.taken = 0
 
     def take(self, n: int) -> list[Element]:
-        """The next one."""
+        """Return the next document, whatever `n` is."""
         size = next(self._sizes, None)
         if size is None:
             return []
@@ -155,168 +164,177 @@ class Known(custom.ItemStage):
         return [Element(ref, size[0]) if self._encoded else Element(ref, sizes=(size,))]
 
     def fetch(self, ref: Any) -> Any:
-        """The number of the document."""
+        """Return the index of the document."""
         return ref[0]
 
     def save_state(self) -> State:
-        """Where it stands."""
+        """Return the number of documents yielded."""
         return {"taken": self.taken}
 
     def describe(self) -> StageInfo:
-        """A source of nothing else."""
-        none = frozenset([0])
-        alone = StageInfo(self._lane, 0, population=1, endless=False, tags=none, origins=none, encoder=Lengths())
-        return replace(alone, declared=not self._encoded)
+        """Describe a source without settings."""
+        tags = frozenset([0])
+        info = StageInfo(self._lane, 0, population=1, endless=False, tags=tags, origins=tags, encoder=Lengths())
+        return replace(info, declared=not self._encoded)
 
 
-def packed(corpus: Corpus, measured: Cost, packs: int, **settings: Any) -> tuple[Ints, float]:
-    """The costs of the packs of all lanes, (lanes, packs), and the mean share of `max_length` that they fill."""
+def pack_costs(corpus: Corpus, cost: Cost, packs: int, **settings: Any) -> tuple[Ints, float]:
+    """Return the costs of the packs of all lanes, (lanes, packs), and the packing efficiency."""
     costs, tokens = np.empty((LANES, packs), np.int64), 0
     for index in range(LANES):
-        packer = sp.OnlinePacker(Known(corpus.documents(SEED * 1000 + index), sp.Lane(index, LANES, SEED)), **settings)
+        packer = sp.OnlinePacker(
+            KnownSizes(corpus.documents(SEED * 1000 + index), sp.Lane(index, LANES, SEED)), **settings
+        )
         for n in range(packs):
             sizes = packer.take(1)[0].sizes or ()
-            costs[index, n] = sum(measured(length, images) for length, images in sizes)
+            costs[index, n] = sum(cost(length, images) for length, images in sizes)
             tokens += sum(length for length, _ in sizes)
     return costs, tokens / costs.size / settings["max_length"]
 
 
-def balanced(costs: Ints, *, candidates: int, slots: int) -> tuple[Ints, Ints, float]:
-    """Such costs as `Balance` of every lane gives them, the slots for which each was held, and µs a pack."""
+def balance_costs(costs: Ints, *, candidates: int, slots: int) -> tuple[Ints, Ints, float]:
+    """Reorder the packs of all lanes by `Balance`.
+
+    Args:
+        costs: The costs of the packs, (lanes, packs).
+        candidates: That of `Balance`.
+        slots: The number of packs to yield of each lane.
+
+    Returns:
+        The costs in the order yielded, the slots for which each pack was delayed, and the CPU microseconds per pack.
+    """
     costs_yielded = np.empty((len(costs), slots), np.int64)
     waits = np.empty_like(costs_yielded)
     start = time.process_time()
     for index, own in enumerate(costs.tolist()):
-        known = Known(((cost, 0) for cost in own), sp.Lane(index, len(costs), SEED))
-        stage = sp.Balance(known, candidates=candidates, cost=first_of)
-        arrived: list[int] = []
+        source = KnownSizes(((cost, 0) for cost in own), sp.Lane(index, len(costs), SEED))
+        stage = sp.Balance(source, candidates=candidates, cost=length_as_cost)
+        arrival_slots: list[int] = []  # of the packs that `stage` has read
         for slot in range(slots):
             number = stage.take(1)[0].value
-            arrived += [slot] * (known.taken - len(arrived))
-            costs_yielded[index, slot], waits[index, slot] = own[number], slot - arrived[number]
+            arrival_slots += [slot] * (source.taken - len(arrival_slots))
+            costs_yielded[index, slot], waits[index, slot] = own[number], slot - arrival_slots[number]
     return costs_yielded, waits, 1e6 * (time.process_time() - start) / costs_yielded.size
 
 
-def first_of(length: int, images: int) -> int:
-    """A cost that is the length."""
+def length_as_cost(length: int, images: int) -> int:
+    """Return the length, as a cost."""
     return length
 
 
-def waiting(costs: Ints) -> str:
-    """The share of the ranks' time spent waiting, when a step is so many consecutive slots of (lanes, slots)."""
+def format_waiting(costs: Ints) -> str:
+    """Format the percentage of time spent waiting at each number of ranks. `costs` is (lanes, slots)."""
     return "/".join(f"{100 * waiting_share(costs.T.reshape(-1, ranks).tolist()):.1f}" for ranks in RANKS)
 
 
-# What is shown.
-
-
-def fill(bench: Bench) -> None:
-    """Lognormal lengths up to the limit, placing alone."""
+def compare_policies(bench: Bench) -> None:
+    """Compare the packing policies on lognormal lengths."""
     drawn = np.random.default_rng(0).lognormal(np.log(400), 1.0, bench.options.items)
     lengths = np.maximum(1, drawn.astype(int)).tolist()
-    fills: dict[str, float] = {}
-    ways = {policy: called(partial(pack_all, lengths, policy, fills), len(lengths)) for policy in get_args(Policy)}
+    efficiencies: dict[str, float] = {}
+    ways = {
+        policy: called(partial(pack_by, lengths, policy, efficiencies), len(lengths)) for policy in get_args(Policy)
+    }
     bench.compare("median 400, limit 4096, 16 open packs", "item", ways)
-    console.print("filled:", ", ".join(f"{policy} {share:.2%}" for policy, share in fills.items()))
+    console.print("efficiency:", ", ".join(f"{policy} {share:.2%}" for policy, share in efficiencies.items()))
 
 
-def pack_all(lengths: list[int], policy: Policy, fills: dict[str, float]) -> None:
-    """Pack all of them."""
-    known = Known(((length, 0) for length in lengths), sp.Lane(), encoded=True)
-    packer = sp.OnlinePacker(known, max_length=4096, policy=policy, open_packs=16)
+def pack_by(lengths: list[int], policy: Policy, efficiencies: dict[str, float]) -> None:
+    """Pack documents of these lengths, and add the packing efficiency to `efficiencies`."""
+    source = KnownSizes(((length, 0) for length in lengths), sp.Lane(), encoded=True)
+    packer = sp.OnlinePacker(source, max_length=4096, policy=policy, open_packs=16)
     packs, counts = sum(1 for _ in packer), packer.counts
     assert packs == counts["packs"]
     assert sum(lengths) == counts["tokens"] + counts["skipped_tokens"] + counts["truncated_tokens"]
-    fills[policy] = counts["tokens"] / (counts["tokens"] + counts["room"])
+    efficiencies[policy] = counts["tokens"] / (counts["tokens"] + counts["room"])
 
 
 def balance(bench: Bench) -> None:
-    """Print a table for each kind of documents."""
+    """Print the waiting time with and without `Balance`, for each corpus."""
     last = bench.options.last
-    for corpus in (LONG, SHORT, python_texts(16 << 10), pictures(8 << 10)):
+    for corpus in (LONG, SHORT, python_texts(16 << 10), captions_with_images(8 << 10)):
         if bench.only not in corpus.name:
             continue
         console.print(f"\n{corpus.name}: waiting at 8/32/96 ranks")
-        limit, ample = corpus.longest, 2 * corpus.longest
-        capped = {"max_length": ample, "max_cost": corpus.cost(limit, 0), "cost": corpus.cost}
-        for settings in ({"max_length": limit}, {"max_length": ample}, capped):
-            costs, full = packed(corpus, corpus.cost, last + 64, **settings)
+        limit, double = corpus.longest, 2 * corpus.longest
+        by_cost = {"max_length": double, "max_cost": corpus.cost(limit, 0), "cost": corpus.cost}
+        for settings in ({"max_length": limit}, {"max_length": double}, by_cost):
+            costs, efficiency = pack_costs(corpus, corpus.cost, last + 64, **settings)
             name = f"{settings['max_length']:,} tokens{', cost of ' + f'{limit:,}' if 'cost' in settings else ''}"
-            console.print(f"{name:34}{waiting(costs[:, last // 2 : last]):>20}  fill {full:.1%}")
+            console.print(f"{name:34}{format_waiting(costs[:, last // 2 : last]):>20}  efficiency {efficiency:.1%}")
             for candidates in (16, 32, 64):
-                yielded, waits, us = balanced(costs, candidates=candidates, slots=last)
+                yielded, waits, us = balance_costs(costs, candidates=candidates, slots=last)
                 longest, p99 = waits.max() / candidates, np.percentile(waits, 99) / candidates
-                waited = f"held {longest:.1f}, {p99:.1f}, {us:.0f} µs a pack"
-                console.print(
-                    f"  Balance(candidates={candidates:2}){'':15}{waiting(yielded[:, last // 2 :]):>20}  {waited}"
-                )
+                name = f"  Balance(candidates={candidates:2})"
+                delays = f"delayed {longest:.1f}, {p99:.1f}, {us:.0f} µs a pack"
+                console.print(f"{name:39}{format_waiting(yielded[:, last // 2 :]):>15}  {delays}")
 
 
 def buckets(bench: Bench) -> None:
-    """Print a table for short and for long documents."""
+    """Print padding and waiting of `BucketBatcher`, for short and long documents, and of packs."""
     last = bench.options.last // 2
     for corpus in (SHORT, LONG):
         if bench.only not in corpus.name:
             continue
-        console.print(f"\n{corpus.name}: padding, ranks of 8 alike, waiting by tokens, by attention, 99 % held")
+        console.print(
+            f"\n{corpus.name}: padding, of 8 ranks with one bucket, waiting by tokens, by attention, 99 % delayed"
+        )
         bounds = [corpus.longest >> n for n in reversed(range(6))]
-        for sized in ({"size": 8}, {"max_tokens": 2 * corpus.longest}):
+        for size in ({"size": 8}, {"max_tokens": 2 * corpus.longest}):
             for candidates in (0, 16, 32, 64):
                 same: dict[str, Any] = {"same_bucket": True, "candidates": candidates} if candidates else {}
-                show_batches(corpus, last, bounds=bounds, **sized, **same)
-        shares = []
-        for cost in (first_of, corpus.cost):
-            costs, full = packed(corpus, cost, last + CANDIDATES, max_length=corpus.longest)
-            shares.append(waiting(balanced(costs, candidates=CANDIDATES, slots=last)[0][:, last // 2 :]))
-        console.print(f"OnlinePacker, Balance(candidates={CANDIDATES}): {1 - full:.1%}, {', '.join(shares)}")
+                print_batches(corpus, last, bounds=bounds, **size, **same)
+        waits = []
+        for cost in (length_as_cost, corpus.cost):
+            costs, efficiency = pack_costs(corpus, cost, last + CANDIDATES, max_length=corpus.longest)
+            waits.append(format_waiting(balance_costs(costs, candidates=CANDIDATES, slots=last)[0][:, last // 2 :]))
+        console.print(f"OnlinePacker, Balance(candidates={CANDIDATES}): {1 - efficiency:.1%}, {', '.join(waits)}")
 
 
-def show_batches(corpus: Corpus, last: int, **settings: Any) -> None:
-    """Print the line of the second half of the batches of each lane that `BucketBatcher(**settings)` makes."""
-    found = np.zeros((3, LANES, last), np.int64)
+def print_batches(corpus: Corpus, last: int, **settings: Any) -> None:
+    """Print padding and waiting of `BucketBatcher(**settings)`, for the second half of `last` batches per lane."""
+    sizes = np.zeros((3, LANES, last), np.int64)  # of each batch: its longest item, its items, its tokens
     waits: list[Ints] = []
     for index in range(LANES):
-        known = Known(corpus.documents(SEED * 1000 + index), sp.Lane(index, LANES, SEED), encoded=True)
-        stage, taken = custom.BucketBatcher(known, **settings), []
+        source = KnownSizes(corpus.documents(SEED * 1000 + index), sp.Lane(index, LANES, SEED), encoded=True)
+        stage, taken = custom.BucketBatcher(source, **settings), []
         for n, lengths in enumerate(islice(stage, last)):
-            taken.append(known.taken)
-            found[:, index, n] = max(lengths), len(lengths), sum(lengths)
+            taken.append(source.taken)
+            sizes[:, index, n] = max(lengths), len(lengths), sum(lengths)
             if n >= last // 2:
                 waits.append(n - np.searchsorted(taken, [ref[0] for ref in stage.ref[1:]], side="right"))
-    longest, rows, tokens = found[:, :, last // 2 :]
+    longest, rows, tokens = sizes[:, :, last // 2 :]
     bounds = np.array(settings.pop("bounds"))
     padded = bounds[np.searchsorted(bounds, longest)]
     steps = padded.T.reshape(-1, RANKS[0])
+    # the mean fraction of ranks whose batch has the most frequent bound of the step
     alike = np.mean([np.unique(step, return_counts=True)[1].max() / RANKS[0] for step in steps])
     attention = rows * np.vectorize(lambda bound: corpus.cost(bound, 0))(padded)
     name = ", ".join(f"{name}={value:,}" for name, value in settings.items())
-    shares = f"{1 - tokens.sum() / (padded * rows).sum():.1%}, {alike:.0%}, {waiting(padded * rows)}"
-    console.print(f"{name}: {shares}, {waiting(attention)}, {np.percentile(np.concatenate(waits), 99):.0f}")
-
-
-# Real runs.
+    shares = f"{1 - tokens.sum() / (padded * rows).sum():.1%}, {alike:.0%}, {format_waiting(padded * rows)}"
+    console.print(f"{name}: {shares}, {format_waiting(attention)}, {np.percentile(np.concatenate(waits), 99):.0f}")
 
 
 class Costs(Lengths):
-    """An item is its length, a pack what it costs."""
+    """Encoder whose items are lengths, and whose packs are the sum of the costs of their items."""
 
     cost = staticmethod(sp.attention_cost(hidden=HIDDEN))
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> int:
-        """The length."""
+        """Return the length that the sample states."""
         return int(sample.json()["length"])
 
     def pack(self, items: list[int], rng: sp.Rng) -> Any:
-        """The sum of their costs."""
+        """Return the sum of the items' costs."""
         return {"cost": sum(self.cost(length, 0) for length in items)}
 
     def batch(self, items: list[Any], rng: sp.Rng) -> Any:
-        """Of one pack."""
+        """Return the only pack of the batch."""
         return items[0]
 
 
 def packs_of(folder: str, encoder: sp.TaskEncoder, max_length: int, candidates: int, lane: sp.Lane) -> custom.Stage:
-    """Batches of one pack each, balanced over `candidates` packs (0: not balanced)."""
+    """Build a lane of batches of one pack each. They are balanced over `candidates` packs, or not if it is 0."""
     packs: custom.ItemStage = sp.OnlinePacker(
         sp.Encode(sp.TarShardReader(folder, lane), encoder), max_length=max_length
     )
@@ -324,7 +342,7 @@ def packs_of(folder: str, encoder: sp.TaskEncoder, max_length: int, candidates: 
 
 
 def write(folder: str, corpus: Corpus, samples: int, part: str, content: Callable[[int], bytes]) -> None:
-    """Shards of 1,000 samples with documents of these lengths."""
+    """Write shards of 1,000 samples. Each has one part, `content(length)` of a document."""
     lengths = [length for length, _ in islice(corpus.documents(SEED), samples)]
     for first in range(0, samples, 1000):
         chunk = ({part: content(length)} for length in lengths[first : first + 1000])
@@ -332,47 +350,39 @@ def write(folder: str, corpus: Corpus, samples: int, part: str, content: Callabl
 
 
 def ranks(bench: Bench) -> None:
-    """What `Balance` saves two ranks, and what the simulation says."""
-    costs, _ = packed(LONG, LONG.cost, 600, max_length=LONG.longest)
-    unit = 0.2 / float(costs.mean())  # the mean time of a pack
-    shares = [
+    """Compare the time that `Balance` saves two ranks with the simulated time."""
+    costs, _ = pack_costs(LONG, LONG.cost, 600, max_length=LONG.longest)
+    unit = 0.2 / float(costs.mean())  # seconds per unit of cost, so that a pack takes 0.2 s on average
+    simulated = [
         waiting_share(each[:, 100:500].T.reshape(-1, 2).tolist())
-        for each in (costs, balanced(costs, candidates=CANDIDATES, slots=500)[0])
+        for each in (costs, balance_costs(costs, candidates=CANDIDATES, slots=500)[0])
     ]
     with tempfile.TemporaryDirectory(dir=bench.data) as folder:
         write(folder, LONG, 24_000, "json", lambda length: json.dumps({"length": length}).encode())
-        runs = [two_ranks(folder, candidates, unit, bench.options.steps) for candidates in (0, CANDIDATES)]
-    for name, (before, after) in ("simulated", shares), ("measured", runs):
+        measured = [two_ranks(folder, candidates, unit, bench.options.steps) for candidates in (0, CANDIDATES)]
+    for name, (before, after) in ("simulated", simulated), ("measured", measured):
         saved = 1 - (1 - before) / (1 - after)
         console.print(f"two ranks, waiting, {name}: {before:.1%}, with Balance {after:.1%}, which saves {saved:.1%}")
 
 
 def two_ranks(folder: str, candidates: int, unit: float, steps: int) -> float:
-    """The share of the time of two processes that is not training."""
-    from torch.multiprocessing import get_context
-    from torch.multiprocessing.spawn import spawn
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    results = get_context("spawn").SimpleQueue()
-    spawn(one_rank, args=(folder, candidates, unit, steps, port, results), nprocs=2)  # type: ignore[no-untyped-call]
-    trained, took = zip(*[results.get() for _ in range(2)], strict=True)
-    return 1 - float(sum(trained) / sum(took))
+    """Run two ranks, and return the fraction of their time that they do not train."""
+    trained_s, total_s = zip(*run_ranks(one_rank, 2, folder, candidates, unit, steps), strict=True)
+    return 1 - float(sum(trained_s) / sum(total_s))
 
 
-def one_rank(rank: int, folder: str, candidates: int, unit: float, steps: int, port: int, results: Any) -> None:
-    """One rank: sleeps for as long as its pack costs, and waits for the other."""
+def one_rank(rank: int, folder: str, candidates: int, unit: float, steps: int, results: Any) -> None:
+    """Run one rank, which sleeps for the cost of each pack and then waits for the other rank.
+
+    Puts the seconds of sleep and of the whole run in `results`.
+    """
     import torch
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
     trained = 0.0
     with sp.SavableLoader(partial(packs_of, folder, Costs(), 32 << 10, candidates), seed=SEED, lanes=8) as loader:
         batches = iter(loader)
-        for _ in islice(batches, 2 * steps):  # until all lanes candidates what they will
+        for _ in islice(batches, 2 * steps):  # until `Balance` of every lane has all its candidates
             pass
         dist.barrier()
         start = time.perf_counter()
@@ -385,11 +395,10 @@ def one_rank(rank: int, folder: str, candidates: int, unit: float, steps: int, p
             trained += train_s
             dist.all_reduce(torch.ones(1))
         results.put((trained, time.perf_counter() - start))
-    dist.destroy_process_group()
 
 
 def loading(bench: Bench) -> None:
-    """The processor time of a batch with and without `Balance`, bytes as tokens, and a lane's state."""
+    """Measure the CPU time of a batch with and without `Balance`, and the size of a lane's state."""
     for corpus in (SHORT, LONG):
         letters = np.random.default_rng(SEED).integers(97, 123, corpus.longest, dtype=np.uint8).tobytes()
         with tempfile.TemporaryDirectory(dir=bench.data) as folder:
@@ -403,26 +412,25 @@ def loading(bench: Bench) -> None:
             }
             running = {candidates: iter(loader) for candidates, loader in loaders.items()}
             for batches in running.values():
-                take(batches, 16 * 2 * CANDIDATES)
+                consume(batches, 16 * 2 * CANDIDATES)
             ways = {
-                f"candidates={candidates}": called(partial(take, batches, 300), 300)
+                f"candidates={candidates}": called(partial(consume, batches, 300), 300)
                 for candidates, batches in running.items()
             }
             bench.compare(f"packs of {corpus.longest:,}", "pack", ways)
             state = loaders[CANDIDATES].state_dict().values()
-            console.print(
-                f"a lane's state: {sum(len(each) for each in state if isinstance(each, bytes)) // 16:,} bytes"
-            )
+            state_bytes = sum(len(each) for each in state if isinstance(each, bytes))
+            console.print(f"a lane's state: {state_bytes // 16:,} bytes")
             for loader in loaders.values():
                 loader.close()
 
 
-def take(batches: Iterator[Any], count: int) -> None:
-    """Take so many."""
+def consume(batches: Iterator[Any], count: int) -> None:
+    """Consume `count` batches."""
     for _ in islice(batches, count):
         pass
 
 
 if __name__ == "__main__":
-    measures = {"fill": fill, "buckets": buckets, "balance": balance, "ranks": ranks, "loading": loading}
+    measures = {"fill": compare_policies, "buckets": buckets, "balance": balance, "ranks": ranks, "loading": loading}
     main(__doc__, measures, items=200_000, last=2_000, steps=160)

@@ -1,21 +1,21 @@
-"""The other loaders, decoders and writers, each in its fastest form, given what ours is given.
+"""The other loaders, decoders and writers, each in its fastest form, with the same data and functions as ours.
 
-    webdataset, StatefulDataLoader   tars, read through
-    torch's DataLoader               records in memory, which no loader of tars can have, or tars at known offsets
+    webdataset, StatefulDataLoader   tars, read sequentially
+    torch's DataLoader               records in memory (faster than any read of tars), or tars at known offsets
     HF datasets, LitData             Parquet, streamed; LitData's own chunks
     Grain, spdl                      tars at known offsets: processes, and threads of this process
     Megatron-Energon                 tars with its metadata
     Mosaic Streaming                 MDS
-    DALI                             tars of images, read through, by threads of this process
+    DALI                             tars of images, read sequentially, by threads of this process
 
-Each import comes where it is used: what is not installed is left out, and a process whose memory is measured imports no
-other. What costs all of them the same, such as the order of samples, is as random as each makes it.
+Libraries are imported where they are used. A library that is not installed is skipped, and a process whose memory is
+measured imports no other library. Each loader shuffles in its own way, since that costs all of them about the same.
 
-As a program it runs one of them where another interpreter has it, or where its memory or time is to be its own:
+The program runs one of them in another interpreter, or in a process whose memory or time we measure:
 
-    python peers.py batches NAME FOLDER WORKERS RANK RANKS BATCHES METHOD    takes batches, says "ready", and waits
-    python peers.py clips DECODER FOLDER SEED    says "ready"; each line asks for so many clips, and is answered
-    python peers.py write WRITER SOURCE TARGET
+    python peers.py batches NAME FOLDER WORKERS RANK RANKS BATCHES METHOD    consumes batches, prints "ready", and waits
+    python peers.py clips DECODER FOLDER SEED    prints "ready", reads numbers of clips from stdin, and confirms each
+    python peers.py write WRITER SOURCE TARGET   converts a folder
 """
 
 from __future__ import annotations
@@ -39,28 +39,25 @@ import numpy as np
 Decode: TypeAlias = Callable[[Mapping[str, bytes]], Any]
 Collate: TypeAlias = Callable[[list[Any]], Any]
 Decoder: TypeAlias = Callable[[Path, random.Random], Any]
-SIDE, SCALE = 224, (0.08, 1.0)  # pixels of a crop, and its share of an image
+SIDE, SCALE = 224, (0.08, 1.0)  # the side of a crop in pixels, and its fraction of the image's area
 LENGTH_S, FPS = 2.0, 8  # of a clip
-_FOR_EVER = 1 << 40  # samples
-
-
-# What each makes of a sample.
+_ENDLESS = 1 << 40  # samples, more than are ever consumed
 
 
 def decode_json(sample: Mapping[str, bytes]) -> Any:
-    """What a JSON sample becomes in every loader."""
+    """Decode the JSON of a sample."""
     return json.loads(sample["json"])
 
 
 def by_pillow(sample: Mapping[str, bytes]) -> Any:
-    """An image of Pillow's."""
+    """Decode a JPEG with Pillow."""
     from PIL import Image
 
     return Image.open(io.BytesIO(sample["jpg"])).convert("RGB")
 
 
 def by_torchvision(sample: Mapping[str, bytes]) -> Any:
-    """uint8 (3, height, width)."""
+    """Decode a JPEG with torchvision: uint8 (3, height, width)."""
     import torch
     from torchvision.io import ImageReadMode, decode_jpeg
 
@@ -68,21 +65,21 @@ def by_torchvision(sample: Mapping[str, bytes]) -> Any:
 
 
 def whole_by_pillow(sample: Mapping[str, bytes]) -> Any:
-    """uint8 (3, height, width)."""
+    """Decode a JPEG with Pillow: uint8 (3, height, width)."""
     from torchvision.transforms.v2 import functional
 
     return functional.pil_to_tensor(by_pillow(sample))
 
 
 def crop_by_pillow(sample: Mapping[str, bytes]) -> Any:
-    """A random crop, uint8 (3, 224, 224)."""
+    """Decode a JPEG with Pillow, and make a random crop: uint8 (3, 224, 224)."""
     from torchvision.transforms.v2 import functional
 
     return functional.pil_to_tensor(_crop()(by_pillow(sample)))
 
 
 def crop_by_torchvision(sample: Mapping[str, bytes]) -> Any:
-    """The same by torchvision's decoder and tensors."""
+    """Decode a JPEG with torchvision, and make a random crop: uint8 (3, 224, 224)."""
     return _crop()(by_torchvision(sample))
 
 
@@ -93,26 +90,26 @@ def _crop() -> Any:
     return v2.Compose([v2.RandomResizedCrop(SIDE, SCALE, antialias=True), v2.RandomHorizontalFlip()])
 
 
-def itself(batch: Any) -> Any:
-    """A batch as it is."""
+def unchanged(batch: Any) -> Any:
+    """Return a batch unchanged."""
     return batch
 
 
 def chunks(samples: Iterable[Any], size: int = 256) -> Iterator[list[Any]]:
-    """Lists of samples of what gives one at a time."""
+    """Group samples to lists of `size`."""
     remaining = iter(samples)
     while chunk := list(itertools.islice(remaining, size)):
         yield chunk
-
-
-# Loaders. `options` are those of torch's DataLoader.
 
 
 def web_dataset(
     folder: Path, decode: Decode, collate: Collate, *, size: int, buffer: int = 0, rank: int = 0, ranks: int = 1,
     stateful: bool = False, **options: Any,
 ) -> Iterator[Any]:  # fmt: skip
-    """webdataset's own pipeline; in torchdata's loader, which people combine it with for tars, if it is stateful."""
+    """Yield batches of a webdataset pipeline. `options` are those of torch's DataLoader.
+
+    If `stateful`, it runs in torchdata's StatefulDataLoader.
+    """
     import webdataset as wds
     from torch.utils.data import DataLoader
 
@@ -122,20 +119,22 @@ def web_dataset(
     if stateful:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        return iter(StatefulDataLoader(dataset, batch_size=None, collate_fn=itself, **options))
+        return iter(StatefulDataLoader(dataset, batch_size=None, collate_fn=unchanged, **options))
     return iter(DataLoader(dataset, batch_size=None, **options) if options.get("num_workers") else dataset)
 
 
 def torch_loader(samples: Any, decode: Decode, collate: Collate | None, *, size: int, **options: Any) -> Iterator[Any]:
-    """torch's DataLoader over a list of samples, or `Tars`: nothing is held but the order."""
+    """Yield batches of torch's DataLoader over a list of samples, or over `Tars`."""
     from torch.utils.data import DataLoader, RandomSampler
 
     dataset: Any = _Decoded(samples, decode)
-    order = RandomSampler(dataset, replacement=True, num_samples=_FOR_EVER)
+    order = RandomSampler(dataset, replacement=True, num_samples=_ENDLESS)
     return iter(DataLoader(dataset, size, sampler=order, collate_fn=collate, **options))
 
 
 class _Decoded:
+    """Dataset of `decode(sample)` for each of the samples."""
+
     def __init__(self, samples: Any, decode: Decode) -> None:
         self._samples = samples
         self._decode = decode
@@ -148,7 +147,7 @@ class _Decoded:
 
 
 class Tars:
-    """The first part of each sample of some tars, read at the offset that the index beside its tar has."""
+    """Dataset of the first part of each sample in a folder of tars, read at the offsets of its `.tar.idx` files."""
 
     def __init__(self, folder: Path, part: str) -> None:
         self._part = part
@@ -167,6 +166,7 @@ class Tars:
         start = int(starts[index - self._ends[shard] + len(starts)])
         if shard not in self._open:
             self._open[shard] = os.open(self._tars[shard], os.O_RDONLY)
+        # a tar header has 512 bytes, with the member's size as 12 octal digits at byte 124
         size = int(os.pread(self._open[shard], 12, start + 124).rstrip(b"\0 "), 8)
         return {self._part: os.pread(self._open[shard], size, start + 512)}
 
@@ -175,7 +175,7 @@ class Tars:
 
 
 def hf_datasets(folder: Path, *, buffer: int, rank: int = 0, ranks: int = 1) -> Any:
-    """The rows of Parquet files, whose columns need no decoding, streamed through a shuffle buffer."""
+    """Stream rows of Parquet files through a shuffle buffer with HF datasets. No column needs decoding."""
     import datasets
     from datasets.distributed import split_dataset_by_node
 
@@ -188,7 +188,7 @@ def hf_datasets(folder: Path, *, buffer: int, rank: int = 0, ranks: int = 1) -> 
 def hf_batches(
     folder: Path, collate: Collate, *, size: int, buffer: int, rank: int = 0, ranks: int = 1, **options: Any
 ) -> Iterator[Any]:
-    """The same in torch's DataLoader; batches are made of lists of rows."""
+    """Yield batches of `hf_datasets` in torch's DataLoader. `collate` gets lists of rows."""
     from torch.utils.data import DataLoader
 
     rows = hf_datasets(folder, buffer=buffer, rank=rank, ranks=ranks)
@@ -196,7 +196,7 @@ def hf_batches(
 
 
 def litdata(folder: Path, collate: Collate, *, size: int, **options: Any) -> Iterator[Any]:
-    """LitData's loader over its own chunks, each rank over all of them."""
+    """Yield batches of LitData's loader. Each rank reads all chunks."""
     from litdata import StreamingDataLoader, StreamingDataset
 
     dataset = StreamingDataset(str(folder), shuffle=True)
@@ -206,7 +206,7 @@ def litdata(folder: Path, collate: Collate, *, size: int, **options: Any) -> Ite
 
 
 def litdata_parquet(folder: Path) -> Iterator[Any]:
-    """The rows of Parquet files by LitData, without a buffer."""
+    """Yield rows of Parquet files with LitData, without a shuffle buffer."""
     from litdata import StreamingDataset, index_parquet_dataset
     from litdata.streaming.item_loader import ParquetLoader
 
@@ -218,7 +218,7 @@ def litdata_parquet(folder: Path) -> Iterator[Any]:
 def grain_processes(
     folder: Path, part: str, decode: Decode, collate: Collate, *, size: int, workers: int
 ) -> Iterator[Any]:
-    """Grain with worker processes; numpy arrays come through its shared memory."""
+    """Yield batches of Grain with worker processes. Arrays travel through its shared memory."""
     logging.getLogger("absl").setLevel(logging.ERROR)
     import grain
 
@@ -229,7 +229,7 @@ def grain_processes(
 
 
 def grain_parquet(folder: Path, *, buffer: int) -> Iterator[Any]:
-    """Shuffled rows of Parquet files without end, read by Grain, six files at once."""
+    """Yield shuffled rows of Parquet files with Grain, endlessly, from six files at a time."""
     import grain
 
     reading = grain.experimental
@@ -240,7 +240,7 @@ def grain_parquet(folder: Path, *, buffer: int) -> Iterator[Any]:
 
 
 def mosaic(folder: Path) -> Iterator[Any]:
-    """The samples of MDS by Mosaic Streaming."""
+    """Yield the samples of MDS shards with Mosaic Streaming."""
     from streaming import StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
@@ -249,27 +249,30 @@ def mosaic(folder: Path) -> Iterator[Any]:
 
 
 def spdl_threads(folder: Path, part: str, decode: Decode, collate: Collate, *, size: int, threads: int) -> Any:
-    """A pipeline of spdl's, which is iterated and stopped; each thread makes whole batches."""
+    """Start a pipeline of spdl whose threads each build whole batches. Stop it after use."""
     from spdl.pipeline import PipelineBuilder
 
     tars = Tars(folder, part)
 
     def order() -> Iterator[list[int]]:
-        for epoch in range(_FOR_EVER):
+        for epoch in range(_ENDLESS):
             shuffled = np.random.default_rng(epoch).permutation(len(tars)).tolist()
             yield from (shuffled[i : i + size] for i in range(0, len(tars) - size, size))
 
-    def make(indices: list[int]) -> Any:
+    def build_batch(indices: list[int]) -> Any:
         return collate([decode(tars[index]) for index in indices])
 
-    building = PipelineBuilder().add_source(order()).pipe(make, concurrency=threads).add_sink(4)
-    pipeline = building.build(num_threads=threads)
+    builder = PipelineBuilder().add_source(order()).pipe(build_batch, concurrency=threads).add_sink(4)
+    pipeline = builder.build(num_threads=threads)
     pipeline.start()
     return pipeline
 
 
 def spdl_frames(filters: Callable[[Any], str]) -> tuple[Decode, Collate]:
-    """How spdl decodes an image and makes a batch: by FFmpeg, whose pixels are others, NHWC."""
+    """Return functions that decode an image and collate a batch with spdl.
+
+    It uses FFmpeg, so pixels differ slightly from libjpeg's. Batches are NHWC.
+    """
     import spdl.io as spdl
 
     def decode(sample: Mapping[str, bytes]) -> Any:
@@ -280,7 +283,7 @@ def spdl_frames(filters: Callable[[Any], str]) -> tuple[Decode, Collate]:
 
 
 def dali(folder: Path, size: int, *, crop: bool, threads: int) -> Iterator[Any]:
-    """DALI without a GPU: decodes the crop alone and scales it (linear, with antialias), NHWC."""
+    """Yield batches of DALI on the CPU, NHWC. It decodes only the crop, and scales it linearly with antialias."""
     import torch
     from nvidia.dali import fn, types
     from nvidia.dali.pipeline import Pipeline
@@ -303,7 +306,7 @@ def dali(folder: Path, size: int, *, crop: bool, threads: int) -> Iterator[Any]:
 def energon(
     folder: Path, collate: Collate = list, *, size: int, buffer: int, workers: int = 0, rank: int = 0, ranks: int = 1
 ) -> Iterator[Any]:
-    """JSON, decoded by Energon itself."""
+    """Yield batches of Energon, which also decodes the JSON."""
     from megatron import energon as library
 
     @library.stateless  # type: ignore[untyped-decorator]
@@ -330,16 +333,17 @@ def energon(
     return iter(library.get_savable_loader(dataset))
 
 
-# Loaders whose memory is compared: batches of 256 records of JSON of 1 kB, through a buffer in each process that reads.
+# The loaders below are those whose memory is compared. They yield batches of 256 records of JSON of 1 kB, with a
+# shuffle buffer in each process that reads.
 
 BATCH, BUFFER = 256, 1_000
-COLLECTED = 8  # the batch with which a process collects garbage, as each does in a long run
-_batch_numbers = itertools.count(1)  # batches, in this process
+COLLECT_AT = 8  # a process collects garbage with this batch, as happens sooner or later in a long run
+_batch_numbers = itertools.count(1)  # of the batches of this process
 
 
 def collecting(batch: Any) -> Any:
-    """What makes a batch, in the process that makes it: once, that process looks through its memory for garbage."""
-    if next(_batch_numbers) == COLLECTED:
+    """Return a batch unchanged, as a collate function. Collects the worker's garbage once."""
+    if next(_batch_numbers) == COLLECT_AT:
         gc.collect()
     return batch
 
@@ -361,7 +365,9 @@ def _litdata(folder: Path, collate: Collate, *, buffer: int, rank: int, ranks: i
     return litdata(folder, collate, **settings)
 
 
-LOADERS: dict[str, tuple[str, Callable[..., Iterator[Any]]]] = {  # the data that each reads, and what makes its batches
+LOADERS: dict[
+    str, tuple[str, Callable[..., Iterator[Any]]]
+] = {  # the data set that each reads, and a function that yields its batches
     "torch DataLoader": ("few-json", _torch),
     "webdataset": ("few-json", _web_dataset),
     "Energon": ("few-json", _energon),
@@ -371,7 +377,13 @@ LOADERS: dict[str, tuple[str, Callable[..., Iterator[Any]]]] = {  # the data tha
 
 
 def batches(name: str, folder: str, *numbers: str) -> None:
-    """Take batches by one loader, say so, keep the last and wait for the end of the input."""
+    """Consume batches of one loader, print "ready", keep the last batch, and wait until stdin closes.
+
+    Args:
+        name: A key of `LOADERS` or of `ours.RUNS`.
+        folder: The folder of its data.
+        numbers: Workers, rank, ranks, number of batches, and start method.
+    """
     import torch  # noqa: F401  every trainer has it
 
     *counts, method = numbers
@@ -394,18 +406,20 @@ def batches(name: str, folder: str, *numbers: str) -> None:
     os._exit(0)
 
 
-# Decoders of clips: 2 s at 8 frames a second of random videos at random times, uint8 (16, 3, 224, 224).
+# The decoders below return clips of 2 s with 8 frames per second of random videos at random times: uint8 (16, 3, 224,
+# 224).
 
-_read = functools.cache(Path.read_bytes)  # "over bytes in memory"
+_read = functools.cache(Path.read_bytes)  # some decoders read from memory
 
 
 def _times(duration_s: float, draw: random.Random) -> list[float]:
+    """Draw the times of a clip's frames, in seconds."""
     start = draw.random() * (duration_s - LENGTH_S)
     return [start + n / FPS for n in range(round(LENGTH_S * FPS))]
 
 
 def pyav(interpolation: str) -> Decoder:
-    """A loop over PyAV as its documentation has it: seek, decode, convert the frames that are wanted."""
+    """Return a decoder by PyAV as in its documentation: seek, decode, and convert the frames that are needed."""
     import av
 
     def clip(path: Path, draw: random.Random) -> Any:
@@ -416,15 +430,15 @@ def pyav(interpolation: str) -> Decoder:
             times = _times(float(stream.duration * stream.time_base), draw)
             container.seek(int(times[0] / stream.time_base), stream=stream)
             frames: list[Any] = []
-            before: Any = None
+            last: Any = None  # the last frame that starts at or before the next time
             for frame in container.decode(stream):
-                while len(frames) < len(times) and before is not None and frame.time > times[len(frames)]:
-                    frames.append(_pixels(before, interpolation))
+                while len(frames) < len(times) and last is not None and frame.time > times[len(frames)]:
+                    frames.append(_pixels(last, interpolation))
                 if len(frames) == len(times):
                     break
-                before = frame
+                last = frame
             while len(frames) < len(times):
-                frames.append(_pixels(before, interpolation))
+                frames.append(_pixels(last, interpolation))
         return np.ascontiguousarray(np.stack(frames).transpose(0, 3, 1, 2))
 
     return clip
@@ -435,7 +449,7 @@ def _pixels(frame: Any, interpolation: str) -> Any:
 
 
 def energon_clips() -> Decoder:
-    """Megatron-Energon's AVDecoder; one range for each frame, which is quicker than to convert all of the clip's."""
+    """Return a decoder by Energon's AVDecoder, with one range per frame, which is faster than one for all frames."""
     from megatron.energon.av.av_decoder import AVDecoder
 
     warnings.simplefilter("ignore")
@@ -452,7 +466,7 @@ def energon_clips() -> Decoder:
 
 
 def torchcodec() -> Decoder:
-    """torchcodec, which resizes while it decodes."""
+    """Return a decoder by torchcodec, which resizes as it decodes."""
     from torchcodec.decoders import VideoDecoder
     from torchcodec.transforms import Resize
 
@@ -474,7 +488,7 @@ DECODERS: dict[str, Callable[[], Decoder]] = {
 
 
 def clips(name: str, folder: str, seed: str) -> None:
-    """Make as many clips as each line on the input says, and drop them."""
+    """Decode as many clips as each line of stdin says, and print that number."""
     paths, draw = sorted(Path(folder).glob("*.mp4")), random.Random(int(seed))
     try:
         clip = DECODERS[name]()
@@ -490,17 +504,14 @@ def clips(name: str, folder: str, seed: str) -> None:
         print(int(line), flush=True)
 
 
-# Writers of a folder of JPEGs and captions.
-
-
 def pairs(folder: Path) -> Iterator[tuple[str, bytes, str]]:
-    """Key, bytes of the image and caption of each pair."""
+    """Yield the key, image and caption of each pair."""
     for path in sorted(folder.glob("*.jpg")):
         yield path.stem, path.read_bytes(), path.with_suffix(".txt").read_text()
 
 
 def write_webdataset(source: Path, target: Path) -> None:
-    """webdataset's ShardWriter."""
+    """Write with webdataset's ShardWriter."""
     import webdataset
 
     target.mkdir()
@@ -514,7 +525,7 @@ def _litdata_sample(path: str) -> dict[str, object]:
 
 
 def write_litdata(source: Path, target: Path) -> None:
-    """LitData's optimize."""
+    """Write with LitData's optimize."""
     from litdata import optimize
 
     files = [str(path) for path in sorted(source.glob("*.jpg"))]
@@ -522,7 +533,7 @@ def write_litdata(source: Path, target: Path) -> None:
 
 
 def write_mds(source: Path, target: Path) -> None:
-    """Mosaic's MDSWriter."""
+    """Write with Mosaic's MDSWriter."""
     from streaming import MDSWriter
 
     with MDSWriter(out=str(target), columns={"key": "str", "jpg": "bytes", "txt": "str"}) as writer:
@@ -531,7 +542,7 @@ def write_mds(source: Path, target: Path) -> None:
 
 
 def write_hf(source: Path, target: Path) -> None:
-    """HF datasets' save_to_disk."""
+    """Write with HF datasets' save_to_disk."""
     import datasets
 
     def rows() -> Iterator[dict[str, object]]:
@@ -547,13 +558,13 @@ WRITERS: dict[str, Callable[[Path, Path], None]] = {
 }  # fmt: skip
 
 
-def main(program: str, *words: str) -> None:
-    """Run one of them."""
+def main(program: str, *arguments: str) -> None:
+    """Run one of the programs of the module's docstring."""
     if program == "write":
-        WRITERS[words[0]](Path(words[1]), Path(words[2]))
+        WRITERS[arguments[0]](Path(arguments[1]), Path(arguments[2]))
     else:
         programs: dict[str, Callable[..., None]] = {"batches": batches, "clips": clips}
-        programs[program](*words)
+        programs[program](*arguments)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""Remote shards over a web server on this machine: `python tools/bench/remote.py [--gb 4] [--rounds 3]`.
+"""Measure remote shards from a web server on this machine.
 
-- `first`: every byte of an epoch through the loader with an empty cache, against one `curl` a core that writes files,
-  as the cache does.
-- `blobs`, `json`: the epochs after it, from the cache, against the same from local files, of blobs of 100 kB and of
-  1 kB.
+    python tools/bench/remote.py first [--gb 4] [--rounds 3]
+    python tools/bench/remote.py blobs json
 
-Needs nginx and curl.
+- `first` reads an epoch with an empty cache. Compare with one `curl` process per core that writes files, as the cache
+  does.
+- `blobs` and `json` read later epochs from the cache, with samples of 100 kB and 1 kB. Compare with local files.
+
+It needs nginx and curl.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -43,7 +46,7 @@ http {{
 
 
 class Lengths(sp.TaskEncoder):
-    """Reads each sample, and keeps only its length."""
+    """Encoder that reads each sample and returns its length."""
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> int:
         return len(sample["bin"])
@@ -53,18 +56,24 @@ class Lengths(sp.TaskEncoder):
 
 
 def pipeline(shards: str, cache: Path, lane: sp.Lane) -> custom.Stage:
-    """One epoch, through a cache that holds all of it."""
+    """Build a lane of one epoch, with a cache large enough for all shards."""
     reader = sp.TarShardReader(shards, lane, epochs=1, window=32, cache=cache, cache_bytes=1 << 40)
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(reader, size=32), Lengths()), size=16)
 
 
 @contextlib.contextmanager
-def serving(root: Path, size: int, sample_bytes: int) -> Iterator[Path]:
-    """nginx over a folder of shards of so many bytes."""
+def serve_shards(root: Path, size: int, sample_bytes: int) -> Iterator[Path]:
+    """Serve a new folder of shards with nginx.
+
+    Args:
+        root: An empty folder.
+        size: Bytes of all shards together.
+        sample_bytes: Bytes of each sample.
+    """
     root.chmod(0o755)
     shards = root / "www" / "shards"
     write_random(shards, shards=SHARDS, samples=max(1, size // SHARDS // sample_bytes), size=sample_bytes)
-    sp.TarShardReader(str(shards), sp.Lane())  # makes the index
+    sp.TarShardReader(str(shards), sp.Lane())  # writes the index
     (root / "nginx.conf").write_text(CONFIG.format(cores=CORES, root=root, port=PORT))
     server = subprocess.Popen(["nginx", "-c", str(root / "nginx.conf")])
     time.sleep(0.5)
@@ -76,24 +85,24 @@ def serving(root: Path, size: int, sample_bytes: int) -> Iterator[Path]:
 
 
 def curl(folder: Path, target: Path) -> None:
-    """One curl a core fetches all the shards between them."""
+    """Download all shards with one curl process per core."""
     target.mkdir()
     names = sorted(path.name for path in folder.glob("*.tar"))
-    running = []
+    processes = []
     for core in range(CORES):
-        words = [word for name in names[core::CORES] for word in ("-o", str(target / name), f"{URL}/shards/{name}")]
-        running.append(subprocess.Popen(["curl", "-s", *words]))
-    for one in running:
-        one.wait()
+        downloads = [("-o", str(target / name), f"{URL}/shards/{name}") for name in names[core::CORES]]
+        processes.append(subprocess.Popen(["curl", "-s", *itertools.chain.from_iterable(downloads)]))
+    for process in processes:
+        process.wait()
 
 
 def first(bench: Bench) -> None:
-    """The first epoch, with the start of workers and fetchers."""
-    gb = bench.options.gb
-    with tempfile.TemporaryDirectory(dir=bench.data) as room, serving(Path(room), int(gb * 1e9), 100_000) as shards:
-        target = Path(room) / "target"
+    """Measure the first epoch, including the start of workers and of the download process."""
+    gb, size = bench.options.gb, int(bench.options.gb * 1e9)
+    with tempfile.TemporaryDirectory(dir=bench.data) as root, serve_shards(Path(root), size, 100_000) as shards:
+        target = Path(root) / "target"
 
-        def cold(work: Callable[[], None]) -> Way:
+        def with_empty_target(work: Callable[[], None]) -> Way:
             def way() -> Cost:
                 shutil.rmtree(target, ignore_errors=True)
                 return called(work, gb)()
@@ -106,17 +115,15 @@ def first(bench: Bench) -> None:
                     pass
 
         works: dict[str, Callable[[], None]] = {"from the server": epoch, "curl to files": lambda: curl(shards, target)}
-        bench.compare("the first epoch", "GB", {name: cold(work) for name, work in works.items()})
+        bench.compare("the first epoch", "GB", {name: with_empty_target(work) for name, work in works.items()})
 
 
 def later(sample_bytes: int, bench: Bench) -> None:
-    """The epochs after it."""
+    """Measure an epoch whose samples are all in the cache."""
     gb = bench.options.gb if sample_bytes > 1_000 else 0.04
-    with (
-        tempfile.TemporaryDirectory(dir=bench.data) as room,
-        serving(Path(room), int(gb * 1e9), sample_bytes) as shards,
-    ):
-        cache = Path(room) / "cache"
+    size = int(gb * 1e9)
+    with tempfile.TemporaryDirectory(dir=bench.data) as root, serve_shards(Path(root), size, sample_bytes) as shards:
+        cache = Path(root) / "cache"
         with loader(f"{URL}/shards/", cache) as remote, loader(str(shards), cache) as local:
 
             def epoch(running: sp.SavableLoader) -> None:
@@ -130,7 +137,7 @@ def later(sample_bytes: int, bench: Bench) -> None:
 
 
 def loader(shards: str, cache: Path) -> sp.SavableLoader:
-    """A worker a core."""
+    """Open our loader with one worker per core."""
     return sp.SavableLoader(functools.partial(pipeline, shards, cache), seed=1, lanes=8, num_workers=CORES)
 
 

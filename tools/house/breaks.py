@@ -1,10 +1,10 @@
-"""How much the test suite catches: applies each deliberate break of `tests/breaks/breaks.py` to a copy, and tests that.
+"""Check that the test suite catches each deliberate break of `tests/breaks/breaks.py`.
 
     python tools/house/breaks.py [--only NAME …] [--jobs N] [--likely]
 
-A break is caught if a test fails: first among those that catch it most likely, then, unless `--likely`, in the whole
-suite. Run it before and after tests are deleted: at least as many must be caught. (Some 20 s a break that is caught
-early, the time of the whole suite for one that is not.)
+Each break is applied to a copy of the repository, in which the tests then run: first those that most likely catch the
+break, then the whole suite unless `--likely` is passed. A break is caught if a test fails. Run this before and after
+deleting tests: the number of breaks caught must not fall. A break takes about 20 s if a likely test catches it.
 """
 
 from __future__ import annotations
@@ -25,82 +25,88 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 _IGNORED = ("[.]*", "__pycache__", "*.pyc", "build", "dist", "site", "*.egg-info")
-_OF_THE_EDIT = (
-    "tests/project/test_breaks.py",
-    "tests/project/test_house.py",
-)  # they look at the text, not at what it does
-_LIKELY_S, _WHOLE_S = 600, 3600  # the longest that the tests may take
+# these tests check the source text, so any edit would fail them
+_TESTS_OF_SOURCE = ("tests/project/test_breaks.py", "tests/project/test_house.py")
+_LIKELY_LIMIT_S, _SUITE_LIMIT_S = 600, 3600  # timeouts of the likely tests and of the whole suite
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class Outcome(NamedTuple):
-    """What became of a break: the id of the test that caught it, "" if none did, and the seconds that it took."""
+    """Result of a break: the id of the test that caught it ("" if none did), and the seconds that it took."""
 
     caught_by: str
     seconds: float
 
 
 def all_breaks() -> list[Any]:
-    """Return the deliberate faults that tests must notice, each a `Break`."""
-    found: list[Any] = runpy.run_path(str(ROOT / "tests/breaks/breaks.py"), run_name="breaks")["BREAKS"]
-    return found
+    """Read the deliberate errors that tests must catch, each a `Break`."""
+    breaks: list[Any] = runpy.run_path(str(ROOT / "tests/breaks/breaks.py"), run_name="breaks")["BREAKS"]
+    return breaks
 
 
-def matches(each: Any) -> int:
-    """How often the old text of a break is in its file, which must be once."""
+def count_matches(each: Any) -> int:
+    """Count how often the old text of a break is in its file. It must be there once."""
     path = ROOT / each.file
     return path.read_text().count(each.old) if path.exists() else 0
 
 
 def try_break(each: Any, *, workers: int, likely_only: bool) -> Outcome:
-    """Apply a break to a copy of the tree, and run the tests there."""
-    began = time.monotonic()
+    """Apply a break to a copy of the repository, and run the tests there.
+
+    Args:
+        each: The `Break`.
+        workers: Processes of pytest.
+        likely_only: Run only the tests that most likely catch it.
+    """
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="break-") as folder:
         copy = Path(folder) / "tree"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*_IGNORED), symlinks=True)
         path = copy / each.file
         path.write_text(path.read_text().replace(each.old, each.new))
-        _check_is_imported(copy)
-        caught_by = _run(copy, [name for name in each.tests if (copy / name).exists()], workers, _LIKELY_S)
+        _check_copy_is_imported(copy)
+        caught_by = _run_tests(copy, [name for name in each.tests if (copy / name).exists()], workers, _LIKELY_LIMIT_S)
         if not caught_by and not likely_only:
-            caught_by = _run(copy, ["tests"], workers, _WHOLE_S)
-    return Outcome(caught_by, time.monotonic() - began)
+            caught_by = _run_tests(copy, ["tests"], workers, _SUITE_LIMIT_S)
+    return Outcome(caught_by, time.monotonic() - start)
 
 
-def _check_is_imported(copy: Path) -> None:
-    """The copy's package must come before the one that is installed."""
+def _check_copy_is_imported(copy: Path) -> None:
+    """Check that tests import the package of the copy, not the installed one."""
     program = "import importlib.util; print(importlib.util.find_spec('savable_pipeline').origin)"
-    found = subprocess.run(
-        [sys.executable, "-c", program], env=_environment(copy), cwd=copy, capture_output=True, text=True
-    )
-    assert found.returncode == 0, found.stderr
-    assert Path(found.stdout.strip()).is_relative_to(copy), found.stdout
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=_environment(copy), cwd=copy, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()).is_relative_to(copy), result.stdout
 
 
 def _environment(copy: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def _run(copy: Path, tests: Sequence[str], workers: int, limit_s: float) -> str:
-    """The id of the first test that fails; "" if all pass."""
+def _run_tests(copy: Path, tests: Sequence[str], workers: int, limit_s: float) -> str:
+    """Run tests, and return the id of the first that fails, or "" if all pass or the time is over."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     command += ["-n", str(workers)] if workers > 1 else []
-    command += [f"--ignore={name}" for name in _OF_THE_EDIT]
+    command += [f"--ignore={name}" for name in _TESTS_OF_SOURCE]
     if not tests:
         return ""
     try:
-        ran = subprocess.run(command, env=_environment(copy), cwd=copy, capture_output=True, text=True, timeout=limit_s)
+        result = subprocess.run(
+            command, env=_environment(copy), cwd=copy, capture_output=True, text=True, timeout=limit_s
+        )
     except subprocess.TimeoutExpired:
-        print(f"{' '.join(tests)}: no end in {limit_s:g} s", file=sys.stderr)
+        print(f"{' '.join(tests)}: not finished in {limit_s:g} s", file=sys.stderr)
         return ""
-    if ran.returncode == 0:
+    if result.returncode == 0:
         return ""
-    failed = _FAILED.search(ran.stdout)
-    return failed[1] if failed else f"(pytest ended with {ran.returncode}: {(ran.stdout + ran.stderr)[-300:]!r})"
+    failed = _FAILED.search(result.stdout)
+    output = (result.stdout + result.stderr)[-300:]
+    return failed[1] if failed else f"(pytest ended with {result.returncode}: {output!r})"
 
 
 def main() -> int:
-    """Try breaks, and print a table of what was caught by which test."""
+    """Try breaks, and print which test catches each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these breaks; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="breaks tried at a time")
@@ -108,7 +114,9 @@ def main() -> int:
     parser.add_argument("--likely", action="store_true", help="run only the tests that catch a break most likely")
     arguments = parser.parse_args()
     breaks = [each for each in all_breaks() if arguments.only is None or each.name in arguments.only]
-    if wrong := [f"{each.name}: {matches(each)} times in {each.file}" for each in breaks if matches(each) != 1]:
+    if wrong := [
+        f"{each.name}: {count_matches(each)} times in {each.file}" for each in breaks if count_matches(each) != 1
+    ]:
         print("the old text of a break must be in its file once; adapt the edit:", *wrong, sep="\n  ")
         return 2
     caught = 0

@@ -1,10 +1,10 @@
-"""How simple the library is, in numbers: its size, its floors, and the walk of a call through its files.
+"""Measure how simple the library is: its size, its layers, and the files that a call enters.
 
     python tools/house/measure.py
 
-Code lines are those with a token of code: no docstrings, comments or blank lines. A walk is a call from outside, such
-as `sp.open_dataset(shards)[0]["json"]`: it enters each file of which a function runs, and climbs where a function of a
-lower floor calls one of a higher. Floors are those of the contracts in `pyproject.toml`, the lowest last.
+Code lines are lines with code, not docstrings, comments or blank lines. A walk is a call of the public API, such as
+`sp.open_dataset(shards)[0]["json"]`. It enters each file of which a function runs. It climbs if a function calls one of
+a higher layer. We call a layer a floor. The floors are the layers contracts in `pyproject.toml`, the lowest last.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ PACKAGES = ("savable_pipeline", "task_encoders")
 
 
 def code_lines(source: str) -> int:
-    """The lines of a module that hold code."""
+    """Count the lines of code of a module."""
     texts = [text.strip() for text in source.split("\n")]
     lines = {number for number, text in enumerate(texts, 1) if text and text[0] != "#"}
     tree = ast.parse(source)
     docstrings = [node for node in _statements(tree) if isinstance(node, ast.Expr) and _is_text(node.value)]
-    if source.count('"""') > 2 * len(docstrings):  # other texts of several lines, in which each line counts
+    if source.count('"""') > 2 * len(docstrings):  # each line of another multi-line string counts
         texts_of_lines = (node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) or _is_text(node))
         lines.update(line for node in texts_of_lines for line in _lines_of(node))
     return len(lines.difference(line for node in docstrings for line in _lines_of(node)))
 
 
 def _statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """The statements in a node, and those in them."""
+    """Yield all statements nested in a node."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         for each in getattr(node, name, ()):
             if isinstance(each, ast.stmt):
@@ -57,18 +57,21 @@ def _lines_of(node: Any) -> range:
 
 
 def lines_by_folder() -> dict[str, int]:
-    """The code lines of each folder of the package, of the encoders, and of the files that are in none."""
-    found: dict[str, int] = {}
+    """Count the code lines of each folder of the package, of files outside of folders, and of the encoders."""
+    lines: dict[str, int] = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             folder = path.relative_to(ROOT).parts[:-1][:2]
             name = "/".join(folder) if package == PACKAGES[0] else package
-            found[name] = found.get(name, 0) + code_lines(path.read_text())
-    return found
+            lines[name] = lines.get(name, 0) + code_lines(path.read_text())
+    return lines
 
 
 def floors() -> list[str]:
-    """Each row of the layers contracts as a prefix of modules ("a|b" for several), the lowest first; inner ones too."""
+    """Return the floors of the layers contracts, the lowest first, as prefixes of modules ("a|b" for several).
+
+    A contract within a folder adds its floors after that folder.
+    """
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = {each["containers"][0]: each["layers"] for each in contracts if each["type"] == "layers"}
 
@@ -84,15 +87,15 @@ def floors() -> list[str]:
 
 
 class Walk:
-    """Which files of the library a call enters, and how often it climbs."""
+    """Files of the library that a call enters, and its climbs."""
 
     def __init__(self) -> None:
         self.files: dict[str, None] = {}  # in the order in which they were entered
         self.climbs: dict[tuple[str, str], None] = {}
         self._floors = [row.split("|") for row in floors()]
 
-    def of(self, call: Callable[[], Any]) -> Walk:
-        """Take the walk of this call."""
+    def record(self, call: Callable[[], Any]) -> Walk:
+        """Run a call and record its walk."""
         sys.setprofile(self._profile)
         try:
             call()
@@ -112,10 +115,8 @@ class Walk:
             self.climbs[caller, entered] = None
 
     def _floor(self, module: str) -> int:
-        found = [
-            i for i, names in enumerate(self._floors) if any(f"{module}.".startswith(f"{name}.") for name in names)
-        ]
-        return max(found, default=len(self._floors))
+        """Return the index of the innermost floor of a module."""
+        return max((i for i, names in enumerate(self._floors) if _is_in(module, names)), default=len(self._floors))
 
 
 def _is_in(module: str, names: list[str]) -> bool:
@@ -126,8 +127,8 @@ def _module(frame: FrameType | None) -> str:
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
-def _tar(folder: Path) -> Path:
-    """A folder with one shard of one sample."""
+def _write_tar(folder: Path) -> Path:
+    """Write one shard with one sample to a folder, and return the folder."""
     data = json.dumps({"id": 0}).encode()
     with tarfile.open(folder / "shard.tar", "w") as tar:
         member = tarfile.TarInfo("s000.json")
@@ -136,8 +137,8 @@ def _tar(folder: Path) -> Path:
     return folder
 
 
-def _parquet(folder: Path) -> Path:
-    """A folder with one Parquet file of one row."""
+def _write_parquet(folder: Path) -> Path:
+    """Write one Parquet file with one row to a folder, and return the folder."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -146,20 +147,20 @@ def _parquet(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Print the numbers."""
+    """Print all numbers."""
     files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     sources = [path.read_text() for path in files]
     print(f"{sum(map(code_lines, sources)):,} code lines of {sum(text.count(chr(10)) for text in sources):,}")
     print(", ".join(f"{name} {lines:,}" for name, lines in lines_by_folder().items()))
     print(f"{len(files)} files, {len(floors())} rows of floors, {sum(text.count('noqa: SLF') for text in sources)} SLF")
-    for kind, make in {"a tar": _tar, "Parquet": _parquet}.items():
+    for kind, make in {"a tar": _write_tar, "Parquet": _write_parquet}.items():
         with tempfile.TemporaryDirectory() as folder:
-            _show_walk(kind, str(make(Path(folder))))
+            _print_walk(kind, str(make(Path(folder))))
 
 
-def _show_walk(kind: str, path: str) -> None:
-    sp.open_dataset(path)[0]["json"]  # what is imported and indexed once is no part of the walk
-    walk = Walk().of(lambda: sp.open_dataset(path)[0]["json"])
+def _print_walk(kind: str, path: str) -> None:
+    sp.open_dataset(path)[0]["json"]  # the first call also imports and indexes, which is no part of the walk
+    walk = Walk().record(lambda: sp.open_dataset(path)[0]["json"])
     print(f'sp.open_dataset(p)[0]["json"] of {kind}: {len(walk.files)} files, {len(walk.climbs)} climbs')
     for module in walk.files:
         print(f"    {module}")

@@ -1,4 +1,4 @@
-"""How far runs are: a bar for each on a terminal, a line for each in a pipe."""
+"""Progress of runs: a bar per run on a terminal, one line per run in a pipe."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from runs import Run
 
-_LOOK_S = 0.01
-_DRAW_S = 0.1
+_POLL_S = 0.01  # between two reads of the logs
+_DRAW_S = 0.1  # between two updates of the bars
 
 
 class Bars:
-    """The bars of runs of so many steps, each beside how many of its entries are those of the first run.
+    """Progress bars of runs with `steps` steps each, and how many entries equal those of the first run.
 
-    They are drawn by `follow`, not by a thread, since runs are forked meanwhile.
+    `follow` draws them. There is no drawing thread, because runs are forked in the meantime.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -24,7 +24,7 @@ class Bars:
         self._steps = steps
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),  # all fits on 80 columns
+            BarColumn(bar_width=20),  # so that a line fits in 80 columns
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
             console=console,
@@ -42,22 +42,22 @@ class Bars:
         self._progress.stop()
 
     def add(self, title: str, run: Run) -> None:
-        """Show a run."""
+        """Add the bar of a run."""
         self._runs.append(run)
         self._progress.add_task(title, total=self._steps, note="")
         if self._progress.disable:
             self._progress.console.print(title)
 
     def follow(self, until: Callable[[], bool]) -> None:
-        """Read the logs and draw the bars until something is so."""
-        drawn = 0.0
+        """Read the logs and draw the bars until `until()` is true."""
+        last_drawn = 0.0
         while not until():
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             for run in self._runs:
                 run.read()
-            if time.monotonic() > drawn + _DRAW_S:
+            if time.monotonic() > last_drawn + _DRAW_S:
                 self._draw()
-                drawn = time.monotonic()
+                last_drawn = time.monotonic()
         self._draw()
 
     def _draw(self) -> None:

@@ -1,6 +1,6 @@
-"""The data of train_encoders.py, as files.
+"""Test data of train_encoders.py, as files.
 
-`0001.png` beside `0001.json` is a sample; so are `0001.0.png`, `0001.1.png` and `0001.json`.
+Files with one name form a sample, such as `0001.png` and `0001.json`, or `0001.0.png`, `0001.1.png` and `0001.json`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import numpy as np
 from PIL import Image
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-RATE = 16_000  # Hz, of sounds
-ROWS, COLUMNS = (697, 770, 852, 941), (1209, 1336, 1477)  # Hz: a key of a telephone sounds by its row and its column
-WAYS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
+RATE = 16_000  # Hz, of audio
+ROWS, COLUMNS = (697, 770, 852, 941), (1209, 1336, 1477)  # Hz: the two tones of a telephone key
+DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """A scanned digit."""
+    """Image of a scanned digit, and the digit."""
 
     pixels: Any  # uint8 (8, 8)
     number: int
 
     @property
     def name(self) -> str:
-        """Its name in English."""
+        """The English name of the digit."""
         return NAMES[self.number]
 
 
 @cache
 def digits() -> list[Digit]:
-    """The 1,797 that come with scikit-learn."""
+    """Return the 1,797 scanned digits of scikit-learn."""
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
@@ -46,14 +46,14 @@ def digits() -> list[Digit]:
 
 
 def write_classes(folder: Path) -> None:
-    """A digit and its class."""
+    """Write images of digits with their classes."""
     for number, digit in enumerate(digits()):
         Image.fromarray(digit.pixels).save(folder / f"{number:04}.png")
         (folder / f"{number:04}.cls").write_text(str(digit.number))
 
 
 def write_pairs(folder: Path) -> None:
-    """One digit above another, and two ways to say so."""
+    """Write images of one digit above another, each with two captions."""
     draw = random.Random(0)
     for number, upper in enumerate(digits()):
         lower = draw.choice(digits())
@@ -65,7 +65,7 @@ def write_pairs(folder: Path) -> None:
 
 
 def write_chats(folder: Path) -> None:
-    """One to three digits, which they are, and which of them is the largest: LLaVA's way and OpenAI's in turns."""
+    """Write conversations about one to three digits, alternately in the formats of LLaVA and OpenAI."""
     for number in range(len(digits()) - 3):
         shown = digits()[number : number + 1 + number % 3]
         names, largest = ", ".join(digit.name for digit in shown), max(shown, key=lambda digit: digit.number)
@@ -77,36 +77,36 @@ def write_chats(folder: Path) -> None:
 
 
 def as_llava(turns: list[tuple[str, str]], images: int) -> Any:
-    """The first question begins with the images."""
-    sides = [(side, text) for turn in turns for side, text in zip(("human", "gpt"), turn, strict=True)]
-    sides[0] = ("human", "<image>" * images + "\n" + sides[0][1])
-    return {"conversations": [{"from": side, "value": text} for side, text in sides]}
+    """Format questions and answers as LLaVA does. The first question starts with the images."""
+    messages = [(role, text) for turn in turns for role, text in zip(("human", "gpt"), turn, strict=True)]
+    messages[0] = ("human", "<image>" * images + "\n" + messages[0][1])
+    return {"conversations": [{"from": role, "value": text} for role, text in messages]}
 
 
 def as_openai(turns: list[tuple[str, str]], images: int) -> Any:
-    """The first question ends with the images."""
-    sides: list[tuple[str, Any]] = [
-        (side, text) for turn in turns for side, text in zip(("user", "assistant"), turn, strict=True)
+    """Format questions and answers as OpenAI does. The first question ends with the images."""
+    messages: list[tuple[str, Any]] = [
+        (role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)
     ]
-    sides[0] = ("user", [{"type": "text", "text": sides[0][1]}, *[{"type": "image"}] * images])
-    return {"messages": [{"role": side, "content": content} for side, content in sides]}
+    messages[0] = ("user", [{"type": "text", "text": messages[0][1]}, *[{"type": "image"}] * images])
+    return {"messages": [{"role": role, "content": content} for role, content in messages]}
 
 
 def write_documents(folder: Path) -> None:
-    """Up to four digits, each followed by its name and what comes next: OBELICS' way."""
+    """Write documents in the format of OBELICS: up to four digits, each followed by a sentence about it."""
     for number in range(len(digits()) - 4):
         shown = digits()[number : number + 1 + number % 4]
         texts: list[str | None] = ["Scanned digits:"]
-        places: list[str | None] = [None]
+        images: list[str | None] = [None]
         for position, digit in enumerate(shown):
             Image.fromarray(digit.pixels).save(folder / f"{number:04}.{position}.png")
             texts += [None, f"is a {digit.name}, before {NAMES[(digit.number + 1) % 10]}."]
-            places += [f"{position}.png", None]
-        (folder / f"{number:04}.json").write_text(json.dumps({"texts": texts, "images": places}))
+            images += [f"{position}.png", None]
+        (folder / f"{number:04}.json").write_text(json.dumps({"texts": texts, "images": images}))
 
 
 def write_sounds(folder: Path) -> None:
-    """Two or three digits as a telephone dials them, with hiss between, and their names."""
+    """Write audio of two or three digits dialled on a telephone, with their names."""
     draw = np.random.default_rng(0)
     for number in range(len(digits()) - 3):
         dialled = digits()[number : number + 2 + number % 2]
@@ -118,24 +118,24 @@ def write_sounds(folder: Path) -> None:
 
 
 def key_of(number: int) -> tuple[int, int]:
-    """The two tones of a digit: 1 2 3 are the first row, 0 is in the middle of the last."""
+    """Return the two tones of a digit. 1, 2 and 3 are the first row of keys, and 0 is in the middle of the last."""
     position = number - 1 if number else 10
     return ROWS[position // 3], COLUMNS[position % 3]
 
 
 def dialled_tone(tones: tuple[int, int], draw: np.random.Generator) -> Any:
-    """Both tones for 0.2 to 0.3 s, float64 (n,), fading."""
+    """Return fading tones with noise for 0.2 to 0.3 s, float64 (n,)."""
     time = np.arange(draw.integers(int(0.2 * RATE), int(0.3 * RATE))) / RATE
     sound = sum(np.sin(2 * np.pi * tone * time) for tone in tones) * np.exp(-10 * time)
     return sound + draw.normal(0, 0.02, len(time))
 
 
 def write_videos(folder: Path) -> None:
-    """A digit that moves to one side for a second, and a conversation about that."""
+    """Write videos of a digit that moves in one direction for a second, each with a conversation."""
     import av  # of the extra [media]
 
     for number, digit in enumerate(digits()):
-        way, (down, right) = list(WAYS.items())[number % 4]
+        direction, (down, right) = list(DIRECTIONS.items())[number % 4]
         with av.open(str(folder / f"{number:04}.mp4"), "w") as file:
             stream = file.add_stream("mpeg4", rate=12, width=32, height=32, pix_fmt="yuv420p", bit_rate=200_000)
             for step in range(-6, 6):
@@ -144,5 +144,5 @@ def write_videos(folder: Path) -> None:
                 canvas[top : top + 16, left : left + 16] = digit.pixels.repeat(2, 0).repeat(2, 1)[..., None]
                 file.mux(stream.encode(av.VideoFrame.from_ndarray(canvas)))
             file.mux(stream.encode())
-        record = as_llava([("<video>\nWhat is seen?", f"{digit.name} moves {way}")], 0)
+        record = as_llava([("<video>\nWhat is seen?", f"{digit.name} moves {direction}")], 0)
         (folder / f"{number:04}.json").write_text(json.dumps(record))

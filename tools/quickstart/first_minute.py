@@ -1,11 +1,11 @@
-"""The first minute: 20 pictures become shards, a page and batches; who takes these is killed, goes on and is compared.
+"""First minute: convert 20 images, preview them, read batches, kill the reader, resume it, and compare all batches.
 
     pip install -e . && python tools/quickstart/first_minute.py
 
     files ─ savable convert ─ shards ─ savable preview ─ page
                               shards ─ pipeline ─ SavableLoader ─ SIGKILL ─ resume ─ compare
 
-Nothing is trained here; quickstart.py does that.
+This trains no model; quickstart.py does.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from runs import Log, Run
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
 
-AT_LEAST = 6  # batches before the kill, and as many after it
-SAVE_EVERY = 4
+MIN_BATCHES = 6  # before the kill, and again after it
+SAVE_EVERY = 4  # batches
 
 
 def draw_pictures(folder: Path) -> None:
-    """A disk in some place and colour, 00.png beside 00.txt, twenty times."""
+    """Write twenty images of a disk as 00.png, 01.png, …, with captions 00.txt, 01.txt, …"""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(20):
         colour = ("red", "green", "blue", "orange", "purple")[number % 5]
@@ -42,46 +42,55 @@ def draw_pictures(folder: Path) -> None:
         (folder / f"{number:02}.txt").write_text(f"a {colour} disk, {x} from the left and {y} from the top")
 
 
-def savable(*words: str) -> None:
-    """Run the command `savable`, as you would."""
-    print("\n$ savable", *words, flush=True)
-    subprocess.run([Path(sysconfig.get_path("scripts")) / "savable", *words], check=True)
+def savable(*arguments: str) -> None:
+    """Print and run a command `savable …`."""
+    print("\n$ savable", *arguments, flush=True)
+    subprocess.run([Path(sysconfig.get_path("scripts")) / "savable", *arguments], check=True)
 
 
 def pipeline(shards: Path, encoder: sp.TaskEncoder) -> sp.Pipeline:
-    """Pictures with captions, shuffled and randomly cropped, 4 a batch."""
+    """Build batches of 4 images with captions, shuffled and randomly cropped."""
     return sp.read(str(shards)).shuffle(4).encode(encoder).batch(4)
 
 
 def take_batches(
     log_path: Path, shards: Path, encoder: sp.TaskEncoder, num_workers: int, end: int, checkpoint: Path | None = None
 ) -> None:
-    """Do what a trainer does, without a model: take batches, log each, save now and then; go on from a checkpoint."""
+    """Act as a trainer without a model: read batches, log them, and save every few batches.
+
+    Args:
+        log_path: The log. The checkpoint is next to it.
+        shards: The folder of the data.
+        encoder: The encoder of samples.
+        num_workers: The number of worker processes.
+        end: The batch before which to stop.
+        checkpoint: The checkpoint from which to resume.
+    """
     import torch
 
     chain, saved = pipeline(shards, encoder), log_path.with_suffix(".pt")
     with sp.SavableLoader(chain, seed=7, lanes=4, num_workers=num_workers) as loader, log_path.open("w") as log:
         first = 0
         if checkpoint:
-            found = torch.load(checkpoint)
-            loader.load_state_dict(found["data"])
-            first = found["step"]
+            loaded = torch.load(checkpoint)
+            loader.load_state_dict(loaded["data"])
+            first = loaded["step"]
         for step, batch in zip(range(first, end), loader, strict=False):
             print(json.dumps({"step": step, "batch": digest(batch)}), file=log, flush=True)
             if (step + 1) % SAVE_EVERY == 0:
                 torch.save({"step": step + 1, "data": loader.state_dict()}, saved.with_suffix(".tmp"))
-                saved.with_suffix(".tmp").replace(saved)  # a kill leaves the last one whole
-            time.sleep(0.01)  # a model would learn here
+                saved.with_suffix(".tmp").replace(saved)  # atomic, so that a kill cannot damage the last checkpoint
+            time.sleep(0.01)  # as if a model was trained
 
 
-def main(out: Annotated[Path, typer.Option(help="For what is made.")] = Path("first_minute_run")) -> None:
-    """Convert, preview, take batches, kill, resume and compare; exits with 1 if a single byte differs."""
+def main(out: Annotated[Path, typer.Option(help="Where to write.")] = Path("first_minute_run")) -> None:
+    """Convert, preview, read batches, kill, resume and compare. Exits with 1 if any byte differs."""
     draw_pictures(out / "files")
     print(f"20 pictures with captions: {out / 'files'}")
     savable("convert", str(out / "files"), str(out / "shards"))
     savable("preview", str(out / "shards"), "-o", str(out / "preview.html"))
 
-    from task_encoders import CaptioningEncoder  # imports torch: once, since what follows is forked
+    from task_encoders import CaptioningEncoder  # imports torch, once for all processes that are forked below
 
     encoder = CaptioningEncoder(image_size=32)
     [batch] = pipeline(out / "shards", encoder).take(1)
@@ -92,11 +101,11 @@ def main(out: Annotated[Path, typer.Option(help="For what is made.")] = Path("fi
 
     print("taking batches with 2 workers, until SIGKILL", flush=True)
     with start("killed", 2, 10_000) as run:
-        while len(run.read()) < AT_LEAST and not run.has_ended():
+        while len(run.read()) < MIN_BATCHES and not run.has_ended():
             time.sleep(0.01)
         killed = run.kill()
-    print("on from what it saved, with 1 worker; and from the start without a stop, without workers", flush=True)
-    end = max(killed) + 1 + AT_LEAST
+    print("resuming from its checkpoint with 1 worker, and running uninterrupted without workers", flush=True)
+    end = max(killed) + 1 + MIN_BATCHES
     with start("resumed", 1, end, out / "killed.pt") as run:
         resumed = run.finish()
     with start("never_stopped", 0, end) as run:
@@ -104,7 +113,7 @@ def main(out: Annotated[Path, typer.Option(help="For what is made.")] = Path("fi
 
 
 def compare(expected: Log, killed: Log, resumed: Log) -> None:
-    """Show how the hash of every batch begins, and what differs."""
+    """Print the start of every batch's hash, and exit with the first difference."""
     print("\nbatch  never stopped     killed            resumed")
     for step in expected:
         hashes = (log[step]["batch"][:16] if step in log else " " * 16 for log in (expected, killed, resumed))

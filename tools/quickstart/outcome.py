@@ -1,4 +1,4 @@
-"""What the quick start found: logs compared entry by entry, as a sentence and as a picture."""
+"""Comparison of the logs of runs, as a sentence and as a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runs import Log
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A run that was never stopped, and the same run killed and resumed."""
+    """Logs of an uninterrupted run, and of the same run killed and resumed."""
 
     name: str
     title: str
@@ -24,7 +24,7 @@ class Trial:
 
     @property
     def difference(self) -> str | None:
-        """The first step of either run that differs, also of those that both the killed and the resumed one did."""
+        """The first difference, also in steps that both the killed and the resumed run did; None if there is none."""
         return first_difference(self.uninterrupted, [self.killed, self.resumed], self.steps)
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Trial:
 
 
 def first_difference(expected: Log, found: Sequence[Log], steps: int) -> str | None:
-    """The first of the steps that differs in a log from what is expected, or that no log has; None if there is none."""
+    """Describe the first of `steps` steps that differs from `expected` in a log, or that no log has; else None."""
     for step in range(steps):
         entries = [log[step] for log in found if step in log]
         if step not in expected or not entries:
@@ -46,20 +46,20 @@ def first_difference(expected: Log, found: Sequence[Log], steps: int) -> str | N
 
 
 def verdict(difference: str | None, same: str) -> str:
-    """What to print, in the markup of rich."""
+    """Format the result in the markup of rich: `same` in green, or the difference in red."""
     return f"[green]{same}[/]" if difference is None else f"[bold red]FAILED: {difference}[/]"
 
 
 def _readable(value: Any) -> str:
-    """A loss, logged with all its digits as `float.hex` writes them, or a digest."""
+    """Format a logged loss (from `float.hex`) as a decimal number, and a hash unchanged."""
     return repr(float.fromhex(value)) if "0x" in str(value) else str(value)
 
 
 def draw(trials: Sequence[Trial], path: Path) -> None:
-    """The loss curves overlaid, a panel a model: the uninterrupted run wide and pale, the other thin upon it."""
+    """Draw the loss curves, one panel per model: the uninterrupted run wide and pale, the other thin on top of it."""
     import matplotlib
 
-    matplotlib.use("Agg")  # draws into a file: needs no screen
+    matplotlib.use("Agg")  # draws to a file without a screen
     from matplotlib import pyplot
 
     columns = min(len(trials), 3)

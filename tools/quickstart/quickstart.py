@@ -1,11 +1,12 @@
-"""The quick start: train two small models on real data, kill them, resume, and compare every bit.
+"""Quick start: train two small models on real data, kill and resume them, and compare every bit.
 
     files ─ convert ─ shards ─ pipeline ─ SavableLoader ─ trainer, saving every 10 steps ─ SIGKILL ─ resume ─ compare
 
     pip install 'savable_pipeline[quickstart]'; python tools/quickstart/quickstart.py
 
 Copy what you need: a pipeline for images with captions, one for packed text, and a trainer for both. The models are in
-models.py, the processes that train in runs.py, the comparison and its picture in outcome.py: none of these loads data.
+models.py, the processes that train in runs.py, and the comparison and its picture in outcome.py. None of these files
+loads data.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ from savable_pipeline.stages.batch_difference import digest
 from task_encoders import CaptioningEncoder, LanguageModelingEncoder
 
 SEED = 7
-LANES = 12  # each has 150 of the 1,797 digits; with the default of 96 none would have a whole batch
+LANES = 12  # each has 150 of the 1,797 digits; with the default of 96, no lane would have enough for a batch
 CHECKPOINT_EVERY = 10
 PACK = 256  # tokens
-WORLD_SIZES = [2, 4]  # divide the lanes
+WORLD_SIZES = [2, 4]  # they must divide the lanes
 
-# 1. Data that is there after installation, as files; `savable convert FILES SHARDS` is the same as `sp.convert` below.
+# 1. Write data that is available after installation as files. `savable convert FILES SHARDS` equals `sp.convert` below.
 
 
 def write_digits(folder: Path) -> None:
-    """The 1,797 scanned digits that come with scikit-learn, and captions: 0001.png beside 0001.txt."""
+    """Write the 1,797 scanned digits of scikit-learn as 0001.png, …, with captions 0001.txt, …"""
     names = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-    table = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")  # its import takes seconds
+    # importing scikit-learn would take seconds
+    table = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
     for number, (*pixels, label) in enumerate(np.loadtxt(str(table), dtype=int, delimiter=",")):
         gray = (np.array(pixels) * (255 / 16)).astype("uint8").reshape(8, 8)
         Image.fromarray(gray).save(folder / f"{number:04}.png")
@@ -56,7 +58,7 @@ def write_digits(folder: Path) -> None:
 
 
 def write_python(folder: Path) -> None:
-    """The source files of Python's standard library, without its tests and what was installed beside it."""
+    """Write the source files of Python's standard library, without its tests and other packages."""
     library = Path(sysconfig.get_path("stdlib"))
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
     for path in library.rglob("*.py"):
@@ -66,25 +68,25 @@ def write_python(folder: Path) -> None:
             (folder / name).write_bytes(path.read_bytes())
 
 
-# 2. What a sample becomes, and the pipeline.
+# 2. Define the encoders and pipelines.
 
 DIGITS = CaptioningEncoder(image_size=16, crop_scale=(0.7, 1.0), flip=0.0)  # a mirrored 2 would be no 2
 PYTHON = LanguageModelingEncoder(max_length=PACK, part="py")
 
 
 def digits_pipeline(shards: Path) -> sp.Pipeline:
-    """Images, randomly cropped, with their captions; 32 a batch."""
+    """Build batches of 32 randomly cropped images with captions."""
     return sp.read(shards).shuffle(64).encode(DIGITS).batch(32)
 
 
 def python_pipeline(shards: Path) -> sp.Pipeline:
-    """Source files in pieces of at most 256 bytes, end to end in packs of 256; 4 packs a batch."""
+    """Build batches of 4 packs of 256 tokens. A token is a byte, and longer files are split."""
     return sp.read(shards).shuffle(32).encode(PYTHON).pack(max_length=PACK).batch(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Data, pipeline and model that belong together."""
+    """Data, pipeline and model of one example."""
 
     name: str
     title: str
@@ -93,7 +95,7 @@ class Recipe:
     model: Callable[[], torch.nn.Module]  # from a batch to its loss
 
     def loader(self, folder: Path, num_workers: int) -> sp.SavableLoader:
-        """The batches of this rank; of the only one if torch.distributed knows of none."""
+        """Open the loader of this rank, or of the only one without torch.distributed."""
         pipeline = self.pipeline(folder / "shards")
         return sp.SavableLoader(pipeline, seed=SEED, lanes=LANES, num_workers=num_workers)
 
@@ -105,15 +107,15 @@ RECIPES = {
     "python": Recipe("python", "transformer, Python's library", write_python, python_pipeline, TRANSFORMER),
 }
 
-# 3. The trainer: a process of its own, which may end at any moment.
+# 3. Train in a process that may die at any moment.
 
 
 def train(
     log_path: Path, recipe: Recipe, folder: Path, steps: int, num_workers: int, resume: Path | None = None
 ) -> None:
-    """Train a recipe's model, from the start or from the checkpoint of another run, and log every step."""
+    """Train a recipe's model from the start, or from the checkpoint `resume`, and log every step."""
     torch.manual_seed(SEED)
-    torch.set_num_threads(1)  # sums in the same order, on any machine
+    torch.set_num_threads(1)  # so that sums have the same order on any machine
     torch.use_deterministic_algorithms(True)
     model = recipe.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -135,7 +137,7 @@ def train(
 def save(
     path: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: sp.SavableLoader
 ) -> None:
-    """Write all that the next step depends on; aside first, so that a kill leaves the last checkpoint whole."""
+    """Save everything that the next step depends on. The write is atomic, so a kill keeps the last checkpoint."""
     checkpoint = {
         "step": step,
         "model": model.state_dict(),
@@ -143,13 +145,13 @@ def save(
         "torch_rng": torch.get_rng_state(),  # dropout draws from it
         "data": loader.state_dict(),
     }
-    aside = path.with_suffix(".tmp")
-    torch.save(checkpoint, aside)
-    aside.replace(path)
+    temporary = path.with_suffix(".tmp")
+    torch.save(checkpoint, temporary)
+    temporary.replace(path)
 
 
 def restore(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: sp.SavableLoader) -> int:
-    """Stand where the checkpoint was taken; gives the step that comes next."""
+    """Load a checkpoint, and return the number of the next step."""
     checkpoint = torch.load(path, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -158,33 +160,33 @@ def restore(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     return int(checkpoint["step"])
 
 
-# 4. The experiment: this process starts trainers, kills one, and compares what they logged.
+# 4. Start trainers, kill one, and compare their logs.
 
 console = Console(highlight=False, soft_wrap=True)
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="For data, logs, checkpoints, the picture.")] = Path("quickstart_run"),
+    out: Annotated[Path, typer.Option(help="The folder of data, logs and the picture.")] = Path("quickstart_run"),
     only: Annotated[str | None, typer.Option(help=f"One of {', '.join(RECIPES)}; both by default.")] = None,
     ranks: Annotated[list[int], typer.Option(help="World sizes to compare, repeatable.")] = WORLD_SIZES,
     steps: Annotated[int, typer.Option(min=2 * CHECKPOINT_EVERY, help="Training steps of a run.")] = 100,
 ) -> None:
-    """Train, kill, resume and compare; exits with 1 if a single bit differs."""
+    """Train, kill, resume and compare. Exits with 1 if any bit differs."""
     if only is not None and only not in RECIPES:
         raise typer.BadParameter(f"--only {only}: expected one of {', '.join(RECIPES)}")
-    torch.set_num_threads(1)  # what is forked must not miss the other threads
+    torch.set_num_threads(1)  # a forked process would not have the other threads
     recipes = [RECIPES[only]] if only else list(RECIPES.values())
     for recipe in recipes:
         prepare(recipe, out / recipe.name)
         show_batch(recipe, out / recipe.name)
-    dealt = {f"{recipe.name}, ranks": dealt_to_ranks(recipe, out / recipe.name, ranks) for recipe in recipes}
-    trials = [killed_and_resumed(recipe, out / recipe.name, steps) for recipe in recipes]
+    rank_differences = {f"{recipe.name}, ranks": compare_ranks(recipe, out / recipe.name, ranks) for recipe in recipes}
+    trials = [kill_and_resume(recipe, out / recipe.name, steps) for recipe in recipes]
     draw(trials, out / "loss.png")
-    conclude(dealt | {trial.name: trial.difference for trial in trials}, out / "loss.png")
+    conclude(rank_differences | {trial.name: trial.difference for trial in trials}, out / "loss.png")
 
 
 def conclude(differences: dict[str, str | None], picture: Path) -> None:
-    """Say in a sentence what was shown, or that it was not; then exit with 1."""
+    """Print the result in a sentence. Exits with 1 if a run differs."""
     failed = "; ".join(f"{name}: {difference}" for name, difference in differences.items() if difference)
     same = (
         "Every batch and every loss of the runs that were killed and resumed equals, bit for bit, that of the runs "
@@ -196,25 +198,25 @@ def conclude(differences: dict[str, str | None], picture: Path) -> None:
 
 
 def prepare(recipe: Recipe, folder: Path) -> None:
-    """Write the files of a recipe and convert them; nothing is converted that an earlier run has."""
+    """Write and convert the files of a recipe, unless an earlier run has converted them."""
     (folder / "files").mkdir(parents=True, exist_ok=True)
     recipe.write_files(folder / "files")
     report = sp.convert(folder / "files", folder / "shards", shard_samples=256)
     reasons = ", ".join(sorted({reject.reason for reject in report.rejected}))
-    excluded = f"; {len(report.rejected)} left out: {reasons}" if reasons else ""
+    excluded = f"; {len(report.rejected)} rejected: {reasons}" if reasons else ""
     console.print(f"{recipe.name}: {report.samples:,} samples in {report.shards} shards{excluded}")
 
 
 def show_batch(recipe: Recipe, folder: Path) -> None:
-    """Make a batch, for which no loader is needed."""
+    """Build a batch without a loader, and print its shapes."""
     [batch] = recipe.pipeline(folder / "shards").take(1)
     shapes = ", ".join(f"{field} {tuple(batch[field].shape)}" for field in ("image", "tokens") if field in batch)
     console.print(f"{recipe.name}: a batch has {shapes}")
 
 
-def killed_and_resumed(recipe: Recipe, folder: Path, steps: int) -> Trial:
-    """Train without an interruption; beside that until SIGKILL, and on with another number of workers."""
-    import torch._dynamo  # noqa: F401  torch's optimizers do at their first step; once here, not in each run
+def kill_and_resume(recipe: Recipe, folder: Path, steps: int) -> Trial:
+    """Train uninterrupted and, at the same time, until SIGKILL. Then resume with another number of workers."""
+    import torch._dynamo  # noqa: F401  torch's optimizers import it at their first step; here it is once for all runs
 
     def start(title: str, run: str, *settings: object) -> Run:
         started = processes.enter_context(Run(folder / f"{run}.jsonl", train, recipe, folder, steps, *settings))
@@ -234,23 +236,23 @@ def killed_and_resumed(recipe: Recipe, folder: Path, steps: int) -> Trial:
     return trial
 
 
-# 5. The same batches for any number of ranks.
+# 5. Compare the batches on one and on several ranks.
 
 
-def dealt_to_ranks(recipe: Recipe, folder: Path, world_sizes: list[int]) -> str | None:
-    """Deal the first batches to one rank, and to several: the first difference, if there is one."""
+def compare_ranks(recipe: Recipe, folder: Path, world_sizes: list[int]) -> str | None:
+    """Yield the first batches on one rank and on several, and return the first difference, if any."""
     slots = 2 * LANES
     (one,) = run_ranks(recipe, folder, slots, 1)
-    found = {size: first_difference(one, run_ranks(recipe, folder, slots, size), slots) for size in world_sizes}
-    failed = "; ".join(f"{size} ranks: {difference}" for size, difference in found.items() if difference)
+    differences = {size: first_difference(one, run_ranks(recipe, folder, slots, size), slots) for size in world_sizes}
+    failed = "; ".join(f"{size} ranks: {difference}" for size, difference in differences.items() if difference)
     sizes = " and ".join(map(str, world_sizes))
-    same = f"the first {slots} batches are the same, dealt to {sizes} ranks as to one"
+    same = f"the first {slots} batches are the same on {sizes} ranks as on one"
     console.print(f"{recipe.name}: {verdict(failed or None, same)}")
     return failed or None
 
 
 def run_ranks(recipe: Recipe, folder: Path, slots: int, world_size: int) -> list[Log]:
-    """Run `world_size` processes, and return what each received."""
+    """Run one process per rank, and return their logs."""
     (folder / "rendezvous").unlink(missing_ok=True)
     with ExitStack() as processes:
         ranks = [
@@ -263,9 +265,9 @@ def run_ranks(recipe: Recipe, folder: Path, slots: int, world_size: int) -> list
 
 
 def stream(log_path: Path, recipe: Recipe, folder: Path, slots: int, rank: int, world_size: int) -> None:
-    """One of several ranks: log which batch each of its slots holds."""
-    meeting = f"file://{folder.absolute()}/rendezvous"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
+    """Run one of several ranks, and log the hash of the batch of each of its slots."""
+    rendezvous = f"file://{folder.absolute()}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     with recipe.loader(folder, num_workers=0) as loader, log_path.open("w") as log:
         for slot, batch in zip(range(rank, slots, world_size), loader, strict=False):
             print(json.dumps({"step": slot, "batch": digest(batch)}), file=log, flush=True)

@@ -1,8 +1,8 @@
-"""A run: a process of its own that logs each of its steps and may be killed at any of them.
+"""Run: a process that logs each of its steps, and that may be killed at any time.
 
-    run ──a JSON object a line──▶ log ──what is new──▶ the process that started it
+    run ── one JSON object per line ──▶ log ── new lines ──▶ the process that started it
 
-It is forked, so that it has the imports, which take seconds. Start runs before anything starts threads.
+A run is forked, so it needs no time to import modules. Start runs before anything starts threads.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Entry = dict[str, Any]  # step, batch (its digest) and, of a trainer, loss
+Entry = dict[str, Any]  # "step", "batch" (a hash) and, if it trains, "loss"
 Log = dict[int, Entry]  # by step
 
 
 class Run:
-    """A call `target(path, …)` in another process, which logs to that file. At the end of a `with` it has ended."""
+    """Process that calls `target(path, *arguments)`, which logs to that file. It is killed at the end of a `with`."""
 
     def __init__(self, path: Path, target: Callable[..., None], *arguments: object) -> None:
         self.log: Log = {}
-        self._path, self._read = path, 0  # bytes
-        path.unlink(missing_ok=True)  # of an earlier run
+        self._path, self._bytes_read = path, 0
+        path.unlink(missing_ok=True)  # the log of an earlier run
         self._process = multiprocessing.get_context("fork").Process(target=_call, args=(target, path, arguments))
         self._process.start()
 
@@ -36,29 +36,29 @@ class Run:
         self._process.join()
 
     def read(self) -> Log:
-        """The steps so far; a last line that is not whole is left for the next call."""
+        """Return the steps logged so far. An incomplete last line is read by a later call."""
         if self._path.exists():
             with self._path.open("rb") as file:
-                file.seek(self._read)
+                file.seek(self._bytes_read)
                 whole, end, _ = file.read().rpartition(b"\n")
-            self._read += len(whole + end)
+            self._bytes_read += len(whole + end)
             self.log.update({entry["step"]: entry for entry in map(json.loads, whole.splitlines())})
         return self.log
 
     def has_ended(self) -> bool:
-        """Whether it has done all its steps. Raises `SystemExit` if it failed."""
+        """Return whether it has done all its steps. Raises `SystemExit` if it failed."""
         if self._process.exitcode:
             raise SystemExit(f"FAILED: {self._path.stem} ended with exit code {self._process.exitcode}")
         return self._process.exitcode == 0
 
     def finish(self) -> Log:
-        """Wait for its end, which should be a good one."""
+        """Wait until it has done all its steps, and return them. Raises `SystemExit` if it failed."""
         self._process.join()
         self.has_ended()
         return self.read()
 
     def kill(self) -> Log:
-        """End it by SIGKILL, of which it hears nothing."""
+        """Kill it by SIGKILL, and return the steps that it has logged. Raises `SystemExit` if it had ended before."""
         self._process.kill()
         self._process.join()
         if self._process.exitcode != -signal.SIGKILL:
@@ -67,5 +67,6 @@ class Run:
 
 
 def _call(target: Callable[..., None], path: Path, arguments: tuple[object, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all at once: one of them says so
+    # Ctrl-C reaches all processes, and only the parent should print a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     target(path, *arguments)

@@ -1,12 +1,12 @@
-"""Eight more models, for all task encoders, trained, killed and resumed as in the quick start; each bit compared.
+"""Train, kill, resume and compare eight more models, for all task encoders, as in the quick start.
 
     pip install 'savable_pipeline[dev]'
     python tools/quickstart/train_encoders.py                 all eight, about a quarter of an hour on two cores
     python tools/quickstart/train_encoders.py --only chat     or classes, pairs, documents, text, speech, videos, films
 
-The data are made of what is there after installation: scanned digits, also dialled and in motion, and Python's own
-source: encoder_data.py makes them. Copy a pipeline and its encoder from section 1; the trainer is that of
-quickstart.py, the models are in encoder_models.py.
+encoder_data.py writes the data from scanned digits, also dialled and in motion, and from Python's own source. So
+nothing is downloaded. Copy a pipeline and its encoder from section 1. The trainer is in quickstart.py, and the models
+are in encoder_models.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from encoder_data import NAMES, write_chats, write_classes, write_documents, wri
 from encoder_models import Classifier, Listener, SeeingTransformer, TwoTowers, WatchingTowers, WatchingTransformer
 from models import Transformer
 from outcome import draw
-from quickstart import CHECKPOINT_EVERY, Recipe, conclude, killed_and_resumed, prepare, write_python
+from quickstart import CHECKPOINT_EVERY, Recipe, conclude, kill_and_resume, prepare, write_python
 
 import savable_pipeline as sp
 from task_encoders.chat import ChatEncoder
@@ -45,25 +45,25 @@ CHAT_LENGTH = DOCUMENT_LENGTH = 192  # tokens of a pack
 TEXT_LENGTH = 256
 CLIP_FRAMES = 4
 
-# 1. What a sample becomes, and the pipeline. An encoder is built once a process.
+# 1. Define the encoders and pipelines. Each process builds an encoder once.
 
 
 def train_tokenizer(path: Path) -> None:
-    """A byte-pair tokenizer of some of Python's source, with special tokens for chats and images."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    """Train a byte-pair tokenizer on some of Python's source, with special tokens for chats and images."""
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     sources = sorted(Path(json.__file__).parents[1].glob("*.py"))  # of Python's library
-    tokenizer.train([str(source) for source in sources[:60]], trainer)
-    tokenizer.save(str(path))
+    trained.train([str(source) for source in sources[:60]], trainer)
+    trained.save(str(path))
 
 
 @cache
 def tokenizer(path: Path) -> Tokenizer:
-    """The one that was trained, ending texts with `<|endoftext|>`."""
+    """Load a trained tokenizer. Texts end with `<|endoftext|>`."""
     return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), eos=0)
 
 
@@ -79,77 +79,77 @@ SOUNDS = SpeechEncoder(WORDS, speeds=(0.9, 1.0, 1.1), masks=SpecAugment(band_wid
 
 @cache
 def class_encoder() -> ClassificationEncoder:
-    """Made when it is used: what mixes its batches takes seconds to import."""
+    """Build the encoder of classes on first use, because it imports torchvision, which takes seconds."""
     return ClassificationEncoder(10, crop=CROP, mixup=0.2, cutmix=1.0)
 
 
 @cache
 def chat_encoder(path: Path) -> ChatEncoder:
-    """ChatML; an image is doubled to 16 × 16 pixels, 4 tokens."""
+    """Build the encoder of chats in ChatML. Images are enlarged to 16 × 16 pixels, 4 tokens."""
     tiles = NativeSize(patch=4, merge=2, min_pixels=256, max_pixels=1_024)
     return ChatEncoder(tokenizer(path), vision=Vision(tiles, IMAGE_TOKEN, text="<|image_pad|>"), max_length=CHAT_LENGTH)
 
 
 @cache
 def film_encoder(path: Path) -> ChatEncoder:
-    """Four frames of a video are two steps of 16 tokens."""
+    """Build the encoder of chats about videos. Four frames of a video are two steps of 16 tokens."""
     video = VideoTokens(IMAGE_TOKEN, fps=4, patch=4, merge=2, min_pixels=1_024, max_pixels=1_024)
     return ChatEncoder(tokenizer(path), video=video, max_length=CHAT_LENGTH)
 
 
 @cache
 def document_encoder(path: Path) -> InterleavedEncoder:
-    """An image is one tile of 16 × 16 pixels, 4 tokens."""
+    """Build the encoder of documents. An image is one tile of 16 × 16 pixels, 4 tokens."""
     vision = Vision(Tiles(patch=4, merge=2, side=16, max_tiles=2), IMAGE_TOKEN)
     return InterleavedEncoder(tokenizer(path), vision=vision, max_length=DOCUMENT_LENGTH)
 
 
 @cache
 def text_encoder(path: Path) -> LanguageModelingEncoder:
-    """Source text; a long file becomes several items."""
+    """Build the encoder of source text. A long file becomes several items."""
     return LanguageModelingEncoder(tokenizer(path), max_length=TEXT_LENGTH, part="py")
 
 
 def classes_pipeline(shards: Path) -> sp.Pipeline:
-    """Images, randomly cropped and mixed; 32 a batch."""
+    """Build batches of 32 randomly cropped and mixed images."""
     return sp.read(shards).shuffle(64).encode(class_encoder()).batch(32)
 
 
 def pairs_pipeline(shards: Path) -> sp.Pipeline:
-    """Images with one of their captions; 32 a batch."""
+    """Build batches of 32 images with one of their captions each."""
     return sp.read(shards).shuffle(64).encode(PAIRS).batch(32)
 
 
 def chat_pipeline(shards: Path) -> sp.Pipeline:
-    """Conversations end to end in packs; 4 packs a batch."""
+    """Build batches of 4 packs of conversations."""
     encoder = chat_encoder(shards.parent / "tokenizer.json")
     return sp.read(shards).shuffle(64).encode(encoder).pack(max_length=CHAT_LENGTH).batch(4)
 
 
 def documents_pipeline(shards: Path) -> sp.Pipeline:
-    """Documents end to end in packs; 4 packs a batch."""
+    """Build batches of 4 packs of documents."""
     encoder = document_encoder(shards.parent / "tokenizer.json")
     return sp.read(shards).shuffle(64).encode(encoder).pack(max_length=DOCUMENT_LENGTH).batch(4)
 
 
 def text_pipeline(shards: Path) -> sp.Pipeline:
-    """Pieces of source files end to end in packs; 4 packs a batch."""
+    """Build batches of 4 packs of pieces of source files."""
     encoder = text_encoder(shards.parent / "tokenizer.json")
     return sp.read(shards).shuffle(64).encode(encoder).pack(max_length=TEXT_LENGTH).batch(4)
 
 
 def speech_pipeline(shards: Path) -> sp.Pipeline:
-    """Sounds, a little faster or slower, and their text; 16 a batch."""
+    """Build batches of 16 recordings at random speeds, with their text."""
     return sp.read(shards).shuffle(64).encode(SOUNDS).batch(16)
 
 
 def videos_pipeline(shards: Path) -> sp.Pipeline:
-    """A clip of half a second of each video, randomly cropped, and its text; 32 a batch."""
+    """Build batches of 32 randomly cropped clips of half a second, with their text."""
     return sp.read(shards).shuffle(64).encode(VIDEOS).batch(32)
 
 
 def films_pipeline(shards: Path) -> sp.Pipeline:
-    """Conversations about videos end to end in packs; 4 packs a batch."""
+    """Build batches of 4 packs of conversations about videos."""
     encoder = film_encoder(shards.parent / "tokenizer.json")
     return sp.read(shards).shuffle(64).encode(encoder).pack(max_length=CHAT_LENGTH).batch(4)
 
@@ -210,25 +210,25 @@ STEPS = {
     "films": 300,
 }
 
-# 2. The experiment.
+# 2. Train, kill, resume and compare.
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="For data, logs, checkpoints, the picture.")] = Path("train_encoders_run"),
+    out: Annotated[Path, typer.Option(help="The folder of data, logs and the picture.")] = Path("train_encoders_run"),
     only: Annotated[str | None, typer.Option(help=f"One of {', '.join(STEPS)}; all by default.")] = None,
     steps: Annotated[int | None, typer.Option(min=2 * CHECKPOINT_EVERY, help="Steps of each run.")] = None,
 ) -> None:
-    """Train, kill, resume and compare; exits with 1 if a single bit differs."""
+    """Train, kill, resume and compare. Exits with 1 if any bit differs."""
     if only is not None and only not in STEPS:
         raise typer.BadParameter(f"--only {only}: expected one of {', '.join(STEPS)}")
-    torch.set_num_threads(1)  # what is forked must not miss the other threads
+    torch.set_num_threads(1)  # a forked process would not have the other threads
     trials = []
     for recipe in RECIPES:
         if only in (None, recipe.name):
             folder = out / recipe.name
             prepare(recipe, folder)
             train_tokenizer(folder / "tokenizer.json")
-            trials.append(killed_and_resumed(recipe, folder, steps or STEPS[recipe.name]))
+            trials.append(kill_and_resume(recipe, folder, steps or STEPS[recipe.name]))
     draw(trials, out / "loss.png")
     conclude({trial.name: trial.difference for trial in trials}, out / "loss.png")
 

@@ -1,6 +1,6 @@
-"""A run saved by some ranks with some workers goes on with others, at any slot: the same slots, the same batches.
+"""Save a run with some ranks and workers, and resume it with others. All slots must have the same batches.
 
-So does one whose ranks are killed while the others keep running: tools/soak/survivors.py.
+`survivors.py` also kills single ranks while the others keep running.
 """
 
 from __future__ import annotations
@@ -25,37 +25,38 @@ from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.testing import sorted_by_slot
 
 SEED, LANES = 3, 12
-CHANGES = [((4, 2), (1, 0)), ((2, 3), (4, 1)), ((1, 2), (3, 1))]  # ranks and workers that save, and that go on
-IN_A_ROW = [(4, 2), (3, 1), (2, 3), (4, 0)]
-AFTER = 18  # slots that are compared after a resume
+CHANGES = [((4, 2), (1, 0)), ((2, 3), (4, 1)), ((1, 2), (3, 1))]  # ranks and workers that save, and those that resume
+SUCCESSIVE = [(4, 2), (3, 1), (2, 3), (4, 0)]
+COMPARED_SLOTS = 18  # after a resume
 State = dict[str, Any]
 
 
-def elastic(shards: Path, folder: Path, *, cuts: int, kills: int) -> Iterator[Row]:
-    """Each change after each of `cuts` steps; so often three changes in a row; a new batch size; and `kills` ranks."""
+def elastic(shards: Path, folder: Path, *, saves: int, kills: int) -> Iterator[Row]:
+    """Resume with other ranks and workers, once and several times in a row, with another batch size, and after kills.
+
+    Args:
+        shards: The folder of the data.
+        folder: An unused folder.
+        saves: The number of steps after each of which a run is saved and resumed.
+        kills: The number of ranks to kill in `survivors.py`.
+    """
     pipeline = partial(soak_pipeline, str(shards))
     with sp.SavableLoader(pipeline, seed=SEED, lanes=LANES) as loader:
-        expected = [digest(batch) for batch in islice(loader, 4 * cuts + 60)]
+        expected = [digest(batch) for batch in islice(loader, 4 * saves + 60)]
     for before, after in CHANGES:
-        yield _change(pipeline, expected, before, after, cuts)
-    yield _changes_in_a_row(pipeline, expected, cuts)
+        yield _change(pipeline, expected, before, after, saves)
+    yield _changes_in_a_row(pipeline, expected, saves)
     yield _other_batch_size(shards)
     yield _survivors(folder, kills)
 
 
 class Run:
-    """The ranks of a run, in this process, which take their steps in turn."""
+    """All ranks of a run, in this process."""
 
     def __init__(self, pipeline: Any, ranks: int, workers: int, state: State | None = None) -> None:
         self._slot = 0 if state is None else state["slot"]
         self._loaders = [
-            sp.SavableLoader(
-                pipeline,
-                seed=SEED,
-                lanes=LANES,
-                num_workers=workers,
-                ranks=(rank, ranks),
-            )
+            sp.SavableLoader(pipeline, seed=SEED, lanes=LANES, num_workers=workers, ranks=(rank, ranks))
             for rank in range(ranks)
         ]
         for loader in self._loaders:
@@ -63,13 +64,13 @@ class Run:
                 loader.load_state_dict(state)
 
     def step(self) -> list[str]:
-        """The hashes of the next slots, one of each rank."""
+        """Take one step, and return the hashes of its slots."""
         batches = [digest(next(loader)) for loader in self._loaders]
         first, self._slot = self._slot, self._slot + len(batches)
         return sorted_by_slot(batches, first)
 
     def state(self) -> State:
-        """That of all ranks, joined."""
+        """Return the merged state of all ranks."""
         return sp.merge_states(loader.state_dict() for loader in self._loaders)
 
     def close(self) -> None:
@@ -77,53 +78,59 @@ class Run:
             loader.close()
 
 
-def _change(pipeline: Any, expected: list[str], before: tuple[int, int], after: tuple[int, int], cuts: int) -> Row:
-    run, states, wrong = Run(pipeline, *before), [], ""
-    for cut in range(cuts):
+def _change(pipeline: Any, expected: list[str], before: tuple[int, int], after: tuple[int, int], saves: int) -> Row:
+    run, states, problem = Run(pipeline, *before), [], ""
+    for cut in range(saves):
         found = run.step()
-        wrong = wrong or difference(expected[cut * before[0] : (cut + 1) * before[0]], found)
+        problem = problem or difference(expected[cut * before[0] : (cut + 1) * before[0]], found)
         states.append(run.state())
     run.close()
     for state in states:
         run, slot = Run(pipeline, *after, state), state["slot"]
-        found = [hashed for _ in range(AFTER // after[0]) for hashed in run.step()]
+        found = [hashed for _ in range(COMPARED_SLOTS // after[0]) for hashed in run.step()]
         run.close()
-        wrong = wrong or difference(expected[slot : slot + len(found)], found)
-    return Row("elastic", f"{before} → {after}", _where(states, after[0]), f"{AFTER * cuts} batches", wrong)
+        problem = problem or difference(expected[slot : slot + len(found)], found)
+    return Row(
+        "elastic",
+        f"{before} → {after}",
+        _describe_positions(states, after[0]),
+        f"{COMPARED_SLOTS * saves} batches",
+        problem,
+    )
 
 
-def _changes_in_a_row(pipeline: Any, expected: list[str], cuts: int) -> Row:
+def _changes_in_a_row(pipeline: Any, expected: list[str], saves: int) -> Row:
     states: list[State] = []
-    wrong, compared = "", 0
-    for cut in range(1, cuts + 1):
+    problem, compared = "", 0
+    for cut in range(1, saves + 1):
         state: State | None = None
-        for index, setting in enumerate(IN_A_ROW):
+        for index, setting in enumerate(SUCCESSIVE):
             slot = 0 if state is None else state["slot"]
             run = Run(pipeline, *setting, state)
             found = [hashed for _ in range((cut + index) % 5 + 1) for hashed in run.step()]
-            wrong = wrong or difference(expected[slot : slot + len(found)], found)
+            problem = problem or difference(expected[slot : slot + len(found)], found)
             compared += len(found)
             state = run.state()
             run.close()
             states.append(state)
-    case = " → ".join(map(str, IN_A_ROW))
-    return Row("elastic", case, f"{cuts} times, {_where(states, 4)}", f"{compared} batches", wrong)
+    case = " → ".join(map(str, SUCCESSIVE))
+    return Row("elastic", case, f"{saves} times, {_describe_positions(states, 4)}", f"{compared} batches", problem)
 
 
-def _where(states: list[State], ranks: int) -> str:
-    """How many of the cuts were where it is hard: every one is mid-epoch."""
-    cut: Counter[str] = Counter()
+def _describe_positions(states: list[State], ranks: int) -> str:
+    """Describe at which difficult positions the states were saved. All are in the middle of an epoch."""
+    positions: Counter[str] = Counter()
     for state in states:
         stages = [unpack_state(state[lane_name(lane)], LaneState, "").stages for lane in range(LANES)]
         packs = [saved["source"] for saved in stages if saved is not None]
-        cut["mid-pack"] += any(pack["packs"] for pack in packs)
-        cut["mid-fan-out"] += any(pack["source"]["part"] for pack in packs)
-        cut["at a slot that the ranks do not divide"] += state["slot"] % ranks != 0
-    return f"{len(states)} cuts: " + ", ".join(f"{number} {outcome}" for outcome, number in cut.items())
+        positions["mid-pack"] += any(pack["packs"] for pack in packs)
+        positions["mid-fan-out"] += any(pack["source"]["part"] for pack in packs)
+        positions["at a slot that the ranks do not divide"] += state["slot"] % ranks != 0
+    return f"{len(states)} states: " + ", ".join(f"{number} {position}" for position, number in positions.items())
 
 
 def _other_batch_size(shards: Path) -> Row:
-    """One epoch in batches of 2, then of 3, 1 and 5: each lane's items in the order in which they come one by one."""
+    """Resume with other batch sizes within an epoch. Each lane's items must keep their order."""
     expected = [_ids(soak_pipeline(str(shards), sp.Lane(lane, LANES, SEED), epochs=1, size=1)) for lane in range(LANES)]
     found: list[list[Any]] = [[] for _ in range(LANES)]
     state, slot = None, 0
@@ -137,24 +144,24 @@ def _other_batch_size(shards: Path) -> Row:
                 slot += 1
             state = loader.state_dict()
     compared = sum(map(len, found))
-    wrong = next(
+    problem = next(
         filter(None, (difference(all_[: len(own)], own) for all_, own in zip(expected, found, strict=True))), ""
     )
-    return Row("elastic", "batch size 2 → 3 → 1 → 5", "one epoch, 2 workers", f"{compared} packs, by lane", wrong)
+    return Row("elastic", "batch size 2 → 3 → 1 → 5", "one epoch, 2 workers", f"{compared} packs, by lane", problem)
 
 
 def _survivors(folder: Path, kills: int) -> Row:
-    """Three ranks of which one after another is killed, in processes that begin without threads."""
+    """Run `survivors.py` in a new process, because it forks and so must not have threads."""
     folder.mkdir()
     command = [sys.executable, str(Path(__file__).with_name("survivors.py")), str(folder), str(kills)]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if run.returncode:
         return Row("elastic", "survivors of 3 ranks", f"{kills} kills", "", f"it ended with {run.returncode}")
     found = json.loads(run.stdout.splitlines()[-1])
-    wrong = [] if found["trained_once"] else ["a slot was trained on twice, or never"]
-    wrong += [] if found["as_one_rank"] else ["a slot was another batch"]
-    done = f"{kills} kills, {found['made_up']} lanes passed over"
-    return Row("elastic", "survivors of 3 ranks", done, f"{found['slots']:,} slots", ", ".join(wrong))
+    problem = [] if found["trained_once"] else ["a slot was trained on twice, or never"]
+    problem += [] if found["as_one_rank"] else ["a slot was another batch"]
+    done = f"{kills} kills, {found['made_up']} lanes rebuilt from the last common state"
+    return Row("elastic", "survivors of 3 ranks", done, f"{found['slots']:,} slots", ", ".join(problem))
 
 
 def _ids(batches: Any) -> list[Any]:

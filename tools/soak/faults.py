@@ -1,4 +1,4 @@
-"""Workers killed at any moment, by the hundred: the stream of batches is that of a run in which nothing happened."""
+"""Kill hundreds of workers at random moments. The batches must equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -24,37 +24,38 @@ import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
 
 SEED, LANES, WORKERS = 3, 12, 3
-LARGE = 4000  # copies in a batch: 8 MB, which take milliseconds to write
-WRITE_S = 0.006  # a worker that writes one is killed within this time
+LARGE = 4000  # copies in a batch, so that it has 8 MB and takes milliseconds to write
+WRITE_S = 0.006  # a worker is killed within this time after it starts to write such a batch
 MOMENTS: dict[Moment, str] = {
     "restore": "while a lane is restored",
     "build": "while a lane is built",
     "birth": "while a worker starts",
 }
-_ANY = "at any moment"
-_NEWBORN = "a replacement just born"
-_STUCK_S = 900.0
+_ANY_MOMENT = "at any moment"
+_NEWBORN = "a replacement that has just started"
+_STUCK_S = 900.0  # without enough kills, after which the program fails
 
 
 class Undisturbed:
-    """The hashes of the batches of a run in one process, made as far as they are asked for."""
+    """Hashes of the batches of a run in one process."""
 
     def __init__(self, shards: Path, copies: int) -> None:
         self._loader = sp.SavableLoader(partial(soak_pipeline, str(shards), copies=copies), seed=SEED, lanes=LANES)
         self._hashes: list[str] = []
 
     def first(self, n: int) -> list[str]:
+        """Return the hashes of the first `n` batches."""
         missing = islice(self._loader, n - len(self._hashes)) if n > len(self._hashes) else ()
         self._hashes += [digest(batch) for batch in missing]
         return self._hashes[:n]
 
 
-class Witness(logging.Handler):
-    """Counts what the loader says about each worker that ended."""
+class DeathLog(logging.Handler):
+    """Log handler that counts the loader's warnings about dead workers, by their words."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.texts: Counter[str] = Counter()
+        self.texts: Counter[str] = Counter()  # parts of warnings; "otherwise": not killed
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -63,7 +64,7 @@ class Witness(logging.Handler):
         for when in ("before it had started", "while it made a batch", "between two batches"):
             self.texts[when] += when in text
 
-    def __enter__(self) -> Witness:
+    def __enter__(self) -> DeathLog:
         logging.getLogger("savable_pipeline.run.engine.pool").addHandler(self)
         return self
 
@@ -72,27 +73,33 @@ class Witness(logging.Handler):
 
 
 class Killer(threading.Thread):
-    """Kills workers from outside while the trainer goes on; `progress` says how many batches that has been given.
+    """Thread that kills random workers while the trainer runs.
 
-    A loader gives up when one batch kills four workers, or four in a row do not start. So between two kills the trainer
-    is given two batches, and after two kills of workers that had not started all of them do start.
+    A loader fails if one batch kills four workers, or if four workers in a row do not start. So the trainer gets two
+    batches between kills, and after two kills of workers that had not started, all workers may start.
+
+    Args:
+        parent: The process id of the workers' parent.
+        progress: Returns the number of batches that the trainer has got.
+        gap_s: The longest time between two kills.
+        newborn: Also kill the replacement of each killed worker as soon as it exists.
     """
 
     def __init__(self, parent: int, progress: Callable[[], int], *, gap_s: float, newborn: bool = False) -> None:
         super().__init__(daemon=True)
-        self._parent = parent  # of the workers
+        self._parent = parent
         self._progress = progress
         self._gap_s = gap_s
         self._newborn = newborn
         self._draw = random.Random(os.urandom(8))
         self._over = threading.Event()
         self.killed: set[int] = set()
-        self._unborn = 0  # kills in a row of workers that had not started
+        self._early_kills = 0  # in a row, of workers that had not started
         self.newborn_kills = 0
 
     @property
     def kills(self) -> int:
-        """How many in all."""
+        """The number of workers killed."""
         return len(self.killed)
 
     def run(self) -> None:
@@ -100,7 +107,8 @@ class Killer(threading.Thread):
         while not self._over.wait(self._draw.uniform(0, self._gap_s)):
             alive = self._living()
             all_started = len(alive) == WORKERS and all(map(_has_started, alive))
-            if self._progress() < last + 2 or not alive or (not all_started and (self._newborn or self._unborn >= 2)):
+            must_wait = not all_started and (self._newborn or self._early_kills >= 2)
+            if self._progress() < last + 2 or not alive or must_wait:
                 continue
             last = self._progress()
             self._kill(self._draw.choice(alive))
@@ -108,20 +116,21 @@ class Killer(threading.Thread):
                 self._kill_newborn(set(alive))
 
     def _living(self) -> list[int]:
-        """The workers that are not dying already."""
+        """Return the workers that were not killed."""
         return [child for child in children(self._parent) if child not in self.killed]
 
     def _kill(self, pid: int) -> None:
         started = _has_started(pid)
         if kill(pid, self._parent):
             self.killed.add(pid)
-            self._unborn = 0 if started else self._unborn + 1
+            self._early_kills = 0 if started else self._early_kills + 1
 
     def _kill_newborn(self, alive: set[int]) -> None:
+        """Kill the next worker that was not alive before, at a random stage of its start."""
         while not self._over.is_set():
-            if born := set(self._living()) - alive:
+            if new := set(self._living()) - alive:
                 time.sleep(self._draw.choice([0, 0.0005, 0.002, 0.01]))
-                self._kill(born.pop())
+                self._kill(new.pop())
                 self.newborn_kills += 1
                 return
 
@@ -131,14 +140,14 @@ class Killer(threading.Thread):
 
 
 def _has_started(pid: int) -> bool:
-    """Whether a worker has mapped its note, which it does just before its first word."""
+    """Return whether a worker has mapped its status page, which it does just before its first message."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return "savable_pipeline note" in Path(f"/proc/{pid}/maps").read_text()
+        return "savable_pipeline status" in Path(f"/proc/{pid}/maps").read_text()
     return False
 
 
-class Executioner(threading.Thread):
-    """Kills those that ask for it through the pipe `kill me`, at some moment of the next milliseconds."""
+class KillServer(threading.Thread):
+    """Thread that kills each worker that writes its process id to the pipe `kill me`, within WRITE_S."""
 
     def __init__(self, folder: Path, parent: int) -> None:
         super().__init__(daemon=True)
@@ -149,7 +158,7 @@ class Executioner(threading.Thread):
 
     @property
     def kills(self) -> int:
-        """How many in all."""
+        """The number of workers killed."""
         return len(self.killed)
 
     def run(self) -> None:
@@ -159,69 +168,78 @@ class Executioner(threading.Thread):
                 self.killed.add(pid)
 
     def stop(self) -> None:
-        """From now on, who asks lives on."""
+        """Stop killing."""
         self._pipe.write(struct.pack("I", 0))
         self.join()
 
 
 def faults(shards: Path, *, kills: dict[str, int], each: int) -> Iterator[Row]:
-    """Runs killed at any moment, `kills` times under each start method, and `each` times at chosen moments."""
+    """Run loaders whose workers are killed.
+
+    Args:
+        shards: The folder of the data.
+        kills: By start method, the number of kills at random moments.
+        each: The number of kills at each of the chosen moments.
+    """
     small, large = Undisturbed(shards, 40), Undisturbed(shards, LARGE)
     for method, number in kills.items():
         slow = method == "spawn"
-        yield _killed_outside(shards, method, small, _ANY, number, gap_s=0.4 if slow else 0.05)
-        yield _killed_outside(shards, method, small, _NEWBORN, each, gap_s=0.1)
-        yield _killed_in_writing(shards, method, large, each)
+        yield _kill_from_outside(shards, method, small, _ANY_MOMENT, number, gap_s=0.4 if slow else 0.05)
+        yield _kill_from_outside(shards, method, small, _NEWBORN, each, gap_s=0.1)
+        yield _kill_while_writing(shards, method, large, each)
         for moment in MOMENTS:
-            yield _killed_at(shards, method, small, moment, each)
+            yield _kill_at_moment(shards, method, small, moment, each)
 
 
-def _killed_outside(shards: Path, method: str, expected: Undisturbed, kind: str, times: int, gap_s: float) -> Row:
+def _kill_from_outside(shards: Path, method: str, expected: Undisturbed, kind: str, times: int, gap_s: float) -> Row:
     found: list[str] = []
     newborn = kind == _NEWBORN
-    with Witness() as witness, _loader(shards, method) as (loader, parent):
+    with DeathLog() as death_log, _loader(shards, method) as (loader, parent):
         killer = Killer(parent, lambda: len(found), gap_s=gap_s, newborn=newborn)
         killer.start()
-        _take(loader, found, lambda: (killer.newborn_kills if newborn else killer.kills) >= times)
+        _take_until(loader, found, lambda: (killer.newborn_kills if newborn else killer.kills) >= times)
         killer.stop()
-        _take_the_rest(loader, found, killer.kills)
+        _take_after_kills(loader, found, killer.kills)
     done = f"{killer.newborn_kills} of {killer.kills}" if newborn else f"{killer.kills}"
-    return _row(f"{method}: {kind}", done, found, expected, witness, killer.kills)
+    return _row(f"{method}: {kind}", done, found, expected, death_log, killer.kills)
 
 
-def _killed_at(shards: Path, method: str, expected: Undisturbed, moment: Moment, times: int) -> Row:
-    """Workers that die at one moment, `times` times; since most only come after a death, killed outside as well."""
+def _kill_at_moment(shards: Path, method: str, expected: Undisturbed, moment: Moment, times: int) -> Row:
+    """Let workers kill themselves at one moment, `times` times.
+
+    They are also killed from outside, because most of these moments only happen after a death.
+    """
     found: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         dying = Dying(moment, times, Path(name), os.getpid())
         dying.watch_births()
-        with Witness() as witness, _loader(shards, method, dying=dying) as (loader, parent):
+        with DeathLog() as death_log, _loader(shards, method, dying=dying) as (loader, parent):
             killer = Killer(parent, lambda: len(found), gap_s=0.4 if method == "spawn" else 0.1)
             killer.start()
-            _take(loader, found, lambda: len(dying.deaths()) >= times)
+            _take_until(loader, found, lambda: len(dying.deaths()) >= times)
             killer.stop()
             deaths, kills = len(dying.deaths()), len(killer.killed.union(dying.deaths()))
-            _take_the_rest(loader, found, kills)
-    return _row(f"{method}: {MOMENTS[moment]}", f"{deaths} of {kills}", found, expected, witness, kills)
+            _take_after_kills(loader, found, kills)
+    return _row(f"{method}: {MOMENTS[moment]}", f"{deaths} of {kills}", found, expected, death_log, kills)
 
 
-def _killed_in_writing(shards: Path, method: str, expected: Undisturbed, times: int) -> Row:
-    """Killed while large batches are written; counted are those of which the loader says that a batch was lost."""
+def _kill_while_writing(shards: Path, method: str, expected: Undisturbed, times: int) -> Row:
+    """Kill workers while they write large batches, until `times` kills have lost a batch by the loader's warnings."""
     found: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         dying = Dying("write", 1 << 30, Path(name), os.getpid())
-        with Witness() as witness, _loader(shards, method, dying=dying, copies=LARGE) as (loader, parent):
-            killer = Executioner(Path(name), parent)
+        with DeathLog() as death_log, _loader(shards, method, dying=dying, copies=LARGE) as (loader, parent):
+            killer = KillServer(Path(name), parent)
             killer.start()
-            _take(loader, found, lambda: witness.texts["while it made a batch"] >= times)
+            _take_until(loader, found, lambda: death_log.texts["while it made a batch"] >= times)
             killer.stop()
-            _take_the_rest(loader, found, killer.kills)
-    done = f"{witness.texts['while it made a batch']} of {killer.kills}"
-    return _row(f"{method}: while a batch is written", done, found, expected, witness, killer.kills)
+            _take_after_kills(loader, found, killer.kills)
+    done = f"{death_log.texts['while it made a batch']} of {killer.kills}"
+    return _row(f"{method}: while a batch is written", done, found, expected, death_log, killer.kills)
 
 
 class _loader:
-    """A loader that may lose as many workers as there will be, and the process whose children they are."""
+    """Context of a loader that may lose any number of workers, and of the process id of their parent."""
 
     def __init__(self, shards: Path, method: str, **settings: Any) -> None:
         before = children(os.getpid())
@@ -242,8 +260,8 @@ class _loader:
         self._loader.close()
 
 
-def _take(loader: sp.SavableLoader, found: list[str], enough: Callable[[], bool]) -> None:
-    """Take batches until there is enough of whatever is waited for."""
+def _take_until(loader: sp.SavableLoader, found: list[str], enough: Callable[[], bool]) -> None:
+    """Append hashes of batches to `found` until `enough()`."""
     deadline = time.monotonic() + _STUCK_S
     for batch in loader:
         found.append(digest(batch))
@@ -253,24 +271,24 @@ def _take(loader: sp.SavableLoader, found: list[str], enough: Callable[[], bool]
             raise SystemExit(f"in {_STUCK_S:g} s and {len(found)} batches it did not happen often enough")
 
 
-def _take_the_rest(loader: sp.SavableLoader, found: list[str], kills: int) -> None:
-    """Until the loader has noticed each of so many kills, and then two batches of each lane."""
-    _take(loader, found, lambda: loader.stats()["restarts"] >= kills)
+def _take_after_kills(loader: sp.SavableLoader, found: list[str], kills: int) -> None:
+    """Take batches until the loader has noticed all kills, and then two batches of each lane."""
+    _take_until(loader, found, lambda: loader.stats()["restarts"] >= kills)
     enough = len(found) + 2 * LANES
-    _take(loader, found, lambda: len(found) >= enough)
+    _take_until(loader, found, lambda: len(found) >= enough)
 
 
-def _row(case: str, done: str, found: list[str], expected: Undisturbed, witness: Witness, kills: int) -> Row:
-    texts = witness.texts
-    when = ", ".join(f"{texts[text]} {short}" for text, short in _SHORT.items() if texts[text])
-    wrong = difference(expected.first(len(found)), found)
-    ended = sum(texts[text] for text in _SHORT)
+def _row(case: str, done: str, found: list[str], expected: Undisturbed, death_log: DeathLog, kills: int) -> Row:
+    texts = death_log.texts
+    when = ", ".join(f"{texts[text]} {short}" for text, short in _DEATHS.items() if texts[text])
+    problem = difference(expected.first(len(found)), found)
+    ended = sum(texts[text] for text in _DEATHS)
     if texts["otherwise"] or ended != kills:
-        wrong = wrong or f"{kills} were killed, {ended} ended, {texts['otherwise']} of them otherwise"
-    return Row("faults", case, f"{done} kills; {when}", f"{len(found):,} batches", wrong)
+        problem = problem or f"{kills} were killed, {ended} ended, {texts['otherwise']} of them otherwise"
+    return Row("faults", case, f"{done} kills; {when}", f"{len(found):,} batches", problem)
 
 
-_SHORT = {
+_DEATHS = {
     "before it had started": "starting",
     "while it made a batch": "at a batch",
     "between two batches": "between two",

@@ -1,7 +1,8 @@
-"""Hostile inputs by the thousand: states, indexes, tars and YAML with one or two things changed, checksums made right.
+"""Read thousands of hostile states, indexes, tars and YAML files.
 
-Each is read to its end, or refused by an error that says where: any other error, and a minute of work for a few
-kilobytes, is a fault. The seed is fixed, so that a number names the same input for ever.
+Each is a valid input with one to three changes and corrected checksums. It must be read completely, or be rejected by
+an error of ours with a message. Other errors and slow reads are failures. The seed is fixed, so a number always means
+the same input.
 """
 
 from __future__ import annotations
@@ -20,35 +21,35 @@ from report import Row
 
 import savable_pipeline as sp
 
-_SLOW_S = 20  # for one input; a busy machine needs less than one
+_SLOW_S = 20  # limit for one input; even a busy machine needs less than 1 s
 _SHARD_SIZES = (20, 7, 30)
 
 
 def fuzz(folder: Path, count: int, *, seed: int = 0) -> Iterator[Row]:
-    """One row for each kind of input, of which `count` are tried."""
+    """Try `count` inputs of each kind, and yield one row per kind."""
     _write_shards(folder / "shards")
-    for kind, tried in (("state", states), ("index", indexes), ("tar", tars), ("YAML", yaml_files)):
+    for kind, attempts in (("state", states), ("index", indexes), ("tar", tars), ("YAML", yaml_files)):
         draw = random.Random(f"{kind} {seed}")
-        wrong, refused, began = "", 0, time.perf_counter()
-        for number, attempt in enumerate(tried(folder, draw, count)):
-            fault, was_refused = _outcome(attempt)
-            refused += was_refused
-            if fault:
-                wrong = wrong or f"input {number}: {fault}"
-        seconds = time.perf_counter() - began
-        yield Row("fuzz", kind, f"{count} inputs", f"{refused} refused, {seconds:.0f} s", wrong)
+        problem, rejected, start = "", 0, time.perf_counter()
+        for number, attempt in enumerate(attempts(folder, draw, count)):
+            failure, is_rejected = _outcome(attempt)
+            rejected += is_rejected
+            if failure:
+                problem = problem or f"input {number}: {failure}"
+        seconds = time.perf_counter() - start
+        yield Row("fuzz", kind, f"{count} inputs", f"{rejected} rejected, {seconds:.0f} s", problem)
 
 
 def _outcome(attempt: Callable[[], None]) -> tuple[str, bool]:
-    """What is wrong with the end of an attempt, empty if nothing is; and whether the input was refused."""
+    """Run an attempt. Return a description of its failure, or "", and whether the input was rejected."""
     before = signal.signal(signal.SIGALRM, _too_slow)
     signal.alarm(_SLOW_S)
     try:
         attempt()
     except Exception as error:
         if isinstance(error, sp.SavableError) or type(error) is ValueError:
-            return "" if str(error) else f"a {type(error).__name__} without a word", True
-        if isinstance(error, OSError) and error.filename:  # a name too long for the disk, say
+            return "" if str(error) else f"a {type(error).__name__} without a message", True
+        if isinstance(error, OSError) and error.filename:  # such as a file name that is too long
             return "", True
         return f"{type(error).__name__}: {str(error)[:200]}", False
     except _TooSlowError as error:
@@ -60,7 +61,7 @@ def _outcome(attempt: Callable[[], None]) -> tuple[str, bool]:
 
 
 class _TooSlowError(BaseException):
-    """No Exception: a pipeline that skips errors would skip it."""
+    """Raised after _SLOW_S. It is no Exception, because pipelines with on_error="skip" would skip it."""
 
 
 def _too_slow(signal_number: int, frame: FrameType | None) -> None:

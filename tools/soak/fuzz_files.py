@@ -1,4 +1,4 @@
-"""Indexes, tars and YAML with something else inside, and what a reader does with them."""
+"""Random changes of indexes, tars and YAML files, and functions that read the results."""
 
 from __future__ import annotations
 
@@ -19,19 +19,12 @@ from xxhash import xxh3_64_intdigest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.shards.index import NUMBERS, Header, aligned
-from savable_pipeline.data.shards.metadata import (
-    INDEX_NAME,
-    META,
-    read_counts,
-    read_field_map,
-    read_split,
-    split_names,
-)
+from savable_pipeline.data.shards.metadata import INDEX_NAME, META, read_counts, read_field_map, read_split, split_names
 from savable_pipeline.data.stores.tar_store import TARS
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], kind: int = tarfile.USTAR_FORMAT) -> None:
-    """A tar of this format with these members."""
+    """Write a tar with these members. `kind` is a format of `tarfile`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=kind) as tar:
         for name, payload in members:
@@ -41,6 +34,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], kind: int = tarfile.
 
 
 def indexes(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
+    """Yield functions that read the shards with a changed index."""
     shards = folder / "shards"
     sp.TarShardReader(shards, sp.Lane())
     raw = (shards / INDEX_NAME).read_bytes()
@@ -49,7 +43,7 @@ def indexes(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[
 
 
 def _changed_index(raw: bytes, draw: random.Random) -> bytes:
-    """An index with one change, and a checksum that says that it is as it was written."""
+    """Change one part of an index, and correct its checksum."""
     length = int.from_bytes(raw[16:24], "little")
     known, columns = msgspec.msgpack.decode(raw[24 : 24 + length], type=Header), aligned(24 + length)
     end = aligned(columns + 8 * known.shards * NUMBERS + known.names)
@@ -81,19 +75,20 @@ def _read_with_index(shards: Path, raw: bytes) -> Callable[[], None]:
 
 
 def _read_all(root: Path, **settings: Any) -> None:
-    """Every byte of every sample. Faults of single shards and parts are skipped; the last is raised at the end."""
-    fault: Exception | None = None
+    """Read every byte of every sample. Errors of shards and parts are skipped, and the last one is raised."""
+    last_error: Exception | None = None
     for sample in sp.TarShardReader(root, sp.Lane(), shuffle=False, on_error="skip", **settings):
         for use in (lambda sample=sample: sample.items(), lambda sample=sample: (sample.key, repr(sample))):
             try:
                 use()
             except (sp.ShardError, KeyError) as error:
-                fault = error if isinstance(error, sp.ShardError) else fault
-    if fault is not None:
-        raise fault
+                last_error = error if isinstance(error, sp.ShardError) else last_error
+    if last_error is not None:
+        raise last_error
 
 
 def tars(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
+    """Yield functions that read a changed tar."""
     path = folder / "long.tar"
     write_tar(path, [(f"{'d' * 120}/s{i}.json", b'{"id": 1}' * (i + 1)) for i in range(3)], tarfile.PAX_FORMAT)
     raws = [path.read_bytes(), (folder / "shards/1.tar").read_bytes()]
@@ -102,9 +97,11 @@ def tars(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[],
 
 
 def _changed_tar(raw: bytearray, draw: random.Random) -> bytes:
+    """Change fields of one or two headers of a tar, and correct their checksums."""
     headers = [at for at in range(0, len(raw), 512) if raw[at + 257 : at + 262] == b"ustar"]
     for _ in range(draw.randint(1, 2)):
         at = draw.choice(headers)
+        # name, size, type, magic, prefix, or the data behind the header
         start, width = draw.choice([(0, 100), (124, 12), (156, 1), (257, 8), (345, 155), (512, 200)])
         if draw.random() < 0.3:
             text = draw.choice([b"\xff" * 12, b"77777777777\0", b"\x80" + b"\xff" * 11, b"-1", b"99 GNU.sparse.a=1\n"])
@@ -149,6 +146,7 @@ _WORDS = [
 
 
 def yaml_files(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
+    """Yield functions that read a changed YAML file."""
     texts = [("split.yaml", _SPLIT), (".info.yaml", _INFO), ("dataset.yaml", _FIELDS), ("mixture.yaml", _MIXTURE)]
     root = folder / "yaml"
     shutil.copytree(folder / "shards", root / "shards", dirs_exist_ok=True)
@@ -161,6 +159,7 @@ def yaml_files(folder: Path, draw: random.Random, count: int) -> Iterator[Callab
 
 
 def _changed_text(text: str, draw: random.Random) -> str:
+    """Replace or insert one to three words of YAML."""
     for _ in range(draw.randint(1, 3)):
         words = text.replace(",", " ,").split(" ")
         index = draw.randrange(len(words))

@@ -1,4 +1,4 @@
-"""States with something else inside and the right checksum, and what a loader does with them."""
+"""Random changes of states with corrected checksums, and functions that load them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEAD = 16  # bytes of a packed state before its MessagePack
 
 
 class FuzzEncoder(sp.TaskEncoder):
-    """A sample's number, one to four times; three items for every fifth sample."""
+    """Encoder whose items repeat a sample's number one to four times. Every fifth sample has three items."""
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         number = sample.json()["id"]
@@ -38,26 +38,26 @@ class FuzzEncoder(sp.TaskEncoder):
 
 
 def packed_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
-    """Every stage of the usual path."""
+    """Build a lane with the usual stages."""
     items = sp.Encode(sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=6), FuzzEncoder(), on_error="skip")
     return sp.Batcher(sp.OnlinePacker(items, max_length=6, open_packs=2, policy="sequential"), size=2)
 
 
 def sorted_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
-    """Packs that are held and sorted, by another policy."""
+    """Build a lane whose packing policy sorts items."""
     items = sp.Encode(sp.TarShardReader(shards, lane, epochs=2, shuffle=False), FuzzEncoder())
     return sp.Batcher(sp.OnlinePacker(items, max_length=9, open_packs=2, policy="first_fit_decreasing"), size=1)
 
 
 def blended_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
-    """Two sources, by tokens, in buckets."""
+    """Build a lane that blends two sources by tokens, and batches by length."""
     encoder = FuzzEncoder()
     sources = {name: sp.Encode(sp.TarShardReader(shards, lane), encoder) for name in ("a", "b")}
     return custom.BucketBatcher(sp.Blend(sources, weights={"a": 2, "b": 1}, by="tokens"), bounds=[2, 4], size=2)
 
 
 def blended_samples_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
-    """Two sources of samples that are shuffled together."""
+    """Build a lane that blends two sources of samples before the shuffle buffer."""
     samples = sp.Blend({name: sp.TarShardReader(shards, lane) for name in ("a", "b")}, weights={"a": 2, "b": 1})
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(samples, size=5), FuzzEncoder()), size=3)
 
@@ -66,6 +66,7 @@ _PIPELINES = (packed_pipeline, sorted_pipeline, blended_pipeline, blended_sample
 
 
 def states(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
+    """Yield functions that load a changed state of one of the pipelines."""
     kinds = []
     for pipeline in _PIPELINES:
         loader = _loader(pipeline, folder)
@@ -88,7 +89,7 @@ def _loader(pipeline: Any, folder: Path) -> sp.SavableLoader:
 def _load(pipeline: Any, folder: Path, state: Any) -> Callable[[], None]:
     def load() -> None:
         errors = []
-        for use in (_summary, lambda state: sp.merge_states([state]), lambda state: _go_on(pipeline, folder, state)):
+        for use in (_describe, lambda state: sp.merge_states([state]), lambda state: _resume(pipeline, folder, state)):
             try:
                 use(state)
             except Exception as error:
@@ -101,7 +102,8 @@ def _load(pipeline: Any, folder: Path, state: Any) -> Callable[[], None]:
     return load
 
 
-def _go_on(pipeline: Any, folder: Path, state: Any) -> None:
+def _resume(pipeline: Any, folder: Path, state: Any) -> None:
+    """Resume from a state, and take a few batches."""
     loader = _loader(pipeline, folder)
     loader.load_state_dict(state)
     for _ in range(6):
@@ -110,7 +112,8 @@ def _go_on(pipeline: Any, folder: Path, state: Any) -> None:
         loader.trace()
 
 
-def _summary(state: Any) -> None:
+def _describe(state: Any) -> None:
+    """Call all functions that describe a state."""
     found = summarize(state)
     differences(found, found)
     for row in found.lanes.values():
@@ -119,7 +122,7 @@ def _summary(state: Any) -> None:
 
 
 def _changed_entry(raw: bytes, name: str, draw: random.Random) -> bytes:
-    """A lane's state, or the fingerprint, with something else inside and the right checksum."""
+    """Change a packed lane state or the packed fingerprint, and correct its checksum."""
     body = raw[_HEAD:]
     if draw.random() < 0.3:
         return _packed(changed_bytes(body, draw))
@@ -135,6 +138,7 @@ def _changed_entry(raw: bytes, name: str, draw: random.Random) -> bytes:
 
 
 def _packed(body: bytes) -> bytes:
+    """Put the header of a packed state before its MessagePack."""
     return (
         b"SAVL"
         + STATE.to_bytes(2, "little")

@@ -1,4 +1,4 @@
-"""Values and bytes with one or two things changed: what the fuzzers forge from."""
+"""Random changes of nested values and of bytes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ _VALUES: list[Any] = [
 
 
 def encoded(value: Any) -> bytes:
+    """Encode a value as MessagePack, or return invalid MessagePack if it cannot be encoded."""
     try:
         return msgspec.msgpack.encode(value)
-    except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):  # what MessagePack has no bytes for
+    except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
         return b"\x91" * 5000 + b"\xc0"
 
 
 def changed_bytes(raw: bytes, draw: random.Random) -> bytes:
-    changed = bytearray(raw)
+    """Return a copy with one to three bytes changed, sometimes truncated."""
+    copy = bytearray(raw)
     for _ in range(draw.randint(1, 3)):
-        changed[draw.randrange(len(changed))] = draw.randrange(256)
-    cut = draw.randrange(len(changed)) if draw.random() < 0.1 else len(changed)
-    return bytes(changed[:cut])
+        copy[draw.randrange(len(copy))] = draw.randrange(256)
+    end = draw.randrange(len(copy)) if draw.random() < 0.1 else len(copy)
+    return bytes(copy[:end])
 
 
 def changed(value: Any, draw: random.Random) -> Any:
-    """A copy of a nested value with one part changed, taken away or nested deep."""
+    """Return a copy of a nested value with one part changed, removed or nested deeply."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         name = draw.choice(list(value))
         if draw.random() < 0.1:

@@ -1,8 +1,8 @@
-"""A small model on 1, 2 and 4 ranks, killed in the middle of packs and resumed: every loss of every rank, to the bit.
+"""Train a small model on 1, 2 and 4 ranks, kill and resume it, and compare every bit of every loss.
 
     torchrun ─ W ranks ─ six trainings in turn, packed or not, with 0, 1 and 2 workers ─ SIGKILL ─ torchrun ─ …
 
-`python tools/soak/losses.py SHARDS FOLDER STEPS PACE` is one rank.
+`python tools/soak/losses.py SHARDS FOLDER STEPS PACE` runs one rank.
 """
 
 from __future__ import annotations
@@ -28,16 +28,13 @@ from savable_pipeline.run.state.state_dict import lane_name
 
 SEED, LANES = 3, 12
 WORLD_SIZES, WORKERS = (1, 2, 4), (0, 1, 2)
-STEPS, SAVED = 12, 5  # saved after step 5, when every lane has open packs at 4 ranks
-PACE_S = 0.05  # a step of the run that is killed takes this at least
-_STUCK_S = 240.0
-
-
-# One rank.
+STEPS, SAVED = 12, 5  # each run saves after step 5, when every lane has open packs even on 4 ranks
+PACE_S = 0.05  # the least time of a step of the run that is killed
+_STUCK_S = 240.0  # timeout of a run
 
 
 class Training:
-    """A model, its optimizer and its loader, and a file with the loss of every step."""
+    """Model, optimizer and loader of one training on one rank, and a log of its losses."""
 
     def __init__(self, shards: str, folder: Path, pack: bool, num_workers: int) -> None:
         self.name = f"{'packed' if pack else 'unpacked'}_{num_workers}"
@@ -46,7 +43,7 @@ class Training:
         self._model = torch.nn.Sequential(
             torch.nn.Linear(CROP * CROP, 16), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(16, 1)
         )
-        torch.manual_seed(SEED + self._rank)  # of dropout
+        torch.manual_seed(SEED + self._rank)  # dropout differs by rank
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-2)
         self._loader = sp.SavableLoader(
             partial(soak_pipeline, shards, pack=pack, copies=1), seed=SEED, lanes=LANES, num_workers=num_workers
@@ -59,9 +56,9 @@ class Training:
         self._log = (folder / f"{self.name}_rank{self._rank}.log").open("a")
 
     def take_step(self) -> None:
-        """Train on the next batch, and write down the loss, all digits."""
+        """Train on the next batch, and log all bits of the loss."""
         batch = next(self._loader)
-        torch.set_rng_state(self._rng)
+        torch.set_rng_state(self._rng)  # the trainings of a rank take turns
         images = torch.from_numpy(batch["images"]).reshape(-1, CROP * CROP).float() / 255
         wanted = torch.linspace(0, 1, len(images))
         loss = (self._model(images).squeeze(1) - wanted).square().mean()
@@ -102,8 +99,8 @@ class Training:
         self._log.close()
 
 
-def rank(shards: str, folder: Path, steps: int, pace_s: float) -> None:
-    """All trainings of this rank, a step of each in turn; from their checkpoints, where there are some."""
+def run_rank(shards: str, folder: Path, steps: int, pace_s: float) -> None:
+    """Run all trainings of this rank, one step of each in turn. They resume from their checkpoints, if any."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     trainings = [Training(shards, folder, pack, workers) for pack in (False, True) for workers in WORKERS]
@@ -116,11 +113,8 @@ def rank(shards: str, folder: Path, steps: int, pace_s: float) -> None:
     dist.destroy_process_group()
 
 
-# The experiment.
-
-
 def losses(shards: Path, folder: Path) -> Iterator[Row]:
-    """For each number of ranks: a run that is not disturbed, and one that is killed and resumed."""
+    """Compare an undisturbed run with one that is killed and resumed, for each number of ranks."""
     for world_size in WORLD_SIZES:
         calm, killed = folder / f"{world_size}_calm", folder / f"{world_size}_killed"
         for target in (calm, killed):
@@ -128,18 +122,18 @@ def losses(shards: Path, folder: Path) -> Iterator[Row]:
         _finish(_start(shards, calm, world_size, 0.0))
         last = random.randrange(SAVED + 1, STEPS - 2)
         _kill(_start(shards, killed, world_size, PACE_S), killed, last)
-        cut = _read(killed, world_size)
+        log_before_kill = _read(killed, world_size)
         _finish(_start(shards, killed, world_size, 0.0))
         for pack in (False, True):
             for workers in WORKERS:
-                yield _row(calm, killed, cut, world_size, f"{'packed' if pack else 'unpacked'}_{workers}")
+                yield _row(calm, killed, log_before_kill, world_size, f"{'packed' if pack else 'unpacked'}_{workers}")
 
 
 def _start(shards: Path, folder: Path, world_size: int, pace_s: float) -> subprocess.Popen[bytes]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    rank_of_it = [__file__, str(shards), str(folder), str(STEPS), str(pace_s)]
+    program = [__file__, str(shards), str(folder), str(STEPS), str(pace_s)]
     return subprocess.Popen(
-        [*torchrun, *rank_of_it], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=(folder / "errors").open("ab")
+        [*torchrun, *program], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=(folder / "errors").open("ab")
     )
 
 
@@ -149,7 +143,7 @@ def _finish(run: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(run: subprocess.Popen[bytes], folder: Path, step: int) -> None:
-    """Kill torchrun and all ranks, from outside, when a rank has come to a step of its last training."""
+    """Kill torchrun and all ranks, once rank 0 has passed a step of its last training."""
     last = folder / f"packed_{WORKERS[-1]}_rank0.log"
     deadline = time.monotonic() + _STUCK_S
     while not (last.exists() and len(last.read_text().splitlines()) > step):
@@ -160,19 +154,19 @@ def _kill(run: subprocess.Popen[bytes], folder: Path, step: int) -> None:
     ranks = descendants(run.pid)
     kill(run.pid, os.getpid())
     for pid in ranks:
-        _kill_wherever(pid)
+        _kill_if_alive(pid)
     run.wait()
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         time.sleep(0.01)
 
 
-def _kill_wherever(pid: int) -> None:
+def _kill_if_alive(pid: int) -> None:
     if Path(f"/proc/{pid}").exists():
         os.kill(pid, 9)
 
 
 def _read(folder: Path, world_size: int) -> dict[str, list[str]]:
-    """The whole lines that each training of each rank has written."""
+    """Return the complete lines of each training of each rank."""
     found = {}
     for path in folder.glob("*_rank*.log"):
         lines = path.read_text().splitlines(keepends=True)
@@ -181,30 +175,30 @@ def _read(folder: Path, world_size: int) -> dict[str, list[str]]:
     return found
 
 
-def _row(calm: Path, killed: Path, cut: dict[str, list[str]], world_size: int, name: str) -> Row:
+def _row(calm: Path, killed: Path, log_before_kill: dict[str, list[str]], world_size: int, name: str) -> Row:
     expected, found = _read(calm, world_size), _read(killed, world_size)
-    wrong, compared, again = "", 0, 0
-    alone = f"{name.split('_')[0]}_{WORKERS[0]}"  # with no workers: the same losses
+    problem, compared, repeated = "", 0, 0
+    alone = f"{name.split('_')[0]}_{WORKERS[0]}"  # the training without workers must have the same losses
     for number in range(world_size):
         training = f"{name}_rank{number}"
         lines = expected[training]
-        resumed = found[training][len(cut[training]) :]
-        again += len(cut[training]) - SAVED
+        resumed = found[training][len(log_before_kill[training]) :]
+        repeated += len(log_before_kill[training]) - SAVED
         compared += len(lines)
         if len(lines) != STEPS or lines != expected[f"{alone}_rank{number}"]:
-            wrong = wrong or f"rank {number}: not the losses of {alone}"
-        if cut[training] != lines[: len(cut[training])] or resumed != lines[SAVED:]:
-            wrong = wrong or f"rank {number}: other losses"
+            problem = problem or f"rank {number}: not the losses of {alone}"
+        if log_before_kill[training] != lines[: len(log_before_kill[training])] or resumed != lines[SAVED:]:
+            problem = problem or f"rank {number}: other losses"
     items = sum(_open_items(killed / f"{name}_rank{number}.pt") for number in range(world_size))
     if name.startswith("packed") and not items:
-        wrong = wrong or "no pack was open where it was cut"
+        problem = problem or "no pack was open at the kill"
     ranks, workers = f"{world_size} rank{'s' * (world_size > 1)}", name.split("_")[1]
-    done = f"killed, {again} steps again" + (f", {items} items in open packs" if items else "")
-    return Row("losses", f"{name.split('_')[0]}, {ranks}, {workers} workers", done, f"{compared} losses", wrong)
+    done = f"killed, {repeated} steps again" + (f", {items} items in open packs" if items else "")
+    return Row("losses", f"{name.split('_')[0]}, {ranks}, {workers} workers", done, f"{compared} losses", problem)
 
 
 def _open_items(path: Path) -> int:
-    """How many items lie in the open packs of a checkpoint."""
+    """Count the items in open packs of a checkpoint."""
     state: dict[str, Any] = torch.load(path)["data"]
     lanes = [unpack_state(state[lane_name(lane)], LaneState, "") for lane in range(LANES) if lane_name(lane) in state]
     packs = [lane.stages["source"].get("packs", []) for lane in lanes if lane.stages is not None]
@@ -212,4 +206,4 @@ def _open_items(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    rank(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    run_rank(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

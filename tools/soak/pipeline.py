@@ -1,6 +1,6 @@
-"""What the soak runs load: small shards, a pipeline with every stage, and moments at which it kills its own process.
+"""Data and pipeline of the stress tests. The pipeline can kill its own worker process at chosen moments.
 
-No torch here: a spawned worker imports this file, and nothing that it imports should take seconds.
+This module does not import torch, because spawned workers import it and should start quickly.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from savable_pipeline import custom
 from savable_pipeline.stages.stage import State
 
 SAMPLES, PER_SHARD = 600, 100
-SIDE, CROP = 24, 16  # pixels of a sample's image, and of what is cut out of it
+SIDE, CROP = 24, 16  # pixels of a sample's image, and of a crop
 Moment = Literal["write", "restore", "build", "birth"]
 
 
 def write_shards(folder: Path) -> None:
-    """600 samples in 6 shards: a number and a grey image of 24 × 24, uint8."""
+    """Write 600 samples in 6 shards, each a number and a gray image of 24 × 24, uint8."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(0)
     for first in range(0, SAMPLES, PER_SHARD):
@@ -45,10 +45,11 @@ def write_shards(folder: Path) -> None:
 
 
 class SoakEncoder(sp.TaskEncoder):
-    """Cuts, mirrors and adds noise; leaves out every seventh sample and makes three items of every fifth.
+    """Encoder of randomly cropped images with noise.
 
-    A batch is `copies` arrays uint8 (items, 16, 16) and more, as large as one likes. Draws from `rng` and, seeded for
-    each call, from the global generators of Python and NumPy.
+    It skips every seventh sample and yields three items of every fifth. It draws from `rng` and from the global
+    generators of NumPy, which are seeded for each call. `copies` makes batches larger: a batch has that many copies of
+    its images, with different noise.
     """
 
     global_rng = ("python", "numpy")
@@ -99,7 +100,7 @@ def soak_pipeline(
     size: int = 2,
     dying: Dying | None = None,
 ) -> custom.Stage:
-    """Shuffle, encode, pack, batch; with `dying`, ending its process now and then."""
+    """Build a lane that shuffles, encodes, packs and batches. `dying` says when it kills its process."""
     if dying is not None and dying.moment == "build" and lane.worker.status is not None:
         dying.die(f"lane {lane.index}")
     samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane, epochs=epochs), size=20)
@@ -109,15 +110,13 @@ def soak_pipeline(
     return batches if dying is None else DyingStage(batches, dying)
 
 
-# Processes that end themselves.
-
-
 @dataclass
 class Dying:
-    """Where a worker kills itself, every other time that it comes there, until that has happened `times` times.
+    """Moment at which workers kill themselves.
 
-    What was killed is written to files in `folder`, since no process lives to tell. Workers, never the server or the
-    trainer, die at birth: when they are forked, or when a spawned one is given its pipeline.
+    A worker dies every other time that it reaches the moment, until there were `times` deaths. Deaths are recorded in
+    files in `folder`. At "birth", workers die when they are forked, or when a spawned worker unpickles its pipeline.
+    The fork server and the trainer never die.
     """
 
     moment: Moment
@@ -126,40 +125,40 @@ class Dying:
     trainer: int
 
     def die(self, name: str) -> None:
-        """Kill this process, unless that was done at the same place the last time, or often enough."""
-        mark = self.folder / f"{name} was killed"
-        with self._alone():
-            if mark.exists():
-                mark.unlink()
+        """Kill this process, unless `name` was killed the last time, or there were enough deaths."""
+        last_time = self.folder / f"{name} was killed"
+        with self._lock():
+            if last_time.exists():
+                last_time.unlink()
                 return
             if len(self.deaths()) >= self.times:
                 return
-            mark.touch()
+            last_time.touch()
             with (self.folder / "deaths").open("a") as file:
                 file.write(f"{os.getpid()} ")
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to itself; while it writes a batch, a bit later, from outside, by who reads the pipe `kill me`."""
+        """Kill this process. At "write", a `KillServer` kills it a little later, while it writes a batch."""
         if self.moment != "write":
             os.kill(os.getpid(), signal.SIGKILL)
         with (self.folder / "kill me").open("wb", buffering=0) as pipe:
             pipe.write(struct.pack("I", os.getpid()))
 
     def deaths(self) -> list[int]:
-        """Which processes have done so."""
+        """Return the ids of the processes that have killed themselves."""
         with contextlib.suppress(FileNotFoundError):
             return [int(pid) for pid in (self.folder / "deaths").read_text().split(" ")[:-1]]
         return []
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[None]:
         with (self.folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def watch_births(self) -> None:
-        """From now on, workers may die at birth, if their server is forked from here or is this process."""
+        """Let workers die when they are forked from this process or from a fork server that it forks."""
         if self.moment == "birth":
             os.register_at_fork(after_in_child=self._forked)
 
@@ -168,7 +167,7 @@ class Dying:
             self.die("worker")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a spawned process: it is a worker, or the server that will fork some."""
+        """Restore in a spawned process, which is a worker or the fork server."""
         self.__dict__.update(state)
         self.watch_births()
         if self.moment == "birth" and current_process().name.startswith("savable_pipeline worker"):
@@ -176,7 +175,7 @@ class Dying:
 
 
 class DyingStage(custom.PassThrough, custom.BatchStage):
-    """The last stage, which dies in `restore_state`, or has its batches die."""
+    """Last stage, which kills its process in `restore_state`, or when a batch is pickled."""
 
     def __init__(self, source: custom.Stage, dying: Dying) -> None:
         super().__init__(source)
@@ -195,7 +194,7 @@ class DyingStage(custom.PassThrough, custom.BatchStage):
 
 
 class DyingBatch:
-    """A batch that, when it is pickled, has its process killed; what arrives is the batch itself."""
+    """Batch that kills its process when it is pickled. It unpickles as the original batch."""
 
     def __init__(self, batch: Any, dying: Dying, name: str) -> None:
         self._batch = batch
@@ -204,8 +203,8 @@ class DyingBatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._dying.die(self._name)
-        return _itself, (self._batch,)
+        return _unchanged, (self._batch,)
 
 
-def _itself(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

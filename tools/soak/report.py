@@ -1,4 +1,4 @@
-"""What a soak run found, as rows of a table; and looks at processes from outside, through /proc."""
+"""Results of stress tests as a table, and functions that inspect and kill processes through /proc."""
 
 from __future__ import annotations
 
@@ -14,46 +14,54 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case: what was done to it, how much was compared, and what differs; empty if nothing does."""
+    """Result of one case.
+
+    Args:
+        proof: The name of the stress test.
+        case: What varied.
+        done: The number of kills, inputs or the like.
+        compared: How much was compared.
+        problem: What differs; "" if nothing does.
+    """
 
     proof: str
     case: str
     done: str
     compared: str
-    wrong: str = ""
+    problem: str = ""
 
 
 def make_table(rows: Sequence[Row]) -> Table:
-    """The rows, with a verdict on each."""
+    """Format rows as a table, with a verdict on each."""
     table = Table("proof", "case", "done", "compared", "result", title="soak")
     for row in rows:
-        verdict = f"[bold red]{row.wrong}[/]" if row.wrong else "[green]equal[/]"
+        verdict = f"[bold red]{row.problem}[/]" if row.problem else "[green]equal[/]"
         table.add_row(row.proof, row.case, row.done, row.compared, verdict)
     return table
 
 
 def difference(expected: Sequence[object], found: Sequence[object]) -> str:
-    """Where two streams differ first; empty if they do not."""
-    for index, (left, right) in enumerate(zip(expected, found, strict=False)):
-        if left != right:
+    """Describe the first difference between two sequences; "" if they are equal."""
+    for index, (one, other) in enumerate(zip(expected, found, strict=False)):
+        if one != other:
             return f"differs at {index} of {len(expected)}"
     return "" if len(expected) == len(found) else f"{len(found)} instead of {len(expected)}"
 
 
 def children(pid: int) -> list[int]:
-    """The living children of a process, without the helper that Python's spawned processes share."""
+    """Return the running children of a process, without Python's resource tracker."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        born = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return [child for child in born if _lives(child)]
+        started = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        return [child for child in started if _is_running(child)]
     return []
 
 
 def descendants(pid: int) -> list[int]:
-    """The children of a process, and theirs."""
+    """Return all running descendants of a process."""
     return [found for child in children(pid) for found in (child, *descendants(child))]
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0]
         return state != "Z" and b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -62,7 +70,7 @@ def _lives(pid: int) -> bool:
 
 
 def kill(pid: int, parent: int) -> bool:
-    """Send SIGKILL to a process, if it is still a living child of `parent`; whether it was sent."""
+    """Kill a process if it is still a running child of `parent`. Return whether it was killed."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,12 +1,12 @@
-"""Three ranks that train; one is killed at any moment, the others keep running, and a new one comes in its place.
+"""Train on three ranks. Kill one at a random moment, let the others continue, and add a new one.
 
-    supervisor (this process) ─ a store: generations of members ─ kills, forks
-    rank ─ forms a group ─ steps ─ the group breaks, or a new generation is announced ─ forms a group ─ …
+    supervisor (this process) ─ forks and kills ranks ─ announces each generation of members in a store
+    rank ─ joins a group ─ steps ─ the group breaks, or a new generation is announced ─ joins a group ─ …
 
-The model counts what it was trained on: at the slot of each batch, how often, and its hash. Sums of all ranks reach it
-by the same all-reduce as the gradient would, so that a step counts as a whole or not at all.
+The model counts, for each slot, how often it was trained on, and sums the hashes of its batches. These numbers are
+summed over ranks by an all-reduce, as a gradient would be. So a step counts on all ranks or not at all.
 
-`python tools/soak/survivors.py FOLDER KILLS` prints, as JSON, whether every slot was trained on once.
+`python tools/soak/survivors.py FOLDER KILLS` prints as JSON whether every slot was trained on once.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.elastic import complete_state
 
 SEED, LANES = 3, 12
-EVERY = 4  # steps between two states of all ranks
-MOST = 20_000  # slots that the model can count
-TIMEOUT = timedelta(seconds=10)  # of a group of which a rank dies while it forms; that takes a few times as long
-_HUNG_S = 30.0  # without a step, after which ranks that still wait for one that is gone are taken for dead
-_STUCK_S = 600.0
+SAVE_EVERY = 4  # steps between two states of all ranks
+MAX_SLOTS = 20_000  # that the model can count
+TIMEOUT = timedelta(seconds=10)  # of collectives; joining a group of which a rank dies takes a few times as long
+_HUNG_S = 30.0  # without a step, after which a rank that waits for a dead one is killed
+_STUCK_S = 600.0  # without success, after which the program fails
 
 
 class Replica:
-    """A process that trains: its model, trained on the batches before `slot`, and its loader once it is in a group."""
+    """Process that trains: its loader, and a model that was trained on the slots before `model["slot"]`."""
 
     def __init__(self, me: int, shards: Path, store: Any) -> None:
-        self._me, self._store = me, store
+        self._me, self._store = me, store  # `me` is a number that no other process has or will have
         self._pipeline = partial(soak_pipeline, str(shards), copies=1)
         self._loader: sp.SavableLoader | None = None
-        self._model: dict[str, Any] = {"slot": -1, "counts": torch.zeros(MOST), "hashes": torch.zeros(MOST)}
-        self._last: dict[str, Any] = {}  # the state of all lanes, gathered now and then
+        self._model: dict[str, Any] = {"slot": -1, "counts": torch.zeros(MAX_SLOTS), "hashes": torch.zeros(MAX_SLOTS)}
+        self._last: dict[str, Any] = {}  # the state of all lanes, gathered every SAVE_EVERY steps
         self._generation = 0
 
     def live(self, folder: Path) -> None:
-        """Train in one group after another until one has no members; the first rank of the last one saves its model."""
+        """Train in one group after another until a generation has no members. Rank 0 then saves its model."""
         rank = 0
         while members := self._next_members():
             rank = members.index(self._me)
@@ -65,7 +65,7 @@ class Replica:
                 dist.init_process_group("gloo", store=group, rank=rank, world_size=len(members), timeout=TIMEOUT)
                 self._join_the_others(rank, len(members))
                 self._train(rank)
-            except RuntimeError:  # a member died, or had too little time
+            except RuntimeError:  # a member died, or was too slow
                 self._store.set(f"broken{self._generation}", "")
             finally:
                 leave_group()
@@ -73,7 +73,7 @@ class Replica:
             torch.save(self._model, folder / "model.pt")
 
     def _next_members(self) -> list[int]:
-        """The members of the newest generation, once there is a newer one that has this rank."""
+        """Wait for a newer generation that has this process or no members, and return its members."""
         while True:
             newest = int(self._store.get("generation"))
             if newest > self._generation:
@@ -84,7 +84,7 @@ class Replica:
             time.sleep(0.005)
 
     def _all_are_ready(self, number: int) -> bool:
-        """Wait for all members; False if a newer generation is announced before they are there."""
+        """Wait until all members are ready. Return False if a newer generation is announced before."""
         name = f"ready{self._generation}"
         self._store.set(f"{name}/{self._me}", "")
         self._store.add(name, 1)
@@ -95,27 +95,27 @@ class Replica:
         return True
 
     def _join_the_others(self, rank: int, world_size: int) -> None:
-        """Have the model of who trained furthest, and a loader that goes on from there."""
-        slots = gathered(self._model["slot"])
-        first = slots.index(max(slots))
+        """Take over the model of the rank that trained furthest, and open a loader that resumes after it."""
+        slots = all_gather(self._model["slot"])
+        furthest = slots.index(max(slots))
         shared: list[Any] = [(self._model, self._last or None)]
-        dist.broadcast_object_list(shared, src=first)
+        dist.broadcast_object_list(shared, src=furthest)
         model, last = shared[0]
-        assert model["slot"] >= self._model["slot"], "the model of a rank that was trained less far"
+        assert model["slot"] >= self._model["slot"], "the model of a rank that trained less far"
         loader = sp.SavableLoader(self._pipeline, seed=SEED, lanes=LANES, ranks=(rank, world_size))
         if model["slot"] >= 0:
-            states = [state for state in gathered(self._state_at(model["slot"])) if state is not None]
+            states = [state for state in all_gather(self._state_at(model["slot"])) if state is not None]
             needed = range(rank, LANES, world_size)
-            at_hand = {name for state in states for name in state}
-            completed = sum(f"lane_{lane:05d}" not in at_hand for lane in needed)
+            available = {name for state in states for name in state}
+            completed = sum(f"lane_{lane:05d}" not in available for lane in needed)
             loader.load_state_dict(complete_state(loader, states, last, lanes=needed))
             self._store.add("made_up", completed)
-        last = sp.merge_states(gathered(loader.state_dict()))
+        last = sp.merge_states(all_gather(loader.state_dict()))
         self._loader, self._model, self._last = loader, model, last
         self._store.set(f"has a model: {self._me}", "")
 
     def _state_at(self, slot: int) -> dict[str, Any] | None:
-        """This rank's state at the slot to which the model was trained: a batch back, if it was not trained on."""
+        """Return this rank's state at a slot. It is the previous state if the last batch was not trained on."""
         if self._loader is None:
             return None
         state = self._loader.state_dict()
@@ -125,32 +125,33 @@ class Replica:
         """Take steps until a new generation is announced."""
         loader = self._loader
         assert loader is not None
-        for step in range(1, MOST):
+        for step in range(1, MAX_SLOTS):
             slot = loader.state_dict()["slot"]
             own = slot + (rank - slot) % dist.get_world_size()
-            found = int(digest(next(loader))[:10], 16)
-            sums = torch.zeros(2 * MOST + 1, dtype=torch.float64)
-            sums[own], sums[MOST + own] = 1, found
+            batch_hash = int(digest(next(loader))[:10], 16)
+            sums = torch.zeros(2 * MAX_SLOTS + 1, dtype=torch.float64)
+            sums[own], sums[MAX_SLOTS + own] = 1, batch_hash
             sums[-1] = int(self._store.get("generation")) > self._generation
             dist.all_reduce(sums)
             self._model = {
                 "slot": loader.state_dict()["slot"],
-                "counts": self._model["counts"] + sums[:MOST],
-                "hashes": self._model["hashes"] + sums[MOST:-1],
+                "counts": self._model["counts"] + sums[:MAX_SLOTS],
+                "hashes": self._model["hashes"] + sums[MAX_SLOTS:-1],
             }
             if rank == 0:
                 self._store.set(f"progress{self._generation}", str(step))
             if sums[-1]:
                 return
-            if step % EVERY == 0:
-                self._last = sp.merge_states(gathered(loader.state_dict()))
+            if step % SAVE_EVERY == 0:
+                self._last = sp.merge_states(all_gather(loader.state_dict()))
 
 
 def leave_group() -> None:
-    """Leave the group, also one that could not be formed.
+    """Leave the process group, even if joining it failed.
 
-    torch names groups by a count, which begins anew when a group is left. Where forming one failed there is none to
-    leave: the count goes on, and in every later group this rank would wait under a name that the others do not use.
+    torch names groups by a counter, which it resets when a group is left. If joining failed there is no group to leave,
+    so the counter would go on, and this rank would wait in each later group under a name that the others do not use. We
+    therefore form a group of one, and leave it.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -158,18 +159,15 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-def gathered(value: Any) -> list[Any]:
-    """The values of all ranks of the group."""
+def all_gather(value: Any) -> list[Any]:
+    """Return the values of all ranks of the group."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-# The supervisor.
-
-
 class Supervisor:
-    """Forks ranks, says which of them are members, and kills them."""
+    """Forks ranks, announces which are members of a generation, and kills some."""
 
     def __init__(self, folder: Path, shards: Path) -> None:
         self._folder, self._shards = folder, shards
@@ -177,10 +175,10 @@ class Supervisor:
         self.store.set("generation", "0")
         self._ranks: dict[int, ForkProcess] = {}
         self._born = self._generation = 0
-        self.hung = 0  # ranks that were killed because they did not come to a new generation
+        self.hung = 0  # ranks that were killed because they did not join a new generation
 
     def add(self) -> None:
-        """Fork a rank, which waits until it is a member."""
+        """Fork a process, which waits until it is a member."""
         context = multiprocessing.get_context("fork")
         arguments = (self._born, self._folder, self._shards, self.store.port)
         self._ranks[self._born] = context.Process(target=_live, args=arguments, daemon=True)
@@ -188,36 +186,36 @@ class Supervisor:
         self._born += 1
 
     def announce(self, *, end: bool = False) -> None:
-        """A new generation, of all that live."""
+        """Announce a new generation of all living ranks, or one without members to end the run."""
         self._generation += 1
         self.store.set(f"members{self._generation}", json.dumps([] if end else sorted(self._ranks)))
         self.store.set("generation", str(self._generation))
 
     def wait_for_steps(self, number: int) -> None:
-        """Until this generation has taken so many."""
-        began = looked = time.monotonic()
+        """Wait until this generation has taken `number` steps."""
+        start = last_check = time.monotonic()
         while not self._steps() >= number:
             if self.store.check([f"broken{self._generation}"]):
                 self.announce()
-            if time.monotonic() > looked + _HUNG_S:
+            if time.monotonic() > last_check + _HUNG_S:
                 self._replace_hung()
-                looked = time.monotonic()
+                last_check = time.monotonic()
             ended = [me for me, process in self._ranks.items() if not process.is_alive()]
-            if ended or time.monotonic() > began + _STUCK_S:
+            if ended or time.monotonic() > start + _STUCK_S:
                 raise SystemExit(f"generation {self._generation}: no {number} steps; ranks {ended} have ended")
             time.sleep(0.005)
 
     def _steps(self) -> int:
-        """Those that this generation has taken."""
+        """Return the number of steps of this generation."""
         name = f"progress{self._generation}"
         return int(self.store.get(name)) if self.store.check([name]) else 0
 
     def kill_one(self) -> None:
-        """Kill a rank, any."""
+        """Kill a random rank."""
         self._kill(random.choice(sorted(self._ranks)))
 
     def _replace_hung(self) -> None:
-        """Kill the ranks that have not come to this generation, and fork others; one that has a model stays."""
+        """Replace the ranks that have not joined this generation. One rank with a model survives in any case."""
         survivor = next((me for me in self._ranks if self.store.check([f"has a model: {me}"])), None)
         for me in sorted(self._ranks.keys() - {survivor}):
             if self.store.check([f"ready{self._generation}/{me}"]):
@@ -234,7 +232,7 @@ class Supervisor:
         process.join()
 
     def end(self) -> None:
-        """Have the ranks save and end."""
+        """Tell all ranks to exit, and wait for them. The first one saves the model."""
         self.announce(end=True)
         for me, process in self._ranks.items():
             process.join(_STUCK_S)
@@ -251,7 +249,10 @@ def _live(me: int, folder: Path, shards: Path, port: int) -> None:
 
 
 def survive(folder: Path, kills: int) -> dict[str, Any]:
-    """Three ranks, so many kills, each followed by two ranks going on or by three with a new one in its place."""
+    """Train on three ranks and kill one `kills` times.
+
+    After a kill, either two ranks continue and a third joins later, or three continue with a new one.
+    """
     shards = folder / "shards"
     write_shards(shards)
     supervisor = Supervisor(folder, shards)
@@ -259,8 +260,8 @@ def survive(folder: Path, kills: int) -> dict[str, Any]:
         supervisor.add()
     supervisor.announce()
     for kill in range(kills):
-        if kill % 5 != 4:  # every fifth comes while a group forms
-            supervisor.wait_for_steps(random.randrange(1, 2 * EVERY))
+        if kill % 5 != 4:  # every fifth kill happens while ranks join a group
+            supervisor.wait_for_steps(random.randrange(1, 2 * SAVE_EVERY))
         time.sleep(random.uniform(0, 0.05))
         supervisor.kill_one()
         if kill % 2:
@@ -278,16 +279,16 @@ def survive(folder: Path, kills: int) -> dict[str, Any]:
         "kills": kills,
         "hung": supervisor.hung,
         "made_up": completed,
-        **_compared(shards, torch.load(folder / "model.pt")),
+        **_compare_with_one_rank(shards, torch.load(folder / "model.pt")),
     }
 
 
-def _compared(shards: Path, model: dict[str, Any]) -> dict[str, Any]:
-    """What the model was trained on, beside what one rank gives."""
+def _compare_with_one_rank(shards: Path, model: dict[str, Any]) -> dict[str, Any]:
+    """Compare the slots that the model was trained on with those of a run on one rank."""
     slots = model["slot"]
     with sp.SavableLoader(partial(soak_pipeline, str(shards), copies=1), seed=SEED, lanes=LANES) as loader:
         expected = [int(digest(batch)[:10], 16) for batch in islice(loader, slots)]
-    once = torch.arange(MOST) < slots
+    once = torch.arange(MAX_SLOTS) < slots
     return {
         "slots": slots,
         "trained_once": bool((model["counts"] == once).all()),

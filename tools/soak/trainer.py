@@ -1,4 +1,7 @@
-"""Loaders started and stopped a thousand times leave nothing; a trainer killed a hundred times goes on exactly."""
+"""Start and stop a loader a thousand times, and kill and resume a trainer a hundred times.
+
+Loaders must not leak processes, descriptors, shared memory or memory. The trainer's batches must be exact.
+"""
 
 from __future__ import annotations
 
@@ -22,44 +25,42 @@ from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import digest
 
 SEED, LANES = 3, 12
-WARM_UP = 0.1  # of the starts
-GROWTH_KB = 2048  # what the allocator may keep: a loader that was leaked a thousand times would be far more
-EVERY = 3  # steps between two checkpoints
-
-
-# Started and stopped.
+WARM_UP = 0.1  # the fraction of starts before memory is first measured
+GROWTH_KB = 2048  # tolerated growth of the allocator; a thousand leaked loaders would need far more
+SAVE_EVERY = 3  # steps between two checkpoints
 
 
 def starts(shards: Path, numbers: dict[str, int]) -> Iterator[Row]:
-    """Start a loader, take a batch or none, and stop it, so often under each start method."""
+    """Start a loader, take at most one batch and stop it, `numbers[method]` times for each start method."""
     for method, number in numbers.items():
         pipeline = partial(soak_pipeline, str(shards))
         with sp.SavableLoader(pipeline, seed=SEED, lanes=LANES) as loader:
             expected = digest(next(loader))
-        wrong = _start_and_stop(pipeline, method, 1, expected)  # begins what Python keeps for all spawned processes
+        # The first start also starts processes that Python keeps for all spawned processes.
+        problem = _start_and_stop(pipeline, method, 1, expected)
         before, shared = _resources(), _shared()
         measured = []
         for count in range(number):
-            wrong = wrong or _start_and_stop(pipeline, method, count, expected)
+            problem = problem or _start_and_stop(pipeline, method, count, expected)
             if count + 1 in (max(2, int(number * WARM_UP)), number):
                 measured.append(_memory())
         (early_kb, early_maps), (late_kb, late_maps) = measured
-        leaks = [f"{now} instead of {then} {name}" for name, then, now in _compare(before, _resources()) if then != now]
+        leaks = [f"{now} instead of {then} {name}" for name, then, now in _pairs(before, _resources()) if then != now]
         leaks += [f"{path} is left" for path in _shared() - shared]
         if late_kb - early_kb > GROWTH_KB or late_maps > early_maps + 4:
             leaks.append("memory has grown")
         memory = f"RSS {late_kb - early_kb:+,} kB, {late_maps - early_maps:+} mappings"
-        yield Row("starts", method, f"{number:,} starts and stops", memory, wrong or ", ".join(leaks))
+        yield Row("starts", method, f"{number:,} starts and stops", memory, problem or ", ".join(leaks))
 
 
 def _start_and_stop(pipeline: partial[custom.Stage], method: str, count: int, expected: str) -> str:
     loader = sp.SavableLoader(pipeline, seed=SEED, lanes=LANES, num_workers=1, workers=sp.Workers(start_method=method))
-    wrong = "" if count % 4 == 3 or digest(next(loader)) == expected else f"start {count}: another first batch"
+    problem = "" if count % 4 == 3 or digest(next(loader)) == expected else f"start {count}: another first batch"
     if count % 2:
         loader.close()
-    del loader  # one of two is left to be collected
+    del loader  # every other loader is not closed, but garbage-collected
     leaks = descendants(os.getpid())
-    return wrong or (f"start {count}: processes {leaks} are left" if leaks else "")
+    return problem or (f"start {count}: processes {leaks} are left" if leaks else "")
 
 
 def _resources() -> tuple[int, int]:
@@ -67,56 +68,53 @@ def _resources() -> tuple[int, int]:
     return len(descendants(os.getpid())), len(list(Path("/proc/self/fd").iterdir()))
 
 
-def _compare(then: tuple[int, int], now: tuple[int, int]) -> list[tuple[str, int, int]]:
+def _pairs(then: tuple[int, int], now: tuple[int, int]) -> list[tuple[str, int, int]]:
     return [("processes", then[0], now[0]), ("descriptors", then[1], now[1])]
 
 
 def _memory() -> tuple[int, int]:
-    """Resident kB and the number of mappings."""
+    """Return the resident memory in kB, and the number of mappings."""
     gc.collect()
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]), len(Path("/proc/self/maps").read_text().splitlines())
 
 
 def _shared() -> set[Path]:
-    """What lies in /dev/shm and is of this library or of Python's own shared memory."""
+    """Return the files in /dev/shm of this library and of Python's shared memory."""
     return {path for path in Path("/dev/shm").iterdir() if path.name.startswith(("savable", "psm_"))}
 
 
-# Killed and resumed.
-
-
 def trainer(shards: Path, folder: Path, kills: int) -> Iterator[Row]:
-    """A trainer killed again and again at random moments; it saves every 3 steps, and changes its workers each time."""
+    """Kill a trainer at random moments, and resume it with another number of workers each time."""
     context = multiprocessing.get_context("fork")
     folder.mkdir()
     draw = random.Random(os.urandom(8))
-    wrong, resumed, done_twice = "", 0, 0
+    problem, resumed, done_twice = "", 0, 0
     slots: dict[int, str] = {}
     for count in range(kills):
         log = folder / f"{count}.log"
-        before = _slot(folder)
-        ended = _run_and_kill(context, shards, folder, log, count % 4, draw)
-        wrong = wrong or ended
+        before = _checkpoint_slot(folder)
+        outcome = _run_and_kill(context, shards, folder, log, count % 4, draw)
+        problem = problem or outcome
         lines = [line.split() for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
         resumed += bool(lines) and before > 0
         if lines and int(lines[0][0]) != before:
-            wrong = wrong or f"kill {count}: went on at slot {lines[0][0]}, the checkpoint is of {before}"
+            problem = problem or f"kill {count}: resumed at slot {lines[0][0]}, but the checkpoint is of slot {before}"
         for slot, hashed in lines:
             done_twice += int(slot) in slots
             if slots.setdefault(int(slot), hashed) != hashed:
-                wrong = wrong or f"slot {slot} was another batch after kill {count}"
+                problem = problem or f"slot {slot} was another batch after kill {count}"
     with sp.SavableLoader(partial(soak_pipeline, str(shards)), seed=SEED, lanes=LANES) as loader:
         expected = [digest(batch) for batch in islice(loader, len(slots))]
-    wrong = wrong or difference(expected, [slots.get(slot) for slot in range(len(slots))])
+    problem = problem or difference(expected, [slots.get(slot) for slot in range(len(slots))])
     compared = f"{len(slots):,} slots, {done_twice} of them again"
-    yield Row("trainer", "0 to 3 workers", f"{kills} kills, {resumed} resumed at a checkpoint", compared, wrong)
+    yield Row("trainer", "0 to 3 workers", f"{kills} kills, {resumed} resumed at a checkpoint", compared, problem)
 
 
 def _run_and_kill(
     context: ForkContext, shards: Path, folder: Path, log: Path, num_workers: int, draw: random.Random
 ) -> str:
-    """Run a trainer for a moment; gives what is left of it or how it ended by itself."""
+    """Run a trainer and kill it after a random time. Return the problem if it ended before, or left workers running."""
     log.touch()
     process = context.Process(target=_train, args=(shards, folder, log, num_workers))
     process.start()
@@ -136,21 +134,21 @@ def _run_and_kill(
 
 
 def _train(shards: Path, folder: Path, log: Path, num_workers: int) -> None:
-    """Go on from the last checkpoint, and say which batch each slot is."""
+    """Train from the last checkpoint on, and log the hash of each slot's batch."""
     pipeline = partial(soak_pipeline, str(shards))
     with sp.SavableLoader(pipeline, seed=SEED, lanes=LANES, num_workers=num_workers) as loader, log.open("a") as file:
-        slot = _slot(folder)
+        slot = _checkpoint_slot(folder)
         if slot:
             loader.load_state_dict(torch.load(folder / "checkpoint.pt")["data"])
         for batch in loader:
             print(slot, digest(batch), file=file, flush=True)
             slot += 1
-            if slot % EVERY == 0:
+            if slot % SAVE_EVERY == 0:
                 torch.save({"slot": slot, "data": loader.state_dict()}, folder / "aside.pt")
                 (folder / "aside.pt").replace(folder / "checkpoint.pt")
 
 
-def _slot(folder: Path) -> int:
-    """Where the last checkpoint stands."""
+def _checkpoint_slot(folder: Path) -> int:
+    """Return the slot of the last checkpoint; 0 without one."""
     path = folder / "checkpoint.pt"
     return int(torch.load(path)["slot"]) if path.exists() else 0

@@ -1,17 +1,19 @@
-"""TRL's `AsyncGRPOTrainer` on acknowledged rows, killed and resumed: is a prompt lost, or trained twice?
+"""Kill and resume TRL's `AsyncGRPOTrainer` on acknowledged rows. No prompt may be lost, or be trained on twice.
 
     python tools/trials/async_grpo.py [--kills 5]       needs trl
 
 The worker and the trainer are those of docs/trainers/async_grpo.py. The trainer's loop, queue, staleness, packing, loss
-and checkpoints are TRL's own. Stand-ins: a model of a few thousand weights, which also generates (in threads, from a
-copy of the weights that TRL sends), with waits of a heavy tail, in the place of vLLM; and torch's attention in the
-place of the FlashAttention kernel, which needs a GPU.
+and checkpoints are TRL's own. A model of a few thousand weights replaces vLLM: it generates in threads, from a copy of
+the weights that TRL sends, with heavy-tailed waits. torch's attention replaces the FlashAttention kernel, which needs a
+GPU.
 
-A run is killed by SIGKILL at random moments, and each time goes on from its newest checkpoint. A prompt counts as seen
-by a saved model when the optimizer has stepped on it before that checkpoint: read off the tokens that the loss was
-computed of. At the end each prompt that the loader has given must have been seen once, or stand in the state as in
-flight. Beside it, what TRL's own bookkeeping would make of the same checkpoints: it goes on from the first prompt that
-was not packed yet.
+A run is killed by SIGKILL at random moments, and resumes from its newest checkpoint each time. A saved model has
+trained on a prompt if the optimizer has stepped on it before the checkpoint, as the tokens of the loss show. In the
+end, it must have trained once on each prompt that the loader has yielded, or the state must have the prompt as in
+flight.
+
+The table also shows what would happen if TRL resumed from the same checkpoints by its own position, which is the first
+prompt that was not packed yet.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ from savable_pipeline import custom  # noqa: E402
 from tests.support.shards import write_numbered_shards  # noqa: E402
 from tests.trainers.drive import causal_model  # noqa: E402
 
-PROMPTS, COMPLETIONS, IN_FLIGHT, STEPS, SAVED_EVERY = 300, 4, 24, 120, 7
+PROMPTS, COMPLETIONS, IN_FLIGHT, STEPS, SAVE_EVERY = 300, 4, 24, 120, 7
 
 
 class Numbers(sp.TaskEncoder):
-    """Prompts that say which they are."""
+    """Encoder of prompts whose text is the number of the sample."""
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> str:
         return f"{sample.json()['id']} "
@@ -56,15 +58,17 @@ class Numbers(sp.TaskEncoder):
 
 
 def pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
+    """Build a lane of batches of four prompts."""
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), Numbers()), size=4)
 
 
 def make_loader(folder: Path, **settings: Any) -> sp.SavableLoader:
+    """Open a loader over the shards in `folder`."""
     return sp.SavableLoader(partial(pipeline, str(folder / "shards")), seed=7, lanes=4, **settings)
 
 
 class Policy:
-    """A copy of the model, which TRL sends its weights to (`WeightTransferProtocol`), and which generates."""
+    """Copy of the model that generates. TRL sends it new weights by `WeightTransferProtocol`."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -72,6 +76,7 @@ class Policy:
         self.prompts: dict[int, int] = {}  # by group
 
     def send_weights(self, iterator: Any) -> None:
+        """Load the weights that TRL sends as (name, value)."""
         with self.lock:
             own = dict(self.model.named_parameters())
             for name, value in iterator:
@@ -83,6 +88,7 @@ class Policy:
     def destroy(self) -> None: ...
 
     def generate(self, prompt: str, group: int, version: int) -> list[Any]:
+        """Generate completions of four tokens for a prompt, with rewards and advantages."""
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
         self.prompts[group] = int(prompt)
@@ -107,25 +113,25 @@ class Policy:
 
 
 class Attention:
-    """What TRL asks of the FlashAttention kernel, by torch: each run of queries sees the keys of its own path."""
+    """Replacement of the FlashAttention kernel by torch's attention, with the interface that TRL calls."""
 
     @staticmethod
     def flash_attn_varlen_func(
         q: Any, k: Any, v: Any, ends_q: Any, ends_k: Any, *_: Any, softmax_scale: float, **__: Any
     ) -> torch.Tensor:
-        found = []
+        outputs = []
         for q0, q1, k0, k1 in zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:], strict=True):
             queries, keys, values = (each.transpose(0, 1) for each in (q[q0:q1], k[k0:k1], v[k0:k1]))
             mask = torch.ones(int(q1 - q0), int(k1 - k0), dtype=torch.bool).tril(int(k1 - k0) - int(q1 - q0))
             sdpa = torch.nn.functional.scaled_dot_product_attention
-            found.append(
+            outputs.append(
                 sdpa(queries, keys, values, attn_mask=mask, scale=softmax_scale, enable_gqa=True).transpose(0, 1)
             )
-        return torch.cat(found)
+        return torch.cat(outputs)
 
 
 def train(folder: Path) -> None:
-    """One leg: from the newest whole checkpoint on."""
+    """Train from the newest complete checkpoint on."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig, packing
@@ -133,7 +139,7 @@ def train(folder: Path) -> None:
     page = runpy.run_path(str(ROOT / "docs/trainers/async_grpo.py"))
     Savable: Any = page["SavableAsyncGRPOTrainer"]
     packing._flash_attn = lambda: Attention  # noqa: SLF001
-    torch.cuda.get_device_name = lambda *_: "none"  # whose speed TRL looks up, to log a share of it
+    torch.cuda.get_device_name = lambda *_: "none"  # TRL looks up its speed, to log the utilization
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model, tokenizer = causal_model()
@@ -143,12 +149,13 @@ def train(folder: Path) -> None:
     policy = Policy(model.eval(), tokenizer)
     checkpoint = newest(folder)
     trained_prompts = json.loads((checkpoint / "prompts.json").read_text())["trained"] if checkpoint else []
-    under_way: list[int] = []
+    pending_prompts: list[int] = []  # of the step that is being computed
 
     class Trainer(Savable):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())  # a group is a micro-batch
-            under_way.append(int("".join(tokens).split(" ")[0]))
+            # a micro-batch has the completions of one prompt
+            tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
+            pending_prompts.append(int("".join(tokens).split(" ")[0]))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
         def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
@@ -159,14 +166,14 @@ def train(folder: Path) -> None:
 
     class RecordTrainedPrompts(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            trained_prompts.extend(under_way)
-            under_way.clear()
+            trained_prompts.extend(pending_prompts)
+            pending_prompts.clear()
 
     loader = make_loader(folder, acknowledge=True)
     worker = page["Rollouts"](loader, policy.generate, IN_FLIGHT)
     quiet = {"report_to": [], "disable_tqdm": True, "bf16": False, "use_cpu": True, "logging_strategy": "no"}
     rows = {"per_device_train_batch_size": COMPLETIONS, "gradient_accumulation_steps": 2, "token_budget": -1}
-    settings = {"max_steps": STEPS, "save_steps": SAVED_EVERY, "max_staleness": 12, "learning_rate": 1e-2}
+    settings = {"max_steps": STEPS, "save_steps": SAVE_EVERY, "max_staleness": 12, "learning_rate": 1e-2}
     arguments = AsyncGRPOConfig(str(folder / "run"), num_generations=COMPLETIONS, **settings, **rows, **quiet)
     trainer = Trainer(
         str(folder / "model"),
@@ -179,43 +186,49 @@ def train(folder: Path) -> None:
     )
     trainer.train(resume_from_checkpoint=bool(checkpoint))
     acknowledged = {name: n for name, n in loader.stats().items() if name.startswith("acknowledged/")}
-    print(f"the last leg: {acknowledged}")
+    print(f"since the last resume: {acknowledged}")
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Those that are whole, in their order."""
-    whole = [path.parent for path in folder.glob("run/checkpoint-*/trainer_state.json")]
-    return sorted(whole, key=lambda path: int(path.name.split("-")[1]))
+    """Return the complete checkpoints, the oldest first."""
+    complete = [path.parent for path in folder.glob("run/checkpoint-*/trainer_state.json")]
+    return sorted(complete, key=lambda path: int(path.name.split("-")[1]))
 
 
 def newest(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint, if any."""
     return next(reversed(checkpoints(folder)), None)
 
 
-def killed(folder: Path) -> int:
-    """Start a leg, kill it at a random moment after it has saved; the step of the newest checkpoint."""
+def train_and_kill(folder: Path) -> int:
+    """Train in a process, kill it at a random moment after it has saved, and return the step of the checkpoint."""
     before = newest(folder)
-    leg = subprocess.Popen([sys.executable, __file__, "--leg", str(folder)], stdout=subprocess.DEVNULL, stderr=2)
-    while newest(folder) == before and leg.poll() is None:
+    process = subprocess.Popen([sys.executable, __file__, "--train", str(folder)], stdout=subprocess.DEVNULL, stderr=2)
+    while newest(folder) == before and process.poll() is None:
         time.sleep(0.02)
     time.sleep(random.uniform(0, 1))
-    leg.send_signal(signal.SIGKILL)
-    leg.wait()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     return int(newest(folder).name.split("-")[1])  # type: ignore[union-attr]
 
 
 def in_flight(folder: Path, state: dict[str, Any]) -> list[int]:
-    """The prompts that a state holds as in flight."""
-    found: list[int] = []
+    """Return the prompts that are in flight in a state."""
+    prompts: list[int] = []
     with make_loader(folder, acknowledge=True) as loader:
         loader.load_state_dict(state)
         while (batch := next(loader))["receipts"][:, 0].max() < state["slot"]:
-            found += [int(p) for p, (slot, _) in zip(batch["prompt"], batch["receipts"], strict=True) if slot >= 0]
-    return found
+            prompts += [int(p) for p, (slot, _) in zip(batch["prompt"], batch["receipts"], strict=True) if slot >= 0]
+    return prompts
 
 
 def check(folder: Path, checkpoint: Path) -> tuple[int, int, int, int, int]:
-    """Prompts in flight, lost and trained twice; what TRL's own position would train twice, and lose."""
+    """Count prompts of a checkpoint.
+
+    Returns:
+        The numbers of prompts in flight, lost, and trained on twice. Then those that TRL's own position would train on
+        twice, and lose.
+    """
     from savable_pipeline.trainers.hf import read_state
 
     state = read_state(checkpoint)
@@ -223,8 +236,8 @@ def check(folder: Path, checkpoint: Path) -> tuple[int, int, int, int, int]:
     with make_loader(folder) as plain:
         yielded = [int(prompt) for _ in range(state["slot"]) for prompt in next(plain)["prompt"]]
     waiting = in_flight(folder, state)
-    found, expected = Counter(record["trained"]) + Counter(waiting), Counter(yielded)
-    lost, twice = (expected - found).total(), (found - expected).total()
+    accounted, expected = Counter(record["trained"]) + Counter(waiting), Counter(yielded)
+    lost, twice = (expected - accounted).total(), (accounted - expected).total()
     packed = {*record["trained"], *record["ahead"]}
     first = next(i for i, prompt in enumerate(yielded) if prompt not in packed)
     again = len(set(yielded[first:]) & set(record["trained"]))
@@ -232,18 +245,19 @@ def check(folder: Path, checkpoint: Path) -> tuple[int, int, int, int, int]:
 
 
 def main() -> None:
+    """Run the trial, and print a table of its checkpoints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--leg", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.leg is not None:
-        train(options.leg)
+    if options.train is not None:
+        train(options.train)
         return
     with tempfile.TemporaryDirectory(prefix="async_grpo_") as name:
         folder = Path(name)
         write_numbered_shards(folder / "shards", [PROMPTS // 2, PROMPTS // 2])
-        print(f"killed behind checkpoints {[killed(folder) for _ in range(options.kills)]}", flush=True)
-        subprocess.run([sys.executable, __file__, "--leg", str(folder)], check=True)
+        print(f"killed after checkpoints {[train_and_kill(folder) for _ in range(options.kills)]}", flush=True)
+        subprocess.run([sys.executable, __file__, "--train", str(folder)], check=True)
         rows = [(path.name, *check(folder, path)) for path in checkpoints(folder)]
     print("| checkpoint | in flight | lost | twice | by TRL's position: twice | lost |\n|---|---|---|---|---|---|")
     for row in rows:

@@ -1,11 +1,11 @@
-"""Tries Megatron-LM's provider with one changed import: killed and resumed, on other workers and ranks.
+"""Kill and resume Megatron-LM's data provider, with one changed import, on other workers and ranks.
 
     python tools/trials/energon_provider.py [--runs 3] [--iterations 24]
 
-Each data-parallel rank is a process that takes batches from the loader that the provider made, as Megatron does,
-and every few iterations saves what its `save_state` gives into the folder and file that the provider looks for. All
-ranks are killed by SIGKILL at some moment; the next leg has other workers, and half of the time other ranks, whose
-states are those of the leg before, merged. Every batch must be the one that a run that never stopped has in its slot.
+Each data-parallel rank is a process that reads batches from the provider's loader, as Megatron does. Every few
+iterations it writes `save_state` to the file that the provider reads. All ranks are killed by SIGKILL at a random
+moment. The next segment of the run has other workers and sometimes other ranks, which load the merged states. Every
+slot must have the same batch as in an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ sys.path.insert(0, str(ROOT))
 
 import savable_pipeline as sp  # noqa: E402
 
-EVERY = 3  # iterations between two saves
+SAVE_EVERY = 3  # iterations
 YAML = """sample_type: {__module__: megatron.energon, __class__: VQASample}
 field_map: {image: png, context: 'json[q]', answers: 'json[a]'}
 subflavors: {is_llava_training: true, augmentation: true}
 """
 
 
-def write(folder: Path) -> None:
-    """A dataset with the splits that the provider reads."""
+def write_dataset(folder: Path) -> None:
+    """Write a dataset with the splits that the provider reads."""
     draw = random.Random(1)
     with sp.ShardWriter(folder / "data", max_samples=30) as writer:
         for number in range(240):
@@ -59,7 +59,17 @@ def write(folder: Path) -> None:
 
 
 def train(folder: Path, name: str, rank: int, world: int, workers: int, begin: int, end: int) -> None:
-    """One rank of a leg: a line `slot hash` for each batch, and a state now and then."""
+    """Run one rank of a segment. It logs `slot hash` for each batch, and saves every few iterations.
+
+    Args:
+        folder: The folder of the trial.
+        name: The name of the segment, and of its folder.
+        rank: The rank.
+        world: The number of ranks.
+        workers: The number of worker processes.
+        begin: The first slot.
+        end: The slot before which to stop.
+    """
     from tests.energon.public import megatron_lm, megatron_lm_provider
 
     args = megatron_lm_provider.ARGS
@@ -76,13 +86,13 @@ def train(folder: Path, name: str, rank: int, world: int, workers: int, begin: i
             log.write(f"{slot + (rank - slot) % world} {digest(batch)}\n")  # slot q is rank q mod world's
             log.flush()
             slot += world
-            if slot % EVERY == 0:
+            if slot % SAVE_EVERY == 0:
                 [next(each) for each in valid]
-                save(folder / name / f"iter_{slot:07d}", rank, loader.save_state())
+                save_state(folder / name / f"iter_{slot:07d}", rank, loader.save_state())
 
 
-def save(folder: Path, rank: int, state: Any) -> None:
-    """The state as Megatron saves it."""
+def save_state(folder: Path, rank: int, state: Any) -> None:
+    """Write a rank's state to the file of Megatron."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"train_dataloader_dprank{rank:03d}.pt"
     torch.save({"dataloader_state_dict": state}, path.with_suffix(".new"))
@@ -90,26 +100,26 @@ def save(folder: Path, rank: int, state: Any) -> None:
 
 
 def digest(batch: dict[str, Any]) -> str:
-    """A hash of every bit of a batch."""
+    """Return a hash of all bits of a batch."""
     raw = [(name, value.numpy().tobytes() if hasattr(value, "numpy") else value) for name, value in batch.items()]
     return hashlib.sha256(repr([each for each in raw if each[0] != "__sources__"]).encode()).hexdigest()[:16]
 
 
-def leg(folder: Path, name: str, world: int, workers: int, begin: int, end: int, kill_after: float | None) -> None:
-    """Run all ranks, perhaps killed."""
+def run_segment(folder: Path, name: str, world: int, workers: int, begin: int, end: int, kill_s: float | None) -> None:
+    """Run all ranks of a segment. Kill them `kill_s` seconds after their first batches, unless it is None."""
     (folder / name).mkdir(exist_ok=True)
     command = [sys.executable, __file__, "--train", str(folder), name]
     ranks = [
         subprocess.Popen([*command, *map(str, (rank, world, workers, begin, end))], stdout=subprocess.DEVNULL)
         for rank in range(world)
     ]
-    if kill_after is not None:
+    if kill_s is not None:
         logs = [folder / name / f"rank{rank}.log" for rank in range(world)]
         while not all(log.exists() and log.read_text().count("\n") > 4 for log in logs):
             time.sleep(0.05)
             if any(rank.poll() is not None for rank in ranks):
                 break
-        time.sleep(kill_after)
+        time.sleep(kill_s)
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
     for rank in ranks:
@@ -117,31 +127,31 @@ def leg(folder: Path, name: str, world: int, workers: int, begin: int, end: int,
             sys.exit(f"a rank ended with {rank.returncode}")
 
 
-def resumed(folder: Path, before: str, after: str, world: int, next_world: int) -> int:
-    """Put the newest whole state of a leg where the next one looks for it; returns its slot, 0 without one."""
+def copy_newest_state(folder: Path, before: str, after: str, world: int, next_world: int) -> int:
+    """Copy the newest complete state of a segment to the next one. Return its slot, or 0 without a state."""
     for checkpoint in sorted((folder / before).glob("iter_*"), reverse=True):
         files = [checkpoint / f"train_dataloader_dprank{rank:03d}.pt" for rank in range(world)]
         slot = int(checkpoint.name.removeprefix("iter_"))
         if all(file.exists() for file in files):
             state = sp.merge_states([torch.load(file)["dataloader_state_dict"] for file in files])
             for rank in range(next_world):
-                save(folder / after / checkpoint.name, rank, state)
+                save_state(folder / after / checkpoint.name, rank, state)
             return slot
     return 0
 
 
-def lines(folder: Path) -> dict[int, set[str]]:
-    """The hashes that were given for each slot."""
-    found: dict[int, set[str]] = {}
+def hashes_by_slot(folder: Path) -> dict[int, set[str]]:
+    """Read the hashes that a segment has logged, by slot."""
+    hashes: dict[int, set[str]] = {}
     for log in folder.glob("*.log"):
         for line in log.read_text().splitlines():
             if len(line.split()) == 2 and len(line.split()[1]) == 16:
-                found.setdefault(int(line.split()[0]), set()).add(line.split()[1])
-    return found
+                hashes.setdefault(int(line.split()[0]), set()).add(line.split()[1])
+    return hashes
 
 
 def main() -> None:
-    """Compare some killed runs with one that never stops."""
+    """Compare runs that are killed with an uninterrupted one."""
     if sys.argv[1:2] == ["--train"]:
         train(Path(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))
         os._exit(0)  # as a trainer that ends without closing its loader
@@ -151,17 +161,17 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write(folder)
-        leg(folder, "whole", 1, 0, 0, options.iterations, None)
-        expected = lines(folder / "whole")
+        write_dataset(folder)
+        run_segment(folder, "whole", 1, 0, 0, options.iterations, None)
+        expected = hashes_by_slot(folder / "whole")
         for run in range(options.runs):
             draw, world, slot, kills = random.Random(run), 1, 0, 0
             name = f"run{run}-0"
             while slot < options.iterations:
                 last = kills == 2
-                workers, kill_after = draw.choice([0, 1, 2]), None if last else draw.random()
-                leg(folder, name, world, workers, slot, options.iterations, kill_after)
-                found = lines(folder / name)
+                workers, kill_s = draw.choice([0, 1, 2]), None if last else draw.random()
+                run_segment(folder, name, world, workers, slot, options.iterations, kill_s)
+                found = hashes_by_slot(folder / name)
                 wrong = [at for at, hashes in found.items() if hashes != expected.get(at, hashes)]
                 if wrong:
                     sys.exit(f"run {run}, leg {kills}: slot {wrong[0]} differs")
@@ -169,7 +179,7 @@ def main() -> None:
                     break
                 kills, previous, before = kills + 1, name, world
                 name, world = f"run{run}-{kills}", draw.choice([1, 2])
-                slot = resumed(folder, previous, name, before, world)
+                slot = copy_newest_state(folder, previous, name, before, world)
             print(f"run {run}: {kills} kills, exact")
 
 

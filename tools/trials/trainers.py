@@ -1,12 +1,12 @@
-"""Tries the loader in trainers, each in an environment of its own, and prints a table trainer × case.
+"""Run the loader in trainers, each in its own environment, and print a table of trainers and cases.
 
     python tools/trials/trainers.py                         all of them
-    python tools/trials/trainers.py hf lightning            these
+    python tools/trials/trainers.py hf lightning            these alone
     python tools/trials/trainers.py --python .venv/bin/python hf --case "2 ranks"
 
-Runs are killed by SIGKILL at a random step and resumed by the trainer's own mechanism; "exact" means that every batch
-(by hash) and every loss (by its bits) is that of a run that never stopped. With other ranks than before, batches are
-compared slot by slot.
+Runs are killed by SIGKILL at a random step, and resumed by the trainer's own mechanism. "exact" means that every batch
+(by hash) and every loss (by its bits) equals that of an uninterrupted run. If a run resumes on other ranks, batches are
+compared by slot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.trainers.cases import Differs, drive  # noqa: E402
 from tests.trainers.drive import Case  # noqa: E402
 from tests.trainers.table import CASES, LEFT_OUT  # noqa: E402
 
-# What a trainer needs beside the package: its extra, and older releases where it asks for them.
+# The packages that each trainer needs.
 ENVIRONMENTS = {
     "torch": [".", "torch"],
     "fsdp2": [".", "torch"],
@@ -39,15 +39,15 @@ ENVIRONMENTS = {
     "megatron": [".", "megatron-core>=0.16"],
     "composer": [".[composer]"],
 }
-REFUSALS = "what it refuses"  # tests/trainers/refusals, for those that have a file there
-_TESTS = ["pytest", "pytest-timeout", "hypothesis"]  # what the tests' own modules import, and a limit of their time
+REJECTIONS = "rejections"  # the case of tests/trainers/refusals/TRAINER.py, if there is such a file
+_TESTS = ["pytest", "pytest-timeout", "hypothesis"]  # packages that the tests need
 
 
 def environment(trainer: str, folder: Path) -> str:
-    """The interpreter of an environment that has the trainer; made where it is not there yet."""
+    """Return the interpreter of an environment with the trainer. It is created if it is missing."""
     target = folder / trainer
     python = target / "bin" / "python"
-    sibling = Path(sys.executable).with_name("uv")  # where README's commands put it
+    sibling = Path(sys.executable).with_name("uv")  # where the README installs it
     uv = str(sibling) if sibling.exists() else "uv"
     if not python.exists():
         subprocess.run([uv, "venv", "-q", "--python", sys.executable, target], check=True, cwd=ROOT)
@@ -56,16 +56,20 @@ def environment(trainer: str, folder: Path) -> str:
     return str(python)
 
 
-def tried(trainer: str, cases: list[str], python: str, folder: Path) -> dict[str, str]:
-    """By case: "exact", "–" where the trainer's page has no such thing, or "DIFFERS", and what did on stderr."""
+def try_trainer(trainer: str, cases: list[str], python: str, folder: Path) -> dict[str, str]:
+    """Run cases of a trainer.
+
+    Returns:
+        By case: "exact", "DIFFERS" (with details on stderr), or "–" if the trainer does not support the case.
+    """
     found = dict.fromkeys(cases, "–")
-    wanted = [case for case in cases if case not in LEFT_OUT.get(trainer, ()) and case != REFUSALS]
-    trials = {case: CASES[case](trainer, new(folder, f"{i}")) for i, case in enumerate(wanted)}
+    wanted = [case for case in cases if case not in LEFT_OUT.get(trainer, ()) and case != REJECTIONS]
+    trials = {case: CASES[case](trainer, new_folder(folder, f"{i}")) for i, case in enumerate(wanted)}
     together = {case: trial for case, trial in trials.items() if trial.on_one_rank}
-    output = driven([case for trial in together.values() for _, case in trial.runs], python, 1)
+    output = run_cases([case for trial in together.values() for _, case in trial.runs], python, 1)
     for case, trial in {**together, **trials}.items():
         if case not in together:
-            output = "".join(driven([run], python, ranks) for ranks, run in trial.runs)
+            output = "".join(run_cases([run], python, ranks) for ranks, run in trial.runs)
         try:
             trial.check()
             found[case] = "exact"
@@ -74,12 +78,13 @@ def tried(trainer: str, cases: list[str], python: str, folder: Path) -> dict[str
             found[case] = "DIFFERS"
         print(f"{trainer:12} {case:24} {found[case]}", flush=True)
     tests = ROOT / f"tests/trainers/refusals/{trainer}.py"
-    if REFUSALS in cases and tests.exists():
-        found[REFUSALS] = refusals(tests, python)
+    if REJECTIONS in cases and tests.exists():
+        found[REJECTIONS] = run_rejection_tests(tests, python)
     return found
 
 
-def refusals(tests: Path, python: str) -> str:
+def run_rejection_tests(tests: Path, python: str) -> str:
+    """Run the tests of errors of a trainer, and return "passes" or "FAILS"."""
     try:
         drive([], str(tests), python=python)
     except Differs as failure:
@@ -88,8 +93,8 @@ def refusals(tests: Path, python: str) -> str:
     return "passes"
 
 
-def driven(cases: list[Case], python: str, ranks: int) -> str:
-    """Run these; what they say of it if they do not end well."""
+def run_cases(cases: list[Case], python: str, ranks: int) -> str:
+    """Run cases on `ranks` ranks, and return their output if they fail, else ""."""
     try:
         drive(cases, python=python, ranks=ranks)
     except Differs as difference:
@@ -97,24 +102,26 @@ def driven(cases: list[Case], python: str, ranks: int) -> str:
     return ""
 
 
-def new(folder: Path, name: str) -> Path:
+def new_folder(folder: Path, name: str) -> Path:
+    """Create a folder, and return its path."""
     (folder / name).mkdir()
     return folder / name
 
 
 def main() -> None:
+    """Run the trainers that the command line names, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainers", nargs="*", choices=[*ENVIRONMENTS, []], help="default: all")
-    parser.add_argument("--case", action="append", choices=[*CASES, REFUSALS], help="only this one; may be given again")
-    parser.add_argument("--python", help="an interpreter that has the trainers, in the place of environments made here")
+    parser.add_argument("--case", action="append", choices=[*CASES, REJECTIONS], help="only this case; may be repeated")
+    parser.add_argument("--python", help="an interpreter that has the trainers; default: an environment for each")
     parser.add_argument("--environments", type=Path, default=ROOT / ".trainers", help="the folder of the environments")
     options = parser.parse_args()
-    trainers, cases = options.trainers or list(ENVIRONMENTS), options.case or [*CASES, REFUSALS]
+    trainers, cases = options.trainers or list(ENVIRONMENTS), options.case or [*CASES, REJECTIONS]
     rows = {}
     for trainer in trainers:
         python = options.python or environment(trainer, options.environments)
         with tempfile.TemporaryDirectory(prefix=f"{trainer}_") as folder:
-            rows[trainer] = tried(trainer, cases, python, Path(folder))
+            rows[trainer] = try_trainer(trainer, cases, python, Path(folder))
     print("\n| case |", " | ".join(trainers), "|\n|---|" + "---|" * len(trainers))
     for case in cases:
         print(f"| {case} |", " | ".join(rows[trainer][case] for trainer in trainers), "|")

@@ -1,17 +1,21 @@
-"""Tries verl's trainers with the loader of docs/trainers/savable_verl.py, and with their own: killed and resumed.
+"""Kill and resume verl's trainers, with the loader of docs/trainers/savable_verl.py or with their own.
 
     python tools/trials/verl_loader.py [--kills 2] [--runs 1] [--epochs 1] [--loader ours|verl] [MODE …]
 
-In an environment of its own: `pip install verl TransferQueue torch torchvision uvicorn fastapi`, and this package. It
-needs neither a GPU nor vLLM. Of verl there runs: its commands, configuration and Ray actors; in `fully_async` and
-`one_step_off` all of the rollouter, message queue and trainers, with advantages, saves and loads; in `sync` and
-`colocate_async`, of version 1, the trainer's loop with saves and loads, its replay buffer, TransferQueue and agent loop
-workers. What stands for the rest is in `verl_stand_ins.py`: generation sleeps, now and then ten times as long, and the
-model's weights are the numbers of the prompts that it was trained on: its last checkpoint says what it has seen.
+It needs an environment with `pip install verl TransferQueue torch torchvision uvicorn fastapi` and this package, but
+neither a GPU nor vLLM. These parts of verl run:
 
-All processes of a run are killed by SIGKILL at some moment behind a checkpoint. `sync` and `one_step_off` must train on
-the prompts of a run that never stopped, step by step. In the others the order is that in which rollouts end: no prompt
-that the loader gave may be missing, neither trained on nor still in the queue, and none may be trained on once more.
+- its commands, configuration and Ray actors
+- in `fully_async` and `one_step_off`: the rollouter, message queue and trainers, with advantages, saves and loads
+- in `sync` and `colocate_async` (version 1): the trainer's loop with saves and loads, the replay buffer, TransferQueue
+  and the agent loop workers
+
+`verl_stand_ins.py` replaces the rest. Generation sleeps, sometimes ten times as long. The model's weights are the
+numbers of the prompts that it was trained on, so a checkpoint says on which.
+
+All processes of a run are killed by SIGKILL at a random moment after a checkpoint. `sync` and `one_step_off` must train
+on the same prompts as an uninterrupted run, step by step. In the other modes, the order is that in which rollouts end:
+each prompt that the loader yielded must be trained on once or still be in the queue.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = 240  # 8 an update; 20 updates end before the prompts do, `fully_async` with them
+PROMPTS = 240  # an update has 8; `fully_async` trains on all of them, the other modes on 20 updates
 
 COMMON = """data.train_files=[{0}/prompts.parquet] data.val_files=[{0}/prompts.parquet] data.shuffle=False
 data.filter_overlong_prompts=False data.dataloader_num_workers=0 trainer.default_local_dir={1} trainer.logger=[console]
@@ -59,11 +63,12 @@ COMMANDS = {
     "fully_async": ("experimental.fully_async_policy.fully_async_main", FULLY_ASYNC),
     "one_step_off": ("experimental.one_step_off_policy.main_ppo", ONE_STEP_OFF),
 }
-IN_ORDER = ("sync", "one_step_off")  # each step's prompts are given, the others' are those that end first
+# In these modes the prompts have the loader's order. The others train on the rollouts that end first.
+IN_ORDER = ("sync", "one_step_off")
 
 
-def write(folder: Path) -> None:
-    """Prompts as verl prepares them, a tokenizer, and the module of the page."""
+def write_inputs(folder: Path) -> None:
+    """Write prompts in verl's format, a tokenizer, and the module of the documentation page."""
     rows = [
         {
             "prompt": [{"role": "user", "content": f"number {number}"}],
@@ -80,8 +85,8 @@ def write(folder: Path) -> None:
     shutil.copy(ROOT / "docs/trainers/savable_verl.py", folder)
 
 
-def leg(folder: Path, run: Path, mode: str, loader: str, epochs: int, kill_after: float | None) -> None:
-    """Run verl's command, perhaps killed so many seconds behind its next checkpoint."""
+def run_verl(folder: Path, run: Path, mode: str, loader: str, epochs: int, kill_after: float | None) -> None:
+    """Run verl's command. Kill it `kill_after` seconds after its next checkpoint, unless it is None."""
     module, own = COMMANDS.get(mode, ("trainer.main_ppo", VERSION_1))
     settings = f"{COMMON} {own}".format(folder, run, mode, epochs)
     modules = "savable_verl,verl_stand_ins" if loader == "ours" else "verl_stand_ins"
@@ -98,10 +103,10 @@ def leg(folder: Path, run: Path, mode: str, loader: str, epochs: int, kill_after
             time.sleep(0.05)
         time.sleep(kill_after)
         if process.poll() is None:
-            all_of_them = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-            for each in all_of_them:
+            processes = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            for each in processes:
                 each.kill()
-            psutil.wait_procs(all_of_them, timeout=60)
+            psutil.wait_procs(processes, timeout=60)
             process.wait()
             return
     if process.wait():
@@ -109,19 +114,19 @@ def leg(folder: Path, run: Path, mode: str, loader: str, epochs: int, kill_after
 
 
 def log_end(folder: Path, run: Path) -> str:
-    """The last lines of what verl printed."""
+    """Return the last lines of verl's output."""
     return "\n".join((folder / f"{run.name}.log").read_text().splitlines()[-40:])
 
 
 def trained_prompts(run: Path) -> list[list[int]]:
-    """The prompts of each update of the model that was saved last."""
+    """Return the prompts of each update of the newest saved model."""
     step = (run / "latest_checkpointed_iteration.txt").read_text()
     updates: list[list[int]] = json.loads((run / f"global_step_{step}/actor/model.json").read_text())
     return updates
 
 
-def order_of(folder: Path, loader: str) -> list[int]:
-    """The prompts in the order in which the loader gives them."""
+def prompt_order(folder: Path, loader: str) -> list[int]:
+    """Return the prompts in the order of the loader."""
     if loader == "verl":
         return list(range(PROMPTS))  # data.shuffle=False
     sys.path.insert(0, str(folder))
@@ -130,12 +135,12 @@ def order_of(folder: Path, loader: str) -> list[int]:
         return [int(batch["index"][0]) for batch in prompts]
 
 
-def judged(folder: Path, run: Path, mode: str, order: list[int], epochs: int) -> tuple[str, bool]:
-    """What the last model has seen, in words, and whether that is right."""
+def judge(folder: Path, run: Path, mode: str, order: list[int], epochs: int) -> tuple[str, bool]:
+    """Describe on which prompts the last model was trained, and return whether that is right."""
     counts = Counter(itertools.chain(*trained_prompts(run)))
     if mode == "fully_async":  # to the end of the epochs
         expected = Counter(order * epochs)
-    else:  # as far as the loader has given, less what is still in the queue
+    else:  # all that the loader has yielded, without those in the queue
         queued = json.loads((run / "queued.json").read_text()) if mode == "colocate_async" else []
         reached = 1 + max(map(order.index, {*counts, *queued}))
         expected = Counter(order[:reached]) - Counter(queued)
@@ -143,12 +148,12 @@ def judged(folder: Path, run: Path, mode: str, order: list[int], epochs: int) ->
     result = f"{expected.total()} prompts to train on, {lost} lost, {more} trained on once more"
     if mode not in IN_ORDER:
         return result, not lost and not more
-    exact = trained_prompts(run) == trained_prompts(folder / f"{mode}-whole")
+    exact = trained_prompts(run) == trained_prompts(folder / f"{mode}-uninterrupted")
     return f"{result}, {'exact' if exact else 'DIFFERS'}", exact
 
 
 def main() -> None:
-    """Run each mode to its end, killed some times, and say what its model has seen."""
+    """Run each mode with kills to its end, and print on which prompts its model was trained."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modes", nargs="*", default=["sync", "colocate_async", "one_step_off", "fully_async"])
     parser.add_argument("--loader", choices=("ours", "verl"), default="ours")
@@ -159,16 +164,16 @@ def main() -> None:
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write(folder)
-        order = order_of(folder, options.loader)
+        write_inputs(folder)
+        order = prompt_order(folder, options.loader)
         for mode in {*IN_ORDER} & {*options.modes}:
-            leg(folder, folder / f"{mode}-whole", mode, options.loader, options.epochs, None)
+            run_verl(folder, folder / f"{mode}-uninterrupted", mode, options.loader, options.epochs, None)
         for mode, number in itertools.product(options.modes, range(options.runs)):
             run, draw = folder / f"{mode}{number}", random.Random(number)
             for _ in range(options.kills):
-                leg(folder, run, mode, options.loader, options.epochs, 2 * draw.random())
-            leg(folder, run, mode, options.loader, options.epochs, None)
-            result, right = judged(folder, run, mode, order, options.epochs)
+                run_verl(folder, run, mode, options.loader, options.epochs, 2 * draw.random())
+            run_verl(folder, run, mode, options.loader, options.epochs, None)
+            result, right = judge(folder, run, mode, order, options.epochs)
             print(f"{mode}, {options.loader}: {options.kills} kills, {result}", flush=True)
             failed |= not right
     sys.exit(failed)

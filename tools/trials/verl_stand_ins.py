@@ -1,6 +1,6 @@
-"""What stands for GPUs where `verl_loader.py` runs verl: a model that counts, generation that sleeps, idle replicas.
+"""Replacements of the parts of verl that need GPUs: a model that records, generation that sleeps, idle replicas.
 
-verl imports this module in each of its processes, after the one with the loader (VERL_USE_EXTERNAL_MODULES).
+verl imports this module in each of its processes, after the module of the loader (VERL_USE_EXTERNAL_MODULES).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils import tensordict_utils as tu
 
 
-class Nothing:
-    """Replicas of the language model, and what manages them: each method does nothing, and may be awaited."""
+class NoOp:
+    """Object whose methods do nothing and may be awaited, such as a replica of the language model."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: Done()
 
 
 class Done:
-    """As good as None, and may be awaited."""
+    """Result of `NoOp`: false, and may be awaited."""
 
     def __await__(self) -> Any:
         yield from ()
@@ -43,40 +43,40 @@ class Done:
         return False
 
 
-class Model(Nothing):
-    """The actor's worker group: its weights are the numbers of the prompts of each update."""
+class Model(NoOp):
+    """Worker group of the actor, whose weights are the numbers of the prompts of each update."""
 
     def __init__(self) -> None:
         self.updates: list[list[int]] = []
 
     def update_actor(self, batch: Any) -> Any:
-        """Train: the first token of a prompt is its number."""
+        """Record the prompts of an update. The first token of a prompt is its number."""
         self.updates.append(sorted(set(batch["prompts"][:, 0].tolist())))
         return tu.get_tensordict({}, {"metrics": {"mfu": 0.0, "grad_norm": 0.0}})
 
     def save_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
-        """Write the weights where verl says."""
+        """Write the weights to a folder."""
         Path(local_path).mkdir(parents=True, exist_ok=True)
         Path(local_path, "model.json").write_text(json.dumps(self.updates))
 
     def load_checkpoint(self, local_path: str, **_: Any) -> None:
-        """Read them."""
+        """Read the weights from a folder."""
         self.updates = json.loads(Path(local_path, "model.json").read_text())
 
 
 async def generate(number: int) -> None:
-    """Take as long as this prompt does: most are short, some are ten times as long."""
+    """Sleep for the time of a prompt. Most times are short, and some ten times as long."""
     await asyncio.sleep(min(2.0, 0.1 * random.Random(number).paretovariate(1.2)))
 
 
-# `experimental/fully_async_policy` and `experimental/one_step_off_policy`.
+# The classes below are for `experimental/fully_async_policy` and `experimental/one_step_off_policy`.
 
 
 class AgentLoops:
-    """Gives what verl's agent loops make of prompts, generated and rewarded."""
+    """Replacement of verl's agent loops, which generate and reward responses."""
 
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """A token of prompt, its number, and a token of response."""
+        """Return prompts of one token, their number, with responses of one token."""
         numbers = torch.tensor(prompts.non_tensor_batch["index"].astype(int))[:, None]
         await generate(int(numbers.max()))
         ones = torch.ones_like(numbers)
@@ -94,33 +94,33 @@ class AgentLoops:
 
 
 class Rollouter(fully_async_rollouter.FullyAsyncRollouter.__ray_metadata__.modified_class):  # type: ignore[misc]
-    """verl's, or that of the loader's module, without a language model."""
+    """Rollouter of verl or of the loader's module, without a language model."""
 
     async def init_workers(self) -> None:
-        """One replica, which is idle."""
+        """Create an idle replica."""
         self._init_async_objects()
         self.async_rollout_manager = AgentLoops()
         self.llm_server_manager = SimpleNamespace(get_active_server_count=lambda: 1, get_replicas=list)
 
 
 class Trainer(fully_async_trainer.FullyAsyncTrainer.__ray_metadata__.modified_class):  # type: ignore[misc]
-    """verl's, or that of the loader's module, without workers."""
+    """Trainer of verl or of the loader's module, without workers."""
 
     async def init_workers(self) -> None:
-        """The model that counts."""
+        """Create the model that records prompts."""
         self.actor_wg = self.actor_rollout_wg = Model()
 
     async def _setup_checkpoint_manager(self) -> None:
-        self.checkpoint_manager = Nothing()
+        self.checkpoint_manager = NoOp()
 
 
 class OneStepOff(one_step_off.OneStepOffRayTrainer):  # type: ignore[misc]
-    """verl's, or that of the loader's module, without workers and without a language model."""
+    """One-step-off trainer of verl or of the loader's module, without workers or a language model."""
 
     def init_workers(self) -> None:
-        """The model that counts."""
+        """Create the model that records prompts."""
         self.actor_wg = self.actor_rollout_wg = Model()
-        self.checkpoint_manager, self.async_rollout_manager = Nothing(), AgentLoops()
+        self.checkpoint_manager, self.async_rollout_manager = NoOp(), AgentLoops()
 
 
 fully_async_rollouter.FullyAsyncRollouter = ray.remote(num_cpus=10, max_concurrency=100)(Rollouter)
@@ -129,11 +129,11 @@ one_step_off.OneStepOffRayTrainer = OneStepOff
 utils.create_role_worker_mapping = lambda config: ({Role.Actor: None}, None)
 
 
-# Version 1: `trainer/ppo/v1`, over TransferQueue.
+# The classes below are for version 1 (`trainer/ppo/v1`), which uses TransferQueue.
 
 
 def without_gpus(trainer: type) -> type:
-    """A trainer of version 1 with the model that counts; each update is one of the prompts that the queue gave."""
+    """Return a subclass of a trainer of version 1 that records the prompts of each update from the queue."""
 
     class CountingTrainer(trainer):  # type: ignore[misc]
         def _setup(self) -> None:
@@ -142,7 +142,7 @@ def without_gpus(trainer: type) -> type:
             self._init_dump_executor()
             self.replay_buffer.poll_interval = 0.1
             self.actor_rollout_wg = Model()
-            self.checkpoint_manager = self.llm_server_manager = self.teacher_model_manager = Nothing()
+            self.checkpoint_manager = self.llm_server_manager = self.teacher_model_manager = NoOp()
             self.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
             self._load_checkpoint()
 
@@ -171,7 +171,7 @@ def without_gpus(trainer: type) -> type:
 
 
 class AgentLoopWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]
-    """verl's, without a language model: it keeps the prompts' states in the queue as ever."""
+    """Agent loop worker of verl without a language model. It writes the prompts' states to the queue as usual."""
 
     def __init__(self, config: Any, *_: Any) -> None:
         self.config = config

@@ -1,12 +1,13 @@
-"""Does the wheel work where nothing else of the project is? `python tools/trials/wheel.py 3.11 3.12 3.13`
+"""Test the wheel in new environments without the rest of the project.
 
-It builds the wheel, and for each Python installs it with its dependencies into a new environment, in which it
+    python tools/trials/wheel.py 3.11 3.12 3.13
 
-    converts 200 captioned images (`savable convert`), trains 20 steps with two workers: the whole run,
-    trains 9 steps, saves, and in another process without workers goes on to 20: the run that was cut,
+For each Python, it installs the wheel and its dependencies, and converts 200 captioned images with `savable convert`.
+An uninterrupted run takes 20 steps with two workers. An interrupted run takes 9 steps, saves, and resumes in another
+process without workers. Their batches must have the same hashes.
 
-and compares the batches, each by a hash of all its bytes. With --oldest the dependencies are the oldest that
-pyproject.toml allows. Takes `uv`, the network on the first run, and a minute for each Python.
+With --oldest, the dependencies are the oldest that pyproject.toml allows. It needs `uv`, the network on the first run,
+and a minute per Python.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, CUT, IMAGES = 20, 9, 200
+STEPS, SAVED, IMAGES = 20, 9, 200
 
 
 def main() -> int:
+    """Check the wheel with each Python, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pythons", nargs="*", default=["3.11", "3.12", "3.13"], help="versions, or interpreters")
     parser.add_argument("--oldest", action="store_true", help="the oldest dependencies that are allowed")
@@ -43,7 +45,7 @@ def main() -> int:
         for number, python in enumerate(arguments.pythons):
             oldest = ["--resolution", "lowest-direct", "-r", ROOT / "pyproject.toml"] if arguments.oldest else []
             try:
-                print(f"{python}: {_try(uv, python, wheel, folder / str(number), oldest)}", flush=True)
+                print(f"{python}: {_check_wheel(uv, python, wheel, folder / str(number), oldest)}", flush=True)
             except subprocess.CalledProcessError as error:
                 failed += 1
                 print(f"{python}: failed: {error.cmd}\n{error.stderr}", flush=True)
@@ -51,34 +53,34 @@ def main() -> int:
     return int(failed > 0)
 
 
-def _try(uv: str, python: str, wheel: Path, folder: Path, oldest: list[object]) -> str:
-    """Install the wheel and run the pipeline, cut and uncut; gives a sentence about what ran."""
+def _check_wheel(uv: str, python: str, wheel: Path, folder: Path, oldest: list[object]) -> str:
+    """Install the wheel and compare both runs. Returns a sentence about the result."""
     _run(uv, "venv", "--quiet", "--python", python, folder / "env")
-    installed = folder / "env/bin/python"
+    env_python = folder / "env/bin/python"
     if oldest:
-        _run(uv, "pip", "install", "--quiet", "--python", installed, *oldest)
-    _run(uv, "pip", "install", "--quiet", "--python", installed, wheel)
-    _write_images(installed, folder / "files")
+        _run(uv, "pip", "install", "--quiet", "--python", env_python, *oldest)
+    _run(uv, "pip", "install", "--quiet", "--python", env_python, wheel)
+    _write_images(env_python, folder / "files")
     _run(folder / "env/bin/savable", "convert", folder / "files", folder / "shards", "--shard-samples", "50")
-    train = [installed, __file__, "--train", folder / "shards"]
-    _run(*train, folder / "whole.json", "0", STEPS, "2")
-    _run(*train, folder / "cut.json", "0", CUT, "2")
-    _run(*train, folder / "cut.json", CUT, STEPS, "0")
-    whole, cut = (json.loads((folder / name).read_text()) for name in ("whole.json", "cut.json"))
-    if whole != cut or len(whole) != STEPS:
-        raise subprocess.CalledProcessError(1, "compare", stderr=f"other batches:\n{whole}\n{cut}")
+    train = [env_python, __file__, "--train", folder / "shards"]
+    _run(*train, folder / "uninterrupted.json", "0", STEPS, "2")
+    _run(*train, folder / "interrupted.json", "0", SAVED, "2")
+    _run(*train, folder / "interrupted.json", SAVED, STEPS, "0")
+    runs = [json.loads((folder / f"{name}.json").read_text()) for name in ("uninterrupted", "interrupted")]
+    if runs[0] != runs[1] or len(runs[0]) != STEPS:
+        raise subprocess.CalledProcessError(1, "compare", stderr=f"other batches:\n{runs[0]}\n{runs[1]}")
     version = _run(folder / "env/bin/savable", "--version").strip()
-    packages = json.loads(_run(uv, "pip", "list", "--quiet", "--python", installed, "--format", "json"))
+    packages = json.loads(_run(uv, "pip", "list", "--quiet", "--python", env_python, "--format", "json"))
     shown = [f"{each['name']} {each['version']}" for each in packages if each["name"] in ("numpy", "torch", "pillow")]
-    python_version = _run(installed, "-V").strip()
-    return f"{version} on {python_version} with {', '.join(shown)}: {STEPS} batches equal, cut after {CUT} and uncut"
+    python_version = _run(env_python, "-V").strip()
+    return f"{version} on {python_version} with {', '.join(shown)}: {STEPS} equal batches"
 
 
 def _run(*command: object) -> str:
-    """The output of a command, which sees no other copy of the project."""
+    """Run a command that cannot import another copy of the project, and return its output."""
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    words = [str(word) for word in command]
-    return subprocess.run(words, check=True, capture_output=True, text=True, env=clean, cwd="/").stdout
+    arguments = [str(argument) for argument in command]
+    return subprocess.run(arguments, check=True, capture_output=True, text=True, env=clean, cwd="/").stdout
 
 
 def _write_images(python: Path, folder: Path) -> None:
@@ -87,7 +89,7 @@ def _write_images(python: Path, folder: Path) -> None:
 
 
 def write_images(folder: Path) -> None:
-    """Images of different sizes, each with a caption of its own."""
+    """Write images of different sizes, each with its own caption."""
     from PIL import Image
 
     for number in range(IMAGES):
@@ -97,7 +99,7 @@ def write_images(folder: Path) -> None:
 
 
 def train(shards: str, log: Path, first: int, last: int) -> Iterator[str]:
-    """The hashes of the batches from step `first` on; after step `last` the state is saved beside the log."""
+    """Yield the hashes of the batches from step `first` on. Save the state next to the log before step `last`."""
     import torch
 
     import savable_pipeline as sp

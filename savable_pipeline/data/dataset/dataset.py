@@ -143,13 +143,15 @@ class Dataset:
         """Announces that the samples of these refs will be read."""
         self.store.prefetch(self._indices(refs))
 
-    def open_samples(self, refs: RefArray) -> list[Sample]:
+    def open_samples(self, refs: RefArray, *, request: bool = True) -> list[Sample]:
         """Return the samples of these refs, without reading them.
+
+        `request` downloads those of a remote dataset.
 
         Raises `CheckpointMismatchError` for a ref that is not in the dataset.
         """
         shards, rows = self.locate(self._indices(refs))
-        self.store.request(rows)
+        self.store.request(rows if request else rows[:0])
         parts = zip(shards.tolist(), rows.tolist(), refs["index"].tolist(), refs["epoch"].tolist(), strict=True)
         return [Sample(self, shard, row, i, epoch) for shard, row, i, epoch in parts]
 

@@ -7,6 +7,9 @@
 
 The library `huggingface_hub` sends these requests, with the token, which only the Hub gets. If the Hub answers 429 with
 a time, all processes of the node wait until then. CACHE/hub/wait has that time, in seconds since 1970.
+
+This is not the library's `HfFileSystem`. If the Hub answers 429 for 3 s, four processes of a node send it one request
+here and continue, while those with `HfFileSystem` 2.4 send four, and each raises.
 """
 
 from __future__ import annotations

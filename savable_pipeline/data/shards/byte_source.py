@@ -26,7 +26,7 @@ from xxhash import xxh3_64_hexdigest
 from savable_pipeline.core.files import regular_file, replacing, user_cache, with_handles
 from savable_pipeline.core.patience import retry, with_retries
 
-IN_MEMORY_BYTES = 64 << 20  # of a file, up to which it is read and not mapped
+IN_MEMORY_BYTES = 4 << 20  # of a file, up to which it is read and not mapped
 _HEAD = 24  # bytes of a file that tell its versions apart: those of an index have its checksum
 _COPIED = 1 << 22  # bytes at a time
 _BUFFER = 1 << 16  # bytes that small reads share; longer ones pass it by

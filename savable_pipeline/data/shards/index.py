@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, ClassVar, Protocol, TypeAlias
+from typing import IO, Any, BinaryIO, ClassVar, Protocol, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -75,7 +75,7 @@ class ShardTable(msgspec.Struct):
     """
 
     entry: ShardEntry
-    rows: bytes
+    rows: bytes  # or a view of a mapped file, if there are many
     note: str = ""
 
 
@@ -211,7 +211,7 @@ class BlobIndex(ShardIndex):
 
     def table(self, number: int) -> ShardTable:
         """See `ShardIndex.table`."""
-        return ShardTable(self.shards[number], self.blob(number).tobytes())
+        return ShardTable(self.shards[number], cast("bytes", self.blob(number).view(np.uint8).data))
 
 
 def check_of(*columns: NDArray[Any]) -> int:

@@ -6,7 +6,7 @@ It is written shard by shard: what is kept in memory grows with the shards, not 
 
 `ScannedTables` are the tables of shards that were scanned, in a file until they are joined in an index:
 
-    length u64 │ xxh3_64 u64 │ table: MessagePack │ length …
+    length u64 │ length of the rows u64 │ xxh3_64 u64 │ table without rows: MessagePack │ rows │ length …
 
 What is in memory are names and places. Who is stopped leaves the file, and the next call goes on from there.
 """
@@ -46,7 +46,7 @@ from savable_pipeline.data.shards.processes import Answer, EachShard, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry, check_utf8
 from savable_pipeline.errors import ShardError
 
-_HEAD = struct.Struct("<QQ")
+_HEAD = struct.Struct("<QQQ")
 log = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[int, int], None]  # of the files done, and of all
@@ -130,11 +130,13 @@ class ScannedTables:
 
     def add(self, table: ShardTable) -> None:
         """Writes a table; it is there for the next process as soon as this returns."""
-        encoded = msgspec.msgpack.encode(table)
-        self._file.write(_HEAD.pack(len(encoded), xxh3_64_intdigest(encoded)) + encoded)
+        encoded, rows = msgspec.msgpack.encode(msgspec.structs.replace(table, rows=b"")), memoryview(table.rows)
+        self._file.writelines(
+            (_HEAD.pack(len(encoded), len(rows), xxh3_64_intdigest(rows, xxh3_64_intdigest(encoded))), encoded, rows)
+        )
         self._file.flush()
         self._places[table.entry.name] = self._end
-        self._end += _HEAD.size + len(encoded)
+        self._end += _HEAD.size + len(encoded) + len(rows)
 
     def __getitem__(self, name: str) -> ShardTable:
         found = self._read(self._places[name])
@@ -162,15 +164,18 @@ class ScannedTables:
         head = os.pread(self._file.fileno(), _HEAD.size, offset)
         if len(head) < _HEAD.size:
             return None
-        length, digest = _HEAD.unpack(head)
-        end = offset + _HEAD.size + length
-        if end > os.fstat(self._file.fileno()).st_size:
+        length, count, digest = _HEAD.unpack(head)
+        start = offset + _HEAD.size + length
+        if start + count > os.fstat(self._file.fileno()).st_size:
             return None
         encoded = os.pread(self._file.fileno(), length, offset + _HEAD.size)
-        if xxh3_64_intdigest(encoded) != digest:
+        # Nobody else writes into this file while the lock is held, so that rows can be read where they are.
+        rows = np.memmap(self._file, np.uint8, "r", start, (count,)).data if count else b""
+        if xxh3_64_intdigest(rows, xxh3_64_intdigest(encoded)) != digest:
             return None
         try:
-            return msgspec.msgpack.decode(encoded, type=ShardTable), end
+            table = msgspec.msgpack.decode(encoded, type=ShardTable)
+            return msgspec.structs.replace(table, rows=rows), start + count
         except msgspec.DecodeError:  # of another release
             return None
 

@@ -19,6 +19,7 @@ import io
 import itertools
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -550,7 +551,7 @@ def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
             return FolderStore(open_folder(path, FOLDER), key_end="first", classes=True).classes
         try:
             text = read_regular(path, _LONGEST_LIST).decode()
-            found = msgspec.json.decode(text) if text.lstrip().startswith("[") else text.splitlines()
+            found = msgspec.json.decode(text) if text.lstrip().startswith("[") else re.findall(r"[^\r\n]+", text)
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"classes={str(path)!r}: {error}. Pass a folder, or a file with one name a line"

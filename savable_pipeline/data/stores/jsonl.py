@@ -7,6 +7,7 @@ spaces too, lie at the end of the line before them.
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from functools import partial
 from typing import Any
 
@@ -28,39 +29,39 @@ from savable_pipeline.data.stores.table_store import (
     without_mark,
 )
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
 LONGEST_LINE = 1 << 30
 _FEW = 64  # bytes of a line that are looked at first, to see whether it is blank
+_MANY = 1 << 20  # bytes of offsets that are kept in memory
 
 
 def line_offsets(file: ByteSource) -> FileBlob:
-    """The offsets of the lines that are not blank, and the end of the file: uint64 (lines + 1,)."""
-    ends, blanks, offset, at_begin = [], [], 0, True
-    while chunk := file.read_at(offset, _CHUNK):
-        raw = np.frombuffer(chunk, np.uint8)
-        stops = np.flatnonzero(raw == ord("\n")) + 1
-        begins = np.concatenate([[0] if at_begin else [], stops]).astype(np.int64)
-        begins = begins[begins < len(raw)]
-        blanks.append(begins[raw[begins] <= ord(" ")] + offset)
-        ends.append(stops + offset)
-        offset, at_begin = offset + len(chunk), chunk.endswith(b"\n")
-    if not ends:
-        return np.zeros(1, "<u8")
-    stops = np.concatenate(ends)  # of each line that ends in a newline
-    stops = np.append(stops, offset) if not len(stops) or stops[-1] != offset else stops
-    starts = np.concatenate([[0], stops[:-1]])
-    maybe = np.searchsorted(starts, np.concatenate(blanks)).tolist()
-    blank = [i for i in maybe if _is_blank(file, int(starts[i]), int(stops[i]))]
-    starts = np.delete(starts, blank)
-    return np.append(starts, offset).astype("<u8")
+    """Return the offsets of the lines that are not blank, and the end of the file: uint64 (lines + 1,).
+
+    Those of many lines are in a temporary file that is mapped.
+    """
+    offset, is_start = 0, True
+    with tempfile.SpooledTemporaryFile(_MANY) as found:
+        while chunk := file.read_at(offset, _CHUNK):
+            raw = np.frombuffer(chunk, np.uint8)
+            starts = np.concatenate([np.arange(int(is_start)), np.flatnonzero(raw[:-1] == ord("\n")) + 1])
+            maybe = np.flatnonzero(raw[starts] <= ord(" ")).tolist()
+            blank = [i for i in maybe if _is_blank(file, offset + int(starts[i]))]
+            found.write((np.delete(starts, blank) + offset).astype("<u8").tobytes())
+            offset, is_start = offset + len(chunk), chunk.endswith(b"\n")
+        found.write(offset.to_bytes(8, "little"))
+        size = found.tell()
+        found.seek(0)
+        return np.memmap(found, "<u8", "r") if size > _MANY else np.frombuffer(found.read(), "<u8")
 
 
-def _is_blank(file: ByteSource, start: int, stop: int) -> bool:
-    """Whether a line is nothing but what JSON leaves out between values."""
+def _is_blank(file: ByteSource, start: int) -> bool:
+    """Return whether a line has only characters that JSON skips between values."""
     size = _FEW
-    while start < stop:
-        if file.read_at(start, min(size, stop - start)).strip(b" \t\r\n"):
-            return False
+    while piece := file.read_at(start, size):
+        line, end, _ = piece.partition(b"\n")
+        if end or line.strip(b" \t\r"):
+            return not line.strip(b" \t\r")
         start, size = start + size, _CHUNK
     return True
 
@@ -68,13 +69,9 @@ def _is_blank(file: ByteSource, start: int, stop: int) -> bool:
 def _checked_lines(file: ByteSource) -> tuple[str, FileBlob]:
     """The fault of a last line that has no newline and is no JSON; the lines without it. It was cut, if others are."""
     offsets = line_offsets(file)
-    if len(offsets) < 2:
-        return "", offsets
-    begin, end = int(offsets[-2]), int(offsets[-1])
-    if file.read_at(end - 1, 1) == b"\n" or end - begin > LONGEST_LINE:
-        return "", offsets
-    last = file.read_at(begin, end - begin)
-    if b"\n" in last:  # blank lines follow, so that it is whole: what is wrong with it is told when it is read
+    begin, end = (int(offsets[-2]), int(offsets[-1])) if len(offsets) > 1 else (0, 0)
+    last = file.read_at(begin, end - begin) if end - begin <= LONGEST_LINE else b"\n"
+    if not end or b"\n" in last:  # a whole line. What is wrong with it is an error when it is read
         return "", offsets
     try:
         decoded_json(without_mark(last, begin))

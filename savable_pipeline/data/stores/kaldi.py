@@ -84,14 +84,17 @@ class KaldiStore(TableStore):
                 raw = self.files.read(number := names.index(path), 0, int(self.entries.sizes[number]))
             elif (companion := self.files.beside(path)) is not None:  # of one file that is checked by itself
                 raw = companion.read_bytes()
-            self._tables[path] = dict(map(_pair, raw.decode().splitlines()))
+            self._tables[path] = dict(map(_pair, raw.decode().split("\n")))
         return self._tables[path]
 
 
 def _pair(line: str) -> tuple[str, str]:
-    """Return what a line begins with, and the rest; "" for each that a line lacks."""
-    key, rest = [*line.split(maxsplit=1), "", ""][:2]
-    return key, rest.strip()
+    """Return the key of a line and its value; "" for each that it lacks.
+
+    Kaldi splits at ASCII's spaces alone: a text may contain U+2028 or a space of another script.
+    """
+    key, value = [*re.split(r"[ \t\r\f\v]+", line.strip(" \t\r\f\v\n"), maxsplit=1), ""][:2]
+    return key, value
 
 
 def _files(names: Sequence[str]) -> list[str]:
@@ -102,8 +105,7 @@ def _files(names: Sequence[str]) -> list[str]:
 
 def _has_samples(file: ByteSource, name: str) -> bool:
     folder, base = posixpath.split(name)
-    segments = base == RECORDINGS and file.beside(posixpath.join(folder, SEGMENTS), name) is not None
-    return base == SEGMENTS or (base == RECORDINGS and not segments)
+    return base == SEGMENTS or (base == RECORDINGS and file.beside(posixpath.join(folder, SEGMENTS), name) is None)
 
 
 def _lines(file: ByteSource) -> tuple[str, FileBlob]:

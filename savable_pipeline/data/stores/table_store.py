@@ -21,7 +21,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -59,7 +59,8 @@ def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
         fault, offsets = find(file)
     if fault:
         fault = encodable(f"{name}{fault}" if fault.startswith(":") else f"{name}: {fault}")
-    return ShardTable(ShardEntry(name, file.size, len(offsets) - 1, _digest(file, offsets), fault), offsets.tobytes())
+    entry = ShardEntry(name, file.size, len(offsets) - 1, _digest(file, offsets), fault)
+    return ShardTable(entry, cast("bytes", offsets.view(np.uint8).data))
 
 
 def is_same_text(file: ByteSource, index: ShardIndex, number: int) -> bool:
@@ -73,7 +74,7 @@ def is_same_text(file: ByteSource, index: ShardIndex, number: int) -> bool:
 
 def _digest(file: ByteSource, offsets: FileBlob) -> int:
     """A hash of the places of rows, of the first of them, one in the middle and the last, and of what is before."""
-    digest = xxh3_64(offsets.tobytes())
+    digest = xxh3_64(offsets.data)
     digest.update(file.read_at(0, min(int(offsets[0]), _COMPARED)) if len(offsets) > 1 else b"")
     lines = len(offsets) - 1
     for line in sorted({0, lines // 2, lines - 1}) if lines else []:
@@ -107,7 +108,7 @@ class TextStore(FileStore):
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The rows."""
-        offsets = self.blob(shard).astype(np.int64, copy=False)
+        offsets = self.blob(shard).view(np.int64)
         return offsets[rows], offsets[rows + 1]
 
     def raw(self, shard: int, row: int, most: int = 1 << 62) -> tuple[bytes, int]:

@@ -1,4 +1,4 @@
-"""`Backend`: builds batches in this process (`InProcess`), in workers (`Pool`), or at a peer.
+"""`Backend` builds batches: `InProcess`, in a `Pool` of workers, or at a peer.
 
     open ─▶ start ─▶ ask, ask, answer, ask, … ─▶ stop ─▶ start ─▶ … ─▶ close
             ▲             forget_requests                              │

@@ -1,11 +1,11 @@
-"""`Connection` and `Host`: how the pool reaches its workers, whatever they are and wherever they run.
+"""`Connection` to a worker of any kind, and `Host`, which starts workers.
 
-    Pool ── Request 1, 2, … ──▶ Connection ──▶ a worker: a host of lanes
-         ◀── (1, Delivery or Failure), … ──      what its answers take with them, a batch's bytes, is the transport's
+    Pool ── Request 1, 2, … ──▶ Connection ──▶ a worker, which runs lanes
+         ◀── (1, Delivery or Failure), … ──      the bytes of its batches travel by the transport
 
-A connection is one worker from its begin to its end; what replaces it is another connection, so that nothing which an
-old one still sends is ever taken for the new one's. Numbers put messages in order and show what came twice, at both
-ends (`InOrder`). Workers of this machine are processes (process_host.py) or threads (thread_host.py).
+A connection is one worker from its start to its end. What replaces the worker is another connection, so a message that
+an old worker still sends is never taken for one of the new worker. Messages arrive in order, and their numbers show one
+that is lost. On this machine workers are processes (process_host.py) or threads (thread_host.py).
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from savable_pipeline.run.engine.messages import Delivery, Failure, Request, Wor
 
 log = logging.getLogger(__name__)
 
-Answer: TypeAlias = "Delivery | Failure | int"
+WorkerAnswer: TypeAlias = "Delivery | Failure | int"
 
 STARTED = 0  # the number of a worker's first message: its process id, or the `Failure` for which it cannot start
 END_WAIT_S = 5.0  # for what takes milliseconds: a last look at the shards, the end of a killed process
 
 
 class Ended(NamedTuple):
-    """A worker's end. `how`: "ended by signal SIGKILL". `error`: set if every other would end likewise.
+    """End of a worker.
 
-    `lost`: the machine that it ran on, or the link to it, is gone: nothing that the worker did is to blame.
+    `how`: "ended by signal SIGKILL". `error`: set if every other worker would end alike. `lost`: the machine of the
+    worker, or the link to it, is gone, which the worker has not caused.
     """
 
     worker: Connection
@@ -41,75 +42,96 @@ class Ended(NamedTuple):
 
 
 def is_raised() -> bool:
-    """Whether an error is being raised that says that a shard changed."""
+    """Return whether the error that is being raised says that a shard changed."""
     error = sys.exception()
     return isinstance(error, ShardError) and error.reason == "changed shard"
 
 
 def log_fault(fault: str) -> None:
-    """Log what a last look has found, unless the error being raised says it."""
+    """Log what a last look has found, unless the error that is being raised says it."""
     if not is_raised():
         log.error("%s", fault)
 
 
 class Connection(Protocol):
-    """One worker, as the pool sees it. No method waits, unless it says so."""
+    """One worker, as the pool sees it. Only a method that says so waits."""
 
     @property
     def name(self) -> str:
-        """What it is, for messages: "process 4711"."""
+        """Name for messages, such as "process 4711"."""
 
     @property
     def viewed(self) -> int:
-        """The number of batches whose memory it lends to this process."""
+        """Number of batches whose memory it lends to this process."""
 
     def send(self, request: Request) -> None:
-        """Send a request; to a worker that is gone this does nothing."""
+        """Send a request. For a worker that has ended this does nothing."""
 
-    def receive(self) -> list[tuple[int, Answer]]:
-        """What has arrived, by number: see `STARTED` and `Request.number`. Raises EOFError once nothing more can."""
+    def receive(self) -> list[tuple[int, WorkerAnswer]]:
+        """Return what has arrived, each with its number: `STARTED` or `Request.number`.
+
+        Raises EOFError once nothing more can arrive.
+        """
 
     def look(self) -> None:
-        """Have the worker look at the shards of its lanes, whatever it is at."""
+        """Have the worker check the shards of its lanes at once."""
 
     def has_looked(self) -> bool:
-        """Whether it has, since `look`."""
+        """Return whether the worker has checked them since `look`."""
 
     def fault(self) -> str:
-        """What it has reported as wrong with batches that it delivered; "" if nothing. In any thread."""
+        """Return what is wrong with batches that the worker delivered, or "".
+
+        Any thread may call this.
+        """
 
     def working_on(self) -> WorkerStatus:
-        """What it works on, or worked on when it ended."""
+        """Return what the worker works on, or worked on when it ended."""
 
     def stack(self) -> str:
-        """Its Python stack, or that of its crash; "" if there is none. Waits a second for one that hangs."""
+        """Return the worker's Python stack, or that of its crash, or "".
+
+        Waits a second for a worker that hangs.
+        """
 
     def kill(self) -> bool:
-        """End it without a last look; `Host.wait` says when. False if it cannot be."""
+        """End the worker without a last look. False if it cannot be ended."""
 
     def close(self) -> None:
-        """Release what this process has of it; if it has not ended, nothing waits for that. Safe to call twice."""
+        """Release what this process has of the worker, without waiting for its end.
+
+        Safe to call twice.
+        """
 
 
 class Host(Protocol):
-    """Begins workers, and waits for them."""
+    """Starts workers, and waits for them."""
 
     def now(self) -> float:
-        """Seconds on the clock by which it waits."""
+        """Return the seconds of the clock by which it waits."""
         return time.monotonic()
 
     def count(self, wanted: int) -> int:
-        """How many workers the pool is to have now, at least one, where `wanted` is what the loader's settings say."""
+        """Return how many workers the pool is to have now, at least one.
+
+        `wanted` is the number in the loader's settings.
+        """
         return wanted
 
     def begin(self, pinned: PinnedShards) -> Connection:
-        """Begin a worker, which is to read these shards."""
+        """Start a worker, which is to read these shards."""
 
     def wait(self, seconds: float) -> tuple[Sequence[Connection], list[Ended]]:
-        """Wait up to so long for news: the workers from which something can be received, and those that ended."""
+        """Wait up to so long for workers that have sent something or ended.
+
+        Returns both.
+        """
 
     def end_workers(self) -> None:
-        """End all workers, after a last look if they can. Waits; raises `WorkerError` for one that does not end."""
+        """End all workers, after a last look if they can, and wait for their ends.
+
+        Raises `WorkerError` for one that does not end.
+        """
 
     def close(self) -> Any:
-        """End the workers, and what begins them."""
+        """End the workers, and what starts them."""

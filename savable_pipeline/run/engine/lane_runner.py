@@ -1,12 +1,16 @@
-"""`LaneRunner`: builds, restores and runs lanes in this process, which is a worker or the trainer itself.
+"""`LaneRunner` builds, restores and runs lanes in this process.
 
-Earlier batches are made again, each by its ref, on a lane of its own that is dropped afterwards:
+The process is a worker, or the trainer itself. A request restores a lane from its state, unless the lane runs here
+already. The runner builds the batch and saves the lane. It drops a lane whose stages raise, so the next request with
+the lane's last state tries the same batch again.
 
-    Remake    the lane, its epoch and the number of the batch │ the ref    ──▶ fetch(ref): the same bytes, less what
+Earlier batches are rebuilt by their refs. Each is rebuilt on a lane of its own, which is dropped afterwards:
+
+    Remake    the lane, its epoch and the number of the batch │ the ref    ──▶ fetch(ref): the same bytes, without what
                                                                                is excluded or gone since
-              the lane that comes next                        │ no ref     ──▶ a batch that only fills up
+              the next lane                                   │ no ref     ──▶ a batch of padding rows
 
-The lanes that make new batches stay where they are: a batch that is made again takes no slot.
+The lanes that build new batches do not move, because a rebuilt batch takes no slot.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -27,7 +30,7 @@ from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.engine.messages import Delivery, LaneJob, RequestKind, row_count
-from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed, watched
+from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, restoring, unpack_state, with_counts
 from savable_pipeline.stages.batcher import rebuild
 from savable_pipeline.stages.item_buffer import made_items
@@ -57,15 +60,15 @@ class _Live:
 
     def collect(self) -> None:
         """Collect the counters of the stages."""
-        fresh = take_counts(self.stages, {})
+        fresh = take_counts(self.stages)
         self.dropped = with_counts(self.dropped, fresh)
         self.counts.update(fresh)
 
 
 class Remake(msgspec.Struct, frozen=True, array_like=True):
-    """A batch to make again, of a lane with `batches` before it, by its ref in MessagePack; without one, a filler.
+    """Request to rebuild a batch of a lane with `batches` before it.
 
-    `size`: its rows when it was filled up; 0 if it was not.
+    `ref`: its ref in MessagePack; without one, the batch is padding. `size`: its rows with padding, 0 without.
     """
 
     lane: LaneState
@@ -79,12 +82,11 @@ class Remake(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LaneRunner:
-    """Builds lanes when they are first needed, restores them, and makes their batches.
+    """Builds and restores lanes when they are needed, and builds their batches.
 
-    A lane is dropped when its stages raise: the next request, with the lane's last state, tries the same batch again.
-    Stages record what they work on in `status`, the words of a `StatusPage`, if it is given. `pinned` are the shards of
-    the run; those of a dataset opened for the first time are added. `facts`, which may be set, are those with which
-    lanes are restored: a state comes from a lane with the same ones, so that a lane which runs here has them, too.
+    Stages record what they work on in `status`, the words of a `StatusPage`, if it is passed. `pinned` are the shards
+    of the run. Those of a dataset that is opened for the first time are added. `facts`, which may be set, are those
+    with which lanes are restored. A state comes from a lane with the same facts, so a lane that runs here has them.
     """
 
     def __init__(
@@ -100,11 +102,11 @@ class LaneRunner:
         self.facts = NO_FACTS
         self._live: dict[int, _Live] = {}
         self._stores: dict[int, RecordStore] = {}  # that the lanes read from, those dropped since too
-        self._made = 0  # batches made; every 16th is timed
+        self._built_count = 0  # every 16th batch is timed
         self._watch_due = 0.0  # when the samples of such a batch are watched again
 
     def build(self, lane: int, epoch: int, facts: RunFacts = NO_FACTS, *, downloads: bool = True) -> tuple[Stage, Lane]:
-        """The last stage of a fresh pipeline, and its lane.
+        """Return the last stage of a fresh pipeline, and its lane.
 
         Raises ValueError if the pipeline returns no stage.
         """
@@ -118,7 +120,7 @@ class LaneRunner:
     def deliver(
         self, lane: int, state: bytes | None, want: RequestKind = "batch", avoid: Iterable[tuple[int, int]] = ()
     ) -> Delivery:
-        """The next batch of a lane at the position `state`.
+        """Return the next batch of a lane at the position `state`.
 
         None if the lane runs here and is at its position.
 
@@ -126,54 +128,51 @@ class LaneRunner:
         `Remake` that is packed in `state`: raises `StateError` for a ref of no batch.
         """
         if want == "again" and state is not None:
-            return self._made_again(state, avoid)
+            return self._rebuilt_delivery(state, avoid)
         start = time.perf_counter()
         live = self._live.pop(lane, None)  # put back only if nothing raises
         if state is not None and (live is None or live.state is not state):
             live = self._restore(unpack_state(state, LaneState, f"lane {lane}"))
         assert live is not None
         _avoid(live.stages, avoid)
-        if self._made % EVERY:
-            batch, ref, more, spent, seen = *self._make(live, want), {}, None
+        if self._built_count % EVERY:
+            batch, ref, more, spent, record = *self._make(live, want), {}, None
         else:
-            with timed(live.stages) as spent, self._watching(live.stages, start) as seen:
+            record = (
+                WatchedSamples([]) if start >= self._watch_due else None
+            )  # that takes a microsecond or two a sample
+            self._watch_due = self._watch_due if record is None else start + _WATCH_S
+            with timed(live.stages, record) as spent:
                 batch, ref, more = self._make(live, want)
-        self._made += 1
+        self._built_count += 1
         live.collect()
         counts: dict[str, int | float] = {**live.counts, **{f"{name}/ns": spent_ns for name, spent_ns in spent.items()}}
         live.counts = Counter()
         self._live[lane] = live
         seconds = time.perf_counter() - start
-        held = sum(map(made_items, live.stages))
-        rebuild_s = seconds * held / max(1, counts.get("Encode/items", 1))
+        buffered = sum(map(made_items, live.stages))
+        rebuild_s = seconds * buffered / max(1, counts.get("Encode/items", 1))
         assert live.state is not None
         dry = batch is _DRY
         batch = None if dry or want == "skip" else batch
         asks_ref = self._job.refs and want == "batch"
         rows = row_count(ref, type(live.stage).__name__) if asks_ref else 0
-        if asks_ref and self._made == 1:
+        if asks_ref and self._built_count == 1:
             msgspec.msgpack.encode(ref)  # a ref that no state can have is an error now, not when a state is saved
         sent = ref if asks_ref else ()
-        return Delivery(batch, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), seen, sent, rows)
+        return Delivery(batch, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), record, sent, rows)
 
-    def _made_again(self, packed: bytes, avoid: Iterable[tuple[int, int]]) -> Delivery:
+    def _rebuilt_delivery(self, packed: bytes, avoid: Iterable[tuple[int, int]]) -> Delivery:
         start = time.perf_counter()
         job = msgspec.msgpack.decode(packed, type=Remake)
         stages = self._restore(job.lane).stages
         _avoid(stages, avoid)
         last = stages[-1]
-        batch, ref, kept = _rebuilt(last, job)
+        batch, ref, remaining = _rebuilt(last, job)
         verify_files(stages, job.lane.batches * last.lane.count + last.lane.index)
-        counts, seconds = take_counts(stages, {}), time.perf_counter() - start
+        counts, seconds = take_counts(stages), time.perf_counter() - start
         rows = row_count(ref, type(last).__name__)
-        return Delivery(batch, packed, True, False, seconds, 0.0, counts, ref, ref=ref, rows=rows, remaining=kept)
-
-    def _watching(self, stages: list[Stage], now: float) -> AbstractContextManager[WatchedSamples | None]:
-        """Watch samples, too, unless others were a moment ago: that takes a microsecond or two a sample."""
-        if now < self._watch_due:
-            return nullcontext()
-        self._watch_due = now + _WATCH_S
-        return watched(stages)
+        return Delivery(batch, packed, True, False, seconds, 0.0, counts, ref, ref=ref, rows=rows, remaining=remaining)
 
     def _make(self, live: _Live, want: RequestKind) -> tuple[Any, ItemRef, bool]:
         """Serve a request of this kind: the batch, its ref, and whether there is another.
@@ -196,15 +195,15 @@ class LaneRunner:
         return batch, ref, more
 
     def verify_delivered(self) -> None:
-        """Raise `ShardError` if data changed that batches delivered since the last look may be made of.
+        """Raise `ShardError` if data changed that delivered batches may be built of.
 
-        Another thread may run lanes meanwhile.
+        These are the batches since the last look. Another thread may run lanes at the same time.
         """
         for store in list(self._stores.values()):
             store.verify_yielded()
 
     def at_position(self, lane: int, state: bytes) -> Stage | None:
-        """The last stage of a lane, if it runs here and its position is `state`; else None."""
+        """Return the last stage of a lane that runs here at the position `state`, or None."""
         live = self._live.get(lane)
         return live.stage if live is not None and live.state is state else None
 

@@ -1,11 +1,18 @@
-"""`Pool`: the `Backend` of workers, which it replaces when they die or hang.
+"""`Pool`: the `Backend` of workers, which replaces them when they die or hang.
 
-A worker has up to `depth` requests queued, so that it is never idle between two; further requests wait here, in order.
-A request goes to the worker that could begin it first. If another worker holds the lane, the lane moves: its state
-goes with the request. So no request waits while a worker is free, whatever the numbers of lanes and workers:
+The trainer's process has, for each lane, the state that came with the lane's last batch. So any worker can run any lane
+at any time, and nothing is lost with a worker:
 
-    request for lane 4:   worker 0 holds it, busy for 80 ms more    worker 1 is idle; lane 4 moves to it: 2 ms, and
-                                                                    10 ms to make the items of its open packs again
+    ask      puts a request into the queue of a worker, or lets it wait until one has room
+    answer   polls the workers until the answer has come; meanwhile it sends requests, and replaces workers
+    replace  the lanes of the worker have no worker, so the next request of each carries its state; requests that
+             were not answered are sent again, in their order
+
+A worker has up to `prefetch` requests, so it is not idle between two. A request goes to the worker that could start it
+first. If another worker runs the lane, the lane moves, which costs time for its buffered items:
+
+    request for lane 4    worker 0 runs lane 4, and is busy for 80 ms    worker 1 is idle: lane 4 moves to it in 2 ms,
+                                                                         and rebuilds the items of its open packs in 10
 """
 
 from __future__ import annotations
@@ -24,10 +31,9 @@ from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.errors import ShardError, WorkerError
 from savable_pipeline.run.engine.backend import Backend
-from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Connection, Ended, Host, log_fault
+from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Connection, Ended, Host, log_fault
 from savable_pipeline.run.engine.messages import Delivery, Failure, Request, RequestKind, WorkerStatus
 from savable_pipeline.run.engine.worker_settings import Workers
-from savable_pipeline.run.transport.channel import InOrder
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage import Stage
 
@@ -63,14 +69,14 @@ class LaneAssignment:
 
 @dataclass(slots=True, eq=False)
 class PoolWorker:
-    """What the pool keeps of a worker beside its connection."""
+    """A worker's connection, its requests and its lanes to forget."""
 
     connection: Connection
     since: float  # the time of its last answer, or of a request to it when it was idle
     started: bool = False
     requests: deque[PendingRequest] = field(default_factory=deque)  # sent to it and not answered yet, in order
     sent: int = 0  # requests in all
-    answers: InOrder[Answer] = field(default_factory=InOrder)
+    answered: int = 0  # requests
     forget: list[int] = field(default_factory=list)  # lanes that have moved to another worker
     version: int = NO_FACTS.version  # of the facts that it was sent last
     hung: str = ""  # if it was killed because of the timeout: a text that says so
@@ -118,7 +124,7 @@ class Pool(Backend):
         assert self._host
 
     def start(self) -> None:
-        """Begin the workers unless they run."""
+        """Start the workers unless they run."""
         if self._workers:
             return
         # Shards that have no index yet are indexed here, once, before any worker reads them.
@@ -126,7 +132,7 @@ class Pool(Backend):
         self._deaths_by_batch.clear()
         self._batch_s = 0.0
         try:
-            self._fill_up()
+            self._start_missing()
         except BaseException:
             self.stop()
             raise
@@ -134,8 +140,8 @@ class Pool(Backend):
     def _new_worker(self) -> PoolWorker:
         return PoolWorker(self._host.begin(self._pinned), self._host.now())
 
-    def _fill_up(self) -> bool:
-        """Begin the workers that the host still wants; return whether there were any."""
+    def _start_missing(self) -> bool:
+        """Start the workers that the host still wants, and return whether there were any."""
         before = len(self._workers)
         while len(self._workers) < self._host.count(self._wanted):
             self._workers.append(self._new_worker())
@@ -174,14 +180,14 @@ class Pool(Backend):
 
     def _assign(self) -> None:
         """Send waiting requests, in order, to workers with room in their queues."""
-        left = []
+        waiting = []
         for request in self._waiting:
             worker = self._choose(self._lanes[request.lane])
             if worker is None:
-                left.append(request)
+                waiting.append(request)
             else:
                 self._send(request, worker)
-        self._waiting = left
+        self._waiting = waiting
 
     def _choose(self, lane: LaneAssignment) -> PoolWorker | None:
         """The worker that could begin a batch first; None if its queue is full."""
@@ -236,10 +242,10 @@ class Pool(Backend):
         Raises the library's error of the worker, or `WorkerError`.
         """
         _check_process(self._owner)
-        self._hear(0.0)
+        self._poll(0.0)
         waiting_since = self._host.now()
         while ticket not in self._ready:
-            self._hear(self._see_to_hanging(waiting_since))
+            self._poll(self._kill_hung_workers(waiting_since))
         _check(self._reported(self._workers))
         found = self._ready.pop(ticket)
         if isinstance(found, Failure):
@@ -260,24 +266,24 @@ class Pool(Backend):
         while any(worker in self._workers and not worker.connection.has_looked() for worker in asked):
             if self._host.now() > deadline:
                 break  # it still looks when it ends
-            self._hear(_LOOK_STEP_S)
+            self._poll(_LOOK_STEP_S)
         self.verify_delivered()
 
     def _reported(self, workers: Iterable[PoolWorker]) -> str:
         return self._replaced_worker_fault or next(filter(None, [worker.connection.fault() for worker in workers]), "")
 
-    def _hear(self, seconds: float) -> None:
+    def _poll(self, seconds: float) -> None:
         """Wait up to `seconds` for news of workers, handle them, and send requests."""
         heard, ended = self._host.wait(seconds)
-        if self._fill_up() or heard or ended:
+        if self._start_missing() or heard or ended:
             for worker in self._workers:
                 if worker.connection in heard:
-                    self._take(worker)
+                    self._receive_from(worker)
             if ended:
-                self._see_to_ended(ended)
+                self._handle_ended(ended)
             self._assign()
 
-    def _take(self, worker: PoolWorker) -> bool:
+    def _receive_from(self, worker: PoolWorker) -> bool:
         """Take the answers that a worker has sent; False if there were none."""
         try:
             received = worker.connection.receive()
@@ -286,8 +292,8 @@ class Pool(Backend):
             return False
         for number, answer in received:
             if number != STARTED:
-                for found in worker.answers.due(number, answer):
-                    self._answered(worker, found)
+                if number == worker.answered + 1:  # else one before it was lost, and the worker is replaced in time
+                    self._answered(worker, answer)
             elif isinstance(answer, Failure) and answer.error is not None:
                 raise answer.error
             elif not worker.started:
@@ -297,6 +303,7 @@ class Pool(Backend):
 
     def _answered(self, worker: PoolWorker, found: Any) -> None:
         worker.since = self._host.now()
+        worker.answered += 1
         request = worker.requests.popleft()
         if self._requests.pop(request.ticket, None) is None:  # of a pass that is over
             return
@@ -312,13 +319,13 @@ class Pool(Backend):
 
     # Workers that die or hang.
 
-    def _see_to_ended(self, ended: list[Ended]) -> None:
+    def _handle_ended(self, ended: list[Ended]) -> None:
         refused = None
         for worker in list(self._workers):
             found = next((each for each in ended if each.worker is worker.connection), None)
             if found is None:
                 continue
-            while self._take(worker):
+            while self._receive_from(worker):
                 pass  # take the answers it sent before it died
             refused = refused or found.error
             if found.error is None:
@@ -326,7 +333,7 @@ class Pool(Backend):
         if refused is not None:
             raise refused
 
-    def _see_to_hanging(self, waiting_since: float) -> float:
+    def _kill_hung_workers(self, waiting_since: float) -> float:
         """Kill workers that exceed the timeout; return the seconds to the next one.
 
         Time before `waiting_since` does not count. Raises `WorkerError` for a worker that has not started in 300 s, or
@@ -340,19 +347,19 @@ class Pool(Backend):
             if (worker.started and not worker.requests) or worker.hung:
                 continue
             limit = self._timeout if worker.started else _START_S
-            left = limit - (now - max(worker.since, waiting_since))
-            if left > 0:
-                soonest = min(soonest, left)
+            remaining_s = limit - (now - max(worker.since, waiting_since))
+            if remaining_s > 0:
+                soonest = min(soonest, remaining_s)
             elif not worker.started:
                 raise WorkerError(
                     f"a worker did not start within {limit:g} s. Look for slow code at import of the modules of the "
                     "pipeline."
                 )
             else:
-                self._end_hanging(worker, f"gave no batch in {limit:g} s")
+                self._kill_hung_worker(worker, f"gave no batch in {limit:g} s")
         return soonest
 
-    def _end_hanging(self, worker: PoolWorker, how: str) -> None:
+    def _kill_hung_worker(self, worker: PoolWorker, how: str) -> None:
         worker.stack = worker.connection.stack()
         worker.since = self._host.now()
         if not worker.connection.kill():
@@ -365,7 +372,7 @@ class Pool(Backend):
     def _last_of(self, worker: PoolWorker, how: str) -> tuple[Any, str]:
         """The cause of a worker's end, a status if it built a batch; and a message."""
         status = worker.connection.working_on()
-        if worker.requests and status.request == worker.answers.next:
+        if worker.requests and status.request == worker.answered + 1:
             first = worker.requests[0]
             blamed: Any = status._replace(request=first.ticket)  # the same on each worker that gets the request
             doing = f"while it made a batch of lane {first.lane}{where(self._last_stage, status)}"

@@ -1,10 +1,13 @@
-"""`ProcessHost`: workers that are processes of this machine, whatever the start method; and `ProcessConnection`.
+"""`ProcessHost` starts workers as processes of this machine; `ProcessConnection`.
 
-    trainer ── begins, early ──▶ zygote ── forks ──▶ worker, worker, …     (worker_main.py)
+    trainer ── starts, early ──▶ zygote ── forks ──▶ worker, worker, …     (worker_main.py)
             ◀────── a channel and a status page each, batches in shared memory ──────▶
 
-The zygote begins when the loader is made: a trainer that may have threads or CUDA is never forked. A zygote that dies,
-or that somebody has stopped, is replaced, and with it all workers.
+The zygote starts when the loader is created, so a trainer that may have threads or CUDA is never forked. A zygote that
+dies, or that somebody has stopped, is replaced, and all workers with it.
+
+The forkserver of the standard library, with the same modules preloaded, takes 1.7 times as long to the first batch of a
+replaced worker, since each worker builds the pipeline again. It also takes no pipeline that cannot be pickled.
 """
 
 from __future__ import annotations
@@ -21,29 +24,20 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.context import BaseContext, SpawnProcess
+from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.errors import WorkerError
-from savable_pipeline.run.engine.connection import END_WAIT_S, Answer, Ended, Host
+from savable_pipeline.run.engine import sealed_job
+from savable_pipeline.run.engine.connection import END_WAIT_S, Ended, Host, WorkerAnswer
 from savable_pipeline.run.engine.messages import LaneJob, Request, WorkerStatus
-from savable_pipeline.run.engine.sealed_job import (
-    NOT_IMPORTED,
-    PROCESS_NAME,
-    UNGUARDED,
-    UNGUARDED_CODE,
-    SealedJob,
-    begin_interpreter,
-    check_main_is_guarded,
-)
 from savable_pipeline.run.engine.shared_batches import AnswerReader
-from savable_pipeline.run.engine.worker_main import LOOK, OBEYED, answer_request, serve
+from savable_pipeline.run.engine.worker_main import LOOK, OBEYED, answer_request, run_zygote
 from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.status_page import STACK_SIGNAL, StatusPage, read_status
-from savable_pipeline.stages.mapped_function import LAMBDA
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +45,14 @@ _LARGE_BYTES = 64 << 20  # of a pipeline, from which on it is better made where 
 _LOOK_S = 5.0  # for a last look at the shards, which takes milliseconds
 _STACK_S = 1.0  # for a hanging worker to write its stack
 _SILENT_S = 10.0  # after which a zygote that leaves an order unanswered has been stopped
-_GLANCE_S = 5.0  # that count of the time between two looks: the trainer may have been stopped too
+_GLANCE_S = 5.0  # that count of one wait: the trainer may have been stopped, too
 
 
 class ProcessConnection:
-    """A worker process: a channel for requests and answers, a status page, and shared memory for large answers."""
+    """A worker process.
+
+    It has a channel for requests and answers, a status page, and shared memory for large answers.
+    """
 
     def __init__(self, number: int, end: socket.socket, pinned: PinnedShards, host: ProcessHost) -> None:
         self.number = number
@@ -88,7 +85,7 @@ class ProcessConnection:
         with contextlib.suppress(OSError):  # raised if the worker is dead, which `receive` will notice
             self.channel.send(message)
 
-    def receive(self) -> list[tuple[int, Answer]]:
+    def receive(self) -> list[tuple[int, WorkerAnswer]]:
         """The answers that have arrived."""
         try:
             self.channel.flush()
@@ -143,21 +140,22 @@ class ProcessConnection:
 
 
 class ProcessHost(Host):
-    """Has a zygote begin workers. Raises ValueError for a pipeline that cannot be sent to them.
+    """Has a zygote start workers.
 
-    It is made early, before this process has more threads or uses a GPU. `reader` makes what reads a worker's answers.
-    A descriptor in `wakes` ends a `wait` when it can be read.
+    It is created early, before this process has more threads or uses a GPU. `reader` creates what reads a worker's
+    answers. A descriptor in `wakes` ends a `wait` when it can be read. Raises ValueError for a pipeline that cannot be
+    sent to workers.
     """
 
     def __init__(
-        self, job: LaneJob | SealedJob, context: BaseContext, reader: Callable[[], AnswerReader] = AnswerReader
+        self,
+        job: LaneJob | sealed_job.SealedJob,
+        method: str,
+        reader: Callable[[], AnswerReader] = AnswerReader,
     ) -> None:
-        check_main_is_guarded()
-        self._method = context.get_start_method()
-        if isinstance(job, LaneJob):
-            _check_picklable(job.pipeline, self._method)
-            job = SealedJob(job)
-        self._job = job
+        sealed_job.check_main_is_guarded()
+        self._method = method
+        self._job = _sealed(job, method) if isinstance(job, LaneJob) else job
         self.reader = reader
         self.wakes: list[int] = []
         self._workers: dict[int, ProcessConnection] = {}  # that have not ended, by number
@@ -169,19 +167,19 @@ class ProcessHost(Host):
         self._channel = Channel(ours, waits=False)
         self._unanswered = 0  # orders
         self._has_answered = False  # before that it may import for minutes
-        self._silent_s, self._looked_at = 0.0, 0.0  # while orders are unanswered
+        self._silent_s = 0.0  # for which the trainer has waited while orders were unanswered
         forks = self._method == "fork"
-        made: type[BaseProcess] = multiprocessing.get_context("fork").Process if forks else SpawnProcess
-        process = made(
-            target=partial(serve, builds=self._method != "spawn"),
+        kind: type[BaseProcess] = multiprocessing.get_context("fork").Process if forks else SpawnProcess
+        process = kind(
+            target=partial(run_zygote, builds=self._method != "spawn"),
             args=(self._job, theirs.fileno(), os.getpid()),
             daemon=True,
-            name=f"{PROCESS_NAME} zygote",
+            name=f"{sealed_job.PROCESS_NAME} zygote",
         )
         self._process: BaseProcess | subprocess.Popen[bytes] = process
         with theirs:
             if isinstance(process, SpawnProcess):
-                self._process = begin_interpreter(process, [theirs.fileno()])
+                self._process = sealed_job.begin_interpreter(process, [theirs.fileno()])
             else:
                 process.start()
 
@@ -210,17 +208,13 @@ class ProcessHost(Host):
         self._workers.pop(number, None)
 
     def _order(self, order: tuple[Any, ...], descriptors: list[int]) -> None:
-        if not self._unanswered:
-            self._silent_s, self._looked_at = 0.0, time.monotonic()
         self._unanswered += 1
         with contextlib.suppress(OSError):  # raised if the zygote is dead, which `ended` will notice
             self._channel.send(pickle.dumps(order), descriptors)
 
     def wait(self, seconds: float) -> tuple[list[ProcessConnection], list[Ended]]:
         """Wait for answers, and for the ends of workers."""
-        if seconds:
-            self._check_zygote()
-        poll = select.poll()
+        poll, start = select.poll(), time.monotonic()
         self._channel.watch(poll)
         for descriptor in self.wakes:
             poll.register(descriptor, select.POLLIN)
@@ -228,16 +222,26 @@ class ProcessHost(Host):
         for worker in watched:
             worker.channel.watch(poll)
         ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
+        if self._unanswered and self._has_answered:
+            self._silent_s += min(time.monotonic() - start, _GLANCE_S)
+            if self._silent_s > _SILENT_S:
+                self._silent_s = 0.0
+                self._kill_zygote()
         heard = [worker for worker in watched if worker.descriptor in ready]
         return heard, self.ended() if len(heard) < len(ready) else []
 
     def ended(self) -> list[Ended]:
-        """The ends that the zygote has reported; if it died itself, all its workers', and another is begun."""
+        """Return the ends that the zygote has reported.
+
+        If the zygote itself has ended, all workers have, and another zygote starts.
+        """
         try:
             self._channel.flush()
             reports: list[tuple[int, int]] = [pickle.loads(message) for message, _ in self._channel.receive()]
             ended = [(number, code) for number, code in reports if number != OBEYED]
-            self._count_answers(len(reports) - len(ended))
+            if answers := len(reports) - len(ended):
+                self._unanswered -= answers
+                self._has_answered, self._silent_s = True, 0.0
         except (EOFError, OSError):
             code = self._end_zygote()
             ended = [(number, code if code > 0 else -signal.SIGKILL) for number in self._workers]
@@ -245,31 +249,13 @@ class ProcessHost(Host):
         found = [(self._workers.pop(number, None), code) for number, code in ended]
         return [_how_it_ended(worker, code) for worker, code in found if worker is not None]
 
-    def _count_answers(self, answers: int) -> None:
-        """Note that the zygote has answered this many orders."""
-        if answers:
-            self._unanswered -= answers
-            self._has_answered = True
-            self._silent_s, self._looked_at = 0.0, time.monotonic()
-
-    def _check_zygote(self) -> None:
-        """Kill a zygote that has left an order unanswered for 10 s; `ended` then begins another."""
-        now = time.monotonic()
-        since, self._looked_at = now - self._looked_at, now
-        if not self._unanswered or not self._has_answered:
-            return
-        self._silent_s += min(since, _GLANCE_S)
-        if self._silent_s > _SILENT_S:
-            self._silent_s = 0.0
-            self._kill_zygote()
-
     def _kill_zygote(self) -> None:
         """Kill the zygote, and so its workers: one that somebody stopped (SIGSTOP) obeys no more."""
         log.warning("the process that starts workers does not answer. It was replaced.")
         os.kill(self.pid, signal.SIGKILL)
 
     def end_workers(self) -> None:
-        """Close all channels: workers that have started look at their shards and end; all others are killed.
+        """End workers that have started after a last look, and kill all others.
 
         After 5 s the rest is killed, and 5 s later the zygote. Raises `WorkerError` if that does not end them either.
         """
@@ -293,8 +279,8 @@ class ProcessHost(Host):
     def _have_ended(self, seconds: float) -> bool:
         """Whether all workers have ended, for which it waits so long."""
         deadline = time.monotonic() + seconds
-        while self._workers and (left := deadline - time.monotonic()) > 0:
-            self.wait(left)
+        while self._workers and (remaining_s := deadline - time.monotonic()) > 0:
+            self.wait(remaining_s)
         return not self._workers
 
     def close(self) -> None:
@@ -311,7 +297,11 @@ def _how_it_ended(worker: ProcessConnection, code: int) -> Ended:
     worker.ended = True
     if code < 0:
         return Ended(worker, f"ended by signal {signal.Signals(-code).name}")
-    refused = WorkerError(UNGUARDED if code == UNGUARDED_CODE else NOT_IMPORTED) if code and not worker.pid else None
+    refused = (
+        WorkerError(sealed_job.UNGUARDED if code == sealed_job.UNGUARDED_CODE else sealed_job.NOT_IMPORTED)
+        if code and not worker.pid
+        else None
+    )
     return Ended(worker, f"ended with exit code {code}", refused)
 
 
@@ -343,33 +333,15 @@ def _exit_code(process: BaseProcess | subprocess.Popen[bytes]) -> int | None:
     return None
 
 
-def _pickling_cure(error: str) -> str:
-    """What to do about an error of pickling."""
-    if "not the same object" in error:
-        return "It was defined again since, as by a notebook cell: make the pipeline again, of the new one"
-    if "cannot pickle" in error or "cannot be pickled" in error:  # an object, and no name that is not found
-        return "Make what cannot be pickled, such as a tokenizer, in the worker, by a function: .encode(make)"
-    lambdas = " (of a lambda: give it a name with def)" if LAMBDA in error else ""
-    return f"Define it{lambdas} at the top of a module and bind its arguments with functools.partial"
-
-
-def _check_picklable(pipeline: Any, method: str) -> None:
-    """Raise ValueError if the start method pickles the pipeline and it cannot be pickled."""
+def _sealed(job: LaneJob, method: str) -> sealed_job.SealedJob:
+    """Seal a job for a start method. Raises ValueError if it is to be pickled and cannot be."""
     if method == "fork":
-        return
-    try:
-        size = len(pickle.dumps(pipeline))
-    except Exception as error:
-        named = getattr(pipeline, "__qualname__", f"\n{pipeline!r}\n")
-        cure = _pickling_cure(str(error))
-        raise ValueError(
-            f"the pipeline {named} cannot be sent to workers started by {method}: {error}. {cure}, or use "
-            "start_method='fork'."
-        ) from error
-    if size > _LARGE_BYTES:
+        return sealed_job.SealedJob(job)
+    raw = sealed_job.pickled_job(job, f"workers started by {method}", ", or use start_method='fork'")
+    if len(raw) > _LARGE_BYTES:
         log.warning(
             "the pickled pipeline has %s, and each worker started by %s gets a copy. Pass a function that creates "
             "the encoder: .encode(make).",
-            human_bytes(size),
-            method,
+            *(human_bytes(len(raw)), method),
         )
+    return sealed_job.SealedJob(None, raw, sealed_job.main_module())

@@ -1,9 +1,9 @@
-"""`SealedJob`: a job as bytes, unpickled where its error can be reported; and the fresh interpreter that gets it.
+"""`SealedJob`, a job as bytes, and the fresh interpreter that gets it.
 
-    trainer ── what spawn prepares, less the main module ── the process ──▶ interpreter, on its stdin
+    trainer ── what spawn prepares, without the main module ── the process ──▶ interpreter, on its stdin
 
-multiprocessing makes a child import the trainer's main module before any of our code runs there, so that we could not
-report an error of that import: a job that is opened in a fresh interpreter imports it.
+multiprocessing has a child import the trainer's main module before any of our code runs there, so we could not report
+an error of that import. Here the job imports the main module when it is opened, where an error can be reported.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing import reduction, resource_tracker, spawn
 from multiprocessing.context import SpawnProcess, set_spawning_popen
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from savable_pipeline.core.wording import short_error
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.messages import LaneJob
+from savable_pipeline.stages.mapped_function import LAMBDA
 
 PROCESS_NAME = "savable_pipeline"  # what the names of our processes begin with
 UNGUARDED_CODE = 79  # with which one of them ends that finds the main module unguarded: the trainer says so, once
@@ -41,30 +41,20 @@ _LONGEST = 10  # lines of a traceback in a message
 
 
 class SealedJob:
-    """Unpickled in a child, it holds bytes until it is opened, when the child can report an error."""
+    """A job that a child opens, where its error can be reported.
 
-    def __init__(self, job: LaneJob) -> None:
-        self._job: LaneJob | None = job
-        self._raw = b""
-        self._main: dict[str, Any] = {}
+    A forked child gets the job itself. Any other gets `raw`, of `pickled_job`, and `main`, of `main_module`.
+    """
+
+    def __init__(self, job: LaneJob | None, raw: bytes = b"", main: dict[str, Any] | None = None) -> None:
+        self._job, self._raw, self._main = job, raw, main or {}
         self._error: WorkerError | None = None
 
-    def __getstate__(self) -> tuple[bytes, dict[str, Any]]:
-        return (self._raw, self._main) if self._raw else (bytes(ForkingPickler.dumps(self._job)), main_module())
-
-    def __setstate__(self, state: tuple[bytes, dict[str, Any]]) -> None:
-        self._job, self._error = None, None
-        self._raw, self._main = state
-
-    @classmethod
-    def of(cls, raw: bytes, main: dict[str, Any]) -> SealedJob:
-        """A job that another machine has pickled, whose main module that is."""
-        sealed = cls.__new__(cls)
-        sealed.__setstate__((raw, main))
-        return sealed
-
     def open(self) -> LaneJob:
-        """The job. Raises `WorkerError` if the main module or the pipeline cannot be imported here."""
+        """Return the job.
+
+        Raises `WorkerError` if the main module or the pipeline cannot be imported here.
+        """
         if self._error is not None:  # in a fork of the process that has tried
             raise self._error
         if self._job is None:
@@ -75,6 +65,30 @@ class SealedJob:
                 self._error = error
                 raise
         return self._job
+
+
+def pickled_job(job: LaneJob, receiver: str, instead: str = "") -> bytes:
+    """Pickle a job.
+
+    Raises ValueError, with what to do `instead`, if it cannot be sent to this receiver.
+    """
+    try:
+        return pickle.dumps(job, protocol=5)
+    except Exception as error:
+        named = getattr(job.pipeline, "__qualname__", f"\n{job.pipeline!r}\n")
+        raise ValueError(
+            f"the pipeline {named} cannot be sent to {receiver}: {error}. {_pickling_fix(str(error))}{instead}."
+        ) from error
+
+
+def _pickling_fix(error: str) -> str:
+    """Say what to do about an error of pickling."""
+    if "not the same object" in error:
+        return "It was defined again since, as by a notebook cell: make the pipeline again, of the new one"
+    if "cannot pickle" in error or "cannot be pickled" in error:  # an object, and no name that is not found
+        return "Make what cannot be pickled, such as a tokenizer, in the worker, by a function: .encode(make)"
+    lambdas = " (of a lambda: give it a name with def)" if LAMBDA in error else ""
+    return f"Define it{lambdas} at the top of a module and bind its arguments with functools.partial"
 
 
 def _unpickled(raw: bytes) -> LaneJob:
@@ -113,7 +127,10 @@ def _imports_main(file: str) -> bool:
 
 
 def check_main_is_guarded() -> None:
-    """End a child of ours that is still importing the main module; in another's child raise `WorkerError`."""
+    """End this process if it is a child of ours that imports the main module.
+
+    In another's child that does, raise `WorkerError`.
+    """
     process = multiprocessing.current_process()
     if not getattr(process, "_inheriting", False):
         return
@@ -132,7 +149,7 @@ def main_module() -> dict[str, Any]:
 
 
 def begin_interpreter(process: SpawnProcess, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Run a process that was not started in a fresh interpreter, which inherits these descriptors."""
+    """Start a process in a fresh interpreter, which inherits these descriptors."""
     content = io.BytesIO()
     data = spawn.get_preparation_data(process.name)
     anyone: Any = content

@@ -1,7 +1,7 @@
-"""The transport between processes of one machine: batches in shared memory, and in the message where they are.
+"""Transport between processes of one machine, with batches in shared memory.
 
-a message   number of the request │ pickle and its buffers, of a small answer │ where a large one is written
-                                                                                (transport/segments.py)
+a message   number of the request │ pickle and buffers of a small answer │ location of a large answer
+                                                                           (transport/segments.py)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pickle
 import traceback
 from typing import Any
 
-from savable_pipeline.run.engine.connection import Answer
+from savable_pipeline.run.engine.connection import WorkerAnswer
 from savable_pipeline.run.engine.messages import Failure
 from savable_pipeline.run.transport import batch_pickle as wire
 from savable_pipeline.run.transport.channel import Channel
@@ -21,14 +21,20 @@ _INLINE = 1 << 16  # the largest answer, in bytes, that is sent through the sock
 
 
 class AnswerSender:
-    """The worker's end: sends small answers through the channel, large ones through shared memory."""
+    """The worker's end.
+
+    Small answers go through the channel, large ones through shared memory.
+    """
 
     def __init__(self, channel: Channel | Any = None) -> None:
         self._channel = channel
         self.segments = SegmentWriter()
 
-    def send(self, number: int, answer: Answer) -> None:
-        """Send an answer, or a `Failure` if it cannot be pickled. Raises OSError if the trainer's end is closed."""
+    def send(self, number: int, answer: WorkerAnswer) -> None:
+        """Send an answer, or a `Failure` if it cannot be pickled.
+
+        Raises OSError if the trainer's end is closed.
+        """
         message, descriptors = self.message(number, answer)
         self._channel.send(message, descriptors)
         for descriptor in descriptors:
@@ -42,7 +48,7 @@ class AnswerSender:
             body, fd = self._written(Failure(None, traceback.format_exc()))
         return pickle.dumps((number, *body), protocol=5), [] if fd is None else [fd]
 
-    def _written(self, answer: Answer) -> tuple[tuple[Any, Any], int | None]:
+    def _written(self, answer: WorkerAnswer) -> tuple[tuple[Any, Any], int | None]:
         """The answer itself, or its part of the shared memory with the segment's descriptor, if that is new."""
         pieces, buffers = wire.dumps(answer)
         if sum(map(len, pieces)) + sum(map(len, buffers)) <= _INLINE or not hasattr(os, "memfd_create"):
@@ -60,7 +66,7 @@ class AnswerReader:
     def __init__(self, segments: SegmentReader | None = None) -> None:
         self.segments = segments or SegmentReader()
 
-    def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Answer]:
+    def read(self, message: bytes, descriptors: list[int]) -> tuple[int, WorkerAnswer]:
         """The number and the answer of a message."""
         number, inline, written = pickle.loads(message)
         if written is None:

@@ -1,7 +1,7 @@
-"""Measures the time that each stage of a lane and each sample takes, and collects the stages' event counters.
+"""Times of the stages of a lane and of samples, and the stages' event counters.
 
-Every 16th batch is timed: meanwhile each stage is of a subclass of its class, whose methods measure. Other batches run
-at no cost.
+Every 16th batch is timed. For this batch each stage gets a subclass of its class, whose methods measure. Other batches
+cost nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -26,9 +26,19 @@ READ = "read"  # the name of the time in which samples read their parts
 _TIMED = ("__next__", "take", "open_samples", "fetch", "make")
 
 
-def take_counts(stages: Sequence[Stage], spent: Mapping[str, int]) -> dict[str, int | float]:
-    """Collect and clear the event counters of these stages, as `STAGE/NAME`, and add the time spent, as `STAGE/ns`."""
-    counts: dict[str, int | float] = {f"{name}/ns": nanoseconds for name, nanoseconds in spent.items()}
+class WatchedSamples(msgspec.Struct):
+    """Samples of one batch that encoders took, and the bytes read.
+
+    `samples`: shard, index with its source's tag, and nanoseconds of each call.
+    """
+
+    samples: list[tuple[str, int, int]]
+    bytes_read: int = 0
+
+
+def take_counts(stages: Sequence[Stage]) -> dict[str, int | float]:
+    """Collect and clear the event counters of these stages, as `STAGE/NAME`."""
+    counts: dict[str, int | float] = {}
     for stage in stages:
         if stage.counts:
             name = type(stage).__name__
@@ -39,41 +49,47 @@ def take_counts(stages: Sequence[Stage], spent: Mapping[str, int]) -> dict[str, 
 
 
 @contextlib.contextmanager
-def timed(stages: Sequence[Stage]) -> Iterator[dict[str, int]]:
-    """Within this context, sum up the nanoseconds of each stage by its name, without those of the stages upstream.
+def timed(stages: Sequence[Stage], record: WatchedSamples | None = None) -> Iterator[dict[str, int]]:
+    """Sum up the nanoseconds of each stage by its name within this context.
 
-    The time in which samples read their parts is that of `READ`, not of the stage that asks for them: a slow disk or
-    network is not a slow encoder. `stages` are in the order of the data path: the last one is called.
+    The time of a stage is without that of the stages upstream. The time in which samples read their parts counts as
+    `READ`, because a slow disk or network is not a slow encoder. `stages` are in the order of the data path, and the
+    last one is called. `record` gets the samples that encoders take, and the bytes read.
     """
-    clock = _Clock()
+    clock = _Clock(record)
     datasets = {id(stage.dataset): stage.dataset for stage in stages if isinstance(stage, RecordReader)}
-    classes = [type(stage) for stage in stages]
-    for stage in stages:
-        vars(stage)["_clock"] = clock
-        stage.__class__ = _measuring(type(stage))
-    start = time.perf_counter_ns()
-    try:
-        with contextlib.ExitStack() as undo:
-            for dataset in datasets.values():
-                undo.enter_context(dataset.noting_reads(clock.add_read))
+    last = type(stages[-1]).__name__
+    with contextlib.ExitStack() as undo:
+        for stage in stages:
+            if record is not None and isinstance(stage, Encode):
+                undo.callback(setattr, stage.keyed, "encode", stage.keyed.encode)
+                stage.keyed.encode = _timed(stage.keyed.encode, record)
+            vars(stage)["_clock"] = clock
+            undo.callback(setattr, stage, "__class__", type(stage))
+            stage.__class__ = _measuring(type(stage))
+        for dataset in datasets.values():
+            undo.enter_context(dataset.noting_reads(clock.add_read))
+        start = time.perf_counter_ns()
+        try:
             yield clock.spent
-    finally:
-        clock.spent[classes[-1].__name__] += time.perf_counter_ns() - start - clock.inner
-        for stage, kind in zip(stages, classes, strict=True):
-            stage.__class__ = kind
+        finally:
+            clock.spent[last] += time.perf_counter_ns() - start - clock.inner
 
 
 class _Clock:
     """`spent`: nanoseconds by name of stage; `inner`: nanoseconds that the current call spent in stages upstream."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: WatchedSamples | None) -> None:
         self.spent: Counter[str] = Counter()
         self.inner = 0
+        self._record = record
 
-    def add_read(self, _bytes: int, took: int) -> None:
-        """Add the time that a sample took to read a part, and take it off the stage that asked for it."""
+    def add_read(self, size: int, took: int) -> None:
+        """Add the time in which a sample read a part, and subtract it from the stage."""
         self.spent[READ] += took
         self.inner += took
+        if self._record is not None:
+            self._record.bytes_read += size
 
     def time(self, stage: Stage, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of a stage and add the time it took."""
@@ -102,32 +118,6 @@ def _measuring(kind: type[Stage]) -> type[Stage]:
     defaults = [getattr(base, name, None) for base in (Stage, ChunkedStage) for name in _TIMED]
     methods = {name: measured(call) for name in _TIMED if (call := getattr(kind, name, None)) and call not in defaults}
     return _MEASURING.setdefault(kind, type(kind.__name__, (kind,), methods))
-
-
-class WatchedSamples(msgspec.Struct):
-    """What was seen of one batch. `samples`: shard, index with its source's tag, and nanoseconds of each call."""
-
-    samples: list[tuple[str, int, int]]
-    bytes_read: int = 0
-
-    def add_bytes(self, read: int, _took: int) -> None:
-        """Count bytes that were read."""
-        self.bytes_read += read
-
-
-@contextlib.contextmanager
-def watched(stages: Sequence[Stage]) -> Iterator[WatchedSamples]:
-    """Within this context, record the samples that the encoders of these stages take, and the bytes read."""
-    found = WatchedSamples([])
-    datasets = {id(stage.dataset): stage.dataset for stage in stages if isinstance(stage, RecordReader)}
-    encodes = [stage for stage in stages if isinstance(stage, Encode)]
-    with contextlib.ExitStack() as undo:
-        for dataset in datasets.values():
-            undo.enter_context(dataset.noting_reads(found.add_bytes))
-        for encode in encodes:
-            undo.callback(setattr, encode.keyed, "encode", encode.keyed.encode)
-            encode.keyed.encode = _timed(encode.keyed.encode, found)
-        yield found
 
 
 def _timed(call: EncodeCall, found: WatchedSamples) -> EncodeCall:

@@ -1,11 +1,11 @@
-"""`ThreadHost`: workers that are threads of this process; and `ThreadConnection`.
+"""`ThreadHost` starts workers as threads of this process; `ThreadConnection`.
 
     trainer ── a queue of requests ──▶ thread ── its own lanes, datasets and copies of the encoders
             ◀── a queue of answers ──            a batch as it is, but for what can be changed in place (`apart`)
 
-They cost no copy of `bytes` and the memory of one process, and pay where encoders let go of the interpreter's lock.
-They share its global generators, so that encoders must leave those alone; its signals, and torch's number of threads,
-which stay the trainer's. A thread cannot be ended: one that hangs is an error, and a crash in C code ends the trainer.
+Threads copy no `bytes` and need the memory of one process. They are faster if encoders release the GIL. They share the
+global generators of the process, so encoders must not use those. Signals and torch's number of threads stay as the
+trainer has set them. A thread cannot be ended, so one that hangs is an error, and a crash in C code ends the trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from savable_pipeline.core.global_rng import kinds
 from savable_pipeline.core.lane import PinnedShards, ThreadValues
 from savable_pipeline.core.named_object import imported
-from savable_pipeline.run.engine.connection import STARTED, Answer, Ended, Host
+from savable_pipeline.run.engine.connection import STARTED, Ended, Host, WorkerAnswer
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import Delivery, Failure, LaneJob, Request, WorkerStatus
 from savable_pipeline.run.engine.worker_main import LastLook, answer_request
@@ -53,7 +53,7 @@ class ThreadConnection:
         self.hangs = False
         self._host = host
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._answers: deque[tuple[int, Answer]] = deque()
+        self._answers: deque[tuple[int, WorkerAnswer]] = deque()
         self._faults: list[str] = []
         self._last_look = LastLook(self._faults.append)
         self._words = memoryview(bytearray(32)).cast("Q")
@@ -73,7 +73,7 @@ class ThreadConnection:
         except BaseException as error:  # an encoder has raised SystemExit, say, which would end a process
             self._host.news.put(Ended(self, f"ended by {type(error).__name__}"))
 
-    def _answered(self, number: int, answer: Answer) -> None:
+    def _answered(self, number: int, answer: WorkerAnswer) -> None:
         self._answers.append((number, answer))
         self._host.news.put(self)
 
@@ -81,7 +81,7 @@ class ThreadConnection:
         """Send a request."""
         self._requests.put(request)
 
-    def receive(self) -> list[tuple[int, Answer]]:
+    def receive(self) -> list[tuple[int, WorkerAnswer]]:
         """The answers that have come."""
         found = []
         while self._answers:
@@ -125,7 +125,10 @@ class ThreadConnection:
 
 
 class ThreadHost(Host):
-    """Begins threads, each with lanes of its own; what hangs shares nothing with those that come later."""
+    """Starts threads, each with lanes of its own.
+
+    A thread that hangs shares nothing with later ones.
+    """
 
     def __init__(self, job: LaneJob) -> None:
         self._job = replace(job, pipeline=lambda lane: _checked(job.pipeline(lane)))
@@ -162,7 +165,10 @@ class ThreadHost(Host):
         return [worker for worker in self._workers if worker in news], ended
 
     def end_workers(self) -> None:
-        """Have all threads end, and wait up to 5 s for the batches that they make; then look at their shards."""
+        """End all threads, and then check their shards.
+
+        Waits up to 5 s for their current batches.
+        """
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()
@@ -204,20 +210,23 @@ def _apart(answer: Delivery | Failure) -> Delivery | Failure:
 
 
 def apart(value: Any, known: dict[int, Any]) -> Any:
-    """The value, its lists, dicts, arrays and so on copied, each once; `bytes` and other immutables are the same."""
+    """Copy a value with its lists, dicts, arrays and so on, each once.
+
+    `bytes` and other immutable values stay the same.
+    """
     kind = type(value)
     if kind in _IMMUTABLE or isinstance(value, np.generic):
         return value
     if id(value) in known:
         return known[id(value)]
-    made: Any
+    copied: Any
     if kind is list or kind is tuple:
-        made = kind([apart(each, known) for each in value])
+        copied = kind([apart(each, known) for each in value])
     elif kind is dict:
-        made = {name: apart(each, known) for name, each in value.items()}
+        copied = {name: apart(each, known) for name, each in value.items()}
     else:
         pieces, buffers = wire.dumps(value)
         copies = [np.frombuffer(buffer, np.uint8).copy().data for buffer in buffers]  # without Python's lock
-        made = wire.loads(b"".join(pieces), copies)
-    known[id(value)] = made
-    return made
+        copied = wire.loads(b"".join(pieces), copies)
+    known[id(value)] = copied
+    return copied

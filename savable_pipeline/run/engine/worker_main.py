@@ -1,4 +1,4 @@
-"""The processes of workers: the main function of each, and the zygote, which forks them.
+"""Main functions of worker processes, and of the zygote, which forks them.
 
     trainer ── ("begin", number) and the worker's end of a channel, or ("signal", number, signal) ──▶ zygote
             ◀── (OBEYED, 0), for each order; (number, exit code) of each ended worker ──
@@ -45,7 +45,7 @@ from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import Delivery, Failure, Request
 from savable_pipeline.run.engine.sealed_job import SealedJob
 from savable_pipeline.run.engine.shared_batches import AnswerSender
-from savable_pipeline.run.transport.channel import Channel, InOrder
+from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.status_page import StatusPage, begin_request
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ LOOK = b"look"  # sent to a worker in place of a request: it looks at its shards
 
 @dataclass(frozen=True, slots=True)
 class OpenedShards:
-    """The files that a zygote has opened for its workers, and the shards that it found."""
+    """Files that a zygote has opened for its workers, and the shards that it found."""
 
     shared: dict[Any, Any] = field(default_factory=dict)
     pinned: PinnedShards = field(default_factory=dict)
@@ -70,14 +70,14 @@ class OpenedShards:
 
 
 def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShards | None = None) -> NoReturn:
-    """Run a worker process until its parent process ends or the trainer closes its end of the channel.
+    """Run a worker process until its parent ends or the trainer closes the channel.
 
     `opened` is what this process has inherited open.
     """
     be_quiet()
     become_replaced()
     channel = Channel(end, waits=True)
-    requests = Inbox()
+    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
     last_look: LastLook | None = None
     try:
         status, pinned = _first_message(channel, requests)
@@ -96,7 +96,7 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
             job, shared=opened.usable(pinned) if opened else {}, status=status.words, pinned=pinned
         )
         while True:
-            request = last_look.next_of(requests.queue)
+            request = last_look.next_of(requests)
             begin_request(status.words, request.number)
             answers.segments.begin()
             be_one_thread()
@@ -108,12 +108,10 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
 
 
 class LastLook:
-    """Looks at the shards of a worker's lanes, and reports what is wrong.
+    """Checks the shards of a worker's lanes after their batches were delivered.
 
-    It looks after their batches were yielded.
-
-    It looks when the worker is idle, at the end of a finite pass, when it is asked to, and before the worker ends; in
-    any thread, one at a time.
+    It checks when the worker is idle, at the end of a finite epoch, on request, and before the worker ends. Any thread
+    may call it, and one at a time checks. It reports what is wrong.
     """
 
     def __init__(self, report: Callable[[str], object]) -> None:
@@ -122,7 +120,7 @@ class LastLook:
         self._lock = threading.Lock()
 
     def look(self) -> None:
-        """Report if delivered batches are of shards that changed."""
+        """Report if delivered batches were read from shards that changed."""
         with self._lock:
             try:
                 if self.runner is not None:
@@ -131,7 +129,7 @@ class LastLook:
                 self._report(str(error))
 
     def next_of(self, requests: queue.SimpleQueue[T]) -> T:
-        """The next request; if none arrives for a second, look meanwhile."""
+        """Return the next request, and check the shards if none arrives for a second."""
         try:
             return requests.get(timeout=_IDLE_S)
         except queue.Empty:
@@ -146,21 +144,8 @@ class LastLook:
             os._exit(0)
 
 
-class Inbox:
-    """The requests that have arrived, in order."""
-
-    def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._order: InOrder[Request] = InOrder()
-
-    def put(self, request: Request) -> None:
-        """Take a request that has arrived."""
-        for each in self._order.due(request.number, request):
-            self.queue.put(each)
-
-
 def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
-    """The requested batch, or the error that its stages raised.
+    """Return the requested batch, or the error that its stages raised.
 
     `Connection.stack` looks for this name in stacks.
     """
@@ -195,7 +180,7 @@ def be_one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def _first_message(channel: Channel, requests: Inbox) -> tuple[StatusPage, PinnedShards]:
+def _first_message(channel: Channel, requests: queue.SimpleQueue[Request]) -> tuple[StatusPage, PinnedShards]:
     """The status page and the shards of the run, from the trainer's first message.
 
     Requests that arrived with it go into the queue.
@@ -210,7 +195,9 @@ def _first_message(channel: Channel, requests: Inbox) -> tuple[StatusPage, Pinne
     return status, pickle.loads(messages[0][0])
 
 
-def _listen(channel: Channel, requests: Inbox, parent: int, last_look: LastLook, status: StatusPage) -> None:
+def _listen(
+    channel: Channel, requests: queue.SimpleQueue[Request], parent: int, last_look: LastLook, status: StatusPage
+) -> None:
     """Put requests into the queue.
 
     End the process when the trainer closes its end or the parent process ends.
@@ -233,8 +220,11 @@ def _listen(channel: Channel, requests: Inbox, parent: int, last_look: LastLook,
 OBEYED = 0  # in the place of a worker's number, which is 1 or more
 
 
-def serve(job: SealedJob, end: int, trainer: int, *, builds: bool) -> None:
-    """Run the zygote, to which a channel's end was passed, until the trainer closes the other one or ends."""
+def run_zygote(job: SealedJob, end: int, trainer: int, *, builds: bool) -> None:
+    """Run the zygote until the trainer ends or closes its end of the channel.
+
+    `end` is the descriptor of the other end.
+    """
     be_quiet()
     be_one_thread()
     gc.freeze()  # a full collection writes to every object, which would copy all that is shared with the trainer
@@ -279,7 +269,10 @@ class _Zygote:
         gc.freeze()  # what workers share with this process
 
     def step(self, ready: list[tuple[int, int]]) -> None:
-        """Handle orders and ended workers. Raises EOFError when the trainer has closed its end."""
+        """Handle orders and ended workers.
+
+        Raises EOFError when the trainer has closed its end.
+        """
         for descriptor, _ in ready:
             if descriptor == self._woken:
                 with contextlib.suppress(BlockingIOError):

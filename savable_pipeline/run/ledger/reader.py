@@ -19,18 +19,7 @@ import numpy as np
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, untagged
 from savable_pipeline.errors import SavableError
-from savable_pipeline.run.ledger.records import (
-    SUFFIX,
-    Acknowledged,
-    Batch,
-    Facts,
-    LaneAt,
-    LedgerSource,
-    Numbers,
-    Record,
-    Start,
-    read_records,
-)
+from savable_pipeline.run.ledger import records
 from savable_pipeline.stages.batch_samples import BatchSamples
 
 EpochSlot = tuple[int, int]  # (epoch, slot)
@@ -45,8 +34,8 @@ class RecordedBatch:
     ranks that started together. `facts`: the facts of the run at that time.
     """
 
-    batch: Batch
-    start: Start
+    batch: records.Batch
+    start: records.Start
     lost: bool
     start_number: int = 0
     facts: RunFacts = NO_FACTS
@@ -60,12 +49,9 @@ class RecordedBatch:
 @dataclass(frozen=True, slots=True)
 class _LedgerFile:
     path: Path
-    start: Start
+    start: records.Start
     cut: EpochSlot  # the earliest position from which a later start resumes
     start_number: int
-
-    def records(self) -> Iterator[Record]:
-        return read_records(self.path)
 
 
 class LedgerFiles:
@@ -76,7 +62,7 @@ class LedgerFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        paths = sorted(folder.glob(f"*{SUFFIX}"))
+        paths = sorted(folder.glob(f"*{records.SUFFIX}"))
         starts = [(path, start) for path in paths if (start := _start_of(path)) is not None]
         if not starts:
             raise SavableError(f"{folder}: no ledger. SavableLoader(ledger=...) writes one.")
@@ -87,12 +73,12 @@ class LedgerFiles:
         self.together = [[start for _, start in group] for group in groups]  # those of ranks that started together
 
     @property
-    def starts(self) -> list[Start]:
+    def starts(self) -> list[records.Start]:
         """First record of each file, in the order of time."""
         return [file.start for file in self._files]
 
     @cached_property
-    def sources(self) -> list[LedgerSource]:
+    def sources(self) -> list[records.LedgerSource]:
         """Sources of all starts, by name."""
         found = {source.tag: source for start in self.starts for source in start.sources}
         return sorted(found.values(), key=lambda source: source.name)
@@ -102,10 +88,10 @@ class LedgerFiles:
         for file in self._files:
             pending: RecordedBatch | None = None
             facts = NO_FACTS
-            for record in file.records():
-                if isinstance(record, Facts):
+            for record in records.read_records(file.path):
+                if isinstance(record, records.Facts):
                     facts = record.facts
-                if isinstance(record, Batch):
+                if isinstance(record, records.Batch):
                     last = pending and pending.batch
                     # A batch that is recorded twice was interrupted before the trainer got it. Only the later counts.
                     if pending and last and (last.position, last.again) != (record.position, record.again):
@@ -114,10 +100,13 @@ class LedgerFiles:
             if pending is not None:
                 yield pending
 
-    def numbers(self) -> Iterator[tuple[Start, list[Numbers]]]:
+    def numbers(self) -> Iterator[tuple[records.Start, list[records.Numbers]]]:
         """Yield the counters in each file, in the order of time. Old files may have none."""
         for file in self._files:
-            yield file.start, [record for record in file.records() if isinstance(record, Numbers)]
+            yield (
+                file.start,
+                [record for record in records.read_records(file.path) if isinstance(record, records.Numbers)],
+            )
 
     def find(self, tag: int, indices: set[int]) -> Iterator[tuple[int, RecordedBatch, int]]:
         """Yield (sample index, batch, rows as a bit mask) for these samples of a source.
@@ -131,11 +120,11 @@ class LedgerFiles:
                 if rows := _rows_with(samples, index) & (found.batch.repeated_rows or -1):
                     yield untagged(index), found, rows
 
-    def acknowledged(self) -> Iterator[tuple[int, Acknowledged]]:
+    def acknowledged(self) -> Iterator[tuple[int, records.Acknowledged]]:
         """Yield each record of acknowledgements with the number of its start."""
         for file in self._files:
-            for record in file.records():
-                if isinstance(record, Acknowledged):
+            for record in records.read_records(file.path):
+                if isinstance(record, records.Acknowledged):
                     yield file.start_number, record
 
     def batch_at(self, epoch: int, slot: int) -> RecordedBatch:
@@ -148,16 +137,16 @@ class LedgerFiles:
             "shows the range."
         )
 
-    def state_before(self, epoch: int, slot: int) -> LaneAt | None:
+    def state_before(self, epoch: int, slot: int) -> records.LaneAt | None:
         """Return the last state of the slot's lane that is not after the slot, or None.
 
         States of lost batches do not count.
         """
         lane = slot % self.starts[0].lanes
-        best: LaneAt | None = None
+        best: records.LaneAt | None = None
         for file in self._files:
-            for record in file.records():
-                if isinstance(record, LaneAt) and record.lane == lane and record.epoch == epoch:
+            for record in records.read_records(file.path):
+                if isinstance(record, records.LaneAt) and record.lane == lane and record.epoch == epoch:
                     position = (epoch, record.slot)
                     if position <= (epoch, slot) and position < file.cut and (best is None or record.slot >= best.slot):
                         best = record
@@ -171,22 +160,22 @@ def _rows_with(samples: BatchSamples, index: int) -> int:
     return sum(1 << row for row in set(rows.tolist()))
 
 
-def _start_of(path: Path) -> Start | None:
+def _start_of(path: Path) -> records.Start | None:
     """Return the first record of a file, or None if a crash left it empty."""
-    record = next(read_records(path), None)
-    return record if isinstance(record, Start) else None
+    record = next(records.read_records(path), None)
+    return record if isinstance(record, records.Start) else None
 
 
-def _grouped(starts: list[tuple[Path, Start]]) -> list[list[tuple[Path, Start]]]:
+def _grouped(starts: list[tuple[Path, records.Start]]) -> list[list[tuple[Path, records.Start]]]:
     """Group the starts of ranks that started together, in the order of time.
 
     Ranks that can communicate write one number. Those that cannot have numbers of their own: from the last start back,
     each rank's start is joined with the latest start of the other ranks that resumed from the same position.
     """
-    numbered: dict[int, list[tuple[Path, Start]]] = {}
+    numbered: dict[int, list[tuple[Path, records.Start]]] = {}
     for path, start in sorted(starts, key=lambda entry: (entry[1].number, entry[1].rank)):
         numbered.setdefault(start.number, []).append((path, start))
-    groups: list[list[tuple[Path, Start]]] = []  # in reverse order
+    groups: list[list[tuple[Path, records.Start]]] = []  # in reverse order
     alone: dict[tuple[EpochSlot, int], list[int]] = {}  # of ranks that cannot communicate, by position and world size
     earlier: dict[int, int] = {}  # by rank, the first group that is before all of its starts so far
     for group in reversed(numbered.values()):
@@ -202,11 +191,11 @@ def _grouped(starts: list[tuple[Path, Start]]) -> list[list[tuple[Path, Start]]]
     return groups[::-1]
 
 
-def _rank(entry: tuple[Path, Start]) -> int:
+def _rank(entry: tuple[Path, records.Start]) -> int:
     return entry[1].rank
 
 
-def _with_cuts(groups: list[list[tuple[Path, Start]]]) -> list[_LedgerFile]:
+def _with_cuts(groups: list[list[tuple[Path, records.Start]]]) -> list[_LedgerFile]:
     """Return the files in the order of time.
 
     The `cut` of each is the position from which a later start replaces its records.

@@ -257,7 +257,7 @@ class LedgerWriter:
         except OSError as error:
             raise self._failed(error) from error
         try:
-            self._write(start)
+            self.write(start)
         except BaseException:
             self.discard()
             raise
@@ -273,20 +273,17 @@ class LedgerWriter:
         """
         since = self._batches_since_state.get(lane, STATE_EVERY)
         if since >= STATE_EVERY:
-            self._write(LaneAt(epoch, slot, lane, before))
+            self.write(LaneAt(epoch, slot, lane, before))
             since = 0
-        self._write(Batch.of(epoch, slot, samples, cost))
+        self.write(Batch.of(epoch, slot, samples, cost))
         self._batches_since_state[lane] = since + 1
 
     def forget_lanes(self) -> None:
         """Write the state of each lane again before its next batch."""
         self._batches_since_state.clear()
 
-    def write(self, record: Numbers | Acknowledged | Batch | Facts | Saved) -> None:
-        """Write any record but a `Start` or `LaneAt`. Raises `SavableError`."""
-        self._write(record)
-
-    def _write(self, record: Record) -> None:
+    def write(self, record: Record) -> None:
+        """Write a record. Raises `SavableError` if that fails."""
         data = framed(record)
         try:
             if self._fd < 0:

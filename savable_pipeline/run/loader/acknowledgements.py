@@ -26,17 +26,7 @@ from numpy.typing import NDArray
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.state.flights import (
-    EPOCH_SHIFT,
-    MOST_ROWS,
-    SLOTS,
-    EpochFlights,
-    Flight,
-    flight_columns,
-    flights_name,
-    packed_acks,
-    packed_flights,
-)
+from savable_pipeline.run.state import flights
 from savable_pipeline.run.state.lane_state import checksum
 from savable_pipeline.run.state.state_dict import lane_name
 
@@ -46,7 +36,7 @@ if TYPE_CHECKING:
 
 Acknowledgement: TypeAlias = Literal["done", "dropped", "again"]
 Noted: TypeAlias = dict[tuple[Acknowledgement, str], dict[int, int]]  # rows of batches, by what and why
-_CANNOT_BE_MADE = "can no longer be made"
+_NOT_REBUILT = "can no longer be made"
 
 
 class InFlight(NamedTuple):
@@ -56,7 +46,7 @@ class InFlight(NamedTuple):
     oldest: tuple[int, int] | None
 
 
-class Outstanding(Flight, gc=False):
+class Outstanding(flights.Flight, gc=False):
     """A batch in flight here. One that only pads has no rows.
 
     `number`: of batches that the rank got before it, -1 if it was loaded. `to_come`: rows to repeat, though they may be
@@ -82,12 +72,12 @@ class _Lane:
     def __init__(self) -> None:
         self.flights: dict[int, Outstanding] = {}
         self.packed: tuple[bytes, bytes] | None = None  # with the checksum of the lane's state
-        self.columns: EpochFlights | None = None
+        self.columns: flights.EpochFlights | None = None
 
     def add_to_columns(self, flight: Outstanding, number: int) -> None:
         """Add the batch of a round if the columns have all batches before it."""
         if flight.batch == next(iter(self.flights), None):
-            self.columns = EpochFlights(flight.batch >> EPOCH_SHIFT, [], [], [])
+            self.columns = flights.EpochFlights(flight.batch >> flights.EPOCH_SHIFT, [], [], [])
         columns = self.columns
         if columns is None or flight.done or flight.size:
             self.columns = None
@@ -95,12 +85,12 @@ class _Lane:
             columns.rounds.append(number)
             columns.refs.append(flight.ref)  # type: ignore[arg-type]
 
-    def in_columns(self, lanes: int) -> list[EpochFlights]:
+    def in_columns(self, lanes: int) -> list[flights.EpochFlights]:
         """All batches in columns, in a run with this many lanes."""
         columns = self.columns
         if columns is not None and len(columns.rounds) == len(columns.refs) == len(self.flights) > 0:
             return [columns]
-        return flight_columns(list(self.flights.values()), lanes)
+        return flights.flight_columns(list(self.flights.values()), lanes)
 
 
 class Acknowledgements:
@@ -117,13 +107,13 @@ class Acknowledgements:
         self._young: list[Outstanding] = []  # given since receipts were made last
         self.load([], 0)
 
-    def load(self, flights: Iterable[Flight], coming: int, lost: Mapping[int, int] = {}) -> None:
+    def load(self, saved: Iterable[flights.Flight], coming: int, lost: Mapping[int, int] = {}) -> None:
         """Start with these batches, which are repeated first, except rows that are `lost`.
 
         A batch without any other row is not repeated. Padding batches follow until there are `coming`.
         """
         loaded = [
-            Outstanding(each.batch, each.ref, each.rows, each.done, each.size, to_come=each.open) for each in flights
+            Outstanding(each.batch, each.ref, each.rows, each.done, each.size, to_come=each.open) for each in saved
         ]
         with self._lock:
             self._lanes = {lane: _Lane() for lane in self._ranks.lanes(self._lane_count)}
@@ -142,7 +132,7 @@ class Acknowledgements:
 
     def _number_of(self, batch: int) -> int:
         """The number of a batch's lane."""
-        return (batch & SLOTS) % self._lane_count
+        return (batch & flights.SLOTS) % self._lane_count
 
     def fill_up(self, coming: int) -> None:
         """Add padding batches until `coming` batches are repeated."""
@@ -152,7 +142,7 @@ class Acknowledgements:
     def _change(self, flight: Outstanding, done: int, to_come: int) -> None:
         """Set the rows of a batch that are done, and those to repeat. With its last row it leaves the table."""
         batch, rows, handed = flight.batch, (1 << flight.rows) - 1, flight.handed
-        lane = self._lanes[(batch & SLOTS) % self._lane_count]
+        lane = self._lanes[(batch & flights.SLOTS) % self._lane_count]
         out = (rows & ~(done | to_come)).bit_count() - (rows & ~(flight.done | flight.to_come)).bit_count()
         key = 0 if handed is None else id(handed.tensor)
         leaves = done == rows and lane.flights.get(batch) is flight  # a filler is in no lane
@@ -163,7 +153,7 @@ class Acknowledgements:
             if key in self._handed:
                 del self._handed[key]
 
-    def lose(self, lost: Callable[[Flight], int]) -> None:
+    def lose(self, lost: Callable[[flights.Flight], int]) -> None:
         """Drop the open rows that `lost` returns for each batch."""
         with self._lock:
             for flight in [flight for lane in self._lanes.values() for flight in lane.flights.values()]:
@@ -174,7 +164,7 @@ class Acknowledgements:
     def _lose(self, flight: Outstanding, rows: int) -> None:
         if rows:
             self._change(flight, flight.done | rows, flight.to_come)
-            self._note(flight.batch, rows, "dropped", _CANNOT_BE_MADE)
+            self._note(flight.batch, rows, "dropped", _NOT_REBUILT)
 
     def settle(self, batches: int) -> None:
         """Take the last batch back if it is not among the `batches` that the rank got.
@@ -199,8 +189,8 @@ class Acknowledgements:
         with self._lock:
             self._is_awaited = True
             while self._out and self._out + rows > most:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._freed.wait(left):
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0 or not self._freed.wait(remaining_s):
                     raise SavableError(
                         f"{self._out} rows are in flight and the next batch has {rows}, more than "
                         f"max_in_flight={most}. Call acknowledge or drop: this rank waited {timeout_s:g} s."
@@ -208,7 +198,7 @@ class Acknowledgements:
 
     def give(self, number: int, batch: int, delivery: Delivery, size: int = 0) -> torch.Tensor:
         """Add a new batch, the `number`-th, padded to `size` rows. Returns its receipts."""
-        rows, lane = delivery.rows, self._lanes[(batch & SLOTS) % self._lane_count]
+        rows, lane = delivery.rows, self._lanes[(batch & flights.SLOTS) % self._lane_count]
         if not rows:
             return receipts_of(batch, size)
         if size > rows:
@@ -232,15 +222,15 @@ class Acknowledgements:
         for flight in self._young:
             if flight.open:
                 flight.pack()
-                slot = flight.batch & SLOTS
+                slot = flight.batch & flights.SLOTS
                 self._lanes[slot % self._lane_count].add_to_columns(flight, slot // self._lane_count)
         self._young = []
 
-    def give_again(self, number: int, kept: Iterable[int]) -> int:
-        """Repeat the first waiting batch with the rows `kept`. Returns the open ones."""
+    def give_again(self, number: int, remaining: Iterable[int]) -> int:
+        """Repeat the first waiting batch with the rows `remaining`. Returns the open ones."""
         with self._lock:
             flight = self.waiting[0]
-            self._lose(flight, flight.open & ~sum(1 << row for row in kept))
+            self._lose(flight, flight.open & ~sum(1 << row for row in remaining))
             rows = flight.to_come & flight.open
             self._counts["given_again", ""] += rows.bit_count()
             self._last = number, flight, rows
@@ -268,7 +258,7 @@ class Acknowledgements:
 
     def _acknowledged(self, batch: int, rows: int, kind: Acknowledgement) -> int:
         """Acknowledge those of a batch's rows that can be, and return them."""
-        lane = self._lanes.get((batch & SLOTS) % self._lane_count)
+        lane = self._lanes.get((batch & flights.SLOTS) % self._lane_count)
         if lane is None:
             return 0 if kind == "again" else self._of_others(batch, rows)
         flight = lane.flights.get(batch)
@@ -325,35 +315,37 @@ class Acknowledgements:
         with self._lock:
             self._pack_young()
             found = {
-                flights_name(number): self._packed(number, lane, batches, checksum(saved[lane_name(number)]))
+                flights.flights_name(number): self._packed(number, lane, batches, checksum(saved[lane_name(number)]))
                 for number, lane in self._lanes.items()
             }
             acks = {batch: rows for batch, rows in self._elsewhere.items() if batch < next_batch}
-        return found | packed_acks(self._ranks.rank, acks)
+        return found | flights.packed_acks(self._ranks.rank, acks)
 
     def _packed(self, number: int, lane: _Lane, batches: int, saved_with: bytes) -> bytes:
         newest = next(reversed(lane.flights.values()), None)
         if newest is not None and newest.number >= batches:  # without later ones
-            given = [flight for flight in lane.flights.values() if flight.number < batches]
-            return packed_flights(number, flight_columns(given, self._lane_count), saved_with)
+            earlier = [flight for flight in lane.flights.values() if flight.number < batches]
+            return flights.packed_flights(number, flights.flight_columns(earlier, self._lane_count), saved_with)
         if lane.packed is None or lane.packed[0] != saved_with:
-            lane.packed = saved_with, packed_flights(number, lane.in_columns(self._lane_count), saved_with)
+            lane.packed = saved_with, flights.packed_flights(number, lane.in_columns(self._lane_count), saved_with)
         return lane.packed[1]
 
-    def agree(self, own: dict[int, list[Flight]], merged: dict[int, list[Flight]], acks: dict[int, int]) -> None:
+    def agree(
+        self, own: dict[int, list[flights.Flight]], merged: dict[int, list[flights.Flight]], acks: dict[int, int]
+    ) -> None:
         """Drop rows that other ranks acknowledged, and acknowledgements they know now.
 
         `own` and `acks` are this rank's batches and acknowledgements in the state of all ranks. `merged` are the
         batches that remain in it.
         """
-        left = {flight.batch: flight.open for of_lane in merged.values() for flight in of_lane}
+        open_rows = {flight.batch: flight.open for of_lane in merged.values() for flight in of_lane}
         with self._lock:
             for lane, of_lane in own.items():
                 for flight in of_lane:
-                    here = self._lanes[lane].flights.get(flight.batch)
-                    if here is not None:
-                        gone = flight.open & ~left.get(flight.batch, 0)
-                        self._change(here, here.done | gone, here.to_come)
+                    own_flight = self._lanes[lane].flights.get(flight.batch)
+                    if own_flight is not None:
+                        gone = flight.open & ~open_rows.get(flight.batch, 0)
+                        self._change(own_flight, own_flight.done | gone, own_flight.to_come)
             for batch, rows in acks.items():
                 if not self._elsewhere[batch] & ~rows:
                     del self._elsewhere[batch]
@@ -390,14 +382,14 @@ class IssuedReceipts(NamedTuple):
         return self.memory.tobytes() == self.raw and self.tensor.data_ptr() == self.pointer
 
 
-def receipts_of(batch: int, size: int, rows: int = 0, kept: Sequence[int] | None = None) -> torch.Tensor:
+def receipts_of(batch: int, size: int, rows: int = 0, numbers: Sequence[int] | None = None) -> torch.Tensor:
     """Receipts of a batch of this size, with -1 for rows not in the bits `rows`.
 
-    `kept`: the numbers of its rows, before the padding; by default all from 0 on.
+    `numbers`: the numbers of its rows, before the padding; by default all from 0 on.
     """
     import torch
 
-    numbers = range(size) if kept is None else kept
+    numbers = range(size) if numbers is None else numbers
     found = [(batch, row) if rows >> row & 1 else (-1, -1) for row in numbers]
     found += [(-1, -1)] * (size - len(found))
     return torch.tensor(found, dtype=torch.int64).reshape(-1, 2)
@@ -428,7 +420,7 @@ def rows_of(receipts: Any) -> tuple[dict[int, int], int]:
         if batch < 0:
             continue
         before = found.get(batch, 0)
-        if 0 <= row < MOST_ROWS and not before >> row & 1:
+        if 0 <= row < flights.MOST_ROWS and not before >> row & 1:
             found[batch] = before | 1 << row
         else:
             odd += 1

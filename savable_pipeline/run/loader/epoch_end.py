@@ -82,7 +82,7 @@ class EpochEnds:
         if length is None or at.changed:
             return None
         if slots is not None and not self.is_finite:
-            return length - left_of_epoch(at, slots) // at.step
+            return length - remaining_slots(at, slots) // at.step
         return length - self._steps((self.counted(epoch) or 0) - at.slot, at.step)
 
     def epoch_of(self, at: Position) -> int:
@@ -152,7 +152,7 @@ class EpochEnds:
     def next_epoch(self, over: Position) -> Position:
         """The start of the next epoch. Raises `SavableError` if this one had too little."""
         for observer in self._observers:
-            observer.on_epoch_end(over)
+            observer.on_skip(over)
         counts = self._prefetcher.uncounted.items() if over.end == 0 else ()
         skipped = {name: int(n) for name, n in counts if "/skipped/" in name and "/source/" not in name}
         warn_unused(over, self._local.last_stage.info.population, skipped)
@@ -179,7 +179,7 @@ def _next_slot(position: Position, lane: int) -> int:
     return position.slot + (lane - position.slot) % position.lane_count
 
 
-def left_of_epoch(position: Position, epoch_slots: int) -> int:
+def remaining_slots(position: Position, epoch_slots: int) -> int:
     """Return the slots that are left of an epoch, rounded up to whole steps."""
     remaining = epoch_slots - position.slot % epoch_slots
     return -(-remaining // position.step) * position.step
@@ -193,38 +193,39 @@ def counted_end(counts: list[int], *, pad: bool) -> int:
     return min(counts) * lanes
 
 
-def warn_unused(position: Position, population: int, left_out: Mapping[str, int]) -> None:
+def warn_unused(position: Position, population: int, skipped: Mapping[str, int]) -> None:
     """Warn about slots and batches of an ended epoch that no rank gets.
 
-    `population`: the number of samples. `left_out`: skipped ones by reason. Raises `SavableError` for an epoch without
+    `population`: the number of samples. `skipped`: skipped ones by reason. Raises `SavableError` for an epoch without
     any batch.
     """
     epoch, lanes = position.epoch, position.lane_count
     rounds = position.end // lanes
-    dry = [lane for lane, at in position.lanes.items() if at.more is False]
+    exhausted = [lane for lane, at in position.lanes.items() if at.more is False]
     if position.end == 0:
-        reasons = ", ".join(f"{name}: {count}" for name, count in sorted(left_out.items()))
+        reasons = ", ".join(f"{name}: {count}" for name, count in sorted(skipped.items()))
         why = (
-            f"{sum(left_out.values())} of {population} samples were skipped ({reasons})"
+            f"{sum(skipped.values())} of {population} samples were skipped ({reasons})"
             if reasons
             else f"the data has {population} samples"
         )
+        lane = f"lane {exhausted[0]}" if exhausted else "a lane"
         raise SavableError(
-            f"epoch {epoch} has no batch, because {f'lane {dry[0]}' if dry else 'a lane'} has too few samples for one. "
-            f"Use fewer than {lanes} lanes, or a smaller batch size.\n  {why}"
+            f"epoch {epoch} has no batch, because {lane} has too few samples for one. Use fewer than {lanes} lanes, or "
+            f"a smaller batch size.\n  {why}"
         )
     if position.ranks.rank != 0:
         return
-    slots_left = position.end - position.slot
-    if slots_left > 0:
+    unused_slots = position.end - position.slot
+    if unused_slots > 0:
         log.warning(
             "the last %d slots of epoch %d are dropped, because %d ranks resumed at a slot that they do not divide",
-            *(slots_left, epoch, position.step),
+            *(unused_slots, epoch, position.step),
         )
-    lanes_left = sum(bool(at.more) for at in position.lanes.values())
-    if lanes_left:
+    unused_lanes = sum(bool(at.more) for at in position.lanes.values())
+    if unused_lanes:
         log.warning(
             "epoch %d ends after %d rounds, because lane %s is exhausted. %d lanes of this rank have more samples, "
             'which are dropped. Pass tail="pad" to keep them, or use fewer lanes.',
-            *(epoch, rounds, dry[0] if dry else "(of another rank)", lanes_left),
+            *(epoch, rounds, exhausted[0] if exhausted else "(of another rank)", unused_lanes),
         )

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -37,10 +37,6 @@ from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.pipeline import PipelineFunction
 from savable_pipeline.stages.readers.readers import READERS
 from savable_pipeline.stages.stage import Stage
-
-if TYPE_CHECKING:
-    from savable_pipeline.stages.pipeline import PipelineFunction
-
 
 Found = list[tuple[str, RecordedBatch, int]]  # the source, the batch, and its rows as bits
 _Row = tuple[int, int]  # a batch, as receipts name it, and a row
@@ -70,11 +66,11 @@ class Sighting:
     """What became of it: "trained", "dropped: REASON", "given again", or "" where nothing was acknowledged."""
 
     @classmethod
-    def of(cls, source: str, given: RecordedBatch, *, lost: bool, outcome: str) -> Sighting:
+    def of(cls, source: str, recorded: RecordedBatch, *, lost: bool, outcome: str) -> Sighting:
         """The record of a batch that was given."""
-        batch, start = given.batch, given.start
-        place = (batch.epoch, batch.slot, given.step, start.rank, start.world_size)
-        return cls(source, *place, lost, bool(batch.again), outcome)
+        batch, start = recorded.batch, recorded.start
+        position = (batch.epoch, batch.slot, recorded.step, start.rank, start.world_size)
+        return cls(source, *position, lost, bool(batch.again), outcome)
 
 
 class Ledger:
@@ -131,7 +127,7 @@ class Ledger:
         if isinstance(keys, str):
             raise ValueError(f"keys must be a list: [{keys!r}]")
         found = _find_keys(self._files, keys, source=source, data=data)
-        return {key: None if given is None else _sightings(self._files, given) for key, given in found.items()}
+        return {key: None if recorded is None else _sightings(self._files, recorded) for key, recorded in found.items()}
 
     def batch(self, pipeline: PipelineFunction, *, slot: int, epoch: int = 0) -> Any:
         """Make a batch of the run again, byte for byte as it was given.
@@ -151,13 +147,13 @@ class Ledger:
             SavableError: No such batch was given, or the pipeline makes it of other samples than the ledger names.
             CheckpointMismatchError: Settings or data are not those of the run.
         """
-        return make_again(pipeline, self._files, epoch, slot).batch
+        return rebuild_batch(pipeline, self._files, epoch, slot).batch
 
 
 def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
     """Each time that a sample was yielded, in order, with what became of it."""
     rows = [_rows(each, bits) for _, each, bits in found]
-    said = _acknowledged(ledger, {batch for named in rows for batch, _ in named})
+    outcomes = _acknowledged(ledger, {batch for named in rows for batch, _ in named})
     last: dict[_Row, int] = {}  # the last start in which each was given
     last_time: dict[tuple[int, _Row], int] = {}  # the last time in a start
     for time, ((_, each, _), named) in enumerate(zip(found, rows, strict=True)):
@@ -168,7 +164,7 @@ def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
     for time, ((source, each, _), named) in enumerate(zip(found, rows, strict=True)):
         names, lost = set(), each.lost
         for row in named:
-            name = said.get((each.start_number, row), "") if last_time[each.start_number, row] == time else ""
+            name = outcomes.get((each.start_number, row), "") if last_time[each.start_number, row] == time else ""
             is_later = last[row] > each.start_number or last_time[each.start_number, row] > time
             lost |= bool(name) and is_later
             names.add(name or ("given again" if is_later and not each.lost else ""))
@@ -177,8 +173,8 @@ def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
     return sightings
 
 
-def _rows(given: RecordedBatch, bits: int) -> list[_Row]:
-    batch = given.batch.epoch << EPOCH_SHIFT | given.batch.slot
+def _rows(recorded: RecordedBatch, bits: int) -> list[_Row]:
+    batch = recorded.batch.epoch << EPOCH_SHIFT | recorded.batch.slot
     return [(batch, row) for row in range(bits.bit_length()) if bits >> row & 1]
 
 
@@ -205,8 +201,8 @@ def _find_keys(
     for each in _chosen(ledger, source, data):
         indices = _indices(_dataset(ledger, each, data), found)
         found |= {key: found[key] or [] for key in indices.values()}
-        for index, given, rows in ledger.find(each.tag, set(indices)):
-            found[indices[index]] = [*(found[indices[index]] or []), (each.name, given, rows)]
+        for index, recorded, rows in ledger.find(each.tag, set(indices)):
+            found[indices[index]] = [*(found[indices[index]] or []), (each.name, recorded, rows)]
     return found
 
 
@@ -276,26 +272,26 @@ def _indices(dataset: Dataset, keys: Iterable[str]) -> dict[int, str]:
     return {index: key for index, key in enumerate(dataset.all_keys()) if key in wanted}
 
 
-class MadeBatch(NamedTuple):
+class RebuiltBatch(NamedTuple):
     """A rebuilt batch, the last stage of its lane, and its record in the ledger."""
 
     batch: Any
     stage: Stage
-    given: RecordedBatch
+    recorded: RecordedBatch
 
 
-def make_again(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, slot: int) -> MadeBatch:
+def rebuild_batch(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, slot: int) -> RebuiltBatch:
     """Rebuild the batch of a slot, byte for byte.
 
     The lane runs from its last state in the ledger, at most 1,000 batches before. Shards may have been added since.
     Raises `SavableError` if the run had no such batch, or the pipeline builds another one, and
     `CheckpointMismatchError` if settings or data differ otherwise.
     """
-    given = ledger.batch_at(epoch, slot)
-    start = given.start
+    recorded = ledger.batch_at(epoch, slot)
+    start = recorded.start
     lane = slot % start.lanes
     local = LocalLanes(LaneJob(pipeline, start.seed, start.lanes, start.pad), lane)
-    facts = _facts(given, local)
+    facts = _facts(recorded, local)
     at = ledger.state_before(epoch, slot)
     before, saved = (
         (lane, LaneState(lane, epoch)) if at is None else (at.slot, unpack_state(at.state, LaneState, "lane"))
@@ -304,31 +300,31 @@ def make_again(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, slot
     makers = InProcess(local.runner)
     for _ in range((slot - before) // start.lanes):
         state = makers.answer(makers.ask(lane, state, "skip", facts)).state
-    made = makers.answer(makers.ask(lane, state, facts=facts))
-    last = local.runner.at_position(lane, made.state)
+    rebuilt = makers.answer(makers.ask(lane, state, facts=facts))
+    last = local.runner.at_position(lane, rebuilt.state)
     assert last is not None
-    _check(BatchSamples.of(made.samples), given)
-    return MadeBatch(made.batch, last, given)
+    _check(BatchSamples.of(rebuilt.samples), recorded)
+    return RebuiltBatch(rebuilt.batch, last, recorded)
 
 
-def _facts(given: RecordedBatch, local: LocalLanes) -> RunFacts:
+def _facts(recorded: RecordedBatch, local: LocalLanes) -> RunFacts:
     """The facts of the run at a batch, with the number of current shards that its lanes read in each epoch.
 
     Raises `CheckpointMismatchError` if anything but later shards differs.
     """
-    start, facts = given.start, given.facts
+    start, facts = recorded.start, recorded.facts
     saved = unpack_fingerprint(start.fingerprint)
     local.learn(facts)
-    here = fingerprint(local.last_stage, seed=start.seed, lanes=start.lanes)
-    new = NewShards(saved, here, local)
-    compare(new.before, here)
+    current = fingerprint(local.last_stage, seed=start.seed, lanes=start.lanes)
+    new = NewShards(saved, current, local)
+    compare(new.before, current)
     return replace(facts, growth=new.growth_before | facts.growth)
 
 
-def _check(made: BatchSamples, given: RecordedBatch) -> None:
+def _check(rebuilt: BatchSamples, recorded: RecordedBatch) -> None:
     """Raise `SavableError` unless the batch has the samples that the ledger names."""
-    if made.by_row() != given.batch.samples.by_row():
+    if rebuilt.by_row() != recorded.batch.samples.by_row():
         raise SavableError(
-            f"slot {given.batch.slot} of epoch {given.batch.epoch}: the pipeline reads other samples than the "
+            f"slot {recorded.batch.slot} of epoch {recorded.batch.epoch}: the pipeline reads other samples than the "
             "ledger recorded. Use the code and data of the run."
         )

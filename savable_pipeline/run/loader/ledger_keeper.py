@@ -16,25 +16,13 @@ from msgspec.structs import replace
 
 from savable_pipeline.core.run_facts import NO_FACTS
 from savable_pipeline.errors import SavableError
-from savable_pipeline.run.ledger.records import (
-    FORMAT,
-    SUFFIX,
-    Acknowledged,
-    Batch,
-    Facts,
-    LedgerSource,
-    LedgerWriter,
-    Numbers,
-    Saved,
-    Start,
-    next_number,
-    read_records,
-)
+from savable_pipeline.run.ledger import records
 from savable_pipeline.run.loader.acknowledgements import Noted
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import BatchStep, Observer, Position
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.states import States
+from savable_pipeline.run.loader.stats import Stats
 from savable_pipeline.run.state.flights import mask_bytes
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
@@ -42,7 +30,6 @@ from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
 
-Counters = tuple[dict[str, float], dict[str, str]]
 _LEAST_S = 10.0  # from one record of counters to the next
 _SHARE = 0.01  # of the time since the file began: the longer it is, the rarer they are
 _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows costs comes first
@@ -51,22 +38,24 @@ _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows cost
 class LedgerKeeper(Observer):
     """Writes a file, which the first batch or skip starts after creation or load.
 
-    Ranks that can communicate start their files together. If one fails, each raises that rank's error. `counters`
-    returns the run's counters and names, which are written at the start and end of a file, and in between.
+    Ranks that can communicate start their files together. If one fails, each raises that rank's error. The run's
+    counters are written at the start and end of a file, and in between. `noted` returns what the trainer has
+    acknowledged since the last call.
     """
 
-    def __init__(self, settings: LoaderSettings, local: LocalLanes, states: States, counters: Callable[[], Counters]):
+    def __init__(
+        self, settings: LoaderSettings, local: LocalLanes, states: States, stats: Stats, noted: Callable[[], Noted]
+    ) -> None:
         self._folder = Path(settings.ledger or "")
         self._seed = settings.seed
-        self._local, self._states, self._counters = local, states, counters
-        self.noted: Callable[[], Noted] = dict  # what the trainer has acknowledged since the last call
+        self._local, self._states, self._stats, self._noted = local, states, stats, noted
         self._writing = Lock()  # other threads save
-        self._writer: LedgerWriter | None = None
+        self._writer: records.LedgerWriter | None = None
         self._begun = self._due = 0.0
         self._last = (0, 0)  # epoch and slot of the last batch
         self._facts = NO_FACTS  # that the file has noted
         self._fresh = True  # no state has been loaded, nothing skipped
-        self._saved: Saved | None = None  # that the run has not gone on after, yet
+        self._saved: records.Saved | None = None  # that the run has not gone on after, yet
 
     def on_batch(self, step: BatchStep) -> None:
         """Write a batch. Raises `SavableError` if it cannot be written."""
@@ -74,7 +63,7 @@ class LedgerKeeper(Observer):
             self._write(step)
         elif step.delivery.remaining:
             epoch, slot = step.epoch_and_slot
-            record = Batch.of(epoch, slot, step.samples.in_rows(step.delivery.remaining))
+            record = records.Batch.of(epoch, slot, step.samples.in_rows(step.delivery.remaining))
             writer = self._open(step.at)
             with self._writing:
                 writer.write(replace(record, again=mask_bytes(step.repeated) or b"\0"))
@@ -93,7 +82,7 @@ class LedgerKeeper(Observer):
             if at.facts.decisions != self._facts.decisions:
                 writer.forget_lanes()
             self._facts = at.facts
-            writer.write(Facts(at.facts))
+            writer.write(records.Facts(at.facts))
         self._note_saved(writer)
         with self._writing:
             writer.append(at.epoch, at.own_slot, lane, at.lanes[lane].state, step.samples, cost)
@@ -102,45 +91,60 @@ class LedgerKeeper(Observer):
         """Write the acknowledgements since the last call if there is a file, in any thread."""
         if self._writer is not None:
             with self._writing:
-                for (kind, reason), rows in self.noted().items():
+                for (kind, reason), rows in self._noted().items():
                     masks = {batch: mask_bytes(mask) for batch, mask in rows.items()}
-                    self._writer.write(Acknowledged(kind, reason, masks))
+                    self._writer.write(records.Acknowledged(kind, reason, masks))
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
         """Record the saved state with the next batch, before which a kill may lose it."""
         if (at.epoch, at.slot) > (0, 0):
-            self._saved = Saved(at.epoch, at.slot)
+            self._saved = records.Saved(at.epoch, at.slot)
         self._note_acknowledged()
 
-    def _note_saved(self, writer: LedgerWriter) -> None:
+    def _note_saved(self, writer: records.LedgerWriter) -> None:
         if self._saved is not None:
             writer.write(self._saved)
             self._saved = None
 
-    def _note(self, writer: LedgerWriter) -> None:
-        writer.write(Numbers(*self._last, time.time_ns(), *self._counters()))
+    def _note(self, writer: records.LedgerWriter) -> None:
+        writer.write(records.Numbers(*self._last, time.time_ns(), self._stats.totals(), self._stats.names()))
 
     def on_skip(self, at: Position) -> None:
         """Record that slots are skipped. Raises `SavableError` if it cannot be written."""
-        self._fresh = False
-        self._open(at)
+        if not at.is_over:
+            self._fresh = False
+            if (at.epoch, at.own_slot) <= self._last:
+                self._start_anew()  # so that a last batch that was taken back is lost
+            self._open(at)
 
-    def _open(self, at: Position) -> LedgerWriter:
+    def _open(self, at: Position) -> records.LedgerWriter:
+        if (at.epoch, at.own_slot) < self._last:
+            self._start_anew()  # the run has returned to an earlier position
         if self._writer is None:
             self._writer = self._begin_file(at, _sources(self._local.last_stage), self._states.packed)
             self._begun = time.monotonic()
             self._due = 0.0  # counters are due before the first batch
         return self._writer
 
-    def _begin_file(self, at: Position, sources: list[LedgerSource], fingerprint: bytes) -> LedgerWriter:
+    def _begin_file(
+        self, at: Position, sources: list[records.LedgerSource], fingerprint: bytes
+    ) -> records.LedgerWriter:
         """This rank's file, once all ranks that can communicate have theirs."""
         ranks = at.ranks
-        number = next_number(self._folder)
+        number = records.next_number(self._folder)
         if ranks.can_talk:
             number = ranks.agree(number, smallest=False)
         position = (at.lane_count, self._seed, at.epoch, at.slot)
-        start = Start(
-            FORMAT, number, ranks.rank, ranks.world_size, *position, sources, fingerprint, at.pad, os.cpu_count() or 0
+        start = records.Start(
+            records.FORMAT,
+            number,
+            ranks.rank,
+            ranks.world_size,
+            *position,
+            sources,
+            fingerprint,
+            at.pad,
+            os.cpu_count() or 0,
         )
         if not ranks.can_talk:
             return self._writer_of(start)
@@ -155,11 +159,11 @@ class LedgerKeeper(Observer):
             writer.discard()
         raise SavableError("; ".join(f"rank {rank}: {found}" for rank, found in faults.items()))
 
-    def _writer_of(self, start: Start, *, looks: bool = True) -> LedgerWriter:
+    def _writer_of(self, start: records.Start, *, looks: bool = True) -> records.LedgerWriter:
         """This rank's file. Raises `SavableError` if it `looks` and finds a state that was not loaded."""
         if self._fresh and looks:
             check_not_forgotten(self._folder, start)
-        return LedgerWriter(self._folder, start)
+        return records.LedgerWriter(self._folder, start)
 
     def close(self) -> None:
         """Close the file, which the next batch continues without the other ranks."""
@@ -175,19 +179,19 @@ class LedgerKeeper(Observer):
         self._writer.close()
         self._due = 0.0
 
-    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None]:
+    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
         """Close the file, because the run continues elsewhere."""
-        return self._begin_anew
+        return None if state is None else self._start_anew
 
-    def _begin_anew(self) -> None:
+    def _start_anew(self) -> None:
         self.close()
-        self._writer, self._facts, self._fresh = None, NO_FACTS, False
+        self._writer, self._facts, self._fresh, self._last = None, NO_FACTS, False, (0, 0)
 
 
-def _sources(last: Stage) -> list[LedgerSource]:
+def _sources(last: Stage) -> list[records.LedgerSource]:
     """The sources of a pipeline, in the order of the data path."""
     return [
-        LedgerSource(
+        records.LedgerSource(
             stage.info.branch,
             tag,
             _address(stage),
@@ -213,20 +217,20 @@ def saved_files(files: str | tuple[str, ...]) -> str | list[str]:
     return absolute[0] if isinstance(files, str) else absolute
 
 
-def check_not_forgotten(folder: Path, start: Start) -> None:
+def check_not_forgotten(folder: Path, start: records.Start) -> None:
     """Warn if a ledger has batches of a run that starts without a state.
 
     Raises `SavableError` if the ledger also has a state that was saved after some batch, which should be loaded.
     """
     last, saved = (-1, -1), None
-    for path in sorted(folder.glob(f"*-rank-{start.rank:05d}{SUFFIX}")):
+    for path in sorted(folder.glob(f"*-rank-{start.rank:05d}{records.SUFFIX}")):
         with contextlib.suppress(SavableError):  # of a damaged file its reader tells
-            for record in read_records(path):
-                if isinstance(record, Start) and (record.seed, record.lanes) != (start.seed, start.lanes):
+            for record in records.read_records(path):
+                if isinstance(record, records.Start) and (record.seed, record.lanes) != (start.seed, start.lanes):
                     break  # another run's: `LedgerWriter` refuses the folder
-                if isinstance(record, Batch):
+                if isinstance(record, records.Batch):
                     last = max(last, record.position)
-                elif isinstance(record, Saved):
+                elif isinstance(record, records.Saved):
                     saved = record
     if last < (0, 0):
         return

@@ -219,8 +219,6 @@ def first_epoch_batches(last: Stage) -> int | None:
     return max(0, count - len(excluded)) // last.size
 
 
-log = logging.getLogger(__name__)
-
 # Neighbours of a block remain so: 87 % of them in batches of samples, about a third in packs.
 _IN_ORDER = (Blend, Filter, Join, PassThrough, Encode, OnlinePacker, Batcher)
 

@@ -116,8 +116,6 @@ def warn_unloaded() -> None:
             )
 
 
-log = logging.getLogger(__name__)
-
 _LIGHTNING = "lightning.pytorch"
 _KEEPS_ONE = "saves the state of rank 0 only"
 _CURES = {  # by the calling module: whether a single rank is rejected, too, what is wrong, and the solution
@@ -192,11 +190,11 @@ def warn_unsaved(caller: str, at: Position, *, restarts: bool) -> None:
         _warn("an Accelerator", "Use savable_pipeline.trainers.accelerate.prepare(accelerator, loader)")
 
 
-def _warn(what: str, cure: str) -> None:
+def _warn(trainer: str, cure: str) -> None:
     log.warning(
         "%s does not save the state of a SavableLoader, so a resumed run would restart at slot 0. %s, or save the "
         "state yourself.",
-        *(what, cure),
+        *(trainer, cure),
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from savable_pipeline.core.containers import with_parts_changed
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.run.loader.ledger_keeper import Counters, LedgerKeeper
+from savable_pipeline.run.loader.ledger_keeper import LedgerKeeper
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import BatchStep, Observer
 from savable_pipeline.run.loader.prefetcher import Prefetcher
@@ -146,22 +146,15 @@ def new_observers(
     settings: LoaderSettings, ranks: Ranks, local: LocalLanes, states: States, prefetcher: Prefetcher
 ) -> list[Observer]:
     """The observers for these settings, in the order in which they see a step."""
-    stats = Stats(settings.num_workers, lambda: source_names(local.last_stage))
     found: list[Observer] = [SourceLosses(local)]
     if settings.sample_ids:
         found.append(SampleIds(local, pad=settings.pad))
     if settings.pin_memory:
         found.append(PinnedMemory())
     rows = RowsInFlight(settings, ranks, local) if settings.acknowledge else None
-    if rows is not None:
-        found.append(rows)
+    found += [rows] if rows is not None else []
+    others = [prefetcher.numbers] if rows is None else [rows.table.numbers, prefetcher.numbers]
+    stats = Stats(lambda: source_names(local.last_stage), others)
     if settings.ledger is not None and ranks.builds:
-
-        def counters() -> Counters:
-            in_flight = {} if rows is None else rows.numbers()
-            return {**stats.totals(), **in_flight, **prefetcher.numbers()}, stats.names()
-
-        ledger = LedgerKeeper(settings, local, states, counters)
-        ledger.noted = ledger.noted if rows is None else rows.table.noted
-        found.append(ledger)
+        found.append(LedgerKeeper(settings, local, states, stats, dict if rows is None else rows.table.noted))
     return [*found, stats]

@@ -226,36 +226,34 @@ class Observer:
     def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
         """Return `Remake`s of batches to yield before the next slot, or None (default).
 
-        `vote` returns the smallest or largest vote of all ranks. It is None if they cannot communicate.
+        This is not a case of `on_batch`, because it decides what the step is. `vote` returns the smallest or largest
+        vote of all ranks. It is None if they cannot communicate.
         """
 
     def on_batch(self, step: BatchStep) -> None:
-        """Note a batch before it is yielded."""
+        """Note or replace a batch before it is yielded."""
 
     def on_skip(self, at: Position) -> None:
-        """Note that slots are skipped from here on."""
+        """Note that slots from here on are not yielded: a skip, or the epoch is over.
 
-    def on_epoch_end(self, over: Position) -> None:
-        """Note the end of a finite epoch. Raises `SavableError` if it had too little data."""
-
-    def on_reconfigure(self, at: Position) -> None:
-        """Note that the decisions of this position apply from here on."""
+        These slots have no batch, so `on_batch` does not see them. Raises `SavableError` if an epoch had too little.
+        """
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
         """Add own entries to the state of a position, `lag` batches before the last one."""
 
     def on_merge(self, own: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
-        """Note the state of all ranks, of which `own` is this rank's."""
+        """Note the state of all ranks, of which `own` is this rank's.
 
-    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Check own entries of a loaded state, or a return to an earlier position (None).
-
-        Returns a function that adopts them. Raises `CheckpointMismatchError` if they are missing.
+        This is not a case of `on_save`, because other ranks' acknowledgements are known only after all have saved.
         """
 
-    def numbers(self) -> Mapping[str, int | float]:
-        """Return counters for `SavableLoader.stats`."""
-        return {}
+    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
+        """Check own entries of a loaded state, and return a function that adopts them.
+
+        The state is None if the run moves to an earlier position or decides anew, which nothing rejects. Raises
+        `CheckpointMismatchError` if entries are missing.
+        """
 
     def close(self) -> None:
         """Close files, which a later batch opens again."""

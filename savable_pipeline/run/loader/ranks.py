@@ -22,7 +22,7 @@ from savable_pipeline.core.named_object import imported
 from savable_pipeline.data.dataset.shard_digests import count
 from savable_pipeline.data.shards.paths import without_commit
 from savable_pipeline.errors import CheckpointMismatchError, SavableError
-from savable_pipeline.run.state.fingerprint import FingerprintHere
+from savable_pipeline.run.state.fingerprint import PipelineFingerprint
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -321,7 +321,7 @@ def _found_ranks() -> Ranks:
     return Ranks(0, 1, explicit=False)
 
 
-def check_same_data(ranks: Ranks, found: FingerprintHere, *, by_default: bool = False) -> None:
+def check_same_data(ranks: Ranks, found: PipelineFingerprint, *, by_default: bool = False) -> None:
     """Check that the ranks of a run have the same seed, shards and excluded samples.
 
     With lanes `by_default`, set by the data or a loaded state, their number must be the same, too.

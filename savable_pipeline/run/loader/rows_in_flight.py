@@ -105,15 +105,6 @@ class RowsInFlight(Observer):
         lane = LaneState(slot % lanes, epoch, slot // lanes, facts=at.facts.digest)
         return Remake(lane, msgpack.encode(flight.ref) if flight.rows else b"", flight.size).packed
 
-    def on_reconfigure(self, at: Position) -> None:
-        """Close the rows of which all is excluded."""
-        self.table.settle(at.history.total)
-        self.table.lose(partial(open_rows_lost, self._local.last_stage))
-
-    def numbers(self) -> dict[str, int]:
-        """Counters of rows."""
-        return self.table.numbers()
-
     # Saving and restoring.
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
@@ -130,7 +121,7 @@ class RowsInFlight(Observer):
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
         """Start with the rows in flight, except those whose data are gone."""
         if state is None:
-            return None
+            return partial(self._close_excluded, at.history.total)
         flights, world_size = read_flights(state), self._ranks.world_size
         lost = rows_lost(self._local.last_stage, flights) if flights else {}
         counts = [0] * world_size
@@ -146,6 +137,11 @@ class RowsInFlight(Observer):
 
         return adopt
 
+    def _close_excluded(self, batches: int) -> None:
+        """Close the rows of which all is excluded, after this many batches."""
+        self.table.settle(batches)
+        self.table.lose(partial(open_rows_lost, self._local.last_stage))
+
 
 def rows_lost(last: Stage, flights: Flights) -> dict[int, int]:
     """By batch, the open rows whose data are gone."""
@@ -155,9 +151,9 @@ def rows_lost(last: Stage, flights: Flights) -> dict[int, int]:
 
 def open_rows_lost(last: Stage, flight: Flight) -> int:
     """The open rows of a batch whose samples are excluded or whose source is gone."""
-    left_of = last.info.left_of
+    without_excluded = last.info.left_of
     _, rows = batch_rows(as_ref(msgpack.decode(msgpack.encode(flight.ref))))
-    return sum(1 << row for row, ref in enumerate(rows) if left_of(ref) is None) & flight.open
+    return sum(1 << row for row, ref in enumerate(rows) if without_excluded(ref) is None) & flight.open
 
 
 def _size(batch: Any, rows: int) -> int:

@@ -1,6 +1,13 @@
-"""`Run`: one rank's part of a run: its position, its steps, and its state.
+"""`Run`: one rank's part of a run, with its position, its steps and its state.
 
-`SavableLoader` shows users a run; `testing`, `verify` and `StatefulDataset` use one directly.
+A step reads the position, gets a batch, and only then moves:
+
+    observers that repeat batches ──▶ or the batch of the next slot, from the prefetcher and its backend
+      ──▶ the position after it: the epoch's end, if the ranks must vote
+      ──▶ each observer, which may raise: the batch is put back, and the next step has it again
+      ──▶ position = after; the batch is yielded
+
+`SavableLoader` shows users a run. `testing`, `verify` and `StatefulDataset` use one directly.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.run.engine.backend import Backend
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.loader.decided import agreed, check_decided, reconfigure
-from savable_pipeline.run.loader.epoch_end import EpochEnds, left_of_epoch, proposed_end
+from savable_pipeline.run.loader.epoch_end import EpochEnds, proposed_end, remaining_slots
 from savable_pipeline.run.loader.local_lanes import LocalLanes, with_lanes
 from savable_pipeline.run.loader.misuse import IterationGuard, warn_unloaded
 from savable_pipeline.run.loader.observers import Trace, new_observers, traced_rows
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T", bound=Observer)
-_FIXED = {"settings", "states", "observers", "position", "_ends"}
+_FIXED = {"settings", "states", "observers", "position", "epoch_of", "_ends"}
 _MOST_LANES = 1 << 16  # of a state that sets them, which may be damaged
 
 
@@ -91,6 +98,7 @@ class Run:
         self.states = States(settings, self.ranks, self.local)
         self.observers = new_observers(settings, self.ranks, self.local, self.states, self.prefetcher)
         self._ends = EpochEnds(settings, self.local, self.prefetcher, self.observers)
+        self.epoch_of = self._ends.epoch_of
         self.begin_epoch(0)
 
     def observer(self, kind: type[T]) -> T | None:
@@ -111,11 +119,7 @@ class Run:
     @property
     def epoch(self) -> int:
         """The epoch of the last batch; once the next iterator has started, its own."""
-        return self._ends.epoch_of(self.position)
-
-    def epoch_at(self, position: Position) -> int:
-        """The same at a position where this run was."""
-        return self._ends.epoch_of(position)
+        return self.epoch_of(self.position)
 
     def length(self) -> int | None:
         """How many batches this rank gets in the epoch; None if that is not known."""
@@ -204,7 +208,7 @@ class Run:
             for observer in self.observers:
                 observer.on_skip(self.position)
         if self.settings.epoch_slots is not None:
-            slots = min(slots, left_of_epoch(self.position, self.settings.epoch_slots))
+            slots = min(slots, remaining_slots(self.position, self.settings.epoch_slots))
         over = self.position.previous  # the epoch whose last batch was yielded, but whose iterator has not ended yet
         while slots and self.position.previous is over:
             with self._process.moving():
@@ -289,13 +293,9 @@ class Run:
 
     # Saving, restoring and looking back.
 
-    def state_dict(self, lag: int = 0) -> dict[str, Any]:
-        """See `SavableLoader.state_dict`."""
-        return self.state_at(self.position, lag)
-
-    def state_at(self, position: Position, lag: int = 0) -> dict[str, Any]:
-        """The state at a position where this run was, or `lag` batches before."""
-        before = position.before(lag)
+    def state_dict(self, lag: int = 0, *, at: Position | None = None) -> dict[str, Any]:
+        """Return the state here or `at` an earlier position, or `lag` batches before that."""
+        before = (at or self.position).before(lag)
         self.backend.verify_delivered()
         state = self.states.flat(before)
         for observer in self.observers:
@@ -307,7 +307,7 @@ class Run:
     ) -> dict[str, Any]:
         """The state of all ranks, here or at a position where this run was. Collective."""
         ranks = self.ranks if group is None else Ranks(self.ranks.rank, self.ranks.world_size, group)
-        own = self.state_at(self.position if position is None else position, lag)
+        own = self.state_dict(lag, at=position)
         return self.joined(own, ranks.gather(own))
 
     def joined(self, own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -320,10 +320,15 @@ class Run:
     def return_to(self, position: Position) -> None:
         """Return to an earlier position of this run, to repeat what followed."""
         with self._process.moving():
-            self.prefetcher.restart()
-            self._adopt(position, None)
-            self.local.learn(position.facts)
-            self.position = position
+            self._move(position)
+
+    def _move(self, position: Position) -> None:
+        """Continue at a position whose lanes or decisions are not those of the prefetched batches."""
+        self.local.learn(position.facts)
+        self.prefetcher.restart()
+        self._ends.forget()
+        self.position = position
+        self._adopt(position, None)
 
     def _adopt(self, position: Position, state: Mapping[str, Any] | None) -> None:
         """Have all observers check a state or position, and then adopt it."""
@@ -369,19 +374,8 @@ class Run:
             at, last = self.position, self.local.last_stage
             arguments = at.facts.decisions, at.next_batch, last
             decisions = agreed(self.ranks, lambda: check_decided(self.local, reconfigure(*arguments, **wanted)))
-            after = at.decided(decisions)
-            self.local.learn(after.facts)
-            self.prefetcher.restart()
-            self._ends.forget()
-            self.position = after
-            for observer in self.observers:
-                observer.on_reconfigure(after)
+            self._move(at.decided(decisions))
         return at.next_batch
-
-    def numbers(self) -> dict[str, int | float]:
-        """Counters, and rates since the last call."""
-        found = {name: number for each in self.observers for name, number in each.numbers().items()}
-        return {**found, **self.prefetcher.numbers()}
 
     def trace(self, lag: int = 0) -> Trace:
         """See `SavableLoader.trace`."""

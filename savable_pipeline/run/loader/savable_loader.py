@@ -18,6 +18,7 @@ from savable_pipeline.run.loader.ranks import RanksLike
 from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import Acknowledge, LoaderSettings
+from savable_pipeline.run.loader.stats import Stats
 from savable_pipeline.stages.advice import advise
 from savable_pipeline.stages.pipeline import PipelineFunction
 
@@ -425,7 +426,9 @@ class SavableLoader:
         `STAGE/skipped/REASON` counts skipped samples, and `source/NAME/samples` those used from a source of a `Blend`.
         The page on operations lists all.
         """
-        return self._run.numbers()
+        stats = self._run.observer(Stats)
+        assert stats is not None
+        return stats.numbers()
 
     def trace(self, *, lag: int = 0) -> Trace:
         """Return slot and lane of the last batch, and shard, key and ref of its samples.

@@ -1,11 +1,18 @@
-"""`States`: makes the state of a position, and the position of a state.
+"""`States`: the state of a position, and the position of a state.
+
+    save    Position ──▶ flat dict: numbers, packed fingerprint, facts, and the states of this rank's lanes
+    load    flat dict ──▶ checks of its form ──▶ its commits of the Hub are pinned ──▶ compare the fingerprints
+            ──▶ new shards join ──▶ decisions that still apply ──▶ Position, which observers check before it counts
+
+Saving copies what came with the batches, so it asks no worker. Loading changes the run only if nothing raises: `Run`
+restores what it had.
 
 `NewShards` lets shards that were added to a dataset join a run, at one epoch for all lanes:
 
-    state of all lanes ──▶ the last epoch that the reader of any lane has begun: 4
+    state of all lanes ──▶ the last epoch that the reader of any lane has started: 4
                        ──▶ (epoch 5, 12 shards) among the run's facts, to stay there
 
-Epochs already begun stay as they are; no lane has begun the epoch at which the shards join, so all lanes deal it alike.
+Started epochs stay as they are. No lane has started the epoch at which the shards join, so all lanes deal it alike.
 """
 
 from __future__ import annotations
@@ -24,15 +31,16 @@ from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.data.dataset.shard_digests import Summary, begin_with, count
 from savable_pipeline.data.shards.paths import addresses_of, commits_of
 from savable_pipeline.data.shards.shard_list import ShardList
-from savable_pipeline.errors import CheckpointMismatchError, StateError
+from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.loader.decided import applicable
 from savable_pipeline.run.loader.local_lanes import LocalLanes, chunk_sizes
 from savable_pipeline.run.loader.position import LanePosition, Position
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.settings import LoaderSettings
+from savable_pipeline.run.state import state_dict
 from savable_pipeline.run.state.fingerprint import (
     Fingerprint,
-    FingerprintHere,
+    PipelineFingerprint,
     check_shards,
     checked_allow,
     compare,
@@ -42,16 +50,7 @@ from savable_pipeline.run.state.fingerprint import (
     unpack_fingerprint,
 )
 from savable_pipeline.run.state.flights import ACKNOWLEDGE, refuse_flights
-from savable_pipeline.run.state.lane_state import LaneState, pack_state, restoring, with_facts
-from savable_pipeline.run.state.state_dict import (
-    FACTS,
-    check_flat,
-    lane_name,
-    lane_numbers,
-    read_facts,
-    read_lanes,
-    refuse_spans,
-)
+from savable_pipeline.run.state.lane_state import LaneState, damaged, pack_state, restoring, with_facts
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
@@ -69,7 +68,7 @@ class States:
         self._settings, self._ranks, self._local = settings, ranks, local
 
     @cached_property
-    def fingerprint(self) -> FingerprintHere:
+    def fingerprint(self) -> PipelineFingerprint:
         """What a state must agree on. It holds the index of the shards open."""
         found = fingerprint(self._local.last_stage, seed=self._settings.seed, lanes=self._settings.lanes)
         return replace(found, addresses={**found.addresses, **addresses_of(self._local.pinned)})
@@ -98,15 +97,15 @@ class States:
             "epoch": position.epoch,
             "slot": position.slot,
             "fingerprint": self._packed_changed if position.changed else self.packed,
-            FACTS: pack_state(position.facts),
+            state_dict.FACTS: pack_state(position.facts),
             ACKNOWLEDGE: 0,
-            **{lane_name(lane): position.lanes[lane].state for lane in sorted(position.lanes)},
+            **{state_dict.lane_name(lane): position.lanes[lane].state for lane in sorted(position.lanes)},
         }
 
     def loaded(self, state: Mapping[str, Any], allow: Iterable[str]) -> Position:
         """The position in a state. Raises what `SavableLoader.load_state_dict` raises."""
-        check_flat(state)
-        refuse_spans(state)
+        state_dict.check_flat(state)
+        state_dict.refuse_spans(state)
         if not self._settings.acknowledge:
             refuse_flights(state)
         with restoring("the state"):
@@ -136,27 +135,31 @@ class States:
             self._local.learn(loaded.facts)
         return loaded
 
-    def _read(self, state: Mapping[str, Any], saved: Fingerprint, ours: FingerprintHere, allowed: set[str]) -> Position:
+    def _read(
+        self, state: Mapping[str, Any], saved: Fingerprint, ours: PipelineFingerprint, allowed: set[str]
+    ) -> Position:
         """The position in a state of the fingerprint `saved`, whose fields may differ where they are `allowed`."""
         changed = saved.environment.pop(_CHANGED, None) is not None and state["slot"] > 0
         new = NewShards(saved, ours, self._local) if NEW_SHARDS in allowed else None
         differing = compare(new.before if new else saved, ours, allowed - {NEW_SHARDS})
         if state["lanes"] != self._settings.lanes:
-            raise StateError(
-                f"the state has {state['lanes']} lanes, but its fingerprint {self._settings.lanes}. Use another "
-                "copy of the checkpoint."
-            )
+            raise damaged(f"the state has {state['lanes']} lanes, but its fingerprint {self._settings.lanes}")
         state = new.join(state) if new else state
-        lanes, facts = read_lanes(state, self._ranks.lanes(self._settings.lanes)), read_facts(state)
+        lanes, facts = (
+            state_dict.read_lanes(state, self._ranks.lanes(self._settings.lanes)),
+            state_dict.read_facts(state),
+        )
         decided, last = facts.decisions, self._local.last_stage
         if decided and (in_effect := applicable(decided, last, differing)) != decided:
             facts = replace(facts, decisions=in_effect)
-            state = {**state, **{name: with_facts(state[name], facts) for name in map(lane_name, lanes)}}
+            state = {**state, **{name: with_facts(state[name], facts) for name in map(state_dict.lane_name, lanes)}}
             lanes = {number: replace(lane, more=None) for number, lane in lanes.items()}
         differs = bool(differing) or changed or _may_be_cut_otherwise(facts, self._local.grown(facts), state["epoch"])
         slot, count, pad = state["slot"], self._settings.lanes, self._settings.pad
         changed = differs and slot > 0  # with larger batches, say, a lane that had another batch may have none
-        at = {n: LanePosition(state[lane_name(n)], None if changed else lane.more) for n, lane in lanes.items()}
+        at = {
+            n: LanePosition(state[state_dict.lane_name(n)], None if changed else lane.more) for n, lane in lanes.items()
+        }
         facts_and_more: Any = {"iterator": "loaded", "facts": facts, "changed": changed}
         return Position(self._ranks, count, pad, state["epoch"], slot, at, slot, **facts_and_more)
 
@@ -178,7 +181,7 @@ class NewShards:
     shard. Raises `CheckpointMismatchError` for shards that cannot join.
     """
 
-    def __init__(self, saved: Fingerprint, ours: FingerprintHere, local: LocalLanes) -> None:
+    def __init__(self, saved: Fingerprint, ours: PipelineFingerprint, local: LocalLanes) -> None:
         self._local = local
         self._shards: dict[str, tuple[int, list[str]]] = {}  # by the reader's branch: how many there were; the new ones
         check_shards(saved, ours)
@@ -203,7 +206,7 @@ class NewShards:
         """
         if not self._shards:
             return state
-        lanes, facts = _all_lanes(state), read_facts(state)
+        lanes, facts = _all_lanes(state), state_dict.read_facts(state)
         growth = self.growth_before | facts.growth
         begun = _begun(lanes, RunFacts(growth), self._local)
         for branch, (old, names) in self._shards.items():
@@ -212,8 +215,8 @@ class NewShards:
             where = f"{branch}: " if branch else ""
             log.warning("%s%d new shards, from %s on, are read from epoch %d on", where, len(names), names[0], epoch)
         facts = replace(facts, growth={name: pairs for name, pairs in growth.items() if len(pairs) > 1})
-        grown = {name: with_facts(state[name], facts) for name in map(lane_name, lanes)}
-        return {**state, **grown, FACTS: pack_state(facts)}
+        grown = {name: with_facts(state[name], facts) for name in map(state_dict.lane_name, lanes)}
+        return {**state, **grown, state_dict.FACTS: pack_state(facts)}
 
 
 def _readers(last: Stage) -> dict[str, RecordReader]:
@@ -285,13 +288,13 @@ def _same_media(reader: RecordReader, saved: Fingerprint, ours: Fingerprint, old
 
 def _all_lanes(state: Mapping[str, Any]) -> dict[int, LaneState]:
     """The states of all lanes. Raises `CheckpointMismatchError` if some are missing."""
-    numbers = lane_numbers(state)
+    numbers = state_dict.lane_numbers(state)
     if len(numbers) < state["lanes"]:
         raise CheckpointMismatchError(
             f"new shards need the state of all lanes, not {len(numbers)} of {state['lanes']}. Load "
             "global_state_dict() or merge_states(...)."
         )
-    return read_lanes(state, range(state["lanes"]))
+    return state_dict.read_lanes(state, range(state["lanes"]))
 
 
 def _begun(lanes: Mapping[int, LaneState], facts: RunFacts, local: LocalLanes) -> dict[str, int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -43,12 +43,14 @@ class Stats(Observer):
     """Counters of one loader since it was created.
 
     `find_sources` returns the name of each source ("" without a `Blend`) by its tag. It is called after the first
-    batch.
+    batch. `others` return the counters of other parts of the run.
     """
 
-    def __init__(self, num_workers: int, find_sources: Callable[[], dict[int, str]]) -> None:
-        self._num_workers = num_workers
+    def __init__(
+        self, find_sources: Callable[[], dict[int, str]], others: Sequence[Callable[[], Mapping[str, int]]] = ()
+    ) -> None:
         self._sources = cache(find_sources)
+        self._others = others
         self._samples: Counter[int] = Counter()  # by the tag of their source
         self._waits, self._makings = Recent(), Recent()
         self._stage_times: dict[str, Recent] = {}
@@ -117,10 +119,7 @@ class Stats(Observer):
         where = ", ".join(f"{name} {share:.0%}" for name, share in shares[:3]) or "not measured yet"
         log.warning(
             "training waited for data %.0f of the last %.0f s. Time per stage: %s. num_workers=%d.",
-            waited,
-            seconds,
-            where,
-            self._num_workers,
+            *(waited, seconds, where, self.totals().get("num_workers", 0)),
         )
 
     def _stage_shares(self) -> dict[str, float]:
@@ -154,13 +153,13 @@ class Stats(Observer):
             **({"bytes": self._bytes_read()} if self._watched[1] else {}),
             "wait_s": self._wait_s,
             "work_s": self._work_s,
-            "num_workers": self._num_workers,
             **{f"seconds/{name}": share * self._work_s for name, share in self._stage_shares().items()},
             **plain,
             **_fills(counts),
             **self._of_sources(),
             **self._percentiles(),
             **{name: seconds for name, (seconds, _) in self._slow().items()},
+            **{name: number for find in self._others for name, number in find().items()},
         }
 
     def _bytes_read(self) -> int:
@@ -271,8 +270,6 @@ class Slowest:
         return max(((shard, self._mean(shard)) for shard in known), key=lambda entry: entry[1], default=None)
 
 
-log = logging.getLogger(__name__)
-
 _ENOUGH = 1000  # samples of a source before its share is looked at
 _MUCH = 0.1  # of a source's samples, or tokens
 _MOST_DROPPED = 10_000  # dropped samples of a source that yields none end the run, or all of its first epoch
@@ -353,14 +350,16 @@ class SourceLosses(Observer):
                 self._due[key] = dropped + max(1, missing)
             self._warn_of_share(key, min(_ENOUGH, own))
 
-    def on_epoch_end(self, over: Position) -> None:
+    def on_skip(self, at: Position) -> None:
         """The same at the end of an epoch, when lanes have seen enough."""
-        states = [unpack_state(lane.state, LaneState, f"lane {number}") for number, lane in over.lanes.items()]
+        if not at.is_over:
+            return
+        states = [unpack_state(lane.state, LaneState, f"lane {number}") for number, lane in at.lanes.items()]
         for key in dict.fromkeys(key for state in states for key in state.dropped or {}):
-            population, found = self._source(key)[1], self._dropped_of(key, over)
-            enough = (population + 1) // 2 if len(over.lanes) == over.lane_count else _ENOUGH
+            population, found = self._source(key)[1], self._dropped_of(key, at)
+            enough = (population + 1) // 2 if len(at.lanes) == at.lane_count else _ENOUGH
             if population and found and reasons_of(found).total() >= enough:
-                raise self._error(key, found, len(over.lanes))
+                raise self._error(key, found, len(at.lanes))
         for key in self._dropped:
             self._warn_of_share(key, 1)
 

@@ -26,7 +26,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -36,20 +35,6 @@ from savable_pipeline.run.engine.sealed_job import PROCESS_NAME, SealedJob, begi
 from savable_pipeline.run.engine.worker_main import be_quiet
 from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agreement import unmet_requirements
-from savable_pipeline.run.nodes.wire import (
-    FOR_SESSION,
-    REPLY_BYTES,
-    Frame,
-    Link,
-    Secret,
-    Wanted,
-    WrittenAnswer,
-    WrittenAnswerReader,
-    answered,
-    can_authenticate_bodies,
-    error_text,
-    new_hello,
-)
 from savable_pipeline.run.transport import batch_pickle
 from savable_pipeline.run.transport.channel import Channel
 
@@ -68,7 +53,7 @@ class HalfOpen:
     end: socket.socket
     peer: str
     until: float
-    hello: bytes = field(default_factory=new_hello)
+    hello: bytes = field(default_factory=wire.new_hello)
     reply: bytes = b""
 
 
@@ -108,7 +93,9 @@ class Agent:
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
-            raise OSError(f"{listen}: {error_text(error)}. Use an address of this machine, and a free port.") from error
+            raise OSError(
+                f"{listen}: {wire.error_text(error)}. Use an address of this machine, and a free port."
+            ) from error
         self._listener.setblocking(False)
         if ipaddress.ip_address(self._listener.getsockname()[0]).is_unspecified:
             log.warning("%s listens on every network. Use the address of the one that trainers use.", listen)
@@ -149,7 +136,7 @@ class Agent:
         if caller not in self._half_open:  # rejected in this step
             return
         try:
-            raw = caller.end.recv(REPLY_BYTES - len(caller.reply))
+            raw = caller.end.recv(wire.REPLY_BYTES - len(caller.reply))
         except BlockingIOError:
             return
         except OSError:
@@ -157,8 +144,8 @@ class Agent:
         caller.reply += raw
         if not raw:
             self._reject(caller, "it left before it had proved the key")
-        elif len(caller.reply) == REPLY_BYTES:
-            found = answered(self._key, caller.hello, caller.reply)
+        elif len(caller.reply) == wire.REPLY_BYTES:
+            found = wire.answered(self._key, caller.hello, caller.reply)
             if found is None:
                 self._reject(caller, "it has not the key")
             else:
@@ -176,9 +163,9 @@ class Agent:
         self._half_open.remove(caller)
         self._selector.unregister(caller.end)
 
-    def _admit(self, caller: HalfOpen, proof: bytes, wanted: Wanted, secret: Secret) -> None:
+    def _admit(self, caller: HalfOpen, proof: bytes, wanted: wire.Wanted, secret: wire.Secret) -> None:
         known = self._sessions.get(wanted.session)
-        if (known is None) != (wanted.purpose == FOR_SESSION):
+        if (known is None) != (wanted.purpose == wire.FOR_SESSION):
             self._reject(caller, "its session has ended" if known is None else "its session has started already")
             return
         self._forget(caller)
@@ -236,7 +223,7 @@ def run_session(end: int, workers: int) -> None:
 class Relay:
     """Joins the connection of a trainer with that of a worker."""
 
-    def __init__(self, link: Link, host: ProcessHost) -> None:
+    def __init__(self, link: wire.Link, host: ProcessHost) -> None:
         self.link = link
         self.worker: ProcessConnection | None = None  # None until the trainer has sent the shards to read
         self.looks = False  # whether the worker is checking its shards on request
@@ -254,7 +241,7 @@ class Relay:
         for frame in self.link.receive():
             self._handle(frame)
 
-    def _handle(self, frame: Frame) -> None:
+    def _handle(self, frame: wire.Frame) -> None:
         kind, worker = frame.kind, self.worker
         if kind == wire.PING:
             self.link.send(wire.PONG)
@@ -295,7 +282,7 @@ class Relay:
         for number, answer in found:
             if number == STARTED:
                 pieces, buffers = batch_pickle.dumps(answer)
-                answer = WrittenAnswer(b"".join(pieces), buffers)
+                answer = wire.WrittenAnswer(b"".join(pieces), buffers)
             self.link.send(wire.ANSWER, answer.head(number), answer.body())
         return bool(found)
 
@@ -340,7 +327,7 @@ class NodeSession:
         self.host: ProcessHost | None = None  # once trainer and node have agreed
         self._channel = channel
         self._count = workers
-        self._control: Link | None = None
+        self._control: wire.Link | None = None
         self._trusted = False  # whether the network is trusted
         self._relays: list[Relay] = []
         self._selector: Any = selectors.DefaultSelector()  # its descriptor wakes the host
@@ -365,8 +352,8 @@ class NodeSession:
                     self._handle()
             self._serve_trainers({key.data for key, _ in ready})
 
-    def _connected(self, end: socket.socket, secret: Secret) -> None:
-        link = Link(end, secret)
+    def _connected(self, end: socket.socket, secret: wire.Secret) -> None:
+        link = wire.Link(end, secret)
         if self._control is None:
             self._control, self._trusted = link, secret.trusted
             self._watch(link, link)
@@ -374,7 +361,7 @@ class NodeSession:
             self._relays.append(Relay(link, self.host))
             self._watch(link, self._relays[-1])
 
-    def _watch(self, link: Link, data: Any) -> None:
+    def _watch(self, link: wire.Link, data: Any) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.events & select.POLLOUT else 0)
         if (known := self._watched.get(link.fileno())) != events:
             (self._selector.register if known is None else self._selector.modify)(link.fileno(), events, data)
@@ -396,12 +383,12 @@ class NodeSession:
         assert self._control is not None
         sys.path += [folder for folder in path if folder not in sys.path]
         found = unmet_requirements(wanted, main, allow)
-        if not self._trusted and not can_authenticate_bodies():
+        if not self._trusted and not wire.can_authenticate_bodies():
             found.append("cryptography: none there, and needed unless trusted_network=True")
         if found:
             self._control.send(wire.REFUSED, "\n".join(found).encode())
             return
-        self.host = ProcessHost(SealedJob.of(raw, main), get_context("forkserver"), WrittenAnswerReader)
+        self.host = ProcessHost(SealedJob(None, raw, main), "forkserver", wire.WrittenAnswerReader)
         self.host.wakes.append(self._selector.fileno())
         self._control.send(wire.AGREED, str(self._count).encode())
 

@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,19 @@ class NodeWorkers(Workers):
             )
         object.__setattr__(self, "count", 1)
         super().__post_init__()
+
+    def _open_agents(self) -> Callable[[], Sequence[AgentAddress]]:
+        """Return what finds the addresses of the agents at each call."""
+        raise NotImplementedError
+
+    def host(self, job: LaneJob, share: tuple[int, int] = (0, 1)) -> Host:
+        """Return the host that starts the workers of a loader.
+
+        Args:
+            job: The pipeline and the settings of its lanes.
+            share: The loader's rank and the number of ranks.
+        """
+        return SocketHost(job, self._open_agents(), share, sorted(self.allow), trusted=self.trusted_network)
 
 
 @dataclass(frozen=True)
@@ -92,21 +105,12 @@ class SocketWorkers(NodeWorkers):
         super().__post_init__()
         if isinstance(self.agents, str) or not self.agents:
             raise ValueError(f"agents must be a list of HOST:PORT, not {self.agents!r}")
-        self._addresses()
+        self._open_agents()
 
-    def _addresses(self) -> list[AgentAddress]:
+    def _open_agents(self) -> Callable[[], Sequence[AgentAddress]]:
         key = read_key(self.key_file)
-        return [AgentAddress.of(agent, key) for agent in self.agents]
-
-    def host(self, job: LaneJob, share: tuple[int, int] = (0, 1)) -> Host:
-        """Return the host that starts the workers of a loader.
-
-        Args:
-            job: The pipeline and the settings of its lanes.
-            share: The loader's rank and the number of ranks.
-        """
-        addresses = self._addresses()
-        return SocketHost(job, lambda: addresses, share, sorted(self.allow), trusted=self.trusted_network)
+        addresses = [AgentAddress.of(agent, key) for agent in self.agents]
+        return lambda: addresses
 
 
 log = logging.getLogger(__name__)
@@ -136,9 +140,8 @@ class RayWorkers(NodeWorkers):
         start_method: Not an argument of these workers.
 
     Raises:
-        ValueError: A number is out of range, or the package cryptography is not installed. The loader raises it if Ray
-            is
-            not installed or there is no cluster.
+        ValueError: A number is out of range, or the package cryptography is not installed. The loader raises it if
+            Ray is not installed or there is no cluster.
 
     Example:
         >>> sp.RayWorkers(nodes=(2, 8), num_cpus=16, resources={"cpu_node": 1}).nodes
@@ -160,16 +163,10 @@ class RayWorkers(NodeWorkers):
         """The least and the most nodes."""
         return self.nodes if isinstance(self.nodes, tuple) else (self.nodes, self.nodes)
 
-    def host(self, job: LaneJob, share: tuple[int, int] = (0, 1)) -> Host:
-        """Return the host that starts the workers of a loader.
-
-        Args:
-            job: The pipeline and the settings of its lanes.
-            share: The loader's rank and the number of ranks.
-        """
+    def _open_agents(self) -> Callable[[], Sequence[AgentAddress]]:
         nodes = RayNodes(self)
         nodes.wait()
-        return SocketHost(job, nodes.addresses, share, sorted(self.allow), trusted=self.trusted_network)
+        return nodes.addresses
 
 
 class NodeAgent:

@@ -24,23 +24,12 @@ from typing import NamedTuple
 
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.errors import WorkerError
-from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Answer, Ended, Host
+from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Ended, Host, WorkerAnswer
 from savable_pipeline.run.engine.messages import Failure, LaneJob, Request, WorkerStatus
-from savable_pipeline.run.engine.sealed_job import check_main_is_guarded, main_module
+from savable_pipeline.run.engine.sealed_job import check_main_is_guarded, main_module, pickled_job
 from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agent import read_address
 from savable_pipeline.run.nodes.agreement import requirements_of
-from savable_pipeline.run.nodes.wire import (
-    FOR_SESSION,
-    FOR_WORKER,
-    Frame,
-    Link,
-    ReusedMemory,
-    Wanted,
-    error_text,
-    greet,
-    read_answer,
-)
 
 log = logging.getLogger(__name__)
 
@@ -76,20 +65,22 @@ class Node:
         self.trusted = trusted
         self.name = f"{address.host}:{address.port}"
         self.session = b""
-        self.link: Link | None = None  # from the agreement of trainer and node until it is lost
+        self.link: wire.Link | None = None  # from the agreement of trainer and node until it is lost
         self.workers = 0  # how many it runs for all ranks of a loader
         self.failed = 0  # links lost in a row before their workers had answered
         self.error = ""  # why it does not answer
         self.differs: list[str] = []  # how it differs from this machine
         self.tried_at = 0.0
         self.trying: threading.Thread | None = None
-        self.arrived: tuple[Link, int] | None = None  # the result of the thread
+        self.arrived: tuple[wire.Link, int] | None = None  # the result of the thread
 
-    def connect(self, purpose: int, memory: ReusedMemory | None = None) -> Link:
+    def connect(self, purpose: int, memory: wire.ReusedMemory | None = None) -> wire.Link:
         """Open a connection of its session. Raises OSError or EOFError."""
         end = socket.create_connection(self.address[:2], _CONNECT_S)
         try:
-            return Link(end, greet(end, self.address.key, Wanted(purpose, self.session, self.trusted)), memory)
+            return wire.Link(
+                end, wire.greet(end, self.address.key, wire.Wanted(purpose, self.session, self.trusted)), memory
+            )
         except BaseException:
             end.close()
             raise
@@ -101,7 +92,7 @@ class Node:
         """
         try:
             self.session = os.urandom(16)
-            link = self.connect(FOR_SESSION)
+            link = self.connect(wire.FOR_SESSION)
             answer = link.exchange(wire.JOB, job, _BEGIN_S)
             if answer.kind == wire.AGREED:
                 self.arrived = link, int(answer.head)
@@ -110,7 +101,7 @@ class Node:
                 self.differs = bytes(answer.head).decode().splitlines()
                 self.error = "it is not as this machine"
         except (OSError, EOFError) as error:
-            self.error = error_text(error)
+            self.error = wire.error_text(error)
 
     def poll(self) -> str:
         """Handle the answers to pings. Returns why the node is lost, or ""."""
@@ -125,11 +116,11 @@ class SocketConnection:
 
     def __init__(self, pinned: PinnedShards, host: SocketHost) -> None:
         self.node: Node | None = None
-        self.link: Link | None = None
+        self.link: wire.Link | None = None
         self.end: Ended | None = None
         self.answered = False  # whether it has answered a request
         self.why = ""  # why its link is lost
-        self.answers: list[tuple[int, Answer]] = []
+        self.answers: list[tuple[int, WorkerAnswer]] = []
         self._host = host
         self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]  # until it has a link
         self._pid = 0
@@ -152,7 +143,7 @@ class SocketConnection:
         """Number of batches whose memory is viewed in this process."""
         return self.link.viewed[0] if self.link else 0
 
-    def begin(self, node: Node, link: Link) -> None:
+    def begin(self, node: Node, link: wire.Link) -> None:
         """Run on this node."""
         self.node, self.link = node, link
         for kind, head in self._unsent:
@@ -167,7 +158,7 @@ class SocketConnection:
             try:
                 self.link.send(kind, head)
             except OSError as error:
-                self.lose(error_text(error))
+                self.lose(wire.error_text(error))
 
     def send(self, request: Request) -> None:
         """Send a request."""
@@ -178,10 +169,10 @@ class SocketConnection:
         assert self.link is not None
         return self.link.poll(self._take)
 
-    def _take(self, frame: Frame) -> None:
+    def _take(self, frame: wire.Frame) -> None:
         kind, head = frame.kind, frame.head
         if kind == wire.ANSWER:
-            number, answer = read_answer(frame)
+            number, answer = wire.read_answer(frame)
             if number == STARTED and isinstance(answer, int):
                 self._pid = answer
             elif number == STARTED and isinstance(answer, Failure) and answer.error is not None and self.node:
@@ -207,7 +198,7 @@ class SocketConnection:
             self.why = why
             self.end = Ended(self, f"was lost with its link to {self.node.name} ({why})", lost=True)
 
-    def receive(self) -> list[tuple[int, Answer]]:
+    def receive(self) -> list[tuple[int, WorkerAnswer]]:
         """Return the answers that have arrived."""
         found, self.answers = self.answers, []
         if not found and self.end is not None:
@@ -277,8 +268,9 @@ class SocketHost(Host):
         check_main_is_guarded()
         self._addresses, self._trusted = addresses, trusted
         self._rank, self._ranks = share
-        self._job = _sent_job(job, allow)
-        self._memory = ReusedMemory()
+        raw, main = pickled_job(job, "other machines"), main_module()
+        self._job = pickle.dumps((requirements_of(raw, main), list(allow), sys.path, raw, main), protocol=5)
+        self._memory = wire.ReusedMemory()
         self._nodes: list[Node] = []
         self._connections: list[SocketConnection] = []  # those that are open
         self._asked_at = self._waited_at = time.monotonic()
@@ -371,10 +363,10 @@ class SocketHost(Host):
                 )
                 return
             try:
-                worker.begin(node, node.connect(FOR_WORKER, self._memory))
+                worker.begin(node, node.connect(wire.FOR_WORKER, self._memory))
                 return
             except (OSError, EOFError) as error:
-                self._lose(node, error_text(error))
+                self._lose(node, wire.error_text(error))
 
     # Workers.
 
@@ -468,7 +460,7 @@ class SocketHost(Host):
             node.link = node.arrived = None
 
 
-def _ping(link: Link) -> str:
+def _ping(link: wire.Link) -> str:
     """Send a ping. Returns why the connection is lost, or ""."""
     link.silent = 0 if link.heard else link.silent + 1
     link.heard = False
@@ -477,21 +469,5 @@ def _ping(link: Link) -> str:
     try:
         link.send(wire.PING)
     except OSError as error:
-        return error_text(error)
+        return wire.error_text(error)
     return ""
-
-
-def _sent_job(job: LaneJob, allow: Sequence[str]) -> bytes:
-    """Return what an agent needs to build lanes.
-
-    Raises ValueError for a pipeline that cannot be pickled.
-    """
-    try:
-        raw = pickle.dumps(job, protocol=5)
-    except Exception as error:
-        raise ValueError(
-            f"the pipeline cannot be sent to other machines: {error}. Define it at the top of a module, with "
-            "functools.partial for arguments."
-        ) from error
-    main = main_module()
-    return pickle.dumps((requirements_of(raw, main), list(allow), sys.path, raw, main), protocol=5)

@@ -52,7 +52,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from savable_pipeline.run.engine.connection import STARTED, Answer
+from savable_pipeline.run.engine.connection import STARTED, WorkerAnswer
 from savable_pipeline.run.engine.shared_batches import AnswerReader
 from savable_pipeline.run.transport import batch_pickle
 from savable_pipeline.run.transport.batch_pickle import Buffer
@@ -363,7 +363,7 @@ class WrittenAnswerReader(AnswerReader):
         return number, batch_pickle.loads(*inline) if number == STARTED else WrittenAnswer(*inline)
 
 
-def read_answer(frame: Frame) -> tuple[int, Answer]:
+def read_answer(frame: Frame) -> tuple[int, WorkerAnswer]:
     """Return the number and the answer of a frame.
 
     Raises `WireError` if the lengths in it are not those of its parts.

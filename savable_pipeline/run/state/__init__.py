@@ -1,1 +1,1 @@
-"""The saved state of a run: the states of its lanes, and the fingerprint that a loaded state must agree with."""
+"""Saved state of a run: the states of its lanes, and its fingerprint."""

@@ -1,4 +1,12 @@
-"""`Fingerprint`: the settings of a run that a saved state must agree on, and their comparison field by field."""
+"""`Fingerprint` of a run: the settings on which a loaded state must agree.
+
+    pipeline ── settings() of each stage ──▶ fields, such as "web/TarShardReader.shuffle"
+    state ── its fingerprint ──▶ compare, field by field ──▶ the same, allowed, or an error with both values
+
+A stage says by a `SettingRule` whether a field may differ, follows another one, or may come and go. Versions of
+libraries and the processor are in the environment, of which a difference is only a warning. A state has the
+fingerprint compressed. What inflates to over 64 MiB, or to over a million objects, is rejected before it is decoded.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +26,8 @@ from savable_pipeline.core.weights import reduced
 from savable_pipeline.core.wording import clean_address, human_bytes
 from savable_pipeline.data.dataset.shard_digests import begin_with, difference, kind_of_summary
 from savable_pipeline.data.shards.shard_list import ShardList
-from savable_pipeline.errors import CheckpointMismatchError, StateError
-from savable_pipeline.run.state.lane_state import decoded, has_too_many, pack_state, unpack_state
+from savable_pipeline.errors import CheckpointMismatchError
+from savable_pipeline.run.state.lane_state import damaged, decoded, has_too_many, pack_state, unpack_state
 from savable_pipeline.stages.chunked_stage import rules_of
 from savable_pipeline.stages.pipeline import datasets_of, upstream
 from savable_pipeline.stages.stage import Stage
@@ -47,13 +55,13 @@ _KINDS: dict[str, Any] = {  # of the fields that `compare` looks into
     "sources": list[str],
     "weights": dict[str, int],
 }
-_LARGEST = 1 << 27  # bytes of a fingerprint before it is compressed
+_LARGEST = 1 << 26  # bytes of a fingerprint before it is compressed
 
 
 class Fingerprint(msgspec.Struct):
-    """Settings that change the data, by field name; and versions of libraries that may change batches.
+    """Settings that change the data, by field, and versions of libraries.
 
-    `addresses`: where the data of a field lay, which is shown where the field differs, and never compared.
+    `addresses`: where the data of a field were. It is shown if the field differs, and never compared.
     """
 
     fields: dict[str, Any]
@@ -61,12 +69,12 @@ class Fingerprint(msgspec.Struct):
     addresses: dict[str, str] = {}
 
 
-class FingerprintHere(Fingerprint):
-    """The fingerprint of a pipeline that is at hand; `shards`, by field, are not packed: a state keeps less of them.
+class PipelineFingerprint(Fingerprint):
+    """Fingerprint of a pipeline that this process has built.
 
-    `required`: the fields of the library's own stages, which every state has where a run here has them. `rules`: those
-    of the fields of the stages here, and of fields that they do not have now and a state may have; without numbers
-    ("#2").
+    `shards`, by field, are whole, while a state has a summary of them. `required`: the fields of the library's own
+    stages, which every state of such a run has. `rules`: those of the fields of the stages, and of fields that a state
+    may have and the stages have not now, without numbers ("#2").
     """
 
     shards: dict[str, ShardList] = {}
@@ -74,8 +82,8 @@ class FingerprintHere(Fingerprint):
     rules: dict[str, SettingRule] = {}
 
 
-def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
-    """The fingerprint of a pipeline in a run with this seed and number of lanes.
+def fingerprint(stage: Stage, *, seed: int, lanes: int) -> PipelineFingerprint:
+    """Return the fingerprint of a pipeline in a run with this seed and these lanes.
 
     A stage that may be added to a run, such as `Join`, is a field, not one of the stages.
     """
@@ -102,11 +110,14 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> FingerprintHere:
                 addresses[field] = clean_address(", ".join(each.address for each in datasets_of([step])))
             if setting in own_rules and (shards_of := own_rules[setting].shards):
                 shards[field] = shards_of(step)
-    return FingerprintHere(fields, dict(_environment()), addresses, shards, frozenset(required), rules)
+    return PipelineFingerprint(fields, dict(_environment()), addresses, shards, frozenset(required), rules)
 
 
 def are_of_one_run(left: bytes, right: bytes) -> bool:
-    """Whether two packed fingerprints are equal, wherever the data was. Raises `StateError` if one is damaged."""
+    """Return whether two packed fingerprints are equal, wherever the data were.
+
+    Raises `StateError` if one is damaged.
+    """
     if left == right:
         return True
     one, other = unpack_fingerprint(left), unpack_fingerprint(right)
@@ -114,7 +125,10 @@ def are_of_one_run(left: bytes, right: bytes) -> bool:
 
 
 def pack_fingerprint(found: Fingerprint) -> bytes:
-    """A fingerprint as compressed, checksummed bytes. Raises ValueError for settings too large to be read back."""
+    """Return a fingerprint as compressed, checksummed bytes.
+
+    Raises ValueError for settings that are too large to be read again.
+    """
     plain = msgspec.msgpack.encode(Fingerprint(found.fields, found.environment, found.addresses))
     if len(plain) > _LARGEST:
         largest = max(found.fields, key=lambda name: len(msgspec.msgpack.encode(found.fields[name])))
@@ -131,18 +145,18 @@ def pack_fingerprint(found: Fingerprint) -> bytes:
 
 
 def unpack_fingerprint(raw: bytes) -> Fingerprint:
-    """The fingerprint in these bytes. Raises `StateError` if they are damaged."""
+    """Return the fingerprint in these bytes. Raises `StateError` if they are damaged."""
     packed = unpack_state(raw, _Packed, "fingerprint")
     inflate = zlib.decompressobj()
     try:
         plain = inflate.decompress(packed.compressed, _LARGEST)
     except zlib.error as error:
-        raise StateError(f"fingerprint: {error}. Use another copy of the checkpoint.") from error
+        raise damaged(f"fingerprint: {error}") from error
     if not inflate.eof:
         fault = f"more than {human_bytes(_LARGEST)} inflated" if inflate.unconsumed_tail else "cut short"
-        raise StateError(f"fingerprint: {fault}. Use another copy of the checkpoint.")
+        raise damaged(f"fingerprint: {fault}")
     if has_too_many(plain, len(packed.compressed)):
-        raise StateError("fingerprint: over a million values. Use another copy of the checkpoint.")
+        raise damaged("fingerprint: over a million values")
     found = decoded(plain, Fingerprint, "fingerprint")
     _check_known_fields(found.fields)
     return found
@@ -159,21 +173,21 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise StateError(f"fingerprint: {name}: {error}. Use another copy of the checkpoint.") from error
+        raise damaged(f"fingerprint: {name}: {error}") from error
 
 
 def _setting(field: str) -> str:
     return _base(field).rpartition(".")[2]
 
 
-def check_shards(saved: Fingerprint, here: FingerprintHere) -> None:
-    """Raises `StateError` where what a state keeps of the shards of a reader that is here is damaged."""
-    for name in here.shards.keys() & saved.fields.keys():
+def check_shards(saved: Fingerprint, current: PipelineFingerprint) -> None:
+    """Raise `StateError` if the saved shards of a reader of this pipeline are damaged."""
+    for name in current.shards.keys() & saved.fields.keys():
         _check_kind(name, saved.fields[name], kind_of_summary(saved.fields[name]))
 
 
-def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()) -> list[str]:
-    """The names of the fields that differ, all of which must be in `allow`.
+def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[str] = ()) -> list[str]:
+    """Return the names of the fields that differ, all of which must be in `allow`.
 
     "TarShardReader.shuffle" in `allow` also covers that field inside a source of a `Blend`, such as
     "web/TarShardReader.shuffle". Of a source that only one side has, only the name is compared. Other libraries or
@@ -182,28 +196,30 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
     Raises `CheckpointMismatchError`, which lists the differing fields that are not in `allow`, and ValueError for a
     name in `allow` that is unknown or may never differ.
     """
-    allowed = checked_allow(allow, saved, here)
-    check_shards(saved, here)
-    before, after = _of_shared_sources(saved.fields, here.fields), _of_shared_sources(here.fields, saved.fields)
-    differing = sorted(name for name in before.keys() | after.keys() if _differs(name, before, after, here))
+    allowed = checked_allow(allow, saved, current)
+    check_shards(saved, current)
+    before, after = _of_shared_sources(saved.fields, current.fields), _of_shared_sources(current.fields, saved.fields)
+    differing = sorted(name for name in before.keys() | after.keys() if _differs(name, before, after, current))
     if "stages" in differing:  # leave out the settings of stages that only one side has
-        kept = set(before) & set(after) | _OF_THE_RUN
-        differing = [name for name in differing if name in kept]
-    differing = [name for name in differing if not _follows(name, differing, here)]
-    for name in [name for name in differing if _comes_or_goes(name, before, after, here)]:
-        log.warning("%s: %s", name, _difference(name, before, after, here))
+        shared = set(before) & set(after) | _OF_THE_RUN
+        differing = [name for name in differing if name in shared]
+    differing = [name for name in differing if not _follows(name, differing, current)]
+    for name in [name for name in differing if _comes_or_goes(name, before, after, current)]:
+        log.warning("%s: %s", name, _difference(name, before, after, current))
         differing.remove(name)
-    refused = [name for name in differing if not {name, _base(name), _rule(name, here).allowed_by} & allowed]
+    refused = [name for name in differing if not {name, _base(name), _rule(name, current).allowed_by} & allowed]
     if refused:
-        lines = [f"  {name}: {_difference(name, before, after, here)}{_places(name, saved, here)}" for name in refused]
-        may_differ = not any(_rule(name, here).fixed for name in refused)
+        lines = [
+            f"  {name}: {_difference(name, before, after, current)}{_places(name, saved, current)}" for name in refused
+        ]
+        may_differ = not any(_rule(name, current).fixed for name in refused)
         hint = f"\nTo resume anyway, without exactness, pass allow={refused}." if may_differ else ""
         raise CheckpointMismatchError(
             "the state is of a run with other settings or data. Use the saved ones.\n" + "\n".join(lines) + hint
         )
     for name in differing:
-        log.warning("restored although %s differs: %s", name, _difference(name, before, after, here))
-    before, after = saved.environment, here.environment
+        log.warning("restored although %s differs: %s", name, _difference(name, before, after, current))
+    before, after = saved.environment, current.environment
     others = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if others:
         log.warning(
@@ -213,27 +229,29 @@ def compare(saved: Fingerprint, here: FingerprintHere, allow: Iterable[str] = ()
     return differing
 
 
-def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], here: FingerprintHere) -> bool:
-    return bool(before.get(name) != after.get(name) or (name in here.required and name not in before))
+def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], current: PipelineFingerprint) -> bool:
+    return bool(before.get(name) != after.get(name) or (name in current.required and name not in before))
 
 
-def _comes_or_goes(name: str, before: Mapping[str, Any], after: Mapping[str, Any], here: FingerprintHere) -> bool:
-    rule = _rule(name, here)
+def _comes_or_goes(
+    name: str, before: Mapping[str, Any], after: Mapping[str, Any], current: PipelineFingerprint
+) -> bool:
+    rule = _rule(name, current)
     return bool(rule.comes) and (name not in before or (name not in after and rule.goes))
 
 
-def _rule(name: str, here: FingerprintHere) -> SettingRule:
-    return here.rules.get(name.partition("#")[0], _NO_RULE)
+def _rule(name: str, current: PipelineFingerprint) -> SettingRule:
+    return current.rules.get(name.partition("#")[0], _NO_RULE)
 
 
-def _follows(name: str, differing: list[str], here: FingerprintHere) -> bool:
+def _follows(name: str, differing: list[str], current: PipelineFingerprint) -> bool:
     """Whether a difference is only that a run has another kind of order, since one of these settings differs."""
-    prefix, rule = name.rpartition(".")[0], here.rules.get(name, _NO_RULE)
+    prefix, rule = name.rpartition(".")[0], current.rules.get(name, _NO_RULE)
     return any(f"{prefix}.{cause}" in differing for cause in rule.follows)
 
 
 def stage_field(stage: Stage, setting: str) -> str:
-    """The name of this stage's setting in a fingerprint, in messages and in `allow`.
+    """Return the name of this stage's setting in fingerprints, messages and `allow`.
 
     Another stage of its kind in the same branch adds a number.
     """
@@ -252,36 +270,39 @@ def _base(field: str) -> str:
 
 def _of_shared_sources(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """The fields without those of `Blend` sources that `others` does not have; with the weights reduced to the rest."""
-    kept = dict(fields)
+    found = dict(fields)
     for field, names in fields.items():
         if _base(field) != "sources" or field not in others:
             continue
         prefix = field[: -len("sources")]
         unshared = [f"{prefix}{name}/" for name in names if name not in others[field]]
-        kept = {name: value for name, value in kept.items() if not name.startswith(tuple(unshared))}
-        kept["stages"] = [name for name in kept.get("stages", []) if not name.startswith(tuple(unshared))]
+        found = {name: value for name, value in found.items() if not name.startswith(tuple(unshared))}
+        found["stages"] = [name for name in found.get("stages", []) if not name.startswith(tuple(unshared))]
         weights = fields.get(f"{prefix}weights", {})
         shared = [name for name in names if name in others[field] and name in weights]
-        kept[f"{prefix}weights"] = reduced({name: weights[name] for name in shared})
-    return kept
+        found[f"{prefix}weights"] = reduced({name: weights[name] for name in shared})
+    return found
 
 
-def checked_allow(allow: Iterable[str], saved: Fingerprint, here: FingerprintHere) -> set[str]:
-    """The names of fields that may differ. Raises ValueError for one that is unknown, or of a field that never may."""
-    fields = saved.fields.keys() | here.fields.keys()
+def checked_allow(allow: Iterable[str], saved: Fingerprint, current: PipelineFingerprint) -> set[str]:
+    """Return the names of fields that may differ.
+
+    Raises ValueError for one that is unknown, or that may never differ.
+    """
+    fields = saved.fields.keys() | current.fields.keys()
     names = {allow} if isinstance(allow, str) else set(allow)
     known = {*fields, *map(_base, fields), *_COME_AND_GO}
     for name in names:
-        if cause := _rule(name, here).fixed if name in fields else _never(name, here):
+        if cause := _rule(name, current).fixed if name in fields else _never(name, current):
             raise ValueError(f"allow={name!r} is not possible: {cause}")
         if name not in known:
             raise ValueError(f"allow={name!r} is no field. The fields are {', '.join(sorted(fields))}.")
     return names
 
 
-def _never(name: str, here: FingerprintHere) -> str:
+def _never(name: str, current: PipelineFingerprint) -> str:
     """Why a name in `allow` may never differ: one that is no field, but part of a field's name."""
-    fixed = {field: rule.fixed for field, rule in here.rules.items() if rule.fixed}
+    fixed = {field: rule.fixed for field, rule in current.rules.items() if rule.fixed}
     return next((fixed[field] for field in fixed if _base(name) in (_base(field), _setting(field))), "")
 
 
@@ -307,23 +328,23 @@ def _unique(name: str, taken: Mapping[str, Any]) -> str:
     return name
 
 
-def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], here: FingerprintHere) -> str:
+def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], current: PipelineFingerprint) -> str:
     saved, value = before.get(name), after.get(name)
-    if name in here.required and name not in before and value is None:
+    if name in current.required and name not in before and value is None:
         return "not in the state, here None"
-    why = _rule(name, here).fixed or _rule(name, here).comes
+    why = _rule(name, current).fixed or _rule(name, current).comes
     cause = f" ({why})" if why else ""
-    if name in here.shards:
-        shards = here.shards[name]
+    if name in current.shards:
+        shards = current.shards[name]
         cause = f" ({_JOINING})" if begin_with(shards, saved or []) else cause
         return difference(saved or [], shards) + cause
-    shown = [repr(side[name]) if name in side else _rule(name, here).absent or "None" for side in (before, after)]
+    shown = [repr(side[name]) if name in side else _rule(name, current).absent or "None" for side in (before, after)]
     return f"saved {shown[0]}, here {shown[1]}{cause}"
 
 
-def _places(name: str, saved: Fingerprint, here: Fingerprint) -> str:
+def _places(name: str, saved: Fingerprint, current: Fingerprint) -> str:
     """Where the data of a field was when the state was saved, if that is known, and where it is here."""
-    before, now = saved.addresses.get(name), here.addresses.get(name)
+    before, now = saved.addresses.get(name), current.addresses.get(name)
     if now is None:
         return ""
     return f"; here {now}" if before is None else f"; saved on {before}, here {now}"

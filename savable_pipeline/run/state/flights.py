@@ -1,17 +1,19 @@
-"""Batches in flight, as a state keeps them: given, with rows that nobody has acknowledged yet.
+"""Batches in flight in a state: yielded, with rows that nobody has acknowledged.
 
-    "acknowledge"    1: it was saved with acknowledge=True, so that each of its lanes has the next entry, too; else 0,
-                     so that a loader without acknowledge=True asks for it, and does not lose those entries silently
-    "flight_00042"   of lane 42: for each epoch, the rounds of its batches, their refs, and what is done of them; and
-                     the checksum of "lane_00042", with which it was saved;
-                     there also without any: torch.distributed.checkpoint loads only keys that it is asked for
-    "acks_00003"     what rank 3 has acknowledged of other ranks' rows: by batch, its rows
+    "acknowledge"    1 if saved with acknowledge=True, else 0
+    "flight_00042"   of lane 42: for each epoch, the rounds of its batches, their refs and the rows that are done; and
+                     the checksum of "lane_00042"
+    "acks_00003"     what rank 3 has acknowledged of other ranks' rows: rows by batch
 
-A batch is known by its slot, with the epoch above it, and rows by the bits of a number:
+With "acknowledge" 1, each lane has its flight entry, even without any batch. torch.distributed.checkpoint loads only
+the keys that it is asked for, so a missing entry is an error, and no row is lost silently. The checksum shows an entry
+that was saved with another state of the lane.
+
+A batch is identified by its slot, with the epoch above it, and rows by the bits of a number:
 
     batch 3 << 40 | 96042    slot 96042 of epoch 3, round 1000 of lane 42 of 96        rows 0b101   rows 0 and 2
 
-States that are merged have the acknowledgements applied, and no "acks_" any more.
+Merging states applies the acknowledgements, so the merged state has no "acks_" entry.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ _FLIGHT, _ACKS = re.compile(r"flight_([0-9]{5,18})"), re.compile(r"acks_[0-9]{5,
 
 
 class Flight(msgspec.Struct, gc=False):
-    """A batch in flight: its ref, or that in MessagePack, its number of rows, and those that are done.
+    """Batch in flight: its ref, perhaps in MessagePack, and its rows.
 
-    `size`: its rows with those that fill it up, where batches are padded; else 0.
+    `rows`: their number. `done`: those that are done, as bits. `size`: the rows with padding rows, or 0 without.
     """
 
     batch: int
@@ -48,11 +50,14 @@ class Flight(msgspec.Struct, gc=False):
 
     @property
     def open(self) -> int:
-        """The rows that nobody has acknowledged."""
+        """Rows that nobody has acknowledged."""
         return (1 << self.rows) - 1 & ~self.done
 
     def pack(self) -> None:
-        """Keep the ref in MessagePack, which takes a tenth of the memory, and of the time when a state is saved."""
+        """Store the ref in MessagePack.
+
+        It takes a tenth of the memory, and of the time when a state is saved.
+        """
         if type(self.ref) is not msgspec.Raw:
             self.ref = msgspec.Raw(msgspec.msgpack.encode(self.ref))
 
@@ -82,18 +87,13 @@ def flights_name(lane: int) -> str:
     return f"flight_{lane:05d}"
 
 
-def acks_name(rank: int) -> str:
-    """The key of what a rank has acknowledged of other ranks' rows."""
-    return f"acks_{rank:05d}"
-
-
 def packed_flights(lane: int, columns: list[EpochFlights], saved_with: bytes) -> bytes:
     """A lane's batches in flight as bytes, with the checksum of the lane's state."""
     return pack_state(_LaneFlights(lane, saved_with, columns))
 
 
 def flight_columns(flights: Sequence[Flight], lanes: int) -> list[EpochFlights]:
-    """A lane's batches in flight, ascending, in a run with this many lanes, in columns."""
+    """Return a lane's batches in flight, ascending, in columns."""
     found: list[EpochFlights] = []
     while flights:
         epoch = flights[0].batch >> EPOCH_SHIFT
@@ -115,10 +115,10 @@ def mask_bytes(mask: int) -> bytes:
 
 
 def read_flights(state: Mapping[str, Any]) -> dict[int, list[Flight]]:
-    """The batches in flight in a flat dict, by lane. Raises `StateError` for any that is damaged or not yet given.
+    """Return the batches in flight in a flat dict, by lane.
 
-    Raises `CheckpointMismatchError` for a lane without its entry, if the state was saved with `acknowledge`, and for an
-    entry of another save.
+    Raises `StateError` for a batch that is damaged or not yielded yet. Raises `CheckpointMismatchError` for a lane
+    without its entry, if the state was saved with `acknowledge`, and for an entry of another save.
     """
     found = {}
     next_batch = state["epoch"] << EPOCH_SHIFT | state["slot"]
@@ -146,9 +146,9 @@ def _read(name: str, lane: int, raw: bytes, state: Mapping[str, Any], next_batch
             batch = each.epoch << EPOCH_SHIFT | number * lanes + lane
             flight = Flight(batch, ref.copy(), _rows_of(ref), int.from_bytes(mask, "little"), size)
             before = flights[-1].batch if flights else -1
-            is_given = before < batch < next_batch and number * lanes + lane <= SLOTS
+            is_yielded = before < batch < next_batch and number * lanes + lane <= SLOTS
             is_filled = not size or flight.rows <= size <= MOST_ROWS
-            if not is_given or flight.done >> flight.rows or not flight.open or not is_filled:
+            if not is_yielded or flight.done >> flight.rows or not flight.open or not is_filled:
                 rows = f"{flight.rows} rows of {size}, done {flight.done:#x}"
                 raise ValueError(f"round {number} of epoch {each.epoch} has {rows}")
             flights.append(flight)
@@ -176,8 +176,8 @@ def _is_ref(part: Any) -> bool:
 
 
 def packed_acks(rank: int, rows: Mapping[int, int]) -> dict[str, bytes]:
-    """What a rank has acknowledged of other ranks' rows, as an entry of the flat dict; none if that is nothing."""
-    return {acks_name(rank): _packed_rows(rows)} if rows else {}
+    """Return an entry with what a rank has acknowledged of other ranks' rows, if any."""
+    return {f"acks_{rank:05d}": _packed_rows(rows)} if rows else {}
 
 
 def _packed_rows(rows: Mapping[int, int]) -> bytes:
@@ -185,7 +185,10 @@ def _packed_rows(rows: Mapping[int, int]) -> bytes:
 
 
 def read_acks(state: Mapping[str, Any]) -> dict[int, int]:
-    """What ranks have acknowledged of other ranks' rows, in a flat dict. Raises `StateError` if that is damaged."""
+    """Return what ranks have acknowledged of other ranks' rows, from a flat dict.
+
+    Raises `StateError` if that is damaged.
+    """
     found: dict[int, int] = {}
     for name, raw in state.items():
         if _ACKS.fullmatch(name):
@@ -202,15 +205,12 @@ def _rows_in(name: str, raw: bytes) -> dict[int, int]:
 
 def without_flights(state: Mapping[str, Any]) -> dict[str, Any]:
     """The flat dict of the lanes alone, as of a loader without acknowledge=True."""
-    return {name: 0 if name == ACKNOWLEDGE else each for name, each in state.items() if not _is_of_flights(name)}
-
-
-def _is_of_flights(name: str) -> bool:
-    return bool(_FLIGHT.fullmatch(name) or _ACKS.fullmatch(name))
+    own = {name for name in state if _FLIGHT.fullmatch(name) or _ACKS.fullmatch(name)}
+    return {name: 0 if name == ACKNOWLEDGE else each for name, each in state.items() if name not in own}
 
 
 def refuse_flights(state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointMismatchError` for a flat dict with batches in flight, which this loader would lose."""
+    """Raise `CheckpointMismatchError` for batches in flight, which would be lost."""
     number = sum(map(bool, read_flights(state).values()))
     if number:
         raise CheckpointMismatchError(
@@ -228,7 +228,7 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
     if not acks:
         return state
     flights, lanes = read_flights(state), state["lanes"]
-    kept = without_flights(state) | {ACKNOWLEDGE: state.get(ACKNOWLEDGE, 0)}
+    merged = without_flights(state) | {ACKNOWLEDGE: state.get(ACKNOWLEDGE, 0)}
     by_batch = {flight.batch: flight for of_lane in flights.values() for flight in of_lane}
     for name, raw in acks.items():
         rows = _rows_in(name, raw)
@@ -237,9 +237,9 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
             if flight is not None:
                 flight.done |= mask & flight.open
         if rows:
-            kept[name] = _packed_rows(rows)
-    left = {lane: [flight for flight in of_lane if flight.open] for lane, of_lane in flights.items()}
-    return kept | {
+            merged[name] = _packed_rows(rows)
+    unacknowledged = {lane: [flight for flight in of_lane if flight.open] for lane, of_lane in flights.items()}
+    return merged | {
         flights_name(lane): packed_flights(lane, flight_columns(of_lane, lanes), _checksum(state, lane))
-        for lane, of_lane in left.items()
+        for lane, of_lane in unacknowledged.items()
     }

@@ -1,4 +1,4 @@
-"""The state of a lane as typed, versioned and checksummed bytes, and `restoring`, in which a damaged one is an error.
+"""`LaneState` as typed, versioned and checksummed bytes, and errors of damage.
 
     "SAVL" │ STATE u16 │ ORDER u16 │ xxh3_64 of the rest u64 │ MessagePack of a `LaneState`
 
@@ -10,9 +10,9 @@ reshards:
 `slot` is the first slot whose batch no rank has received yet; "order" and "state" are the numbers of state_numbers.py,
 "facts" a `RunFacts`.
 
-A checksum detects damage, but not a state written wrongly, by intent or by a fault: then any line that reads it may
-fail, in the library or in `restore_state` of a user's stage. `restoring` is the one place where these errors become a
-`StateError`; `has_too_many` finds what would take gigabytes of memory before it is made.
+A checksum detects damage, but not a state that was written wrongly. Then any line that reads it may fail, in the
+library or in `restore_state` of a user's stage. These errors become a `StateError` in one place, `restoring`.
+`has_too_many` detects what would take gigabytes of memory before it is decoded.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LaneState(msgspec.Struct):
 
 
 def pack_state(state: msgspec.Struct) -> bytes:
-    """A struct as numbered, checksummed bytes.
+    """Return a struct as numbered, checksummed bytes.
 
     Raises TypeError for a value that MessagePack cannot hold, `StateError` for an integer beyond 64 bits.
     """
@@ -82,7 +82,10 @@ def fresh_lane(lane: int, epoch: int, facts: RunFacts) -> bytes:
 
 
 def with_facts(raw: bytes, facts: RunFacts) -> bytes:
-    """A lane's packed state with other facts: whether it has another batch must be determined again."""
+    """Return a lane's packed state with other facts.
+
+    Whether the lane has another batch must then be determined again.
+    """
     return pack_state(replace(unpack_state(raw, LaneState, "lane"), facts=facts.digest, more=None))
 
 
@@ -92,29 +95,32 @@ def checksum(packed: Any) -> bytes:
 
 
 def unpack_state(raw: Any, kind: type[T], name: str) -> T:
-    """The struct `kind` in `raw`. Raises `StateError`, with `name`, if `raw` is damaged or has other numbers."""
+    """Return the struct `kind` in `raw`.
+
+    Raises `StateError`, with `name`, if `raw` is damaged or has other numbers.
+    """
     if not isinstance(raw, bytes | bytearray):
         raise StateError(f"{name}: a state must be bytes, not {type(raw).__name__}")
     if raw[:4] != _MAGIC or len(raw) < _HEAD:
-        raise StateError(
-            f"{name}: no state of savable_pipeline, or truncated ({len(raw)} bytes). Use another copy of "
-            "the checkpoint."
-        )
+        raise damaged(f"{name}: no state of savable_pipeline, or truncated ({len(raw)} bytes)")
     if raw[: len(_NUMBERED)] != _NUMBERED:
         number = int.from_bytes(raw[4:6], "little")
         check_numbers(name, int.from_bytes(raw[6:8], "little") if number > 1 else None, number)
     body = raw[_HEAD:]
     if xxh3_64_intdigest(body) != int.from_bytes(raw[len(_NUMBERED) : _HEAD], "little"):
-        raise StateError(f"{name}: damaged, the checksum does not match. Use another copy of the checkpoint.")
+        raise damaged(f"{name}: damaged, the checksum does not match")
     return decoded(bytes(body), kind, name)
 
 
 def decoded(body: bytes, kind: type[T], name: str) -> T:
-    """The struct `kind` in MessagePack that has its checksum and may be forged all the same. Raises `StateError`."""
+    """Return the struct `kind` in MessagePack that has its checksum.
+
+    Raises `StateError`, because it may be forged all the same.
+    """
     try:
         found = msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StateError(f"{name}: {error}. Use another copy of the checkpoint.") from error
+        raise damaged(f"{name}: {error}") from error
     _check_depth(found, name)
     return found
 
@@ -132,7 +138,7 @@ def _check_depth(state: msgspec.Struct, name: str) -> None:
         ]
         if not level:
             return
-    raise StateError(f"{name}: lists nested deeper than {_DEEPEST}. Use another copy of the checkpoint.")
+    raise damaged(f"{name}: lists nested deeper than {_DEEPEST}")
 
 
 # Samples that a lane dropped of sources that have not yielded any.
@@ -162,7 +168,7 @@ class OfSource(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> OfSource | None:
-        """Of the name of a counter, STAGE/source/TAG/WHAT; None for one that is of no source."""
+        """Parse a counter's name, STAGE/source/TAG/WHAT. None for one of no source."""
         stage, _, of_source = name.partition("/source/")
         tag, _, counter = of_source.partition("/")
         return cls(stage, int(tag), counter) if counter else None
@@ -198,9 +204,14 @@ def reasons_of(dropped: Mapping[str, int]) -> Counter[str]:
 # Reading what may be damaged.
 
 
+def damaged(fault: str) -> StateError:
+    """Return the error for a state that is not as it was saved."""
+    return StateError(f"{fault}. Use another copy of the checkpoint.")
+
+
 @contextmanager
 def restoring(name: str) -> Iterator[None]:
-    """Raise `StateError`, with the original error as its cause, where reading or restoring `name` fails in here.
+    """Raise `StateError`, caused by the original error, if restoring `name` fails.
 
     `SavableError`, OSError and MemoryError pass, except an `EncodeError`: nothing is encoded when a state is restored,
     so its cause is a number in the state.
@@ -217,58 +228,18 @@ def restoring(name: str) -> Iterator[None]:
 
 
 _FREE = 1 << 20  # objects, whatever the size of a state; 75 MB of empty lists
-
-
-def _widths() -> list[int]:
-    """The bytes of each object, or of a list's or map's header, by its first byte; 0 where a length follows."""
-    widths = [1] * 256
-    for first in range(0xA0, 0xC0):  # short texts
-        widths[first] = 1 + first - 0xA0
-    for first, width in {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9}.items():  # floats, unsigned
-        widths[first] = width
-    for first, width in {0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}.items():  # signed
-        widths[first] = width
-    for power in range(5):
-        widths[0xD4 + power] = 2 + (1 << power)  # extensions
-    for first, width in {0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5}.items():  # lists and maps
-        widths[first] = width
-    return [0 if first in _LENGTHS else width for first, width in enumerate(widths)]
-
-
-_LENGTHS = {  # bytes of the length that follows, and bytes between it and the content
-    0xC4: (1, 0),
-    0xC5: (2, 0),
-    0xC6: (4, 0),  # bytes
-    0xC7: (1, 1),
-    0xC8: (2, 1),
-    0xC9: (4, 1),  # extensions
-    0xD9: (1, 0),
-    0xDA: (2, 0),
-    0xDB: (4, 0),  # texts
-}
-_WIDTHS = _widths()
+_LOW_BYTES = bytes(range(128))  # integers that take no memory of their own, ASCII text and small numbers
 
 
 def has_too_many(packed: bytes, stored: int) -> bool:
-    """Whether there are more objects in `packed` than a million and one for each of the `stored` bytes of a file.
+    """Check whether a state has too many objects for the size of its file.
 
-    So a state that is large in memory is large on the disk: a byte can be an empty list of 72 bytes, and 131 kB of a
-    compressed state could become gigabytes. Nothing is decoded, and counting stops at the limit. Each object begins
-    with a byte that gives its size, or how many bytes its length takes; the objects inside of a list or a map follow
-    its header, and count themselves:
+    The limit is a million, and one more for each of the `stored` bytes.
 
-        93 a1 61 05 90    a list of three: "a", 5, []    four objects
+    So a state that is large in memory is large on the disk. Otherwise 131 kB of a compressed state could become
+    gigabytes, because one byte can be an empty list of 72 bytes. Nothing is decoded. Each object starts with a byte,
+    which is at least 128 unless the object is a small integer:
+
+        93 a1 61 05 90    a list of three: "a", 5, []    3 bytes of at least 128
     """
-    most = _FREE + stored
-    if len(packed) <= most:  # an object takes a byte
-        return False
-    at, count, end, widths = 0, 0, len(packed), _WIDTHS
-    while at < end and count <= most:
-        first = packed[at]
-        width = widths[first]
-        if not width:
-            digits, more = _LENGTHS[first]
-            width = 1 + digits + more + int.from_bytes(packed[at + 1 : at + 1 + digits], "big")
-        at += width
-        count += 1
-    return count > most
+    return len(packed.translate(None, _LOW_BYTES)) > _FREE + stored

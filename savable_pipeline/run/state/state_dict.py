@@ -1,7 +1,9 @@
-"""Checks, reads and merges the flat dicts that hold a loader's state: a few numbers and the states of its lanes.
+"""Checks, reads and merges the flat dicts of loaders' states.
 
-They may also hold spans of slots that a run will pass over, after batches that its trainer has fetched but not yet
-trained on:
+A flat dict has a few numbers and the states of lanes. `lane_state.py` lists its entries.
+
+It may also have spans of slots that a run will skip, after batches that its trainer has fetched but not yet trained
+on:
 
     slot       2            3            4   5        6
                trained on   fetched      to skip
@@ -26,7 +28,7 @@ from savable_pipeline.core.state_numbers import SavedCount, check_numbers
 from savable_pipeline.errors import CheckpointMismatchError, StateError
 from savable_pipeline.run.state.fingerprint import are_of_one_run
 from savable_pipeline.run.state.flights import ACKNOWLEDGE, with_acks_applied
-from savable_pipeline.run.state.lane_state import LaneState, restoring, unpack_state
+from savable_pipeline.run.state.lane_state import LaneState, damaged, restoring, unpack_state
 
 _LANE = re.compile(r"lane_([0-9]{5,18})")
 _NUMBERS = ("lanes", "epoch", "slot")
@@ -53,7 +55,7 @@ def batches_before(slot: int, lane: int, lanes: int) -> int:
 
 
 def check_flat(state: Mapping[str, Any]) -> None:
-    """Raise `StateError` unless `state` is a flat dict with the numbers of this release."""
+    """Raise `StateError` unless `state` is a flat dict with this release's numbers."""
     with restoring("the state"):
         _check_flat(state)
 
@@ -71,26 +73,19 @@ def _check_flat(state: Mapping[str, Any]) -> None:
         )
     odd = [name for name in state if not isinstance(name, str)]
     if odd:
-        raise StateError(
-            f"the state has the key {reprlib.repr(odd[0])}, which is no string. Use another copy of the checkpoint."
-        )
+        raise damaged(f"the state has the key {reprlib.repr(odd[0])}, which is no string")
     check_numbers("the state", state.get("order"), state.get("state"))
     numbers = [name for name in _NUMBERS if type(state[name]) is not int or not 0 <= state[name] < _LARGEST]
     if numbers:
-        raise StateError(
-            f"{numbers[0]} of the state is {reprlib.repr(state[numbers[0]])}, not a count. Use another "
-            "copy of the checkpoint."
-        )
+        raise damaged(f"{numbers[0]} of the state is {reprlib.repr(state[numbers[0]])}, not a count")
     if (named := state.get(ACKNOWLEDGE, 0)) not in (0, 1) or type(named) is not int:
-        raise StateError(
-            f"acknowledge of the state is {reprlib.repr(named)}, not 0 or 1. Use another copy of the checkpoint."
-        )
+        raise damaged(f"acknowledge of the state is {reprlib.repr(named)}, not 0 or 1")
     if not state["lanes"]:
-        raise StateError("the state has no lanes. Use another copy of the checkpoint.")
+        raise damaged("the state has no lanes")
 
 
 def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, LaneState]:
-    """The states of the lanes `wanted`, each checked to belong to the flat dict's slot and epoch.
+    """Return the states of the lanes `wanted`, which must fit the slot and epoch.
 
     Raises `CheckpointMismatchError` for a lane that is missing, or was saved at another step or with other facts,
     `StateError` for a damaged one.
@@ -136,14 +131,14 @@ def _check_alike(state: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
         )
     if facts.decisions != others.decisions:
         found = [(min(lane_numbers(each), default=None), read_facts(each).decisions) for each in (merged, state)]
-        said = "; ".join(f"lane {lane}: {decisions or 'nothing'}" for lane, decisions in found)
-        raise CheckpointMismatchError(f"the ranks differ in reconfigure ({said}). {_DECIDE_ALIKE}")
+        differing = "; ".join(f"lane {lane}: {decisions or 'nothing'}" for lane, decisions in found)
+        raise CheckpointMismatchError(f"the ranks differ in reconfigure ({differing}). {_DECIDE_ALIKE}")
     if facts != others:
         raise CheckpointMismatchError("the states to merge differ in facts. Save all at one step.")
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the states that the ranks of a run saved after the same step into one with all lanes.
+    """Merge the states that all ranks of a run saved after the same step.
 
     Args:
         states: The states, in any order.
@@ -214,14 +209,17 @@ def with_spans(state: Mapping[str, Any], spans: Iterable[SlotSpan]) -> dict[str,
 
 
 def taken_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[SlotSpan]]:
-    """A flat dict without spans, and the spans. Raises `StateError` if they are damaged."""
+    """Return a flat dict without spans, and the spans.
+
+    Raises `StateError` if they are damaged.
+    """
     with restoring(_NAME):
         spans = msgspec.json.decode(state.get(_NAME, b"[]"), type=list[SlotSpan])
     return {name: value for name, value in state.items() if name != _NAME}, spans
 
 
 def refuse_spans(state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointMismatchError` for a flat dict with spans, which a loader by itself would not pass over."""
+    """Raise `CheckpointMismatchError` for spans, which a loader alone would not skip."""
     _, spans = taken_apart(state)
     if spans:
         span = spans[0]
@@ -237,7 +235,9 @@ _BYTES = "base64:"
 
 
 def to_json(state: Mapping[str, Any]) -> dict[str, int | str]:
-    """Convert a state to a dict that `json.dumps` takes: bytes become text, a third longer.
+    """Convert a state to a dict that `json.dumps` takes.
+
+    Bytes become text, a third longer.
 
     Args:
         state: A state of a `SavableLoader`.
@@ -294,4 +294,4 @@ def _bytes(text: str, name: str) -> bytes:
             raise binascii.Error(f"it does not start with {_BYTES}")
         return base64.b64decode(digits.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
-        raise StateError(f"{name}: no base64 bytes ({error}). Use another copy of the checkpoint.") from error
+        raise damaged(f"{name}: no base64 bytes ({error})") from error

@@ -1,4 +1,4 @@
-"""Decodes a saved state for people to read: the position of each lane, and the differences of two states."""
+"""Summaries of saved states for people, and the differences of two states."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
 from savable_pipeline.run.state.flights import SLOTS, read_flights
-from savable_pipeline.run.state.lane_state import LaneState, restoring, unpack_state
+from savable_pipeline.run.state.lane_state import LaneState, damaged, restoring, unpack_state
 from savable_pipeline.run.state.state_dict import JSON_FILE, check_flat, from_json, lane_name, lane_numbers, read_facts
 
 _MISSING = "missing"  # in place of a field that one state does not have
-_MARKS = {"lanes", "epoch", "slot", "fingerprint"}  # the keys that identify a state inside a checkpoint
+_KEYS = {"lanes", "epoch", "slot", "fingerprint"}  # the keys that identify a state inside a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class StateSummary:
-    """A decoded state: its epoch, slot and number of lanes, the run's settings, and each lane's saved fields."""
+    """Decoded state.
+
+    It has the epoch, the slot and the number of lanes, the run's settings, and the saved fields of each lane.
+    """
 
     numbers: dict[str, int]
     settings: dict[str, Any]
@@ -35,16 +38,17 @@ class StateSummary:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The loader's state in a file that `torch.save` wrote, where it may be anywhere in nested dicts and lists.
+    """Read the loader's state in a checkpoint.
 
-    Or in one that `to_json` made, or in a trainer's folder with such a file. Raises `StateError` if there is no such
-    file, or if it cannot be read or does not hold exactly one state.
+    `path` is a file of `torch.save`, where the state may be anywhere in nested dicts and lists, a file of `to_json`, or
+    a trainer's folder with such a file. Raises `StateError` if the file cannot be read or does not have exactly one
+    state.
     """
     if (path / JSON_FILE).is_file():
         path = path / JSON_FILE
     if not path.is_file():
-        what = "a folder" if path.is_dir() else "no such file"
-        raise StateError(f"{path}: {what}. Pass a file with the state of a loader, of torch.save or to_json.")
+        fault = "a folder" if path.is_dir() else "no such file"
+        raise StateError(f"{path}: {fault}. Pass a file with the state of a loader, of torch.save or to_json.")
     loaded = _loaded_json(path) if path.suffix == ".json" else _loaded(path)
     found = list(_find(loaded))
     if len(found) != 1:
@@ -57,8 +61,8 @@ def _loaded_json(path: Path) -> Any:
     try:
         loaded = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise StateError(f"{path}: no JSON ({error}). Use another copy of the checkpoint.") from error
-    return from_json(loaded) if isinstance(loaded, dict) and loaded.keys() >= _MARKS else None
+        raise damaged(f"{path}: no JSON ({error})") from error
+    return from_json(loaded) if isinstance(loaded, dict) and loaded.keys() >= _KEYS else None
 
 
 def _loaded(path: Path) -> Any:
@@ -75,7 +79,7 @@ def _loaded(path: Path) -> Any:
 
 def _find(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, Mapping):
-        if value.keys() >= _MARKS:
+        if value.keys() >= _KEYS:
             yield dict(value)
             return
         for part in value.values():
@@ -144,10 +148,10 @@ def _row(lane: LaneState, stages: list[str]) -> dict[str, Any]:
 def _path(state: Any, where: str) -> Iterator[dict[str, Any]]:
     """The saved fields of each stage, readers first; the sources of a `Blend` in the order of their names."""
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise StateError(f"{where}: {_short(state)} is no state of a stage. Use another copy of the checkpoint.")
+        raise damaged(f"{where}: {_short(state)} is no state of a stage")
     upstream = state.get("sources") or ({"": state["source"]} if "source" in state else {})
     if not isinstance(upstream, dict):
-        raise StateError(f"{where}: {_short(upstream)} are no sources. Use another copy of the checkpoint.")
+        raise damaged(f"{where}: {_short(upstream)} are no sources")
     for name in sorted(upstream, key=str):
         yield from _path(upstream[name], where)
     yield {name: value for name, value in state.items() if name not in ("source", "sources")}
@@ -169,7 +173,10 @@ def shown(field: str, value: Any) -> str:
 
 
 def differences(left: StateSummary, right: StateSummary) -> list[tuple[str, str, str]]:
-    """The differing fields of two states: name, and the value in each. Equal states continue alike."""
+    """Return the differing fields of two states: name, and the value in each.
+
+    Equal states continue alike.
+    """
     found = _differing(left.numbers, right.numbers, "")
     found += _differing(left.settings, right.settings, "")
     found += _differing(left.environment, right.environment, "")

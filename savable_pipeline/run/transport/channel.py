@@ -16,30 +16,11 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-T = TypeVar("T")
 _HEAD = struct.Struct("<II")
 _CHUNK = 1 << 17
 _MOST_DESCRIPTORS = 16  # per read
-
-
-class InOrder(Generic[T]):
-    """Sorts messages numbered 1, 2, … that arrive in any order; drops repeated ones."""
-
-    def __init__(self) -> None:
-        self.next = 1  # the number of the next message to return
-        self._early: dict[int, T] = {}
-
-    def due(self, number: int, message: T) -> list[T]:
-        """Add a message, and return those that are next in order."""
-        if number >= self.next:
-            self._early[number] = message
-        found = []
-        while self.next in self._early:
-            found.append(self._early.pop(self.next))
-            self.next += 1
-        return found
 
 
 class Channel:

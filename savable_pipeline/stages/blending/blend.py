@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
-from operator import index, or_
+from operator import or_
 from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 import msgspec
@@ -27,6 +27,7 @@ from savable_pipeline.stages.advice import check_choice, check_count, closest
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
 from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, make_elements, take_from
+from savable_pipeline.stages.encoder_calls import measured_length
 from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.pipeline import sample_names
@@ -137,7 +138,9 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         self._ended: set[str] = set()
         self.name_branch("")
         self.schedule = weights if isinstance(weights, Schedule) else None
-        given = self._given_weights(weights)
+        given = dict.fromkeys(weights.names, 1) if isinstance(weights, Schedule) else weights
+        if given is None:
+            given = {name: stage.info.population for name, stage in self._stages.items()}
         self.weights = integer_weights({name: given[name] for name in self._stages})
         self.by, self.stride = by, stride
         self._counters: dict[str, list[str]] = {}  # of each source, by name
@@ -148,12 +151,6 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             raise ValueError("Blend: a schedule needs an endless source. Set epochs=None in one reader.")
         if by == "tokens" and self.yields == "samples":
             raise ValueError("Blend: by='tokens' needs items. Blend after Encode.")
-
-    def _given_weights(self, weights: Mapping[str, Weight] | Schedule | None) -> Mapping[str, Weight]:
-        """A weight for each source."""
-        if isinstance(weights, Schedule):
-            return dict.fromkeys(weights.names, 1)
-        return {name: stage.info.population for name, stage in self._stages.items()} if weights is None else weights
 
     def describe(self) -> StageInfo:
         """Describe the merged stream.
@@ -372,7 +369,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         encoder = stage.info.encoder
         assert encoder is not None
         try:
-            return index(encoder.length(element.value))
+            return measured_length(encoder, element)
         except Exception as error:
             raise EncodeError(
                 f"{type(encoder).__name__}.length failed: {type(error).__name__}: {error}. Fix it and resume."
@@ -410,11 +407,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
                 for name, ahead in self._ahead.items()
                 if len(ahead)
             },
-            "turns": {
-                "names": list(self._active),
-                **turns,
-                **({"before": self._before} if self._before else {}),
-            },
+            "turns": {"names": list(self._active), **turns, **({"before": self._before} if self._before else {})},
         }
 
     def restore_state(self, state: State) -> None:

@@ -201,6 +201,7 @@ class Balance(ChunkedStage, ItemStage):
             self._fill()
             if not self._held:
                 return []
+            self._held.rebuild_parts()
             at = self._rule.choose([pack.waiting for pack in self._packs])
             element = self._held[at]
             skips = self.lane.skips and not self._makes and is_certain(self.source, element.ref)
@@ -239,13 +240,15 @@ class Balance(ChunkedStage, ItemStage):
             if not elements:
                 return
             (element,) = elements
-            if element.sizes is None:
+            sizes = element.sizes
+            if sizes is None:
                 if not element.is_made:
                     make_elements(self.source, [element])
                 if type(element.value) is Skip:
                     continue
-                element.sizes = ((self._calls.length(element.value, least=0), self._calls.images(element.value)),)
-            self._packs.append(self._held_pack(element.ref, self._rule.count, element.sizes))
+                sizes = ((self._calls.length(element, least=0), self._calls.images(element.value)),)
+            self._packs.append(self._held_pack(element.ref, self._rule.count, sizes))
+            element.sizes = sizes if self._calls.is_upstream else None  # stages before compare only their encoder's
             self._held.add([element])
 
     def _held_pack(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _HeldPack:
@@ -297,7 +300,7 @@ class Balance(ChunkedStage, ItemStage):
         ref = as_ref(saved.ref)
         for left in known_refs(self, [ref]):
             kept = left_sizes(sizes, ref, left) or sizes
-            self._held.add([Element(left, sizes=kept)])
+            self._held.add([Element(left, sizes=kept if self._calls.is_upstream else None)])
             self._packs.append(self._held_pack(left, saved.arrival, kept))
 
     def settings(self) -> dict[str, Any]:

@@ -100,8 +100,9 @@ class ItemPacker(PackStage):
     def take(self, n: int) -> list[Element]:
         """The next pack; none only at the end."""
         while self._groups or self._choose():
-            items, refs = _left(self._held.copies(self._groups[0]))
-            sizes = self._calls.sizes(items) if items else None
+            left = _left(self._held.copies(self._groups[0]))
+            items, refs = [each.value for each in left], [each.ref for each in left]
+            sizes = self._calls.sizes(left) if left else None
             packed = self._calls.combined(items, self._count, self.info) if items else EMPTY_PACK
             self._held.drop(self._groups.pop(0))
             self._count += bool(refs)
@@ -131,16 +132,17 @@ class ItemPacker(PackStage):
                 made += more
             if not self._held:
                 return False
-            items, refs = _left(made)
+            left = _left(made)
+            items = [each.value for each in left]
             select = partial(_select_positions, self.select)
             groups = self._calls.selected(select, items, self._rounds, self.info) if items else []
             self._rounds += 1
             self._groups = list(map(len, groups))
             chosen = [position for group in groups for position in group]
             self._held.drop(len(self._held))
-            self._held.add([Element(refs[position], items[position]) for position in chosen])
-            for position in set(range(len(refs))).difference(chosen):
-                self._count_skip("not selected", refs[position])
+            self._held.add([left[position] for position in chosen])
+            for position in set(range(len(left))).difference(chosen):
+                self._count_skip("not selected", left[position].ref)
             if not groups:
                 self._give_up_after(len(items), "`select` chose none of the last")
         return True
@@ -182,10 +184,9 @@ class ItemPacker(PackStage):
         return {"size": self.size, **function_settings("select", self.select), **self._calls.settings()}
 
 
-def _left(made: list[Element]) -> tuple[list[Any], list[ItemRef]]:
-    """The items that could be made, and their refs."""
-    left = [element for element in made if type(element.value) is not Skip]
-    return [element.value for element in left], [element.ref for element in left]
+def _left(made: list[Element]) -> list[Element]:
+    """The items that could be made."""
+    return [element for element in made if type(element.value) is not Skip]
 
 
 def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError
@@ -52,13 +51,19 @@ class PackStage(ChunkedStage, ItemStage):
                 raise CheckpointMismatchError(
                     f"{type(self).__name__}: {element.ref} is no pack. Use another copy of the checkpoint."
                 )
-            left = [part for part in self._rebuilt(parts) if type(part.value) is not Skip]
+            rebuilt = self._rebuilt(parts)
+            # a pack of one item may have its own size instead, measured by a later stage
+            sizes = element.sizes if element.sizes and len(element.sizes) == len(parts) > 1 else ()
+            for part, ref, size in zip(rebuilt, parts, sizes, strict=False):
+                if type(ref[0]) is type(ref[1]) is int and type(part.value) is not Skip:
+                    self._calls.check_size(part, *size)
+            left = [part for part in rebuilt if type(part.value) is not Skip]
             refs, items = [part.ref for part in left], [part.value for part in left]
             element.value = self._calls.combined(items, number, self.info) if items else EMPTY_PACK
             if type(element.value) is not Skip:
                 whole, element.ref = element.ref, (number, *refs)
                 element.sizes = left_sizes(element.sizes, whole, element.ref)
-                self._count_rebuilt(element, items)
+                self._count_rebuilt(element, left)
             elif items:
                 self._count_skip(element.value.reason, refs[0])
 
@@ -66,7 +71,7 @@ class PackStage(ChunkedStage, ItemStage):
     def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
         """The items with these refs, or a `Skip`; each with the ref of what is left of it."""
 
-    def _count_rebuilt(self, pack: Element, items: list[Any]) -> None:
+    def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:
         """Count a pack of these items, if it was not counted before."""
 
     def _count_skip(self, reason: str, ref: ItemRef) -> None:

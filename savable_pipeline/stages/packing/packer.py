@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, get_args
@@ -33,20 +33,12 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 log = logging.getLogger(__name__)
 
 
-def check_packing(
-    max_length: int,
-    policy: Policy | PackingFunction,
-    open_packs: int,
-    max_images: int | None,
-    max_cost: int | None,
-    cost: Cost | None,
-    too_long: TooLong | None,
-) -> None:
+def check_packing(options: Mapping[str, Any]) -> None:
     """Raise ValueError or TypeError for a wrong setting of an `OnlinePacker`."""
-    counts = {"max_length": max_length, "open_packs": open_packs, "max_images": max_images}
-    for name, count in counts.items():
-        if count is not None or name != "max_images":
-            check_count("OnlinePacker", name, count)
+    names = "policy", "max_images", "max_cost", "cost", "too_long"
+    policy, max_images, max_cost, cost, too_long = (options[name] for name in names)
+    for name in ("max_length", "open_packs", *(["max_images"] if max_images is not None else [])):
+        check_count("OnlinePacker", name, options[name])
     if callable(policy):
         check_function("OnlinePacker", "policy", policy)
         if max_images is not None or max_cost is not None:
@@ -120,7 +112,7 @@ class OnlinePacker(PackStage):
         max_buffer_bytes: int = 1 << 30,
         encoder: TaskEncoder | None = None,
     ) -> None:
-        check_packing(max_length, policy, open_packs, max_images, max_cost, cost, too_long)
+        check_packing(locals())
         self._check_source(source, ItemStage)
         super().__init__(source)
         self._costing = None if cost is None else Costing("OnlinePacker", source.lane.own(cost))
@@ -243,7 +235,7 @@ class OnlinePacker(PackStage):
     def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
         return self._pieces.rebuilt(refs)
 
-    def _count_rebuilt(self, pack: Element, items: list[Any]) -> None:
+    def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:
         if self._counts_when_made:
             known = pack.sizes if len(pack.sizes or ()) == len(items) else None  # else of the whole pack
             self._count_pack(known or [self._pieces.measured(item) for item in items])
@@ -265,18 +257,16 @@ class OnlinePacker(PackStage):
             "taken": None if taken is None else taken.ref,
             "source": self.source.save_state(),
         }
-        if taken is not None and taken.start:
-            state["taken_part"] = (taken.start, taken.total)
-        if taken is not None and self._pieces.taken_size is not None:
-            state["taken_size"] = self._pieces.taken_size
-        if self._pieces.ahead:
-            state["ahead"] = saved_elements(self._pieces.ahead)
-        if any(pack.length != self.max_length for pack in packing.packs):
-            state["lengths"] = [pack.length for pack in packing.packs]
-        if packing.holds:
-            state["held"] = [saved_piece(piece) for piece in packing.held]
-            state["rounds"] = packing.rounds
-        return state
+        lengths = [pack.length for pack in packing.packs]
+        needed = {
+            "taken_part": (taken.start, taken.total) if taken is not None and taken.start else None,
+            "taken_size": taken.sizes[0] if taken is not None and taken.sizes else None,
+            "ahead": saved_elements(self._pieces.ahead) or None,
+            "lengths": lengths if any(length != self.max_length for length in lengths) else None,
+            "held": [saved_piece(piece) for piece in packing.held] if packing.holds else None,
+            "rounds": packing.rounds if packing.holds else None,
+        }
+        return {**state, **{name: value for name, value in needed.items() if value is not None}}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`; items of open packs are made again when they are needed."""

@@ -34,8 +34,7 @@ class PieceMaker:
     def __init__(
         self, stage: ItemStage, calls: EncoderCalls, packing: Packing, too_long: TooLong, *, asked: bool, max_bytes: int
     ) -> None:
-        self.taken: Piece | None = None  # an item of the source that is not placed to its end
-        self.taken_size: Size | None = None  # as the encoder declared it without encoding
+        self.taken: Piece | None = None  # an item of the source that is not placed to its end; `sizes` if declared
         self.ahead: list[Element] = []  # items that come after it
         self._stage = weakref.ref(stage)  # weak: a stage that is dropped frees its items at once
         self._calls, self._packing = calls, packing
@@ -73,26 +72,22 @@ class PieceMaker:
         del self.ahead[0]  # not before: after an error it is tried again
         return True
 
-    def _declared(self, element: Element) -> Size | None:
-        """The size of an unmade item as its encoder declared it: a pack that is an item has the sizes of its own."""
-        if element.sizes and not element.is_made and type(element.ref[1]) is int and self._packer.info.declared:
-            return element.sizes[0]
-        return None
-
     def _add_whole(self, element: Element) -> None:
         """Place an item as it is, drop it if it is lost, or take it to be cut or skipped if it does not fit."""
-        declared, ref = self._declared(element), element.ref
+        declared, ref = None, element.ref
+        if element.sizes and not element.is_made and type(ref[1]) is int and self._packer.info.declared:
+            declared = element.sizes[0]  # a pack that is an item has sizes of its own
         if declared is None:
             if not element.is_made:
                 make_elements(self._packer.source, [element])
             if type(element.value) is Skip:  # which the stage upstream has counted
                 return
-            length, images = self.measured(element.value)
+            length, images = self.measured(element)
         else:
             length, images = self._calls.checked_length(declared[0], least=_LEAST), declared[1]
         packing = self._packing
         if length > packing.reach or images > packing.max_images > 0:
-            self.taken, self.taken_size = Piece(ref, element.value, length=0, total=length), declared
+            self.taken = Piece(ref, element.value, declared and (declared,), length=0, total=length)
             return
         piece = Piece(ref, element.value, length=length, images=images, total=length)
         self._set_cost(piece)
@@ -136,17 +131,18 @@ class PieceMaker:
 
     def _total_of(self, taken: Piece) -> int | None:
         """The length of the taken item, as declared or as made; None if it can no longer be made."""
-        if self.taken_size is not None:
-            return self._calls.checked_length(self.taken_size[0], least=_LEAST)
+        if taken.sizes is not None:
+            return self._calls.checked_length(taken.sizes[0][0], least=_LEAST)
         if taken.total and taken.is_made:
             return taken.total
         item = self._item_of(taken)
-        return None if type(item) is Skip else self._calls.length(item, least=_LEAST)
+        return None if type(item) is Skip else self._calls.length(taken, least=_LEAST)
 
     def _item_of(self, taken: Piece) -> Any:
         """The taken item; a `Skip` if it can no longer be made, which the stage upstream has counted."""
         if not taken.is_made:
-            taken.value = self._whole(taken)
+            whole = self._whole(taken)
+            taken.value, taken.measured = whole.value, whole.measured
         return taken.value
 
     def _measure(self, piece: Piece, taken: Piece) -> Any:
@@ -154,8 +150,8 @@ class PieceMaker:
 
         How many images are in a part is not known without the item.
         """
-        if self.taken_size is not None and not (piece.is_cut and self.taken_size[1]):
-            item, piece.images = UNMADE, self.taken_size[1]
+        if taken.sizes is not None and not (piece.is_cut and taken.sizes[0][1]):
+            item, piece.images = UNMADE, taken.sizes[0][1]
         else:
             whole = self._item_of(taken)
             item = whole if type(whole) is Skip else self._part_of(whole, piece)
@@ -179,26 +175,28 @@ class PieceMaker:
         """The item of a piece, made if it is missing; a `Skip` if that is no longer possible."""
         if piece.is_made:
             return piece.value
-        whole = self._whole(piece)
+        whole = self._whole(piece).value
         return whole if type(whole) is Skip else self._part_of(whole, piece)
 
-    def _whole(self, piece: Piece) -> Any:
-        """Make the whole item of a piece again, and fill in all other missing pieces of that item."""
-        whole = self._packer.source.fetch(piece.ref)
-        if type(whole) is Skip:
-            return whole
-        length = self._calls.length(whole, least=_LEAST)
-        if piece.total and length != piece.total:
-            raise CheckpointMismatchError(
-                f"OnlinePacker: an item has length {length}, but had {piece.total} when the state was saved. Use the "
-                f"saved data and {self._calls.encoder_name}, which must depend on the sample and `rng` alone."
-                f"\n  item {piece.ref} of {self._packer.lane}"
-            )
-        if self.taken is not None and self.taken.ref == piece.ref:
-            self.taken.value = whole
-        for other in self._packing.pieces():
-            if other is not piece and not other.is_made and other.ref == piece.ref:
-                self._set_value(other, self._part_of(whole, other))
+    def _whole(self, piece: Piece) -> Element:
+        """Rebuild the whole item of a piece, and fill in all other missing pieces of its sample.
+
+        The parts of a sample that fans out are rebuilt in their order, by one iterator.
+        """
+        missing = [each for each in self._packing.pieces() if not each.is_made and each.ref[:2] == piece.ref[:2]]
+        # a forged state may have a ref whose part is no number
+        by_part = sorted([piece, *missing], key=lambda each: each.ref[-1] if type(each.ref[-1]) is int else -1)
+        wholes = {each.ref: Element(each.ref) for each in by_part}
+        make_elements(self._packer.source, [*wholes.values()])
+        for each in [piece, *missing]:
+            whole = wholes[each.ref]
+            if type(whole.value) is not Skip and each.total:
+                self._calls.check_size(whole, each.total, None if each.is_cut else each.images)
+            if type(whole.value) is not Skip and each is not piece:
+                self._set_value(each, self._part_of(whole.value, each))
+        whole = wholes[piece.ref]
+        if self.taken is not None and self.taken.ref == piece.ref and type(whole.value) is not Skip:
+            self.taken.value, self.taken.measured = whole.value, whole.measured
         return whole
 
     def _part_of(self, whole: Any, piece: Piece) -> Any:
@@ -212,14 +210,16 @@ class PieceMaker:
                 raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
         items = [Element(ref[0] if isinstance(ref[0], tuple) else ref) for ref in refs]
         make_elements(self._packer.source, items)
-        return [Element(ref, self._cut(item.value, ref)) for item, ref in zip(items, refs, strict=True)]
+        return [self._cut(item, ref) for item, ref in zip(items, refs, strict=True)]
 
-    def _cut(self, item: Any, ref: ItemRef) -> Any:
-        return self._calls.cut(item, *ref[1:]) if isinstance(ref[0], tuple) and type(item) is not Skip else item
+    def _cut(self, item: Element, ref: ItemRef) -> Element:
+        if not isinstance(ref[0], tuple):
+            return Element(ref, item.value, measured=item.measured)
+        return Element(ref, item.value if type(item.value) is Skip else self._calls.cut(item.value, *ref[1:]))
 
-    def measured(self, item: Any) -> Size:
-        """Length and images of an item."""
-        return self._calls.length(item, least=_LEAST), self._calls.images(item)
+    def measured(self, element: Element) -> Size:
+        """Length and images of a built item."""
+        return self._calls.length(element, least=_LEAST), self._calls.images(element.value)
 
     def _skipped(self, why: str, tokens: int, measure: int, *, asked: bool = False) -> None:
         assert self.taken is not None
@@ -242,9 +242,9 @@ class PieceMaker:
 
     def restore_taken(self, ref: Any, part: tuple[int, int], size: Size | None) -> None:
         """Continue with the item of this ref of a state, partly placed, unless its source is gone; or with none."""
-        self.taken, self.taken_size = None, size
+        self.taken = None
         if ref is not None and is_whole(self._packer, as_ref(ref)):
-            self.taken = Piece(as_ref(ref), length=0, start=part[0], total=part[1])
+            self.taken = Piece(as_ref(ref), sizes=size and (size,), length=0, start=part[0], total=part[1])
 
 
 class SavedPiece(msgspec.Struct, array_like=True):

@@ -176,7 +176,7 @@ class Join(ChunkedStage, SampleStage):
                 keys.append("")
         found: list[JoinedSamples] = [{} for _ in samples]
         for name, store in self._stores.items():
-            for place, other in enumerate(_samples_of(store, keys)):
+            for place, other in enumerate(_samples_of(store, keys, request=not self.lane.skips)):
                 found[place][name] = other
         return [
             sample.read_from(JoinedParts(sample.origin, found[place], faults.get(place), self.missing == "skip"))
@@ -222,12 +222,12 @@ def _lacking(sample: Sample) -> list[str]:
     return [] if joined.fault is not None else [name for name, other in joined.others.items() if other is None]
 
 
-def _samples_of(store: Samples, keys: list[str]) -> list[Sample | None]:
+def _samples_of(store: Samples, keys: list[str], *, request: bool) -> list[Sample | None]:
     """Return for each key the sample of the store that has it, or None."""
     numbers = store.keys.find(keys)
     refs = np.zeros(int((numbers >= 0).sum()), REF)
     refs["index"] = numbers[numbers >= 0]
-    opened = iter(store.dataset.open_samples(refs))
+    opened = iter(store.dataset.open_samples(refs, request=request))
     return [next(opened) if number >= 0 else None for number in numbers.tolist()]
 
 

@@ -182,8 +182,8 @@ class _TakesLane(ChunkedStage, SampleStage):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            cure = "" if name not in _STEPS else f": sp.read(…).{name}(…) makes a chain, a class puts a stage around it"
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{cure}")
+            fix = f": sp.read(…).{name}(…) makes a chain, a class puts a stage around it" if name in _STEPS else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{fix}")
 
 
 class RecordReader(_TakesLane):
@@ -518,7 +518,7 @@ class RecordReader(_TakesLane):
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
         """The samples with these refs; their parts are read when asked for."""
-        return self.dataset.open_samples(refs)
+        return self.dataset.open_samples(refs, request=not self.lane.skips)
 
     def fetch(self, ref: ItemRef | Ref) -> Sample:
         """The sample with this ref. Raises `CheckpointMismatchError` if there is none."""
@@ -529,7 +529,7 @@ class RecordReader(_TakesLane):
             raise CheckpointMismatchError(
                 f"{type(self).__name__}: the state has a sample that is not in the data. Restore the saved shards."
             ) from error
-        return self.dataset.open_samples(refs)[0]
+        return self.open_samples(refs)[0]
 
     def count_faults(self) -> None:
         """Count the shards that could not be fully indexed.

@@ -1,4 +1,4 @@
-"""Check a dataset before a run: read every byte in several processes and list errors."""
+"""Check a dataset: read every byte in several processes, and list problems."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ class CheckReport:
     samples: int
     size: int
     problems: list[Problem]
-    warnings: list[str] = field(default_factory=list)  # about samples that are not as the others
-    with_alpha: int = 0  # images that have alpha
-    empty: dict[str, int] = field(default_factory=dict)  # samples that have each part without a byte in it
-    nulls: dict[str, int] = field(default_factory=dict)  # samples that have a null in each column
+    warnings: list[str] = field(default_factory=list)  # about unusual samples
+    with_alpha: int = 0  # the number of images with alpha
+    empty: dict[str, int] = field(default_factory=dict)  # by part, the number of samples whose part has no bytes
+    nulls: dict[str, int] = field(default_factory=dict)  # by column, the number of samples with null
 
 
 @dataclass(frozen=True, slots=True)
 class _Dataset:
-    """The dataset to check: the names of its shards, its metadata and its index."""
+    """Dataset to check: the names of its shards, its metadata and its index."""
 
     root: str
     names: list[str]
-    whole: bool  # whether these should be all shards of the metadata
+    whole: bool  # whether the user named the whole dataset, so that all shards of the metadata must exist
     metadata: Path  # a folder that may have Energon's metadata
-    indexed: dict[str, ShardEntry]
+    indexed: dict[str, ShardEntry]  # by name
     problems: list[Problem] = field(default_factory=list)  # found so far
 
 
@@ -73,11 +73,11 @@ def check_dataset(
         shards: The dataset.
         processes: The number of processes. None (default): one per core.
         decode: The fraction of audio and video parts to decode (default 1.0: all).
-        progress: Is called with the numbers of checked and of all shards.
+        progress: Called with the number of checked shards and the number of all shards.
         settings: Settings of the store.
 
     Raises:
-        ShardError: There is no dataset to check.
+        ShardError: There is no dataset.
         RemoteError: Its server cannot be reached.
         ValueError: `decode` is not a fraction, or files of this format do not have a setting.
     """
@@ -86,7 +86,7 @@ def check_dataset(
     chosen = {name: value for name, value in settings.items() if value is not None}
     source = find_source(shards, settings=chosen)
     form = with_settings(source, chosen)
-    dataset = _find(source, form)
+    dataset = _find_dataset(source, form)
     options = CheckSettings(form, decode, {**source.settings, **chosen})
     problems, counts = _metadata_problems(dataset.metadata, dataset.names)
     problems += dataset.problems
@@ -105,11 +105,11 @@ def check_dataset(
         problems += report.problems
         problems += _index_problems(report, dataset.indexed.get(report.name), counts.get(report.name))
     problems.sort(key=lambda problem: (problem.shard, problem.index if problem.index is not None else -1, problem.part))
-    return _summed(dataset.root, len(names), reports, problems)
+    return _join_reports(dataset.root, len(names), reports, problems)
 
 
-def _summed(root: str, shards: int, reports: list[ShardReport], problems: list[Problem]) -> CheckReport:
-    """The report of all shards."""
+def _join_reports(root: str, shards: int, reports: list[ShardReport], problems: list[Problem]) -> CheckReport:
+    """Join the reports of all shards."""
     samples, size = sum(report.samples for report in reports), sum(report.size for report in reports)
     parts, empty, nulls, counts = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for report in reports:
@@ -127,7 +127,7 @@ def _summed(root: str, shards: int, reports: list[ShardReport], problems: list[P
     return CheckReport(root, shards, samples, size, problems, warnings, counts[ALPHA], dict(empty), dict(nulls))
 
 
-def _find(source: Source, form: Format) -> _Dataset:
+def _find_dataset(source: Source, form: Format) -> _Dataset:
     if source.session is not None:
         found, metadata, indexed = describe_url(remote_files(source, form), form, source.session)
         return _Dataset(found.root, list(found.names), found.whole, metadata, indexed)
@@ -141,6 +141,7 @@ def _find(source: Source, form: Format) -> _Dataset:
 
 
 def _media_warnings(counts: Counter[str]) -> Iterator[str]:
+    """Yield warnings about images, videos and audio that were counted."""
     if count := counts[DEEP]:
         yield (
             f"{counted(count, 'image has', 'images have')} more than 8 bits a channel: sample.image() keeps gray "
@@ -162,6 +163,7 @@ def _media_warnings(counts: Counter[str]) -> Iterator[str]:
 
 
 def _answers(dataset: _Dataset, names: list[str], processes: int, options: CheckSettings) -> Iterator[Answer]:
+    """Check shards in processes, and yield their reports as MessagePack. Remote shards are downloaded one by one."""
     if not is_remote(dataset.root):
         yield from each_shard(partial(file_check.check_file, options=options), Path(dataset.root), names, processes)
         return
@@ -173,6 +175,7 @@ def _answers(dataset: _Dataset, names: list[str], processes: int, options: Check
 
 
 def _index_problems(report: ShardReport, entry: ShardEntry | None, count: int | None) -> Iterator[Problem]:
+    """Yield differences of a shard from its entry in the index and from its count in the metadata."""
     if any(problem.reason in ("missing shard", "damaged shard", "cannot be checked") for problem in report.problems):
         return
     if entry is not None and (entry.size, entry.samples, entry.digest) != (report.size, report.samples, report.digest):
@@ -187,7 +190,7 @@ def _index_problems(report: ShardReport, entry: ShardEntry | None, count: int | 
 
 
 def _metadata_problems(root: Path, names: list[str]) -> tuple[list[Problem], dict[str, int]]:
-    """The problems of Energon's metadata, and its sample count by shard."""
+    """Return the problems of Energon's metadata, and its number of samples by shard."""
     problems: list[Problem] = []
     counts: dict[str, int] = {}
     try:

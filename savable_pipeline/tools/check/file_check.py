@@ -1,4 +1,4 @@
-"""Check one file of a dataset: its scan, its sidecar files, then every part of every sample."""
+"""Check a file: its structure, its sidecar files, and every part of its samples."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError, ShardError
 
-LARGEST = 1 << 30  # bytes of a part that is read whole: no image or text is larger, but a video may be
-ONE_KEYFRAME, NOT_DECODED = "one keyframe", "not decoded"  # counted for long videos, and if PyAV is not installed
-_ZEROS = 64  # A part of fewer zero bytes may be intended.
+LARGEST = 1 << 30  # bytes up to which a part is read whole; no image or text is larger, but a video may be
+ONE_KEYFRAME, NOT_DECODED = "one keyframe", "not decoded"  # counts of long videos, and of media without PyAV
+_ZEROS = 64  # bytes; a shorter part of zeros may be intended
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """An error of a dataset, of one of its shards, or of a part of a sample."""
+    """Error in a dataset, in one of its shards, or in a part of a sample."""
 
     reason: str
     detail: str
@@ -69,13 +69,13 @@ class ShardReport(msgspec.Struct):
     samples: int
     digest: int
     problems: list[Problem]
-    parts: dict[str, int] = {}  # samples that have each part
-    most_parts: int = 0  # of one sample
-    dotted: list[tuple[str, ...]] = []  # of a tar: the parts of samples that have none without a dot
-    empty: dict[str, int] = {}  # samples that have each part without a byte in it
-    nulls: dict[str, int] = {}  # samples that have a null in each column
+    parts: dict[str, int] = {}  # by part, the number of samples that have it
+    most_parts: int = 0  # the largest number of parts of a sample
+    dotted: list[tuple[str, ...]] = []  # in a tar, the parts of samples whose part names all have a dot
+    empty: dict[str, int] = {}  # by part, the number of samples whose part has no bytes
+    nulls: dict[str, int] = {}  # by column, the number of samples with null
     links: Links = Links(0)
-    counts: dict[str, int] = {}  # doubtful images and media, by reason
+    counts: dict[str, int] = {}  # unusual images and media, by reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ class CheckSettings:
     """How to check files.
 
     Args:
-        form: Their format.
+        form: The format of the files.
         share: The fraction of audio and video parts to decode.
-        settings: Settings of their store.
+        settings: Settings of the store.
     """
 
     form: Format = TARS
@@ -94,10 +94,10 @@ class CheckSettings:
 
 
 def check_file(root: Path, name: str, options: CheckSettings) -> ShardReport:
-    """Read all of a file and turn its errors into problems."""
+    """Read a whole file, and report its errors as problems."""
     file_format = options.form
     table = file_format.scan(root, name)
-    entry, found = table.entry, _Found(options.share)
+    entry, counts = table.entry, _FileCounts(options.share)
     problems: list[Problem] = []
     if entry.fault:
         reason = "damaged shard" if (root / name).exists() else "missing shard"
@@ -108,30 +108,31 @@ def check_file(root: Path, name: str, options: CheckSettings) -> ShardReport:
         problems.append(Problem("torn samples", table.note, name))
     if entry.samples:
         try:
-            with tempfile.TemporaryDirectory() as aside:
-                problems += _problems_in(_store(options, [table], root, Path(aside) / "index"), name, found)
+            with tempfile.TemporaryDirectory() as temporary:
+                problems += _check_store(_store(options, [table], root, Path(temporary) / "index"), name, counts)
                 if file_format.name == "lerobot" and (root / INFO).exists():
                     tables = [table, file_format.scan(root, INFO)]
-                    store = _store(options, tables, root, Path(aside) / "episodes")
-                    problems += _lacking_frames(store, root, name, found)
+                    store = _store(options, tables, root, Path(temporary) / "episodes")
+                    problems += _check_frames(store, root, name, counts)
         except (SavableError, ValueError) as error:
             problems.append(Problem("cannot be checked", encodable(str(error)), name))
     report = ShardReport(name, entry.size, entry.samples, entry.digest, problems)
-    report.parts, report.most_parts, report.counts = dict(found.parts), found.most, dict(found.counts)
-    report.empty, report.nulls = dict(found.empty), dict(found.nulls)
+    report.parts, report.most_parts, report.counts = dict(counts.parts), counts.most, dict(counts.media)
+    report.empty, report.nulls = dict(counts.empty), dict(counts.nulls)
     if file_format.name == TAR:
-        report.dotted, report.links = sorted(found.dotted), TarColumns.of(table).links
+        report.dotted, report.links = sorted(counts.dotted), TarColumns.of(table).links
     return report
 
 
 def _store(options: CheckSettings, tables: list[ShardTable], root: Path, path: Path) -> RecordStore:
-    """Open the store of these files with an index in another folder, so that their own folder is not changed."""
+    """Open the store of these files, with an index in another folder so that theirs is not changed."""
     write_index(path, tables, options.form)
     files = IndexedFiles(options.form, options.form.index_at(path), path, None, root, tolerant=True)
     return store_of(files, inspect=True, **options.settings)
 
 
-def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Problem]:
+def _check_store(store: RecordStore, name: str, counts: _FileCounts) -> Iterator[Problem]:
+    """Read every sample of a file, and yield problems."""
     if isinstance(store, RecordFolderStore):
         try:
             store.validate(0)
@@ -140,22 +141,22 @@ def _problems_in(store: RecordStore, name: str, found: _Found) -> Iterator[Probl
     row = 0
     while row < store.entries[0].samples:
         try:
-            yield from _problems_of(store, name, row, found)
+            yield from _check_row(store, name, row, counts)
             row += 1
         except SavableError as error:
             detail = encodable(str(error).removeprefix(f"{store.address}/{name}: "))
             yield Problem(reason_of(error), detail, name, index=row)
-            row = _after_damage(store, row, reason_of(error))
+            row = _next_readable_row(store, row, reason_of(error))
     if isinstance(store, ColumnarStore):
-        yield from _without_bytes(store, name, found)
+        yield from _check_named_files(store, name, counts)
     if isinstance(store, FolderStore):
         twins = (each for each in store.table.rejected if each.reason == "two parts with one extension")
         yield from (Problem(each.reason, each.detail, each.file, each.key) for each in twins)
 
 
-def _lacking_frames(store: RecordStore, root: Path, name: str, found: _Found) -> Iterator[Problem]:
+def _check_frames(store: RecordStore, root: Path, name: str, counts: _FileCounts) -> Iterator[Problem]:
     """Yield a problem for each video of an episode with fewer frames than its row lists, without decoding."""
-    times: dict[str, NDArray[np.float64]] = {}  # of the frames of each file
+    times: dict[str, NDArray[np.float64]] = {}  # of frames, by file
     for row in range(store.entries[0].samples):
         for part in store.range_parts:  # type: ignore[attr-defined]
             try:
@@ -170,26 +171,26 @@ def _lacking_frames(store: RecordStore, root: Path, name: str, found: _Found) ->
                     fault = f"missing frames: the video has {count - lacking} of the {count} that the metadata lists"
                     yield _problem(store, name, row, part, fault)
             except ImportError:
-                found.counts[NOT_DECODED] += 1
+                counts.media[NOT_DECODED] += 1
             except (SavableError, OSError) as error:
                 yield _problem(store, name, row, part, f"unreadable media: {error}")
 
 
-class _Found:
-    """Counts of a file, by part or column."""
+class _FileCounts:
+    """Counts of what was found in a file."""
 
     def __init__(self, share: float) -> None:
-        self.share = share  # of audio and video to decode
-        self.parts, self.empty, self.nulls = Counter[str](), Counter[str](), Counter[str]()
-        self.named = Counter[str]()  # rows that name a file without its bytes
-        self.counts = Counter[str]()  # of `part_fault` and `_media_fault`
-        self.most = 0  # parts of one sample
-        self.dotted: set[tuple[str, ...]] = set()
+        self.share = share  # the fraction of audio and video to decode
+        self.parts, self.empty, self.nulls = Counter[str](), Counter[str](), Counter[str]()  # by part or column
+        self.named = Counter[str]()  # by column, rows that name a file without having its bytes
+        self.media = Counter[str]()  # unusual images and media, by reason
+        self.most = 0  # the largest number of parts of a sample
+        self.dotted: set[tuple[str, ...]] = set()  # the parts of samples whose part names all have a dot
 
 
-def _without_bytes(store: ColumnarStore, name: str, found: _Found) -> Iterator[Problem]:
+def _check_named_files(store: ColumnarStore, name: str, counts: _FileCounts) -> Iterator[Problem]:
     """Yield a problem for each column whose rows name files without their bytes."""
-    for column, count in sorted(found.named.items()):
+    for column, count in sorted(counts.named.items()):
         detail = f"the column {column!r}: {count:,} of {store.entries[0].samples:,} rows have a path and no bytes"
         yield Problem(NO_BYTES, encodable(f"{detail}; {store.cure}"), name)
 
@@ -198,8 +199,8 @@ def check_remote_file(folder: Path, name: str, url: str, options: CheckSettings)
     """Check a remote file: download it to an empty folder, and remove it afterwards."""
     sidecars = {each for form in FORMATS for each in form.names_beside(name)}
     session = Session.of()
-    with tempfile.TemporaryDirectory(dir=folder) as aside:  # two files may have one sidecar
-        own = Path(aside)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:  # two files may have one sidecar
+        own = Path(temporary)
         try:
             names = [name, *sorted(sidecars)]
             for each, stat in zip(names, session.each("stat", [(url, e, e == name) for e in names]), strict=True):
@@ -210,41 +211,42 @@ def check_remote_file(folder: Path, name: str, url: str, options: CheckSettings)
             return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
 
 
-def _problems_of(store: RecordStore, name: str, row: int, found: _Found) -> Iterator[Problem]:
+def _check_row(store: RecordStore, name: str, row: int, counts: _FileCounts) -> Iterator[Problem]:
+    """Count the parts of a sample, and yield those that are damaged."""
     extensions = store.extensions(0, row)
-    found.most = max(found.most, len(extensions))
-    found.parts.update(extensions)
+    counts.most = max(counts.most, len(extensions))
+    counts.parts.update(extensions)
     if all("." in extension for extension in extensions):
-        found.dotted.add(tuple(extensions))
+        counts.dotted.add(tuple(extensions))
     if isinstance(store, ColumnarStore):
-        found.nulls.update(store.nulls(0, row))
-        found.named.update({file.column for file in store.named_files(0, row)})
+        counts.nulls.update(store.nulls(0, row))
+        counts.named.update({file.column for file in store.named_files(0, row)})
     for extension in extensions:
         data, size = store.head(0, row, extension, LARGEST)
-        found.empty.update([] if size else [extension])
-        fault = part_fault(extension, data, found.counts) if size <= LARGEST else ""
+        counts.empty.update([] if size else [extension])
+        fault = part_fault(extension, data, counts.media) if size <= LARGEST else ""
         if not fault and part_type(extension) in (*VIDEO_PARTS, *AUDIO_PARTS):
-            fault = _media_fault(store, name, row, extension, found)
+            fault = _media_fault(store, name, row, extension, counts)
         if fault:
             yield _problem(store, name, row, extension, fault)
 
 
-def _media_fault(store: RecordStore, name: str, row: int, extension: str, found: _Found) -> str:
-    """Return why an audio or video part cannot be decoded, or "" if it can or is not to be decoded."""
-    if xxh3_64_intdigest(f"{name}\0{row}\0{extension}".encode()) >= found.share * 2.0**64:
+def _media_fault(store: RecordStore, name: str, row: int, extension: str, counts: _FileCounts) -> str:
+    """Return why an audio or video part cannot be decoded, or "" if it can be, or is not chosen for decoding."""
+    if xxh3_64_intdigest(f"{name}\0{row}\0{extension}".encode()) >= counts.share * 2.0**64:
         return ""
     try:
         with store.open(0, row, extension) as file:
             fault, one_keyframe = media_fault(file)
     except ImportError:
-        found.counts[NOT_DECODED] += 1
+        counts.media[NOT_DECODED] += 1
         return ""
-    found.counts[ONE_KEYFRAME] += one_keyframe
+    counts.media[ONE_KEYFRAME] += one_keyframe
     return fault
 
 
-def _after_damage(store: RecordStore, row: int, reason: str) -> int:
-    """Return the next row to read. Where rows are decoded in groups, it is the first of the next group."""
+def _next_readable_row(store: RecordStore, row: int, reason: str) -> int:
+    """Return the next row to read after a damaged one. If rows are decoded in groups, the next group starts with it."""
     whole = isinstance(store, ColumnarStore) or reason == "damaged shard"
     if not isinstance(store, GroupedStore) or not whole:
         return row + 1
@@ -253,15 +255,16 @@ def _after_damage(store: RecordStore, row: int, reason: str) -> int:
 
 
 def _problem(store: RecordStore, name: str, row: int, extension: str, fault: str) -> Problem:
+    """Return the problem of a part. `fault` is its reason and detail, separated by ": "."""
     reason, _, detail = fault.partition(": ")
     offset = store.part_offset(0, row, extension)
     return Problem(reason, encodable(detail), name, encodable(store.key(0, row)), extension, offset, row)
 
 
 def part_fault(extension: str, data: bytes, counts: Counter[str]) -> str:
-    """Return why a part cannot be right, as `reason: detail`, or "" if it can.
+    """Return why a part is damaged, as `reason: detail`, or "" if it seems right.
 
-    Doubts about the header of an image are added to `counts`.
+    Unusual properties of images are added to `counts`.
     """
     if len(data) >= _ZEROS and not data.strip(b"\0"):
         return f"zero-filled: all {len(data)} bytes are zeros"

@@ -1,4 +1,4 @@
-"""Helpers of commands: consoles, escape_markup text, errors as lines, progress."""
+"""Helpers of commands: consoles, errors as lines, progress, common options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from rich.markup import escape
 from savable_pipeline.core.wording import clean_address, counted, human_bytes
 from savable_pipeline.errors import SavableError
 
-_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, what turns the direction of text, lone surrogates, ends of lines
+# Unicode categories: controls, changes of text direction, lone surrogates, line ends
+_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -33,15 +34,12 @@ err = console(stderr=True)  # progress and errors
 
 
 def escape_markup(text: str) -> str:
-    """Escape any text for a console: markup, and characters that a terminal obeys.
-
-    An example is `\\x1b`.
-    """
+    """Escape markup, and characters that control a terminal, such as `\\x1b`."""
     return escape(visible(text))
 
 
 def visible(text: str) -> str:
-    """Escape characters that a terminal obeys, in text without markup."""
+    """Escape characters that control a terminal. Markup stays."""
     return "".join(map(_escaped, text))
 
 
@@ -51,11 +49,14 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape", "backslashreplace").decode()
 
 
-def print_counts(console: Console, word: str, counts: Mapping[str, int], some: str = "") -> None:
-    """Print in how many samples each part is `word`, in one line, if lines are any."""
+def print_counts(console: Console, word: str, counts: Mapping[str, int], scope: str = "") -> None:
+    """Print in how many samples each part is `word`, such as "empty".
+
+    It prints one line, or nothing if all counts are 0. `scope` is a note at its end.
+    """
     lines = [f"{name} in {counted(count, 'sample')}" for name, count in counts.items() if count]
     if lines:
-        console.print(escape_markup(f"{word}: {', '.join(lines)}{some}"))
+        console.print(escape_markup(f"{word}: {', '.join(lines)}{scope}"))
 
 
 def print_warnings(console: Console, warnings: list[str]) -> None:
@@ -79,7 +80,7 @@ def errors_as_lines() -> Iterator[None]:
 
 
 def exit_failed(words: str, *, as_json: bool = False) -> NoReturn:
-    """Exit with 1 after a last line that says why."""
+    """Exit with 1, after printing the reason unless the output is JSON."""
     if not as_json:
         out.print(f"[bold red]FAILED:[/] {escape_markup(words)}")
     raise typer.Exit(1)
@@ -102,11 +103,11 @@ TargetArgument: TypeAlias = Annotated[
         help="A loader, a function that builds one, or a pipeline: file.py:name or module:name.",
     ),
 ]
-# Panels of options in `--help`.
+# Options are grouped in these panels of `--help`.
 input_option = partial(typer.Option, rich_help_panel="Input")
 output_option = partial(typer.Option, rich_help_panel="Output")
 parallel_option = partial(typer.Option, rich_help_panel="Parallelism")
-# How data are read: of `convert`, `info`, `check` and `preview`.
+# These options of `convert`, `info`, `check` and `preview` say how data is read.
 KeyEndOption: TypeAlias = Annotated[
     str | None, input_option("--key-end", metavar="first|last", help="The dot of a file name that ends its key.")
 ]
@@ -138,7 +139,8 @@ def progress_of(console: Console, before: str, things: str, during: str = "") ->
 
     A line is printed every ten seconds.
 
-    `before` is the text until the number of things is known; `during` (by default the same) is the text from then on.
+    `before` is the text until the number of things is known, and `during` the text from then on. "" (default): the
+    same text.
     """
     during = during or before
     if not console.is_terminal:
@@ -159,14 +161,14 @@ def progress_of(console: Console, before: str, things: str, during: str = "") ->
 
 
 class _Rate:
-    """Things and bytes per second since the first call."""
+    """Formats the things and bytes per second since the first call."""
 
     def __init__(self) -> None:
         self._begin = 0.0
         self._before = 0
 
     def text(self, done: int, size: int) -> str:
-        """`1,204/s, 45.1 MB, 9.3 MB/s`; without the bytes where they are not known."""
+        """Format the rate: `1,204/s, 45.1 MB, 9.3 MB/s`, or without bytes if `size` is 0."""
         now = time.monotonic()
         if not self._begin:
             self._begin, self._before = now, done
@@ -178,7 +180,7 @@ class _Rate:
 
 
 class _Lines:
-    """Progress in plain lines, one every ten seconds: a short job prints none."""
+    """Prints progress as a plain line every ten seconds. A short job prints none."""
 
     def __init__(self, console: Console, line: str) -> None:
         self._console = console

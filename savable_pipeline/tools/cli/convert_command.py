@@ -95,23 +95,23 @@ def convert(
             classes=tuple(class_names(classes_from)) if classes_from else classes,
             key_end=key_end,  # type: ignore[arg-type]  # Options checks it
             file_fields=_file_fields(no_files, file_field),
-            split=tuple(_share(share) for share in split or ()),
-            only=_only(only),
+            split=tuple(_parse_split(share) for share in split or ()),
+            only=_parse_parts(only),
             unpacked_bytes=unpacked_bytes,
         )
-        found = find_files(source, format)
-        err.print(escape_markup(f"reading {source}: {found.words}"))
-        check_reshard(found, reshard)
+        files = find_files(source, format)
+        err.print(escape_markup(f"reading {source}: {files.words}"))
+        check_reshard(files, reshard)
         with (
             engine_named(engine, workers) as cluster,
             progress_of(err, "reading", "samples", "converting") as progress,
         ):
             report = run_conversion(
-                found,
+                files,
                 target,
                 options,
                 files_from=files_from,
-                keys=None if keys is None else _keys(keys),
+                keys=None if keys is None else _read_keys(keys),
                 reshard=reshard,
                 workers=workers,
                 engine=cluster,
@@ -121,8 +121,8 @@ def convert(
         if not report.samples:
             lost = files_from is None and {reject.reason for reject in report.rejected} == {"missing file"}
             hint = "--files-from FOLDER says where the files are; " if lost else ""
-            cure = f"{hint}remove {target} before another try"
-            raise ValueError(f"{target} has no shard: everything in {source} was rejected; {cure}")
+            advice = f"{hint}remove {target} before another try"
+            raise ValueError(f"{target} has no shard: everything in {source} was rejected; {advice}")
     if report.rejected and not skip_bad:
         exit_failed(f"{len(report.rejected):,} rejected; --skip-bad accepts this")
 
@@ -133,19 +133,19 @@ def _file_fields(no_files: bool, named: list[str] | None) -> tuple[str, ...] | N
     return () if no_files else tuple(named) if named else None
 
 
-def _share(text: str) -> tuple[str, str]:
+def _parse_split(text: str) -> tuple[str, str]:
     name, _, share = text.partition("=")
     return name, share
 
 
-def _only(text: str | None) -> tuple[str, ...]:
+def _parse_parts(text: str | None) -> tuple[str, ...]:
     names = tuple(name for part in (text or "").split(",") if (name := part.strip()))
     if text is not None and not names:
         raise ValueError("--only names no part; expected extensions, such as jpg,txt")
     return names
 
 
-def _keys(path: Path) -> list[str]:
+def _read_keys(path: Path) -> list[str]:
     keys = [key for key in path.read_text().split("\n") if key]
     if not keys:
         raise ValueError(f"{path}: no key in it; expected the keys of samples, one a line")
@@ -175,7 +175,7 @@ def engine_named(name: str, workers: int | None) -> Iterator[Engine | None]:
         yield engine
 
 
-_SHOWN = 10  # rejects printed one by one; the file has all
+_SHOWN = 10  # rejects that are printed one by one
 
 
 def print_report(console: Console, report: Report, path: str) -> None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # a command imports what it needs when it is called
     from savable_pipeline.tools.check.dataset_check import CheckReport
     from savable_pipeline.tools.check.file_check import Problem
 
-_NAMED = 3  # problems that are like the first of them
+_NAMED = 3  # files listed for further problems of the same kind
 PathArgument: TypeAlias = Annotated[
     str, typer.Argument(metavar="PATH", help="A folder, file, glob, brace pattern or URL.")
 ]
@@ -64,7 +64,7 @@ def _settings(
     file_field: list[str] | None,
     files_from: Path | None,
 ) -> dict[str, Any]:
-    """The settings of a store that these options are, as `sp.open_dataset` takes them; None where one is not given."""
+    """Return the arguments of `sp.open_dataset` for these options. None: the option is not used."""
     if key_end not in ("first", "last", None):
         raise ValueError(f"key_end must be 'first' or 'last', not {key_end!r}")
     return {
@@ -96,7 +96,7 @@ def info(
 
 
 def _print_info(path: str, info: Info, *, as_json: bool) -> None:
-    """The dataset at `path` in tables, or as one JSON object."""
+    """Print facts about the dataset at `path`, in tables or as one JSON object."""
     if as_json:
         out.print(json.dumps(_info_object(info), indent=2), markup=False)
         return
@@ -111,8 +111,8 @@ def _print_info(path: str, info: Info, *, as_json: bool) -> None:
     first = ", ".join(f"{extension} {human_bytes(size)}" for extension, size in info.first_parts.items())
     facts.add_row("first sample", escape_markup(f"{info.first_key}: {first}"))
     out.print(facts)
-    some = "" if info.looked_at == info.samples else f" (of {info.looked_at:,} looked at)"
-    parts = Table("part", f"samples{some}", "mean size")
+    scope = "" if info.looked_at == info.samples else f" (of {info.looked_at:,} looked at)"
+    parts = Table("part", f"samples{scope}", "mean size")
     for extension, part in info.parts.items():
         parts.add_row(escape_markup(extension), f"{part.samples:,}", human_bytes(part.mean))
     out.print(parts)
@@ -122,13 +122,13 @@ def _print_info(path: str, info: Info, *, as_json: bool) -> None:
             hours, broken = f"{kind.hours:,.2f}" if kind.hours else "", f"{kind.broken:,}" if kind.broken else ""
             media.add_row(escape_markup(extension), f"{kind.parts:,}", hours, kind.size, kind.fps, kind.rate, broken)
         out.print(media)
-    print_counts(out, "null", info.nulls, some)
-    print_counts(out, "empty", {extension: part.empty for extension, part in info.parts.items()}, some)
+    print_counts(out, "null", info.nulls, scope)
+    print_counts(out, "empty", {extension: part.empty for extension, part in info.parts.items()}, scope)
     print_warnings(out, info.warnings)
 
 
 def _size_text(shards: int, samples: int, size: int) -> str:
-    """`7 samples (3 shards, 30.7 kB)`; without the shards if there is one, as of a folder of files."""
+    """Format sizes: `7 samples (3 shards, 30.7 kB)`. A single shard is not mentioned."""
     return f"{counted(samples, 'sample')} ({f'{shards:,} shards, ' * (shards > 1)}{human_bytes(size)})"
 
 
@@ -205,14 +205,14 @@ def _index_media(path: str, workers: int | None) -> int:
 
 
 def _print_index(index_path: Path, entries: list[ShardEntry]) -> None:
-    """Where the index is, and the shards that could not be read to the end."""
+    """Print the path of the index, and the shards that could not be read to the end."""
     out.print(escape_markup(f"index: {index_path}"))
     for entry in entries:
         out.print(escape_markup(f"{entry.fault} ({counted(entry.samples, 'sample')} before it)"))
 
 
 def _print_media_table(index_path: Path, faults: MediaFaults) -> None:
-    """Where the table of media is, and the parts whose headers cannot be read."""
+    """Print the path of the media table, and the parts whose headers cannot be read."""
     out.print(escape_markup(f"media table: {index_path}"))
     for message in faults.messages:
         out.print(escape_markup(message))
@@ -248,7 +248,7 @@ def check(
 
 
 def _print_check(report: CheckReport, *, as_json: bool) -> None:
-    """The problems by reason, then one by one; or all as one JSON object."""
+    """Print problems by reason and then one by one, or all as one JSON object."""
     if as_json:
         import msgspec
 
@@ -267,26 +267,26 @@ def _print_check(report: CheckReport, *, as_json: bool) -> None:
     reasons = Counter(problem.reason for problem in report.problems).most_common()
     for reason, count in reasons if len(reasons) > 1 else ():
         out.print(f"  {count:>7,} × {escape_markup(reason)}")
-    for alike in _alike(report.problems):
-        about = f"{where}: " if (where := _where(alike[0])) else ""  # else of the dataset
-        more = ", ".join(_where(problem) for problem in alike[1 : 1 + _NAMED])
+    for alike in _group_alike(report.problems):
+        about = f"{where}: " if (where := _location(alike[0])) else ""  # "" for a problem of the whole dataset
+        more = ", ".join(_location(problem) for problem in alike[1 : 1 + _NAMED])
         more += f" and {len(alike) - 1 - _NAMED:,} more" if len(alike) > 1 + _NAMED else ""
         more = f" ({len(alike):,} times; also {more})" if more else ""
-        text = alike[0].detail  # the error of a table has the reason in it
+        text = alike[0].detail  # an error of a table includes the reason
         text = text if f"{alike[0].reason}:" in text else f"{alike[0].reason}: {text}"
         out.print(escape_markup(f"{about}{text}{more}"))
 
 
-def _alike(problems: list[Problem]) -> list[list[Problem]]:
-    """The problems that differ in nothing but in where they are, and in numbers, such as offsets, that say it."""
-    found: dict[tuple[str, str], list[Problem]] = {}
+def _group_alike(problems: list[Problem]) -> list[list[Problem]]:
+    """Group problems that differ only in their location and in numbers, such as offsets."""
+    groups: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
-        found.setdefault((problem.reason, re.sub(r"[0-9]+", "0", problem.detail)), []).append(problem)
-    return list(found.values())
+        groups.setdefault((problem.reason, re.sub(r"[0-9]+", "0", problem.detail)), []).append(problem)
+    return list(groups.values())
 
 
-def _where(problem: Problem) -> str:
-    """The file and the sample, if it has them; a folder of files is one shard, "."."""
+def _location(problem: Problem) -> str:
+    """Format the file and the sample of a problem, if it has them. A folder of files is the shard "."."""
     names = [problem.shard * (problem.shard != "."), problem.key and f"{problem.key}.{problem.part}"]
     return " ".join(filter(None, names)) + ("" if problem.offset is None else f" at byte {problem.offset}")
 
@@ -338,7 +338,7 @@ def preview(
 
 
 def _pipeline_page(source: str, **settings: int) -> tuple[bytes, str]:
-    """The page of the pipeline of this name, and the error that ended its batches."""
+    """Return the page of the pipeline of this name, and the error that ended its batches, or ""."""
     from savable_pipeline.stages.pipeline import named_pipeline
     from savable_pipeline.tools.preview.pipeline_page import preview_pipeline
 

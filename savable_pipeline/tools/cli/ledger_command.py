@@ -43,11 +43,11 @@ def find(
             if not found:
                 out.print(escape_markup(f"{key}: not given" if found == [] else f"{key}: no sample has this key"))
             for each in found or ():
-                of = f" of {each.source}" if each.source else ""
+                source_name = f" of {each.source}" if each.source else ""
                 lost = ", lost: the run was resumed from a place before it" if each.lost else ""
                 where = f"slot {each.slot}, step {each.step}, rank {each.rank} of {each.world_size}"
-                became = f"{', again' if each.again else ''}{', ' if each.outcome else ''}{each.outcome}"
-                out.print(escape_markup(f"{key}{of}: epoch {each.epoch}, {where}{became}{lost}"))
+                outcome = f"{', again' if each.again else ''}{', ' if each.outcome else ''}{each.outcome}"
+                out.print(escape_markup(f"{key}{source_name}: epoch {each.epoch}, {where}{outcome}{lost}"))
     if missing:
         raise typer.Exit(1)
 
@@ -65,7 +65,7 @@ def batch(
 ) -> None:
     """Rebuild a batch of a run, byte for byte."""
     from savable_pipeline.run.ledger.reader import LedgerFiles
-    from savable_pipeline.run.loader.ledger import make_again  # with torch, which takes seconds
+    from savable_pipeline.run.loader.ledger import rebuild_batch  # with torch, which takes seconds
     from savable_pipeline.stages.pipeline import named_pipeline
     from savable_pipeline.tools.preview.pipeline_page import batch_page
 
@@ -73,10 +73,10 @@ def batch(
         if output is None and save is None:
             raise ValueError("nothing to write: give -o page.html, --save batch.pt, or both")
         check_output(output, save)
-        rebuilt = make_again(named_pipeline(pipeline), LedgerFiles(folder), epoch, slot)
+        rebuilt = rebuild_batch(named_pipeline(pipeline), LedgerFiles(folder), epoch, slot)
         title = f"{pipeline}, epoch {epoch}, slot {slot}"
         if output is not None:
-            number = slot // rebuilt.given.start.lanes
+            number = slot // rebuilt.recorded.start.lanes
             replace_file(output, [batch_page(rebuilt.stage, rebuilt.stage.lane, title, number, rebuilt.batch)])
             out.print(escape_markup(str(output)))
         if save is not None:

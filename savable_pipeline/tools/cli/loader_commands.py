@@ -32,9 +32,9 @@ if TYPE_CHECKING:  # a command imports what it needs when it is called
     from savable_pipeline.run.state.summary import StateSummary
     from savable_pipeline.tools.plan.run_plan import RunPlan
     from savable_pipeline.tools.verify.comparison import Mismatch, Verdict, VerifyPlan
-    from savable_pipeline.tools.verify.leg import Explained
+    from savable_pipeline.tools.verify.segment import Explained
 
-_SHOWN = 8  # samples named
+_SHOWN = 8  # samples of a batch that are listed
 
 
 def plan(
@@ -65,7 +65,7 @@ def plan(
 
 
 def _print_plan(plan: RunPlan, *, as_json: bool) -> None:
-    """Whether the run can start, then the numbers, then what would be better."""
+    """Print whether the run can start, the numbers of the plan, and advice."""
     from savable_pipeline.tools.plan.report import advice, lanes_rows, sections, verdict
 
     if as_json:
@@ -133,34 +133,34 @@ def verify_resume(
 
 
 def _print_verdict(plan: VerifyPlan, verdict: Verdict) -> None:
-    """Print the first difference, or else how much was compared."""
+    """Print the first difference, or how much was compared."""
     if verdict.mismatch is not None:
         _print_mismatch(verdict, verdict.mismatch)
         return
-    legs = verdict.legs
-    cuts = _listed([str(leg.start) for leg in legs[1:]])
+    segments = verdict.segments
+    cuts = _listed([str(each.start) for each in segments[1:]])
     out.print(
         escape_markup(
             f"OK: {plan.target} resumes exactly. {_batches(verdict)} are equal in every byte, interrupted after "
             f"{cuts} of them."
         )
     )
-    workers = _listed([str(leg.workers) for leg in legs])
+    workers = _listed([str(each.workers) for each in segments])
     out.print(
-        f"  num_workers: {verdict.begun.workers} uninterrupted, {workers} in the {len(legs)} segments\n"
+        f"  num_workers: {verdict.started.workers} uninterrupted, {workers} in the {len(segments)} segments\n"
         "  Each segment was a new process with another PYTHONHASHSEED."
     )
-    if verdict.steps < 2 * verdict.begun.own_lanes:
+    if verdict.steps < 2 * verdict.started.own_lanes:
         out.print(
-            f"  These are less than two batches of each of the {verdict.begun.own_lanes} lanes. Pass --steps "
-            f"{2 * verdict.begun.own_lanes} to also compare what a lane keeps from one batch to the next."
+            f"  These are less than two batches of each of the {verdict.started.own_lanes} lanes. Pass --steps "
+            f"{2 * verdict.started.own_lanes} to also compare what a lane keeps from one batch to the next."
         )
 
 
 def _print_mismatch(verdict: Verdict, mismatch: Mismatch) -> None:
-    leg = mismatch.leg
-    since = f"resumed after step {leg.start}" if leg.start else "not interrupted yet"
-    ran = f"segment {leg.number} (num_workers={leg.workers}, PYTHONHASHSEED={leg.hash_seed}, {since})"
+    segment = mismatch.segment
+    since = f"resumed after step {segment.start}" if segment.start else "not interrupted yet"
+    ran = f"segment {segment.number} (num_workers={segment.workers}, PYTHONHASHSEED={segment.hash_seed}, {since})"
     lines = _difference_lines(verdict, mismatch.where) if mismatch.where else {"error": mismatch.error}
     where = (
         f"slot {mismatch.where.slot} of lane {mismatch.where.lane}" if mismatch.where else f"step {mismatch.step + 1}"
@@ -172,18 +172,19 @@ def _print_mismatch(verdict: Verdict, mismatch: Mismatch) -> None:
     out.print(
         escape_markup(
             f"  {_batches(verdict)} of {verdict.steps} before it are equal. The uninterrupted run had "
-            f"num_workers={verdict.begun.workers} and PYTHONHASHSEED=1."
+            f"num_workers={verdict.started.workers} and PYTHONHASHSEED=1."
         )
     )
 
 
 def _difference_lines(verdict: Verdict, where: Explained) -> dict[str, str]:
+    """Return the lines that describe a difference, by title, without empty ones."""
     rest = len(where.samples) - _SHOWN
     samples = "; ".join(where.samples[:_SHOWN]) + (f" and {rest} more of the batch" if rest > 0 else "")
     lines = {
         "field": where.field + (f" (of its rows {where.rows})" if where.rows else ""),
         "sample": samples or "not known: the rebuilt batch has other samples",
-        "encoder": ", ".join(verdict.begun.encoders),
+        "encoder": ", ".join(verdict.started.encoders),
         "expected": where.expected,
         "found": where.found,
         "picture": where.picture or "",
@@ -192,7 +193,8 @@ def _difference_lines(verdict: Verdict, where: Explained) -> dict[str, str]:
 
 
 def _hint(mismatch: Mismatch) -> str:
-    if mismatch.leg.start:
+    """Return where to look for the cause."""
+    if mismatch.segment.start:
         return (
             "It differs only after an interruption: something outside the state lives from one call to the next, or "
             "differs between processes."
@@ -235,13 +237,14 @@ def state(
 
 
 def _print_state(state: StateSummary) -> None:
-    """The position of a saved run, its settings, and the lanes that have started."""
-    begun = {lane: row for lane, row in state.lanes.items() if row}
-    epochs = {value for row in begun.values() for field, value in row.items() if field.endswith("Reader.epoch")}
-    epoch = "" if epochs - {state.numbers["epoch"]} else f" of epoch {state.numbers['epoch']}"  # one that has no end
+    """Print the position of a saved run, its settings, and the lanes that have started."""
+    started = {lane: row for lane, row in state.lanes.items() if row}
+    epochs = {value for row in started.values() for field, value in row.items() if field.endswith("Reader.epoch")}
+    # readers without end have their own epochs
+    epoch = "" if epochs - {state.numbers["epoch"]} else f" of epoch {state.numbers['epoch']}"
     out.print(
         f"slot {state.numbers['slot']:,}{epoch}; {len(state.lanes)} of "
-        f"{state.numbers['lanes']} lanes, {len(begun)} have started; {human_bytes(sum(state.lane_bytes.values()))}"
+        f"{state.numbers['lanes']} lanes, {len(started)} have started; {human_bytes(sum(state.lane_bytes.values()))}"
     )
     settings = Table("setting", "value", title="the run", title_justify="left")
     for name, value in state.settings.items():
@@ -250,8 +253,8 @@ def _print_state(state: StateSummary) -> None:
     out.print(settings)
     versions = [f"{name} {version}" for name, version in state.environment.items()]
     out.print(escape_markup(f"written with {', '.join(versions)}"), soft_wrap=False)
-    if begun:
-        out.print(_lanes_table(begun, state.lane_bytes))
+    if started:
+        out.print(_lanes_table(started, state.lane_bytes))
 
 
 def _setting(name: str, value: object) -> str:
@@ -263,7 +266,7 @@ def _setting(name: str, value: object) -> str:
 
 
 def _lanes_table(lanes: dict[int, dict[str, Any]], sizes: dict[int, int]) -> Table:
-    """A row for each stage of each lane, with the saved fields that are not empty."""
+    """Return a table with a row per stage of each lane, with the saved fields that are not empty."""
     from savable_pipeline.run.state.summary import shown
 
     table = Table("lane", Column("stage", overflow="fold"), "saved", title="the lanes", title_justify="left")
@@ -281,7 +284,7 @@ def _lanes_table(lanes: dict[int, dict[str, Any]], sizes: dict[int, int]) -> Tab
 
 
 def _print_differences(left: StateSummary, right: StateSummary, found: list[tuple[str, str, str]]) -> None:
-    """The cause, then the settings that differ, the first lane that does, and versions of libraries last."""
+    """Print the cause, the settings that differ, the first lane that differs, and versions that differ."""
     if not found:
         out.print("the two states are equal: both resume with the same batches")
         return
@@ -294,7 +297,7 @@ def _print_differences(left: StateSummary, right: StateSummary, found: list[tupl
         elif name not in versions:
             settings[name] = row
     paths = [summary.settings.get("stages", []) for summary in (left, right)]
-    if paths[0] != paths[1]:  # then no lane is comparable
+    if paths[0] != paths[1]:  # lanes of different pipelines cannot be compared
         out.print(f"different pipelines: {counted(len(paths[0]), 'stage')} against {len(paths[1])}")
         settings["stages"], by_lane = [" > ".join(path) for path in paths], {}
     elif settings.keys() - {"slot", "epoch", "in flight"}:
@@ -312,7 +315,7 @@ def _print_differences(left: StateSummary, right: StateSummary, found: list[tupl
 
 
 def _print_pairs(title: str, rows: dict[str, list[str]]) -> None:
-    """The value of each field in two states, below each other where they are long."""
+    """Print the values of each field in two states, on two lines if they are long."""
     if rows and title:
         out.print(f"{title}:")
     width = max(map(len, rows), default=0)

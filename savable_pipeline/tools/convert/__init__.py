@@ -1,4 +1,6 @@
-"""Conversion into shards: `convert` is `sp.convert`, and the command calls `run_conversion`.
+"""Conversion into shards: `convert` is `sp.convert`.
+
+The command calls `run_conversion`.
 
 conversion    the whole of it                    source        the source, opened once in each process
 options       settings and report                prepare       its settings, and what its store does not read

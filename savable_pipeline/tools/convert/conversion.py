@@ -1,4 +1,6 @@
-"""`convert`: the same input gives the same bytes, and a killed run continues where it ended.
+"""`convert`: the same input gives the same bytes.
+
+A killed run continues where it ended:
 
     source ─ recognize ─ open ─ cut ranges of rows ─ write each range, in any order ─ join small shards ─ name, index
 
@@ -71,7 +73,9 @@ def convert(
     engine: Literal["ray"] | Engine | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Write the samples of a source as WebDataset shards, as `savable convert` does: the same bytes.
+    """Write the samples of a source as WebDataset shards.
+
+    The bytes are those of `savable convert`.
 
     Damaged samples are left out and reported. The same call after one that was stopped continues it, and ends with
     the same bytes; after one that is done it writes nothing. With several processes a program needs the usual
@@ -149,7 +153,7 @@ def convert(
             reshard=reshard,
             workers=workers,
             engine=cluster,
-            progress=progress or _ignored,
+            progress=progress or (lambda done, total, size: None),
         )
 
 
@@ -184,10 +188,6 @@ def _engine_of(
     return RayEngine(workers)
 
 
-def _ignored(done: int, total: int, size: int) -> None:
-    """Nobody asked for the progress."""
-
-
 Progress: TypeAlias = Callable[[int, int, int], None]  # samples done, all samples, bytes done
 _LITTLE_BYTES = 100_000_000  # converted before other processes would have started
 
@@ -204,7 +204,7 @@ def run_conversion(
     engine: Engine | None = None,
     progress: Progress = lambda done, total, size: None,
 ) -> Report:
-    """Write the samples of a source as shards into `target`, a folder or a URL; see `convert`.
+    """Write the samples of a source as shards; see `convert`.
 
     Raises ValueError for a wrong source or setting, `SavableError` if `target` has another conversion or its disk is
     full, OSError for files that cannot be read or written, `RemoteError` for a bucket or a web server.
@@ -239,7 +239,10 @@ def run_conversion(
 
 
 def check_reshard(source: ConversionSource, reshard: bool) -> None:
-    """Raise ValueError for tars that need no conversion, and for `reshard` of other formats."""
+    """Check that tars are converted with `reshard`, and other formats without.
+
+    Raises ValueError.
+    """
     if source.form == TARS and not source.packed and not reshard:
         raise ValueError(
             f'{source.path}: tars need no conversion. Read them by sp.TarShardReader("{source.path}", lane), or pass '

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +40,14 @@ def describe(folder: Path) -> TarIndex:
         return index
 
 
-def describe_tables(
-    folder: Path,
-    work: Path,
-    tables: Iterable[ShardTable],
-    counts: dict[str, int],
-    layouts: Iterable[frozenset[str]],
-    texts: frozenset[str],
-    splits: tuple[str, ...],
-) -> None:
-    """Write the index of these tables, by way of the folder `work`, and Energon's files beside it.
+def describe_tables(folder: Path, work: Path, tables: Iterable[ShardTable], *described: Any) -> None:
+    """Write the index of these tables, and Energon's files beside it.
 
-    The other arguments are as of `_energon_files`.
+    The index is written in the folder `work`, and moved. The other arguments are those of `_write_energon_files`.
     """
     write_index(work / "savable.index", tables, TARS)
     (work / "savable.index").replace(folder / INDEX_NAME)
-    _write_energon_files(folder, counts, layouts, texts, splits)
+    _write_energon_files(folder, *described)
 
 
 def describe_indexed(folder: Path, index_path: Path) -> TarIndex:
@@ -66,11 +58,6 @@ def describe_indexed(folder: Path, index_path: Path) -> TarIndex:
     return index
 
 
-def _write_energon_files(folder: Path, *described: Any) -> None:
-    for name, content in _energon_files(*described).items():
-        replace_file(folder / META / name, [content.encode()], sync=True)
-
-
 def is_written(folder: Path) -> bool:
     """Whether `sp.ShardWriter` wrote the shards of a folder."""
     return (folder / WRITTEN).is_dir()
@@ -79,10 +66,14 @@ def is_written(folder: Path) -> bool:
 _VERSION = "7.4.1"  # of Energon, whose layout this is
 
 
-def _energon_files(
-    counts: dict[str, int], layouts: Iterable[frozenset[str]], texts: frozenset[str], splits: tuple[str, ...]
-) -> dict[str, str]:
-    """Name and content of each file.
+def _write_energon_files(
+    folder: Path,
+    counts: dict[str, int],
+    layouts: Iterable[frozenset[str]],
+    texts: frozenset[str],
+    splits: Sequence[str],
+) -> None:
+    """Write Energon's metadata.
 
     `counts` holds the samples of each shard, `layouts` the sets of extensions that samples have, `texts` the
     fields of the part `json` that are a text in every sample. The shards of each of the `splits` are named after it;
@@ -91,11 +82,13 @@ def _energon_files(
     info = {"energon_version": _VERSION, "shard_counts": counts}
     members = {split: [name for name in counts if name.startswith(f"{split}-")] for split in splits}
     parts = "".join(_split(split, names) for split, names in (members or {"train": list(counts)}).items())
-    return {
+    files = {
         ".info.json": json.dumps(info, indent=2),
         "split.yaml": f"split_parts:\n{parts}exclude: []\n",
         "dataset.yaml": _dataset(list(layouts), texts),
     }
+    for name, content in files.items():
+        replace_file(folder / META / name, [content.encode()], sync=True)
 
 
 def _split(split: str, names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Last steps of a conversion: join small shards, name all of them, write index, rejects and metadata.
+"""Last steps of a conversion: join small shards, name all, write the index.
 
     000000/000000.tar  000000/000001.tar  000001/000000.tar       ─▶  000000.tar  000001.tar  000002.tar
     more than 1.15 times the fewest possible: the last of each range ─ joined in their order ─▶  joined/…
@@ -61,7 +61,10 @@ def finish(
     jobs: list[RangeJob],
     manifest: Manifest,
 ) -> Report:
-    """Join, name and describe the shards of all ranges. Raises ValueError for parts and keys that no sample has."""
+    """Join, name and describe the shards of all ranges.
+
+    Raises ValueError for parts and keys that no sample has.
+    """
     splits = [name for name, _ in options.split] or [""]
     shards: dict[str, list[_Shard]] = {split: [] for split in splits}
     statistics, rejected, hashes = Statistics(), [*found.rejected], list[int]()
@@ -94,7 +97,9 @@ def finish(
 
 
 def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
-    """Return the jobs; a range with keys that occur before is to be written again by a job that knows which.
+    """Return the jobs, with new ones for ranges in which keys are repeated.
+
+    A new job knows which samples have a repeated key, and writes the range again.
 
     Hashes are compared in a file, so that memory does not grow with the number of samples.
     """
@@ -108,9 +113,10 @@ def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
         return jobs
     hashes = np.memmap(path, "<u8", "r+")
     hashes.sort()
-    repeated = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
-    is_folder = jobs[0].source.form == FOLDER  # where no name has more right to a key than another one
-    met = np.full(len(repeated), is_folder)  # by a range before
+    blocks = (hashes[start : start + (1 << 20) + 1] for start in range(0, len(hashes), 1 << 20))
+    repeated = np.unique(np.concatenate([block[1:][block[1:] == block[:-1]] for block in blocks]))
+    # Of two files of a folder with one key, none comes first.
+    met = np.full(len(repeated), jobs[0].source.form == FOLDER)  # by a range before
     return [_with_repeats(job, job.record().keys, repeated, met) for job in jobs] if len(met) else jobs
 
 
@@ -204,7 +210,7 @@ def _publish(
     for table in tables():
         name, shard = table.entry.name, names[table.entry.name]
         (output.work / f"{name}.idx").write_bytes(tar_idx(table))
-        output.place(f"{shard.job.name}/{shard.name}", name)
+        output.publish_shard(f"{shard.job.name}/{shard.name}", name)
     if names:
         counts = {name: shard.samples for name, shard in names.items()}
         texts = frozenset(statistics.texts or ())

@@ -1,4 +1,6 @@
-"""Processes and machines that write ranges. None outlives the conversion, however that ends.
+"""Processes and machines that write ranges.
+
+None outlives the conversion, however that ends.
 
     conversion ── a range, one job ─────▶ workers: each shares the lock of the work folder while it lives
          │     ◀── its rows and bytes ──
@@ -38,7 +40,9 @@ _SERVE = "savable_pipeline.tools.convert.jobs:serve"
 def do_jobs(
     jobs: list[RangeJob], work: Path, workers: int, engine: Engine | None, progress: Callable[[int, int], None]
 ) -> Generator[tuple[RangeJob, Written], None, None]:
-    """Yield each job once it is done: in this process, in several, or by the machines of an engine.
+    """Yield each job once it is done.
+
+    This process, several processes, or the machines of an engine do the jobs.
 
     Raises `WorkerError` if a process dies, and the errors of `write_range` and of the engine.
     """
@@ -130,7 +134,10 @@ def _wait_until_visible(job: RangeJob) -> None:
 
 @contextlib.contextmanager
 def claimed(meta: Path, work: Path) -> Iterator[None]:
-    """Lock a folder for one conversion, once workers of a killed one are gone. Raises `SavableError` if locked."""
+    """Lock a folder for one conversion, once workers of a killed one are gone.
+
+    Raises `SavableError` if it is locked.
+    """
     with locked(meta, f"{meta.parent}: another conversion is writing here; wait until it ends"):
         work.mkdir(exist_ok=True)
         with locked(work):

@@ -1,4 +1,4 @@
-"""Manifest of a conversion: whether a folder has the same conversion, and whether it is finished."""
+"""Manifest of a conversion: whether a folder has the same, and all of it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def manifest_of(path: str, found: Prepared, options: Options, keys: frozenset[str] | None) -> tuple[Manifest, int]:
-    """Return the manifest of a conversion that starts, and when a file was last written, in ns."""
+    """Return the manifest of a conversion, and when a file was last written, in ns."""
     is_empty = not found.ranges
     digest = hashlib.sha256(msgspec.json.encode(found.rejected) if is_empty else sizes_digest(found.source).encode())
     digest.update("\0".join(sorted(keys or ())).encode("utf-8", "surrogateescape"))
@@ -71,7 +71,10 @@ def _public_name(source: str) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a folder, None without one. Raises `SavableError` for one of another version."""
+    """Return the manifest of a folder, None without one.
+
+    Raises `SavableError` for one of another version.
+    """
     path, fault = folder / MANIFEST, ""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Manifest)
@@ -94,7 +97,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def may_have_changed(folder: Path, manifest: Manifest, before: Manifest, newest_ns: int) -> bool:
-    """Return whether files of the same names and sizes may have been written or exchanged since."""
+    """Return whether files of equal names and sizes may have changed since."""
     noted_ns = (folder / MANIFEST).stat().st_mtime_ns
     same = (before.source_id, before.versions) == (manifest.source_id, manifest.versions)
     return not same or before.names_files or newest_ns > noted_ns - _MARGIN_NS
@@ -124,7 +127,10 @@ def finished_report(output: Target, before: Manifest) -> Report | None:
 
 
 def check_same(folder: Path, manifest: Manifest, before: Manifest) -> None:
-    """Raise `SavableError` that lists the differences of another conversion, but for the versions of the files."""
+    """Check that a folder has the same conversion, whatever the files' versions.
+
+    Raises `SavableError` that lists the differences.
+    """
     old, new = _flat(before), _flat(manifest)
     differences = [f"{name}: {old[name]!r} there, {new[name]!r} here" for name in new if old[name] != new[name]]
     if not differences and before.files != manifest.files:

@@ -1,4 +1,7 @@
-"""Bytes of a part, or a long file of audio or video that is never in memory as a whole."""
+"""Bytes of a part, or a long file that is never in memory as a whole.
+
+Such a file has audio or video.
+"""
 
 from __future__ import annotations
 

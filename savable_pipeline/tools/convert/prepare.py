@@ -1,4 +1,4 @@
-"""Opens a source for a conversion: its store with the settings of the options, and its ranges."""
+"""Preparation of a source: its store with its settings, and its ranges."""
 
 from __future__ import annotations
 
@@ -163,7 +163,10 @@ def _check_chosen(source: SourceFiles, store: Any, options: Options, keys: Colle
 
 
 def check_parts(options: Options, parts: Collection[str], usable: Collection[str]) -> None:
-    """Raise ValueError if none of the samples has one of the chosen parts; no part is known if there are none."""
+    """Check that samples have the chosen parts; without `parts`, none is known.
+
+    Raises ValueError.
+    """
     known = {name.lower() for name in parts}
     unknown = {name.lower() for name in options.only} - known - {plain_part(name) for name in known}
     if known and unknown:

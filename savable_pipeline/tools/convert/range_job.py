@@ -1,4 +1,4 @@
-"""Writing one range of a source: the same bytes each time, by any process, and after any kill.
+"""A job that writes one range: the same bytes each time, after any kill.
 
     work/000012.k3x9/train-000000.tar     one attempt, in a folder of its own
     work/000012.k3x9/record               its shards with their rows of the index, rejects and counts
@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -31,14 +31,13 @@ from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.remote.session import Bucket, BucketObject
 from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.tar import samples as tar_samples
-from savable_pipeline.data.stores.decompressed import DamagedError
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.sample_names import Reject, printable
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.convert.options import WORK, Options
 from savable_pipeline.tools.convert.part_data import PartData, content_hash
-from savable_pipeline.tools.convert.samples import SampleReader, Statistics, TarSample, line_fault
+from savable_pipeline.tools.convert.samples import CHANGED, SampleReader, Statistics, TarSample, line_fault
 from savable_pipeline.tools.convert.shard_series import ShardSeries, room_on
 from savable_pipeline.tools.convert.source import EmptySourceError, RowSpan, SourceFiles
 
@@ -66,7 +65,7 @@ class RangeRecord(msgspec.Struct):
 
 
 class Written(NamedTuple):
-    """What a job did: rows and bytes that were read, and the record if it is not in the work folder."""
+    """Rows and bytes that a job read; its record if it is not in the work folder."""
 
     rows: int
     size: int
@@ -75,7 +74,10 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RangeJob:
-    """A range to write into `work`, or by way of this machine into a bucket; with `hashes` to compare with these."""
+    """A range to write into `work`, or to compare with `hashes`.
+
+    With a bucket, shards are written on this machine and uploaded.
+    """
 
     name: str
     source: SourceFiles
@@ -111,16 +113,16 @@ class RangeJob:
 def write_range(job: RangeJob) -> Written:
     """Write a range, or compare it.
 
-    Raises `SavableError` if the source changed or the disk is full, `ShardError` for damage of a whole file.
+    Raises `SavableError` if the source changed or the disk is full, ValueError for damage of a whole file.
     """
     with room_on(job.work.parent.parent), _own_folder(job) as folder:
         writer = _RangeWriter(job, folder)
         try:
             record = writer.write()
         except ShardError as error:
-            if isinstance(error.__cause__, DamagedError):  # what unpacked_bytes may be the reason of
-                raise ValueError(str(error)) from error
-            raise
+            if error.reason in CHANGED:
+                raise
+            raise ValueError(str(error)) from error
         if job.hashes is not None:
             return Written(job.rows, record.size, msgspec.msgpack.encode(sorted(writer.changed)))
         return Written(job.rows, record.size, _finish(job, folder, record))
@@ -181,21 +183,6 @@ def _series(folder: Path, split: str, options: Options, record: RangeRecord) -> 
     return ShardSeries(folder, lambda n: f"{prefix}{n:06d}.tar", options.shard_bytes, options.shard_samples, finished)
 
 
-@dataclass(slots=True)
-class _Nothing:
-    """In place of a series where samples are compared, not written."""
-
-    last_key: str = ""
-
-    def add(self, key: str, parts: Mapping[str, PartData]) -> None:
-        self.last_key = key
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-    close = finish
-
-
 class _RangeWriter:
     """Writes the samples of a range into the series of their splits."""
 
@@ -207,9 +194,7 @@ class _RangeWriter:
         self._known = None if job.hashes is None else {*np.frombuffer(job.hashes, "<u8").tolist()}
         self._ends = [int(end * _ALL) for end in accumulate(Fraction(part) for _, part in job.options.split)]
         splits = [name for name, _ in job.options.split] or [""]
-        self._series: list[ShardSeries | _Nothing] = [
-            _series(folder, split, job.options, self._record) if job.hashes is None else _Nothing() for split in splits
-        ]
+        self._series = [_series(folder, split, job.options, self._record) for split in splits if job.hashes is None]
         form, options = job.source.form, job.options
         self._may_repeat = form == TARS or options.key_field is not None or options.key_end == "last"
 
@@ -241,12 +226,9 @@ class _RangeWriter:
     def _add(self, sample: TarSample) -> None:
         key = self._distinct_key(sample) if self._may_repeat else sample.key
         parts: dict[str, PartData] = {part.extension: part.data for part in sample.parts}
-        if key:
-            series = self._series[0]
-            if self._ends:
-                number = _hashed(key)
-                series = self._series[next(i for i, end in enumerate(self._ends) if number < end)]
-            series.add(key, parts)
+        if key and self._series:  # else it is compared
+            number = _hashed(key) if self._ends else 0
+            self._series[next((i for i, end in enumerate(self._ends) if number < end), 0)].add(key, parts)
         for part in sample.parts:
             self._note(part.file, _hashed(f"{sample.key}.{part.extension}") ^ content_hash(part.data))
         self._record.size += sum(map(len, parts.values()))

@@ -35,7 +35,7 @@ _SOME = 64  # samples that are measured
 
 
 def cut_ranges(source: SourceFiles, options: Options) -> tuple[list[tuple[RowSpan, ...]], int]:
-    """Return the ranges of a source, in the order of its samples, and about how many bytes they have."""
+    """Return the ranges of a source in its order, and about how many bytes it has."""
     if source.packed:
         sizes = [file.size for file in source.packed]
         steps, total = iter([_Steps(0, 0, np.arange(1, len(sizes) + 1), np.array(sizes))]), sum(sizes)
@@ -101,7 +101,10 @@ def _ends_of_groups(dataset: Dataset, file: int) -> Rows:
 
 
 def file_order(dataset: Dataset) -> list[int]:
-    """Return the numbers of the files in the order of their samples: that of index.json, else that of their names."""
+    """Return the numbers of the files in the order of their samples.
+
+    It is that of index.json, else that of their names.
+    """
     listed_order = getattr(dataset.store, "listed_order", None)
     return [*range(len(dataset.entries))] if listed_order is None else listed_order()
 

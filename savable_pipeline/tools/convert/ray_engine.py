@@ -1,4 +1,6 @@
-"""`RayEngine`: jobs as tasks of a Ray cluster. Ray says where each runs, and runs it again when its node is lost.
+"""`RayEngine`: jobs as tasks of a Ray cluster.
+
+Ray says where each runs, and runs it again when its node is lost.
 
     this process ── a job a task, some more than the cluster has processors ──▶ Ray ──▶ nodes
                  ◀── results, in the order in which they come ──
@@ -24,7 +26,9 @@ _AHEAD = 2  # tasks submitted for each processor, so that none waits, and a clus
 
 
 class RayEngine:
-    """An `Engine` on the cluster that RAY_ADDRESS names, or that runs on this machine; at most `at_once` tasks.
+    """An `Engine` on the cluster of RAY_ADDRESS, or on that of this machine.
+
+    It runs at most `at_once` tasks at a time.
 
     Raises ValueError if ray is not installed or there is no cluster. A context manager: it leaves the cluster, unless
     the program was connected before.
@@ -49,12 +53,12 @@ class RayEngine:
     def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:
         """The jobs and what `function` made of them; see `Engine`."""
         task = self._ray.remote(num_cpus=1, max_retries=_RETRIES, scheduling_strategy="SPREAD")(_on_node)
-        here, coming = _versions(), iter(jobs)
+        versions, coming = _versions(), iter(jobs)
         waiting: dict[Any, J] = {}
         try:
             while True:
                 for job in itertools.islice(coming, max(0, self._room() - len(waiting))):
-                    waiting[task.options(name=job.name).remote(function, job, here)] = job
+                    waiting[task.options(name=job.name).remote(function, job, versions)] = job
                 if not waiting:
                     return
                 finished, _ = self._ray.wait([*waiting])
@@ -78,7 +82,7 @@ class RayEngine:
             raise
         except exceptions.RayError as error:
             raise WorkerError(
-                f"{name}: Ray gave up after {_RETRIES} retries: {error}. Check the nodes' memory, and run it again"
+                f"{name}: Ray gave up after {_RETRIES} retries. Check the nodes' memory, and run it again\n{error}"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Samples of a source, one after another: key and parts of each in a tar, or the reason why it is rejected.
+"""Samples of a source: key and parts of each, or why it is rejected.
 
 source              parts                            key in the tar
 folder              files, and `cls`                 path, with _ for dots after the first
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 TEXT_FIELDS = ("caption", "text")
 _MEDIA = frozenset((*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
 _NUMBERED = re.compile(r"[0-9]+[.]")  # of several files of one field: 0.jpg, 1.jpg
-_CHANGED = ("changed shard", "missing shard")
+CHANGED = ("changed shard", "missing shard", "missing file")  # reasons of errors for a source that is another now
 _AHEAD = 4096  # rows announced together
 _MOST_CLASSES = 100_000
 
@@ -74,12 +74,12 @@ class Statistics(msgspec.Struct):
             self.texts = other.texts if self.texts is None else sorted({*self.texts} & {*other.texts})
         self.only_media &= other.only_media
         self.most_parts, self.example = max(self.most_parts, other.most_parts), self.example or other.example
-        for name in ("parts", "nulls"):
-            setattr(self, name, dict(Counter(getattr(self, name)) + Counter(getattr(other, name))))
-        for name in ("layouts", "folders", "found", "dropped", "repeated"):
-            setattr(self, name, sorted({*getattr(self, name), *getattr(other, name)}))
-        for name in ("renamed", "uses", "used_bytes", "files", "file_bytes", "named", "repeats"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in {*self.__struct_fields__} - {"texts", "only_media", "most_parts", "example"}:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(ours, dict):
+                setattr(self, name, dict(Counter(ours) + Counter(theirs)))
+            else:
+                setattr(self, name, sorted({*ours, *theirs}) if isinstance(ours, list) else ours + theirs)
 
 
 class Part(NamedTuple):
@@ -107,7 +107,7 @@ class RejectedError(Exception):
 
 
 class SampleReader:
-    """Reads samples of a source, counts them in `statistics` and lists those that are `rejected`."""
+    """Reader of a source's samples, with their `statistics` and `rejected` ones."""
 
     def __init__(self, source: SourceFiles, dataset: Dataset, options: Options, keys: Collection[str] | None) -> None:
         self.statistics, self.rejected, self._texts = Statistics(), list[Reject](), {*TEXT_FIELDS}
@@ -145,7 +145,7 @@ class SampleReader:
             self._store.verify_yielded()
             self._source.check(span.file)
         except ShardError as error:
-            if error.reason in _CHANGED:
+            if error.reason in CHANGED:
                 file, _, fault = str(error).partition(": ")
                 raise changed(file, fault.partition(". ")[0]) from error
             raise
@@ -322,13 +322,13 @@ _ALL_NULL = "no part: every field is null"
 
 
 def is_named(extension: str, only: Collection[str]) -> bool:
-    """Return whether a part is one of these lower-case names; without names any part is."""
+    """Return whether a part has one of these lower-case names, if there are any."""
     extension = extension.lower()
     return not only or extension in only or plain_part(extension) in only
 
 
 def plain_part(extension: str) -> str:
-    """Return the name of a part without the number of one of several: `0.jpg` is `jpg`."""
+    """Return the name of a part without its number: `0.jpg` is `jpg`."""
     return _NUMBERED.sub("", extension, count=1)
 
 
@@ -342,7 +342,10 @@ def lines_between(store: Any, number: int, start: int, end: int) -> int:
 
 
 def line_fault(source: SourceFiles, store: Any, number: int) -> Reject:
-    """Return the reject of the lines after the last row of JSONL. Raises ValueError for other damaged tables."""
+    """Return the reject of the lines after the last row of JSONL.
+
+    Raises ValueError for other damaged tables.
+    """
     fault, own = store.entries.faults[number], store.entries.names[number]
     name = source.name or own
     if source.form != JSONL or text_error(

@@ -1,4 +1,4 @@
-"""`ShardWriter`: shards written by a program, sample by sample, that can be killed and go on.
+"""`ShardWriter`: shards that a program writes, and resumes after a kill.
 
     out/000000.tar  000000.tar.idx            finished, and safe
     out/.nv-meta/savable.writer/000001.tar    the one that is written      ─ renamed when it is full ─▶  out/000001.tar
@@ -44,7 +44,9 @@ from savable_pipeline.tools.convert.shard_series import ShardSeries, room_on
 
 
 def sample_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, bytes]]:
-    """Key and parts of a sample in the form of webdataset, `{"__key__": …, "jpg": …}`; other `__names__` are no parts.
+    """Return the key and parts of a sample, `{"__key__": …, "jpg": …}`.
+
+    Other `__names__` are no parts.
 
     Raises ValueError and TypeError, which name the key, for what cannot be written.
     """
@@ -64,7 +66,10 @@ def sample_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, bytes]]:
 
 
 def part_bytes(key: str, extension: str, value: Any) -> bytes:
-    """The bytes of a part: bytes as they are, text as UTF-8, numbers as digits, JSON and arrays by the extension."""
+    """Return the bytes of a part.
+
+    Text becomes UTF-8, a number its digits. JSON and arrays are recognized by the extension.
+    """
     kind = part_type(extension)
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
@@ -92,7 +97,9 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 class ShardWriter:
-    """Writes samples into the shards of a folder. Killed and started again, it continues after those that are safe.
+    """Write samples into the shards of a folder.
+
+    Killed and started again, it continues after those that are safe.
 
     A sample is a dict with its `"__key__"` and its parts by extension: bytes, str (UTF-8), int (its digits), a NumPy
     array for `npy`, any JSON value for `json`. Equal samples in equal order make equal bytes. Leaving the `with` block
@@ -146,7 +153,7 @@ class ShardWriter:
             self._sweep()
             self._entries = [*self._finished()]
             self._series = ShardSeries(
-                self._work, self._name, max_bytes, max_samples, self._put_in_place, len(self._entries)
+                self._work, self._name, max_bytes, max_samples, self._publish, len(self._entries)
             )
             self._first_written = self._first_key()  # "": nothing is safe yet, or this writer goes on
             self._open_mark.touch()
@@ -156,7 +163,10 @@ class ShardWriter:
 
     @property
     def written(self) -> int:
-        """The number of samples that are safe: in finished shards of this part, by this writer and those before it."""
+        """The number of samples that are safe.
+
+        These are in finished shards of this part, by this writer and those before it.
+        """
         return sum(entry.samples for entry in self._entries)
 
     def write(self, sample: Mapping[str, Any]) -> None:
@@ -188,7 +198,9 @@ class ShardWriter:
             raise
 
     def close(self) -> None:
-        """End the last shard, and index the folder unless this is one part of several. A second call does nothing.
+        """End the last shard, and index the folder unless it has several parts.
+
+        A second call does nothing.
 
         >>> writer = sp.ShardWriter("closed/")
         >>> writer.write({"__key__": "a", "txt": "one"})
@@ -214,7 +226,7 @@ class ShardWriter:
         else:
             self._abandon("was left by an error")
 
-    def _put_in_place(self, table: ShardTable) -> None:
+    def _publish(self, table: ShardTable) -> None:
         """Rename a finished shard, after its offsets and its rows of the index; it is safe once the tar is there."""
         name = table.entry.name
         write_index(self._work / f"{name}.index", [table], TARS)
@@ -256,11 +268,11 @@ class ShardWriter:
         """Leave the settings in the folder. Raises `SavableError` if it was begun with others."""
         ours = self._settings
         for path in self._work.glob("*settings.json"):
-            there = msgspec.json.decode(path.read_bytes(), type=_Settings)
-            if _parts(there) != _parts(ours) or (there.part == ours.part and there != ours):
+            found = msgspec.json.decode(path.read_bytes(), type=_Settings)
+            if _parts(found) != _parts(ours) or (found.part == ours.part and found != ours):
                 raise SavableError(
                     f"{self._folder} was started with other settings. Pass the same, or another folder\n"
-                    f"{_told(there)}, here {_told(ours)}"
+                    f"{_described(found)}, here {_described(ours)}"
                 )
         replace_file(self._work / f"{self._prefix}settings.json", [msgspec.json.encode(ours)], sync=True)
 
@@ -279,8 +291,8 @@ class ShardWriter:
             if not (self._folder / name).exists():
                 break
             entries.append(self._entry(name, known))
-        there = len(list(self._folder.glob(f"{self._prefix}[0-9]*.tar")))
-        if there > len(entries):
+        count = len(list(self._folder.glob(f"{self._prefix}[0-9]*.tar")))
+        if count > len(entries):
             raise SavableError(f"{self._folder / name} is gone, but later shards are there. Restore it")
         return entries
 
@@ -314,5 +326,5 @@ def _parts(settings: _Settings) -> int:
     return 1 if settings.part is None else settings.part[1]
 
 
-def _told(settings: _Settings) -> str:
+def _described(settings: _Settings) -> str:
     return ", ".join(f"{name}={getattr(settings, name)}" for name in settings.__struct_fields__)

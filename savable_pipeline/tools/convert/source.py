@@ -1,4 +1,4 @@
-"""The source of a conversion, opened by the opener of the library, once in each process.
+"""The source of a conversion, opened once in each process.
 
     files ─ find_source ─▶ format, files, settings ─ open_store ─▶ rows of a store
     compressed files ─ each is decompressed by the job that writes it ─▶ the same
@@ -73,7 +73,7 @@ _PEEK, _CHUNK, _AHEAD = 1 << 16, 1 << 20, 64 << 20  # bytes
 
 
 class RowSpan(NamedTuple):
-    """Rows `start` to `end - 1` of a file, of which the first has this number in the source."""
+    """Rows `start` to `end - 1` of a file; `number` is that of the first."""
 
     file: int
     start: int
@@ -82,7 +82,7 @@ class RowSpan(NamedTuple):
 
 
 class PackedFile(NamedTuple):
-    """A compressed file: its path or URL, its name in the source, its size in bytes and its version."""
+    """A compressed file: its path or URL, name in the source, bytes and version."""
 
     path: str
     name: str
@@ -101,7 +101,7 @@ class PackedFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConversionSource:
-    """What is converted: the address that a user named, its files, their format, and those that are compressed."""
+    """The files of an address that a user named, their format, and compressed ones."""
 
     path: str
     found: Source
@@ -214,7 +214,9 @@ def open_file(path: str) -> Iterator[io.BufferedReader[Any]]:
 
 @contextlib.contextmanager
 def open_content(path: str, line_bytes: int | None = None) -> Iterator[IO[bytes]]:
-    """Open the content of a file that may be compressed; `line_bytes` is the most of a line.
+    """Open the content of a file that may be compressed.
+
+    A line has at most `line_bytes`.
 
     Raises `DamagedError` in the block, and as `open_file`.
     """
@@ -225,7 +227,10 @@ def open_content(path: str, line_bytes: int | None = None) -> Iterator[IO[bytes]
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """Files of a source and the settings of their store; picklable, opened once in each process."""
+    """Files of a source and the settings of their store.
+
+    It is picklable, and opened once in each process.
+    """
 
     found: Source
     form: Format
@@ -241,12 +246,20 @@ class SourceFiles:
     prefix: str = ""  # of keys that are numbers of rows
 
     def dataset(self) -> Dataset:
-        """Return the samples. Raises `SavableError` if the source differs from that of the start."""
+        """Return the samples.
+
+        Raises `SavableError` if the source differs from that of the start.
+        """
         opened = self.digest, self.files
         if not self.digest or _open[:1] != [opened]:
             close_source()
             with contextlib.ExitStack() as stack:
-                dataset = _dataset_of_files(self, stack) if self.files else Dataset(self._store())
+                try:
+                    dataset = _dataset_of_files(self, stack) if self.files else Dataset(self._store())
+                except ShardError as error:
+                    if not self.digest:
+                        raise
+                    raise changed(str(self.found.files), str(error)) from error
                 if self.digest and not self.files and self.digest != index_digest(dataset):
                     raise changed(
                         str(self.found.files), "its files, or the samples in them, differ from those at the start"
@@ -296,7 +309,10 @@ class SourceFiles:
         return self.found.session is not None
 
     def check(self, file: int) -> None:
-        """Raise `SavableError` if a file on a disk was written since. (Others are checked when they are read.)"""
+        """Check that a file on a disk was not written since.
+
+        Others are checked when they are read. Raises `SavableError`.
+        """
         if self.written_ns:
             dataset = self.dataset()
             path, size = Path(dataset.address, dataset.entries.names[file]), int(dataset.entries.sizes[file])
@@ -305,7 +321,10 @@ class SourceFiles:
                 raise changed(path, f"{size} bytes at the start, {stat.st_size} now, written since")
 
     def for_machine(self, spans: tuple[RowSpan, ...]) -> tuple[SourceFiles, tuple[RowSpan, ...]]:
-        """Return the source of these rows for another machine: of remote files with their rows of the index."""
+        """Return the source of these rows for another machine.
+
+        Of remote files it has their rows of the index.
+        """
         if not self.is_remote or self.packed:
             return self, spans
         dataset = self.dataset()
@@ -321,7 +340,9 @@ class SourceFiles:
 
     @contextlib.contextmanager
     def unpacked(self, number: int, folder: Path) -> Iterator[tuple[SourceFiles, str]]:
-        """Decompress a file into a folder, and yield its source and why it cannot be read to its end, or "".
+        """Decompress a file into a folder, and yield its source and its error.
+
+        The error is "" if the file could be read to its end.
 
         Raises `SavableError` if it changed.
         """
@@ -349,7 +370,7 @@ class SourceFiles:
 
 
 class RemoteFile(NamedTuple):
-    """Folder, name, version and index of a remote file, for a machine without the index of all files."""
+    """Folder, name, version and index of a remote file, for another machine."""
 
     url: str
     name: str
@@ -398,7 +419,10 @@ def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Datas
 
 
 def index_digest(dataset: Dataset) -> str:
-    """Return a hash of what the index says of the files; of a folder with the times when these were written."""
+    """Return a hash of what the index says of the files.
+
+    For a folder it covers the times when they were written.
+    """
     times: Any = getattr(getattr(dataset.store, "table", None), "times", b"")
     return hashlib.sha256(dataset.digest() + bytes(times)).hexdigest()
 
@@ -416,7 +440,7 @@ def sizes_digest(source: SourceFiles) -> str:
 
 
 def versions_of(source: SourceFiles, address: str) -> tuple[str, str, int]:
-    """Return which files these are, a hash of their versions, and when one was last written or put there.
+    """Return the files' identity, a hash of their versions, and the last change.
 
     Files of a server have no such time: their versions say all.
     """

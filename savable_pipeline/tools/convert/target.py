@@ -1,4 +1,6 @@
-"""Where a conversion writes: a folder, or a bucket with a local folder for the metadata and the records.
+"""Target of a conversion: a folder, or a bucket with a local mirror.
+
+The mirror has the metadata and the records.
 
     mirror/.nv-meta/…  ─ at the end, the manifest as the last ─▶  s3://bucket/out/.nv-meta/…
     a range            ─ its shards ─▶  s3://bucket/out/.nv-meta/savable.convert/000012/…  ─ renamed ─▶  000034.tar
@@ -49,8 +51,11 @@ class Target:
             self.bucket.erase([name for name in self.objects if name.startswith(f"{META}/") and name != MANIFEST])
             self.bucket.upload(MANIFEST, self.folder / MANIFEST)
 
-    def place(self, shard: str, name: str) -> None:
-        """Rename a shard of a range to its final name, with its offsets; without effect if it was renamed before."""
+    def publish_shard(self, shard: str, name: str) -> None:
+        """Rename a shard of a range to its final name, with its offsets.
+
+        It has no effect if the shard was renamed before.
+        """
         offsets = f"{name}.idx"
         if self.bucket is not None:
             self.bucket.rename(f"{WORK}/{shard}", name)
@@ -61,7 +66,10 @@ class Target:
             (self.work / shard).replace(self.folder / name)
 
     def publish(self, shards: set[str]) -> None:
-        """Upload the metadata, the manifest as the last, and remove what a stopped conversion wrote."""
+        """Upload the metadata, and last the manifest.
+
+        What a stopped conversion wrote is removed.
+        """
         if self.bucket is None:
             return
         known = [each.name for each in self.bucket.listing()]
@@ -74,7 +82,10 @@ class Target:
 
 @contextlib.contextmanager
 def target_at(path: Path | str) -> Iterator[Target]:
-    """The target of a path or a URL. Raises ValueError for a URL in a Path, or of an unsupported kind."""
+    """Open the target of a path or a URL.
+
+    Raises ValueError for a URL in a Path, or of an unsupported kind.
+    """
     if isinstance(path, Path) and re.match("[a-z0-9]+:/", str(path)):
         raise ValueError(f"{clean_address(str(path))}: a Path cannot hold a URL. Pass it as a str")
     if "://" not in str(path):
@@ -86,7 +97,10 @@ def target_at(path: Path | str) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def mirrored(url: str) -> Iterator[Target]:
-    """The mirror of a URL, for one conversion of this machine at a time. Raises ValueError for an unsupported URL."""
+    """Open the mirror of a URL, for one conversion of this machine at a time.
+
+    Raises ValueError for an unsupported URL.
+    """
     url = url.rstrip("/")
     scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES or not rest:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.tools.plan.run_plan import RunPlan, SourceBytes
 
-_WORLDS = 8  # numbers of ranks that are listed
+_WORLDS = 8  # numbers of ranks in a line of the table
 
 
 class Fact(NamedTuple):
@@ -57,7 +57,7 @@ def verdict(plan: RunPlan) -> str:
 
 def advice(plan: RunPlan) -> list[str]:
     """Return possible improvements, a sentence each."""
-    return [_better(plan)] if plan.better_lanes != plan.planned_lanes else []
+    return [_advise_lanes(plan)] if plan.better_lanes != plan.planned_lanes else []
 
 
 def lanes_rows(plan: RunPlan) -> list[tuple[str, ...]]:
@@ -77,11 +77,8 @@ def lanes_rows(plan: RunPlan) -> list[tuple[str, ...]]:
     return list(zip(*(column for column in zip(*rows, strict=True) if any(column[1:])), strict=True))
 
 
-def _better(plan: RunPlan) -> str:
-    """Return why other lanes would be better.
-
-    This is for a run that has not started, because lanes are fixed from the start.
-    """
+def _advise_lanes(plan: RunPlan) -> str:
+    """Return why another number of lanes would be better for a new run. A run cannot change its lanes."""
     choices = {choice.lanes: choice for choice in plan.choices}
     ours, better = choices[plan.planned_lanes], choices[plan.better_lanes]
     reasons = []

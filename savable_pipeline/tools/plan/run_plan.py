@@ -1,7 +1,7 @@
 """Plan of a run from the index: steps, lanes, memory and traffic.
 
-LaneBuilder ─ the stages of a lane, which gives nothing ─┬─ count_steps, lanes_choices ─┐
-                                                         └─ plan_memory, plan_bytes ────┴─ plan_run ─ RunPlan
+LaneBuilder ─ stages of a lane, which yields no batch ─┬─ count_steps, lanes_choices ─┐
+                                                       └─ plan_memory, plan_bytes ────┴─ plan_run ─ RunPlan
 """
 
 from __future__ import annotations
@@ -42,26 +42,29 @@ class PathParts:
 
     @property
     def rows(self) -> int | None:
-        """Items or packs of a batch; None if the last stage is no `Batcher`."""
+        """The number of items or packs of a batch.
+
+        It is None if the last stage is not a `Batcher`.
+        """
         return self.last.size if isinstance(self.last, Batcher) else None
 
     @property
     def by_length(self) -> bool:
-        """Whether the number of batches depends on the lengths of items.
+        """Whether the number of batches depends on lengths of items.
 
-        The index does not have these.
+        The index does not have these lengths.
         """
         return self.rows is None or any(isinstance(stage, OnlinePacker) for stage in self.stages)
 
     @property
     def population(self) -> int:
-        """Number of samples of all sources."""
+        """The number of samples of all sources."""
         return sum(reader.population for reader in self.readers)
 
     def reader_samples(self, lane: int) -> float:
         """Return the number of samples of a lane in the first epoch, of all readers.
 
-        It is an equal part for a reader that cannot count.
+        A reader that cannot count its lanes' samples counts with an equal part of all samples.
         """
         counts = [(reader, reader.count_of(lane, 0)) for reader in self.readers]
         lanes = self.last.lane.count
@@ -69,37 +72,40 @@ class PathParts:
 
 
 class LaneBuilder:
-    """Builds lanes of a run with any number of lanes, which share the open shards."""
+    """Builds lanes of a run with any number of lanes. All share the open shards."""
 
     def __init__(self, settings: LoaderSettings) -> None:
         self._settings = settings
         self._shared: dict[Any, Any] = {}
 
     def build(self, lane: int, lanes: int) -> PathParts:
-        """Return the stages of a new lane. Raises what the pipeline raises."""
+        """Return the stages of a new lane. Errors of the pipeline are raised."""
         settings = self._settings
         runner = LaneRunner(replace(settings.job, lanes=lanes), shared=self._shared)
         with as_in_a_worker(set(KINDS)):
             return PathParts(runner.build(lane, 0, downloads=False)[0])
 
 
-How = Literal["counted", "one item a sample", "unknown"]
-_MULTIPLES = (1, 2, 3, 4, 6)  # of the number of ranks, as numbers of lanes to choose from
-_NEAR = 2  # times fewer or more ranks that are shown
+Basis = Literal["counted", "one item a sample", "unknown"]
+_MULTIPLES = (1, 2, 3, 4, 6)  # these multiples of the number of ranks are suggested as numbers of lanes
+_NEAR = 2  # numbers of ranks up to this many times smaller or larger are shown
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of an epoch for these ranks, or of one pass over endless data."""
+    """Steps of an epoch for some ranks, or steps to read endless data once.
 
-    how: How
+    `how` says how they are known.
+    """
+
+    how: Basis
     endless: bool
     steps: float
     unused_batches: float
-    """That no rank receives: of lanes that have more than the others (`tail="stop"`)."""
+    """Batches that no rank gets, because some lanes have more than others (`tail="stop"`)."""
     unused_samples: float
     filler_rows: float
-    """Rows that only fill up the last steps (`tail="pad"`)."""
+    """Rows that pad the last steps (`tail="pad"`)."""
     epoch_slots: int | None = None
 
 
@@ -113,9 +119,9 @@ class LanesChoice:
     lanes: int
     fits: bool
     worlds: list[int] = field(repr=False)
-    """The numbers of ranks near the wanted one that could go on with the run."""
+    """Numbers of ranks near the planned one with which the run could be resumed."""
     workers: int
-    """That a rank can have at most."""
+    """The most workers that a rank can have."""
     steps: float | None
     unused_share: float | None
 
@@ -123,23 +129,23 @@ class LanesChoice:
 def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> Steps:
     """Count the steps of an epoch, as if each sample became one item.
 
-    Encoders may skip samples or build several items.
+    The true number differs if the encoder skips samples or builds several items.
     """
     endless = parts.last.info.endless
     if endless and settings.epoch_slots is not None:
         return Steps("counted", True, settings.epoch_slots / ranks, 0, 0, 0, settings.epoch_slots)
     known = [count for lane in range(parts.last.lane.count) if (count := count_of(parts.last, lane, 0)) is not None]
     if len(known) == parts.last.lane.count:
-        return _finite("counted", settings, parts, known, ranks)
+        return _finite_steps("counted", settings, parts, known, ranks)
     if parts.rows is None or parts.by_length:
         return Steps("unknown", endless, 0, 0, 0, 0)
     if endless:
         return Steps("one item a sample", True, parts.population / parts.rows / ranks, 0, 0, 0)
     each = [-(-round(parts.reader_samples(lane)) // parts.rows) for lane in range(parts.last.lane.count)]
-    return _finite("one item a sample", settings, parts, each, ranks)
+    return _finite_steps("one item a sample", settings, parts, each, ranks)
 
 
-def _finite(how: How, settings: LoaderSettings, parts: PathParts, counts: list[int], ranks: int) -> Steps:
+def _finite_steps(how: Basis, settings: LoaderSettings, parts: PathParts, counts: list[int], ranks: int) -> Steps:
     end, lanes, rows = counted_end(counts, pad=settings.pad), len(counts), parts.rows or 1
     owned = [round(parts.reader_samples(lane)) for lane in range(lanes)]
     if settings.pad:
@@ -167,9 +173,9 @@ def lanes_choices(settings: LoaderSettings, builder: LaneBuilder, *, ranks: int)
 
 
 def better_lanes(settings: LoaderSettings, choices: list[LanesChoice], *, planned: int) -> int:
-    """Return the fewest lanes that fit most numbers of ranks.
+    """Return the fewest lanes that fit the most numbers of ranks.
 
-    The `planned` ones if they do as well. Where a rank has workers, each needs a lane.
+    If the `planned` lanes fit as many, return these. Each worker of a rank needs a lane.
     """
     fitting = [each for each in choices if each.fits and each.workers >= settings.num_workers]
     fitting = fitting or [each for each in choices if each.fits]
@@ -180,26 +186,26 @@ def better_lanes(settings: LoaderSettings, choices: list[LanesChoice], *, planne
     return planned if planned in best else best[0]
 
 
-_LOOKED_AT = 2_000_000  # refs of a node, to learn where its samples are
+_MOST_REFS = 2_000_000  # of a node, which are computed to find the pieces of its samples
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on a rank, of all its lanes in any number of processes."""
+    """Memory of a rank: bytes of all its lanes, in all its processes."""
 
     lanes: int
     refs: int
-    """Of samples in shuffle buffers, in memory and in a saved state."""
+    """Bytes of the refs in shuffle buffers, in memory and in a saved state."""
     limit: int | None
-    """`max_buffer_bytes` of a process: what is beyond is made again when it is given; None where nothing is held."""
+    """`max_buffer_bytes` of a process. Items beyond it are rebuilt when they are yielded. None: there is no buffer."""
     processes: int
 
 
 def plan_memory(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> RankMemory:
     """Return the memory of a rank, as far as the settings say."""
     lanes = parts.last.lane.count // ranks
-    holding = [stage for stage in parts.stages if isinstance(stage, OnlinePacker | Balance | ShuffleBuffer)]
-    limits = [stage.max_buffer_bytes for stage in holding if stage.max_buffer_bytes]
+    buffers = [stage for stage in parts.stages if isinstance(stage, OnlinePacker | Balance | ShuffleBuffer)]
+    limits = [stage.max_buffer_bytes for stage in buffers if stage.max_buffer_bytes]
     refs = sum(stage.capacity * REF.itemsize for stage in _buffers(parts) if stage.yields == "samples")
     return RankMemory(lanes, lanes * refs, max(limits, default=None), max(1, settings.num_workers))
 
@@ -217,52 +223,51 @@ class SourceBytes:
     remote: bool
     samples: int
     bytes: int
-    """Of all samples that are chosen."""
+    """Bytes of all chosen samples."""
     node_bytes: float
-    """Of the samples of a node's lanes in one pass over the source."""
+    """Bytes of the samples of a node's lanes, in one epoch of the source."""
     least_cache: float
-    """With which no sample is fetched twice within a pass; 0 for a source on a disk, as the next two."""
+    """The least cache with which no sample is downloaded twice in an epoch. 0 for a local source, as the next two."""
     whole_cache: float
-    """In which the source is kept for all passes; it is then fetched in pieces of 8 MiB."""
+    """The cache in which the whole source fits. It is then downloaded in pieces of 8 MiB."""
     first_pass: float
-    """That a node with such a cache fetches in the first pass: the pieces that hold samples of its lanes."""
+    """Bytes that a node with such a cache downloads in the first epoch: the pieces with samples of its lanes."""
 
 
 def plan_bytes(builder: LaneBuilder, parts: PathParts, *, ranks: int, nodes: int) -> list[SourceBytes]:
-    """Return the bytes of each source, by the mean size of a sample in its shards."""
-    return [_of(builder, number, parts, ranks, nodes) for number in range(len(parts.readers))]
+    """Estimate the bytes of each source from the mean size of its samples."""
+    return [_source_bytes(builder, number, parts, ranks, nodes) for number in range(len(parts.readers))]
 
 
-def _of(builder: LaneBuilder, number: int, parts: PathParts, ranks: int, nodes: int) -> SourceBytes:
+def _source_bytes(builder: LaneBuilder, number: int, parts: PathParts, ranks: int, nodes: int) -> SourceBytes:
     reader = parts.readers[number]
     dataset, lanes = reader.dataset, parts.last.lane.count
-    sample = sum(entry.size for entry in dataset.entries) / dataset.count
+    sample_bytes = sum(entry.size for entry in dataset.entries) / dataset.count
     remote = "://" in dataset.address
-    own = ranks // nodes * (lanes // ranks)
+    node_lanes = ranks // nodes * (lanes // ranks)
     ahead = dataset.prefetch_refs + sum(size for name, size in _buffered_refs(parts) if name == reader.info.branch)
-    share = reader.population / lanes
-    least = own * min(ahead, share) * sample / PREFETCH_SHARE if remote else 0.0
-    chosen = reader.population * sample
+    lane_samples = reader.population / lanes
+    least = node_lanes * min(ahead, lane_samples) * sample_bytes / PREFETCH_SHARE if remote else 0.0
     return SourceBytes(
         reader.info.branch,
         dataset.address,
         remote,
         reader.population,
-        round(chosen),
-        own * share * sample,
+        round(reader.population * sample_bytes),
+        node_lanes * lane_samples * sample_bytes,
         least,
         sum(entry.size for entry in dataset.entries) / PREFETCH_SHARE if remote else 0.0,
-        _touched(builder, number, lanes, ranks, nodes) if remote else 0.0,
+        _bytes_of_pieces(builder, number, lanes, ranks, nodes) if remote else 0.0,
     )
 
 
-def _touched(builder: LaneBuilder, number: int, lanes: int, ranks: int, nodes: int) -> float:
+def _bytes_of_pieces(builder: LaneBuilder, number: int, lanes: int, ranks: int, nodes: int) -> float:
     """Return the bytes of the pieces with samples of the first node's lanes.
 
     It is all bytes if there are too many pieces to count.
     """
     touched: set[tuple[int, int]] = set()
-    remaining = _LOOKED_AT
+    remaining = _MOST_REFS
     for lane in (lane for lane in range(lanes) if lane % ranks < ranks // nodes):
         reader = builder.build(lane, lanes).readers[number]
         wanted = -(-reader.population // lanes)
@@ -286,21 +291,21 @@ def _pieces(reader: RecordReader, indices: Rows) -> set[tuple[int, int]]:
 
 
 def _buffered_refs(parts: PathParts) -> list[tuple[str, int]]:
-    """Return the size of the buffer after each reader, by the reader's branch.
+    """Return the capacity of the shuffle buffer after each reader, by the reader's branch.
 
-    Bytes of these samples are not read before they are yielded.
+    Samples in it are not read before they leave it.
     """
-    found: list[tuple[str, int]] = []
+    capacities: list[tuple[str, int]] = []
     for before, stage in pairwise(parts.stages):
         if isinstance(stage, ShuffleBuffer) and stage.yields == "samples":
             branches = {before.info.branch} if before.info.branch else {each.info.branch for each in parts.readers}
-            found += [(branch, stage.capacity) for branch in branches]
-    return found
+            capacities += [(branch, stage.capacity) for branch in branches]
+    return capacities
 
 
 @dataclass(frozen=True)
 class WorkersNeeded:
-    """Workers that keep up with the trainers, from measured times."""
+    """Numbers of workers that keep up with the trainers, from measured times."""
 
     a_rank: int
     a_node: int
@@ -308,29 +313,29 @@ class WorkersNeeded:
 
     @classmethod
     def of(cls, batch_s: float, step_s: float, *, ranks: int, a_node: int) -> WorkersNeeded:
-        """Compute them from seconds per batch and step. Raises ValueError.
+        """Compute them from the seconds to build a batch and of a training step.
 
-        `ranks` take one batch each per step.
+        `a_node` is the number of workers of a CPU node. Raises ValueError unless all are above 0.
         """
         if not (batch_s > 0 and step_s > 0 and a_node > 0):
             raise ValueError("--batch-s, --step-s and --node-workers are given together, each more than 0")
-        busy = round(batch_s / step_s, 9)
-        return cls(math.ceil(busy), a_node, math.ceil(ranks * busy / a_node))
+        per_rank = round(batch_s / step_s, 9)  # each rank needs one batch per step
+        return cls(math.ceil(per_rank), a_node, math.ceil(ranks * per_rank / a_node))
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Plan of a run; see the classes of its fields."""
+    """Plan of a run. The classes of its fields explain them."""
 
     target: str
     ranks: int
     nodes: int
     lanes: int
-    """Of the loader."""
+    """The lanes of the loader."""
     by_default: bool
     """Whether the loader was created without `lanes`."""
     planned_lanes: int
-    """The lanes of all that follows: the loader's or, if the ranks do not divide them, the next that they do."""
+    """The lanes of this plan: the loader's, or the next number that the ranks divide."""
     better_lanes: int
     path: str
     population: int

@@ -24,17 +24,18 @@ from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.tools.preview.page import PAGE_BYTES, Card, Room, first_line, render
 from savable_pipeline.tools.preview.sample_entries import part_entry, sample_card
 
-MOST_SAMPLES = 500  # of a page
-_AT_ONCE = 1 << 16
+MOST_SAMPLES = 500  # per page
+_AT_ONCE = 1 << 16  # samples that are located at a time
 
 SampleNumbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleChoice:
-    """Request of a user: at most `pages` pages of `samples` samples, drawn by `seed`.
+    """Choice of samples: at most `pages` pages of `samples` samples, drawn by `seed`.
 
-    `part` and `key` are shell patterns, of the name of a part, where case does not matter, and of a key; "": any.
+    `part` and `key` are shell patterns that the name of a part (without regard to case) and the key must match. "":
+    any.
     """
 
     samples: int
@@ -53,16 +54,16 @@ class SampleChoice:
 
     @property
     def words(self) -> str:
-        """Conditions for a sample, in words; "" for none."""
+        """The conditions for a sample, in words; "" without conditions."""
         parts = [f"a part {self.part!r}"] * bool(self.part) + [f"a key {self.key!r}"] * bool(self.key)
         return " and ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Numbers of the samples of each page, ascending.
+    """Chosen samples: their indices in ascending order, by page.
 
-    `matching` samples match. `unread` ones could not be read.
+    `matching` is the number of samples that match, and `unread` the number that could not be read.
     """
 
     pages: list[SampleNumbers]
@@ -113,14 +114,14 @@ def _matches(dataset: Dataset, shard: int, row: int, wanted: SampleChoice) -> bo
     return not wanted.key or fnmatchcase(dataset.key(shard, row), wanted.key)
 
 
-_BINS = 24
+_BINS = 24  # of the histograms
 _MOST_PARTS = 40  # rows of the table of parts
 _MOST_FAULTS = 50  # damaged shards in the list
 
 
 @dataclass(frozen=True, slots=True)
 class _PartRow:
-    """An extension: how many samples have it, its sizes in bytes, and their histogram in percent of its peak."""
+    """Row of the table of parts: the number of samples, sizes in bytes, and a histogram in percent of its peak."""
 
     extension: str
     samples: int
@@ -146,8 +147,9 @@ def dataset_pages(
 
     The pages "preview.html", "preview-2.html", … are linked to each other.
 
-    Samples are in the order of the dataset; the first page has its numbers, too. Damaged samples are shown with their
-    fault; `settings` are those of the store. Raises `ShardError` for no sample, ValueError where none matches.
+    Samples are in the order of the dataset. The first page also has the numbers of the dataset. Damaged samples are
+    shown with their error. `settings` are those of the store. Raises `ShardError` if there is no sample, and ValueError
+    if none matches.
     """
     dataset = open_any(shards, on_error="skip", **settings)
     chosen = chosen_samples(dataset, wanted)
@@ -172,12 +174,12 @@ def dataset_pages(
 
 
 _SLOW = (*AUDIO_PARTS, *VIDEO_PARTS)
-_READ = 500  # samples that are read to find some with an error
-_MOST_BROKEN = 12  # of these that are shown beside the drawn ones
+_READ = 500  # samples that are read to find damaged ones
+_MOST_BROKEN = 12  # damaged samples that are shown in addition to the chosen ones
 
 
 def _unreadable(dataset: Dataset, seed: int) -> tuple[SampleNumbers, int]:
-    """Samples with a part that cannot be read, ascending, and how many were read: all of a small dataset."""
+    """Return some samples with a part that cannot be shown, ascending, and how many samples were read to find them."""
     numbers = np.sort(Bijection(derive_key(seed, "unreadable"), dataset.count)(np.arange(min(_READ, dataset.count))))
     samples = zip(numbers.tolist(), _opened(dataset, numbers), strict=True)
     return np.array([number for number, sample in samples if _is_broken(sample)], np.int64), len(numbers)
@@ -202,7 +204,7 @@ def _opened(dataset: Dataset, numbers: SampleNumbers) -> list[Sample]:
 
 
 def _cards(dataset: Dataset, numbers: SampleNumbers) -> list[Card]:
-    """The cards of these samples, those with an error first."""
+    """Return the cards of these samples, those with an error first."""
     drawn = zip(_opened(dataset, numbers), numbers.tolist(), strict=True)
     cards = [sample_card(sample, number, Room(PAGE_BYTES // len(numbers))) for sample, number in drawn]
     return sorted(cards, key=lambda card: not card.faulty)
@@ -247,7 +249,7 @@ def _part_rows(sizes: dict[str, NDArray[np.int64]]) -> list[_PartRow]:
 
 
 def _part_row(extension: str, sizes: NDArray[np.int64]) -> _PartRow:
-    """Bins have equal width in the logarithm of the size, from the least to the greatest."""
+    """Return the row of a part. Bins of its histogram have equal widths in the logarithm of the size."""
     least, greatest = int(sizes.min()), int(sizes.max())
     counts, _ = np.histogram(np.log1p(sizes), bins=_BINS) if greatest > least else (np.zeros(0, dtype=np.int64), None)
     bars = [-(-100 * int(count) // int(counts.max())) for count in counts]

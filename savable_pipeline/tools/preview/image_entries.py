@@ -1,6 +1,6 @@
 """Arrays of a batch as entries, and images as thumbnails.
 
-No byte of an image is copied to the page. It is decoded, and only its pixels are encoded again, in a small size.
+No byte of an image is copied to the page. An image is decoded, and its pixels are encoded again as a small image.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from savable_pipeline.data.shards.part_types import IMAGE_FORMATS
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.page import CardEntry, Thumbnail
 
-_MOST_IMAGES = 16  # of a field that are shown
-_CLIPS, _FRAMES = 4, 8  # of a field of clips, and of each of them
+_MOST_IMAGES = 16  # images of a field that are shown
+_CLIPS, _FRAMES = 4, 8  # clips of a field, and frames of each clip, that are shown
 _IMAGE_NAMES = ("image", "img", "pixel", "frame", "video", "picture", "tile")
 _CHANNELS = (1, 3, 4)
 _LEAST_SIDE = 8  # pixels of what may be an image
@@ -46,9 +46,9 @@ def as_array(value: Any) -> NDArray[Any] | None:
 
 
 def colours(encoder: TaskEncoder | None) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the mean and deviation by which an encoder normalizes images.
+    """Return the mean and standard deviation by which an encoder normalizes images.
 
-    They are its own or those of its crop or vision.
+    They are attributes of the encoder, its crop or its vision. If there are none, both are empty.
     """
     for holder in (encoder, getattr(encoder, "crop", None), getattr(encoder, "vision", None)):
         mean, std = getattr(holder, "mean", None), getattr(holder, "std", None)
@@ -58,7 +58,7 @@ def colours(encoder: TaskEncoder | None) -> tuple[Sequence[float], Sequence[floa
 
 
 def array_entry(name: str, value: Any, array: NDArray[Any], encoder: TaskEncoder | None) -> CardEntry:
-    """Return an array as thumbnails if it may be images, else in numbers."""
+    """Return the entry of an array: thumbnails if it may be images, else numbers."""
     images = _images(name, array)
     if images is None:
         values = _values(array)
@@ -71,7 +71,7 @@ def array_entry(name: str, value: Any, array: NDArray[Any], encoder: TaskEncoder
 
 
 def _clips_entry(name: str, note: str, clips: NDArray[Any], encoder: TaskEncoder | None) -> CardEntry:
-    """Frames from all of each of the first clips: (clips, frames, height, width, channels)."""
+    """Return frames of the first clips, (clips, frames, height, width, channels), spread over each clip."""
     frames = np.linspace(0, clips.shape[1] - 1, min(_FRAMES, clips.shape[1])).round().astype(int).tolist()
     shown = [(clip, frame) for clip in range(min(_CLIPS, len(clips))) for frame in frames]
     entry = images_entry(name, note, [clips[each] for each in shown], clips.shape[0] * clips.shape[1], encoder)
@@ -142,39 +142,42 @@ def _values(array: NDArray[Any]) -> str:
 
 
 def _images(name: str, array: NDArray[Any]) -> NDArray[Any] | None:
-    """What may be images, as (n, height, width, channels): uint8 or floats, channels first or last."""
-    hinted = any(word in name.lower() for word in _IMAGE_NAMES)
+    """Return an array that may be images as (n, height, width, channels), else None.
+
+    It must be uint8 or floats, with channels first or last.
+    """
+    is_named_so = any(word in name.lower() for word in _IMAGE_NAMES)
     if not array.size or not 3 <= array.ndim <= 5 or (array.dtype != np.uint8 and array.dtype.kind != "f"):
         return None
-    if array.ndim > 3 or hinted or array.dtype == np.uint8:
+    if array.ndim > 3 or is_named_so or array.dtype == np.uint8:
         *_, first, second, third = array.shape
         if first in _CHANNELS and min(second, third) >= _LEAST_SIDE:
-            return np.moveaxis(_flat(array), 1, -1)
+            return np.moveaxis(_join_leading(array), 1, -1)
         if third in _CHANNELS and min(first, second) >= _LEAST_SIDE:
-            return _flat(array)
-    return array[..., None] if hinted and array.ndim == 3 and min(array.shape[1:]) >= _LEAST_SIDE else None
+            return _join_leading(array)
+    return array[..., None] if is_named_so and array.ndim == 3 and min(array.shape[1:]) >= _LEAST_SIDE else None
 
 
-def _flat(array: NDArray[Any]) -> NDArray[Any]:
+def _join_leading(array: NDArray[Any]) -> NDArray[Any]:
     return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
 
 
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 
-LARGEST_BYTES = 64 << 20  # of an encoded image that is looked at
+LARGEST_BYTES = 64 << 20  # of an encoded image, up to which it is decoded
 MOST_PIXELS = 50_000_000
 _SIDE = 192  # pixels, at most
-_SMALL = 64  # up to here PNG keeps every pixel at little cost
+_SMALL = 64  # pixels; up to this side, a PNG with every pixel is small enough
 
 
 def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
-    """Return the thumbnail of an encoded image, and its size and kind in words.
+    """Return the thumbnail of an encoded image, and its size and format as text.
 
     Raises ValueError for an unreadable image.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata and of large images
+            warnings.simplefilter("ignore")  # about unusual metadata and large images
             with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
                 width, height = upright_size(image)
                 about = f"{width:,} × {height:,} {image.format} {image.mode}"
@@ -184,7 +187,7 @@ def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
                 return thumbnail_of_pixels(_decoded(image)), about
     except UnidentifiedImageError:
         raise ValueError(f"unreadable image: not {', '.join(IMAGE_FORMATS)}") from None
-    except Exception as error:  # Pillow's decoders raise whatever they like about damaged data
+    except Exception as error:  # Pillow's decoders raise many types of errors for damaged data
         text = str(error) or type(error).__name__
         raise ValueError(text if text.startswith("not decoded") else f"unreadable image: {text}") from error
 
@@ -209,33 +212,34 @@ def stretched(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def as_pixels(image: NDArray[Any], mean: Sequence[float], std: Sequence[float]) -> tuple[Pixels, str]:
-    """Return an image of any numbers as pixels, and the conversion in words.
+    """Convert an array to pixels, and describe the conversion.
 
-    The image is (height, width, channels).
+    It is an image (height, width, channels).
 
-    Floats are un-normalized by `mean` and `std` where these are as many as it has channels; else they are taken as 0 to
-    1 or -1 to 1 if they are in that range, and stretched to their range if not.
+    If `mean` and `std` have a number per channel, floats are un-normalized by them. Otherwise floats within 0 to 1 or
+    -1 to 1 are scaled from that range, and others are stretched from their minimum to their maximum.
     """
     step = max(1, max(image.shape[:2]) // (2 * _SIDE))
     image = image[::step, ::step]
     if image.dtype == np.uint8:
-        values, how = image.astype(np.float64), ""
+        values, conversion = image.astype(np.float64), ""
     elif len(mean) == len(std) == image.shape[2]:
-        values, how = 255 * (np.nan_to_num(image) * np.array(std) + np.array(mean)), "with the encoder's mean and std"
+        values = 255 * (np.nan_to_num(image) * np.array(std) + np.array(mean))
+        conversion = "with the encoder's mean and std"
     elif image.min() >= 0 and image.max() <= 1:
-        values, how = 255.0 * image, "0 to 1"
+        values, conversion = 255.0 * image, "0 to 1"
     elif image.min() >= -1 and image.max() <= 1:
-        values, how = 127.5 * (image + 1.0), "-1 to 1"
+        values, conversion = 127.5 * (image + 1.0), "-1 to 1"
     else:
-        values, how = stretched(image), "stretched to their range"
+        values, conversion = stretched(image), "stretched to their range"
     pixels = np.clip(values, 0, 255).astype(np.uint8)
-    return (np.repeat(pixels[:, :, :1], 3, axis=2) if pixels.shape[2] == 1 else pixels[:, :, :3]), how
+    return (np.repeat(pixels[:, :, :1], 3, axis=2) if pixels.shape[2] == 1 else pixels[:, :, :3]), conversion
 
 
 def _decoded(image: Image.Image) -> Pixels:
-    if image.mode.startswith(("I", "F")):  # more than 8 bits a pixel: converting would cut them off
+    if image.mode.startswith(("I", "F")):  # more than 8 bits per channel, which a conversion would clip
         grey = stretched(np.asarray(image)).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)
     image, orientation = to_be_turned(image, exif=True)
-    image.draft("RGB", (2 * _SIDE, 2 * _SIDE))  # a JPEG is decoded at about the size that is wanted
+    image.draft("RGB", (2 * _SIDE, 2 * _SIDE))  # a JPEG is decoded at a reduced size
     return np.asarray(converted(turned(image, orientation), "RGB", "white"))

@@ -20,12 +20,15 @@ from savable_pipeline.stages.batch_samples import Integers
 from savable_pipeline.stages.blending.schedule import Schedule, TargetCounts
 from savable_pipeline.stages.cost import waiting_share
 
-PIECES = 48  # of the run, in pictures
+PIECES = 48  # into which diagrams divide a run
 
 
 @dataclass(frozen=True, slots=True)
 class RunPiece:
-    """Batches of successive slots: samples of each source, and of all before it."""
+    """Samples of successive batches by source.
+
+    `before` is the number of samples before them.
+    """
 
     samples: list[int]
     before: int
@@ -44,16 +47,17 @@ class CostStep:
 
 
 class BatchCounts:
-    """Batches of a ledger that count, in the order of slots.
+    """Batches of a ledger in the order of slots, without lost ones.
 
-    Lost ones are only counted.
+    A batch is lost if the run was resumed from before it. Lost batches are only counted.
     """
 
     def __init__(self, ledger: LedgerFiles) -> None:
         self.sources = ledger.sources
         self._column = {source.tag: number for number, source in enumerate(self.sources)}
         self.lost = 0
-        self.by_start: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # by a start's number: batches, lost ones
+        # by the number of a start, the number of batches and of lost ones
+        self.by_start: dict[int, list[int]] = defaultdict(lambda: [0, 0])
         counted = []
         for recorded in (each for each in ledger.batches() if not each.batch.again):
             self.by_start[recorded.start.number][recorded.lost] += 1
@@ -65,25 +69,24 @@ class BatchCounts:
         self._samples = np.array([samples for _, samples, _ in counted], dtype=np.int64).reshape(-1, len(self.sources))
 
     def _samples_of(self, recorded: RecordedBatch) -> list[int]:
-        """The number of samples of each source in a batch."""
-        found = [0] * len(self.sources)
+        """Count the samples of each source in a batch."""
+        samples = [0] * len(self.sources)
         if recorded.batch.items:
             indices: Integers = unpack_column(recorded.batch.indices, recorded.batch.items)
             tags, counts = np.unique(indices >> TAG_SHIFT, return_counts=True)
             for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
-                found[self._column[tag]] = count
-        return found
+                samples[self._column[tag]] = count
+        return samples
 
     @property
     def batches(self) -> int:
-        """The number of batches that count."""
+        """The number of batches, without lost ones."""
         return len(self._recorded)
 
     @property
     def samples(self) -> list[int]:
-        """The samples of each source."""
-        found: list[int] = self._samples.sum(axis=0).tolist()
-        return found
+        """The number of samples of each source."""
+        return [int(total) for total in self._samples.sum(axis=0)]
 
     def pieces(self) -> list[RunPiece]:
         """Return the run in at most `PIECES` pieces with about equally many batches."""
@@ -96,14 +99,14 @@ class BatchCounts:
 
     @cached_property
     def steps(self) -> list[CostStep]:
-        """Steps of several ranks of which all costs are known."""
-        found: dict[tuple[tuple[int, int], int, int, int], list[int]] = defaultdict(list)
+        """The steps of several ranks whose costs are all known."""
+        costs_by_step: dict[tuple[tuple[int, int], int, int, int], list[int]] = defaultdict(list)
         for recorded in self._recorded:
             start, batch = recorded.start, recorded.batch
             first = start.slot if batch.epoch == start.epoch else 0
             step = (batch.slot - first) // start.world_size
-            found[start.position, start.world_size, batch.epoch, step].append(batch.cost)
-        whole = [costs for (_, ranks, *_), costs in found.items() if len(costs) == ranks > 1 and min(costs) > 0]
+            costs_by_step[start.position, start.world_size, batch.epoch, step].append(batch.cost)
+        whole = [costs for (_, ranks, *_), costs in costs_by_step.items() if len(costs) == ranks > 1 and min(costs) > 0]
         return [CostStep(number, costs) for number, costs in enumerate(whole)]
 
 
@@ -117,24 +120,24 @@ def waiting(steps: list[CostStep]) -> float:
 
 _NS = 1e9
 _UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
-Course = list[tuple[float, float]]
+TimeSeries = list[tuple[float, float]]
 
 
 class NotedCounters:
-    """Sums of counters' differences within each file.
+    """Sums of the differences of counters within each file of a ledger.
 
-    In one process, counters continue from start to start.
+    Counters do not restart if a loader starts again in the same process.
     """
 
     def __init__(self, ledger: LedgerFiles) -> None:
-        self.totals: Counter[str] = Counter()  # of counters, over all ranks
-        self.last: dict[str, float] = {}  # the largest that any file ends with, as of percentiles
-        self.names: dict[str, str] = {}  # of the numbers in `last` that have one
-        self.seconds = 0.0  # of all ranks together
-        self.worker_seconds = 0.0  # the same, for each of their workers
-        self.worker_work_s = 0.0  # of those, the time in which they made batches
-        self._spans: list[tuple[int, Numbers, Numbers]] = []  # rank, and two records one after the other
-        self.cores = min((start.cores for start in ledger.starts), default=0)  # of a machine; 0: not recorded
+        self.totals: Counter[str] = Counter()  # of each counter, over all ranks
+        self.last: dict[str, float] = {}  # of each number, such as a percentile, the largest last value of a file
+        self.names: dict[str, str] = {}  # the sample's name for numbers in `last` that have one
+        self.seconds = 0.0  # rank-seconds
+        self.worker_seconds = 0.0  # worker-seconds of all ranks
+        self.worker_work_s = 0.0  # worker-seconds in which batches were built
+        self._spans: list[tuple[int, Numbers, Numbers]] = []  # rank, and two successive records
+        self.cores = min((start.cores for start in ledger.starts), default=0)  # of a machine; 0: unknown
         for start, records in ledger.numbers():
             self._spans += [(start.rank, first, second) for first, second in pairwise(records)]
             if len(records) > 1:
@@ -159,10 +162,10 @@ class NotedCounters:
         found = {name[len(before) :]: total for name, total in self.totals.items() if name.startswith(before)}
         return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
-    def waits(self) -> tuple[Course, Course]:
-        """Return the fraction of time in which trainers waited: the mean, the worst rank.
+    def waits(self) -> tuple[TimeSeries, TimeSeries]:
+        """Return the fractions of time in which trainers waited, over the time in `unit`.
 
-        It is a function of the time in `unit`.
+        The first list is the mean of all ranks, the second the worst rank.
         """
         mean, worst = [], []
         for at, spans in self._pieces():
@@ -175,38 +178,38 @@ class NotedCounters:
             worst.append((at, max(shares)))
         return mean, worst
 
-    def fills(self) -> Course:
-        """Return the packing efficiency, by the time in `unit`."""
-        found = []
+    def fills(self) -> TimeSeries:
+        """Return the packing efficiency, as points over the time in `unit`."""
+        points = []
         for at, spans in self._pieces():
-            tokens, room = (sum(_grown(span, f"OnlinePacker/{name}") for span in spans) for name in ("tokens", "room"))
+            tokens, room = (sum(_growth(span, f"OnlinePacker/{name}") for span in spans) for name in ("tokens", "room"))
             if tokens + room:
-                found.append((at, tokens / (tokens + room)))
-        return found
+                points.append((at, tokens / (tokens + room)))
+        return points
 
     @property
     def unit(self) -> str:
-        """The unit of times since the first start, which is at 0."""
+        """The unit of the time since the first start."""
         length = self._period[1] / _NS
         return next((unit for unit, seconds in _UNITS.items() if length >= 2 * seconds), "seconds")
 
     @property
     def _period(self) -> tuple[int, int]:
-        """When the first record was made, and how much later the last one, in ns."""
+        """The time of the first record, and the time from it to the last record, in ns."""
         begin = min((first.at_ns for _, first, _ in self._spans), default=0)
         return begin, max(1, max((second.at_ns for *_, second in self._spans), default=0) - begin)
 
     def _pieces(self) -> list[tuple[float, list[tuple[int, Numbers, Numbers]]]]:
-        """The pairs of records in at most `PIECES` pieces of the time, with the end of each piece in `unit`."""
+        """Group the pairs of records into at most `PIECES` intervals, each with its end in `unit`."""
         begin, length = self._period
-        found = defaultdict(list)
+        by_piece = defaultdict(list)
         for span in self._spans:
-            found[min(PIECES - 1, (span[2].at_ns - begin) * PIECES // length)].append(span)
+            by_piece[min(PIECES - 1, (span[2].at_ns - begin) * PIECES // length)].append(span)
         whole = length / _NS / _UNITS[self.unit]
-        return [((piece + 1) * whole / PIECES, found[piece]) for piece in sorted(found)]
+        return [((piece + 1) * whole / PIECES, by_piece[piece]) for piece in sorted(by_piece)]
 
 
-def _grown(span: tuple[int, Numbers, Numbers], name: str) -> float:
+def _growth(span: tuple[int, Numbers, Numbers], name: str) -> float:
     _, first, second = span
     return second.numbers.get(name, 0) - first.numbers.get(name, 0)
 
@@ -214,7 +217,7 @@ def _grown(span: tuple[int, Numbers, Numbers], name: str) -> float:
 class ExpectedShares:
     """Expected proportions of sources of one start.
 
-    `by`: "samples" or "tokens"; "" without a `Blend`, or if its settings cannot be read.
+    `by` is "samples" or "tokens", or "" without a `Blend` or if the settings cannot be read.
     """
 
     def __init__(self, start: Start) -> None:

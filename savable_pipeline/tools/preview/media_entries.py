@@ -1,12 +1,12 @@
-"""A video or audio as an entry: facts, a player of an excerpt, and images.
+"""Video or audio as an entry: facts, a player of an excerpt, and images.
 
-    part that a browser plays, if there is room ─ its bytes unchanged ────┐
-    any other part ─ its first seconds, encoded again: `clip` ────────────┴─ Player
+    part that browsers play, if there is room ─ its bytes unchanged ──────┐
+    any other part ─ its first seconds, encoded again by `clip` ──────────┴─ Player
     video ─ 9 frames, each with its time ── Thumbnail
-    sound ─ its first 30 s (sound_entries) ─ Sound
+    audio ─ its first 30 s (sound_entries) ─ Sound
 
-Bytes are passed to the page as base64, for a player alone: nothing else of a page could take them for anything. What
-PyAV finds damaged is not passed on. A clip is MP4 with H.264 and AAC, by PyAV: every browser plays it.
+Only a player uses the bytes, as base64 in a data URI. Parts that PyAV cannot decode are not in the page. A clip is MP4
+with H.264 and AAC, which every browser plays.
 """
 
 from __future__ import annotations
@@ -33,23 +33,20 @@ from savable_pipeline.tools.preview.image_entries import thumbnail_of_pixels
 from savable_pipeline.tools.preview.page import CardEntry, Player, Room, Sound, Thumbnail, first_line
 from savable_pipeline.tools.preview.sound_entries import picture_of, spectrogram_pixels, waveform
 
-# Containers that browsers play, and the codecs in them.
+# The containers that browsers play, and the codecs in them.
 _PLAYED = {"mp4": "video/mp4", "m4v": "video/mp4", "webm": "video/webm", "mp3": "audio/mpeg", "wav": "audio/wav"}
 _PLAYED |= {"m4a": "audio/mp4", "flac": "audio/flac", "ogg": "audio/ogg", "oga": "audio/ogg", "opus": "audio/ogg"}
 _CODECS = {"h264", "vp8", "vp9", "av1", "aac", "mp3", "opus", "vorbis", "flac"}
 _CODECS |= {"pcm_s16le", "pcm_u8", "pcm_s24le", "pcm_f32le"}
 _FRAMES = 9
 _FRAME_SIDE = 160  # pixels
-_SOUGHT_S = 30.0  # a longer video is shown by its keyframes, which are found without decoding what lies between
+_SOUGHT_S = 30.0  # a longer video is shown by its keyframes, because decoding all frames before a time would be slow
 _HEARD_S = 30.0
 _HEARD_HZ = 16_000
 
 
 def is_range(sample: Sample, part: str, head: bytes) -> bool:
-    """Return whether a part with this head is a range of a longer file.
-
-    Its own bytes name the file.
-    """
+    """Return whether a part is a range of a longer file, which the part's bytes name."""
     if not head.startswith(b'{"path":'):
         return False
     with sample.open(part) as file:
@@ -71,37 +68,37 @@ def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
             facts = " · ".join(filter(None, [_video_facts(video), _audio_facts(audio), note]))
             entry = CardEntry(part, facts)
             try:
-                return _shown(entry, sample, video, audio, room)
+                return _with_media(entry, sample, video, audio, room)
             except MediaError as error:
                 return replace(entry, fault=first_line(error))
     except ImportError as error:
-        kind = "video" if _played(part).startswith("video") else "audio"
-        player = _as_it_is(sample, part, kind, room) or Player(kind, "")
+        kind = "video" if _mime_type(part).startswith("video") else "audio"
+        player = _whole_player(sample, part, kind, room) or Player(kind, "")
         return CardEntry(part, note, player=replace(player, note=first_line(error)))
 
 
-def _shown(entry: CardEntry, sample: Sample, video: Video | None, audio: Audio | None, room: Room) -> CardEntry:
-    """First what is decoded: the bytes of what is damaged go no further."""
+def _with_media(entry: CardEntry, sample: Sample, video: Video | None, audio: Audio | None, room: Room) -> CardEntry:
+    """Add frames, spectrogram and player to an entry. Decoding comes first, so damaged parts get no player."""
     half = room.free // 2
     pictures = Room(half)
     if video is not None:
-        entry = replace(entry, thumbnails=_sheet(video, pictures))
+        entry = replace(entry, thumbnails=_frame_thumbnails(video, pictures))
     if audio is not None:
-        entry = replace(entry, sounds=[_sound(audio, pictures, coloured=video is None)])
+        entry = replace(entry, sounds=[_sound_of(audio, pictures, coloured=video is None)])
     room.free -= half - pictures.free
     kind = "audio" if video is None else "video"
     plays = all(stream is None or _codec(stream) in _CODECS for stream in (video, audio))
-    player = _as_it_is(sample, entry.name, kind, room) if plays else None
-    return replace(entry, player=player or _clipped(video, audio, kind, room))
+    player = _whole_player(sample, entry.name, kind, room) if plays else None
+    return replace(entry, player=player or _clip_player(video, audio, kind, room))
 
 
-def _played(part: str) -> str:
+def _mime_type(part: str) -> str:
     return _PLAYED.get(part_type(part), "")
 
 
-def _as_it_is(sample: Sample, part: str, kind: str, room: Room) -> Player | None:
+def _whole_player(sample: Sample, part: str, kind: str, room: Room) -> Player | None:
     """A player of the whole part; None where it is too large, or of a format that browsers do not play."""
-    played = _played(part).partition("/")[2]
+    played = _mime_type(part).partition("/")[2]
     if not played or room.excerpt <= 0:
         return None
     head, size = sample.head(part, room.excerpt)
@@ -110,7 +107,7 @@ def _as_it_is(sample: Sample, part: str, kind: str, room: Room) -> Player | None
     return Player(kind, room.take(f"{kind}/{played}", head))
 
 
-def _clipped(video: Video | None, audio: Audio | None, kind: str, room: Room) -> Player:
+def _clip_player(video: Video | None, audio: Audio | None, kind: str, room: Room) -> Player:
     seconds = clip_seconds(video, audio, room.excerpt)
     data = clip(video, audio, seconds, room.excerpt) if seconds > 0 else b""
     if not data:
@@ -128,12 +125,11 @@ def _video_facts(video: Video | None) -> str:
 def _audio_facts(audio: Audio | None) -> str:
     if audio is None:
         return ""
-    channels = counted(audio.channels, "channel")
-    return f"{clock(audio.duration_s)}, {audio.rate:,} Hz, {channels}, {_codec(audio)}"
+    return f"{clock(audio.duration_s)}, {audio.rate:,} Hz, {counted(audio.channels, 'channel')}, {_codec(audio)}"
 
 
 def _codec(stream: Video | Audio) -> str:
-    """The name of a codec, from that of a decoder of it."""
+    """Return the name of a codec. `stream.codec` may be the name of a decoder instead."""
     name: str = stream.codec
     return {"mp3float": "mp3", "libdav1d": "av1", "libopus": "opus"}.get(name, name)
 
@@ -147,8 +143,8 @@ def clock(seconds: float) -> str:
     return f"{hours:,}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _sheet(video: Video, room: Room) -> list[Thumbnail]:
-    """Frames from all of the video, each with its time."""
+def _frame_thumbnails(video: Video, room: Room) -> list[Thumbnail]:
+    """Return frames spread over the video, each with its time."""
     times = _times(video)
     scale = min(1.0, _FRAME_SIDE / max(video.size))
     size = max(1, round(video.size[0] * scale)), max(1, round(video.size[1] * scale))
@@ -167,8 +163,8 @@ def _times(video: Video) -> list[float]:
     return keys if len(set(keys)) == len(keys) else even
 
 
-def _sound(audio: Audio, room: Room, *, coloured: bool) -> Sound:
-    """The waveform, and if `coloured` the spectrogram, of the begin of a sound."""
+def _sound_of(audio: Audio, room: Room, *, coloured: bool) -> Sound:
+    """Return the waveform of the start of audio and, if `coloured`, its spectrogram."""
     seconds = min(audio.duration_s, _HEARD_S)
     rate = min(audio.rate, _HEARD_HZ)
     samples = audio.samples(0.0, seconds, rate=rate, mono=True)[0]
@@ -181,20 +177,22 @@ def _sound(audio: Audio, room: Room, *, coloured: bool) -> Sound:
 
 _VIDEO_S, _AUDIO_S = 8.0, 30.0  # seconds of a clip, at most
 _SHORTEST_S = 0.3
-_VIDEO_BYTES, _AUDIO_BYTES = 40_000, 8_000  # a second that a clip needs to be of use; a video may have twice as many
+_VIDEO_BYTES, _AUDIO_BYTES = 40_000, 8_000  # per second of a clip; a video may have twice as many
 _SIDE = 320  # pixels
-_MOST_PIXELS = 500e6  # decoded for a clip
+_MOST_PIXELS = 500e6  # that are decoded for a clip
 _LEAST_FPS, _MOST_FPS = 1.0, 25.0
-_RATES = (48_000, 44_100, 32_000, 24_000, 16_000)  # Hz, of those that AAC has
-_BLOCK = 1024  # samples of a frame of AAC
+_RATES = (48_000, 44_100, 32_000, 24_000, 16_000)  # Hz, those of AAC that are used
+_BLOCK = 1024  # samples of an AAC frame
 
 
 def clip_seconds(video: Video | None, audio: Audio | None, limit: int) -> float:
-    """Return the length of a clip of at most `limit` bytes; 0: too short.
+    """Return the length of a clip of at most `limit` bytes.
 
-    Decoding it takes no more than some seconds.
+    It is 0 if the clip would be too short to be useful.
+
+    It is short enough to be decoded in seconds.
     """
-    duration = _stream(video, audio).duration_s
+    duration = _any_stream(video, audio).duration_s
     if video is None:
         seconds = min(duration, _AUDIO_S, 0.8 * limit / _AUDIO_BYTES)
     else:
@@ -210,19 +208,19 @@ def clip(video: Video | None, audio: Audio | None, seconds: float, limit: int) -
     """
     file = io.BytesIO()
     with (
-        media_errors(_stream(video, audio).name, "its clip cannot be encoded"),
+        media_errors(_any_stream(video, audio).name, "its clip cannot be encoded"),
         pyav().open(file, "w", format="mp4") as output,
     ):
-        sound = _sound_stream(output, audio) if audio is not None else None
+        audio_stream = _audio_stream(output, audio) if audio is not None else None
         if video is not None:
-            own = 0 if audio is None else _AUDIO_BYTES
-            _write_frames(output, video, seconds, min(2 * _VIDEO_BYTES, int(0.8 * limit / seconds)) - own)
+            audio_bytes = 0 if audio is None else _AUDIO_BYTES
+            _write_frames(output, video, seconds, min(2 * _VIDEO_BYTES, int(0.8 * limit / seconds)) - audio_bytes)
         if audio is not None:
-            _write_samples(output, sound, audio, seconds)
+            _write_samples(output, audio_stream, audio, seconds)
     return file.getvalue() if len(file.getvalue()) <= limit else b""
 
 
-def _stream(video: Video | None, audio: Audio | None) -> Video | Audio:
+def _any_stream(video: Video | None, audio: Audio | None) -> Video | Audio:
     stream = video or audio
     assert stream is not None, "nothing to encode"
     return stream
@@ -231,8 +229,9 @@ def _stream(video: Video | None, audio: Audio | None) -> Video | Audio:
 def _write_frames(output: Any, video: Video, seconds: float, bytes_per_s: int) -> None:
     fps = min(max(video.fps, _LEAST_FPS), _MOST_FPS)
     stream = output.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
-    rate, above = 8 * bytes_per_s, 8 * bytes_per_s * seconds / 6  # the bits that the begin may take more
-    stream.options = {"preset": "veryfast", "maxrate": f"{rate}", "bufsize": f"{above:.0f}", "crf": "26"}
+    # bits per second, and bits of the rate control's buffer
+    rate, buffer = 8 * bytes_per_s, 8 * bytes_per_s * seconds / 6
+    stream.options = {"preset": "veryfast", "maxrate": f"{rate}", "bufsize": f"{buffer:.0f}", "crf": "26"}
     stream.width, stream.height = size = _even_size(*video.size)
     stream.pix_fmt, stream.codec_context.thread_count = "yuv420p", 1
     for number, frame in enumerate(_frames(video, max(1, round(seconds * fps)), fps, size)):
@@ -243,7 +242,7 @@ def _write_frames(output: Any, video: Video, seconds: float, bytes_per_s: int) -
 
 
 def _frames(video: Video, count: int, fps: float, size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
-    """One second of them at a time, since all of them are large."""
+    """Yield frames, decoded in groups of a second, because all of them would need much memory."""
     times = [number / fps for number in range(count)]
     for begin in range(0, count, round(_MOST_FPS)):
         yield from video.frames(times[begin : begin + round(_MOST_FPS)], size=size)
@@ -254,7 +253,7 @@ def _even_size(width: int, height: int) -> tuple[int, int]:
     return max(2, round(width * scale) // 2 * 2), max(2, round(height * scale) // 2 * 2)
 
 
-def _sound_stream(output: Any, audio: Audio) -> Any:
+def _audio_stream(output: Any, audio: Audio) -> Any:
     rate = next((rate for rate in _RATES if rate <= audio.rate), _RATES[-1])
     stream = output.add_stream("aac", rate=rate, layout="mono" if audio.channels != 2 else "stereo")
     stream.codec_context.bit_rate = 8 * _AUDIO_BYTES * 3 // 4

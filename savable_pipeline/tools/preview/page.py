@@ -1,7 +1,7 @@
-"""A page: its content as plain values, and its template filled in.
+"""HTML pages: their content as plain values, which templates turn into HTML.
 
-The content is cards of entries with text, thumbnails or tokens. Every value is escaped, and invisible characters are
-spelled out. `Room` bounds the bytes of media.
+The content is cards of entries with text, thumbnails or tokens. Templates escape every value, and invisible characters
+are shown as escape sequences. `Room` limits the bytes of media.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from savable_pipeline import __version__
 from savable_pipeline.core.wording import human_bytes
 
 LONGEST_TEXT = 1500  # characters of a text that are shown
-_UNSEEN = re.compile("[\0-\b\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+_INVISIBLE = re.compile("[\0-\b\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
     """Small image that we encoded: a data URI, and its width and height in pixels.
 
-    `caption` stands below it; it is a link to the element of the page whose `id` is `link`.
+    `caption` is shown below it. If `link` is set, the caption links to the element of the page with that `id`.
     """
 
     uri: str
@@ -42,7 +42,7 @@ class Thumbnail:
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Tokens that are shown as one.
+    """Tokens that are shown together.
 
     `kind` is "loss", "ignored" or "unknown". `begins`: whether a document starts here. `repeat` is how often the token
     is repeated, `next` the target if it is not the next token shown. `anchor` is the `id` of a document that starts
@@ -60,7 +60,7 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """Row of tokens, in words and in spans."""
+    """Row of tokens as spans, with a note about the row."""
 
     note: str
     spans: Sequence[TokenSpan]
@@ -70,7 +70,7 @@ class TokenRow:
 class Turn:
     """Turn of a conversation.
 
-    `role` is "" for the words of the page itself, such as "3 turns more".
+    `role` is "" for text of the page itself, such as "3 turns more".
     """
 
     role: str
@@ -101,9 +101,9 @@ class Sound:
 
 @dataclass(frozen=True, slots=True)
 class CardEntry:
-    """Part of a sample or field of a batch: its content, or a `fault`.
+    """Part of a sample or field of a batch.
 
-    `fault` says why it cannot be shown.
+    It has content, or as `fault` the reason why it cannot be shown.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Card:
     where: str
     entries: Sequence[CardEntry] = ()
     fault: str = ""
-    sources: Sequence[str] = field(default=())  # of a batch: its samples
+    sources: Sequence[str] = field(default=())  # the samples of a batch
 
     @property
     def faulty(self) -> bool:
@@ -139,9 +139,9 @@ def cut(text: str, longest: int = LONGEST_TEXT) -> str:
 
 
 def escape_invisible(text: str) -> str:
-    """Spell out invisible characters and those that UTF-8 cannot encode."""
-    spelled = _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-    return spelled.encode("utf-8", "backslashreplace").decode()
+    """Escape invisible characters and those that UTF-8 cannot encode."""
+    escaped = _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    return escaped.encode("utf-8", "backslashreplace").decode()
 
 
 def first_line(error: BaseException) -> str:
@@ -155,18 +155,18 @@ def render(template: str, **values: Any) -> bytes:
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_finalize,
+        finalize=_escape_text,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["bytes"] = human_bytes
     environment.filters["ms"] = lambda seconds: f"{1000 * seconds:,.2f}"
     environment.filters["count"] = "{:,}".format
-    about = {"version": __version__, "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "docs": _docs()}
+    about = {"version": __version__, "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "docs": _documentation_url()}
     return environment.get_template(template).render(about | values).encode()
 
 
-def _docs() -> str:
+def _documentation_url() -> str:
     """Return the URL of the documentation, or "" if the package is not installed."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         for link in metadata.metadata("savable_pipeline").get_all("Project-URL") or ():
@@ -176,11 +176,11 @@ def _docs() -> str:
     return ""
 
 
-def _finalize(value: Any) -> Any:
+def _escape_text(value: Any) -> Any:
     return escape_invisible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-PAGE_BYTES = 64_000_000  # of all excerpts and pictures of media in a page, as base64
+PAGE_BYTES = 64_000_000  # of all media in a page, as base64
 EXCERPT_BYTES = 2_000_000  # of one part
 
 
@@ -192,7 +192,7 @@ class Room:
 
     @property
     def excerpt(self) -> int:
-        """Return the most bytes of an excerpt, which takes a third more as base64."""
+        """The most bytes of an excerpt. As base64, an excerpt takes a third more."""
         return min(EXCERPT_BYTES, self.free * 3 // 4 - 3)
 
     def take(self, kind: str, data: bytes) -> str:

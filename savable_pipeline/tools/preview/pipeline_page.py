@@ -46,8 +46,8 @@ def preview_pipeline(
 ) -> PipelinePage:
     """Return a page with the first batches of one lane of a run.
 
-    An error of the pipeline is shown in the place of its batch, and no batch follows. Raises ValueError for a wrong
-    number, and any error of the pipeline function itself.
+    If a batch cannot be built, its error is shown, and no batch follows. Raises ValueError for an invalid number, and
+    errors of the pipeline function itself.
     """
     if not 1 <= batches <= MOST_BATCHES:
         raise ValueError(f"a page shows 1 to {MOST_BATCHES} batches, not {batches}")
@@ -61,7 +61,7 @@ def preview_pipeline(
 def batch_page(stage: Stage, lane: Lane, title: str, number: int, batch: Any) -> bytes:
     """Return a page with the last batch of a lane's last stage.
 
-    It is the `number`-th.
+    `number` is its number in the lane.
     """
     return _page(stage, lane, title, [_card(stage, number, batch, Fields(stage.info.encoder))])
 
@@ -70,7 +70,7 @@ def _page(stage: Stage, lane: Lane, title: str, cards: list[Card]) -> bytes:
     return render(
         "pipeline.html.jinja",
         title=title,
-        path=list(map(_described, upstream(stage))),
+        path=list(map(_describe_stage, upstream(stage))),
         encoder=type(stage.info.encoder).__name__ if stage.info.encoder is not None else "none",
         seed=lane.seed,
         lane=lane.index,
@@ -80,11 +80,11 @@ def _page(stage: Stage, lane: Lane, title: str, cards: list[Card]) -> bytes:
     )
 
 
-_SHOWN_SETTINGS = 4  # of a stage; of one with more, they are folded
+_SHOWN_SETTINGS = 4  # of a stage; if it has more, they are folded
 
 
-def _described(stage: Stage) -> tuple[str, str, list[str]]:
-    """The name of a stage with its source, its settings if they are few, or else these to be folded."""
+def _describe_stage(stage: Stage) -> tuple[str, str, list[str]]:
+    """Return the name of a stage with its branch, its settings if they are few, and otherwise its settings to fold."""
     name = "/".join(filter(None, [stage.info.branch, type(stage).__name__]))
     settings = [f"{name}={value!r}" for name, value in stage.settings().items()]
     return (name, ", ".join(settings), []) if len(settings) <= _SHOWN_SETTINGS else (name, "", settings)
@@ -107,7 +107,7 @@ def _cards(stage: Stage, batches: int) -> list[Card]:
 
 
 def _card(stage: Stage, number: int, batch: Any, fields: Fields) -> Card:
-    """A batch, shown before the lane goes on: a stage may give again what it has given."""
+    """Return the card of a batch. Call it before the next batch, which may reuse the same objects."""
     entries: list[CardEntry] = list(islice(fields.entries(batch), MOST_FIELDS))
     if len(entries) == MOST_FIELDS:
         entries.append(CardEntry("…", "and perhaps more"))
@@ -124,10 +124,10 @@ def _card(stage: Stage, number: int, batch: Any, fields: Fields) -> Card:
     return Card(f"batch {number}", f"{len(found):,} samples", entries, sources=sources)
 
 
-MOST_FIELDS = 60  # of a batch that are shown
-_MOST_ITEMS = 8  # of a list
+MOST_FIELDS = 60  # fields of a batch that are shown
+_MOST_ITEMS = 8  # items of a list that are shown
 _SHORT = 100  # characters of a value shown in its heading
-_DEEPEST = 6  # fields within fields
+_DEEPEST = 6  # levels of fields within fields
 
 
 class Fields:
@@ -140,16 +140,16 @@ class Fields:
         self._encoder = encoder
         self._decoder = Decoder(encoder)
         self._room = Room(PAGE_BYTES)
-        self._names = count()  # of the sequences of a page, for anchors
+        self._names = count()  # numbers the sequences of a page, for anchors
 
     def entries(self, batch: Any) -> Iterator[CardEntry]:
         """Yield an entry for every field, named by a path such as `items[0].tokens`.
 
         A field that fails has an error.
         """
-        yield from self._of("", batch, 0)
+        yield from self._entries_of("", batch, 0)
 
-    def _of(self, name: str, value: Any, depth: int) -> Iterator[CardEntry]:
+    def _entries_of(self, name: str, value: Any, depth: int) -> Iterator[CardEntry]:
         try:
             inner = _inner(value) if depth < _DEEPEST else None
             if isinstance(value, Sample):
@@ -160,11 +160,11 @@ class Fields:
                 yield from self._list(name, inner, depth)
             else:
                 yield self._leaf(name or "batch", value)
-        except Exception as error:  # a fault of one field, such as a type whose repr raises, is not one of the page
+        except Exception as error:  # an error of one field, such as a type whose repr raises, must not prevent the page
             yield CardEntry(name or "batch", type(value).__name__, fault=first_line(error))
 
     def _mapping(self, name: str, fields: Mapping[Any, Any], depth: int) -> Iterator[CardEntry]:
-        """Tokens first, with their labels and borders; then the other fields."""
+        """Yield an entry of the tokens with their labels and documents, and then entries of the other fields."""
         tokens, documents = tokens_name(fields), None
         if tokens is not None:
             documents = documents_of(tokens, fields, f"t{next(self._names)}")
@@ -174,12 +174,12 @@ class Fields:
             yield with_documents(tiles, fields["grids"], documents, fields, self._encoder)
         for field, value in fields.items():
             if field != tokens and (tiles is None or field != "patches"):
-                for entry in self._of(_path(name, field), value, depth + 1):
+                for entry in self._entries_of(_path(name, field), value, depth + 1):
                     yield with_documents(entry, value, documents, fields, self._encoder)
 
     def _list(self, name: str, items: list[Any], depth: int) -> Iterator[CardEntry]:
         for number, item in enumerate(items[:_MOST_ITEMS]):
-            yield from self._of(f"{name}[{number}]", item, depth + 1)
+            yield from self._entries_of(f"{name}[{number}]", item, depth + 1)
         if len(items) > _MOST_ITEMS:
             yield CardEntry(name or "batch", f"{len(items) - _MOST_ITEMS:,} more")
 
@@ -204,7 +204,7 @@ class Fields:
 
 
 def _inner(value: Any) -> Mapping[Any, Any] | list[Any] | None:
-    """The parts of a container, by name or in order; None of a leaf, and of a list of plain numbers."""
+    """Return the parts of a container, by name or in order; None for other values and lists of numbers."""
     named = named_parts(value)
     if named is not None:
         return named

@@ -1,6 +1,6 @@
 """Page of a run's ledger: waits and advice, batches, and skipped samples.
 
-Its pictures are plain values for a template that writes SVG: lines over the run, and bars.
+Diagrams are plain values for a template that writes SVG: lines over the time of the run, and bars.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from savable_pipeline.tools.preview.ledger_numbers import (
 from savable_pipeline.tools.preview.page import render
 
 WIDTH, HEIGHT = 640, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 26
-_COLOURS = 6
-_STEPS = (1, 2, 2.5, 5, 10)
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 26  # margins
+_COLOURS = 6  # classes c0 to c5 of the template
+_STEPS = (1, 2, 2.5, 5, 10)  # distances of ticks, times a power of 10
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Mark at an axis: its position in the picture, and its text."""
+    """Tick of an axis: its position in the diagram, and its text."""
 
     at: float
     text: str
@@ -42,9 +42,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Line: its name, the class of its colour, and its points in SVG.
+    """Line of a diagram: its name, the class of its colour, and its points in SVG.
 
-    `dashed` is the expected line.
+    A `dashed` line is the expected one.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Lines in a frame of `WIDTH` by `HEIGHT`."""
+    """Diagram of lines in a frame of `WIDTH` by `HEIGHT`."""
 
     lines: Sequence[Line]
     rows: Sequence[Tick]
@@ -69,7 +69,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Bar of a fraction of the whole, 0 to 1, with its number in words."""
+    """Bar of a fraction, 0 to 1, with a text."""
 
     name: str
     share: float
@@ -84,9 +84,9 @@ def picture(
     most: float = 0.0,
     y_text: Callable[[float], str] = "{:.0%}".format,
 ) -> Picture | None:
-    """Return lines by name, with the expected ones; None without two points.
+    """Return a diagram of lines by name, or None if no line has two points.
 
-    Both axes start at 0. The y axis goes up to `most`, or as far as a point does.
+    `expected` has dashed lines by name. Both axes start at 0. The y axis ends at `most` or at the highest point.
     """
     if not any(len(points) > 1 for points in lines.values()):
         return None
@@ -97,43 +97,43 @@ def picture(
     rows = _ticks(0.0, max(most, *(y for _, y in everything), 1e-9))
     top = rows[-1]
 
-    def placed(points: Points) -> str:
-        return " ".join(f"{_across(x, low, high):.1f},{_up(y, top):.1f}" for x, y in points)
+    def to_svg(points: Points) -> str:
+        return " ".join(f"{_svg_x(x, low, high):.1f},{_svg_y(y, top):.1f}" for x, y in points)
 
     drawn = []
     for number, (name, points) in enumerate(lines.items()):
         colour = f"c{number % _COLOURS}"
         if name in expected:
-            drawn.append(Line(name, colour, placed(expected[name]), dashed=True))
-        drawn.append(Line(name, colour, placed(points)))
-    columns = [Tick(_across(x, low, high), f"{x:,.6g}") for x in _ticks(low, high) if low <= x <= high]
-    return Picture(drawn, [Tick(_up(y, top), y_text(y)) for y in rows], columns, x_name)
+            drawn.append(Line(name, colour, to_svg(expected[name]), dashed=True))
+        drawn.append(Line(name, colour, to_svg(points)))
+    columns = [Tick(_svg_x(x, low, high), f"{x:,.6g}") for x in _ticks(low, high) if low <= x <= high]
+    return Picture(drawn, [Tick(_svg_y(y, top), y_text(y)) for y in rows], columns, x_name)
 
 
-def _across(x: float, low: float, high: float) -> float:
+def _svg_x(x: float, low: float, high: float) -> float:
     return _LEFT + (x - low) / (high - low) * (WIDTH - _LEFT - _RIGHT)
 
 
-def _up(y: float, top: float) -> float:
+def _svg_y(y: float, top: float) -> float:
     return HEIGHT - _BOTTOM - y / top * (HEIGHT - _TOP - _BOTTOM)
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers, about five, from `low` or below it to `high` or above it."""
-    about = (high - low) / 4
+    """Return about five round numbers that cover `low` to `high`."""
+    distance = (high - low) / 4
     unit = 1.0
-    while unit > about:
+    while unit > distance:
         unit /= 10
-    while unit * 10 <= about:
+    while unit * 10 <= distance:
         unit *= 10
-    step = next(unit * factor for factor in _STEPS if unit * factor >= about)
+    step = next(unit * factor for factor in _STEPS if unit * factor >= distance)
     first = int(low // step)
     last = -int(-high // step)
     return [number * step for number in range(first, last + 1)]
 
 
-_MOST_LINES = 6  # sources in a picture; all are in the table
-_MOST_STARTS = 200
+_MOST_LINES = 6  # sources in a diagram; the table has all sources
+_MOST_STARTS = 200  # in the table
 _PERCENTILES = ("p50", "p90", "p99")
 
 
@@ -151,7 +151,7 @@ class SourceRow:
 
 @dataclass(frozen=True, slots=True)
 class StartRow:
-    """A start of all ranks."""
+    """Start of all ranks of a run."""
 
     at: str
     ranks: int
@@ -187,14 +187,14 @@ def report_page(ledger: LedgerFiles) -> bytes:
             counters.unit,
             most=0.1,
         ),
-        stages=_shares(counters.of_stages("seconds/")),
-        times=_times(counters),
+        stages=_bars(counters.of_stages("seconds/")),
+        times=_percentiles(counters),
         names=counters.names,
         last=counters.last,
         sources=_sources(recorded, counters, expected),
         by=expected.by,
         scheduled=expected.schedule is not None,
-        courses=_courses(recorded),
+        courses=_source_fractions(recorded),
         fill=fill_of(counters),
         fills=picture({"tokens in packs": counters.fills()}, counters.unit, most=1.0),
         steps=recorded.steps,
@@ -206,7 +206,7 @@ def report_page(ledger: LedgerFiles) -> bytes:
 
 
 def _starts(ledger: LedgerFiles, recorded: BatchCounts) -> list[StartRow]:
-    """The last starts in the order of time."""
+    """Return rows of the last starts, in the order of time."""
     rows = []
     for group in ledger.together[-_MOST_STARTS:]:
         at = datetime.fromtimestamp(group[0].number / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -216,13 +216,13 @@ def _starts(ledger: LedgerFiles, recorded: BatchCounts) -> list[StartRow]:
     return rows
 
 
-def _shares(numbers: dict[str, float]) -> list[Bar]:
+def _bars(numbers: dict[str, float]) -> list[Bar]:
     whole = sum(numbers.values())
     return [Bar(name, number / whole, f"{number / whole:.0%}") for name, number in numbers.items() if whole]
 
 
-def _times(counters: NotedCounters) -> list[tuple[str, list[float]]]:
-    """The percentiles of the trainer's wait, of making a batch, and of each stage, in s."""
+def _percentiles(counters: NotedCounters) -> list[tuple[str, list[float]]]:
+    """Return percentiles in seconds: of the trainer's waits, of building a batch, and of each stage."""
     shown = {"wait_s": "the trainer waits", "making_s": "a batch is built"}
     shown |= {name[:-4]: name.split("/")[1] for name in counters.last if name.startswith("stage_s/")}
     return [
@@ -250,14 +250,14 @@ def _sources(recorded: BatchCounts, counters: NotedCounters, expected: ExpectedS
     ]
 
 
-def _courses(recorded: BatchCounts) -> Picture | None:
-    """The shares of the largest sources in the course of the run, beside those of the weights at that place."""
+def _source_fractions(recorded: BatchCounts) -> Picture | None:
+    """Return a diagram of the fractions of the largest sources over the run, with the expected fractions."""
     names = [source.name for source in recorded.sources]
     if len(names) < 2:
         return None
     pieces = [piece for piece in recorded.pieces() if sum(piece.samples)]
-    setting_of = {id(piece.start): ExpectedShares(piece.start) for piece in pieces}
-    top = setting_of[id(pieces[-1].start)].names if pieces else []
+    expected_of = {id(piece.start): ExpectedShares(piece.start) for piece in pieces}
+    top = expected_of[id(pieces[-1].start)].names if pieces else []
     shown = sorted(top or names, key=lambda name: -sum(summed([name], names, recorded.samples)))[:_MOST_LINES]
     lines: dict[str, list[tuple[float, float]]] = {name: [] for name in shown}
     dashed: dict[str, list[tuple[float, float]]] = {}
@@ -266,16 +266,16 @@ def _courses(recorded: BatchCounts) -> Picture | None:
         middle = piece.before + samples / 2
         for name, number in zip(shown, summed(shown, names, piece.samples), strict=True):
             lines[name].append((middle, number / samples))
-        wanted = setting_of[id(piece.start)]
-        if wanted.by == "samples":
-            for name, share in zip(wanted.names, wanted.of(piece.before, piece.before + samples), strict=True):
+        expected = expected_of[id(piece.start)]
+        if expected.by == "samples":
+            for name, share in zip(expected.names, expected.of(piece.before, piece.before + samples), strict=True):
                 if name in lines:
                     dashed.setdefault(name, []).append((middle, share))
     return picture(lines, "samples yielded", expected=dashed)
 
 
 def _step_waits(steps: Sequence[CostStep]) -> Picture | None:
-    """The share of waiting for the slowest rank, in the course of the run."""
+    """Return a diagram of the fraction of time that ranks wait for the slowest one, over the run."""
     size = max(1, -(-len(steps) // PIECES))
     pieces = [list(steps[begin : begin + size]) for begin in range(0, len(steps), size)]
     return picture(
@@ -284,21 +284,21 @@ def _step_waits(steps: Sequence[CostStep]) -> Picture | None:
 
 
 def _skipped(counters: NotedCounters) -> list[tuple[str, str, float]]:
-    """Stage, reason and number of all that was left out, the most frequent first."""
-    found: list[tuple[str, str, Any]] = []
+    """Return stage, reason and number of skipped samples, the most frequent first."""
+    rows: list[tuple[str, str, Any]] = []
     for name, number in counters.totals.items():
         stage, _, reason = name.partition("/skipped/")
         if reason and number and not stage.startswith("source/"):
-            found.append((stage, reason, number))
-    return sorted(found, key=lambda row: -row[2])
+            rows.append((stage, reason, number))
+    return sorted(rows, key=lambda row: -row[2])
 
 
-_NO_WAIT, _MUCH_WAIT = 0.02, 0.10  # shares of the time
-_BUSY = 0.75  # of the workers' time: more workers help
-_SLOW_TAIL = 5  # times the median: then single batches are what is waited for
-_FULL, _EVEN = 0.95, 0.05
-_SPARE = 1.2
-_TRAINED = 0.01  # of the time at least: else nothing is known of the trainer's pace
+_NO_WAIT, _MUCH_WAIT = 0.02, 0.10  # fractions of the trainer's time
+_BUSY = 0.75  # fraction of the workers' time, from which more workers help
+_SLOW_TAIL = 5  # times the median, from which single slow batches are the cause of waits
+_FULL, _EVEN = 0.95, 0.05  # packing efficiency that is good enough, and waits for the slowest rank that are tolerable
+_SPARE = 1.2  # advised workers, as a multiple of those just needed
+_TRAINED = 0.01  # fraction of the time; if the trainer trains less, its pace is unknown
 _HELP = {
     "Encode": "decode or augment less, or store encoded samples",
     "TarShardReader": "a nearer disk, a larger cache, or larger shards",
@@ -310,10 +310,7 @@ _HELP = {
 
 @dataclass(frozen=True, slots=True)
 class WaitVerdict:
-    """Counters that show whether the trainer waited for data.
-
-    `share` is the fraction of its time.
-    """
+    """Verdict whether the trainer waited for data, for `share` of its time."""
 
     share: float
     verdict: str
@@ -336,9 +333,9 @@ def run_advice(counters: NotedCounters, *, slowest_wait: float) -> Iterator[str]
     """
     found = waited(counters)
     if found is not None and found.share >= _NO_WAIT:
-        yield _workers(counters)
-        yield from _stage(counters)
-        yield from _tail(counters)
+        yield _advise_workers(counters)
+        yield from _advise_stage(counters)
+        yield from _advise_tail(counters)
     fill = fill_of(counters)
     if fill is not None and fill < _FULL:
         yield f"Packing efficiency is {fill:.0%}: more open_packs= improve it, at the price of memory."
@@ -351,25 +348,25 @@ def run_advice(counters: NotedCounters, *, slowest_wait: float) -> Iterator[str]
         yield f"{counters.totals['restarts']:.0f} workers were replaced: the log says what they were at."
 
 
-def _workers(counters: NotedCounters) -> str:
+def _advise_workers(counters: NotedCounters) -> str:
     training_s = counters.seconds - counters.totals["wait_s"]
     if training_s < _TRAINED * counters.seconds:
         return "The trainer did hardly anything but wait: no number of workers keeps up with that."
     wanted = ceil(_SPARE * counters.totals["work_s"] / training_s)
     if not counters.worker_seconds:
-        return f"Batches are built in the process of the trainer, which waits for them: {_enough(wanted, counters)}."
+        return f"Batches are built in the trainer's process, which waits for them: {_workers_needed(wanted, counters)}."
     busy = min(1.0, counters.worker_work_s / counters.worker_seconds)
     wanted = max(wanted, int(counters.last["num_workers"]) + 1)
     if busy >= _BUSY:
-        return f"The workers were {busy:.0%} busy: {_enough(wanted, counters)}."
+        return f"The workers were {busy:.0%} busy: {_workers_needed(wanted, counters)}."
     return (
         f"The workers were only {busy:.0%} busy, so the trainer waited for single slow batches or for data that "
         "arrive late: a larger sp.Workers(prefetch=) evens that out."
     )
 
 
-def _enough(wanted: int, counters: NotedCounters) -> str:
-    """How many workers keep up, beside the cores that there are."""
+def _workers_needed(wanted: int, counters: NotedCounters) -> str:
+    """Return how many workers keep up, and the number of cores."""
     if not counters.cores:
         return f"num_workers={wanted} would keep up, where there are as many cores"
     text = f"num_workers={wanted} would keep up, and the machine has {counted(counters.cores, 'core')}"
@@ -378,7 +375,7 @@ def _enough(wanted: int, counters: NotedCounters) -> str:
     return f"{text}, so build batches on other machines (sp.SocketWorkers) or make them cheaper"
 
 
-def _stage(counters: NotedCounters) -> Iterator[str]:
+def _advise_stage(counters: NotedCounters) -> Iterator[str]:
     stages = counters.of_stages("seconds/")
     if whole := sum(stages.values()):
         name, spent = next(iter(stages.items()))
@@ -386,7 +383,7 @@ def _stage(counters: NotedCounters) -> Iterator[str]:
         yield f"{spent / whole:.0%} of build time is {name}{help_}."
 
 
-def _tail(counters: NotedCounters) -> Iterator[str]:
+def _advise_tail(counters: NotedCounters) -> Iterator[str]:
     median, most = (counters.last.get(f"making_s/{percent}", 0.0) for percent in ("p50", "p99"))
     if median and most > _SLOW_TAIL * median:
         ms = f"{1000 * most:,.2f} ms to build, the median {1000 * median:,.2f} ms"

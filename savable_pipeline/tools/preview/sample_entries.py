@@ -1,7 +1,8 @@
 """Parts of a sample as entries: images as thumbnails, text and JSON as text.
 
-A conversation in JSON is shown as turns: the records of OpenAI and of LLaVA, and lists alone, under whatever name, of
-objects with a role ("role", "from") and what it says ("content", "value"), a text or a list of parts.
+A conversation in JSON is shown as turns. It is a list of objects with a role ("role", "from") and a content ("content",
+"value"), which is a text or a list of parts. It may be the whole record or any of its fields, so OpenAI's and LLaVA's
+formats are recognized.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from savable_pipeline.tools.preview.image_entries import LARGEST_BYTES, thumbnai
 from savable_pipeline.tools.preview.media_entries import is_range, media_entry
 from savable_pipeline.tools.preview.page import Card, CardEntry, Room, Turn, cut, first_line
 
-_MOST_PARTS = 16  # of a sample that are shown
-_TEXT_HEAD = 1 << 14  # bytes that are read of a longer text
-_JSON_LARGEST = 1 << 18  # bytes of JSON that is laid out anew
-_CONVERSATIONS = ("messages", "conversations")  # columns of a table, as JSON
+_MOST_PARTS = 16  # parts of a sample that are shown
+_TEXT_HEAD = 1 << 14  # bytes of a text that are read
+_JSON_LARGEST = 1 << 18  # bytes of JSON up to which it is indented
+_CONVERSATIONS = ("messages", "conversations")  # columns of a table that are JSON
 _FAULTS = (SavableError, ValueError, OSError, IndexError, RecursionError, MemoryError)
 
 
 def sample_card(sample: Sample, number: int, room: Room) -> Card:
-    """Return a sample with its parts, with errors instead of parts that fail."""
+    """Return the card of a sample. A part that cannot be shown has an error."""
     where = f"{sample.shard} · " * (sample.shard != ".") + f"sample {number:,} of the dataset"
     try:
         names = list(sample)
@@ -40,7 +41,7 @@ def sample_card(sample: Sample, number: int, room: Room) -> Card:
 
 
 def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
-    """Return one part, of which no more is read than is shown."""
+    """Return the entry of a part. Only what is shown is read."""
     suffix = extension.lower().rpartition(".")[2]
     is_json = suffix == "json" or suffix in _CONVERSATIONS
     limit = LARGEST_BYTES if suffix in IMAGE_PARTS else _JSON_LARGEST if is_json else _TEXT_HEAD
@@ -59,7 +60,7 @@ def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
         if len(head) == size and (suffix == "json" or (is_json and head.startswith(b"["))):
             return _json_entry(extension, note, head)
         if suffix in TEXT_PARTS or suffix in SUBTITLE_PARTS or is_json or _is_text(head, size):
-            return CardEntry(extension, note, text=_text(head, size))
+            return CardEntry(extension, note, text=_decode_text(head, size))
         return CardEntry(extension, f"{note}, beginning with {head[:12].hex(' ')}")
     except _FAULTS as error:
         return CardEntry(extension, note, fault=first_line(error))
@@ -73,7 +74,7 @@ def _image_entry(extension: str, note: str, head: bytes, size: int) -> CardEntry
 
 
 def _json_entry(extension: str, note: str, data: bytes) -> CardEntry:
-    """A conversation as its turns, and the rest of the record, or all of it, laid out anew."""
+    """Return the entry of JSON: a conversation as turns, and everything else as indented JSON."""
     try:
         record = json.loads(data)
         turns, rest = conversation_in(record) or ([], record)
@@ -83,23 +84,23 @@ def _json_entry(extension: str, note: str, data: bytes) -> CardEntry:
     return CardEntry(extension, note, text=text, turns=turns)
 
 
-def _text(head: bytes, size: int) -> str:
-    """The beginning of a text. Raises ValueError where that is no UTF-8."""
-    cut_short = len(head) < size
+def _decode_text(head: bytes, size: int) -> str:
+    """Decode the start of a text. Raises ValueError if it is not UTF-8."""
+    is_truncated = len(head) < size
     head = head.removeprefix(BOM_UTF8).replace(b"\r\n", b"\n")
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
-        if not cut_short or error.start < len(head) - 4:  # else it is only cut within a character
+        if not is_truncated or error.start < len(head) - 4:  # otherwise it only ends within a character
             raise ValueError(f"malformed text: {error}") from None
         text = head[: error.start].decode()
-    return f"{cut(text).removesuffix(' …')} …" if cut_short else cut(text)
+    return f"{cut(text).removesuffix(' …')} …" if is_truncated else cut(text)
 
 
 def _is_text(head: bytes, size: int) -> bool:
-    """Whether a part of unknown kind, a class number or a subtitle, can be read as text."""
+    """Return whether a part of unknown type can be read as text."""
     try:
-        return _text(head, size).replace("\n", "").replace("\t", "").replace("\r", "").isprintable()
+        return _decode_text(head, size).replace("\n", "").replace("\t", "").replace("\r", "").isprintable()
     except ValueError:
         return False
 
@@ -107,8 +108,8 @@ def _is_text(head: bytes, size: int) -> bool:
 _ROLES = ("role", "from")
 _CONTENTS = ("content", "value")
 _ANSWERING = {"assistant", "gpt", "model", "bot", "chatgpt"}
-_FIRST, _LAST = 4, 8  # turns of a long conversation that are shown
-_LONGEST_QUESTION, _LONGEST_ANSWER = 300, 900  # characters: a question must not push its answer out of sight
+_FIRST, _LAST = 4, 8  # the first and last turns of a long conversation are shown
+_LONGEST_QUESTION, _LONGEST_ANSWER = 300, 900  # characters; a long question must not hide its answer
 
 
 def conversation_in(record: Any) -> tuple[list[Turn], Any] | None:
@@ -130,9 +131,9 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _is_turn(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(_first(value, _ROLES), str):
+    if not isinstance(value, dict) or not isinstance(_first_value(value, _ROLES), str):
         return False
-    content = _first(value, _CONTENTS)
+    content = _first_value(value, _CONTENTS)
     return isinstance(content, str | list) or (content is None and len(value) > 1)
 
 
@@ -145,22 +146,22 @@ def _turns(conversation: Sequence[dict[str, Any]]) -> list[Turn]:
 
 
 def _turn(message: dict[str, Any]) -> Turn:
-    role = _first(message, _ROLES)
+    role = _first_value(message, _ROLES)
     answers = role.lower() in _ANSWERING
     more = {name: value for name, value in message.items() if name not in (*_ROLES, *_CONTENTS) and value is not None}
-    texts = [_content(_first(message, _CONTENTS)), json.dumps(more, ensure_ascii=False) if more else ""]
+    texts = [_format_content(_first_value(message, _CONTENTS)), json.dumps(more, ensure_ascii=False) if more else ""]
     text = "\n".join(filter(None, texts))
-    return Turn(role, _cut_inside(text, _LONGEST_ANSWER if answers else _LONGEST_QUESTION), answers)
+    return Turn(role, _cut_middle(text, _LONGEST_ANSWER if answers else _LONGEST_QUESTION), answers)
 
 
-def _content(content: Any) -> str:
-    """The text of a content, with `[image]` where another part than a text stands."""
+def _format_content(content: Any) -> str:
+    """Format a content as text, with placeholders such as `[image]` for other parts."""
     if isinstance(content, list):
-        return "".join(map(_part, content))
+        return "".join(map(_format_part, content))
     return content or ""
 
 
-def _part(part: Any) -> str:
+def _format_part(part: Any) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and isinstance(part.get("text"), str):
@@ -169,14 +170,14 @@ def _part(part: Any) -> str:
     return f"[{kind}]" if isinstance(kind, str) else json.dumps(part, ensure_ascii=False)
 
 
-def _cut_inside(text: str, longest: int) -> str:
-    """At most about `longest` characters of a text, its begin and its end."""
+def _cut_middle(text: str, longest: int) -> str:
+    """Shorten a text to the start and end of about `longest` characters."""
     if len(text) <= longest:
         return text
-    begin = longest * 2 // 3
-    end = longest - begin
-    return f"{text[:begin]} … {len(text) - longest:,} characters … {text[-end:]}"
+    start = longest * 2 // 3
+    end = longest - start
+    return f"{text[:start]} … {len(text) - longest:,} characters … {text[-end:]}"
 
 
-def _first(value: dict[str, Any], names: Sequence[str]) -> Any:
+def _first_value(value: dict[str, Any], names: Sequence[str]) -> Any:
     return next((value[name] for name in names if name in value), None)

@@ -1,9 +1,11 @@
-"""Audio as a waveform (SVG) and a spectrogram, and arrays that are such.
+"""Audio as a waveform (SVG) and a spectrogram.
+
+Arrays of a batch may be audio or features:
 
     audio     float (clips, channels, samples)   samples from -1 to 1
-    features  float (sounds, bins, frames)       log-mel, as encoders make them; or (frames, bins) of all sounds
+    features  float (clips, bins, frames)        log-mel features of encoders, or (frames, bins) of all clips
 
-The spectrogram is the power of short pieces of the sound under Hann's window, in decibels below the greatest:
+The spectrogram is the power of short pieces of the audio under a Hann window, in decibels below the greatest:
 
     S[f, t] = 10 log10 |Σ_n w[n] x[n + t·hop] e^(-2πi·f·n/N)|²,   w[n] = sin²(πn/N),   N = 512
 """
@@ -27,12 +29,15 @@ _WINDOW = 512  # samples: N
 _ROWS, _COLUMNS = 128, 480  # pixels of a spectrogram, at most
 _LEAST_HOP = 64  # samples
 _RANGE_DB = 80.0
-_SILENCE_DB = -40.0  # the rounding of 16 bits is about as loud: silence is dark
+_SILENCE_DB = -40.0  # about the noise of rounding to 16 bits; quieter audio is shown dark
 _COLOURS = np.array([(8, 8, 24), (76, 20, 112), (196, 54, 88), (250, 148, 48), (252, 244, 190)], float)  # RGB
 
 
 def waveform(samples: Waveform) -> str:
-    """Return the range of the samples of each column as a closed path; "" for none."""
+    """Return a closed SVG path of the range of the samples in each column.
+
+    It is "" without samples.
+    """
     if not len(samples):
         return ""
     columns = np.array_split(samples, min(WAVE_WIDTH, len(samples)))
@@ -68,12 +73,12 @@ def spectrogram_pixels(samples: Waveform) -> Pixels:
     return coloured(decibels[1:].reshape(_ROWS, -1, decibels.shape[1]).max(axis=1) / _RANGE_DB + 1)
 
 
-def coloured(shares: NDArray[np.floating[Any]]) -> Pixels:
-    """Return numbers from 0 (dark) to 1 as colours.
+def coloured(values: NDArray[np.floating[Any]]) -> Pixels:
+    """Return numbers from 0 (dark) to 1 (bright) as colours.
 
-    They are (frequencies, times). The result is uint8 (frequencies, times, 3) with the first row at the bottom.
+    `values` is (frequencies, times). The result is uint8 (frequencies, times, 3) with the first row at the bottom.
     """
-    scaled = shares[::-1] * (len(_COLOURS) - 1)
+    scaled = values[::-1] * (len(_COLOURS) - 1)
     channels = [np.interp(scaled, np.arange(len(_COLOURS)), channel) for channel in _COLOURS.T]
     return np.stack(channels, axis=-1).astype(np.uint8)
 
@@ -90,8 +95,8 @@ _FEATURES = ("mel", "features", "spectrogram")
 _BINS = (40, 64, 80, 96, 128)
 _MOST_CHANNELS = 8
 _LEAST_SAMPLES = 400
-_MOST = 4  # sounds of a field
-_MOST_SAMPLES = 480_000  # of a sound
+_MOST = 4  # clips of a field that are shown
+_MOST_SAMPLES = 480_000  # samples of a clip that are shown
 _MOST_FRAMES = 3_000
 
 
@@ -108,7 +113,8 @@ def sound_entry(name: str, value: Any, array: NDArray[Any], room: Room) -> CardE
 
 
 def _sounds_entry(name: str, note: str, array: NDArray[Any], room: Room) -> CardEntry | None:
-    sounds = array if array.ndim == 3 else array.reshape(-1, 1, array.shape[-1])  # two channels, or sounds: each alone
+    # rows may be channels or clips, so each is shown separately
+    sounds = array if array.ndim == 3 else array.reshape(-1, 1, array.shape[-1])
     if sounds.shape[1] > _MOST_CHANNELS:
         return None
     shown = [np.nan_to_num(sound[:, :_MOST_SAMPLES].mean(axis=0, dtype=np.float32)) for sound in sounds[:_MOST]]

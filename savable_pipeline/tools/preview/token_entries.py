@@ -1,11 +1,11 @@
 """Token sequences of a batch as spans: loss, documents, decoded text.
 
-    tokens  a b c d   labels  b - d -        labels one ahead: b and d have loss, each as the target of the one before
-                      labels  - b - d        labels in place: b and d have loss, too
+    tokens  a b c d   labels  b - d -        labels are one ahead: b and d contribute to the loss, as targets of a and c
+                      labels  - b - d        labels are at their own tokens: b and d contribute to the loss, too
 
-A picture is linked to where its document begins: the one with the first token that is about it. That token is known by
-`image_index`, (rows, length), the number of the picture of each token; or by the encoder's `vision`, whose tiles have
-their tokens in the order of `grids`. Rows that are no packs have a picture each.
+An image is linked to its document, which has the image's first token. That token is known from `image_index`, (rows,
+length), the index of each token's image, or from the encoder's `vision`, whose tiles have their tokens in the order of
+`grids`. Rows that are not packs have one image each.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _POSITIONS = ("position_ids", "positions")
 _IGNORED = -100
 _MOST_ROWS = 8
 _LONGEST_ROW = 1024  # tokens of a row that are shown
-_RUN = 6  # as many of one token, without loss, are shown as one
+_RUN = 6  # equal tokens without loss, from which they are shown as one
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequences:
-    """Rows of tokens, int (rows, length), and of the same shape what is known of each."""
+    """Rows of tokens, int (rows, length), and masks of the same shape."""
 
     tokens: NDArray[Any]
-    loss: Mask | None  # tokens that are targets
-    begins: Mask  # tokens with which a document begins
+    loss: Mask | None  # tokens that contribute to the loss; None: unknown
+    begins: Mask  # tokens that start a document
     labels: NDArray[Any] | None
-    beyond: Mask  # tokens whose label is not the next token here
+    beyond: Mask  # tokens whose label is not the next token of the row
 
 
 def tokens_name(fields: Mapping[str, Any]) -> str | None:
@@ -65,7 +65,7 @@ class PackDocuments:
         self.tokens, self._name = tokens, name
         self.rows, self.length = tokens.shape
         self.size = tokens.size
-        self._numbers = np.cumsum(begins, axis=1) - 1  # of the document of each token, int64 (rows, length)
+        self._numbers = np.cumsum(begins, axis=1) - 1  # the document of each token, int64 (rows, length)
 
     def at(self, position: int) -> tuple[int, int]:
         """Return the row and the document of the token at a position among all rows."""
@@ -79,9 +79,12 @@ class PackDocuments:
 
 
 def documents_of(name: str, fields: Mapping[str, Any], anchors: str) -> PackDocuments:
-    """The documents of the tokens in field `name`, whose anchors begin with `anchors`."""
+    """Return the documents of the tokens in field `name`.
+
+    `anchors` is the prefix of their anchors.
+    """
     tokens = np.atleast_2d(_array(fields, name))
-    return PackDocuments(tokens, _begins(tokens, fields), anchors)
+    return PackDocuments(tokens, _document_starts(tokens, fields), anchors)
 
 
 def _array(fields: Mapping[str, Any], name: str) -> NDArray[Any]:
@@ -107,7 +110,7 @@ def tokens_entry(
 
 def _sequences(tokens: NDArray[Any], fields: Mapping[str, Any]) -> _Sequences:
     labels, mask = _matching(tokens, fields, _LABELS), _matching(tokens, fields, _LOSS_MASKS)
-    begins, beyond = _begins(tokens, fields), np.zeros(tokens.shape, dtype=bool)
+    begins, beyond = _document_starts(tokens, fields), np.zeros(tokens.shape, dtype=bool)
     if labels is None and mask is None:
         return _Sequences(tokens, None, begins, None, beyond)
     loss = np.ones(tokens.shape, dtype=bool)
@@ -127,7 +130,7 @@ def _sequences(tokens: NDArray[Any], fields: Mapping[str, Any]) -> _Sequences:
 
 
 def _matching(tokens: NDArray[Any], fields: Mapping[str, Any], names: Sequence[str]) -> NDArray[Any] | None:
-    """The first of these fields that has a number for each token."""
+    """Return the first of these fields with a number per token, or None."""
     for name in names:
         array = as_array(fields.get(name))
         if array is not None and array.size == tokens.size and np.atleast_2d(array).shape == tokens.shape:
@@ -135,7 +138,8 @@ def _matching(tokens: NDArray[Any], fields: Mapping[str, Any], names: Sequence[s
     return None
 
 
-def _begins(tokens: NDArray[Any], fields: Mapping[str, Any]) -> Mask:
+def _document_starts(tokens: NDArray[Any], fields: Mapping[str, Any]) -> Mask:
+    """Return which tokens start a document, from `cu_seqlens`, document ids or positions."""
     begins = np.zeros(tokens.shape, dtype=bool)
     begins[:, 0] = True
     borders = as_array(fields.get("cu_seqlens"))
@@ -153,33 +157,35 @@ def _begins(tokens: NDArray[Any], fields: Mapping[str, Any]) -> Mask:
 
 
 def _within(borders: NDArray[Any], size: int) -> NDArray[Any]:
+    """Return the borders from 0 to below `size`."""
     return borders[(borders >= 0) & (borders < size)]
 
 
-def _row(found: _Sequences, row: int, decoder: Decoder, documents: PackDocuments) -> TokenRow:
-    length = found.tokens.shape[1]
+def _row(sequences: _Sequences, row: int, decoder: Decoder, documents: PackDocuments) -> TokenRow:
+    """Return a row of tokens as spans, with a note of its numbers of tokens, segments and tokens with loss."""
+    length = sequences.tokens.shape[1]
     shown = min(length, _LONGEST_ROW)
     spans: list[TokenSpan] = []
     start = 0
     while start < shown:
-        stop = _stretch(found, row, start, shown)
-        stretch = _spans(found, row, start, stop, decoder)
-        if found.begins[row, start]:
+        stop = _end_of_stretch(sequences, row, start, shown)
+        stretch = _spans(sequences, row, start, stop, decoder)
+        if sequences.begins[row, start]:
             _, number = documents.at(row * length + start)
             stretch[0] = dataclasses.replace(stretch[0], anchor=documents.anchor(row, number))
         spans += stretch
         start = stop
     note = f"row {row}: {length:,} tokens"
-    note += f", {int(found.begins[row].sum()):,} segments" if found.begins[row, 1:].any() else ""
-    if found.loss is not None:
-        count = int(found.loss[row].sum() + found.beyond[row].sum())
+    note += f", {int(sequences.begins[row].sum()):,} segments" if sequences.begins[row, 1:].any() else ""
+    if sequences.loss is not None:
+        count = int(sequences.loss[row].sum() + sequences.beyond[row].sum())
         note += f", {count:,} with loss ({count / length:.0%})"
     note += f"; the first {shown:,} are shown" if shown < length else ""
     return TokenRow(note, spans)
 
 
-def _stretch(found: _Sequences, row: int, start: int, shown: int) -> int:
-    """Where tokens that are alike, with loss or without it in one document, end."""
+def _end_of_stretch(found: _Sequences, row: int, start: int, shown: int) -> int:
+    """Return the end of the tokens from `start` on that are in one document and have equal loss."""
     stop = start + 1
     while (
         stop < shown
@@ -212,7 +218,7 @@ def _spans(found: _Sequences, row: int, start: int, stop: int, decoder: Decoder)
 
 
 def _runs(ids: Sequence[int], kind: str) -> list[tuple[int, int]]:
-    """Where to part tokens, so that a long run of one, such as padding or an image's, stands alone."""
+    """Split tokens into ranges, so that a long run of one token, such as padding, has its own range."""
     if kind == "loss":
         return [(0, len(ids))]
     found, begin, start = [], 0, 0
@@ -226,20 +232,21 @@ def _runs(ids: Sequence[int], kind: str) -> list[tuple[int, int]]:
     return found + [(begin, len(ids))] * (begin < len(ids))
 
 
-_LONGEST_CHARACTER = 8  # tokens
+_LONGEST_CHARACTER = 8  # tokens of one character, at most
 
 
 class Decoder:
-    """Pieces of text for tokens, or their numbers if there is no text.
+    """Decodes tokens to pieces of text, or to their ids if there is no text.
 
-    Asks the encoder's `tokenizer`, or what that holds as `tokenize`, for `decode(ids)`. `bos`, `eos` and `pad` of the
-    tokenizer are called so.
+    It calls `decode(ids)` of the encoder's `tokenizer`, or of its attribute `tokenize`. The ids `bos`, `eos` and `pad`
+    of the tokenizer are shown by these names.
     """
 
     def __init__(self, encoder: TaskEncoder | None) -> None:
         tokenizer = getattr(encoder, "tokenizer", None)
-        found: Any = getattr(tokenizer, "decode", None) or getattr(getattr(tokenizer, "tokenize", None), "decode", None)
-        self._decode = found if callable(found) else None
+        wrapped = getattr(tokenizer, "tokenize", None)
+        decode: Any = getattr(tokenizer, "decode", None) or getattr(wrapped, "decode", None)
+        self._decode = decode if callable(decode) else None
         special = {name: getattr(tokenizer, name, None) for name in ("pad", "eos", "bos")}
         self._names = {number: name for name, number in special.items() if type(number) is int}
 
@@ -248,17 +255,17 @@ class Decoder:
 
         A piece is one token, or the few that share a character.
         """
-        found: list[tuple[str, int]] = []
-        start, before = 0, 0  # where the piece starts, and the one before it: its text shows what stands between
+        pieces: list[tuple[str, int]] = []
+        start, before = 0, 0  # the starts of this piece, and of the previous one, which is its context
         for end in range(1, len(ids) + 1):
-            text = self._between(ids, before, start, end)
+            text = self._decode_in_context(ids, before, start, end)
             if not text.endswith("\ufffd") or end - start >= _LONGEST_CHARACTER or end == len(ids):
-                found.append((text or self._name(ids[start]), end - start))
+                pieces.append((text or self._name(ids[start]), end - start))
                 before, start = start, end
-        return found
+        return pieces
 
-    def _between(self, ids: Sequence[int], before: int, start: int, end: int) -> str:
-        """The text of `ids[start:end]` as it reads after those before: some put a space between words only so."""
+    def _decode_in_context(self, ids: Sequence[int], before: int, start: int, end: int) -> str:
+        """Decode `ids[start:end]` with `ids[before:start]` as context, because some tokenizers only then add spaces."""
         context, both = self._text(ids[before:start]), self._text(ids[before:end])
         return both.removeprefix(context) if both.startswith(context) else self._text(ids[start:end])
 
@@ -267,7 +274,7 @@ class Decoder:
             return ""
         try:
             return str(_decoded(self._decode, list(ids)))
-        except Exception:  # an id out of its range is no fault of the page
+        except Exception:  # such as an id out of range, which must not prevent the page
             return ""
 
     def _name(self, number: int) -> str:
@@ -291,14 +298,14 @@ def with_documents(
     fields: Mapping[str, Any],
     encoder: TaskEncoder | None,
 ) -> CardEntry:
-    """Return the entry of images with a link below each whose document is known.
+    """Add a link to its document below each image, if the document is known.
 
-    `value` has one image in each row.
+    `value` has one image per row.
     """
     array = as_array(value)
     if documents is None or not entry.thumbnails or array is None or array.ndim > 4:
         return entry
-    positions = _positions(documents, fields, encoder, len(array))
+    positions = _first_token_positions(documents, fields, encoder, len(array))
     linked = [
         _linked(thumbnail, documents, int(position))
         for thumbnail, position in zip(entry.thumbnails, positions, strict=False)
@@ -312,26 +319,26 @@ def _linked(thumbnail: Thumbnail, documents: PackDocuments, position: int) -> Th
     return dataclasses.replace(thumbnail, caption=where, link=documents.anchor(row, number))
 
 
-def _positions(
-    documents: PackDocuments, fields: Mapping[str, Any], encoder: TaskEncoder | None, pictures: int
+def _first_token_positions(
+    documents: PackDocuments, fields: Mapping[str, Any], encoder: TaskEncoder | None, image_count: int
 ) -> TokenPositions | Sequence[int]:
-    """The position of the first token of each picture among those of all rows; empty where that is not known."""
+    """Return the position of each image's first token among the tokens of all rows, or () if it is unknown."""
     index = as_array(fields.get("image_index"))
     if index is not None and index.size == documents.size:
         numbers, first = np.unique(index.reshape(-1), return_index=True)
         known = first[numbers >= 0]
-        return known if len(known) == pictures else ()
+        return known if len(known) == image_count else ()
     vision, grids = getattr(encoder, "vision", None), fields.get("grids")
-    if vision is not None and grids is not None and len(grids) == pictures:
-        return _of_tiles(documents, vision, grids)
-    return np.arange(pictures) * documents.length if pictures == documents.rows else ()
+    if vision is not None and grids is not None and len(grids) == image_count:
+        return _tile_positions(documents, vision, grids)
+    return np.arange(image_count) * documents.length if image_count == documents.rows else ()
 
 
-def _of_tiles(documents: PackDocuments, vision: Any, grids: Any) -> TokenPositions | Sequence[int]:
+def _tile_positions(documents: PackDocuments, vision: Any, grids: Any) -> TokenPositions | Sequence[int]:
     try:
         sizes = [int(vision.tiles.tokens(grids[number : number + 1])) for number in range(len(grids))]
         positions = np.flatnonzero(documents.tokens.reshape(-1) == int(vision.token))
-    except (AttributeError, TypeError, ValueError):  # an encoder of one's own, with another idea of vision
+    except (AttributeError, TypeError, ValueError):  # a custom encoder with another kind of vision
         return ()
-    begins = np.cumsum([0, *sizes])
-    return positions[begins[:-1]] if begins[-1] == len(positions) and min(sizes, default=0) > 0 else ()
+    starts = np.cumsum([0, *sizes])
+    return positions[starts[:-1]] if starts[-1] == len(positions) and min(sizes, default=0) > 0 else ()

@@ -4,9 +4,9 @@
                     │ digest = digest = digest = …                        │
     interrupted     │ 0 ──────▶ c₁ │ c₁ ────────────▶ c₂ │ c₂ ──▶ steps   │     an interpreter per segment, 2, 3, 4, …
 
-Both run side by side, in interpreters of their own. After each step, the digests of both batches are compared. So only
-the states at the interruptions are written to a file, and one batch at the first difference. Neither the user's code
-nor torch is imported here. A segment is a `LegRun` in the code.
+Both run side by side, each in its own interpreter. After each step, the digests of both batches are compared. So only
+the states at the interruptions are written to a file, and one batch at the first difference. This process imports
+neither the user's code nor torch.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ import msgspec
 
 from savable_pipeline.core.keyed_random import derive_key, permutation
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.verify.leg import (
+from savable_pipeline.tools.verify.segment import (
     ANSWERS,
     ORDERS,
-    Begin,
-    Begun,
     Done,
     Explain,
     Explained,
     Failed,
+    LoaderStarted,
     Save,
     SaveBatch,
+    StartLoader,
     Stepped,
     TakeBatch,
 )
 
-_EXIT_WAIT_S = 10.0
+_EXIT_WAIT_S = 10.0  # for an interpreter to exit before it is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,6 @@ class VerifyPlan:
 
     `steps=None` is two batches of each lane. `draw` is the seed of the random interruptions. Raises ValueError for
     settings that would compare nothing.
-
     """
 
     target: str
@@ -72,7 +71,9 @@ class VerifyPlan:
     def bounds(self, steps: int) -> list[int]:
         """Return the steps at which segments start and end.
 
-        These are 0, the interruptions and `steps`. Raises ValueError for one outside of them.
+        They are 0, the interruptions and `steps`.
+
+        Raises ValueError for an interruption outside of the run.
         """
         outside = [cut for cut in self.cuts if not 0 < cut < steps]
         if outside:
@@ -82,7 +83,7 @@ class VerifyPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class LegRun:
+class Segment:
     """Segment of the interrupted run."""
 
     number: int
@@ -93,38 +94,38 @@ class LegRun:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """First difference, in the step after `step` equal ones.
+    """First difference, after `step` equal steps.
 
     `error` is set if only one of the runs raised.
     """
 
     step: int
-    leg: LegRun
+    segment: Segment
     where: Explained | None = None
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result: of `steps`, the first `equal` are equal; then `mismatch`.
+    """Result of a comparison: the first `equal` of `steps` batches are equal.
 
-    `ends` of the equal ones are the last of an epoch.
+    `ends` of these are the last of an epoch. `mismatch` is the difference after them, if any.
     """
 
-    begun: Begun
+    started: LoaderStarted
     steps: int
     equal: int
     ends: int
-    legs: tuple[LegRun, ...]
+    segments: tuple[Segment, ...]
     mismatch: Mismatch | None = None
 
 
 class _Interpreter:
-    """New Python process that runs a loader: the command's side of a `LegProcess`."""
+    """New Python process that runs a loader, and carries out orders as a `SegmentProcess`."""
 
     def __init__(self, hash_seed: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "savable_pipeline.tools.verify.leg"],
+            [sys.executable, "-m", "savable_pipeline.tools.verify.segment"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -178,28 +179,27 @@ class _Interpreter:
 def verify(plan: VerifyPlan, progress: Callable[[int, int], None]) -> Verdict:
     """Compare the runs up to the first difference.
 
-    `progress` gets the steps compared and those to compare.
-
-    Raises `SavableError` if the uninterrupted run fails, ValueError for a cut outside of the run.
+    `progress` is called with the number of steps compared and the number of all steps. Raises `SavableError` if the
+    uninterrupted run fails, and ValueError for an interruption outside of the run.
     """
     with tempfile.TemporaryDirectory(prefix="savable-verify-") as folder, _Interpreter(hash_seed=1) as reference:
-        reference.send(Begin(plan.target, plan.seed, plan.lanes))
-        begun = _successful(reference.answer())
-        assert isinstance(begun, Begun)
-        steps = plan.steps or 2 * begun.own_lanes
+        reference.send(StartLoader(plan.target, plan.seed, plan.lanes))
+        started = _successful(reference.answer())
+        assert isinstance(started, LoaderStarted)
+        steps = plan.steps or 2 * started.own_lanes
         comparison = _Comparison(plan, reference, Path(folder), steps, progress)
-        legs: list[LegRun] = []
+        segments: list[Segment] = []
         for number, (start, stop) in enumerate(pairwise(plan.bounds(steps)), start=1):
-            legs.append(LegRun(number, start, plan.workers[(number - 1) % len(plan.workers)], number + 1))
-            mismatch = comparison.run(legs[-1], stop)
+            segments.append(Segment(number, start, plan.workers[(number - 1) % len(plan.workers)], number + 1))
+            mismatch = comparison.run(segments[-1], stop)
             if mismatch is not None:
-                return Verdict(begun, steps, mismatch.step, comparison.ends, tuple(legs), mismatch)
+                return Verdict(started, steps, mismatch.step, comparison.ends, tuple(segments), mismatch)
     progress(steps, steps)
-    return Verdict(begun, steps, steps, comparison.ends, tuple(legs))
+    return Verdict(started, steps, steps, comparison.ends, tuple(segments))
 
 
 class _Comparison:
-    """The uninterrupted run, and the comparison of each segment with it."""
+    """Comparison of each segment with the uninterrupted run, whose interpreter is `reference`."""
 
     def __init__(
         self, plan: VerifyPlan, reference: _Interpreter, folder: Path, steps: int, progress: Callable[[int, int], None]
@@ -212,37 +212,37 @@ class _Comparison:
         self._progress = progress
         self.ends = 0
 
-    def run(self, leg: LegRun, stop: int) -> Mismatch | None:
+    def run(self, segment: Segment, stop: int) -> Mismatch | None:
         """Run a segment beside the uninterrupted run, to step `stop` or a difference."""
         plan = self._plan
-        with _Interpreter(leg.hash_seed) as interpreter:
-            state = str(self._state) if leg.start else None
-            interpreter.send(Begin(plan.target, plan.seed, plan.lanes, leg.workers, state))
+        with _Interpreter(segment.hash_seed) as interpreter:
+            state = str(self._state) if segment.start else None
+            interpreter.send(StartLoader(plan.target, plan.seed, plan.lanes, segment.workers, state))
             answer = interpreter.answer()
-            for step in range(leg.start, stop):
+            for step in range(segment.start, stop):
                 if isinstance(answer, Failed):
-                    return Mismatch(step, leg, error=answer.error)
+                    return Mismatch(step, segment, error=answer.error)
                 self._progress(step, self._steps)
                 self._reference.send(TakeBatch())
                 interpreter.send(TakeBatch())
                 expected, answer = _successful(self._reference.answer()), interpreter.answer()
                 self.ends += answer == expected and isinstance(expected, Stepped) and expected.ends_epoch
                 if answer != expected and not isinstance(answer, Failed):
-                    return self._mismatch(step, leg, interpreter, expected, answer)
+                    return self._explain(step, segment, interpreter, expected, answer)
             if stop < self._steps and not isinstance(answer, Failed):
                 interpreter.send(Save(str(self._state)))
                 answer = interpreter.answer()
             if isinstance(answer, Failed):
-                return Mismatch(stop - 1, leg, error=answer.error)
+                return Mismatch(stop - 1, segment, error=answer.error)
         return None
 
-    def _mismatch(
-        self, step: int, leg: LegRun, interpreter: _Interpreter, expected: ANSWERS, found: ANSWERS
+    def _explain(
+        self, step: int, segment: Segment, interpreter: _Interpreter, expected: ANSWERS, found: ANSWERS
     ) -> Mismatch:
         assert isinstance(expected, Stepped) and isinstance(found, Stepped)
         if expected.digest == found.digest:
             longer = "uninterrupted" if found.ends_epoch else "cut"
-            return Mismatch(step, leg, error=f"the epoch ended, but the {longer} run has another batch in it")
+            return Mismatch(step, segment, error=f"the epoch ended, but the {longer} run has another batch in it")
         picture = self._plan.pictures / f"verify-resume-step-{step + 1:05d}.png"
         self._reference.send(SaveBatch(str(self._batch)))
         answer = self._reference.answer()
@@ -250,9 +250,9 @@ class _Comparison:
             interpreter.send(Explain(str(self._batch), str(picture)))
             answer = interpreter.answer()
         if isinstance(answer, Failed):
-            return Mismatch(step, leg, error=f"the batches differ, but cannot be shown: {answer.error}")
+            return Mismatch(step, segment, error=f"the batches differ, but cannot be shown: {answer.error}")
         assert isinstance(answer, Explained)
-        return Mismatch(step, leg, answer)
+        return Mismatch(step, segment, answer)
 
 
 def _successful(answer: ANSWERS) -> ANSWERS:

@@ -10,7 +10,7 @@ from savable_pipeline.core.named_object import named_object
 from savable_pipeline.run.loader.savable_loader import SavableLoader, settings_of
 from savable_pipeline.run.loader.settings import LoaderSettings
 
-LANES = 12  # of a pipeline function, unless the user says otherwise
+LANES = 12  # default for a pipeline function
 
 
 def load_target(
@@ -38,23 +38,23 @@ def load_target(
 
 
 def _takes_a_lane(found: Any, target: str) -> bool:
-    """Return whether `found` is a pipeline, a function of one argument.
+    """Return whether `found` is a pipeline, which is a function of one argument.
 
-    Raises ValueError if it is no function of one argument or none.
+    Raises ValueError unless it is a function of one argument or none.
     """
     if not callable(found) or isinstance(found, type):
         raise ValueError(
             f"{target} is a {type(found).__name__}: expected a SavableLoader, a function without arguments that gives "
             "one, or a pipeline function"
         )
-    wanted = [
+    required = [
         argument
         for argument in inspect.signature(found).parameters.values()
         if argument.default is argument.empty
         and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
     ]
-    if len(wanted) > 1:
+    if len(required) > 1:
         raise ValueError(
-            f"{target} takes {len(wanted)} arguments: a pipeline takes a lane, a maker of a loader nothing"
+            f"{target} takes {len(required)} arguments: a pipeline takes a lane, a maker of a loader nothing"
         )
-    return len(wanted) == 1
+    return len(required) == 1

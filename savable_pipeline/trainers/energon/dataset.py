@@ -73,7 +73,7 @@ class EnergonDataset:
     restarts: bool = False
 
     def __len__(self) -> int:
-        """The batches of each rank in a (virtual) epoch, as Energon counts them.
+        """Return the number of batches of each rank in a (virtual) epoch, as Energon counts them.
 
         Skipped samples count too.
         """
@@ -252,13 +252,13 @@ def get_val_datasets(path: str | os.PathLike[str], **arguments: Any) -> list[tup
         TypeError: As for `get_val_dataset`.
         ValueError: As for `get_val_dataset`.
     """
-    every = get_val_dataset(path, **arguments)
-    encoder = every.pipeline.encoder
-    found = []
+    whole = get_val_dataset(path, **arguments)
+    encoder = whole.pipeline.encoder
+    datasets = []
     for name, leaf in encoder.sources.leaves.items():
         only = encoder.reading(replace(encoder.sources, only=name))
-        found.append((replace(every, pipeline=replace(every.pipeline, encoder=only)), leaf.factory))
-    return found
+        datasets.append((replace(whole, pipeline=replace(whole.pipeline, encoder=only)), leaf.factory))
+    return datasets
 
 
 def RepeatDataset(dataset: EnergonDataset, *, worker_config: Any = None) -> EnergonDataset:
@@ -355,7 +355,7 @@ def _dataset(
     return EnergonDataset(pipeline, worker_config, seed, settings.get("lanes"), length or None)
 
 
-_DRAWN, _BUFFERED = "_sample_count", "_restore_keys"  # keys in Energon's states: of a reader, and of a buffer
+_DRAWN, _BUFFERED = "_sample_count", "_restore_keys"  # keys in Energon's states of readers and of buffers
 
 
 class AtShare(NamedTuple):
@@ -364,7 +364,7 @@ class AtShare(NamedTuple):
     Attributes:
         dataset: The dataset for the loader. A resume of its run needs the same `skip_samples`.
         skip_samples: The number of samples of all ranks that are skipped.
-        again: About how many samples of the epoch are repeated, and how many are skipped.
+        again: About how many samples of the epoch are repeated, and also about how many are skipped.
     """
 
     dataset: EnergonDataset
@@ -399,7 +399,7 @@ def begin_at_share(dataset: EnergonDataset, states: Sequence[Any]) -> AtShare:
     used = sum(_used(state) for state in states)
     population = dataset.pipeline.encoder.samples(Lane()).info.population
     if len(dataset.pipeline.encoder.sources.leaves) == 1:
-        used %= population  # of whole epochs, nothing is skipped
+        used %= population  # whole epochs need not be skipped
     share = used % population / population
     again = round(population * share * (1 - share))
     log.warning(
@@ -415,9 +415,9 @@ def begin_at_share(dataset: EnergonDataset, states: Sequence[Any]) -> AtShare:
 
 
 def _used(state: Any) -> int:
-    """Return the samples that a rank has used.
+    """Return the number of samples that a rank has used.
 
-    These are those drawn and not in a buffer, and those of the batches since the state was saved.
+    These are the samples drawn and not in a buffer, and those of the batches since the state was saved.
     """
     drawn = sum(_counts(state.worker_states, _DRAWN)) - sum(_counts(state.worker_states, _BUFFERED))
     since = sum(getattr(worker, "offset", None) or 0 for worker in state.worker_states)

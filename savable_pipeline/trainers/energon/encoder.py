@@ -1,6 +1,6 @@
 """`FromEnergon`: an unchanged `TaskEncoder` of Megatron-Energon for our stages.
 
-A sample, a pack and a batch have a `__restore_key__`, from which `restored` rebuilds them:
+A sample, a pack and a batch have a `__restore_key__`, from which `rebuild_by_key` rebuilds them:
 
     sample   ("Ref", source, epoch, index, part)                its origin, as `custom.Ref`
     pack     ("pack", key, number, key of each item, …)         the key of its random numbers, its number in the lane
@@ -75,7 +75,7 @@ class FromEnergon(TaskEncoder):
         ```
     """
 
-    global_rng = True  # its methods count on freshly seeded generators
+    global_rng = True  # Energon's methods expect seeded generators
 
     def __init__(
         self,
@@ -97,17 +97,17 @@ class FromEnergon(TaskEncoder):
         self.error_handler = error_handler
         self._active = Active()
         written = self._methods.written
-        self._first = next((name for name in ("preencode_sample", "encode_sample") if name in written), None)
+        self._encode_method = next((name for name in ("preencode_sample", "encode_sample") if name in written), None)
         self._encodes_batches = "encode_batch" in written
-        self._posts = "postencode_sample" in written
+        self._has_postencode = "postencode_sample" in written
         self.groups = "batch_group_criterion" in written
         self.packing, self.batching = packing, batching or self.groups
         if any(leaf.is_crude for leaf in datasets.leaves.values()) and not task_encoder.cookers:
             raise TypeError(f"{type(task_encoder).__name__} has no cookers. Add some, because the dataset is crude.")
 
     def __reduce__(self) -> Any:
-        how: dict[str, Any] = {name: getattr(self, name) for name in ("packing", "batching", "error_handler")}
-        return partial(FromEnergon, **how), (self.task_encoder, self.sources)
+        settings = {name: getattr(self, name) for name in ("packing", "batching", "error_handler")}
+        return partial(FromEnergon, **settings), (self.task_encoder, self.sources)
 
     def reading(self, sources: Sources) -> FromEnergon:
         """Return the same encoder for other sources.
@@ -131,22 +131,23 @@ class FromEnergon(TaskEncoder):
         key = ("Ref", *sample.ref)
         try:
             with self._active.at(rng.key):
-                item = loaded = self._loaded(sample)
-                if type(loaded) is not Skip and self._first is not None:
-                    item = self._methods.call(self._first, loaded, rng, seeded=True)
+                item = loaded = self._load_sample(sample)
+                if type(loaded) is not Skip and self._encode_method is not None:
+                    item = self._methods.call(self._encode_method, loaded, rng, seeded=True)
         except SkipSample:
             return Skip(_SKIPPED)
         if isgenerator(item):
-            return self._parts(item, loaded, key, rng)
-        return item if type(item) is Skip else self._finished(item, key, rng)
+            return self._yield_parts(item, loaded, key, rng)
+        return item if type(item) is Skip else self._finish(item, key, rng)
 
-    def _loaded(self, sample: Sample) -> Any:
+    def _load_sample(self, sample: Sample) -> Any:
+        """Load a sample as Energon does, and cook it if it is crude."""
         leaf = self.sources.leaf_of(sample)
         raw = leaf.load(sample)
         with about(raw):
             return leaf.cook(raw, self.task_encoder) if leaf.is_crude and type(raw) is not Skip else raw
 
-    def _parts(self, items: Iterator[Any], sample: Any, key: tuple[Any, ...], rng: Rng) -> Iterator[Any]:
+    def _yield_parts(self, items: Iterator[Any], sample: Any, key: tuple[Any, ...], rng: Rng) -> Iterator[Any]:
         """Yield the items of a generator of the encoder.
 
         Our stage sets the random numbers before each.
@@ -160,25 +161,25 @@ class FromEnergon(TaskEncoder):
             except SkipSample:
                 yield Skip(_SKIPPED)
                 return
-            yield self._finished(item, (*key[:-1], rng.parts[-1]), rng)
+            yield self._finish(item, (*key[:-1], rng.parts[-1]), rng)
 
-    def _finished(self, item: Any, key: tuple[Any, ...], rng: Rng) -> Any:
+    def _finish(self, item: Any, key: tuple[Any, ...], rng: Rng) -> Any:
         """Return an item with its key, or a `Skip` if the encoder skips it.
 
         It is post-encoded here unless it goes into a pack.
         """
-        if self.packing or not (self._posts or self.groups):
+        if self.packing or not (self._has_postencode or self.groups):
             return _with_restore_key(item, *key)
         try:
             with self._active.at(rng.key):
-                if self._posts:
+                if self._has_postencode:
                     item = self._methods.call("postencode_sample", item, rng, seeded=False)
-                return _with_restore_key(self._grouped(item), *key)
+                return _with_restore_key(self._check_group(item), *key)
         except SkipSample:
             return Skip(_SKIPPED)
 
-    def _grouped(self, item: Any) -> Any:
-        """Return the item if it has a group. The encoder may raise SkipSample."""
+    def _check_group(self, item: Any) -> Any:
+        """Return the item, after the encoder could raise SkipSample for its group."""
         if self.groups:
             self.task_encoder.batch_group_criterion(item)
         return item
@@ -192,27 +193,27 @@ class FromEnergon(TaskEncoder):
         except SkipSample:
             return []
         except Exception as error:
-            self._tolerated(error)
+            self._skip_or_raise(error)
             return []
 
     def pack(self, items: list[Any], rng: Rng) -> Any:
         """Return a pack of items, after post-encoding them."""
         try:
             with self._active.at(rng.key):
-                return self._packed(items, rng)
+                return self._build_pack(items, rng)
         except SkipSample:
             return Skip(_SKIPPED)
         except Exception as error:
-            return self._tolerated(error)
+            return self._skip_or_raise(error)
 
-    def _packed(self, items: list[Any], rng: Rng) -> Any:
+    def _build_pack(self, items: list[Any], rng: Rng) -> Any:
         keys = _restore_keys(items)
-        if self._posts:
+        if self._has_postencode:
             items = [post for item in items if type(post := self._post_encoded(item, rng)) is not Skip]
         if not items:
             return Skip("a pack of nothing")
-        pack = self._methods.call("pack_selected_samples", items, rng, seeded=not self._posts)
-        return self._grouped(_with_restore_key(pack, "pack", rng.key, rng.parts[0], *keys))
+        pack = self._methods.call("pack_selected_samples", items, rng, seeded=not self._has_postencode)
+        return self._check_group(_with_restore_key(pack, "pack", rng.key, rng.parts[0], *keys))
 
     def _post_encoded(self, item: Any, rng: Rng) -> Any:
         try:
@@ -224,7 +225,7 @@ class FromEnergon(TaskEncoder):
         """Return the group of an item and its batch size, for `custom.BucketBatcher`."""
         with self._active.at(0):
             key, size = self.task_encoder.batch_group_criterion(item)
-        return _plain(key), size
+        return _plain_key(key), size
 
     def batch(self, items: list[Any], rng: Rng) -> Any:
         """Return an encoded batch with arrays as tensors, or a `Skip`.
@@ -242,12 +243,12 @@ class FromEnergon(TaskEncoder):
         except SkipSample:
             return Skip(_SKIPPED)
         except Exception as error:
-            return self._tolerated(error)
+            return self._skip_or_raise(error)
         if isgenerator(batch):
             raise TypeError("batch and encode_batch must return one batch, not a generator")
         return as_torch_converts(_with_restore_key(batch, "batch", rng.key, rng.parts[0], *keys))
 
-    def _tolerated(self, error: Exception) -> Skip:
+    def _skip_or_raise(self, error: Exception) -> Skip:
         """Return the `Skip` of a pack or batch that raised; raise if it is not tolerated."""
         if not self._is_skipped(error):
             raise error
@@ -321,10 +322,10 @@ def _with_restore_key(value: Any, *key: Any) -> Any:
     return value
 
 
-def _plain(key: Any) -> Any:
+def _plain_key(key: Any) -> Any:
     """Return a group's key of integers and strings, as a state stores it."""
     if isinstance(key, tuple):
-        return tuple([_plain(each) for each in key])
+        return tuple([_plain_key(each) for each in key])
     return key.hex() if isinstance(key, float) else key
 
 
@@ -347,7 +348,7 @@ def as_torch_converts(value: Any) -> Any:
 _seed: Any = seeder(True)
 
 
-def restored(encoder: FromEnergon, key: Any, *, seed: int) -> Any:
+def rebuild_by_key(encoder: FromEnergon, key: Any, *, seed: int) -> Any:
     """Rebuild a sample, pack or batch of a run with this seed.
 
     The trainer's random generators stay as they are. Raises ValueError for an invalid key, and EncodeError if the

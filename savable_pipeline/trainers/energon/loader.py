@@ -13,7 +13,7 @@ from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of
 from savable_pipeline.trainers.energon.dataset import EnergonDataset, checked
-from savable_pipeline.trainers.energon.encoder import restored
+from savable_pipeline.trainers.energon.encoder import rebuild_by_key
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class EnergonLoader(SavableLoader):
         return super().__next__()
 
     def __len__(self) -> int:
-        """The batches of this rank in a (virtual) epoch, as Energon counts them.
+        """Return the number of batches of this rank in a (virtual) epoch, as Energon counts them.
 
         Skipped samples count too.
         """
@@ -129,7 +129,7 @@ class EnergonLoader(SavableLoader):
             ValueError: The key does not belong to this dataset.
             EncodeError: The encoder skipped the sample when it encoded it again.
         """
-        return restored(self._dataset.pipeline.encoder, restore_key, seed=self._dataset.seed)
+        return rebuild_by_key(self._dataset.pipeline.encoder, restore_key, seed=self._dataset.seed)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Resume from a saved state, as `sp.SavableLoader.load_state_dict`.
@@ -213,4 +213,4 @@ def get_savable_loader(
 
 
 get_loader = get_savable_loader
-"""The same, as Energon has both names."""
+"""Alias of `get_savable_loader`, because Energon has both names."""

@@ -1,9 +1,8 @@
 """`Methods`: the methods of an Energon `TaskEncoder` with our random numbers.
 
-`@stateless(restore_seeds=True)` wraps a method in one that seeds Python, NumPy and torch from the worker and a count,
-which takes 185 µs a call. Here the wrapped method is called, after the three have been seeded from the key of the
-sample, pack or batch. They are seeded for methods without the decorator too, so an encoder that lacks it is exact
-nevertheless.
+`@stateless(restore_seeds=True)` wraps a method in one that seeds Python, NumPy and torch from the worker and a counter,
+which takes 185 µs per call. We call the method inside, after seeding the three from the key of the sample, pack or
+batch. We also do that for methods without the decorator, so an encoder without it is exact too.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Active:
         return Active, ()
 
 
-_BUILD = (
+_UNSUPPORTED = (
     "build_batch",
     "build_cook_crude_sample",
     "build_encode_sample",
@@ -81,17 +80,15 @@ _BUILD = (
     "build_val_datasets",
     "_load_dataset",
 )
-_CHECKED = ("cook_crude_sample", "encode_sample", "preencode_sample", "postencode_sample", "pack_selected_samples")
-_ONE = ("batch", "encode_batch", "pack_selected_samples", "select_samples_to_pack", "batch_group_criterion")
+_PER_SAMPLE = ("cook_crude_sample", "encode_sample", "preencode_sample", "postencode_sample", "pack_selected_samples")
+_PER_CALL = ("batch", "encode_batch", "pack_selected_samples", "select_samples_to_pack", "batch_group_criterion")
 _BATCHING = ("batch", "encode_batch")
-_THEIRS = "megatron.energon"
+_ENERGON_MODULE = "megatron.energon"
 _SUBJECT = "energon_subject"
 
 
 class Methods:
     """The methods that an encoder's author wrote, by name, without seeding wrappers.
-
-    Raises TypeError, with what to do, for an encoder that cannot be resumed exactly.
 
     Raises TypeError, with what to do, for an encoder that cannot be resumed exactly.
     """
@@ -101,50 +98,50 @@ class Methods:
             raise TypeError(f"task_encoder must be a TaskEncoder of Energon, not {encoder!r}")
         self._encoder = encoder
         self._seed = seeder(True)
-        self._check(packing=packing)
-        self.written = {name for name in (*_CHECKED, *_ONE) if self._has(name)}
-        self._bare = {name: _bare(getattr(encoder, name)) for name in (*_CHECKED, *_ONE)}
-        self._reseeds = {name for name in self._bare if _restores_seeds(getattr(encoder, name))}
+        self._check_supported(packing=packing)
+        self.written = {name for name in (*_PER_SAMPLE, *_PER_CALL) if self._overrides(name)}
+        self._unwrapped = {name: _unwrapped(getattr(encoder, name)) for name in (*_PER_SAMPLE, *_PER_CALL)}
+        self._reseeds = {name for name in self._unwrapped if _restores_seeds(getattr(encoder, name))}
 
-    def _has(self, name: str) -> bool:
+    def _overrides(self, name: str) -> bool:
         method = getattr(self._encoder, name)
         return getattr(method, "__func__", None) is not getattr(TaskEncoder, name)
 
-    def _check(self, *, packing: bool) -> None:
+    def _check_supported(self, *, packing: bool) -> None:
         name = type(self._encoder).__name__
-        for method in _BUILD:
-            if self._has(method):
+        for method in _UNSUPPORTED:
+            if self._overrides(method):
                 raise TypeError(
                     f"{name}.{method} is not supported. Delete it, and write it as a stage after "
                     "FromEnergon(task_encoder)."
                 )
-        for method in _CHECKED:
-            if self._has(method) and self._remembers(method):
+        for method in _PER_SAMPLE:
+            if self._overrides(method) and self._writes_to_self(method):
                 raise TypeError(
                     f"{name}.{method} is not @stateless and writes to self. Keep no state in the encoder, or mark "
                     "it if results do not change."
                 )
-        for method in _ONE:
-            if inspect.isgeneratorfunction(_bare(getattr(self._encoder, method))):
+        for method in _PER_CALL:
+            if inspect.isgeneratorfunction(_unwrapped(getattr(self._encoder, method))):
                 raise TypeError(
                     f"{name}.{method} must not be a generator. Yield from encode_sample, or select smaller groups "
                     "in select_samples_to_pack."
                 )
-        if self._has("preencode_sample") and self._writes_encode():
+        if self._overrides("preencode_sample") and self._overrides_encode():
             raise TypeError(f"{name} has encode_sample and preencode_sample. Write only one of them.")
-        packs = self._has("select_samples_to_pack") and self._has("pack_selected_samples")
+        packs = self._overrides("select_samples_to_pack") and self._overrides("pack_selected_samples")
         if packing and not packs:
             raise TypeError(f"packing needs select_samples_to_pack and pack_selected_samples of {name}")
-        if asks := next(self._asks_for_batch_index(), None):
+        if asks := next(self._methods_with_batch_index(), None):
             raise TypeError(
                 f"{name}.{asks} uses current_batch_index too early. Use it in `batch` or `encode_batch`, or use "
                 "current_sample_index."
             )
 
-    def _remembers(self, method: str) -> bool:
+    def _writes_to_self(self, method: str) -> bool:
         """Return whether an unmarked method assigns to attributes of the encoder."""
         function = getattr(self._encoder, method)
-        code = getattr(_bare(function), "__code__", None)
+        code = getattr(_unwrapped(function), "__code__", None)
         if get_stateless(function) or code is None or not code.co_varnames:
             return False
         loaded: Any = None
@@ -154,13 +151,13 @@ class Methods:
             loaded = each.argval[-1:] if isinstance(each.argval, tuple) else (each.argval,)
         return False
 
-    def _writes_encode(self) -> bool:
-        return not str(self._encoder.encode_sample.__module__).startswith(_THEIRS)
+    def _overrides_encode(self) -> bool:
+        return not str(self._encoder.encode_sample.__module__).startswith(_ENERGON_MODULE)
 
-    def _asks_for_batch_index(self) -> Iterator[str]:
+    def _methods_with_batch_index(self) -> Iterator[str]:
         for name, member in inspect.getmembers(type(self._encoder), inspect.isfunction):
-            code = getattr(_bare(member), "__code__", None)
-            own = name not in _BATCHING and not str(member.__module__).startswith(_THEIRS)
+            code = getattr(_unwrapped(member), "__code__", None)
+            own = name not in _BATCHING and not str(member.__module__).startswith(_ENERGON_MODULE)
             if own and code is not None and "current_batch_index" in code.co_names:
                 yield name
 
@@ -172,7 +169,7 @@ class Methods:
         if not seeded and name in self._reseeds and self._seed is not None:
             self._seed(rng.bits())
         with about(argument):
-            return self._bare[name](argument)
+            return self._unwrapped[name](argument)
 
     @property
     def tolerance(self) -> int:
@@ -208,7 +205,7 @@ def _restores_seeds(method: Any) -> bool:
     return bool(getattr(method, "__stateless__", False)) and hasattr(method, "__wrapped__")
 
 
-def _bare(method: Any) -> Callable[..., Any]:
+def _unwrapped(method: Any) -> Callable[..., Any]:
     """Return a method without the wrapper that restores seeds, bound as it was."""
     if not _restores_seeds(method):
         return method  # type: ignore[no-any-return]

@@ -188,7 +188,7 @@ class Sources:
     repeat: bool = True
     shuffle: bool = True
     block_size: int | None = None
-    only: str | None = None  # the one of its datasets to read
+    only: str | None = None  # the name of the only dataset to read
     _loaded: dict[str, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __reduce__(self) -> Any:
@@ -208,12 +208,12 @@ class Sources:
         config = WorkerConfig(rank=0, world_size=1, num_workers=0)
         with nullcontext() if self.trust else only_energons_classes():
             loader = load_dataset(self.path, **files)
-            found = loader.get_datasets(worker_config=config, decoder=self.decoder, **settings)
+            loaded = loader.get_datasets(worker_config=config, decoder=self.decoder, **settings)
         leaves: dict[str, Leaf] = {}
         joins = _joins(loader, settings["split_part"])
-        for each in found.datasets:
+        for each in loaded.datasets:
             joined = next(joins) if isinstance(each.dataset, JoinedWebdatasetFactory) else []
-            leaf = Leaf(each, found.blend_mode, self, joined)
+            leaf = Leaf(each, loaded.blend_mode, self, joined)
             leaves[_unused(leaf.name, leaves)] = leaf
         return leaves
 
@@ -233,7 +233,7 @@ class Sources:
 class Leaf:
     """Dataset whose settings Energon has loaded.
 
-    `nonmatch` is that of each joined dataset, the first included.
+    `nonmatch` is Energon's setting of each joined dataset, including the first.
 
     Attributes:
         factory: Energon's dataset.
@@ -355,8 +355,9 @@ def _join(number: int) -> str:
 
 
 def _unused(name: str, taken: dict[str, Any]) -> str:
-    base = free = name.replace("#", "_") or "data"
+    """Return the name, with a number if it is taken."""
+    base = unused = name.replace("#", "_") or "data"
     number = 2
-    while free in taken:
-        free, number = f"{base}-{number}", number + 1
-    return free
+    while unused in taken:
+        unused, number = f"{base}-{number}", number + 1
+    return unused

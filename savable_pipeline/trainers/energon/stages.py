@@ -46,9 +46,9 @@ class WithoutSkipped(PassThrough, BatchStage):
 
 
 class After(ChunkedStage, SampleStage):
-    """Samples after the first ones, which are skipped.
+    """Skips the first `samples` samples of all lanes.
 
-    `samples` counts the skipped ones of all lanes. Only their refs are computed.
+    Only the refs of skipped samples are computed.
     """
 
     def __init__(self, source: SampleStage, *, samples: int) -> None:

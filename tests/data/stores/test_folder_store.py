@@ -237,6 +237,13 @@ def test_other_splits_use_class_indices_of_a_list_file_or_training_folder(splits
     assert json.loads((splits / "out/classes.json").read_text()) == names
 
 
+def test_list_of_classes_has_one_name_a_line_and_keeps_line_separators_in_names(splits: Path) -> None:
+    names = ["animals", "bikes\u2028red", "cars"]
+    for end in ("\n", "\r\n"):
+        (splits / "names.txt").write_bytes((end.join(names) + end).encode())
+        assert labels(splits / "val", splits / "names.txt") == {"animals/2": 0, "cars/2": 2}
+
+
 @pytest.mark.parametrize(
     ("classes", "extra", "told"),
     [

@@ -1,4 +1,4 @@
-"""Random histories of workers that are late, come twice or out of order, fall silent or die: no wrong batch."""
+"""Random histories of workers that are late, repeat or lose messages, fall silent or die: no wrong batch."""
 
 from __future__ import annotations
 

@@ -23,17 +23,12 @@ from tests.support.toy_pipelines import toy_pipeline
         ({"timeout": float("nan")}, "timeout must be above 0 seconds"),
         ({"start_method": "threads"}, "start_method must be one of fork, .*, thread, not 'threads'"),
         ({"start_method": 3}, "start_method must be one of fork, .*, thread, not 3"),
+        ({"start_method": multiprocessing.get_context("fork")}, "start_method must be one of fork, .*, not <multipr"),
     ],
 )
 def test_a_wrong_setting_is_an_error_at_its_line(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         sp.Workers(**wrong)
-
-
-def test_a_start_method_is_a_name_or_a_context() -> None:
-    context = multiprocessing.get_context("spawn")
-    assert sp.Workers(start_method=context).context() is context
-    assert sp.Workers(start_method="spawn").context().get_start_method() == "spawn"
 
 
 def test_number_of_workers_is_passed_once(make_shards: Any) -> None:

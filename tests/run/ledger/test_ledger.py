@@ -28,9 +28,10 @@ from savable_pipeline import custom
 from savable_pipeline.run.ledger import records
 from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Batch, Start, framed, pack_column, read_records, unpack_column
-from savable_pipeline.run.loader.ledger import make_again
+from savable_pipeline.run.loader.ledger import rebuild_batch
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks
+from savable_pipeline.run.loader.savable_loader import run_of
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.tools.cli.main import app
@@ -123,6 +124,23 @@ def test_loading_a_state_starts_a_new_ledger_file(shards: str, folder: Path) -> 
     assert [start.slot for start in ledger.starts] == [0, 3]
     assert [given.batch.slot for given in ledger.batches() if given.lost] == [3, 4, 5, 6]
     assert sorted(kept(ledger)) == [(0, slot) for slot in range(5)]
+
+
+@pytest.mark.parametrize(("back", "skipped"), [(1, 0), (2, 0), (4, 0), (1, 1), (2, 1)])
+def test_batches_after_an_earlier_position_to_which_the_run_returns_do_not_count(
+    shards: str, folder: Path, back: int, skipped: int
+) -> None:
+    own = loader(partial(toy_pipeline, shards), folder)
+    given, run = list[list[int]](), run_of(own)
+    positions = [run.position]
+    for batch in islice(own, 6):
+        given.append(numbers(batch))
+        positions.append(run.position)
+    run.return_to(positions[6 - back])
+    own.skip(skipped)
+    given[6 - back :] = map(numbers, islice(own, 2))
+    slots = [*range(6 - back), *(slot + skipped for slot in range(6 - back, 8 - back))]
+    assert kept(LedgerFiles(folder)) == {(0, slot): ids for slot, ids in zip(slots, given, strict=True)}
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -233,7 +251,7 @@ def test_any_batch_can_be_rebuilt_byte_for_byte(
     own.close()
     assert len(given) > 20
     for (epoch, slot), expected in random.Random(1).sample(sorted(given.items()), 6):
-        assert digest(make_again(pipeline, LedgerFiles(folder), epoch, slot).batch) == expected
+        assert digest(rebuild_batch(pipeline, LedgerFiles(folder), epoch, slot).batch) == expected
 
 
 def test_without_a_state_the_lane_runs_from_the_start_of_its_epoch(shards: str, folder: Path) -> None:
@@ -242,15 +260,15 @@ def test_without_a_state_the_lane_runs_from_the_start_of_its_epoch(shards: str, 
         given = [take(own, 1000) for _ in range(2)]
     for epoch, batches in enumerate(given):
         for slot in (0, len(batches) - 1):
-            assert digest(make_again(pipeline, LedgerFiles(folder), epoch, slot).batch) == batches[slot]
+            assert digest(rebuild_batch(pipeline, LedgerFiles(folder), epoch, slot).batch) == batches[slot]
 
 
 def test_another_pipeline_is_rejected(shards: str, folder: Path) -> None:
     take(loader(partial(toy_pipeline, shards), folder), 13)
     with pytest.raises(sp.CheckpointMismatchError, match="max_length"):
-        make_again(partial(toy_pipeline, shards, max_length=21), LedgerFiles(folder), 0, 12)
+        rebuild_batch(partial(toy_pipeline, shards, max_length=21), LedgerFiles(folder), 0, 12)
     with pytest.raises(sp.SavableError, match="slot 13 of epoch 0 is not in the ledger"):
-        make_again(partial(toy_pipeline, shards), LedgerFiles(folder), 0, 13)
+        rebuild_batch(partial(toy_pipeline, shards), LedgerFiles(folder), 0, 13)
 
 
 # The file.
@@ -537,7 +555,7 @@ def test_batches_before_and_after_added_shards_can_be_rebuilt(tmp_path: Path, fo
     growth = list(ledger.batches())[-1].facts.growth
     assert growth["a"][-1][1] == 4 and set(growth) == {"a", "b"}
     for epoch, slot in random.Random(1).sample(sorted(given), 12):
-        assert digest(make_again(pipeline, ledger, epoch, slot).batch) == given[epoch, slot], (epoch, slot)
+        assert digest(rebuild_batch(pipeline, ledger, epoch, slot).batch) == given[epoch, slot], (epoch, slot)
 
 
 def test_with_epoch_slots_the_slot_numbers_continue(shards: str, folder: Path) -> None:
@@ -554,7 +572,7 @@ def test_with_epoch_slots_the_slot_numbers_continue(shards: str, folder: Path) -
     ledger = LedgerFiles(folder)
     assert sorted(kept(ledger)) == [(0, slot) for slot in range(72)]
     for slot in (23, 24, 52, 53):
-        assert digest(make_again(pipeline, ledger, 0, slot).batch) == given[slot]
+        assert digest(rebuild_batch(pipeline, ledger, 0, slot).batch) == given[slot]
 
 
 def test_excluded_samples_are_not_yielded_again(make_shards: Any, folder: Path, tmp_path: Path) -> None:
@@ -578,9 +596,9 @@ def test_excluded_samples_are_not_yielded_again(make_shards: Any, folder: Path, 
         assert slots(key) and max(slots(key)) < 30
     assert max(slots("s000004")) >= 30
     for slot in (30, 50, 89):
-        assert digest(make_again(pipeline, LedgerFiles(folder), 0, slot).batch) == expected[slot - 30]
+        assert digest(rebuild_batch(pipeline, LedgerFiles(folder), 0, slot).batch) == expected[slot - 30]
     with pytest.raises(sp.CheckpointMismatchError, match="exclude"):
-        make_again(pipeline, LedgerFiles(folder), 0, 29)
+        rebuild_batch(pipeline, LedgerFiles(folder), 0, 29)
 
 
 def test_another_run_in_a_ledger_folder_is_rejected_before_it_writes(folder: Path, shards: str) -> None:

@@ -537,7 +537,7 @@ def test_lagged_state_has_the_rows_yielded_before_it(shards: str) -> None:
         for _ in range(5):
             next(own)
         assert len(_open(own.state_dict())) == 10
-        assert list(_open(run_of(own).state_at(before))) == [0, 4, 1, 2, 3]
+        assert list(_open(run_of(own).state_dict(at=before))) == [0, 4, 1, 2, 3]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -34,10 +34,7 @@ class Count(Observer):
         step.batch = (*step.batch, "counted")
 
     def on_skip(self, at: Position) -> None:
-        self.told.append(f"skip at {at.slot}")
-
-    def on_epoch_end(self, over: Position) -> None:
-        self.told.append(f"end of epoch {over.epoch}")
+        self.told.append(f"end of epoch {at.epoch}" if at.is_over else f"skip at {at.slot}")
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
         state["counted"] = at.history.total - lag

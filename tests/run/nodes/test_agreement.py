@@ -126,7 +126,7 @@ def test_optional_decoder_must_be_installed_on_both_or_none(
 
 
 def test_a_node_without_cryptography_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(node_agent, "can_authenticate_bodies", lambda: False)
+    monkeypatch.setattr(wire, "can_authenticate_bodies", lambda: False)
     found: list[tuple[int, bytes]] = []
     for trusted in (False, True):
         ours, theirs = socket.socketpair()

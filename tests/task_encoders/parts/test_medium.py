@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from task_encoders.parts.medium import Grid, MRope, lengthened
+from task_encoders.parts.medium import Grid, MRope, pad_positions
 
 
 def shown(positions: torch.Tensor) -> list[str]:
@@ -32,9 +32,9 @@ def test_steps_are_counted_if_time_is_not() -> None:
 
 def test_padding_positions_count_up_or_restart() -> None:
     positions = MRope().positions([1, Grid(1, 1, 2)])
-    assert lengthened(positions, 5)[3:].tolist() == [[3, 3, 3], [4, 4, 4]]
-    assert lengthened(positions, 5, begin=0)[3:].tolist() == [[0, 0, 0], [1, 1, 1]]
-    assert lengthened(positions, 3) is positions
+    assert pad_positions(positions, 5)[3:].tolist() == [[3, 3, 3], [4, 4, 4]]
+    assert pad_positions(positions, 5, start=0)[3:].tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert pad_positions(positions, 3) is positions
 
 
 def test_positions_that_do_not_advance_are_rejected() -> None:

@@ -186,7 +186,7 @@ def test_files_named_by_records_come_from_a_folder_or_stay_text(server: ToyServe
     url = url_of(server, source)
     local = run_conversion(source, tmp_path / "local", HALVES)
     with pytest.raises(
-        SavableError, match=r"a\.jsonl: the field 'image' names 'b/001\.jpg', but files of remote tables are not"
+        ValueError, match=r"a\.jsonl: the field 'image' names 'b/001\.jpg', but files of remote tables are not"
     ):
         run_conversion(url, tmp_path / "there", HALVES)
     assert not (tmp_path / "there").exists()

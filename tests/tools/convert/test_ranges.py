@@ -18,17 +18,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline.data.stores.opening import find_source
 from savable_pipeline.data.stores.parquet import ParquetStore
 from savable_pipeline.data.stores.table_store import FILE_FIELDS
-from savable_pipeline.tools.convert import Options, conversion, find_files, run_conversion
+from savable_pipeline.tools.convert import Options, conversion, find_files, ranges, run_conversion
 from tests.data.test_layouts import LAYOUTS, Layout
 from tests.support.toy_files import fill, snapshot
-from tests.support.toy_sources import SOURCES
+from tests.support.toy_sources import SOURCES, ranges_written
 
 TABLES = ("jsonl", "json", "csv")
 NOT_EQUAL = {"Kaldi with segments", "Kaldi's folders of splits"}  # an error, and keys that repeat in two shards
@@ -98,10 +98,16 @@ LIMIT = 102_400
     st.lists(st.tuples(st.integers(1, LIMIT // 4), st.booleans()), min_size=1, max_size=80),
     st.sampled_from([None, 5, 13]),
     st.booleans(),
+    st.sampled_from([1, 4 * LIMIT]),
 )
-def test_shards_are_full_and_as_few_as_can_be(sizes: list[tuple[int, bool]], most: int | None, split: bool) -> None:
+@example([(LIMIT // 5, i < 40 or i % 4 == 0) for i in range(80)], None, False, 1)  # the last are to be joined
+@example([(LIMIT // 7, True)] * 60, None, True, 4 * LIMIT)  # ranges of four shards
+def test_shards_are_full_and_as_few_as_can_be(
+    sizes: list[tuple[int, bool]], most: int | None, split: bool, least_bytes: int
+) -> None:
     """Sizes in bytes of samples, and whether they are good; the names of splits are drawn by their keys."""
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranges, "LEAST_BYTES", least_bytes)
         source, target, records = Path(name, "in"), Path(name, "out"), list[Any]()
         source.mkdir()
         for i, (size, good) in enumerate(sizes):
@@ -145,8 +151,9 @@ def test_a_row_group_that_is_larger_than_a_range_is_decoded_once_and_makes_sever
         return decode(store, shard, group)
 
     monkeypatch.setattr(ParquetStore, "decode", noted)
+    jobs = ranges_written(monkeypatch)
     report = run_conversion(source, tmp_path / "out", Options(shard_samples=5), workers=1)
-    assert decoded == {(0, 0): 1, (0, 1): 1}
+    assert decoded == {(0, 0): 1, (0, 1): 1} and len(jobs) == 2
     assert (report.samples, report.shards) == (60, 12)
 
 

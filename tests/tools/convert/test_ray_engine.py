@@ -152,7 +152,7 @@ def test_failure_of_a_node_is_reported_with_its_name(monkeypatch: pytest.MonkeyP
         with pytest.raises(SavableError, match=r"node \S+: .*/nowhere/at/all'\. Use storage that all"):
             list(engine.each(refuse, [Refused("a.tar", "file")]))
         monkeypatch.setattr(ray_engine, "_RETRIES", 1)
-        with pytest.raises(SavableError, match=r"a\.tar: Ray gave up after 1 retries: .* run it again"):
+        with pytest.raises(SavableError, match=r"a\.tar: Ray gave up after 1 retries\. .* run it again\n"):
             list(engine.each(refuse, [Refused("a.tar", "kill")]))
         monkeypatch.setattr(ray_engine, "_versions", lambda: {"pillow": "0.1"})
         with pytest.raises(SavableError, match=r"node \S+ has .*'pillow': '\d+.*, this machine .*'0\.1'"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+import savable_pipeline as sp
 from savable_pipeline.tools.convert import Options, find_files, run_conversion
 from tests.support.toy_files import SMALL, fill, jpeg, reasons, tar_files, write_lines
 
@@ -87,6 +88,16 @@ def test_a_bad_line_of_a_jsonl_is_rejected_with_its_reason(tmp_path: Path, line:
     assert reasons(tmp_path / "out") == {"bad.jpg" if reason == UNREADABLE else "meta.jsonl:2": reason}
     assert report.samples == 2
     assert list(tar_files(tmp_path / "out")) == ["first.json", "last.json"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_repeated_keys_of_other_ranges_are_rejected(tmp_path: Path, workers: int) -> None:
+    source = write_lines(tmp_path / "in.jsonl", *({"id": f"{i % 25:02d}", "n": i} for i in range(60)))
+    options = Options(key_field="id", shard_samples=3)
+    report = run_conversion(source, tmp_path / "out", options, workers=workers)
+    assert [reject.file for reject in report.rejected] == [f"in.jsonl:{i + 1}" for i in range(25, 60)]
+    assert {reject.reason for reject in report.rejected} == {"duplicate key"}
+    assert sorted(sample.json()["n"] for sample in sp.open_dataset(tmp_path / "out")) == [*range(25)]
 
 
 def test_files_outside_the_source_are_accepted_with_an_option(tmp_path: Path) -> None:

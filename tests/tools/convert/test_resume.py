@@ -97,6 +97,16 @@ def test_finished_conversion_is_only_reported_again(tmp_path: Path, undisturbed:
     assert snapshot(tmp_path / "calm") == undisturbed
 
 
+def test_missing_offsets_of_a_finished_conversion_are_written_again(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    (tmp_path / "calm/000001.tar.idx").unlink()
+    (tmp_path / "calm/000001.tar.idx.99.tmp").write_bytes(b"")  # of a process that was killed on a full disk
+    assert run_conversion(tmp_path / "in", tmp_path / "calm", SMALL).already
+    found = snapshot(tmp_path / "calm")
+    assert {name: found[name] for name in found if not name.endswith(".lock")} == undisturbed
+
+
 COMMAND = """
 from savable_pipeline.tools.convert import ranges
 ranges.LEAST_BYTES = 1

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert import Report
+from savable_pipeline.tools.convert import Options, Report, conversion, find_files
+from savable_pipeline.tools.convert.prepare import prepare
+from savable_pipeline.tools.convert.source import close_sources
+from savable_pipeline.tools.convert.target import Target
 from tests.support.toy_files import snapshot
 from tests.support.toy_sources import SOURCES, convert_in_halves
 
@@ -58,3 +64,29 @@ def test_changed_source_is_an_error_and_resumes_once_restored(tmp_path: Path, ki
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     convert_in_halves(source, tmp_path / "out", workers=1)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "mds", "tars"])
+def test_workers_detect_a_source_with_other_samples_than_at_the_start(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, other = SOURCES[kind](tmp_path / "in", 12), SOURCES[kind](tmp_path / "other", 8)
+
+    def exchange(*_: Any) -> None:
+        shutil.rmtree(source)
+        other.rename(source)
+
+    monkeypatch.setattr(conversion, "write_manifest", exchange)  # the last step before the jobs
+    with pytest.raises(SavableError, match="it changed during the conversion"):
+        convert_in_halves(source, tmp_path / "out", workers=2)
+
+
+def test_an_index_that_differs_from_the_start_is_an_error(tmp_path: Path) -> None:
+    output = Target(tmp_path / "out")
+    output.work.mkdir(parents=True)
+    found = prepare(find_files(SOURCES["mds"](tmp_path / "in", 8)), Options(), None, output, None).source
+    close_sources()
+    assert found.dataset().count == 8
+    close_sources()
+    with pytest.raises(SavableError, match="differ from those at the start"):
+        replace(found, digest="of another index").dataset()

@@ -96,6 +96,11 @@ def test_large_shard_is_uploaded_in_parts(tmp_path: Path, bucket: Any) -> None:
     run_conversion(source, tmp_path / "out", Options())
     run_conversion(source, URL, Options())
     assert objects(bucket) == snapshot(tmp_path / "out")
+    Bucket(URL).upload(
+        "uploaded", tmp_path / "out/000000.tar"
+    )  # shards are copied after that, which merges their parts
+    assert bucket.Object("out/uploaded").e_tag.endswith('-2"')  # the server's mark of an object of two parts
+    bucket.Object("out/uploaded").delete()
     reader = sp.TarShardReader(f"{URL}/", sp.Lane(), shuffle=False, epochs=1)
     assert [bytes(sample["raw"]) for sample in reader] == [(source / f"{i}.raw").read_bytes() for i in range(5)]
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from savable_pipeline.stages.batch_difference import find_difference
-from savable_pipeline.tools.verify.leg import draw_difference
+from savable_pipeline.tools.verify.segment import draw_difference
 
 
 def drawn(path: Path, expected: Any, found: Any) -> Any:

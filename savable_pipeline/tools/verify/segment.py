@@ -1,6 +1,6 @@
 """Interpreter of `savable verify-resume`, which runs a loader step by step.
 
-It is started by `python -m savable_pipeline.tools.verify.leg`.
+It is started by `python -m savable_pipeline.tools.verify.segment`.
 
     command ── an order, as a line of JSON ──▶ stdin
             ◀── its answer, as a line of JSON ── stdout     the user's own prints go to stderr
@@ -41,9 +41,9 @@ def draw_difference(difference: Difference, path: Path) -> bool:
 
     Returns False if they are no images.
 
-    An image is a tensor or array (channels, height, width) or (height, width, channels) with 1, 3 or 4 channels, or one
-    row of a batch of such. Floats are scaled from black at the least value of both images to white at the greatest, the
-    difference so that its greatest value is white.
+    An image is a tensor or array (channels, height, width) or (height, width, channels) with 1, 3 or 4 channels, or a
+    row of a batch of images. Floats are scaled so that the least value of both images is black and the greatest is
+    white. The difference is scaled so that its greatest value is white.
     """
     if difference.parts is None:
         return False
@@ -51,12 +51,12 @@ def draw_difference(difference: Difference, path: Path) -> bool:
     if pair[0] is None or pair[1] is None or pair[0].shape != pair[1].shape:
         return False
     expected, found = (np.nan_to_num(image.astype(np.float64)) for image in pair if image is not None)
-    apart = np.abs(expected - found)
+    errors = np.abs(expected - found)
     low, high = (0.0, 255.0) if pair[0].dtype == np.uint8 else _range(np.stack([expected, found]))
-    shown = [_bytes(expected, low, high), _bytes(found, low, high), _bytes(apart, 0.0, float(apart.max()))]
+    images = [_to_uint8(expected, low, high), _to_uint8(found, low, high), _to_uint8(errors, 0.0, float(errors.max()))]
     gap = np.full((expected.shape[0], _GAP, 3), 255, np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.concatenate([shown[0], gap, shown[1], gap, shown[2]], axis=1)).save(path, "PNG")
+    Image.fromarray(np.concatenate([images[0], gap, images[1], gap, images[2]], axis=1)).save(path, "PNG")
     return True
 
 
@@ -83,16 +83,13 @@ def _range(images: NDArray[np.float64]) -> tuple[float, float]:
     return float(images.min()), float(images.max())
 
 
-def _bytes(image: NDArray[np.float64], low: float, high: float) -> NDArray[np.uint8]:
+def _to_uint8(image: NDArray[np.float64], low: float, high: float) -> NDArray[np.uint8]:
     """Return the image as uint8 (height, width, 3); black is `low`, white `high`."""
     scaled = (image - low) * (255.0 / (high - low)) if high > low else np.zeros_like(image)
     return np.broadcast_to(np.clip(np.rint(scaled), 0, 255).astype(np.uint8), (*image.shape[:2], 3))
 
 
-# Orders.
-
-
-class Begin(msgspec.Struct, tag=True):
+class StartLoader(msgspec.Struct, tag=True):
     """Create the loader and load a saved state.
 
     `workers` replaces its own `num_workers` if set.
@@ -131,17 +128,14 @@ class Explain(msgspec.Struct, tag=True):
     picture: str
 
 
-# Answers.
-
-
 class Done(msgspec.Struct, tag=True):
     """The order has been carried out."""
 
 
-class Begun(msgspec.Struct, tag=True):
-    """Answer that the loader is ready.
+class LoaderStarted(msgspec.Struct, tag=True):
+    """Answer that the loader is ready, with facts about it.
 
-    It has the numbers of lanes, of lanes of its rank and of workers, and the encoders' classes.
+    `own_lanes` is the number of lanes of its rank.
     """
 
     lanes: int
@@ -158,9 +152,9 @@ class Stepped(msgspec.Struct, tag=True):
 
 
 class Explained(msgspec.Struct, tag=True):
-    """Where a batch differs, and the samples of the row.
+    """Answer where a batch differs, with the samples of the row.
 
-    They are those of the batch if no single row differs.
+    If no single row differs, it has the samples of the batch.
     """
 
     slot: int
@@ -179,20 +173,20 @@ class Failed(msgspec.Struct, tag=True):
     error: str
 
 
-ORDERS = Begin | TakeBatch | Save | SaveBatch | Explain
-ANSWERS = Done | Begun | Stepped | Explained | Failed
+ORDERS = StartLoader | TakeBatch | Save | SaveBatch | Explain
+ANSWERS = Done | LoaderStarted | Stepped | Explained | Failed
 
 
-class LegProcess:
-    """Carries out orders with a run of its own."""
+class SegmentProcess:
+    """Runs a loader, and carries out orders."""
 
     def __init__(self) -> None:
         self._run: Run | None = None
         self._batch: Any = None
 
-    def obey(self, order: ORDERS) -> ANSWERS:
+    def execute(self, order: ORDERS) -> ANSWERS:
         """Carry out an order. Raises the run's own errors."""
-        if isinstance(order, Begin):
+        if isinstance(order, StartLoader):
             return self._begin(order)
         assert self._run is not None
         match order:
@@ -211,8 +205,9 @@ class LegProcess:
                 return self._explain(self._run, pickle.loads(Path(file).read_bytes()), Path(picture))
         return Done()
 
-    def _begin(self, order: Begin) -> Begun:
-        settings = replace(load_target(order.target, seed=order.seed, lanes=order.lanes), ledger=None)  # the run's own
+    def _begin(self, order: StartLoader) -> LoaderStarted:
+        # without the user's ledger
+        settings = replace(load_target(order.target, seed=order.seed, lanes=order.lanes), ledger=None)
         if order.workers is not None:
             settings = replace(settings, num_workers=order.workers)
         run = self._run = Run(settings)
@@ -223,7 +218,7 @@ class LegProcess:
         stages = upstream(run.local.last_stage)
         encoders = [stage.info.encoder for stage in stages if stage.info.encoder is not None]
         names = list(dict.fromkeys(type(encoder).__qualname__ for encoder in encoders))
-        return Begun(settings.lanes, len(run.position.lanes), settings.num_workers, names)
+        return LoaderStarted(settings.lanes, len(run.position.lanes), settings.num_workers, names)
 
     def _explain(self, run: Run, expected: Any, picture: Path) -> Explained:
         difference = find_difference(expected, self._batch)
@@ -242,7 +237,7 @@ class LegProcess:
         )
 
     def close(self) -> None:
-        """End the run's workers."""
+        """Stop the run's workers."""
         if self._run is not None:
             self._run.close()
 
@@ -254,7 +249,7 @@ def _samples(run: Run, difference: Difference) -> list[TracedSample]:
     """
     try:
         rows = run.trace().rows
-    except (SavableError, StopIteration):  # the encoder may build another number of items, or other lengths
+    except (SavableError, StopIteration):  # an inexact encoder may now build other items
         return []
     row = _first_number(difference.path)
     if row is None and difference.parts and difference.row is not None and len(difference.parts[0]) == len(rows):
@@ -263,18 +258,18 @@ def _samples(run: Run, difference: Difference) -> list[TracedSample]:
 
 
 def _first_number(path: str) -> int | None:
-    """Of "batch['items'][3]['x']" the 3."""
+    """Return the first index in a path, such as 3 in "batch['items'][3]['x']"."""
     numbers = [part for part in path.replace("]", "[").split("[") if part.isdecimal()]
     return int(numbers[0]) if numbers else None
 
 
 def serve_orders(orders: TextIO, answers: TextIO) -> None:
     """Carry out orders until there are no more."""
-    leg = LegProcess()
+    process = SegmentProcess()
     for line in orders:
         answer: ANSWERS
         try:
-            answer = leg.obey(msgspec.json.decode(line, type=ORDERS))
+            answer = process.execute(msgspec.json.decode(line, type=ORDERS))
         except (SavableError, ValueError) as error:
             answer = Failed(f"{type(error).__name__}: {error}")
         except Exception as error:
@@ -282,17 +277,17 @@ def serve_orders(orders: TextIO, answers: TextIO) -> None:
             answer = Failed(f"{type(error).__name__}: {error}")
         answers.write(msgspec.json.encode(answer).decode() + "\n")
         answers.flush()
-    leg.close()
+    process.close()
 
 
 def main() -> None:
-    """Serve orders on two pipes that the user's code does not see.
+    """Serve orders on stdin and stdout, which are hidden from the user's code.
 
-    That code has an empty stdin, and what it prints goes to stderr.
+    That code gets an empty stdin, and its prints go to stderr.
     """
     orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
     os.dup2(2, 1)
     try:
         serve_orders(orders, answers)
