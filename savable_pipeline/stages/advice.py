@@ -1,4 +1,4 @@
-"""Checks of settings where they are written, with advice."""
+"""Checks of settings when a stage or step is built, with advice in errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def closest(name: object, names: Iterable[object], prefix: str = "") -> str:
-    """A question that names the closest of `names`; empty if none is close.
+    """Return a question that names the closest of `names`, or "" if none is close.
 
     Example:
         >>> from savable_pipeline.stages.advice import closest
@@ -52,7 +52,7 @@ def advise(advice: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, 
     """Decorate a function so that an unknown option raises a TypeError with advice.
 
     Args:
-        advice: Sentences by the names of options that other libraries have, where `{}` is the value.
+        advice: Sentences by the name of an option that other libraries have; `{}` stands for its value.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -16,11 +16,11 @@ from savable_pipeline.data.dataset.sample import Sample
 class Difference(NamedTuple):
     """First difference of two batches.
 
-    It has the path in the batch and both values as short text.
+    It has the path in the batch, and both values as short text.
 
     `row` is the first differing index along the first dimension of a tensor or array, and `rows` a text such as "2 of 8
-    differ". `element` is the first differing element in that row, if the row is long. `parts` are both tensors, arrays
-    or values.
+    differ". `element` says where the first differing element is in that row, if the row is long. `parts` are both
+    tensors, arrays or values.
     """
 
     path: str
@@ -37,9 +37,9 @@ class Difference(NamedTuple):
 
 
 def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """List the parts of a batch that are not containers, with their paths.
+    """Yield the parts of a batch that are not containers, with their paths.
 
-    The order is fixed.
+    Their order is fixed.
     """
     if isinstance(value, Sample):
         yield f"{path}.ref", tuple(value.ref)
@@ -62,47 +62,47 @@ def digest(batch: Any) -> str:
 
     The hash is xxh3_128 in hexadecimal.
     """
-    hashed = xxh3_128()
+    hasher = xxh3_128()
     for path, leaf in leaves(batch):
         kind, raw = _bytes(leaf)
-        hashed.update(f"{path}\0{kind}\0{len(raw)}\0".encode())
-        hashed.update(raw)
-    return hashed.hexdigest()
+        hasher.update(f"{path}\0{kind}\0{len(raw)}\0".encode())
+        hasher.update(raw)
+    return hasher.hexdigest()
 
 
 def first_difference(expected: Any, found: Any) -> str | None:
-    """Find the first field and row in which two batches differ.
+    """Describe the first field and row in which two batches differ.
 
-    The result has both values. It is None if the batches are equal.
+    The result also has both values. It is None if the batches are equal.
     """
     difference = find_difference(expected, found)
     return None if difference is None else str(difference)
 
 
 def find_difference(expected: Any, found: Any) -> Difference | None:
-    """The first difference of two batches; None if they are equal."""
+    """Return the first difference of two batches, or None if they are equal."""
     return difference_of_leaves(list(leaves(expected)), list(leaves(found)))
 
 
 def difference_of_leaves(
-    mine: list[tuple[str, Any]], theirs: list[tuple[str, Any]], among: Callable[[Any], bool] = lambda leaf: True
+    expected: list[tuple[str, Any]], found: list[tuple[str, Any]], compares: Callable[[Any], bool] = lambda leaf: True
 ) -> Difference | None:
-    """Find the first difference of two lists of leaves.
+    """Return the first difference of two lists of leaves.
 
-    Only leaves that are `among` those to compare in both are compared.
+    Leaves are only compared if `compares` returns True for both.
     """
-    for (path, left), (other, right) in zip(mine, theirs, strict=False):
-        if path != other:
-            return Difference("structure", path, other)
-        if _bytes(left) != _bytes(right) and among(left) and among(right):
-            return _difference(path, left, right)
-    if len(mine) != len(theirs):
-        return Difference("structure", f"{len(mine)} parts", f"{len(theirs)} parts")
+    for (path, expected_leaf), (other_path, found_leaf) in zip(expected, found, strict=False):
+        if path != other_path:
+            return Difference("structure", path, other_path)
+        if _bytes(expected_leaf) != _bytes(found_leaf) and compares(expected_leaf) and compares(found_leaf):
+            return _difference(path, expected_leaf, found_leaf)
+    if len(expected) != len(found):
+        return Difference("structure", f"{len(expected)} parts", f"{len(found)} parts")
     return None
 
 
 def has_a_value(leaf: Any) -> bool:
-    """Return whether a leaf is compared by value, not by its address."""
+    """Return whether a leaf is compared by value, not by its address in memory."""
     images = imported("PIL.Image")
     if isinstance(leaf, str) or (images is not None and isinstance(leaf, images.Image)):
         return True
@@ -110,10 +110,7 @@ def has_a_value(leaf: Any) -> bool:
 
 
 def copied_leaves(value: Any, path: str) -> list[tuple[str, Any]]:
-    """Copy the leaves of a value whose bytes may be overwritten.
-
-    The other leaves are returned as they are.
-    """
+    """Return the leaves of a value, with copies of those that can be changed in place."""
     return [(name, _copied(leaf)) for name, leaf in leaves(value, path)]
 
 
@@ -127,6 +124,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _bytes(leaf: Any) -> tuple[str, bytes]:
+    """Return type and bytes of a leaf, which are equal for equal leaves."""
     torch = imported("torch")  # if nothing has imported torch, no leaf is a tensor
     if torch is not None and isinstance(leaf, torch.Tensor):
         flat = leaf.detach().cpu().contiguous().reshape(-1)
@@ -141,13 +139,13 @@ def _bytes(leaf: Any) -> tuple[str, bytes]:
     images = imported("PIL.Image")
     if images is not None and isinstance(leaf, images.Image):
         return f"{leaf.mode} {leaf.size}", leaf.tobytes()
-    if isinstance(leaf, set | frozenset):  # equal ones may give their members in another order
+    if isinstance(leaf, set | frozenset):  # equal sets may have different orders
         return type(leaf).__name__, repr(sorted(map(repr, leaf))).encode()
     return type(leaf).__name__, repr(leaf).encode()
 
 
 def _difference(path: str, left: Any, right: Any) -> Difference:
-    """The difference of two leaves that are known to differ; with row and element for arrays of one shape and type."""
+    """Describe the difference of two leaves that differ; for arrays of one shape and type, with row and element."""
     kinds = _bytes(left)[0], _bytes(right)[0]
     if not all(hasattr(part, "shape") for part in (left, right)):
         return Difference(path, _short(left), _short(right), parts=(left, right))
@@ -168,16 +166,20 @@ _FEW = 8  # a row of at most 8 values is shown whole, a longer one by its first 
 
 
 def _first_element(left: Any, right: Any) -> tuple[tuple[int, ...], str]:
-    """The index of the first differing element, () for small arrays; and how many elements differ, as text."""
+    """Return the index of the first differing element, and how many elements differ as text.
+
+    Small arrays are shown whole: for them the index is (), and the text empty.
+    """
     size = int(np.prod(left.shape))
     if size <= _FEW or getattr(left.dtype, "hasobject", False):
         return (), ""
-    mine, theirs = (np.frombuffer(_bytes(part)[1], np.uint8).reshape(size, -1) for part in (left, right))
-    differing = np.flatnonzero((mine != theirs).any(axis=1))
+    first_bytes, second_bytes = (np.frombuffer(_bytes(part)[1], np.uint8).reshape(size, -1) for part in (left, right))
+    differing = np.flatnonzero((first_bytes != second_bytes).any(axis=1))
     index = np.unravel_index(differing[0], tuple(left.shape))
     return tuple(int(i) for i in index), f"{len(differing):,} of {size:,} values differ"
 
 
 def _short(value: Any) -> str:
+    """Return the repr of a value in one line of at most 80 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,9 +1,7 @@
 """Cost of a pack in training.
 
-It is the sum over its documents of an integer function of length and images.
-
-`Balance` uses the order of these numbers, `OnlinePacker(max_cost=)` their sums. Only integers: an order must not depend
-on how a library rounds.
+It is the sum over the documents of a function of their length and number of images. `Balance` orders packs by their
+cost, and `OnlinePacker(max_cost=)` limits it. Costs are integers, because an order must not depend on rounding.
 """
 
 from __future__ import annotations
@@ -23,15 +21,13 @@ _LIMIT = 1 << 62  # costs, and sums of them, fit into 8 bytes of a state
 
 
 def waiting_share(steps: Iterable[Sequence[int]]) -> float:
-    """Return the fraction of time that ranks wait for the slowest.
+    """Return the fraction of time that ranks wait for the slowest rank.
 
-    A batch takes as long as its cost.
-
-    Each step is the costs of its ranks' batches: 2 and 4 are 0.25 of waiting.
+    A step has the costs of the batches of all ranks, which are taken as their durations: costs 2 and 4 give 0.25.
     """
-    sums = [(sum(costs), max(costs) * len(costs)) for costs in steps]
-    taken = sum(whole for _, whole in sums)
-    return 1 - sum(spent for spent, _ in sums) / taken if taken else 0.0
+    times = [(sum(costs), max(costs) * len(costs)) for costs in steps]  # rank-seconds of work, and in all
+    total = sum(in_step for _, in_step in times)
+    return 1 - sum(work for work, _ in times) / total if total else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +48,12 @@ def attention_cost(*, hidden: int, per_image: int = 0) -> Cost:
 
     A document of n tokens costs the integer n² + 6 · `hidden` · n.
 
-    n² stands for attention within the document, the rest for the layers' matrices. For another model write a function
-    of your own of a document's length and number of images.
+    n² is for attention within the document, the rest for the layers' matrices. For another model write your own
+    function of a document's length and number of images.
 
     Args:
         hidden: The hidden size of the model, at least 1.
-        per_image: Added for each image, in the unit of one pair of tokens.
+        per_image: The cost of an image, in the same unit, which is the attention of one pair of tokens.
 
     Returns:
         The function `cost(length, images)`.
@@ -78,7 +74,7 @@ def attention_cost(*, hidden: int, per_image: int = 0) -> Cost:
 
 
 def check_cost(stage: str, cost: object) -> None:
-    """Raise ValueError unless this is a function."""
+    """Raise ValueError unless `cost` is a function."""
     if not callable(cost):
         raise ValueError(f"{stage}: cost must be a function such as sp.attention_cost(hidden=2048), not {cost!r}")
 
@@ -86,7 +82,7 @@ def check_cost(stage: str, cost: object) -> None:
 class Costing:
     """Cost function of one stage.
 
-    Raises ValueError unless it is a function, `EncodeError` if it fails.
+    A failure is raised as an `EncodeError` that names the stage.
     """
 
     def __init__(self, stage: str, cost: Cost) -> None:
@@ -95,13 +91,13 @@ class Costing:
 
     @property
     def name(self) -> str:
-        """The function's name in a saved state."""
+        """The name of the function in a saved state."""
         if isinstance(self._cost, _AttentionCost):
             return str(self._cost)
         return str(getattr(self._cost, "__qualname__", type(self._cost).__qualname__))
 
     def of(self, length: int, images: int) -> int:
-        """The cost of one document."""
+        """Return the cost of one document."""
         try:
             cost = index(self._cost(length, images))
             if not 0 <= cost < _LIMIT:
@@ -116,5 +112,5 @@ class Costing:
         return cost
 
     def of_pack(self, sizes: Iterable[Size]) -> int:
-        """The cost of a pack of documents of these lengths and images."""
+        """Return the cost of a pack of documents with these lengths and numbers of images."""
         return min(sum(self.of(length, images) for length, images in sizes), _LIMIT)

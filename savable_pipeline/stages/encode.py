@@ -3,7 +3,7 @@
 It also rebuilds an item from its ref.
 
 encode(sample, rng) ──▶ item                       part 0
-encode(sample, rng) ──▶ iterator ──▶ item, …       parts 0, 1, …, each with random numbers of its own
+encode(sample, rng) ──▶ iterator ──▶ item, …       parts 0, 1, …, each with its own random numbers
 """
 
 from __future__ import annotations
@@ -48,15 +48,12 @@ _LIST = (
     "each, yield them, or return iter(...)"
 )
 _NONE = "it returned None; return an item or Skip(reason)"
-_MOST_OPENED = 10_000
+_MOST_OPENED = 10_000  # samples that were taken unmade and are kept open
 _AHEAD = 16  # the least number of refs to take from the source at a time
 
 
 class EncodeState(msgspec.Struct):
-    """State of a stage that calls a function for each sample.
-
-    That is an `Encode`, or a filter, which has no `part`.
-    """
+    """State of `Encode`, or of a filter of samples, which has no `part`."""
 
     refs: bytes
     source: dict[str, Any]
@@ -74,19 +71,19 @@ class Encode(ChunkedStage, ItemStage):
 
     Args:
         source: A stage of samples.
-        encoder: Makes the items; or a function that makes it, once a process.
+        encoder: Encodes samples as items; or a function that builds the encoder, once per process.
         on_error: For a sample whose encoding raises: "raise", "skip", or a function of the `EncodeError` (its
             `__cause__` is the encoder's error) that returns True to skip and depends on the sample alone. For
             unreadable shards it is the reader's `on_error`.
-        max_errors: Most samples that a lane may skip because of errors: an int is a count, a float a share of its
-            samples so far; up to 100 are never too many.
-        check: Share of samples, 0.0 to 1.0, to encode twice, to find an encoder that is not pure; the same after a
-            resume. None: the first 8 of a process, unless one takes more than a second.
+        max_errors: The most samples that a lane may skip because of errors: a count as int, or a fraction of its
+            samples so far as float; up to 100 are always allowed.
+        check: Fraction of samples, 0.0 to 1.0, to encode twice, to find an encoder that is not pure. These are the same
+            samples after a resume. None: the first 8 of a process, unless one takes more than a second.
 
     Raises:
         ValueError: A setting is wrong.
-        EncodeError: The encoder raised, too many samples were skipped, or the two results of a check differ; it names
-            shard, key and byte offset.
+        EncodeError: The encoder raised, too many samples were skipped, or the two results of a check differ. The error
+            names shard, key and byte offset.
 
     Example:
         >>> class Ids(sp.TaskEncoder):
@@ -96,7 +93,7 @@ class Encode(ChunkedStage, ItemStage):
         >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), Ids())
         >>> next(items), next(items), items.counts["skipped/even"]
         (1, 3, 2)
-        >>> items.ref, items.fetch(items.ref)  # (index, epoch, part), and the same item made again
+        >>> items.ref, items.fetch(items.ref)  # (index, epoch, part), and the same item rebuilt
         ((3, 0, 0), 3)
     """
 
@@ -121,12 +118,12 @@ class Encode(ChunkedStage, ItemStage):
         self.on_error, self._encoder = on_error, encoder
         self.one_to_one = encoder.one_to_one
         self.keyed = KeyedEncoder(encoder, source.lane, check=check)
-        self._plain: set[type] = set()  # types of items seen so far that are neither `Skip` nor iterators
-        self._opened: dict[ItemRef, tuple[Sample, Size | None]] = {}  # taken, but not made yet, with declared sizes
+        self._plain: set[type] = set()  # types of items so far, without `Skip` and iterators
+        self._opened: dict[ItemRef, tuple[Sample, Size | None]] = {}  # samples taken unmade, with declared sizes
         self._fan: FanOut | None = None  # the parts of the next sample, if it fans out
 
     def describe(self) -> StageInfo:
-        """The source's, one deeper, with the encoder; excluded samples are left out."""
+        """Describe items of the encoder, without excluded samples."""
         return replace(
             super().describe(), encoder=self._encoder, gives_excluded=False, declared=self.keyed.declared.known
         )
@@ -158,7 +155,7 @@ class Encode(ChunkedStage, ItemStage):
                     self.keyed.check.remaining = checks
                     self._fan = FanOut(self.keyed, fan.sample, count=count) if fan is not None else None
         except BaseException:
-            self._skipped.roll_back(before)  # the call returns no item: undo it as a whole
+            self._skipped.roll_back(before)  # the call returns no item, so all of it is undone
             ahead.next = first
             self._fan = FanOut(self.keyed, ahead.samples[first], count=part) if part else None
             raise
@@ -167,7 +164,7 @@ class Encode(ChunkedStage, ItemStage):
         return elements
 
     def _take_unmade(self, elements: list[Element]) -> None:
-        """Take the next sample, unmade if the encoder declares its size, or if it is skipped and makes an item."""
+        """Take the next sample without encoding it, if its size is declared, or if the lane only skips its item."""
         sample, size, skips = self._ahead.samples[self._ahead.next], None, False
         if not self._is_left_out(sample):
             self._report_sample(sample)
@@ -192,13 +189,14 @@ class Encode(ChunkedStage, ItemStage):
         elements.append(element)
 
     def _is_left_out(self, sample: Sample) -> bool:
+        """Return whether a sample is avoided, excluded, or missing in a joined dataset."""
         avoided = (sample.index, sample.epoch) in self._skipped.avoided
         return avoided or sample.index in self.info.excluded or bool(absent_reason(sample.origin))
 
     def _take_samples(self, elements: list[Element], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, an error, or a sample that fans out."""
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
-        avoided, excluded = self._skipped.avoided, self.info.excluded  # true only where some are
+        avoided, excluded = self._skipped.avoided, self.info.excluded  # mostly empty
         first, depth, dataset = ahead.next, self.info.depth, None
         chosen, append = ahead.samples[first : first + n - len(elements)], elements.append
         with keyed.seeding.row(len(chosen)) as seed:
@@ -226,7 +224,7 @@ class Encode(ChunkedStage, ItemStage):
                 except Exception as error:
                     keyed.seeding.check(ends=True)
                     self._skipped.tolerate(sample, error)
-                    break  # a later draw must not undo what is counted now
+                    break  # otherwise a draw in a later sample would undo this count
                 if type(item) not in plain:
                     if type(item) is Skip or hasattr(item, "__next__"):
                         if self._fans_out(sample, item, rng or Rng(base, (index, epoch, 0))):
@@ -237,14 +235,14 @@ class Encode(ChunkedStage, ItemStage):
         ahead.next += 1
 
     def _fails_again(self, sample: Sample) -> bool:
-        """Whether a sample failed before. It is counted, which ends the row."""
+        """Return whether a sample failed before. If so, count it."""
         if (sample.index, sample.epoch) in self._skipped.avoided:
             self.keyed.seeding.check(ends=True)
             self._skipped.avoided_again(sample)
         return (sample.index, sample.epoch) in self._skipped.avoided
 
     def _add_plain(self, item: Any) -> None:
-        """Note the type. Warn, once a process, of a list of dicts, which torch's `default_collate` transposes."""
+        """Remember the type of an item. Warn once per process about a list of dicts, which is collated badly."""
         self._plain.add(type(item))
         dicts = type(item) is list and item and all(isinstance(part, dict) for part in item)
         if dicts and not (_has(self._encoder, "batch") or _has(self._encoder, "pack")):
@@ -252,7 +250,7 @@ class Encode(ChunkedStage, ItemStage):
             self.lane.shared(("list", id(self._encoder)), warn)
 
     def _fans_out(self, sample: Sample, item: Any, rng: Rng) -> bool:
-        """Whether the encoder's result is an iterator of parts; if it is a `Skip`, count the sample."""
+        """Return whether the encoder's result is an iterator of parts. Count the sample if it is a `Skip`."""
         if self._encoder.one_to_one:
             raise self._skipped.failed(sample, TypeError(f"one_to_one is set, but it returned {item!r}"))
         if type(item) is Skip:
@@ -263,15 +261,15 @@ class Encode(ChunkedStage, ItemStage):
 
     @property
     def _part(self) -> int:
-        """The number of parts given so far of the sample at `_next`."""
+        """The number of yielded parts of the next sample."""
         return 0 if self._fan is None else self._fan.count
 
     def _take_parts(self, elements: list[Element], n: int) -> None:
-        """Take parts of the sample at `_next` until there are `n` items or no more parts."""
+        """Take parts of the next sample until there are `n` items or no more parts."""
         fan, skipped, seeding = self._fan, self._skipped, self.keyed.seeding
         assert fan is not None
         if fan.made is None and self._is_left_out(fan.sample):
-            self._fan = None  # which started before the state was saved: all of it is dropped, with the other samples
+            self._fan = None  # it began before the state was saved; the rest is dropped
             return
         self._report_sample(fan.sample)
         try:
@@ -288,12 +286,12 @@ class Encode(ChunkedStage, ItemStage):
                     return
             if not part:
                 skipped.skipped(fan.sample, Skip("an iterator without items"))
-        except EncoderError as failed:  # the parts before the error count as items; the rest of the sample is skipped
+        except EncoderError as failed:  # the parts before the error stay items
             skipped.tolerate(fan.sample, failed.error)
         self._ahead.next, self._fan = self._ahead.next + 1, None
 
     def _report_sample(self, sample: Sample) -> None:
-        """Record this stage and sample on the worker's status page, for a report if the worker dies."""
+        """Record this stage and sample in shared memory, for a report if the worker dies."""
         status = self.lane.worker.status
         if status is not None:
             status[0], status[1], status[2] = self.info.depth, sample.index, sample.epoch
@@ -307,21 +305,22 @@ class Encode(ChunkedStage, ItemStage):
         return skips(self.on_error, error)
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
-        """Skip a sample from now on, in this lane and all restored from its state.
+        """Skip a sample from now on.
+
+        This also holds for lanes that are restored from a later state.
 
         Args:
-            index: The sample's index in its ref.
-            epoch: Its epoch.
-            reason: Why, for the counts.
+            index: The sample's index, as in its ref.
+            epoch: The epoch of the ref.
+            reason: The reason under which it is counted.
         """
         self._skipped.avoid(index, epoch, reason)
 
     def make(self, elements: Sequence[Element]) -> None:
         """Build the values of items.
 
-        A value is a `Skip` if building fails now and `on_error` skips, or if the sample is excluded.
-
-        Raises `EncodeError` if the encoder raises, or no longer makes that part of the sample.
+        A value is a `Skip` if encoding fails now and `on_error` skips the error, or if the sample is excluded. Raises
+        `EncodeError` if the encoder raises, or no longer yields this part of the sample.
         """
         for element in elements:
             element.value = self._made(element)
@@ -343,13 +342,13 @@ class Encode(ChunkedStage, ItemStage):
 
     @property
     def _makes_all(self) -> bool:
-        """Whether each sample makes one item, or an error that is raised."""
+        """Whether each sample becomes one item, or raises an error."""
         return bool(self.one_to_one) and self.on_error == "raise"
 
     def is_certain(self, ref: ItemRef) -> bool:
         """Return whether an item cannot be lost.
 
-        That is so if errors are raised and a `Join` has all of its sample.
+        That is so if errors are raised, and no joined sample is missing.
         """
         if self.on_error != "raise" or self._skipped.avoided or self.source.info.raises:
             return self.on_error == "raise" and not self._skipped.avoided
@@ -357,7 +356,7 @@ class Encode(ChunkedStage, ItemStage):
         return origin.on_error == "raise" and not absent_reason(origin)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """Return the source's count if each sample gives one item or raises; else None.
+        """Return the source's count if each sample becomes one item or raises, or None.
 
         Args:
             lane: The number of the lane.
@@ -368,9 +367,9 @@ class Encode(ChunkedStage, ItemStage):
     def save_state(self) -> State:
         """Return the position.
 
-        `refs` are taken from the source but not done, 12 bytes each. `part` counts the yielded parts of the first one.
-
-        `samples`: the number of samples that are done; `errors` and `avoided`: see `SkippedSamples.save_state`.
+        `refs` are taken from the source but not encoded, 12 bytes each, and `part` is the number of yielded parts of
+        the first one. `samples` is the number of encoded samples. For `errors` and `avoided`, see
+        `SkippedSamples.save_state`.
         """
         return {
             "refs": self._ahead.left.tobytes(),
@@ -381,7 +380,7 @@ class Encode(ChunkedStage, ItemStage):
         }
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; no sample is read or encoded."""
+        """Return to the position in `state`, without reading or encoding a sample."""
         saved = parse_state(self, state, EncodeState)
         self.source.restore_state(saved.source)
         refs = saved_refs(self, saved.refs)
@@ -391,28 +390,28 @@ class Encode(ChunkedStage, ItemStage):
             raise CheckpointMismatchError(
                 f"Encode: the state is damaged (part {saved.part} of no sample). Use another copy of the checkpoint."
             )
-        # as bytes: where NumPy compares structured arrays it takes Ctrl-C for a fault of them
+        # compared as bytes, because NumPy's comparison of structured arrays turns Ctrl-C into another error
         begun = saved.part > 0 and left[:1].tobytes() == refs[:1].tobytes()
         self._fan = FanOut(self.keyed, self._ahead.samples[0], count=saved.part) if begun else None
         self._skipped.restore(self, saved.errors, saved.avoided)
 
     def settings(self) -> dict[str, Any]:
-        """The encoder's class and its own settings."""
+        """Return the encoder's class and settings."""
         return encoder_settings(self._encoder)
 
 
 class EncoderError(Exception):
-    """Carries an encoder's error to the place where `on_error` is applied."""
+    """Wraps an error of an encoder until `on_error` is applied."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
-_WARNED: set[type] = set()
+_WARNED: set[type] = set()  # classes of encoders
 
 
 def _warn_of_own_draws(encoder: TaskEncoder) -> None:
-    """Warn, once for each class, of Albumentations: its pipelines draw from generators that nothing else seeds."""
+    """Warn, once per class, about Albumentations, whose pipelines draw from their own generators."""
     kind = type(encoder)
     attributes = [value for own in (*kind.__mro__, encoder) for value in getattr(own, "__dict__", {}).values()]
     draws = any(type(v).__module__.startswith("albumentations.") and hasattr(v, "set_random_seed") for v in attributes)
@@ -427,17 +426,16 @@ def _warn_of_own_draws(encoder: TaskEncoder) -> None:
 
 
 class KeyedEncoder:
-    """Encoder calls with the random numbers of a sample.
+    """Calls of `encode` with the random numbers of a sample.
 
-    Their key derives from the run's seed and the sample's ref.
-
-    `purpose` keeps the numbers of a stage other than `Encode` apart from those.
+    Their key is derived from the run's seed and the sample's ref. With another `purpose`, another stage than `Encode`
+    gets different numbers for the same sample.
     """
 
     def __init__(self, encoder: TaskEncoder, lane: Lane, *, check: float | None, purpose: str = "encode") -> None:
         self.seeding = seeding_of(encoder, lane)
         make_check = partial(PurityCheck, encoder, check, self.seeding, lane)
-        # by default all lanes of a process share it
+        # by default all lanes of a process share one check
         self.check = lane.shared(("purity", id(encoder)), make_check) if check is None else make_check()
         self.plain: EncodeCall = encoder.encode
         self.encode: EncodeCall = self.plain if check == 0 and purpose == "encode" else self.check
@@ -447,24 +445,30 @@ class KeyedEncoder:
         self.encoder, self._name = encoder, type(encoder).__name__
         self._run_seed, self._purpose = lane.seed, purpose
         self._bases: dict[int, int] = {}
-        self._open: FanOut | None = None  # of the item that was rebuilt last
+        self._open: FanOut | None = None  # the iterator of the item that was rebuilt last
 
     def due_encode(self) -> EncodeCall:
-        """Return the function that encodes the samples of this row.
+        """Return the function that encodes the next samples.
 
-        It is the encoder's own if none of them is to be checked.
+        It is the encoder's own if none of them is checked.
         """
         due = self.encode is not self.check or self.check.remaining > 0 or self.seeding.wants_second_run()
         return self.encode if due else self.plain
 
     def base(self, source: int) -> int:
-        """The base of the keys of the random numbers of samples with this `Ref.source`."""
+        """Return the base of the keys of random numbers.
+
+        `source` is the `Ref.source` of the samples.
+        """
         if source not in self._bases:
             self._bases[source] = derive_key(self._run_seed, self._purpose, source)
         return self._bases[source]
 
     def encoded(self, sample: Sample) -> tuple[Any, Rng]:
-        """What `encode` makes of a sample, and its random numbers. Raises `EncoderError`."""
+        """Encode a sample, and return the result and its random numbers.
+
+        Raises `EncoderError`.
+        """
         rng = Rng(self.base(sample.origin.source), (sample.index, sample.epoch, 0))
         if self.seeding.seed is not None:
             self.seeding.seed(rng.key)
@@ -474,10 +478,9 @@ class KeyedEncoder:
             raise EncoderError(error) from error
 
     def opened(self, sample: Sample, part: int) -> tuple[tuple[Any, Rng], int]:
-        """Return the result of `encode`, its random numbers, and its items so far.
+        """Return the result of `encode`, its random numbers, and the items so far.
 
-        An iterator that was opened to rebuild an item is used again, unless it is past this part. Raises
-        `EncoderError`.
+        An iterator that rebuilt an earlier part of the sample is used again. Raises `EncoderError`.
         """
         fan, self._open = self._open, None
         if fan is not None and fan.made and fan.count <= part and fan.sample.ref == sample.ref:
@@ -487,7 +490,7 @@ class KeyedEncoder:
     def part(self, sample: Sample, element: Element, declared: Size | None) -> Any:
         """Rebuild an item, and compare it with its `declared` or saved size.
 
-        Raises `EncoderError`, or `EncodeError` if there is no such part this time.
+        Raises `EncoderError`, or `EncodeError` if the sample has no such part this time.
         """
         part = part_of(element.ref)
         (made, rng), count = self.opened(sample, part)
@@ -511,11 +514,10 @@ class KeyedEncoder:
 
 
 class FanOut:
-    """Items of a sample that fans out, one by one.
+    """Iterator over the items of a sample that fans out.
 
-    `count` is the number of those so far, including a `Skip`.
-
-    `made`: the encoder's iterator and its random numbers; without it, the sample is encoded for the next item.
+    `count` is the number of items so far, including a `Skip`. `made` has the encoder's iterator and its random numbers;
+    without it, the sample is encoded when the next item is requested.
     """
 
     def __init__(
@@ -525,9 +527,9 @@ class FanOut:
         self._keyed, self.made = keyed, made
 
     def next(self) -> Any:
-        """The next item; `DONE` after the last.
+        """Return the next item, or `DONE` after the last one.
 
-        Raises `EncoderError`, and `CheckpointMismatchError` if there are not as many items as were given before.
+        Raises `EncoderError`, and `CheckpointMismatchError` if there are fewer items than were yielded before.
         """
         if self.made is not None:
             return self._next(*self.made)
@@ -541,9 +543,9 @@ class FanOut:
         return self._next(*self.made)
 
     def pass_over(self, parts: int) -> bool:
-        """Skip items until this many are done.
+        """Skip items until `count` is `parts`. Returns False if there are fewer.
 
-        They are not built if the iterator has `pass_over`. False means that there are fewer.
+        Items are not built if the iterator has `pass_over`.
         """
         assert self.made is not None
         made, rng = self.made
@@ -558,6 +560,7 @@ class FanOut:
         return self.count == parts
 
     def _next(self, made: Iterator[Any], rng: Rng) -> Any:
+        """Return the next item of the encoder's iterator, with random numbers of this part, or `DONE`."""
         rng.rekey((self.sample.index, self.sample.epoch, self.count))
         if self._keyed.seeding.seed is not None:
             self._keyed.seeding.seed(rng.key)
@@ -570,9 +573,9 @@ class FanOut:
 
 
 def part_of(ref: ItemRef | Ref) -> int:
-    """Return the number of the part that a ref names.
+    """Return the part of a ref.
 
-    Raises `CheckpointMismatchError` for a ref of a state that names none.
+    Raises `CheckpointMismatchError` if it is not the ref of an item.
     """
     if isinstance(ref, Ref):
         return ref.part
@@ -582,16 +585,16 @@ def part_of(ref: ItemRef | Ref) -> int:
 
 
 class DeclaredSize:
-    """Asks `length_of` and `images_of` of one encoder, if it has them (`known`)."""
+    """Calls `length_of` and `images_of` of an encoder. `known` is whether it has them."""
 
     def __init__(self, encoder: TaskEncoder) -> None:
         self._encoder = encoder
         self.known = _has(encoder, "length_of") and (_has(encoder, "images_of") or not _has(encoder, "images"))
 
     def of(self, sample: Sample) -> Size | None:
-        """Return (length, images) of a sample's item.
+        """Return (length, images) of a sample's item, or None if they are unknown.
 
-        It is None if only encoding can tell. Raises what the encoder raises.
+        Raises errors of the encoder.
         """
         if not self.known:
             return None
@@ -601,7 +604,8 @@ class DeclaredSize:
     def check(self, sample: Sample, element: Element, item: Any, declared: Size | None) -> None:
         """Raise `EncodeError` if the size of a built item differs from the declared one.
 
-        An element of a state has its declared size, unless it is one of several, which a later stage measured.
+        A saved element has its declared size, unless it is one of several items of a sample, which a later stage
+        measured.
         """
         planned = declared or (element.sizes[0] if element.sizes and not hasattr(item, "__next__") else None)
         if planned is None or not self.known:
@@ -624,5 +628,5 @@ class DeclaredSize:
 
 
 def _has(encoder: TaskEncoder, method: str) -> bool:
-    """Whether an encoder has a method of its own in place of the default."""
+    """Return whether an encoder overrides a method of `TaskEncoder`."""
     return getattr(getattr(encoder, method), "__func__", None) is not getattr(TaskEncoder, method)

@@ -1,6 +1,6 @@
-"""`EncoderCalls`: calls of an encoder by packer and batcher.
+"""`EncoderCalls`: calls of an encoder by packers and batchers.
 
-They have keyed random numbers, and errors that name the stage.
+Calls get keyed random numbers, and errors name the stage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_sett
 def check_encoder(stage: str, encoder: object) -> None:
     """Raise ValueError unless this is an encoder.
 
-    For a class or a function, the error says what to write instead.
+    For a class or a function, the error says what to pass instead.
     """
     if isinstance(encoder, TaskEncoder):
         return
@@ -41,12 +41,12 @@ def check_encoder(stage: str, encoder: object) -> None:
 
 
 def lane_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
-    """Return the encoder, or the one that a function builds once a process.
+    """Return the encoder for a lane, which a function may build once per process.
 
-    Raises ValueError if it is neither.
+    Raises ValueError if it is neither an encoder nor such a function.
     """
     if is_maker(encoder):
-        own = lane.shared(("encoder", encoder), lane.own(encoder))  # of a thread alone, as a copy is
+        own = lane.shared(("encoder", encoder), lane.own(encoder))  # in threads, each has its own
         check_encoder(stage, own)
         return cast(TaskEncoder, own)
     check_encoder(stage, encoder)
@@ -54,7 +54,10 @@ def lane_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
 
 
 def is_maker(encoder: object) -> TypeGuard[Callable[[], Any]]:
-    """Whether this is a function that may make an encoder: it needs no arguments."""
+    """Return whether this is a function without required arguments.
+
+    Such a function may build an encoder.
+    """
     if isinstance(encoder, type | TaskEncoder) or not callable(encoder):
         return False
     with contextlib.suppress(TypeError, ValueError):
@@ -64,9 +67,9 @@ def is_maker(encoder: object) -> TypeGuard[Callable[[], Any]]:
 
 
 def seeding_of(encoder: TaskEncoder, lane: Lane, method: str = "encode") -> Seeding:
-    """Return the seeding of a method or function for all lanes of a process.
+    """Return the seeding for calls of a method, or of the function of a `.map`.
 
-    The function is that of a `.map` or `.filter`.
+    All lanes of a process share it.
     """
     function = encoder.function if isinstance(encoder, MappedFunction) else encoder
     name = encoder_call(encoder) if method == "encode" else f"{type(encoder).__name__}.{method}"
@@ -79,11 +82,9 @@ def seeding_of(encoder: TaskEncoder, lane: Lane, method: str = "encode") -> Seed
 
 
 class EncoderCalls:
-    """Calls of an encoder's methods for one stage.
+    """Calls of an encoder's methods, for a stage that combines items.
 
-    The stage combines items into packs or batches.
-
-    `encoder=None` is the one upstream. Raises `EncodeError` where its method raises or returns a wrong result.
+    Without `encoder`, it is the encoder upstream. Raises `EncodeError` if a method raises or returns a wrong result.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class EncoderCalls:
             raise ValueError(f"{stage}: {type(encoder).__name__} has no pack(items, rng). {fix}.")
         self.encoder = encoder
         self.is_upstream = encoder is upstream.encoder
-        self.packs_all = encoder.one_to_one and combine == "pack"  # none is skipped
+        self.packs_all = encoder.one_to_one and combine == "pack"  # no pack is skipped
         self.encoder_name = type(encoder).__name__
         self._stage, self._lane, self._combine = stage, upstream.lane, combine
         self._key: int | None = None
@@ -110,29 +111,30 @@ class EncoderCalls:
         self._seeding = seeding_of(encoder, self._lane, combine)
 
     def settings(self) -> dict[str, Any]:
-        """Return the encoder's part of the stage's settings.
+        """Return the encoder's settings for the stage.
 
-        It is empty for the encoder upstream, whose stage lists them.
+        They are empty for the encoder upstream, whose stage has them.
         """
         return {} if self.is_upstream else encoder_settings(self.encoder)
 
     def key(self, info: StageInfo) -> int:
-        """The 64-bit key of the stage's random numbers."""
+        """Return the 64-bit key of the stage's random numbers."""
         if self._key is None:
             self._key = info.key(self._combine)
         return self._key
 
     def combined(self, items: list[Any], number: int, info: StageInfo) -> Any:
-        """The lane's pack or batch `number`, made of these items."""
+        """Combine items into the pack or batch with this number."""
         rng = Rng(self.key(info), (number, 0, 0))
         return self._seeding.call_alone(self._call, self._combined, self._combine, rng, items, info, self._seeding)
 
     def selected(self, select: Callable[[list[Any], Rng], Any], items: list[Any], number: int, info: StageInfo) -> Any:
-        """The result of a user's function of these items, in round `number` of the lane."""
+        """Call a user's function with items, in round `number` of the lane."""
         rng, seeding = Rng(info.key("select"), (number, 0, 0)), seeding_of(self.encoder, self._lane, "select")
         return seeding.call_alone(self._call, select, "round", rng, items, info, seeding)
 
     def _call(self, call: Any, noun: str, rng: Rng, items: list[Any], info: StageInfo, seeding: Seeding) -> Any:
+        """Call a method or function with items. `noun` names its result in errors: "pack", "batch" or "round"."""
         status = info.lane.worker.status
         if status is not None:
             status[0] = info.depth
@@ -151,14 +153,14 @@ class EncoderCalls:
     def sizes(self, elements: Sequence[Element]) -> tuple[Size, ...] | None:
         """Return the length and the number of images of each built item.
 
-        None if the encoder does not say how to measure one.
+        The result is None if the encoder has no `length`.
         """
         if getattr(self.encoder.length, "__func__", None) is TaskEncoder.length:
             return None
         return tuple((self.length(element, least=0), self.images(element.value)) for element in elements)
 
     def length(self, element: Element, *, least: int) -> int:
-        """The length of a built item in tokens, which must be at least `least`."""
+        """Return the length of a built item in tokens, which must be at least `least`."""
         try:
             return _at_least(least, measured_length(self.encoder, element))
         except Exception as error:
@@ -176,19 +178,19 @@ class EncoderCalls:
                 )
 
     def checked_length(self, length: int, *, least: int) -> int:
-        """A length that the encoder declared without encoding, at least `least`."""
+        """Return a length that the encoder declared, which must be at least `least`."""
         try:
             return _at_least(least, length)
         except ValueError as error:
             raise self._failed("length_of", error) from error
 
     def images(self, item: Any) -> int:
-        """The number of images of an item."""
+        """Return the number of images of an item."""
         images: int = self.value("images", item, partial(_at_least, 0)) if self.has_images else 0
         return images
 
     def cut(self, item: Any, start: int, stop: int) -> Any:
-        """The tokens `start` to `stop - 1` of an item."""
+        """Return the tokens `start` to `stop - 1` of an item."""
         try:
             part = self.encoder.cut(item, start, stop)
             found = self.encoder.length(part)
@@ -199,7 +201,10 @@ class EncoderCalls:
         return part
 
     def value(self, function: str | Callable[[Any], Any], item: Any, checked: Callable[[Any], Any]) -> Any:
-        """Return the checked result of a function or method for an item."""
+        """Call a function, or a method of the encoder, with an item.
+
+        The result is passed through `checked`.
+        """
         try:
             return checked(getattr(self.encoder, function)(item) if isinstance(function, str) else function(item))
         except Exception as error:
@@ -224,6 +229,7 @@ def measured_length(encoder: TaskEncoder, element: Element) -> int:
 
 
 def _at_least(least: int, found: Any) -> int:
+    """Return a number as int. Raises ValueError if it is below `least`."""
     number = index(found)
     if number < least:
         raise ValueError(f"it is {number}, but an item has at least {least}")

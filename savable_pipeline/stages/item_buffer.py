@@ -1,15 +1,15 @@
-"""`ItemBuffer`: the elements that a stage has taken from its source and not yet returned, each held by its ref.
+"""`ItemBuffer`: elements that a stage has taken and not yet returned.
 
-refs     r3  r7  r8  r9     in a state
-sizes    s3  s7  ·   ·      in a state too, where they are known: later stages may decide by them
-values   a   ·   b   ·      in memory, or · UNMADE: made again from the ref when it is needed
-bytes    40  0   52  0      of those in memory, counted for the whole process, where there is a limit
+refs     r3  r7  r8  r9     saved in a state
+sizes    s3  s7  ·   ·      saved too, if they are known, because later stages may depend on them
+values   a   ·   b   ·      in memory, or · UNMADE: rebuilt from the ref when it is needed
+bytes    40  0   52  0      of values in memory, counted for the whole process if there is a limit
 
-An element that can no longer be made, since its sample is now excluded or gone, is returned as a `Skip`, which the
-stage upstream has counted: leave it out.
+If an element can no longer be built, because its sample is now excluded or missing, a `Skip` is returned instead. The
+stage upstream has counted it, and the caller must leave it out.
 
-The limit is on the bytes of made items that the stages of a process hold together, however many lanes it runs: an item
-beyond it is dropped, and made again when it is due.
+The limit applies to the bytes of all values in memory that the stages of a process hold, over all lanes. A value beyond
+it is dropped, and rebuilt when it is needed.
 """
 
 from __future__ import annotations
@@ -39,18 +39,21 @@ from savable_pipeline.stages.stage_info import REASON
 from savable_pipeline.stages.task_encoder import Skip
 
 RefsT = TypeVar("RefsT", RefArray, list[ItemRef])
+# types without parts, and types of numbers
 _LEAVES = {int, float, str, bytes, bool, type(None)}
 _NUMBERS = {int, float, bool}
-_LOOKED_AT = 16  # parts of a longer list that are measured; the rest is taken to be like them
+_MEASURED = 16  # parts of a longer list that are measured, to estimate the size of the list
 
 
 class ItemBuffer:
-    """A list of elements of `stage.source`: items, packs or samples, whose refs `stage` saves.
+    """A list of elements of `stage.source`, whose refs `stage` saves.
+
+    They are items, packs or samples.
 
     Args:
-        stage: The stage that holds them; its source makes them again.
-        max_bytes: Limit in bytes on the items that all such lists of a process hold together. An item beyond it is not
-            kept, but made again when it is taken. Default: no limit.
+        stage: The stage that holds the elements. Its source rebuilds them.
+        max_bytes: The limit in bytes for the items that all such lists of a process hold together. An item beyond it is
+            dropped, and rebuilt when it is taken. Default: no limit.
 
     Example:
         >>> class Swapped(custom.ItemStage):  # yields items in pairs, the second one first
@@ -78,27 +81,28 @@ class ItemBuffer:
     """
 
     def __init__(self, stage: Stage, *, max_bytes: int | None = None) -> None:
-        # Weak: a stage that is let go of frees its items and its source's files at once.
+        # weak, so that a stage that is no longer used frees its items and its source's files at once
         self._stage = weakref.ref(stage)
         note_buffer(stage, self)
         self._elements: list[Element] = []
         self._share: BudgetShare | None = None
-        self._is_restored = False  # and nothing was rebuilt since
+        self._is_restored = False  # and no parts were rebuilt since
         if max_bytes is not None:
             budget = stage.source.lane.shared("held items", MemoryBudget, by_threads=True)
             self._share = BudgetShare(budget, max_bytes=max_bytes)
 
     @property
     def _owner(self) -> Stage:
+        """The stage that holds the elements."""
         stage = self._stage()
-        assert stage is not None, "a stage lives as long as it asks"
+        assert stage is not None, "a stage that calls its buffer is alive"
         return stage
 
     def __len__(self) -> int:
         return len(self._elements)
 
     def __getitem__(self, at: int) -> Element:
-        """The element in this place, as it is in the buffer."""
+        """Return the element at a position, made or not."""
         return self._elements[at]
 
     @property
@@ -110,7 +114,7 @@ class ItemBuffer:
         """Return the refs, in order.
 
         Args:
-            n: Of the first ones only, at most this many. None: all.
+            n: The most refs to return, the first ones. None: all.
         """
         return [element.ref for element in self._elements[:n]]
 
@@ -119,24 +123,24 @@ class ItemBuffer:
         return saved_elements(self._elements)
 
     def restore(self, saved: Any) -> None:
-        """Hold the elements of a saved state, none of them made, and no others.
+        """Replace all elements by those of a saved state, which are not made.
 
         Elements of a source that was removed since are left out, and counted.
 
         Args:
-            saved: What `save()` returned.
+            saved: The result of `save()`.
 
         Raises:
-            CheckpointMismatchError: It is anything else.
+            CheckpointMismatchError: It is not a result of `save()`.
         """
         self.drop(len(self._elements))
         self.add(restored_elements(self._owner, saved))
         self._is_restored = True
 
     def rebuild_parts(self) -> None:
-        """Rebuild missing parts of samples that fan out, in order, after a restore.
+        """Rebuild missing parts of samples that fan out after a restore.
 
-        So each iterator is opened once for all of its parts in the buffer.
+        They are rebuilt in order, so that each sample is encoded only once for all of its parts in the buffer.
         """
         if not self._is_restored or self._owner.lane.skips:
             return
@@ -145,17 +149,17 @@ class ItemBuffer:
         for element in sorted(missing, key=attrgetter("ref")):
             make_elements(self._owner.source, [element])
             if type(element.value) is Skip:
-                element.value = UNMADE  # to be found again when it is due
+                element.value = UNMADE  # the `Skip` comes again when the element is taken
             elif self._share is not None:
                 self._share.count([element])
                 if not element.is_made:
                     break
 
     def add(self, elements: Sequence[Element]) -> None:
-        """Hold more elements, behind the others.
+        """Append elements.
 
         Args:
-            elements: As a stage's `take` returns them; they may be unmade.
+            elements: Elements that `take` of a stage returned; they may be unmade.
         """
         self._elements += elements
         if self._share is not None:
@@ -165,7 +169,7 @@ class ItemBuffer:
         """Take elements from the source until `n` are held or it ends.
 
         Args:
-            n: How many to hold.
+            n: The number of elements to hold.
 
         Returns:
             The number of elements taken.
@@ -179,14 +183,16 @@ class ItemBuffer:
         return len(self._elements) - before
 
     def take(self, at: int) -> tuple[Any, ItemRef]:
-        """Remove an element, and return it with its ref. If the source raises, it is still in the buffer.
+        """Remove an element, and return it with its ref.
+
+        If the source raises, it is still in the buffer.
 
         Args:
-            at: Its place, from 0, or -1 for the last.
+            at: The position of the element, from 0, or -1 for the last.
 
         Returns:
-            The element, made if it is missing, or a `Skip` if it can no longer be made; and its ref, of the parts that
-            are left: a pack may have lost items.
+            The value of the element, which is rebuilt if it is missing, or a `Skip` if that is no longer possible; and
+            the ref. A pack may have lost items, and then has the ref of the remaining ones.
         """
         element = self._elements[at]
         if not element.is_made:
@@ -195,11 +201,11 @@ class ItemBuffer:
         return element.value, element.ref
 
     def remove(self, at: int, *, last_fills: bool = False) -> Element:
-        """Remove an element, and return it as it was held.
+        """Remove an element, and return it, made or not.
 
         Args:
-            at: Its place, from 0, or -1 for the last.
-            last_fills: Put the last element in its place, instead of moving up those behind it.
+            at: The position of the element, from 0, or -1 for the last.
+            last_fills: Move the last element to this position, instead of all later ones by one.
         """
         element = self._elements[at]
         if last_fills:
@@ -210,11 +216,13 @@ class ItemBuffer:
         return element
 
     def exchange(self, slots: NDArray[np.int64], fresh: list[Element]) -> list[Element]:
-        """Put each fresh element in turn into its slot, and return those that were there.
+        """Put fresh elements into slots, and return the elements that were there.
+
+        This happens for one slot after the other.
 
         Args:
-            slots: Their places, int64 (n,).
-            fresh: The elements, n of them.
+            slots: The positions, int64 (n,), which may repeat.
+            fresh: The n new elements.
         """
         elements, given = self._elements, []
         for slot, element in zip(slots.tolist(), fresh, strict=True):
@@ -222,16 +230,18 @@ class ItemBuffer:
             elements[slot] = element
         if self._share is not None:
             self._share.release(given)
-            passed = set(map(id, given))  # a slot that comes twice gives an element that is fresh
+            passed = set(map(id, given))  # if a slot repeats, a fresh element is returned
             self._share.count([element for element in fresh if id(element) not in passed])
         return given
 
     def values(self, n: int, *, skips: bool = False) -> list[Any]:
-        """Return the first items, made together; elements that can no longer be made are removed.
+        """Return the values of the first elements, built together.
+
+        Elements that can no longer be built are removed.
 
         Args:
-            n: How many; fewer are returned if there are fewer.
-            skips: Leave those unmade that cannot be lost.
+            n: The number of values, if there are as many.
+            skips: Do not build elements that cannot be lost.
         """
         while True:
             values = [element.value for element in self._elements[:n]]
@@ -247,10 +257,12 @@ class ItemBuffer:
             self._elements = [element for element in self._elements if id(element) not in lost]
 
     def copies(self, n: int) -> list[Element]:
-        """Return copies of the first elements, made together, or with a `Skip`: the buffer's own stay as they are.
+        """Return copies of the first elements, with their values or `Skip`s.
+
+        Elements in the buffer are not changed.
 
         Args:
-            n: How many.
+            n: The number of elements.
         """
         copies = [Element(each.ref, each.value, each.sizes, 0, each.measured) for each in self._elements[:n]]
         make_elements(self._owner.source, [element for element in copies if not element.is_made])
@@ -260,7 +272,7 @@ class ItemBuffer:
         """Remove the first elements.
 
         Args:
-            n: How many.
+            n: The number of elements.
         """
         if self._share is not None:
             self._share.release(self._elements[:n])
@@ -268,19 +280,24 @@ class ItemBuffer:
 
 
 def note_buffer(stage: Stage, buffer: Any) -> None:
-    """Add what a buffer has `made` to `made_items` of a stage."""
+    """Let `made_items` of a stage include what a buffer has `made`."""
     vars(stage).setdefault("_buffers", weakref.WeakSet()).add(buffer)
 
 
 def made_items(stage: Stage) -> int:
-    """The number of elements in memory, which a lane that moves has to rebuild."""
+    """Return the number of elements in memory.
+
+    They must be rebuilt if the lane moves to another worker.
+    """
     return sum(buffer.made for buffer in vars(stage).get("_buffers", ()))
 
 
 def known_refs(stage: Stage, refs: RefsT) -> RefsT:
-    """The saved refs whose source is still upstream of the stage, which counts the others as dropped.
+    """Return the saved refs whose source is still upstream of the stage.
 
-    Of items and packs, excluded samples are removed too; samples are left out where they are encoded.
+    The others are counted as dropped.
+
+    Excluded samples are removed from items and packs too; single samples are dropped when they are encoded.
     """
     tags = stage.info.tags
     if isinstance(refs, np.ndarray):
@@ -299,12 +316,18 @@ def known_refs(stage: Stage, refs: RefsT) -> RefsT:
 
 
 def saved_elements(elements: Iterable[Element]) -> list[tuple[ItemRef, tuple[Size, ...] | None]]:
-    """What a state keeps of elements: ref and sizes. Where there are none, a later stage measures the element."""
+    """Return ref and sizes of elements for a state.
+
+    Without sizes, a later stage measures the element.
+    """
     return [(element.ref, element.sizes) for element in elements]
 
 
 def restored_elements(stage: Stage, saved: Any) -> list[Element]:
-    """What is left of a state's elements, unmade. Raises `CheckpointMismatchError` for anything else."""
+    """Return the remaining elements of a state, unmade.
+
+    Raises `CheckpointMismatchError` if they are damaged.
+    """
     try:
         pairs = msgspec.convert(saved, list[tuple[Any, tuple[tuple[SavedCount, SavedCount], ...] | None]])
     except msgspec.ValidationError as error:
@@ -321,7 +344,10 @@ def restored_elements(stage: Stage, saved: Any) -> list[Element]:
 
 
 def is_whole(stage: Stage, ref: ItemRef) -> bool:
-    """Whether nothing of what a saved ref names is lost, as `known_refs` says; else all of it is counted as dropped."""
+    """Return whether `known_refs` leaves a saved ref unchanged.
+
+    Otherwise count all of it as dropped.
+    """
     left = known_refs(stage, [ref])
     if left and left != [ref]:
         stage.counts["dropped/beside an excluded one"] += sum(1 for _ in sample_indices(left[0]))
@@ -329,7 +355,10 @@ def is_whole(stage: Stage, ref: ItemRef) -> bool:
 
 
 class RefBuffer:
-    """The refs of samples that a stage has taken and not yet returned, as an array: 12 bytes each."""
+    """Refs of samples that a stage has taken and not yet returned.
+
+    They are in an array, 12 bytes each.
+    """
 
     def __init__(self, stage: Stage) -> None:
         self._stage = weakref.ref(stage)
@@ -345,18 +374,21 @@ class RefBuffer:
         return self._slots[: self._filled]
 
     def save(self) -> bytes:
-        """The same as bytes: for `save_state`."""
+        """Return the refs as bytes, for `save_state`."""
         return self.array.tobytes()
 
     def restore(self, saved: object) -> None:
-        """Hold the refs of a saved state, but for those of a source that was removed since, which are counted."""
+        """Replace all refs by those of a saved state.
+
+        Refs of removed sources are left out, and counted.
+        """
         stage = self._stage()
-        assert stage is not None, "a stage lives as long as it asks"
+        assert stage is not None, "a stage that calls its buffer is alive"
         self._slots = known_refs(stage, saved_refs(stage, saved)).copy()
         self._filled = len(self._slots)
 
     def add(self, fresh: RefArray) -> None:
-        """Hold more refs, behind the others."""
+        """Append refs."""
         if self._filled + len(fresh) > len(self._slots):
             room = np.empty(max(len(fresh), self._filled), REF)
             self._slots = np.concatenate([self.array, room])
@@ -364,10 +396,12 @@ class RefBuffer:
         self._filled += len(fresh)
 
     def exchange(self, slots: NDArray[np.int64], fresh: RefArray) -> RefArray:
-        """Put each of `fresh` in turn into its slot, and return the refs that were there: REF (n,).
+        """Put refs into slots, and return the refs that were there: REF (n,).
 
-        A slot that comes twice gives, the second time, the ref that came into it the first time. Sorting brings equal
-        slots side by side: 5 2 5 give the ref in slot 5, the one in slot 2, and the first of `fresh`.
+        This happens for one slot after the other.
+
+        If a slot repeats, the second time returns the ref that was put there the first time. Slots 5 2 5 return the ref
+        in slot 5, the ref in slot 2, and the first of `fresh`. A stable sort finds repeated slots.
         """
         given = self._slots[slots]
         order = np.argsort(slots, kind="stable")
@@ -378,7 +412,7 @@ class RefBuffer:
         return given
 
     def remove(self, at: int, *, last_fills: bool) -> Any:
-        """Remove a ref, into whose place the last one moves, and return it."""
+        """Remove a ref, and return it. The last ref moves to its position."""
         assert last_fills
         given = self._slots[at].copy()
         self._filled -= 1
@@ -387,7 +421,10 @@ class RefBuffer:
 
 
 class SamplesAhead:
-    """Samples and their refs; those before `next` are done. `taken` counts all that the lane took in this run."""
+    """Samples that were taken from the source, and their refs.
+
+    Samples before `next` are done.
+    """
 
     def __init__(self) -> None:
         self.refs: RefArray = np.empty(0, REF)
@@ -406,7 +443,10 @@ class SamplesAhead:
         return self._taken - len(self.refs) + self.next
 
     def load(self, source: SampleStage, n: int, *, keep: int) -> bool:
-        """Take `n` more from the source and keep the old ones from `keep` on; False at the end."""
+        """Take up to `n` samples from the source. Returns False at the end.
+
+        Old samples before `keep` are dropped.
+        """
         fresh = take_from(source, n)
         if not len(fresh):
             return False
@@ -427,18 +467,21 @@ class SamplesAhead:
 
 
 class MemoryBudget:
-    """The bytes that all lanes of a process hold together, whatever threads run them."""
+    """The bytes that all lanes of a process hold, over all threads."""
 
     def __init__(self) -> None:
         self.used = 0
-        self.lock = threading.RLock()  # reentrant, since garbage may be collected in any thread at any moment
+        self.lock = threading.RLock()  # reentrant, because `__del__` below may run at any moment in any thread
 
 
 class BudgetShare:
-    """The bytes of made elements that one stage holds, released when the stage is garbage-collected."""
+    """The bytes of made elements that one stage holds.
 
-    _bytes = 0  # of the class, since Ctrl-C may end `__init__` before its first line
-    elements = 0  # counted ones
+    They are released when the stage is garbage-collected.
+    """
+
+    _bytes = 0  # a class attribute, because Ctrl-C may end `__init__` before its first line
+    elements = 0  # the number of counted elements
 
     def __init__(self, budget: MemoryBudget, *, max_bytes: int) -> None:
         self._budget, self._max_bytes = budget, max_bytes
@@ -457,7 +500,7 @@ class BudgetShare:
                 element.counted_bytes = size
 
     def release(self, elements: Iterable[Element]) -> None:
-        """Count the values of these elements no more."""
+        """Subtract the bytes of these elements."""
         size = 0
         for element in elements:
             if element.counted_bytes:
@@ -475,7 +518,10 @@ class BudgetShare:
 
 
 def size_of(item: Any) -> int:
-    """The approximate size of an item in memory, in bytes; of a long list, some elements are measured."""
+    """Estimate the size of an item in memory, in bytes.
+
+    For a long list, some elements are measured.
+    """
     kind = type(item)
     if kind in _LEAVES:  # most parts of an item are of these types, and the checks below take longer
         return sys.getsizeof(item)
@@ -486,7 +532,7 @@ def size_of(item: Any) -> int:
     if isinstance(nbytes := getattr(item, "nbytes", None), int):  # a tensor, an array, a memoryview
         return nbytes
     if isinstance(item, Sample):
-        return sys.getsizeof(item)  # its parts are not in memory: they are read when asked for
+        return sys.getsizeof(item)  # parts are read on access, so they are not in memory
     if isinstance(item, list | tuple | set | frozenset):
         return 64 + _sum_of(list(item))
     if (named := named_parts(item)) is not None:
@@ -500,10 +546,11 @@ def size_of(item: Any) -> int:
 
 
 def _sum_of(parts: list[Any]) -> int:
+    """Estimate the size of all parts together."""
     kinds = {type(parts[0]), type(parts[-1]), type(parts[len(parts) // 2])} if parts else _NUMBERS
     if kinds <= _NUMBERS:
         return 32 * len(parts)  # with the pointer; a small int has less
-    step = len(parts) // _LOOKED_AT
-    some = parts[: step * _LOOKED_AT : step] if step > 1 else parts
+    step = len(parts) // _MEASURED
+    some = parts[: step * _MEASURED : step] if step > 1 else parts
     measure = sys.getsizeof if _LEAVES.issuperset(map(type, some)) else size_of
     return sum(map(measure, some)) * len(parts) // max(1, len(some))

@@ -1,7 +1,4 @@
-"""Encoders of chains.
-
-`MappedFunction` has a plain function, for `.map(f)`, and `ClipEncoder` clips, for `.clips`.
-"""
+"""Encoders of chains: `MappedFunction` for `.map`, and `ClipEncoder` for `.clips`."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from savable_pipeline.data.media.clips import Clip, ClipIterator, Clips
 from savable_pipeline.stages.stage_settings import function_settings
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
+# types of arguments of a `partial` that are stored in a fingerprint
 _PLAIN = (bool, int, float, str, bytes, type(None))
 LAMBDA = "<lambda>"
 
@@ -24,13 +22,13 @@ class MappedFunction(TaskEncoder):
     """Encoder that calls `function(sample)` or `function(sample, rng)`.
 
     Args:
-        stage: What it is for, in messages: ".map".
-        function: Makes an item, a `Skip` or an iterator of items of a sample.
-        global_rng: As `TaskEncoder.global_rng`.
-        one_to_one: As `TaskEncoder.one_to_one`.
+        stage: The name of the step in messages, such as ".map".
+        function: Returns an item, a `Skip` or an iterator of items.
+        global_rng: See `TaskEncoder.global_rng`.
+        one_to_one: See `TaskEncoder.one_to_one`.
 
     Raises:
-        ValueError: It is no function of one or two arguments.
+        ValueError: It is not a function of one or two arguments.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class MappedFunction(TaskEncoder):
         self.with_rng = check_mapped(stage, function, most=2) == 2
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
-        """Return what the function makes of the sample."""
+        """Return the result of the function for a sample."""
         return self.function(sample, rng) if self.with_rng else self.function(sample)
 
     def settings(self) -> dict[str, Any]:
@@ -55,20 +53,23 @@ class MappedFunction(TaskEncoder):
 
 
 def encoder_call(encoder: TaskEncoder) -> str:
-    """What encodes, as messages name it: "Captions.encode", or "f" of `.map(f)`."""
+    """Return the name of the function that encodes, for messages.
+
+    It is "Captions.encode", or "f" for `.map(f)`.
+    """
     if isinstance(encoder, MappedFunction):
         return mapped_name(encoder.function)
     return f"{type(encoder).__name__}.encode"
 
 
 def check_mapped(stage: str, function: object, *, most: int) -> int:
-    """Count the arguments, 1 to `most`, of a function.
+    """Return the number of arguments of a function.
 
-    Raises ValueError for any other number.
+    Raises ValueError unless it is 1 to `most`.
     """
     if not callable(function) or isinstance(function, type | TaskEncoder):
-        cure = ". Pass an encoder to .encode" if isinstance(function, TaskEncoder) else ""
-        raise ValueError(f"{stage} takes a function, not {function!r}{cure}")
+        hint = ". Pass an encoder to .encode" if isinstance(function, TaskEncoder) else ""
+        raise ValueError(f"{stage} takes a function, not {function!r}{hint}")
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # of a builtin, such as `dict`'s methods
@@ -76,30 +77,31 @@ def check_mapped(stage: str, function: object, *, most: int) -> int:
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     needed = sum(each.default is each.empty for each in positional)
     takes_more = any(each.kind == each.VAR_POSITIONAL for each in parameters)
-    asked = [each for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty]
-    if not needed <= most or asked or not (positional or takes_more):
+    keyword_only = [each for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty]
+    if not needed <= most or keyword_only or not (positional or takes_more):
         names = "f(sample) or f(sample, rng)" if most == 2 else "f(item)"
         raise ValueError(f"{stage} takes a function {names}, not {mapped_name(function)}{inspect.signature(function)}")
     return min(most, max(needed, 1))
 
 
 def mapped_settings(argument: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return what a fingerprint has of a function.
+    """Return the settings of a function for a fingerprint.
 
-    It is its name, or class and `settings()`, and the arguments of a `partial`.
-
-    Arguments that are no plain values are there by their class.
+    They are its name, or the class and `settings()` of a callable object, and the arguments of a `partial`. Arguments
+    that are not plain values are represented by their name or class.
     """
     if not isinstance(function, partial):
-        found = function_settings(argument, function)
-        return {**found, argument: mapped_name(function)}
+        return {**function_settings(argument, function), argument: mapped_name(function)}
     bound = {**{str(number): value for number, value in enumerate(function.args)}, **function.keywords}
     plain = {f"{argument}.{name}": _plain(value) for name, value in bound.items()}
     return {**mapped_settings(argument, function.func), **plain}
 
 
 def mapped_name(function: object) -> str:
-    """The name of a function in messages and settings; "<lambda>" for each lambda."""
+    """Return the name of a function for messages and settings.
+
+    It is "<lambda>" for each lambda.
+    """
     while isinstance(function, partial):
         function = function.func
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
@@ -107,6 +109,7 @@ def mapped_name(function: object) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """Replace values that are not plain, also within lists and dicts, by their name or class."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, dict):
@@ -117,16 +120,16 @@ def _plain(value: Any) -> Any:
 class ClipEncoder(TaskEncoder):
     """Encoder of each clip of a video, of audio or of both as a dict.
 
-    It has "frames", "times_s", "audio" and "start_s".
+    The dict has "frames", "times_s", "audio" and "start_s".
 
     Args:
         clips: Which clips to take.
-        video: The name of the part; True: the first video; False: none.
-        audio: The name of the part; True: the first sound; False: none.
-        rate: Samples of the sound in a second, in Hz. None: its own.
+        video: The name of the part; True: the first video part; False: no video.
+        audio: The name of the part; True: the first audio part; False: no audio.
+        rate: The sampling rate to which audio is resampled, in Hz. None: unchanged.
 
     Raises:
-        ValueError: Neither is taken.
+        ValueError: Both `video` and `audio` are False.
     """
 
     global_rng = False
@@ -143,14 +146,16 @@ class ClipEncoder(TaskEncoder):
         return self.clips.of(video, rng, audio=audio, rate=self.rate, make=_fields)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the clips, and what they are taken of."""
+        """Return the settings of the clips, and the parts of which they are taken."""
         return {**self.clips.settings(), "video": self.video, "audio": self.audio, "rate": self.rate}
 
 
 def _name(part: str | bool) -> str | None:
+    """Return the name of a part, or None for True, which is the first part of its type."""
     return part if isinstance(part, str) else None
 
 
 def _fields(clip: Clip) -> dict[str, Any]:
+    """Return a clip as a dict, without fields that are None."""
     fields = {"start_s": clip.start_s, "times_s": clip.times_s, "frames": clip.frames, "audio": clip.audio}
     return {name: value for name, value in fields.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Pipelines: functions that build the stages of a lane and return the last one; how they are checked."""
+"""Pipelines: functions that build the stages of a lane and return the last stage."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ PipelineFunction: TypeAlias = Callable[[Lane], Stage]
 
 
 def seeded_kinds(last: Stage) -> set[str]:
-    """The global generators that are seeded for the encoders of a pipeline: some of "python", "numpy", "torch"."""
+    """Return which global generators are seeded for encoders.
+
+    They are some of "python", "numpy", "torch".
+    """
     return {kind for encoder in encoders_of(last) for kind in kinds(encoder.global_rng)}
 
 
 def encoders_of(last: Stage) -> list[TaskEncoder]:
-    """The encoders that the stages of a pipeline call, those of `.map(f)` and `.filter(f)` among them."""
+    """Return all encoders of a pipeline, including those of `.map` and `.filter`."""
     stages = [*upstream(last)]
-    found = [stage.info.encoder for stage in stages]
-    found += [stage.keyed.encoder for stage in stages if hasattr(stage, "keyed")]
-    return [encoder for encoder in found if encoder is not None]
+    encoders = [stage.info.encoder for stage in stages]
+    encoders += [stage.keyed.encoder for stage in stages if hasattr(stage, "keyed")]
+    return [encoder for encoder in encoders if encoder is not None]
 
 
 def check_pipeline(pipeline: PipelineFunction) -> None:
@@ -44,24 +47,32 @@ def check_pipeline(pipeline: PipelineFunction) -> None:
 
 
 def named_pipeline(text: str) -> PipelineFunction:
-    """The pipeline function `module:name`. Raises as `named_object` does, and ValueError if it is no pipeline."""
-    found: PipelineFunction = named_object(text)
-    check_pipeline(found)
-    return found
+    """Import the pipeline function `module:name`.
+
+    Raises errors of `named_object`, and ValueError if it is none.
+    """
+    pipeline: PipelineFunction = named_object(text)
+    check_pipeline(pipeline)
+    return pipeline
 
 
 _NAMED = 3  # samples of a pack that are named
 
 
 def sample_names(stage: Stage, ref: ItemRef) -> str:
-    """Shard and key of the samples of an item or a pack that `stage` takes, the first ones by name."""
+    """Return shard and key of the first samples of an item or a pack.
+
+    The number of further samples follows.
+
+    `stage` is the stage that takes it.
+    """
     indices = list(dict.fromkeys(sample_indices(ref) if ref else ()))
     named = []
     for index in indices[:_NAMED]:
         tag = tag_of(index)
         reader = next((each for each in upstream(stage) if not each.sources and tag in each.info.tags), None)
         if reader is not None:
-            with contextlib.suppress(Exception):  # of an unreadable shard: it must not hide the error raised here
+            with contextlib.suppress(Exception):  # an unreadable shard must not hide the error that the caller raises
                 sample = reader.fetch((index, 0, 0))
                 named.append(f"shard {sample.shard}, key {sample.key!r}")
     more = f", and of {len(indices) - len(named)} more" if len(indices) > len(named) else ""
@@ -69,7 +80,7 @@ def sample_names(stage: Stage, ref: ItemRef) -> str:
 
 
 def datasets_of(stages: Iterable[Stage]) -> list[Dataset]:
-    """The datasets that these stages read, those of a `Join` too."""
+    """Return the datasets that these stages read, including joined ones."""
     return [dataset for stage in stages for dataset in getattr(stage, "datasets", ())]
 
 
@@ -83,7 +94,10 @@ def verify_files(stages: Iterable[Stage], slot: int) -> None:
 
 
 def upstream(last: Stage) -> Iterator[Stage]:
-    """A stage and all stages before it, in the order of the data path."""
+    """Yield all stages before a stage, and then the stage itself.
+
+    They are in the order of the data path.
+    """
     for source in last.sources:
         yield from upstream(source)
     yield last

@@ -1,4 +1,4 @@
-"""How a pipeline value begins: `read`, `mixture`, and `blend` and `join` of others."""
+"""Functions that return pipeline values: `read`, `mixture`, `blend` and `join`."""
 
 from __future__ import annotations
 
@@ -73,44 +73,45 @@ def read(
     per_sample: Sequence[Any] = (),
     replace: Mapping[Any, Any] | None = None,
 ) -> SamplePipeline:
-    """Begin a pipeline: the samples of tars, of tables (Parquet, Arrow, JSONL, CSV, lists of JSON), of token files, of
-    folders of MDS or LitData, or of a folder of photos or other files as they are.
+    """Begin a pipeline of the samples in files of any format.
 
-    Which it is is recognized by the names of the files, and they are opened when the pipeline is used.
+    They are tars, tables (Parquet, Arrow, JSONL, CSV, lists of JSON), token files, folders of MDS or LitData, or a
+    folder of photos or other plain files. The format is recognized by the names of the files, which are opened when the
+    pipeline is used.
 
     Args:
         path: A folder (with its subfolders), a glob, a brace pattern (`{000..099}.tar`), one file, a URL (s3, gs, az,
-            http, https, hf), or a list of these; or a `custom.RecordStore`, or a function that makes one.
+            http, https, hf), or a list of these; or a `custom.RecordStore`, or a function that builds one.
         split: Name in `.nv-meta/split.yaml`. None: all samples.
         subset: Share of the samples (0.1), range of shares (0.1, 0.3), or count.
-        epochs: Epochs of a pass, 2.5 with half of the third. None: endless in a loader, one where it is iterated.
-        shuffle: Permute shards and blocks in each epoch: see `sp.TarShardReader`. A `.shuffle(size)` mixes the blocks.
+        epochs: Epochs of a pass; 2.5 ends in the middle of the third. None: endless in a loader, one without a loader.
+        shuffle: Permute shards and blocks in each epoch: see `sp.TarShardReader`. Add `.shuffle(size)` to mix blocks.
         block_size: Samples that stay together. None: 8.
-        window: Shards whose blocks are mixed; None: all.
+        window: The number of shards whose blocks are mixed; None: all.
         on_error: For missing or unreadable shards: "raise", "skip" or a function.
         quarantine: File that gets a line of JSON for each skipped sample.
         exclude: File that names samples to leave out.
-        unpacked_bytes: Most bytes that a compressed part, or a shard of MDS and LitData, may become.
+        unpacked_bytes: The most bytes to which a compressed part, or a shard of MDS and LitData, may expand.
         cache: Tars behind a URL: the folder of the cache.
-        cache_bytes: Its limit; of Parquet, Arrow, MDS and LitData most bytes that are kept unpacked.
+        cache_bytes: The limit of the cache; for Parquet, Arrow, MDS and LitData the most bytes of decoded data.
         columns: Parquet and Arrow: the columns to read. None: all.
         key: All but tars and tokens: the column or field with a sample's key.
         ranges: Parquet, Arrow and JSONL: parts that are ranges of long audio or video files.
-        length: Tokens: of a window. None: a sample is a document.
-        stride: Tokens from the start of a window to the next.
-        dtype: Type of the tokens in flat files, such as "uint16".
+        length: Token files: the tokens of a window. None: a sample is a document.
+        stride: Token files: the number of tokens from the start of a window to the next start.
+        dtype: Token files without a header: the type of the tokens, such as "uint16".
         validate_hash: MDS: the algorithm of the hashes in index.json that shards must have, such as "sha1".
         key_end: A folder of files: the dot of a name that ends the key; see `custom.FolderReader`.
-        classes: A folder of files: whether a sample's top folder is its part `cls`, as a number; or the names that
-            are numbered, as a list, a file, or the folder of the training split.
+        classes: A folder of files: True adds the part `cls`, the number of a sample's top folder. The numbers are the
+            positions in a list of names, a file of names, or the sorted folders of the training split, if given.
         file_fields: CSV, JSON and JSONL: the columns or fields that name files; see `custom.CsvReader`.
-        files_from: The folder of these files. None: that of the table.
+        files_from: The folder of these files. None: the folder of the table.
         format: The name of the files' format, such as "folder" or "jsonl". None: it is recognized.
         per_sample: A webdataset pipeline: your own stages that handle one sample at a time.
-        replace: A webdataset pipeline: your own stages, and the stage of webdataset that each stands for.
+        replace: A webdataset pipeline: your own stages, each with the stage of webdataset like which it is treated.
 
     Returns:
-        A pipeline of samples. An option that the files do not have is a ValueError when it is used.
+        A pipeline of samples. An option that the files do not have raises ValueError when the pipeline is used.
 
     Example:
         >>> samples = sp.read("shards/", shuffle=False)
@@ -134,12 +135,16 @@ def read(
 
 
 def is_webdataset(value: object) -> bool:
-    """Whether a value is a pipeline or a dataset of webdataset or wids. Imports neither."""
+    """Return whether a value is a pipeline or a dataset of webdataset or wids.
+
+    Imports neither.
+    """
     kinds = type(value).__mro__ if not isinstance(value, type) else ()
     return any(kind.__module__.split(".")[0] in ("webdataset", "wids") for kind in kinds)
 
 
 def _read(lane: Lane, one_pass: bool, path: Readable, **options: Any) -> Stage:
+    """Build the reader of one lane. `one_pass` is True without a loader, where a pipeline ends by default."""
     if one_pass and options.get("epochs") is None:
         options["epochs"] = 1
     return reader_of(path, lane, options)
@@ -157,16 +162,18 @@ def mixture(
     exclude: str | os.PathLike[str] | None = None,
     stride: int = 8,
 ) -> SamplePipeline:
-    """Begin a pipeline: the datasets of a YAML file, with their weights or repetitions; see `custom.read_mixture`.
+    """Begin a pipeline: the datasets of a YAML file.
+
+    The file has their weights or repetitions; see `custom.read_mixture`.
 
     Args:
         path: The YAML file.
         split: The split of a metadataset of Megatron-Energon.
-        shuffle: As for `sp.read`; so are the others.
+        shuffle: As for `sp.read`, like the other arguments.
         block_size: Samples that stay together.
-        window: Shards whose blocks are mixed.
+        window: The number of shards whose blocks are mixed.
         cache: The folder of the cache.
-        cache_bytes: Its limit.
+        cache_bytes: The limit of the cache.
         exclude: File that names samples to leave out.
         stride: As for `sp.Blend`.
 
@@ -187,10 +194,10 @@ def mixture(
 
 
 def _mixture(lane: Lane, one_pass: bool, path: Any, split: str | None, **options: Any) -> Stage:
-    from savable_pipeline.stages.blending.mixture_file import read_mixture  # here: it imports yaml
+    from savable_pipeline.stages.blending.mixture_file import read_mixture  # late, because it imports yaml
 
-    found = lane.shared(("mixture", str(path), split), lambda: read_mixture(path, split=split))
-    return found.samples(lane, epochs=1 if one_pass and not found.is_scheduled else None, **options)
+    datasets = lane.shared(("mixture", str(path), split), lambda: read_mixture(path, split=split))
+    return datasets.samples(lane, epochs=1 if one_pass and not datasets.is_scheduled else None, **options)
 
 
 def blend(
@@ -205,16 +212,16 @@ def blend(
 
     Args:
         sources: Pipelines by name.
-        weights: As for `sp.Blend`; so are the others.
+        weights: As for `sp.Blend`, like the other arguments.
         by: What is counted: "samples" or "tokens".
         until: When it ends.
         stride: After how many draws the shares are exact.
 
     Returns:
-        A pipeline of what the sources are.
+        A pipeline of the same kind as the sources.
 
     Raises:
-        ValueError: They are not all of one kind, or there are none.
+        ValueError: The sources are not all of one kind, or there are none.
 
     Example:
         >>> web, books = sp.read("shards/0.tar"), sp.read("shards/1.tar")
@@ -235,13 +242,13 @@ def blend(
 def join(
     source: SamplePipeline, stores: Mapping[str, Shards], *, on: Literal["key"] = "key", missing: Missing = "skip"
 ) -> SamplePipeline:
-    """Put the parts of other datasets beside each sample, found by its key: `custom.Join`.
+    """Add the parts of other datasets to each sample by its key: `custom.Join`.
 
     Args:
         source: A pipeline of samples.
-        stores: Datasets by a name of yours.
-        on: As for `custom.Join`; so is `missing`.
-        missing: For a sample whose key a dataset lacks.
+        stores: Datasets by a name of your choice.
+        on: As for `custom.Join`, like `missing`.
+        missing: What happens to a sample whose key is missing in a dataset.
 
     Returns:
         A pipeline of samples.

@@ -1,8 +1,8 @@
 """`PurityCheck`: encodes some samples twice to find impure encoders.
 
-It finds causes that change from one call to the next: a clock, an unseeded generator, a counter of calls. A cause that
-is constant within a process, such as the order of a set of strings, is found only by `savable verify-resume`. What
-cannot be copied, or is compared by its address alone, is not looked at.
+It finds causes that change from one call to the next: a clock, an unseeded generator, a counter of calls. Only
+`savable verify-resume` finds a cause that is constant within a process, such as the order of a set of strings. Values
+that cannot be copied, or are only equal to themselves, are not compared.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 T = TypeVar("T")
-_FIRST = 8  # samples of a process, and items of one, that are checked unless a share is given
-_LONGEST_S = 1.0  # limit for an item that is built twice
-_WORD = -4  # this word of a sample's key decides whether it is checked; `Rng.numpy` and the like use words -1 to -3
+_FIRST = 8  # without a share, the number of samples of a process, and of items of a sample, that are checked
+_LONGEST_S = 1.0  # without a share, items that take longer are not built twice
+# The random word of a sample that decides whether it is checked. `Rng.numpy` and similar methods use words -1 to -3.
+_WORD = -4
 
 
 def check_share(share: float | None) -> None:
@@ -41,76 +42,80 @@ class PurityCheck:
 
     It returns the same items. Checked samples are encoded twice.
 
-    None: the first ones of a process, unless one takes longer than a second. More are encoded twice where `seeding`
-    asks for it, from two states of the global generators.
+    If `share` is None, the first samples of a process are checked, except for those that take longer than a second.
+    Other samples are encoded twice if `seeding` needs it to find draws from global generators.
     """
 
     def __init__(self, encoder: TaskEncoder, share: float | None, seeding: Seeding, lane: Lane) -> None:
         check_share(share)
-        self._parts_of_one = _FIRST if share is None else math.inf
-        self.remaining = self._parts_of_one if share != 0 else 0  # samples to check
+        self._most_parts = _FIRST if share is None else math.inf  # of a sample that are checked
+        self.remaining = self._most_parts if share != 0 else 0  # samples to check
         self._longest_s = _LONGEST_S if share is None else math.inf
         self._encoder, self._seeding, self._in_threads = encoder, seeding, lane.in_thread
-        self._limit = int((1.0 if share is None else share) * 2.0**64)
+        self._limit = int((1.0 if share is None else share) * 2.0**64)  # samples with a smaller word are checked
 
     def __call__(self, sample: Sample, rng: Rng) -> Any:
-        """Encode `sample`, twice if it is to be checked. Raises `EncodeError` if the two results differ."""
+        """Encode `sample`, twice if it is checked. Raises `EncodeError` if the two results differ."""
         begun = time.perf_counter()
         result = self._encoder.encode(sample, rng)
-        slow = time.perf_counter() - begun > self._longest_s
-        checked = self.remaining > 0 and word(rng.key, _WORD) < self._limit
-        if slow or not (checked or self._seeding.wants_second_run()):
+        is_slow = time.perf_counter() - begun > self._longest_s
+        is_checked = self.remaining > 0 and word(rng.key, _WORD) < self._limit
+        if is_slow or not (is_checked or self._seeding.wants_second_run()):
             return result
-        self.remaining -= checked
-        again = rng.restarted()
-        if hasattr(result, "pass_over"):  # goes on in the middle of a sample without making what was given: stays so
+        self.remaining -= is_checked
+        second_rng = rng.restarted()
+        if hasattr(result, "pass_over"):  # a wrapped iterator would lose this method
             return result
         if hasattr(result, "__next__"):
-            other = self._once_more(sample, again, lambda: self._encoder.encode(sample, again))
-            return self._parts(sample, result, other, rng, again)
-        before = _leaves(result)
-        self._compare(sample, before, self._once_more(sample, again, lambda: self._encoder.encode(sample, again)))
+            other = self._repeat(sample, second_rng, lambda: self._encoder.encode(sample, second_rng))
+            return self._check_parts(sample, result, other, rng, second_rng)
+        first = _leaves(result)
+        self._compare(sample, first, self._repeat(sample, second_rng, lambda: self._encoder.encode(sample, second_rng)))
         return result
 
-    def _parts(self, sample: Sample, result: Iterator[Any], other: Any, rng: Rng, again: Rng) -> Iterator[Any]:
-        """The parts of `result`, the first ones compared with those of `other`; the caller sets the key of `rng` before
-        each.
+    def _check_parts(self, sample: Sample, result: Iterator[Any], other: Any, rng: Rng, again: Rng) -> Iterator[Any]:
+        """Yield the parts of `result`, and compare the first ones with those of `other`.
+
+        The caller sets the key of `rng` before each part. `again` is a copy of it for `other`.
         """
         if not hasattr(other, "__next__"):
             raise self._differs(sample, f"an iterator at first, {type(other).__name__} then")
         for number in count():
             begun = time.perf_counter()
             part = next(result, _DONE)
-            before = _leaves(part)
-            if number >= self._parts_of_one or time.perf_counter() - begun > self._longest_s:
+            first = _leaves(part)
+            if number >= self._most_parts or time.perf_counter() - begun > self._longest_s:
                 yield from () if part is _DONE else chain([part], result)
                 return
             again.rekey(rng.parts)
-            second = self._once_more(sample, again, lambda: next(other, _DONE))
+            second = self._repeat(sample, again, lambda: next(other, _DONE))
             if part is _DONE and second is _DONE:
                 return
             if part is _DONE or second is _DONE:
                 raise self._differs(sample, f"another number of parts: {rng.parts[2]} once, more once")
-            self._compare(sample, before, second)
+            self._compare(sample, first, second)
             yield part
 
-    def _once_more(self, sample: Sample, again: Rng, make: Callable[[], T]) -> T:
+    def _repeat(self, sample: Sample, rng: Rng, make: Callable[[], T]) -> T:
+        """Call `make`, with global generators seeded by `rng` if they were seeded for the first call."""
         self._seeding.start_second_run()
         if self._seeding.seed is not None:
-            self._seeding.seed(again.key)
+            self._seeding.seed(rng.key)
         try:
             return make()
         except Exception as error:
             raise self._differs(sample, f"the second time it raised {type(error).__name__}: {error}") from error
 
-    def _compare(self, sample: Sample, before: list[tuple[str, Any]], second: Any) -> None:
-        difference, after = None, _leaves(second)
-        with contextlib.suppress(Exception):  # of whatever class a value is: it may not be printed or compared
-            difference = difference_of_leaves(before, after, has_a_value) if before and after else None
+    def _compare(self, sample: Sample, first_leaves: list[tuple[str, Any]], result: Any) -> None:
+        """Raise `EncodeError` if the second `result` differs from the leaves of the first."""
+        difference, second = None, _leaves(result)
+        with contextlib.suppress(Exception):  # values of any class may fail to be printed or compared
+            difference = difference_of_leaves(first_leaves, second, has_a_value) if first_leaves and second else None
         if difference is not None:
             raise self._differs(sample, str(difference))
 
     def _differs(self, sample: Sample, difference: str) -> EncodeError:
+        """Build the error for two results that differ."""
         self._seeding.seed_from_now()
         threads = "what another thread changes meanwhile, " if self._in_threads else ""
         return EncodeError(
@@ -121,11 +126,11 @@ class PurityCheck:
 
 
 def _leaves(result: Any) -> list[tuple[str, Any]]:
-    """The leaves of an item as they are before the encoder is called again; none where they cannot be had."""
+    """Copy the leaves of an item before the encoder is called again; none if that fails."""
     try:
         return copied_leaves(result, "item")
-    except Exception:  # of whatever class the item is
+    except Exception:  # an item of any class may raise any error
         return []
 
 
-_DONE: Any = object()
+_DONE: Any = object()  # the end of an iterator

@@ -1,8 +1,7 @@
 """`SkippedSamples`: samples that an `Encode` stage skips.
 
-It counts them, and lists those that must not be tried again.
-
-`SourceCounts` counts by source what any stage leaves out and keeps.
+It counts them, and lists those that must not be tried again. `SourceCounts` counts by source what a stage uses and
+drops.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ log = logging.getLogger(__name__)
 
 EXCLUDED = Skip(REASON)
 _STAGE = "\n  stage Encode"
-_ALWAYS = 100  # up to 100 errors of a lane are never too large a share
-_REMEMBERED = 1000  # lost samples, so that a second piece of one is not counted again
+_ALWAYS = 100  # errors of a lane up to which a fraction in `max_errors` has no effect
+_REMEMBERED = 1000  # lost samples that are remembered, so that a second piece of one is not counted again
 
 
 def check_limits(on_error: OnError, max_errors: int | float) -> None:
@@ -51,7 +50,7 @@ def check_limits(on_error: OnError, max_errors: int | float) -> None:
 
 
 def _fix(function: str, error: Exception) -> str:
-    """What to do about an error of an encoder or a filter."""
+    """Return advice for an error of an encoder or a filter."""
     if isinstance(error, ImportError):
         return "Install what is missing and resume."
     if lacks_handles(error):
@@ -67,7 +66,7 @@ _Mark: TypeAlias = tuple[Any, ...]
 class SkippedSamples:
     """The samples that one stage leaves out, counted in its `counts` by reason.
 
-    `function` names what leaves them out, in messages. Raises ValueError for wrong settings of `Encode`.
+    `function` is the name of the encoder or filter in messages. Raises ValueError for wrong settings of `Encode`.
     """
 
     def __init__(
@@ -84,13 +83,15 @@ class SkippedSamples:
         self._lane, self._population = upstream.lane, upstream.population
         self._function, self._on_error, self._max_errors = function, on_error, max_errors
         self.errors = 0  # samples left out because of an error
-        self.avoided: dict[tuple[int, int], str] = {}  # (index, epoch) of samples not to be tried again → reason
-        self._lost_reasons: dict[tuple[int, int], str] = {}  # (index, epoch) of the last ones lost after all → reason
+        # by (index, epoch), why a sample is not tried again
+        self.avoided: dict[tuple[int, int], str] = {}
+        # by (index, epoch), why a sample that was counted as used is lost
+        self._lost_reasons: dict[tuple[int, int], str] = {}
         self._by_source = SourceCounts(counts)
-        self._row = 0  # samples in a row without an item, of whatever source, excluded ones among them
-        self._elements: list[Element] = []  # by the call since `begin`, of which `_noted` have ended rows
-        self._noted = 0
-        self._counted: dict[str, int] = {}  # counters raised since `begin`
+        self._row = 0  # samples in a row without an item, of all sources, including excluded ones
+        self._elements: list[Element] = []  # the elements of the call since `begin`
+        self._noted = 0  # how many of them are already taken into account in `_row`
+        self._counted: dict[str, int] = {}  # what was added to counters since `begin`
 
     def begin(self, elements: list[Element]) -> _Mark:
         """Snapshot the counts before a call that may fail.
@@ -114,7 +115,7 @@ class SkippedSamples:
         del self._elements[elements:]
 
     def end(self, tags: frozenset[int]) -> None:
-        """Count the items of a call, of sources with these tags."""
+        """Count the items of a call. `tags` are those of all sources."""
         if self._elements:
             if self._row or self._by_source.rows:
                 self._end_rows()
@@ -122,7 +123,7 @@ class SkippedSamples:
             self._elements = []
 
     def _end_rows(self) -> None:
-        """End what came in a row without an item, where there are items since."""
+        """Restart counting samples in a row without an item, if there are items since."""
         if self._elements[self._noted :]:
             self._by_source.end_rows(self._elements[self._noted :])
             self._row, self._noted = 0, len(self._elements)
@@ -130,8 +131,8 @@ class SkippedSamples:
     def skipped(self, sample: Sample, skip: Skip) -> None:
         """Count a skipped sample.
 
-        Raises `EncodeError` after `max_empty_samples` in a row without an item, of one source, or of all with those
-        that are excluded: these may be all of a source.
+        Raises `EncodeError` after `max_empty_samples` in a row without an item, either of one source without excluded
+        samples, which may be all of a source, or of all sources together.
         """
         self._end_rows()
         self._row += 1
@@ -144,7 +145,7 @@ class SkippedSamples:
             source = sample.origin.names.get(tag_of(sample.index))
             row, of = max(row, self._row), f" of the source {source!r}" if source and row > self._row else ""
         self._counted |= {name: self._counted.get(name, 0) + number for name, number in counted.items()}
-        if row & 1023 == 0 and row.bit_count() == 1:
+        if row & 1023 == 0 and row.bit_count() == 1:  # 1024, 2048, 4096, …
             log.warning("%d samples%s in a row were skipped, the last one with %r", row, of, skip.reason)
         if row >= max_empty_samples(self._population):
             has = "" if skip is EXCLUDED else f" It has {', '.join(sample) or 'no part'}."
@@ -161,13 +162,13 @@ class SkippedSamples:
         fault: SavableError
         on_error: OnError
         if isinstance(error, ShardError):
-            fault, on_error = error, sample.origin.on_error  # the shard's fault: the reader's `on_error` decides
+            fault, on_error = error, sample.origin.on_error  # for a damaged shard, the reader's `on_error` decides
         elif isinstance(error, SavableError):
             raise error
         else:
             fault, on_error = self.failed(sample, error), self._on_error
             fault.__cause__ = from_user_code(error)
-        # A library that is not installed here is no fault of any sample: all would be skipped, and elsewhere none.
+        # If a library is not installed on this machine, all samples would be skipped, and on others none.
         if lacks_handles(error) or isinstance(error, ImportError) or not skips(on_error, fault):
             raise fault
         if is_environment_error(error):
@@ -180,34 +181,34 @@ class SkippedSamples:
         self.avoided[index, epoch] = reason
 
     def avoided_again(self, sample: Sample) -> None:
-        """Skip a sample that is not to be tried again."""
+        """Skip a sample that must not be tried again."""
         reason = self.avoided[sample.index, sample.epoch]
         self._lost(sample, reason, "avoided since it failed before")
 
     def lose(self, sample: Sample, error: Exception) -> Skip:
-        """Return the `Skip` of a counted sample that fails now.
+        """Return the `Skip` of a sample that was counted as used but fails now.
 
-        Or raise the error, as `tolerate` does.
+        Otherwise raise the error, like `tolerate`.
         """
         self.tolerate(sample, error)
         return self._uncounted(sample, reason_of(error))
 
     def lost_before(self, sample: Sample) -> Skip | None:
-        """Return the `Skip` of a sample that is known to be lost.
+        """Return the `Skip` of a sample that is known to be lost, otherwise None.
 
-        It is counted if it was not yet. None means that the sample may be tried.
+        The sample is counted if it was not counted yet.
         """
-        where = sample.index, sample.epoch
-        if where in self._lost_reasons:
-            return Skip(self._lost_reasons[where])
-        if not (reason := self.avoided.get(where) or absent_reason(sample.origin)):
+        number = sample.index, sample.epoch
+        if number in self._lost_reasons:
+            return Skip(self._lost_reasons[number])
+        if not (reason := self.avoided.get(number) or absent_reason(sample.origin)):
             return None
         skip = self._uncounted(sample, reason)
         self.skipped(sample, skip)
         return skip
 
     def _uncounted(self, sample: Sample, reason: str) -> Skip:
-        """Count the item of a sample as given no more, and remember it."""
+        """Subtract the item of a lost sample from the counts, and remember the sample."""
         self._counts.subtract(["items", count_of_source(sample.index, "items")])
         self._lost_reasons[sample.index, sample.epoch] = reason
         if len(self._lost_reasons) > _REMEMBERED:
@@ -215,7 +216,7 @@ class SkippedSamples:
         return Skip(reason)
 
     def _forget_before(self, epoch: int) -> None:
-        """Drop avoided samples of earlier epochs, whose refs do not come again."""
+        """Forget avoided samples of earlier epochs, whose refs do not come again."""
         for ref in [ref for ref in self.avoided if ref[1] < epoch]:
             del self.avoided[ref]
 
@@ -224,8 +225,8 @@ class SkippedSamples:
         log.info("skipping index %d of epoch %d: %s", sample.index, sample.epoch, detail)
         quarantine = sample.origin.quarantine
         if quarantine is not None:
-            where = {"shard": sample.shard, "key": _key_of(sample), "offset": sample.offset, "ref": list(sample.ref)}
-            quarantine.add(**where, reason=reason, detail=detail, lane=self._lane.index)
+            row = {"shard": sample.shard, "key": _key_of(sample), "offset": sample.offset, "ref": list(sample.ref)}
+            quarantine.add(**row, reason=reason, detail=detail, lane=self._lane.index)
         self.errors += 1
         done = self._ahead.done + 1
         if too_many_errors(self.errors, done, self._max_errors):
@@ -236,20 +237,22 @@ class SkippedSamples:
         self.skipped(sample, Skip(reason))
 
     def failed(self, sample: Sample, error: Exception) -> EncodeError:
-        """Return the `EncodeError` that names the sample for which the encoder raised."""
-        why = f"{self._function} failed on sample {_key_of(sample)!r} of {sample.shard}: {described(error)}"
-        return EncodeError(f"{why}. {_fix(self._function, error)}{_STAGE}, {sample.location}, ref {tuple(sample.ref)}")
+        """Return an `EncodeError` that names the sample for which the encoder raised."""
+        cause = f"{self._function} failed on sample {_key_of(sample)!r} of {sample.shard}: {described(error)}"
+        return EncodeError(
+            f"{cause}. {_fix(self._function, error)}{_STAGE}, {sample.location}, ref {tuple(sample.ref)}"
+        )
 
     def restore(self, stage: Stage, errors: int, avoided: Mapping[str, bytes]) -> None:
-        """Go on with these numbers of the stage's state: see `save_state`."""
+        """Continue with the values of a saved state: see `save_state`."""
         self.errors = errors
         for reason, refs in avoided.items():
             self.avoided.update(dict.fromkeys(saved_refs(stage, refs).tolist(), reason))
 
     def save_state(self) -> dict[str, Any]:
-        """Return the counts.
+        """Return the number of samples skipped for errors, and avoided samples.
 
-        `errors` counts samples skipped for errors. `avoided` has refs by reason, 12 bytes each.
+        These are refs by reason, 12 bytes each.
         """
         avoided: dict[str, list[tuple[int, int]]] = {}
         for ref, reason in self.avoided.items():
@@ -261,11 +264,12 @@ class SkippedSamples:
 
 
 def absent_reason(origin: SampleSource) -> str:
-    """Why a `Join` upstream skips the sample that is read from there; "" if none does."""
+    """Return why a `Join` upstream skips the sample from this source, or ""."""
     return origin.absent if isinstance(origin, JoinedParts) else ""
 
 
 def _key_of(sample: Sample) -> str:
+    """Return the key of a sample, or "?" if it cannot be read."""
     try:
         return sample.key
     except ShardError:  # the header with the key is unreadable, too
@@ -273,15 +277,18 @@ def _key_of(sample: Sample) -> str:
 
 
 def too_many_errors(errors: int, done: int, max_errors: int | float) -> bool:
-    """Return whether too many samples failed: a count, or a fraction."""
+    """Return whether more of `done` samples failed than `max_errors` allows.
+
+    It is a count, or a fraction.
+    """
     return errors > (max(max_errors * done, _ALWAYS) if isinstance(max_errors, float) else max_errors)
 
 
 def max_empty_samples(population: int) -> int:
     """Return how many consecutive samples without an item end the run.
 
-    30 times the dataset plus 1,000, at most 100,000: a lane that draws at random would miss a single good sample this
-    long with probability e**-30.
+    It is 30 times the dataset plus 1,000, at most 100,000. If a dataset has a single good sample, a lane that draws at
+    random misses it for this long with probability e**-30.
     """
     return min(30 * population + 1000, 100_000)
 
@@ -298,14 +305,14 @@ class SourceCounts:
     Drops are counted by reason and in a row.
 
         counter of the stage           counts
-        skipped/REASON                 what it left out
-        source/TAG/skipped             the same, of the source with this tag
-        source/TAG/skipped/REASON      the same, but for what the user asked it to leave out
-        source/TAG/first               those among them that are of the source's first epoch
-        source/TAG/items               what it kept of the source; of a packer `tokens` and `skipped_tokens`, too
+        skipped/REASON                 dropped samples
+        source/TAG/skipped             the same, for the source with this tag
+        source/TAG/skipped/REASON      the same, without drops that the user requested
+        source/TAG/first               those of them in the source's first epoch
+        source/TAG/items               items of the source; a packer also counts `tokens` and `skipped_tokens`
 
-    The loader sums the last three up over its lanes: it knows from them which source gives little, or nothing. `rows`:
-    what was left out in a row of each source, by its tag.
+    The loader sums up the last three over its lanes, to find sources that yield few items or none. `rows` has by tag
+    how many samples of a source were dropped in a row.
     """
 
     def __init__(self, counts: Counter[str]) -> None:
@@ -313,7 +320,7 @@ class SourceCounts:
         self.rows: dict[int, int] = {}
 
     def kept(self, elements: Sequence[Element], tags: Collection[int]) -> None:
-        """Count items, of sources with these tags."""
+        """Count items. `tags` are those of all sources."""
         found = {tag: len(elements) for tag in tags}
         if len(tags) > 1:
             found = Counter([tag_of(element.ref[0]) for element in elements])
@@ -321,12 +328,12 @@ class SourceCounts:
             self._counts[_names_of(tag)[0]] += number
 
     def end_rows(self, elements: Sequence[Element]) -> None:
-        """Begin to count in a row again for the sources of these items."""
+        """Restart counting drops in a row for the sources of these items."""
         for tag in {tag_of(element.ref[0]) for element in elements} if self.rows else ():
             self.rows.pop(tag, None)
 
     def kept_one(self, ref: ItemRef, tokens: int = 0) -> None:
-        """Count an item, a part of one, or a pack, by its first sample."""
+        """Count an item, a part of an item or a pack, for the source of its first sample."""
         tag = tag_of(ref[0] if type(ref[1]) is int else next(sample_refs(ref))[0])
         items, of_tokens = _names_of(tag)
         self._counts[items] += 1
@@ -336,11 +343,10 @@ class SourceCounts:
             self.rows.pop(tag, None)
 
     def left_out(self, reason: str, ref: ItemRef, tokens: int = 0, *, asked: bool = False) -> tuple[Counter[str], int]:
-        """Count a dropped sample, or an item by its first sample.
+        """Count a dropped sample, or a dropped item for the source of its first sample.
 
-        `asked` means that the user requested it.
-
-        Returns what was counted, and how many of its source were left out in a row.
+        `asked` is True if the user requested it. Returns what was added to counters, and how many samples of this
+        source were dropped in a row.
         """
         index, epoch = next(sample_refs(ref))[:2]
         counted = Counter(skip_counters(reason, index))

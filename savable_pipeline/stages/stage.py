@@ -32,10 +32,10 @@ _OWN_STAGE = "https://github.com/savable-pipeline/savable_pipeline/blob/main/doc
 
 
 def check_class(cls: type[Any]) -> None:
-    """Raise TypeError for a stage that defines `__next__` without a `ref`."""
-    bases = cls.__mro__[:-2]  # all but `Stage` and `object`
-    named = any("ref" in vars(base) or "ref" in vars(base).get("__annotations__", ()) for base in bases)
-    if "__next__" in vars(cls) and not named:
+    """Raise TypeError if a class of stages defines `__next__` without a `ref`."""
+    bases = cls.__mro__[:-2]  # without `Stage` and `object`
+    has_ref = any("ref" in vars(base) or "ref" in vars(base).get("__annotations__", ()) for base in bases)
+    if "__next__" in vars(cls) and not has_ref:
         kinds = ("BatchStage", "SampleStage", "ItemStage")
         kind = next((base.__name__ for base in bases if base.__name__ in kinds), "ItemStage")
         raise TypeError(
@@ -48,32 +48,33 @@ def check_class(cls: type[Any]) -> None:
 class Stage:
     """One step of a lane.
 
-    It is an iterator that can save its position, return to it, and rebuild an earlier element.
+    It is an iterator that can save and restore its position, and rebuild earlier elements.
 
-    Derive your own stage from `SampleStage`, `ItemStage` or `BatchStage`, by the kind of element that it yields.
+    Derive your own stage from `SampleStage`, `ItemStage` or `BatchStage`, depending on what it yields.
 
     - `__init__(source)` calls `super().__init__(source)`, which stores the stage before it as `self.source`.
     - `__next__()` returns the next element, or raises StopIteration at the end.
-    - `ref` is the ref of the element that `__next__` returned last. Set it there; or derive from `PassThrough` too, if
-      the stage returns the element it took last from its source. `self.source.ref` is the ref of that element.
-    - `fetch(ref)` makes the element with this ref again, identically. By default it asks the source. It returns a
-      `Skip` for an element that can no longer be made: leave that one out.
+    - `ref` is the ref of the element that `__next__` returned last. Set it in `__next__`. If the stage returns the last
+      element of its source, derive from `PassThrough` too instead. `self.source.ref` is the ref of the source's
+      element.
+    - `fetch(ref)` rebuilds the element with this ref, identically. By default it asks the source. It returns a `Skip`
+      for an element that can no longer be built; a stage must then leave it out.
     - `save_state()` returns the stage's position as numbers, strings, bytes, lists and dicts, together with
-      `self.source.save_state()`. Save refs, never contents: after a restore, make a held element again by
+      `self.source.save_state()`. Save refs, never contents: after a restore, rebuild a held element by
       `self.source.fetch(ref)` when it is needed.
-    - `restore_state(state)` puts a fresh stage of the same settings, and its source, at the position of `state`.
-      Tuples come back as lists; `fetch` accepts both, and `custom.as_ref` turns them into tuples.
-    - `settings()` returns every setting that changes the output: a saved state must agree on them.
+    - `restore_state(state)` moves a fresh stage with the same settings, and its source, to the position of `state`.
+      Tuples become lists; `fetch` accepts both, and `custom.as_ref` turns them into tuples.
+    - `settings()` returns every setting that changes the output. A saved state is only loaded with equal settings.
 
-    Draw random numbers from `self.lane.rng("a name")`: its position is saved with the lane. Keep elements that the
+    Draw random numbers from `self.lane.rng("a name")`, whose position is saved with the lane. Store elements that the
     stage has taken but not yet returned in a `custom.ItemBuffer`. The other methods have defaults.
 
     Args:
         source: The stage before this one.
 
     Raises:
-        TypeError: When a class is defined with `__next__` and no `ref`.
-        ValueError: The source is of the wrong kind.
+        TypeError: A class is defined with `__next__` and no `ref`.
+        ValueError: The source yields another kind of elements.
 
     Example:
         >>> class Numbered(custom.ItemStage):  # yields each item with its number
@@ -141,7 +142,7 @@ class Stage:
         """Return to a saved position. The stage must be fresh and have the same settings.
 
         Args:
-            state: What `save_state` returned; its tuples are lists.
+            state: The result of `save_state`, with lists instead of tuples.
 
         Raises:
             CheckpointMismatchError: The state is of another stage.
@@ -149,7 +150,9 @@ class Stage:
         self.source.restore_state(state["source"])
 
     def fetch(self, ref: Any) -> Any:
-        """Make an earlier element again; a `Skip` if that is no longer possible.
+        """Rebuild an earlier element.
+
+        The result is a `Skip` if that is no longer possible.
 
         Args:
             ref: The ref of the element.
@@ -159,27 +162,27 @@ class Stage:
     def settings(self) -> dict[str, Any]:
         """Return every setting that changes the stage's output, as plain values.
 
-        A saved state must agree on them.
+        A saved state is only loaded with equal settings.
         """
         return {}
 
     @property
     def sources(self) -> tuple[Stage, ...]:
-        """Stages directly upstream.
-
-        A reader has none, and a stage that merges has several.
-        """
+        """Sources of this stage: none for a reader, and several for a stage that merges."""
         return (self.source,)
 
     @cached_property
     def info(self) -> StageInfo:
-        """Lane, depth, encoder and further facts from `describe`, which is called once."""
+        """The result of `describe`: lane, depth, encoder and further facts.
+
+        It is called once.
+        """
         return self.describe()
 
     def describe(self) -> StageInfo:
-        """Build `info`, one deeper than the source's.
+        """Build `info` from the source's `info`, with a larger depth.
 
-        It is called again in a `Blend`, once the branch has its name.
+        A `Blend` has it called again when it names the branch.
         """
         info = self.source.info
         return replace(info, depth=info.depth + 1, declared=False)
@@ -199,11 +202,11 @@ class Stage:
 
 
 class SampleStage(Stage):
-    """Stage that yields samples, not read yet.
+    """Stage that yields samples, whose parts are read on access.
 
-    It is a reader, a `ShuffleBuffer`, a `Blend` of them, or your own filter.
+    It is a reader, a `ShuffleBuffer`, a `Blend` of such stages, or your own filter.
 
-    Samples that a reader excludes pass through it too: `Encode` leaves them out.
+    Samples that a reader excludes pass through it too; `Encode` leaves them out.
 
     Args:
         source: The stage before this one, of samples.
@@ -228,7 +231,7 @@ class SampleStage(Stage):
         super().__init__(source)
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
-        """Return the samples with these refs; their parts are read when asked for.
+        """Return the samples with these refs. Parts are read on access.
 
         Args:
             refs: REF (any,).
@@ -236,18 +239,20 @@ class SampleStage(Stage):
         return self.source.open_samples(refs)
 
     def prefetch(self, refs: RefArray) -> None:
-        """Begin to download samples that a restored stage holds; nothing for local files.
+        """Start to download samples that a restored stage holds.
+
+        It does nothing for local files.
 
         Args:
-            refs: Their refs, REF (any,).
+            refs: The refs of the samples, REF (any,).
         """
         self.source.prefetch(refs)
 
 
 class ItemStage(Stage):
-    """Stage that yields items, or packs of them.
+    """Stage that yields items, or packs of items.
 
-    It is `Encode`, `OnlinePacker`, a `Blend` of them, or your own stage.
+    It is `Encode`, `OnlinePacker`, a `Blend` of such stages, or your own stage.
 
     Args:
         source: The stage before this one.
@@ -275,9 +280,9 @@ class ItemStage(Stage):
 class BatchStage(ItemStage):
     """A stage that yields batches: `Batcher`, `BucketBatcher`, or your own last stage.
 
-    `SavableLoader(tail="pad")` needs two more methods. `filler()` returns a batch of rows that do not count, for a lane
-    that has no more: a dict with a key "valid", bool (rows,), all False. While `self.lane.pad` is true, every batch has
-    the key "valid" and the same number of rows.
+    `SavableLoader(tail="pad")` needs two more methods. `filler()` returns a batch of padding rows, for a lane that has
+    no more batches: a dict with a key "valid", bool (rows,), all False. While `self.lane.pad` is true, every batch must
+    have the key "valid" and the same number of rows.
 
     Args:
         source: The stage before this one.
@@ -302,18 +307,24 @@ class BatchStage(ItemStage):
     yields = "batches"
 
     def filler(self) -> Any:
-        """Return a batch of padding rows for a lane that has no more.
+        """Return a batch of padding rows for a lane that has no more batches.
 
         See `tail="pad"`.
         """
         raise NotImplementedError(f'{type(self).__name__} has no filler(). Write one, or use tail="stop".')
 
     def more(self) -> bool | None:
-        """Whether another batch will come; None if that is not known before it is made."""
+        """Return whether another batch will come.
+
+        It is None if that is only known when the batch is built.
+        """
         return None
 
     def pass_over(self) -> bool:
-        """Skip the next batch, made only as far as that needs; False at the end."""
+        """Skip the next batch, and build no more of it than needed.
+
+        Returns False at the end.
+        """
         return any(True for _ in self)
 
 
@@ -323,7 +334,7 @@ StructType = TypeVar("StructType", bound=msgspec.Struct)
 def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructType:
     """Parse the state of a stage as the struct `kind`.
 
-    Raises `CheckpointMismatchError` if it is another stage's.
+    Raises `CheckpointMismatchError` if it is the state of another stage.
     """
     try:
         return msgspec.convert(state, kind)
@@ -347,12 +358,12 @@ def saved_refs(stage: Stage, raw: object) -> RefArray:
 
 
 class PassThrough(Stage):
-    """Mark of a stage whose `__next__` returns its source's last element.
+    """Base of a stage whose `__next__` returns the last element of its source.
 
     A filter is such a stage.
 
-    Such a stage holds nothing back, so it needs neither `ref` nor `fetch`, nor a state of its own. Do not mark a stage
-    that holds, reorders or merges elements: `savable_pipeline.testing.assert_exact_resume` finds that mistake.
+    Such a stage holds no elements, so it needs neither `ref` nor `fetch`, nor its own state. Do not derive a stage from
+    it that holds, reorders or merges elements: `savable_pipeline.testing.assert_exact_resume` finds that mistake.
 
     Args:
         source: The stage before this one.

@@ -1,10 +1,10 @@
-"""`StageInfo`: position of a stage in its pipeline, and upstream facts.
+"""`StageInfo`: position of a stage in its pipeline, and facts about its sources.
 
 Excluded samples are such a fact.
 
-reader(exclude=FILE) ──▶ ShuffleBuffer, Blend ──▶ Encode ──▶ OnlinePacker, Balance, Batcher
-deals all samples        hold all of them         leaves     at a restore, leave them out
-                                                  them out   of what the state holds
+reader(exclude=FILE) ──▶ ShuffleBuffer, Blend ──▶ Encode ────────▶ OnlinePacker, Balance, Batcher
+yields all samples       hold all samples         drops excluded   at a restore, drop excluded samples
+                                                  samples          from what the state holds
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REASON = "excluded"
 class ExcludedSamples:
     """Indices of excluded samples, by the tag of their source.
 
-    A source is absent if none of its samples is excluded.
+    A source without excluded samples is absent.
     """
 
     numbers: Mapping[int, frozenset[int]] = field(default_factory=dict)
@@ -40,11 +40,14 @@ class ExcludedSamples:
         return ExcludedSamples({**self.numbers, **other.numbers})
 
     def __contains__(self, index: int) -> bool:
-        """Whether the sample with this index, as it is in refs, is excluded."""
+        """Return whether a sample is excluded. `index` has the tag of its source, as in refs."""
         return untagged(index) in self.numbers.get(tag_of(index), ())
 
     def left_of(self, ref: ItemRef) -> ItemRef | None:
-        """The ref of an item or a pack without these samples; None if nothing is left."""
+        """Return the ref of an item or a pack without excluded samples.
+
+        It is None if nothing remains.
+        """
         return without(ref, self.__contains__)
 
 
@@ -56,9 +59,9 @@ def read_exclude_file(
 ) -> ExcludeFile | None:
     """Read an exclude file once for all lanes of a process.
 
-    `named` is the dataset's name. Without a file, the result is None.
+    Returns None without a file.
 
-    Raises ValueError for the file to which skipped samples are written.
+    `named` is the key of the dataset among shared objects. Raises ValueError if it is the quarantine file.
     """
     if path is None:
         return None
@@ -69,12 +72,15 @@ def read_exclude_file(
 
 
 def excluded_numbers(file: ExcludeFile | None, lane: Lane, tag: int) -> frozenset[int]:
-    """The samples of the source with this tag that a file, or a decision, excludes."""
-    named = frozenset[int]() if file is None else file.numbers
+    """Return the excluded samples of the source with this tag.
+
+    A file or a decision of the run excludes them.
+    """
+    of_file = frozenset[int]() if file is None else file.numbers
     decided = lane.facts.decisions.excluded.get(tag)
     if decided is None:
-        return named
-    return latest_shared(lane, ("decided exclude", tag), decided, lambda: named | lane.facts.decisions.numbers(tag))
+        return of_file
+    return latest_shared(lane, ("decided exclude", tag), decided, lambda: of_file | lane.facts.decisions.numbers(tag))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,33 +89,30 @@ class StageInfo:
 
     lane: Lane
     depth: int
-    """The number of stages before this one: part of the key of this stage's random numbers."""
+    """The number of stages before this one. It is part of the key of this stage's random numbers."""
     population: int
     """The number of samples in all datasets upstream."""
     endless: bool
     """Whether the stage never raises StopIteration."""
     tags: frozenset[int]
-    """The tags of the readers upstream: the number in a ref that names its source in a `Blend`; {0} without one."""
+    """The tags of upstream readers: numbers in refs that identify sources of a `Blend`; {0} without a `Blend`."""
     origins: frozenset[int]
-    """The `Ref.source` of the readers upstream."""
+    """`Ref.source` of upstream readers."""
     branch: str = ""
-    """The source of a `Blend` that the stage belongs to: "web", or "text/web" in nested Blends; "" outside of one."""
+    """The name of the `Blend` source to which the stage belongs, such as "web", or "text/web" if nested; else ""."""
     encoder: TaskEncoder | None = None
-    """The encoder that made the items that the stage yields; None if it yields samples."""
+    """The encoder of the items that the stage yields; None if it yields samples."""
     excluded: ExcludedSamples = NOTHING_EXCLUDED
-    """The samples of the readers upstream that must not be given."""
+    """The excluded samples of upstream readers."""
     gives_excluded: bool = False
-    """Whether the stage may give some of these: no `Encode`, or `Batcher` of samples, has left them out yet."""
+    """Whether the stage may yield excluded samples, because no `Encode` or `Batcher` has left them out yet."""
     raises: bool = False
-    """Whether no stage skips a sample because of an error, or for lack of a joined one."""
+    """Whether no stage skips samples because of errors, or because a joined sample is missing."""
     declared: bool = False
-    """Whether the encoder may declare the sizes of elements, which are then given unmade."""
+    """Whether the encoder may declare the sizes of elements, which are then yielded unmade."""
 
     def left_of(self, ref: ItemRef) -> ItemRef | None:
-        """Remove excluded samples and removed sources from a ref.
-
-        The ref is of an item or a pack.
-        """
+        """Remove excluded samples and removed sources from the ref of an item or a pack."""
         return without(ref, lambda index: tag_of(index) not in self.tags or index in self.excluded)
 
     def key(self, purpose: str) -> int:

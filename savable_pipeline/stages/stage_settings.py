@@ -1,7 +1,7 @@
 """Settings of stages: comparison with a saved state, and printing.
 
-A setting must be equal, unless `allow` names it, or a `SettingRule` says how else it is compared: `Stage.setting_rules`
-has them. Of a function a state keeps its name and its own settings. `tree` prints the stages of a lane.
+A setting must be equal, unless `allow` names it or a `SettingRule` in `ChunkedStage.setting_rules` compares it in
+another way. For a function, a state has its name and its settings. `tree` prints the stages of a lane.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from savable_pipeline.data.shards.shard_list import ShardList
 
 @dataclass(frozen=True, slots=True)
 class SettingRule:
-    """What is special about one setting where a state is loaded."""
+    """Rule for a setting whose comparison with a saved state is not plain equality."""
 
     fixed: str = ""
-    """Why it may never differ; empty: it may where `allow` names it."""
+    """Why the setting may never differ. If empty, it may differ if `allow` names it."""
     allowed_by: str = ""
-    """The name of another field: where `allow` has that, this one may differ too."""
+    """The name of another field. If `allow` names that field, this setting may differ too."""
     follows: tuple[str, ...] = ()
-    """Settings of the same stage: where one of these differs and may, this one may as well."""
+    """Settings of the same stage. If one of them differs, and may differ, this setting may differ too."""
     absent: str = ""
-    """What its absence from a state, or here, stands for: how to ask for it."""
+    """What it means if the setting is absent from a state or from the stage, for messages."""
     field: str = ""
-    """Its name in states and in `allow`, which is else STAGE.SETTING."""
+    """The name of the setting in states and in `allow`; by default STAGE.SETTING."""
     comes: str = ""
-    """Not empty: where only a run here has it, that is a warning. It says why it matters where both differ."""
+    """If not empty, a setting that only the stage has is a warning. The text says why a difference matters."""
     goes: bool = False
-    """Where only a state has it, that is a warning too."""
+    """Whether a setting that only the state has is a warning, not an error."""
     shards: Callable[[Any], ShardList] | None = None
-    """The setting is a summary of shards, which this finds in the stage."""
+    """If the setting is a summary of shards, a function that returns the stage's shards."""
     whole_stage: bool = False
-    """The stage has neither state nor random numbers, only this setting: one may be added to a run, or taken away."""
+    """Whether this setting is all that a state has of the stage, so that the stage may be added or removed."""
 
 
 _OTHER_LENGTHS = "the table of media says other values since, so that packs would be others: put back the one that was"
 _HEADERS = "no table of media, so that headers are read"
-MEDIA_RULES = {  # of what `KnownMedia.settings` has: the table says what the headers do
+MEDIA_RULES = {  # for `KnownMedia.settings`; a table of media has the same values as the headers of the files
     "media": SettingRule(field="media", comes=_OTHER_LENGTHS, goes=True, absent=_HEADERS),
 }
 
@@ -47,9 +47,8 @@ MEDIA_RULES = {  # of what `KnownMedia.settings` has: the table says what the he
 def function_settings(argument: str, function: Callable[..., Any]) -> dict[str, Any]:
     """Return the settings of a function under the name of an argument.
 
-    They are its name, or the class and the `settings()` of a callable object.
-
-    A fingerprint cannot hold code: a change inside the function is not seen.
+    They are its name, or the class and the `settings()` of a callable object. A change inside the function is not
+    detected, because a fingerprint has no code.
     """
     settings = getattr(function, "settings", None)
     if settings is None:
@@ -58,12 +57,12 @@ def function_settings(argument: str, function: Callable[..., Any]) -> dict[str, 
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name of a function, or of the class of a callable object."""
+    """Return the name of a function, or of the class of a callable object."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def check_function(stage: str, argument: str, function: object) -> None:
-    """Raise ValueError unless a fingerprint can tell this callable from another one."""
+    """Raise ValueError unless a callable has a name or settings for a fingerprint."""
     if not callable(function) or isinstance(function, type):
         raise ValueError(f"{stage}: {argument} must be a function, not {function!r}")
     if not hasattr(function, "__qualname__") and not hasattr(function, "settings"):
@@ -76,7 +75,7 @@ _SHOWN = 60  # characters of a setting that are printed
 
 
 def tree(stage: str, sources: Iterable[str] = ()) -> str:
-    """A stage above the trees of its sources.
+    """Print a stage with the trees of its sources below it.
 
     Example:
         >>> from savable_pipeline.stages.stage_settings import tree
@@ -88,7 +87,9 @@ def tree(stage: str, sources: Iterable[str] = ()) -> str:
 
 
 def called(name: str, settings: Mapping[str, Any]) -> str:
-    """A stage with its settings but for those that are None: "Batcher(size=4)".
+    """Print a stage with its settings: "Batcher(size=4)".
+
+    Settings that are None are left out.
 
     Example:
         >>> from savable_pipeline.stages.stage_settings import called
@@ -99,7 +100,7 @@ def called(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def short(value: Any) -> str:
-    """A value as it is printed: of a long one the begin, of a long list its length."""
+    """Print a value: the beginning of a long one, and only the length of a long list."""
     if isinstance(value, list | tuple) and (len(value) > 4 or any(isinstance(part, list | tuple) for part in value)):
         return f"{len(value)} of them"
     shown = repr(value)

@@ -13,7 +13,7 @@ class Skip:
     """Result of `TaskEncoder.encode` that drops and counts the sample.
 
     Args:
-        reason: The name of the count.
+        reason: The name under which it is counted.
 
     Example:
         >>> class Large(sp.TaskEncoder):
@@ -57,31 +57,33 @@ class TaskEncoder:
     """
 
     global_rng: bool | tuple[str, ...] | None = None
-    """The global generators to seed for each call: all if a call is found to draw from one (None), all (True), none
-    (False), or some of "python", "numpy", "torch"."""
+    """The global generators to seed for each call: all (True), none (False), or some of "python", "numpy", "torch".
+
+    None: all of them, as soon as a call is found to draw from one.
+    """
 
     thread_safe: bool = False
-    """Set it True if threads may call its methods at the same time: as workers they then need no copy each."""
+    """Set it to True if several threads may call its methods at the same time; they then share one encoder."""
 
     one_to_one: bool = False
-    """Set it True if `encode` makes exactly one item of every sample, and `pack` skips none.
+    """Set it to True if `encode` returns exactly one item for every sample, and `pack` skips none.
 
-    A finite loader then knows its length without packs, and `loader.skip` encodes nothing: see there.
+    A finite loader without packing then knows its length, and `loader.skip` does not encode.
     """
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
-        """Make an item of a sample.
+        """Encode a sample as an item.
 
         Args:
-            sample: The sample, whose parts are read when asked for.
+            sample: The sample. Its parts are read on access.
             rng: Random numbers of this call.
 
         Returns:
-            One item, any value but None; or `Skip(reason)`; or an iterator of items (an object with `__next__`; a list
-            is one item). If it raises, `Encode(on_error=)` decides whether to skip the sample. An iterator may have a
-            method `pass_over(parts)`, which goes on behind that many more items without making them and returns how
-            many there were: a resume in the middle of a sample calls it, and the random numbers of the next item are
-            set as if they had been made.
+            One item, which is any value except None; or `Skip(reason)`; or an iterator of items (an object with
+            `__next__`; a list is one item). If it raises, `Encode(on_error=)` decides whether to skip the sample. An
+            iterator may have a method `pass_over(parts)`, which a resume in the middle of a sample calls. It skips
+            that many items without building them, and returns the number of skipped items. The random numbers of the
+            next item are the same as after building them.
 
         Example:
             >>> class Captions(sp.TaskEncoder):
@@ -98,7 +100,7 @@ class TaskEncoder:
         `OnlinePacker`, `BucketBatcher` and a `Blend` by tokens call it.
 
         Args:
-            item: What `encode` made.
+            item: A result of `encode`.
 
         Example:
             >>> sp.TaskEncoder().length([5, 3, 8])
@@ -112,7 +114,7 @@ class TaskEncoder:
         `OnlinePacker` and `Balance` call it.
 
         Args:
-            item: What `encode` made.
+            item: A result of `encode`.
 
         Example:
             >>> sp.TaskEncoder().images([5, 3, 8])
@@ -125,16 +127,16 @@ class TaskEncoder:
 
         The default is None.
 
-        Write it where it is cheap, from the size of a text or the header of an image: `OnlinePacker` then places
-        samples by it, and encodes them once, when their pack is due, however many packs are held. A length other than
-        the item's is an `EncodeError`. `sample.media()` says how long audio and video are and how large images are,
-        without decoding; `savable index --media` has it say so without a read.
+        Define it if the length is cheap to find, such as from the size of a text or the header of an image.
+        `OnlinePacker` then chooses packs by this length, and encodes each sample once, when its pack is yielded. An
+        `EncodeError` is raised if the item has another length. `sample.media()` returns the duration of audio and
+        video, and the size of images, without decoding; after `savable index --media` also without reading.
 
         Args:
             sample: The sample that would be encoded.
 
         Returns:
-            The length in tokens; None if it is unknown, or if `encode` skips the sample or makes several items of it.
+            The length in tokens; None if it is unknown, or if `encode` skips the sample or returns several items.
 
         Example:
             >>> class Texts(sp.TaskEncoder):
@@ -157,7 +159,7 @@ class TaskEncoder:
     def images_of(self, sample: Sample) -> int:
         """Return, without encoding, the `images` of a sample's item.
 
-        It is needed in addition to `length_of` if `images` is not 0.
+        Define it together with `length_of` if `images` is not always 0.
 
         Args:
             sample: The sample that would be encoded.
@@ -177,9 +179,9 @@ class TaskEncoder:
         `OnlinePacker` calls it to truncate or split items.
 
         Args:
-            item: What `encode` made.
+            item: A result of `encode`.
             start: The first token of the part.
-            stop: The token after its last.
+            stop: The token after the last token of the part.
 
         Returns:
             An item of length `stop - start`.
@@ -191,7 +193,7 @@ class TaskEncoder:
         return item[start:stop]
 
     def pack(self, items: list[Any], rng: Rng) -> Any:
-        """Make a pack of several items, for `OnlinePacker`. There is no default.
+        """Build a pack of several items, for `OnlinePacker`. There is no default.
 
         Args:
             items: The items, in order.
@@ -210,7 +212,7 @@ class TaskEncoder:
         raise NotImplementedError(f"{type(self).__name__} has no pack(items, rng). Write one, or remove the packer.")
 
     def batch(self, items: list[Any], rng: Rng) -> Any:
-        """Build a batch, by default as torch's `default_collate`.
+        """Build a batch, by default like torch's `default_collate`.
 
         It stacks tensors of equal shape.
 
@@ -227,7 +229,7 @@ class TaskEncoder:
     def settings(self) -> dict[str, Any]:
         """Return every setting that changes items, packs or batches.
 
-        They are plain values, on which a saved state must agree.
+        They are plain values. A saved state is only loaded with equal settings.
 
         Example:
             >>> sp.TaskEncoder().settings()
@@ -237,9 +239,9 @@ class TaskEncoder:
 
 
 def encoder_settings(encoder: TaskEncoder) -> dict[str, Any]:
-    """Return an encoder's class and settings for a stage's settings.
+    """Return an encoder's class and settings, to be added to a stage's settings.
 
-    They have the prefix "encoder.".
+    Names of settings get the prefix "encoder.".
     """
     own = {f"encoder.{name}": value for name, value in encoder.settings().items()}
     return {"encoder": type(encoder).__qualname__, **own}
@@ -250,7 +252,7 @@ class Decoded(TaskEncoder):
 
     A batch is a dict of lists, with None for a missing part.
 
-    It draws no random numbers. To stack or crop, write an encoder of your own.
+    It draws no random numbers. To stack or crop, write your own encoder.
 
     Example:
         >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), sp.Decoded())
@@ -273,12 +275,15 @@ class Decoded(TaskEncoder):
 
 
 def common_encoder(encoders: list[TaskEncoder | None]) -> TaskEncoder | None:
-    """The encoder that all sources share; an `_AmbiguousEncoder` if they have several."""
+    """Return the encoder that all sources share.
+
+    It is an `_AmbiguousEncoder` if they have different encoders.
+    """
     return encoders[0] if all(encoder is encoders[0] for encoder in encoders) else _AmbiguousEncoder()
 
 
 class _AmbiguousEncoder(TaskEncoder):
-    """Represents the encoders of several branches: its methods raise ValueError, since a stage cannot choose one."""
+    """Stands for several encoders of branches. Its methods raise ValueError, because a stage cannot choose one."""
 
     global_rng = False
 

@@ -3,8 +3,8 @@
     SimpleShardList ─ splitters ─ shuffle ─ tar files │ shuffle     │ decode ─ map ─ to_tuple │ shuffle │ batched ─ map
     read(urls, shuffle=…)                             │ .shuffle(n) │ .encode(…)              │ .shuffle│ .batch(n)
 
-webdataset's stages are values that can be read. Stages that handle one sample at a time run as they are, on one sample,
-so that their results are webdataset's. Stages that hold samples become stages with a state.
+The stages of a webdataset pipeline are objects that can be inspected. Stages that handle one sample at a time run
+unchanged, so that their results are webdataset's. Stages that hold samples are replaced by stages with a state.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _PER_SAMPLE |= {"_extract_keys", "_rename_keys", "_xdecode", "_rsample", "_log_k
 _ONE_TO_ONE = {"_decode", "_rename", "_map_dict", "_map_tuple", "_to_tuple", "_associate", "_extract_keys", "_xdecode"}
 _FAN_OUTS = {"_unlisted", "_unbatched"}
 _STOPS = {"ignore_and_stop", "warn_and_stop"}
+# Advice by the name of an unsupported stage.
 _INSTEAD = {
     "DirectoryShardList": "Give sp.read the folder.",
     "MultiShardSample": "Write sp.blend of one sp.read for each dataset.",
@@ -51,22 +52,22 @@ _OWN = (
     "If it handles one sample at a time, pass per_sample=[it]. "
     "If it stands for a stage of webdataset, pass replace={it: stage}."
 )
-_PICKLED = {"pyd", "pickle", "pkl", "pth"}
-_LISTED = 32  # most elements of a list that is compared by its elements
-_FIRST = 8  # samples on which stages of `per_sample` are checked
+_PICKLED = {"pyd", "pickle", "pkl", "pth"}  # suffixes of parts that webdataset unpickles
+_LISTED = 32  # the settings of a longer list have only its length
+_FIRST = 8  # the number of samples on which stages of `per_sample` are checked
 
 
 def read_webdataset(
     dataset: Any, read: ReadShards, options: Mapping[str, Any], *, per_sample: Sequence[Any], replace: Mapping[Any, Any]
 ) -> Pipeline:
-    """Return the pipeline that yields what a webdataset pipeline yields.
+    """Return a pipeline with the same samples and results as a webdataset pipeline.
 
     Args:
         dataset: A `webdataset.WebDataset`, `DataPipeline`, `WebLoader`, `RandomMix` or `RoundRobin`.
         read: `sp.read`.
         options: Options of `read`, which replace those of the dataset.
         per_sample: Stages of the user that handle one sample at a time.
-        replace: Stages of the user, or their classes or functions, with the webdataset stage that each stands for.
+        replace: Stages of the user, or their classes or functions, and for each a webdataset stage that acts like it.
 
     Raises:
         ValueError: A stage cannot be exact.
@@ -78,27 +79,27 @@ def read_webdataset(
 
 @dataclass
 class _Chain:
-    """The stages of a webdataset pipeline, sorted by what each becomes."""
+    """The stages of a webdataset pipeline, grouped by what replaces them."""
 
     per_sample: Sequence[Any]
     replace: Mapping[Any, Any]
     urls: Any = None
-    reading: dict[str, Any] = field(default_factory=lambda: {"shuffle": False, "epochs": 1})
+    reading: dict[str, Any] = field(default_factory=lambda: {"shuffle": False, "epochs": 1})  # options of `sp.read`
     suffixes: set[str] | None = None
     select_files: Callable[[str], bool] | None = None
-    opened: bool = False
-    buffers: list[int] = field(default_factory=list)  # of samples
-    stages: list[Any] = field(default_factory=list)  # on one sample
-    checked: bool = False  # whether one of them is in `per_sample`
+    opened: bool = False  # whether the stage that opens shards was added
+    buffers: list[int] = field(default_factory=list)  # sizes of shuffle buffers of samples
+    stages: list[Any] = field(default_factory=list)  # that handle one sample at a time
+    checked: bool = False  # whether one of these stages is in `per_sample`
     has_fan_out: bool = False
-    item_buffers: list[int] = field(default_factory=list)  # of items
+    item_buffers: list[int] = field(default_factory=list)  # sizes of shuffle buffers of items
     batch: tuple[int, Any, bool] | None = None  # size, collation, whether the last one may be smaller
-    batch_stages: list[Any] = field(default_factory=list)
-    branches: list[_Chain] = field(default_factory=list)
-    mix: dict[str, Any] = field(default_factory=dict)
+    batch_stages: list[Any] = field(default_factory=list)  # after batching
+    branches: list[_Chain] = field(default_factory=list)  # the datasets of a mix
+    mix: dict[str, Any] = field(default_factory=dict)  # options of `Blend`
 
     def add_dataset(self, dataset: Any) -> None:
-        """Add all stages of a dataset, and those of the datasets in it."""
+        """Add all stages of a dataset, including those of nested datasets."""
         name = type(dataset).__name__
         if name in ("RandomMix", "RoundRobin"):
             self._add_mix(dataset)
@@ -107,7 +108,7 @@ class _Chain:
             self.add(dataset)
             return
         for stage in dataset.pipeline:
-            if hasattr(stage, "batch_size") and hasattr(stage, "dataset"):  # torch's DataLoader, in a WebLoader
+            if hasattr(stage, "batch_size") and hasattr(stage, "dataset"):  # torch's DataLoader in a WebLoader
                 self.add_dataset(stage.dataset)
                 if stage.batch_size is not None:
                     self._add_batched(stage.batch_size, stage.collate_fn, not stage.drop_last)
@@ -134,16 +135,17 @@ class _Chain:
             self._repeat(dataset.repetitions)
 
     def _repeat(self, times: int | None) -> None:
-        """Read all data so many times as often as before; None: without end."""
+        """Multiply the epochs by `times`; None: endless."""
         for chain in self.readers():
             epochs = chain.reading["epochs"]
             chain.reading["epochs"] = None if times is None or epochs is None else times * epochs
 
     def readers(self) -> list[_Chain]:
-        """The chains that read shards: those of the branches, or this one."""
+        """Return the chains that read shards: those of the branches, or this one."""
         return [reader for branch in self.branches for reader in branch.readers()] or [self]
 
     def _add_mix(self, mix: Any) -> None:
+        """Add the datasets of a `RandomMix` or `RoundRobin` as branches."""
         for dataset in mix.datasets:
             self.branches.append(_Chain(self.per_sample, self.replace))
             self.branches[-1].add_dataset(dataset)
@@ -188,6 +190,7 @@ class _Chain:
             raise ValueError(f"sp.read cannot resume the stage {_named(stage)} exactly. {_INSTEAD.get(name, _OWN)}")
 
     def _add_shuffle(self, size: int) -> None:
+        """Add a shuffle buffer, or shuffle shards if they are not opened yet."""
         if not self.opened:
             self.reading["shuffle"] |= size > 0
         elif self.batch is not None:
@@ -198,6 +201,7 @@ class _Chain:
             (self.item_buffers if self.has_fan_out or self.branches else self.buffers).append(size)
 
     def _add_opener(self, stage: Any) -> None:
+        """Add a stage that opens shards, with its choice of files and its handler of errors."""
         self.opened = True
         settings = _settings(stage)
         if _handler(settings) is not None:
@@ -217,7 +221,8 @@ class _Chain:
 
     def _add_per_sample(self, stage: Any, *, has_fan_out: bool) -> None:
         if self.batch is not None and _name(stage) in _FAN_OUTS:
-            _, collation, _ = self.batch  # batches that are taken apart again: the same with one sample in each
+            # batches are divided into samples again, so that batches of one sample do the same
+            _, collation, _ = self.batch
             own = [each for each in self.batch_stages if not isinstance(each, partial)]
             if own or (collation is not None and getattr(collation, "__name__", "") != "default_collation_fn"):
                 raise ValueError(
@@ -249,7 +254,7 @@ class _Chain:
         return items.batch(size, drop_last=not partial_batches, encoder=self._encoder())
 
     def items(self, read: ReadShards, options: Mapping[str, Any], *, encode: bool) -> SamplePipeline | ItemPipeline:
-        """Return the pipeline up to the batches, with an encoder if asked for."""
+        """Return the pipeline without batching. If `encode`, it has an encoder."""
         items: Any
         if self.branches:
             steps = {str(n): each.items(read, options, encode=True).step for n, each in enumerate(self.branches)}
@@ -289,21 +294,18 @@ class WebDatasetEncoder(TaskEncoder):
         self.one_to_one = all(_makes_one(stage) for stage in chain.stages)
         self._decodes = any(_name(stage) in ("_decode", "_xdecode") or _is_decoder(stage) for stage in chain.stages)
         self._earlier: list[tuple[dict[str, Any], int]] | None = [] if chain.checked else None
-        self.global_rng = True if chain.checked else None  # `_check` seeds
+        self.global_rng = True if chain.checked else None  # `_check` seeds global generators
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
-        """Return what the stages yield for the sample.
-
-        It is an item, a `Skip`, or an iterator of items.
-        """
+        """Return the item of a sample, a `Skip`, or an iterator of items."""
         fields = self._fields(sample)
         if self._earlier is not None:
             self._check(fields, rng)
         self._skipped.clear()
-        found = _run(self._stages, [fields])
+        results = _run(self._stages, [fields])
         if self._has_fan_out:
-            return iter(found)
-        items = list(found)
+            return iter(results)
+        items = list(results)
         if len(items) == 1:
             return items[0]
         if items:
@@ -329,6 +331,7 @@ class WebDatasetEncoder(TaskEncoder):
         return {"stages": stages, "batch": batch, "suffixes": sorted(self._suffixes) if self._suffixes else None}
 
     def _fields(self, sample: Sample) -> dict[str, Any]:
+        """Return a sample as webdataset's dict, with the parts that the pipeline reads."""
         fields: dict[str, Any] = {}
         if self._named:
             shard = sample.shard
@@ -346,7 +349,7 @@ class WebDatasetEncoder(TaskEncoder):
         return fields
 
     def _checked_suffix(self, name: str) -> str:
-        """The name of a part in webdataset's samples; "" for one that is not read."""
+        """Return the name of a part in webdataset's samples, or "" for a part that is not read."""
         suffix = name.lower()
         if self._suffixes is not None and suffix not in self._suffixes:
             return ""
@@ -358,7 +361,7 @@ class WebDatasetEncoder(TaskEncoder):
         return suffix
 
     def _check(self, fields: dict[str, Any], rng: Rng) -> None:
-        """Raise ValueError if the stages make something else of several samples together than of each alone."""
+        """Raise ValueError if stages have other results for several samples together than for each alone."""
         assert self._earlier is not None
         seed = seeder(True)
         assert seed is not None
@@ -382,23 +385,27 @@ class WebDatasetEncoder(TaskEncoder):
 
 
 def _run(stages: Iterable[Any], samples: Iterable[Any]) -> Iterable[Any]:
-    found: Any = iter(samples)
+    """Pass samples through stages, and return an iterable of the results."""
+    results: Any = iter(samples)
     for stage in stages:
-        found = stage.run(found) if hasattr(stage, "run") else stage(found)
-    return found  # type: ignore[no-any-return]
+        results = stage.run(results) if hasattr(stage, "run") else stage(results)
+    return results  # type: ignore[no-any-return]
 
 
 def _batches_of_one(collation: Any, samples: Iterable[Any]) -> Iterator[Any]:
+    """Stage that makes a batch of each sample."""
     for sample in samples:
         yield [sample] if collation is None else collation([sample])
 
 
 def _map_each(function: Callable[[Any], Any], samples: Iterable[Any]) -> Iterator[Any]:
+    """Stage that calls a function for each sample."""
     for sample in samples:
         yield function(sample)
 
 
 def _is_key(value: Any) -> bool:
+    """Return whether a value is hashable."""
     try:
         hash(value)
     except TypeError:
@@ -407,16 +414,18 @@ def _is_key(value: Any) -> bool:
 
 
 def _name(stage: Any) -> str:
+    """Return the name of the function of a stage, or of its class."""
     kind = getattr(stage, "f", stage)
     return str(getattr(kind, "__name__", type(kind).__name__))
 
 
 def _named(stage: Any) -> str:
-    """The name of a stage as the user wrote it: `info` for webdataset's `_info`."""
+    """Return the name of a stage as the user wrote it, such as `info` for webdataset's `_info`."""
     return _name(stage).lstrip("_")
 
 
 def _is_library(stage: Any) -> bool:
+    """Return whether a stage is webdataset's, not the user's."""
     return str(getattr(getattr(stage, "f", None), "__module__", "")).split(".")[0] == "webdataset"
 
 
@@ -425,7 +434,7 @@ def _shuffle_size(stage: Any) -> int:
 
 
 def _settings(stage: Any) -> dict[str, Any]:
-    """The arguments of a stage by name."""
+    """Return the arguments of a stage by name."""
     if not hasattr(stage, "kw"):
         return {"handler": stage.handler} if hasattr(stage, "handler") else {}
     bound = inspect.signature(stage.f).bind(None, *stage.args, **stage.kw)
@@ -434,7 +443,10 @@ def _settings(stage: Any) -> dict[str, Any]:
 
 
 def _handler(settings: Mapping[str, Any]) -> Any:
-    """The handler that continues after an error; None if errors are raised. Raises ValueError for one that stops."""
+    """Return the handler that continues after an error, or None if errors are raised.
+
+    Raises ValueError for a handler that ends the run.
+    """
     handler = settings.get("handler")
     name = getattr(handler, "__name__", "")
     if name in _STOPS:
@@ -443,7 +455,7 @@ def _handler(settings: Mapping[str, Any]) -> Any:
 
 
 def _with_handler(stage: Any, skipped: list[BaseException]) -> Any:
-    """The stage, with a handler that also keeps the error, for the count."""
+    """Return the stage with a handler that also adds the error to `skipped`."""
     handler = _handler(_settings(stage))
     if handler is None:
         return stage
@@ -456,6 +468,8 @@ def _with_handler(stage: Any, skipped: list[BaseException]) -> Any:
 
 @dataclass
 class _CountingHandler:
+    """Handler of errors that adds each skipped error to `skipped`."""
+
     handler: Callable[[BaseException], bool]
     skipped: list[BaseException]
 
@@ -467,13 +481,13 @@ class _CountingHandler:
 
 
 def _makes_one(stage: Any) -> bool:
-    """Whether a stage makes exactly one item of each sample, or raises."""
+    """Return whether a stage makes exactly one item of each sample, or raises."""
     named = _name(stage) in _ONE_TO_ONE or _is_decoder(stage)
     return isinstance(stage, partial) or (named and _handler(_settings(stage)) is None)
 
 
 def _uses_name(stages: Sequence[Any]) -> bool:
-    """Whether stages may use the key or the shard of a sample: a key costs as much as a small part."""
+    """Return whether stages may use the key or the shard of a sample. Reading a key takes as long as a small part."""
     for stage in stages:
         name = _name(stage)
         if name == "_to_tuple" or (name == "_rename" and not stage.kw.get("keep", True)):
@@ -484,18 +498,18 @@ def _uses_name(stages: Sequence[Any]) -> bool:
 
 
 def _is_decoder(stage: Any) -> bool:
+    """Return whether a stage calls a `Decoder` of webdataset."""
     return any(type(value).__name__ == "Decoder" for value in getattr(stage, "args", ()))
 
 
 def _described(value: Any, depth: int = 5) -> str:
-    """A stage or an argument for the settings: names of functions, plain values, and the fields of objects."""
+    """Describe a stage or an argument for settings: names of functions, plain values, and fields of objects."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
     if isinstance(value, list | tuple | set | frozenset):
-        shown = (
-            [_described(each, depth - 1) for each in value] if depth and len(value) <= _LISTED else [str(len(value))]
-        )
-        return f"[{', '.join(sorted(shown) if isinstance(value, set | frozenset) else shown)}]"
+        is_listed = depth and len(value) <= _LISTED
+        parts = [_described(each, depth - 1) for each in value] if is_listed else [str(len(value))]
+        return f"[{', '.join(sorted(parts) if isinstance(value, set | frozenset) else parts)}]"
     if hasattr(value, "f") and hasattr(value, "kw"):
         named = [
             f"{name}={_described(each, depth - 1)}" for name, each in sorted(value.kw.items()) if name != "handler"

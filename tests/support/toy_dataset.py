@@ -48,7 +48,7 @@ class NumberDataset:
     def prefetch(self, refs: RefArray) -> None:
         pass
 
-    def open_samples(self, refs: RefArray) -> list[Sample]:
+    def open_samples(self, refs: RefArray, *, request: bool = True) -> list[Sample]:
         return [Sample(self, 0, 0, index, epoch) for index, epoch in refs.tolist()]  # type: ignore[arg-type]
 
 

@@ -1,6 +1,6 @@
 """`Mixture`: datasets with weights or repetitions, from a file.
 
-`samples` builds the `Blend` of one lane.
+`Mixture.samples` builds the `Blend` of one lane.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from savable_pipeline.stages.stage import SampleStage
 class MixtureSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One dataset of a mixture.
 
-    It has shards, weight or repetitions, split and subset, your own tags, and settings of its format.
+    It has files, a weight or repetitions, the user's tags, and settings of its reader.
     """
 
     path: str | list[str]
@@ -48,8 +48,8 @@ class Mixture(msgspec.Struct, frozen=True):
 
     Attributes:
         sources: The datasets and mixtures, by name.
-        weight: This mixture's own among its neighbours in a mixture.
-        schedule: The weights of its sources, if they change.
+        weight: The weight of this mixture among its neighbours in an outer mixture.
+        schedule: The weights of the sources, if they change during the run.
 
     Example:
         >>> _ = Path("two.yaml").write_text('''
@@ -92,7 +92,7 @@ class Mixture(msgspec.Struct, frozen=True):
             cache: As for `sp.TarShardReader`.
             cache_bytes: As for `sp.TarShardReader`.
             exclude: As for `sp.TarShardReader`.
-            epochs: Of datasets without repetitions. None: they repeat for ever.
+            epochs: The epochs of datasets without repetitions. None: they repeat forever.
             stride: As for `sp.Blend`.
 
         Raises:
@@ -106,22 +106,21 @@ class Mixture(msgspec.Struct, frozen=True):
             200
         """
         shared = {"shuffle": shuffle, "block_size": block_size, "window": window, "exclude": exclude, "epochs": epochs}
-        return _Building(lane, shared, (cache, cache_bytes), stride).built(self)
+        return _BlendBuilder(lane, shared, (cache, cache_bytes), stride).build(self)
 
     @property
     def is_scheduled(self) -> bool:
         """Whether weights change during the run, here or in a nested mixture.
 
-        A scheduled mixture is endless.
+        Such a mixture is endless.
         """
-        return self.schedule is not None or any(
-            isinstance(e, Mixture) and e.is_scheduled for e in self.sources.values()
-        )
+        nested = [source for source in self.sources.values() if isinstance(source, Mixture)]
+        return self.schedule is not None or any(mixture.is_scheduled for mixture in nested)
 
     def tags(self) -> dict[str, dict[str, Any]]:
         """Return the tags of each dataset by `Sample.source`.
 
-        The name is "code/python" in a nested mixture.
+        The source is named like "code/python" in a nested mixture.
 
         Example:
             >>> text = "sources: {web: {path: shards/0.tar, weight: 1, tags: {kind: page}}}"
@@ -140,19 +139,19 @@ class Mixture(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Building:
-    """How a mixture is built: the options that its readers share, and the cache that tars go through."""
+class _BlendBuilder:
+    """Builds the stages of a mixture, with the options that its readers share."""
 
     lane: Lane
     shared: dict[str, Any]
-    cache: tuple[Any, int | None]  # folder, bytes
+    cache: tuple[Any, int | None]  # of tars: the folder, and the limit in bytes
     stride: int
 
-    def built(self, entry: MixtureSource | Mixture) -> SampleStage:
-        """The reader of a dataset, or the `Blend` of a nested mixture."""
+    def build(self, entry: MixtureSource | Mixture) -> SampleStage:
+        """Build the reader of a dataset, or the `Blend` of a nested mixture."""
         if isinstance(entry, MixtureSource):
             return self._reader(entry)
-        stages = {name: self.built(inner) for name, inner in entry.sources.items()}
+        stages = {name: self.build(inner) for name, inner in entry.sources.items()}
         if entry.schedule is not None:
             return Blend(stages, weights=entry.schedule, stride=self.stride)
         weights = {name: _weight(inner, stages[name]) for name, inner in entry.sources.items()}
@@ -166,12 +165,12 @@ class _Building:
         if source_at(as_names(entry.path), "", self.lane, self.cache).format.name == TAR:
             options |= zip(("cache", "cache_bytes"), self.cache, strict=True)
         if entry.repetitions is not None:
-            options["epochs"] = entry.repetitions or 1  # 0: off, by its weight in the Blend
+            options["epochs"] = entry.repetitions or 1  # with 0 repetitions, the weight in the Blend is 0
         return reader_of(entry.path, self.lane, options)
 
 
 def _weight(entry: MixtureSource | Mixture, stage: SampleStage) -> Weight:
-    """The weight of a mixture's entry; with repetitions the number of samples read, else that of the samples it has."""
+    """Return the weight of a dataset or a nested mixture: its own, or the number of samples in all its repetitions."""
     if entry.weight is not None:
         return entry.weight
     repetitions = entry.repetitions if isinstance(entry, MixtureSource) else None

@@ -2,7 +2,7 @@
 
     sources:
       web:
-        path: shards/web                 # as TarShardReader takes it; relative to this file
+        path: shards/web                 # what TarShardReader takes; relative to this file
         weight: 0.7
       books:
         path: [a.tar, b.tar]
@@ -26,10 +26,10 @@ or, with weights that change during the run:
       web: {path: shards/web}
       books: {path: shards/books}
 
-`weight` is a source's share among those beside it; the source repeats for ever. `repetitions` is a number of epochs,
-whole or not; the shares then follow from the sizes, so that sources end at about the same time. Sources side by side
-all have a `weight`, or all have `repetitions`, or none has either: then they repeat for ever, and their sizes are the
-weights, or a `schedule` beside `sources` has them. A weight or repetitions of 0 turn a source off.
+`weight` is a source's share among its neighbours; such a source repeats forever. `repetitions` is a number of epochs,
+also a fraction; shares then follow from the sizes, so that sources end at about the same time. Neighbouring sources
+all have a `weight`, or all have `repetitions`, or none has either. In the last case they repeat forever, and their
+weights are their sizes or those of a `schedule` beside `sources`. A weight or repetitions of 0 turn a source off.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from savable_pipeline.core.weights import exact_weight
 from savable_pipeline.stages.blending.mixture import Mixture, MixtureSource
 from savable_pipeline.stages.blending.schedule import Schedule
 
-_HUGE_POWER = re.compile(r"[eE][-+]?[0-9_]{4,}")  # of ten, in a weight that is a text
-_MOST_VALUES = 100_000  # of a YAML file, aliases counted each time
-_MOST_BYTES = 1 << 22
-_CLASSES = ("Metadataset", "MetadatasetV2")
-_BLENDS = {"blend": "weight", "datasets": "weight", "blend_epochized": "repetitions"}
-_NESTED = (".yaml", ".yml", ".json")
-_DEEPEST = 20
-# Keys of a dataset that change its samples, with the value that changes nothing.
+_HUGE_POWER = re.compile(r"[eE][-+]?[0-9_]{4,}")  # a power of ten with so many digits, in a weight that is a text
+_MOST_VALUES = 100_000  # values in a YAML file, where each use of an alias counts
+_MOST_BYTES = 1 << 22  # of a YAML file
+_CLASSES = ("Metadataset", "MetadatasetV2")  # of Megatron-Energon
+_BLENDS = {"blend": "weight", "datasets": "weight", "blend_epochized": "repetitions"}  # keys of blends, and of shares
+_NESTED = (".yaml", ".yml", ".json")  # file names of nested metadatasets
+_DEEPEST = 20  # levels of nested metadatasets
+# Keys of a dataset that could change its samples, with the only value that is accepted because it changes nothing.
 _PLAIN = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
 _SHUFFLED = "shuffle_over_epochs_multiplier"
 _REFUSED = {
@@ -69,16 +69,17 @@ _KEYS = {"path", "split_part", "subflavor", "subflavors", _SHUFFLED, *_PLAIN}
 
 
 def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> Mixture:
-    """Read a mixture from a YAML file; paths in it are relative to the file's folder.
+    """Read a mixture from a YAML file. Paths in it are relative to the file's folder.
 
-    A source has a `path` as `TarShardReader` takes it, a `weight` or `repetitions` (epochs), and may have a `split` and
-    a `subset`; or it is a mixture with `sources` of its own. Neighbouring sources all have a `weight` (a share; they
-    repeat for ever), or all have `repetitions` (they end at about the same time), or have neither: then they come by
-    their sizes, or by the `schedule` beside `sources`: `points`, each with a count `at` and `weights`, and a `shape`,
-    as of `Schedule`. `tags` are your own, for `Mixture.tags`.
+    A source has a `path`, which is anything that `TarShardReader` takes, a `weight` or `repetitions` (epochs), and
+    optionally a `split` and a `subset`. Or it is a mixture with its own `sources`. Neighbouring sources all have a
+    `weight` (a share; they repeat forever), or all have `repetitions` (they end at about the same time), or have
+    neither. In the last case, their weights are their sizes, or those of the `schedule` beside `sources`. It has
+    `points`, each with a count `at` and `weights`, and a `shape`, as in `Schedule`. `tags` may be anything;
+    `Mixture.tags` returns them.
 
-    A metadataset of Megatron-Energon, version 1 or 2, is a mixture too. A source has the name of its folder, and its
-    subflavors as tags; `blend_epochized` sets repetitions, which end.
+    A metadataset of Megatron-Energon, version 1 or 2, is a mixture too. A source is named by its folder, and its
+    subflavors are its tags; `blend_epochized` sets repetitions.
 
     Args:
         path: The YAML file.
@@ -88,7 +89,7 @@ def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> M
         The mixture, whose `samples(lane)` is the first stage of a pipeline.
 
     Raises:
-        ValueError: The file is no valid mixture, or has what cannot be kept; it names file and line.
+        ValueError: The file is not a valid mixture, or has unsupported settings; the error names file and line.
         OSError: The file cannot be read.
 
     Example:
@@ -110,6 +111,7 @@ def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> M
 
 
 def _mixture(entry: YamlEntry, *, top: bool = False) -> Mixture:
+    """Build the mixture of a mapping with `sources`. `top` is False for a nested one, which may have a `weight`."""
     for name in entry.value:
         if name not in ("sources", "schedule") and (top or name != "weight"):
             raise entry.wrong(f"unknown key {name!r}. Use `sources` or `schedule`.", entry.line_of(str(name)))
@@ -127,7 +129,7 @@ def _mixture(entry: YamlEntry, *, top: bool = False) -> Mixture:
 
 
 def _schedule(entry: YamlEntry, sources: dict[str, MixtureSource | Mixture]) -> Schedule:
-    """The weights of some sources beside each other that have none of their own."""
+    """Build the schedule of neighbouring sources, which must not have own weights."""
     for name in entry.value:
         if name not in ("points", "shape"):
             raise entry.wrong_at(str(name), f"unknown key {name!r}. Use `points` or `shape` (step or linear).")
@@ -158,15 +160,15 @@ def _schedule(entry: YamlEntry, sources: dict[str, MixtureSource | Mixture]) -> 
 
 
 def _check_shares(sources: dict[str, MixtureSource | Mixture], entries: dict[str, YamlEntry]) -> None:
-    """Raise ValueError unless all have a weight, all have repetitions, or none has either; one of them not 0."""
+    """Raise ValueError unless all have a weight, or all have repetitions, or none has either, and not all are 0."""
     repeated = {
         name for name, each in sources.items() if isinstance(each, MixtureSource) and each.repetitions is not None
     }
     weighted = {name for name, each in sources.items() if each.weight is not None}
-    for kind, having in [("repetitions", repeated), ("weight", weighted)]:
+    for kind, named in [("repetitions", repeated), ("weight", weighted)]:
         for name, entry in entries.items():
-            if having and name not in having:
-                raise entry.wrong(f"{name!r} has no `{kind}`, but {min(having)!r} has. Set it in all, or in none.")
+            if named and name not in named:
+                raise entry.wrong(f"{name!r} has no `{kind}`, but {min(named)!r} has. Set it in all, or in none.")
     for name in weighted:
         _check_weight(name, sources[name].weight, entries[name])
     if not any(_is_on(source) for source in sources.values()):
@@ -180,6 +182,7 @@ def _is_on(source: MixtureSource | Mixture) -> bool:
 
 
 def _source(entry: YamlEntry) -> MixtureSource:
+    """Build the source of a mapping with a `path`."""
     try:
         source = msgspec.convert(entry.value, MixtureSource)
     except msgspec.ValidationError as error:
@@ -204,7 +207,7 @@ def _check_weight(name: str, weight: Any, entry: YamlEntry, *, key: str = "weigh
 
 
 def is_metadataset(entry: YamlEntry) -> bool:
-    """Whether a file is a metadataset and not a mixture."""
+    """Return whether a file is a metadataset, not a mixture."""
     return bool({"__class__", "__module__", "splits"} & entry.value.keys())
 
 
@@ -213,15 +216,15 @@ def read_metadataset(entry: YamlEntry, split: str | None) -> Mixture:
 
     Raises ValueError, with file and line, for unsupported settings.
     """
-    found = _Reading([entry.file]).split_of(entry, split, {})
-    return Mixture({_name_of(found): found}) if isinstance(found, MixtureSource) else found
+    content = _MetadatasetReader([entry.file]).split_of(entry, split, {})
+    return Mixture({_name_of(content): content}) if isinstance(content, MixtureSource) else content
 
 
-class _Reading:
-    """Reads a metadataset of Megatron-Energon, version 1 or 2; `files` are those that led to it, itself last.
+class _MetadatasetReader:
+    """Reads a metadataset of Megatron-Energon, version 1 or 2. `files` is the path of nested files, its own file last.
 
         __module__: megatron.energon
-        __class__: MetadatasetV2           # version 1: Metadataset, with `datasets` in the place of `blend`
+        __class__: MetadatasetV2           # version 1: Metadataset, with `datasets` instead of `blend`
         splits:
           train:
             blend:                         # or `blend_epochized` with `repetitions`, or only a `path`
@@ -229,17 +232,17 @@ class _Reading:
               - {path: ./coyo, weight: 2, split_part: val}
               - {path: ./other.yaml}       # another metadataset
 
-    A dataset without a `split_part` is read in the split that is asked for. Any `shuffle_over_epochs_multiplier` is as
-    1, each sample once an epoch, which is among the orders that a larger one allows. What a mixture cannot keep as it
-    is there, such as `join` or a consecutive `subset`, is refused with its line: other data under the same name would
-    be worse.
+    The split of a dataset is its `split_part`, or else the requested split. `shuffle_over_epochs_multiplier` is
+    ignored: each sample comes once per epoch, which is one of the orders that a larger multiplier allows. Settings that
+    a mixture cannot follow, such as `join` or a consecutive `subset`, raise ValueError, because different data would be
+    worse.
     """
 
     def __init__(self, files: list[Path]) -> None:
         self._files = files
 
     def split_of(self, entry: YamlEntry, split: str | None, tags: dict[str, Any]) -> MixtureSource | Mixture:
-        """A split, with these tags of the metadataset around it."""
+        """Read a split. `tags` are those of the metadataset around it."""
         _check_class(entry)
         splits = entry.inner("splits")
         known = ", ".join(map(str, splits.value))
@@ -248,26 +251,27 @@ class _Reading:
         if split not in splits.value:
             raise splits.wrong(f"no split is called {split!r}. Use one of {known}.")
         chosen = splits.inner(split)
-        kinds = [kind for kind in _BLENDS if kind in chosen.value]
+        kinds = [kind for kind in _BLENDS if kind in chosen.value]  # the keys of blends that are there
         if not kinds:
             return self._dataset(chosen, split, tags, "weight")
         _check_keys(chosen, {kinds[0]})
         return self._blend(chosen, kinds[0], split, tags)
 
     def _blend(self, entry: YamlEntry, kind: str, split: str, tags: dict[str, Any]) -> Mixture:
+        """Read the list of datasets under the key `kind`, with their weights or repetitions."""
         share = _BLENDS[kind]
         sources: dict[str, MixtureSource | Mixture] = {}
         for each in entry.items(kind):
             number = _number(each, share)
-            found = self._dataset(each, split, tags, share)
-            for name, source in _shared(found, share, number, each):
-                sources[_unused(name, sources)] = source
+            dataset = self._dataset(each, split, tags, share)
+            for name, source in _sources_of(dataset, share, number, each):
+                sources[_free_name(name, sources)] = source
         if not any(getattr(source, share, None) for source in sources.values()):
             raise entry.wrong_at(kind, f"each `{share}` is 0. Set one above 0.")
         return Mixture(sources)
 
     def _dataset(self, entry: YamlEntry, split: str, tags: dict[str, Any], share: str) -> MixtureSource | Mixture:
-        """The dataset, or the split of another metadataset, that an entry names."""
+        """Read the dataset, or the split of another metadataset, that an entry names."""
         _check_keys(entry, {*_KEYS, share})
         path = entry.value.get("path")
         if not isinstance(path, str):
@@ -284,6 +288,7 @@ class _Reading:
         return MixtureSource(resolved, split=split, tags=tags)
 
     def _nested(self, entry: YamlEntry, path: str, split: str, tags: dict[str, Any]) -> MixtureSource | Mixture:
+        """Read a split of the metadataset at `path`."""
         file = Path(path)
         if "://" in path:
             raise entry.wrong_at("path", f"{path}: remote metadatasets are not supported. Copy it beside this one.")
@@ -299,7 +304,7 @@ class _Reading:
             inner = read_yaml(file)
         except OSError as error:
             raise entry.wrong_at("path", f"{path}: {error.strerror}") from error
-        return _Reading([*self._files, file]).split_of(inner, split, tags)
+        return _MetadatasetReader([*self._files, file]).split_of(inner, split, tags)
 
 
 def _check_class(entry: YamlEntry) -> None:
@@ -314,7 +319,7 @@ def _check_class(entry: YamlEntry) -> None:
 
 
 def _check_keys(entry: YamlEntry, known: set[str]) -> None:
-    """Raise ValueError for a key that is refused or not known, or has a value that is not kept."""
+    """Raise ValueError for a key that is unknown or unsupported, or has an unsupported value."""
     for key, value in entry.value.items():
         if key in _REFUSED and value is not None:
             raise entry.wrong_at(key, f"`{key}`: {_REFUSED[key]}")
@@ -327,7 +332,7 @@ def _check_keys(entry: YamlEntry, known: set[str]) -> None:
 
 
 def _number(entry: YamlEntry, share: str) -> int | float:
-    """The weight or the repetitions of an entry; 1 where it has none."""
+    """Return the weight or the repetitions of an entry, which are 1 by default."""
     value = entry.value.get(share, 1)
     try:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -339,27 +344,32 @@ def _number(entry: YamlEntry, share: str) -> int | float:
 
 
 def _tags_of(entry: YamlEntry) -> dict[str, Any]:
-    old = entry.value.get("subflavor")
-    tags = {} if old is None else {"__subflavor__": old}
+    """Return the subflavors of an entry. Version 1 may have a single one, whose name Energon sets."""
+    single = entry.value.get("subflavor")
+    tags = {} if single is None else {"__subflavor__": single}
     own = entry.value.get("subflavors") or {}
     if not isinstance(own, dict):
         raise entry.wrong_at("subflavors", f"`subflavors` must be a mapping, not {own!r}.")
     return {**tags, **{str(name): value for name, value in own.items()}}
 
 
-def _shared(
-    found: MixtureSource | Mixture, share: str, number: int | float, entry: YamlEntry
+def _sources_of(
+    content: MixtureSource | Mixture, share: str, number: int | float, entry: YamlEntry
 ) -> list[tuple[str, MixtureSource | Mixture]]:
-    """What an entry adds to the blend around it, by name: a nested metadataset keeps the shares in it."""
-    if isinstance(found, MixtureSource):
-        return [(_name_of(found), _with_share(found, share, number))]
-    repeated = any(getattr(source, "repetitions", None) is not None for source in found.sources.values())
+    """Return the sources that an entry adds to the blend around it, by name.
+
+    `number` is the weight or the repetitions of the entry, as `share` says. A nested metadataset keeps its inner
+    shares.
+    """
+    if isinstance(content, MixtureSource):
+        return [(_name_of(content), _with_share(content, share, number))]
+    repeated = any(getattr(source, "repetitions", None) is not None for source in content.sources.values())
     if repeated is not (share == "repetitions"):
         raise entry.wrong_at("path", "use weights in both of the nested blends, or repetitions in both.")
     name = _base_name(str(entry.value["path"]))
     if share == "weight":
-        return [(name, Mixture(found.sources, number))]
-    inner = [(each, source) for each, source in found.sources.items() if isinstance(source, MixtureSource)]
+        return [(name, Mixture(content.sources, number))]
+    inner = [(each, source) for each, source in content.sources.items() if isinstance(source, MixtureSource)]
     return [
         (f"{name}.{each}", _with_share(source, share, _product(number, source.repetitions or 0)))
         for each, source in inner
@@ -372,6 +382,7 @@ def _with_share(source: MixtureSource, share: str, number: int | float) -> Mixtu
 
 
 def _product(a: int | float, b: int | float) -> int | float:
+    """Multiply the decimal numbers that the floats stand for, without rounding errors."""
     exact = Fraction(str(a)) * Fraction(str(b))
     return int(exact) if exact.denominator == 1 else float(exact)
 
@@ -382,12 +393,16 @@ def _name_of(source: MixtureSource) -> str:
 
 
 def _base_name(path: str) -> str:
-    """The last part of a path, without `.yaml`: it goes into the keys of order, and the folder around it does not."""
+    """Return the last part of a path, without `.yaml`.
+
+    It is part of the keys of the order, so the folder around it may be renamed without changing the order.
+    """
     name = path.rstrip("/").rsplit("/", 1)[-1].replace("#", "_")
     return name.rsplit(".", 1)[0] if name.endswith(_NESTED) else name or "data"
 
 
-def _unused(name: str, taken: dict[str, Any]) -> str:
+def _free_name(name: str, taken: dict[str, Any]) -> str:
+    """Return the name, with a number if it is taken."""
     number, free = 2, name
     while free in taken:
         free, number = f"{name}-{number}", number + 1
@@ -395,10 +410,7 @@ def _unused(name: str, taken: dict[str, Any]) -> str:
 
 
 class YamlEntry:
-    """Mapping in an untrusted YAML file.
-
-    It has the line of each key, for errors.
-    """
+    """Mapping in an untrusted YAML file, with the line of each key for errors."""
 
     def __init__(self, file: Path, node: Any, value: Any, line: int) -> None:
         self.file = file
@@ -414,11 +426,11 @@ class YamlEntry:
             self._nodes[name] = at, inner
 
     def line_of(self, name: str) -> int:
-        """The line of a key; that of the mapping if there is no such key."""
+        """Return the line of a key, or the line of the mapping if there is no such key."""
         return self._nodes[name][0] if name in self._nodes else self.line
 
     def entries(self) -> Iterator[tuple[str, YamlEntry]]:
-        """The mappings in this one, by name."""
+        """Yield the mappings in this one, by name."""
         for name, value in self.value.items():
             if str(name) not in self._nodes:
                 raise self.wrong(f"the name {name!r} is not a string. Write it in quotes.")
@@ -426,13 +438,13 @@ class YamlEntry:
             yield str(name), YamlEntry(self.file, node, value, line)
 
     def inner(self, name: str) -> YamlEntry:
-        """The mapping under a key."""
+        """Return the mapping under a key."""
         return YamlEntry(self.file, self._nodes[name][1], self.value[name], self.line_of(name))
 
     def items(self, name: str) -> list[YamlEntry]:
-        """List the mappings under a key.
+        """Return the list of mappings under a key.
 
-        Raises ValueError if there is no list, or an empty one.
+        Raises ValueError if it is not a list, or empty.
         """
         value, (line, node) = self.value[name], self._nodes[name]
         if not isinstance(value, list) or not value:
@@ -441,18 +453,18 @@ class YamlEntry:
         return [YamlEntry(self.file, each, inner, each.start_mark.line + 1) for each, inner in pairs]
 
     def wrong(self, message: str, line: int | None = None) -> ValueError:
-        """Build an error with this message, the file and the line.
+        """Build an error with this message, the file and a line.
 
         The default is the line of this mapping.
         """
         return _wrong(self.file, line or self.line, message)
 
     def wrong_at(self, name: str, message: str) -> ValueError:
-        """An error with this message and the line of a key."""
+        """Build an error with this message and the line of a key."""
         return self.wrong(message, self.line_of(name))
 
     def resolved(self, path: str) -> str:
-        """A path in the file, which is relative to the file's folder."""
+        """Resolve a path in the file, which is relative to the file's folder."""
         return path if "://" in path else str(self.file.absolute().parent / path)
 
 
@@ -461,7 +473,7 @@ def read_yaml(file: Path) -> YamlEntry:
 
     Raises ValueError, which names file and line, if that fails.
     """
-    import yaml  # type: ignore[import-untyped]  # here, so that workers need not import it
+    import yaml  # type: ignore[import-untyped]  # imported late, because workers do not need it
 
     from savable_pipeline.data.shards.yaml_limits import check_yaml, constructed
 

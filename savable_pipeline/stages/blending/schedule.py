@@ -1,9 +1,7 @@
 """`Schedule`: weights of a `Blend` that change during the run.
 
-They follow the samples or tokens that all lanes drew.
-
-A point holds the shares from a count of drawn samples on. The due of a source by then is the integral of
-its share, in closed form and in integers:
+Weights are a function of the number of samples or tokens that all lanes drew. A point has the weights from a number of
+drawn samples on. The target of a source is the integral of its share, in closed form and in integers:
 
     share    ──┐ step        ╲ linear
                └──────        ╲____
@@ -32,16 +30,16 @@ class Schedule:
 
     An example is `Schedule([(0, {"web": 8, "code": 2}), (1_000_000, {"web": 4, "code": 6})])`.
 
-    Counts include each lane of the run, so they are the same for every number of ranks and workers.
+    Counts are sums over all lanes of the run, so they do not depend on the number of ranks and workers.
 
     Args:
-        points: Pairs of a count, ascending from 0, and the weights from there on; the last ones stay. A source without
-            a weight at a point, or with 0, is not drawn from there on.
-        unit: What is counted since the run began, in whatever epoch: "samples" (or items) or "tokens" of the `Blend`.
-        shape: "step": weights hold until the next point. "linear": shares change evenly from point to point.
+        points: Pairs of a count and the weights from this count on. Counts ascend from 0, and the last weights stay. A
+            source without a weight at a point, or with 0, is not drawn from there on.
+        unit: What is counted since the run began, over all epochs: "samples" (or items) or "tokens" of the `Blend`.
+        shape: "step": weights hold until the next point. "linear": shares change linearly from point to point.
 
     Raises:
-        ValueError: Points are not ascending from 0, or weights are no numbers or all 0.
+        ValueError: Counts do not ascend from 0, or weights are not numbers or are all 0.
 
     Example:
         >>> schedule = sp.Schedule([(0, {"0": 1}), (80, {"0": 1, "1": 1})])
@@ -77,7 +75,7 @@ class Schedule:
         return {"points": points, "unit": self.unit, "shape": self.shape}
 
     def key(self) -> int:
-        """A number that another schedule does not have."""
+        """Return a hash of the settings."""
         return derive_key("schedule", repr(self.settings()))
 
 
@@ -88,23 +86,21 @@ def _count(start: object) -> int:
 
 
 class _Piece(NamedTuple):
-    """The schedule between two points: rates at its start, their growth, and the targets there."""
+    """The schedule between two points: the rates and targets at its start, and how rates grow."""
 
     start: int
     rates: list[int]
-    growth: list[int]  # of the rates, times the length of the piece; empty: none grows
-    length: int  # 0: for ever
+    growth: list[int]  # of the rates, from the start to the end of the piece; empty if they are constant
+    length: int  # in draws; 0: endless
     targets: list[int]
-    open: list[int]  # the numbers of the sources that have a share
+    open: list[int]  # the numbers of the sources with a share in the piece
 
 
 class TargetCounts:
-    """Target counts of some sources of a schedule, as integers.
+    """Target counts of some sources of a schedule, as integers in units of 1 / `unit`.
 
-    Their unit is 1 / `unit`.
-
-    Counts start at `begin`, and targets at the point that holds there, where the sources have the `rates`. Raises
-    ValueError if none of the sources has a weight at a point from there on.
+    Targets are 0 at the last point that is not after the count `begin`, where the sources have `rates`. Raises
+    ValueError if all these sources have weight 0 at that point or a later one.
     """
 
     def __init__(self, schedule: Schedule, names: Sequence[str], begin: int = 0) -> None:
@@ -116,15 +112,15 @@ class TargetCounts:
                 f"Schedule: at {starts[totals.index(0)]:,} all of {', '.join(names)} have weight 0. Raise one, or "
                 "use epochs=None."
             )
-        whole = lcm(*totals)
+        denominator = lcm(*totals)
         shares = [
-            [weights.get(name, 0) * (whole // total) for name in names]
+            [weights.get(name, 0) * (denominator // total) for name in names]
             for weights, total in zip(points, totals, strict=True)
         ]
         linear = schedule.shape == "linear"
         lengths = [b - a for a, b in pairwise(starts)]
         scale = 2 * lcm(*lengths) if linear and lengths else 1
-        self.unit = whole * scale
+        self.unit = denominator * scale
         self.sources = len(names)
         self.rates = [share * scale for share in shares[0]]  # they sum to `unit`
         self._starts = starts
@@ -143,31 +139,31 @@ class TargetCounts:
                 targets = _target_counts(piece, start + length)
 
     def at(self, count: int) -> list[int]:
-        """Return the target of each source.
+        """Return the target of each source after `count` draws.
 
-        They sum to `unit` times the number of draws since the first point.
+        Targets sum to `unit` times the number of draws since they were 0.
         """
         return _target_counts(self._pieces[bisect_right(self._starts, count) - 1], count)
 
     def furthest_behind(self, count: int, covered: Sequence[int]) -> int:
-        """Return the source that is furthest below its target.
+        """Return the number of the source with a weight that is furthest below its target.
 
-        Only sources with a weight count.
+        `covered` has the draws of each source so far, in the unit of targets.
         """
         piece = self._pieces[bisect_right(self._starts, count) - 1]
         if piece.growth:
             targets = _target_counts(piece, count)
             behind = [targets[source] - covered[source] for source in piece.open]
-        else:  # the same, in half the time
-            targets, rates, x = piece.targets, piece.rates, count - piece.start
-            behind = [targets[source] + x * rates[source] - covered[source] for source in piece.open]
+        else:  # equal to the above, but takes half the time
+            targets, rates, drawn = piece.targets, piece.rates, count - piece.start
+            behind = [targets[source] + drawn * rates[source] - covered[source] for source in piece.open]
         return piece.open[behind.index(max(behind))]
 
 
 def _target_counts(piece: _Piece, count: int) -> list[int]:
-    """The integral of the rates up to `count`, which is not before the piece."""
-    x = count - piece.start
+    """Return the targets after `count` draws, which is within the piece: the integral of the rates."""
+    drawn = count - piece.start
     if not piece.growth:
-        return [target + x * rate for target, rate in zip(piece.targets, piece.rates, strict=True)]
+        return [target + drawn * rate for target, rate in zip(piece.targets, piece.rates, strict=True)]
     parts = zip(piece.targets, piece.rates, piece.growth, strict=True)
-    return [due + x * rate + growth * x * x // (2 * piece.length) for due, rate, growth in parts]
+    return [target + drawn * rate + growth * drawn * drawn // (2 * piece.length) for target, rate, growth in parts]

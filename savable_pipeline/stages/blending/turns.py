@@ -1,21 +1,21 @@
-"""Turns of a `Blend`'s sources in one lane.
+"""Turns of a `Blend`'s sources in one lane: from which source to draw next.
 
 Weights may change during the run.
 
-By samples, every `stride` samples of each lane are a piece. What all L lanes together draw in a piece is the integral
-of the shares, rounded: each of the L x stride draws goes to the source that is furthest behind. These draws are dealt
-to the first and the second half of the lanes, and those of a half to its halves, down to single lanes. Of one source,
-each group of lanes then has its part of what the group around it has drawn since the beginning, as nearly as whole
-samples allow (least squares over the sources). Three sources, 4 lanes, stride 2:
+By samples, every `stride` samples of each lane are a piece. The draws of all L lanes in a piece are the integral of the
+shares, rounded: each of the L x stride draws goes to the source that is furthest behind. These draws are divided
+between the first and the second half of the lanes, and the draws of a half between its halves, down to single lanes.
+Each group of lanes then has its fraction of the draws of each source since the beginning, as exactly as whole samples
+allow (least squares over the sources). Three sources, 4 lanes, stride 2:
 
     lanes 0 1 2 3            5 a  2 b  1 c
     lanes 0 1 | lanes 2 3    3 a  1 b     | 2 a  1 b  1 c
     0 | 1 | 2 | 3            2 a | 1 a  1 b | 1 a  1 b | 1 a  1 c
 
-A lane computes the groups around it alone, from their counts at the start of the piece: these are its state. Within a
-piece each lane shuffles its turns, so that lanes do not hold the same source at a time.
+A lane computes only the groups that it belongs to, from their counts at the start of the piece, which are its state.
+Within a piece each lane shuffles its turns, so that lanes do not draw from the same source at the same time.
 
-By tokens, the next turn is of the source that is furthest behind the integral of its share.
+By tokens, the next turn goes to the source that is furthest behind the integral of its share.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from savable_pipeline.stages.stage_info import StageInfo
 Counts: TypeAlias = Sequence[int]  # of each source
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]  # samples or tokens of a source
 
-_CACHED_COUNTS = 1 << 16  # counts of single lanes that stay for the other lanes of the process
-_AT_ONCE = 4  # pieces are planned, which takes less time than one by one
+_CACHED_COUNTS = 1 << 16  # counts that are kept for the other lanes of the process
+_AT_ONCE = 4  # pieces that are planned together, which takes less time than one by one
 _PHASES = 1024  # by tokens, lane 0 starts at one of the first 1024 steps of a sequence
 
 
@@ -49,66 +49,69 @@ class TurnsState(msgspec.Struct):
 
     names: list[str]
     weights: int
-    counts: list[list[_Count]]  # by samples of each group around the lane, at the start of the piece; by tokens its own
+    # by samples, the counts of each group of the lane at the start of the piece; by tokens, the counts of the lane
+    counts: list[list[_Count]]
     taken: _Count  # samples or tokens since the counts began
-    unit: _Count = 1
-    before: _Count = 0  # samples or tokens given before the counts began
+    unit: _Count = 1  # tokens of the first item
+    before: _Count = 0  # samples or tokens that were yielded before the counts began
 
 
 def nearest(wanted: Sequence[int], unit: int, most: Sequence[int], n: int) -> list[int]:
-    """Choose `n` draws nearest to `wanted` / `unit` in the sum of squares.
+    """Round `wanted` / `unit` to whole draws of each source.
+
+    There are `n` draws in all, and the squared error is the least possible.
 
     Each source is drawn at most `most` times.
     """
-    chosen = [min(max(want // unit, 0), limit) for want, limit in zip(wanted, most, strict=True)]
+    chosen = [min(max(number // unit, 0), limit) for number, limit in zip(wanted, most, strict=True)]
     missing = n - sum(chosen)
     if not missing:
         return chosen
     sign = 1 if missing > 0 else -1
-    ahead = [  # by how much one draw more (or less) is too many (or too few), plus half a draw
-        (sign * (count * unit - want), source)
-        for source, (count, want, limit) in enumerate(zip(chosen, wanted, most, strict=True))
+    ahead = [  # the error of each source in the direction of the change, whose smallest is changed first
+        (sign * (count * unit - number), source)
+        for source, (count, number, limit) in enumerate(zip(chosen, wanted, most, strict=True))
         if 0 <= count + sign <= limit
     ]
     heapify(ahead)
     for _ in range(abs(missing)):
-        off, source = ahead[0]
+        error, source = ahead[0]
         chosen[source] += sign
         if 0 <= chosen[source] + sign <= most[source]:
-            heapreplace(ahead, (off + unit, source))
+            heapreplace(ahead, (error + unit, source))
         else:
             heappop(ahead)
     return chosen
 
 
 class _Half(NamedTuple):
-    """One half of a group of lanes. Groups are numbered: 1 is all lanes, 2 g and 2 g + 1 are the halves of g."""
+    """One half of a group of lanes. Group 1 is all lanes, and groups 2 g and 2 g + 1 are the halves of group g."""
 
     number: int
     lanes: int
-    first: int  # lanes of the first half
-    of: int  # lanes of the group
+    first: int  # the number of lanes in the first half
+    of: int  # the number of lanes in the group
 
 
 def halves_around(position: int, lanes: int) -> list[_Half]:
-    """List the halves of the lanes around the one at `position`.
+    """List the groups of the lane at `position`.
 
-    They are the half of all lanes, the half of that half, down to the lane itself.
+    They are its half of all lanes, its half of that half, down to the lane itself.
     """
-    found, number = [], 1
+    halves, number = [], 1
     while lanes > 1:
         first = (lanes + 1) // 2
         second = position >= first
         number, own = 2 * number + second, lanes - first if second else first
-        found.append(_Half(number, own, first, lanes))
+        halves.append(_Half(number, own, first, lanes))
         position, lanes = position - first * second, own
-    return found
+    return halves
 
 
 class LaneDraws:
-    """Draws of all lanes of a run and of each half of them, piece by piece.
+    """Draws of all lanes of a run and of each group of them, piece by piece.
 
-    Counts start where `targets` are at `begin`. Results for one lane are cached for the others of the process.
+    Counts start at 0 when all lanes have drawn `begin` samples. Results are cached for the other lanes of the process.
     """
 
     def __init__(self, targets: TargetCounts, begin: int, lanes: int, *, stride: int) -> None:
@@ -118,33 +121,41 @@ class LaneDraws:
         self._targets = targets
         self._begin = begin
         self._start = targets.at(begin)
-        self._pieces = max(4, _CACHED_COUNTS // (lanes * targets.sources))
-        self._cached: OrderedDict[int, dict[int, list[int]]] = OrderedDict()  # by piece and group, the counts after it
+        self._most_cached = max(4, _CACHED_COUNTS // (lanes * targets.sources))  # pieces
+        # by piece, then by group, the counts after the piece
+        self._cached: OrderedDict[int, dict[int, list[int]]] = OrderedDict()
 
     def after(self, piece: int, halves: Sequence[_Half], counts: Sequence[Counts]) -> list[list[int]]:
-        """The counts of all lanes and of these halves after a piece, from those before it."""
+        """Return the counts of all lanes and of these halves after a piece.
+
+        `counts` are those before it.
+        """
         cached = self._cached.get(piece)
         if cached is None:
-            cached = self._cached[piece] = {1: self._of_all(piece, counts[0])}
-            if len(self._cached) > self._pieces:
+            cached = self._cached[piece] = {1: self._count_all(piece, counts[0])}
+            if len(self._cached) > self._most_cached:
                 self._cached.popitem(last=False)
-        found = [cached[1]]
+        counts_after = [cached[1]]
         for level, half in enumerate(halves):
             if half.number not in cached:
-                self._halve(cached, half, counts[level], found[-1], counts[level + 1])
-            found.append(cached[half.number])
-        return found
+                self._halve(cached, half, counts[level], counts_after[-1], counts[level + 1])
+            counts_after.append(cached[half.number])
+        return counts_after
 
-    def _of_all(self, piece: int, counts: Counts) -> list[int]:
-        drawn = self.lanes * self.stride
+    def _count_all(self, piece: int, counts: Counts) -> list[int]:
+        """Return the counts of all lanes after a piece, from those before it."""
+        drawn, unit = self.lanes * self.stride, self._targets.unit
         now, then = (self._targets.at(self._begin + step * drawn) for step in (piece, piece + 1))
-        unit = self._targets.unit
-        wanted = [d - start - count * unit for d, start, count in zip(then, self._start, counts, strict=True)]
+        wanted = [end - start - count * unit for end, start, count in zip(then, self._start, counts, strict=True)]
         most = [drawn if after > before else 0 for before, after in zip(now, then, strict=True)]
         return [a + b for a, b in zip(counts, nearest(wanted, unit, most, drawn), strict=True)]
 
     def _halve(self, cached: dict[int, list[int]], half: _Half, before: Counts, after: list[int], own: Counts) -> None:
-        """Add the counts of both halves after a piece, from the group's before and after it, and one half's before."""
+        """Cache the counts of both halves of a group after a piece.
+
+        `before` and `after` are the counts of the group before and after the piece, and `own` those of `half` before
+        it.
+        """
         drawn = [source for source, count in enumerate(after) if count != before[source]]
         first = list(own) if half.number % 2 == 0 else [a - b for a, b in zip(before, own, strict=True)]
         wanted = [half.first * after[source] - half.of * first[source] for source in drawn]
@@ -158,7 +169,7 @@ class LaneDraws:
 class Turns:
     """Turns by number of samples, of the lane at `position`.
 
-    `key` is the lane's own, and shuffles each piece; `weights` is a number that other weights do not have.
+    `key` seeds the shuffling of turns in this lane. `weights` is a hash of the schedule.
     """
 
     def __init__(self, draws: LaneDraws, position: int, key: int, weights: int) -> None:
@@ -168,9 +179,9 @@ class Turns:
         self._key = key
         self._halves = halves_around(position, draws.lanes)
         self._piece = 0
-        self._counts = [[0] * draws.sources for _ in range(len(self._halves) + 1)]  # of the halves, before the piece
-        self._after: list[list[list[int]]] = []  # the same after the piece, and after those that are planned too
-        self._turns = np.empty(0, np.int64)  # of these pieces
+        self._counts = [[0] * draws.sources for _ in range(len(self._halves) + 1)]  # of the groups, before the piece
+        self._after: list[list[list[int]]] = []  # the counts after each planned piece
+        self._turns = np.empty(0, np.int64)  # the sources of all turns in the planned pieces
 
     def plan(self, n: int) -> NDArray[np.int64]:
         """Return the sources of the next `n` turns, int64 (n,), without taking them."""
@@ -180,6 +191,7 @@ class Turns:
         return self._turns[begin : begin + n]
 
     def _plan_pieces(self, n: int) -> None:
+        """Plan `n` more pieces, and shuffle the turns of each."""
         begin, stride = self._piece + len(self._after), self._draws.stride
         last, drawn = self._after[-1] if self._after else self._counts, []
         for piece in range(begin, begin + n):
@@ -192,16 +204,16 @@ class Turns:
         self._turns = np.concatenate([self._turns, np.take_along_axis(turns, order, axis=1).ravel()])
 
     def take(self, chosen: Collection[int]) -> None:
-        """Count these turns, which are the first of the plan, as taken."""
+        """Count turns as taken. `chosen` is the beginning of what `plan` returned."""
         self.taken += len(chosen)
-        passed = self.taken // self._draws.stride - self._piece
-        if passed:
-            self._counts = self._after[passed - 1]
-            self._after, self._turns = self._after[passed:], self._turns[passed * self._draws.stride :]
-            self._piece += passed
+        finished = self.taken // self._draws.stride - self._piece  # pieces
+        if finished:
+            self._counts = self._after[finished - 1]
+            self._after, self._turns = self._after[finished:], self._turns[finished * self._draws.stride :]
+            self._piece += finished
 
     def save(self) -> dict[str, object]:
-        """The fields of `TurnsState` that are the turns' own."""
+        """Return the fields of `TurnsState` without those that `Blend` adds."""
         return {"weights": self.weights, "counts": [list(counts) for counts in self._counts], "taken": self.taken}
 
     def restore(self, saved: TurnsState) -> None:
@@ -220,10 +232,9 @@ class Turns:
 class TokenTurns:
     """Turns by number of tokens, in one of `lanes` lanes.
 
-    Their targets start at `begin`.
-
-    `lags` say how far each source is behind at the start, in items of the first one's length, as units of the targets;
-    `weights` is a number that other weights do not have.
+    Counts start at 0 when all lanes have drawn `begin` tokens. `lags` say by how many items, in the unit of targets,
+    each source is behind at the start; all these items are taken to be as long as the first one. `weights` is a hash of
+    the schedule.
     """
 
     def __init__(self, targets: TargetCounts, begin: int, lanes: int, lags: Sequence[int], weights: int) -> None:
@@ -234,19 +245,19 @@ class TokenTurns:
         self._targets = targets
         self._begin = begin
         self._lanes = lanes
-        self._token = targets.unit * lanes  # the due of a token
-        self._lags = [lag * lanes for lag in lags]  # not in the state: they follow from the schedule
+        self._token = targets.unit * lanes  # a token of this lane, in the unit of targets
+        self._lags = [lag * lanes for lag in lags]  # not saved, because they follow from the schedule
         self._covered = self._cover()
 
     def _cover(self) -> list[int]:
-        """The targets that each source has covered, with what it had at the start and without its lag there."""
+        """Return how much of its target each source has covered, including its lag at the start."""
         start, lags = self._targets.at(self._begin), [lag * self._unit for lag in self._lags]
         return [a + count * self._token - lag for a, count, lag in zip(start, self.counts, lags, strict=True)]
 
     def next(self) -> int:
         """Return the source of the next turn.
 
-        It is the one furthest below its target among those with a weight.
+        It is the one with a weight that is furthest below its target.
         """
         return self._targets.furthest_behind(self._begin + self.taken * self._lanes, self._covered)
 
@@ -261,7 +272,7 @@ class TokenTurns:
         self.taken += tokens
 
     def save(self) -> dict[str, object]:
-        """The fields of `TurnsState` that are the turns' own."""
+        """Return the fields of `TurnsState` without those that `Blend` adds."""
         return {"weights": self.weights, "counts": [list(self.counts)], "taken": self.taken, "unit": self._unit}
 
     def restore(self, saved: TurnsState) -> None:
@@ -274,42 +285,43 @@ class TokenTurns:
         self._covered = self._cover()
 
 
-def _check(saved: TurnsState, sums: bool, sources: int) -> None:
-    if not sums or any(len(counts) != sources for counts in saved.counts):
+def _check(saved: TurnsState, sums_match: bool, sources: int) -> None:
+    if not sums_match or any(len(counts) != sources for counts in saved.counts):
         raise CheckpointMismatchError("Blend: the counts of the state are damaged. Use another copy of the checkpoint.")
 
 
 def begin_turns(
     info: StageInfo, schedule: Schedule, active: list[str], before: int, *, stride: int
 ) -> Turns | TokenTurns:
-    """Start the turns of the `active` sources in a lane.
+    """Build the turns of the `active` sources in a lane.
 
-    The lane has yielded `before` samples or tokens of them.
+    The lane has already yielded `before` samples or tokens.
 
-    `info` is the `Blend`'s own. Raises ValueError as `TargetCounts` does.
+    `info` is that of the `Blend`. Raises ValueError like `TargetCounts`.
     """
     lane, weights = info.lane, schedule.key()
     begin = min(before * lane.count, schedule.starts[-1])  # from the last point on, the targets are the same everywhere
-    of = (weights, *active, begin)
-    targets: TargetCounts = lane.shared(("targets", *of), lambda: TargetCounts(schedule, active, begin))
-    key = derive_key(lane.seed, "blend", lane.epoch, info.depth, info.branch)  # the same in all lanes
+    targets_key = (weights, *active, begin)
+    targets: TargetCounts = lane.shared(("targets", *targets_key), lambda: TargetCounts(schedule, active, begin))
+    key = derive_key(lane.seed, "blend", lane.epoch, info.depth, info.branch)  # equal in all lanes
     position = int(permutation(key, lane.count)[lane.index])
     if schedule.unit == "tokens":
         lags = _lags(targets.rates, lane.count, position, key % _PHASES)
         return TokenTurns(targets, begin, lane.count, lags, weights)
     name = ("blend draws", info.branch, lane.count, stride)
-    draws = latest_shared(lane, name, of, lambda: LaneDraws(targets, begin, lane.count, stride=stride))
+    draws = latest_shared(lane, name, targets_key, lambda: LaneDraws(targets, begin, lane.count, stride=stride))
     return Turns(draws, position, info.key("blend turns"), weights)
 
 
 def _lags(rates: Sequence[int], lanes: int, position: int, phase: int) -> list[int]:
-    """How far each source is behind, in units of the targets: the lanes start at different steps of one sequence.
+    """Return how far each source is behind at the start of a lane, in the unit of targets.
 
-    As at the end of its first step: whoever is the furthest behind then has the turn.
+    Lanes start at different steps of one sequence of turns, so that they do not draw from the same source at a time.
+    Lags are those at the end of the first step, because the source that is then furthest behind has the turn.
     """
     unit, common = sum(rates), gcd(*rates)
     shares = [rate // common for rate in rates]
     total = unit // common
-    step = phase + position * total // lanes
+    step = phase + position * total // lanes  # at which this lane starts
     taken = nearest([share * step for share in shares], total, [step if share else 0 for share in shares], step)
     return [common * (share * (step + 1) - count * total) for share, count in zip(shares, taken, strict=True)]

@@ -1,11 +1,12 @@
 """`Balance`: packs in an order that balances the cost of all lanes.
 
-    all lanes share a rank for each slot    u = 0.42, 0.08, 0.91, …        drawn from the run's seed
-    each ranks its held packs               cheapest 0.0 ─────── 1.0 dearest    among those held and recently given
-    it yields the one nearest to u, an old one a little sooner; one that has waited too long, at once
+    all lanes share a quantile u for each slot    0.42, 0.08, 0.91, …              drawn from the run's seed
+    each lane ranks its held packs by cost        0.0 cheapest ─── 1.0 most expensive   among held and recent packs
+    it yields the pack nearest to u, a pack that has waited a little sooner, and one that has waited too long at once
 
-Lanes whose packs are alike then give packs of like cost, whatever the number of ranks, without asking each other. A
-shared target *cost* would not last: what a lane received beyond it would pile up. All arithmetic is of integers.
+Lanes with similar packs then yield packs of similar cost, for any number of ranks, without communication. A shared
+target cost would not work, because more expensive packs than that would accumulate in a lane. All arithmetic is in
+integers.
 """
 
 from __future__ import annotations
@@ -31,50 +32,52 @@ from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
-PAST = 16  # times `candidates`: packs given last that count
-WEIGHT = 8  # a held pack counts as much as this many given ones
-LONGEST = 6  # times `candidates`: the longest that a pack may be held, in slots
-AGE = 50  # times `candidates`: slots of waiting that outweigh the whole range of ranks
+PAST = 16  # times `candidates`: the number of recently yielded packs in the ranking
+WEIGHT = 8  # the weight of a held pack in the ranking, compared to a yielded one
+LONGEST = 6  # times `candidates`: the most slots for which a pack may be held
+AGE = 50  # times `candidates`: the slots of waiting that equal the whole range of quantiles
 
 
 class WaitingPack(NamedTuple):
-    """What the rule knows of a held pack."""
+    """A held pack, as `RankRule` sees it."""
 
     cost: int
-    arrival: int  # packs that the lane had given when this one came
+    arrival: int  # the number of packs that the lane had yielded when this one was taken
 
 
 class RankRule:
-    """Choice of the next pack in a lane with up to `candidates` packs.
+    """Chooses the next pack of a lane that holds up to `candidates` packs.
 
-    `key` is the same in all lanes of a run.
+    `key` is equal in all lanes of a run.
     """
 
     def __init__(self, *, key: int, candidates: int) -> None:
-        self.candidates, self.count = candidates, 0  # `count`: packs given
-        self.past = array("q")  # the costs of the packs given last, int64, the newest at the end
-        self._sorted: list[int] = []
+        self.candidates, self.count = candidates, 0  # `count`: yielded packs
+        self.past = array("q")  # the costs of recently yielded packs, int64, the newest at the end
+        self._sorted: list[int] = []  # the same, sorted
         self._ranks = SharedRanks(key=key, steps=candidates)
 
     @property
     def room(self) -> int:
-        """Return how many packs to buffer now.
+        """The number of packs to hold now.
 
-        It is 4 at first, then one more each slot, so that a first batch does not wait.
+        It is 4 at first, then one more each slot, so that the first batch comes soon.
         """
         return min(self.candidates, 4 + self.count)
 
     def choose(self, held: Sequence[WaitingPack]) -> int:
-        """The position of the pack to give; `held` is sorted by arrival, not empty."""
+        """Return the position of the pack to yield.
+
+        `held` is sorted by arrival, and not empty.
+        """
         if self._is_overdue(held):
             return 0
         now, past = self.count, self._sorted
         ranked = sorted([waiting.cost for waiting in held])
         total = 2 * (WEIGHT * len(ranked) + len(past))
-        # the distance from u less the bonus, |rank / total - u| - waited / (AGE · candidates), times
-        # AGE · candidates · total
+        # The score is |rank / total - u| - waited / (AGE · candidates), times AGE · candidates · total to get integers.
         scale = AGE * self.candidates
-        wanted = AGE // 2 * (2 * self._ranks.step(now) + 1) * total  # of u = (2 · step + 1) / (2 · candidates)
+        wanted = AGE // 2 * (2 * self._ranks.step(now) + 1) * total  # u = (2 · step + 1) / (2 · candidates)
         best, least = 0, None
         for i, (cost, arrival) in enumerate(held):
             rank = WEIGHT * (bisect_left(ranked, cost) + bisect_right(ranked, cost))
@@ -85,14 +88,14 @@ class RankRule:
         return best
 
     def _is_overdue(self, held: Sequence[WaitingPack]) -> bool:
-        """Whether the oldest must be given now, so that none of those that came with it waits too long."""
+        """Return whether the oldest pack must be yielded now, so that neither it nor the next oldest wait too long."""
         now, longest = self.count, LONGEST * self.candidates
         if now - held[0].arrival <= longest - len(held):
             return False
         return any(now - waiting.arrival + i >= longest for i, waiting in enumerate(held))
 
     def gave(self, cost: int) -> None:
-        """Count a pack of this cost as given."""
+        """Count a pack of this cost as yielded."""
         self.count += 1
         self.past.append(cost)
         insort(self._sorted, cost)
@@ -100,7 +103,7 @@ class RankRule:
             del self._sorted[bisect_left(self._sorted, self.past.pop(0))]
 
     def restore(self, count: int, past: Sequence[int]) -> None:
-        """Continue after `count` packs; the last ones had these costs."""
+        """Continue after `count` packs, the last of which had the costs `past`."""
         self.count = count
         self.past = array("q", past)
         self._sorted = sorted(past)
@@ -120,33 +123,33 @@ class _BalanceState(msgspec.Struct):
 
 
 class _HeldPack(NamedTuple):
-    """A held pack, as the rule sees it and as a state keeps it."""
+    """A held pack, as `RankRule` sees it and as it is saved."""
 
     waiting: WaitingPack
-    saved: bytes  # a `_HeldState`: encoded once, though every batch brings a state
+    saved: bytes  # a `_HeldState` in MessagePack, encoded once and not for the state of each batch
 
 
 class Balance(ChunkedStage, ItemStage):
     """Packs in an order in which ranks get about equal cost in a step.
 
-    So few ranks wait.
+    So ranks wait less for each other.
 
-    For each slot all lanes draw the same random rank from the run's seed, 0.0 to 1.0. Each yields the held pack whose
-    cost has the nearest rank among its held packs and the last 16 · `candidates`, one that has waited long a little
-    sooner. So lanes balance any number of ranks without an exchange. No pack is held for more than 6 · `candidates`
-    slots. At the start 4 are held, then one more each slot.
+    For each slot all lanes draw the same random quantile from the run's seed, 0.0 to 1.0. Each lane yields the held
+    pack whose cost is nearest to this quantile among its held packs and the last 16 · `candidates`; a pack that has
+    waited long comes a little sooner. So lanes balance any number of ranks without communication. No pack is held for
+    more than 6 · `candidates` slots. At the start 4 packs are held, then one more each slot.
 
-    Put it last before the `Batcher`, after any `Blend`: a later stage must not leave out a pack, or this lane is ahead
-    of the ranks for the rest of the run. A pack that turns out to be a `Skip` is replaced in its slot.
+    Use it as the last stage before the `Batcher`, after any `Blend`. A later stage must not drop a pack, because this
+    lane would then be ahead of the others for the rest of the run. A pack that is a `Skip` is replaced in its slot.
 
     Args:
         source: A stage of packs, or of items.
-        candidates: Packs that each lane holds.
+        candidates: The number of packs that each lane holds.
         cost: `cost(length, images)` of a document, an int, such as `sp.attention_cost(hidden=2048)`; a pack costs the
-            sum over its items. Only the order of costs matters. A state must agree on the function's name: rename it if
-            you change it.
-        max_buffer_bytes: Most bytes of items in the buffers of a process. Packs beyond that are rebuilt when they
-            are due. With an encoder's `length_of`, packs are only made then.
+            sum over its items. Only the order of costs matters. A state is only loaded with a function of the same
+            name, so rename the function if you change it.
+        max_buffer_bytes: The most bytes of items in the buffers of a process. Packs beyond that are rebuilt when they
+            are yielded. If the encoder has `length_of`, all packs are only built then.
         encoder: Measures items. None: the encoder upstream.
 
     Raises:
@@ -170,7 +173,7 @@ class Balance(ChunkedStage, ItemStage):
     one_to_one = True
     in_step = "Balance"
     ref: ItemRef = ()
-    """The ref of the pack that was given last."""
+    """The ref of the last yielded pack."""
 
     def __init__(
         self,
@@ -189,13 +192,13 @@ class Balance(ChunkedStage, ItemStage):
         self.candidates, self.cost, self.max_buffer_bytes = candidates, cost, max_buffer_bytes
         self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), candidates=candidates)
         self._held = ItemBuffer(self, max_bytes=max_buffer_bytes)  # the oldest first
-        self._packs: list[_HeldPack] = []  # of each of them
+        self._packs: list[_HeldPack] = []  # the same packs
         self._row_of_skips = 0
 
     def take(self, n: int) -> list[Element]:
-        """Take the next pack, or none at the end.
+        """Return the next pack in a list, which is empty at the end.
 
-        After an error of the source, the next call retries.
+        After an error, the next call retries.
         """
         while True:
             self._fill()
@@ -215,6 +218,7 @@ class Balance(ChunkedStage, ItemStage):
             self._skipped(element.value)
 
     def _gave(self, waiting: WaitingPack) -> None:
+        """Count a pack as yielded."""
         slots = self._rule.count - waiting.arrival
         self._row_of_skips = 0
         self._rule.gave(waiting.cost)
@@ -223,7 +227,7 @@ class Balance(ChunkedStage, ItemStage):
         self.counts["cost"] += waiting.cost
 
     def _skipped(self, skip: Skip) -> None:
-        """Let another pack take the slot of one that can no longer be made, which was counted where that was found.
+        """Note a pack that can no longer be built, and is already counted. Another pack gets its slot.
 
         Raises `EncodeError` after very many in a row.
         """
@@ -235,6 +239,7 @@ class Balance(ChunkedStage, ItemStage):
             )
 
     def _fill(self) -> None:
+        """Take packs until as many are held as there is room for."""
         while len(self._held) < self._rule.room:
             elements = take_from(self.source, 1)
             if not elements:
@@ -248,19 +253,21 @@ class Balance(ChunkedStage, ItemStage):
                     continue
                 sizes = ((self._calls.length(element, least=0), self._calls.images(element.value)),)
             self._packs.append(self._held_pack(element.ref, self._rule.count, sizes))
-            element.sizes = sizes if self._calls.is_upstream else None  # stages before compare only their encoder's
+            # stages upstream check sizes of their own encoder only
+            element.sizes = sizes if self._calls.is_upstream else None
             self._held.add([element])
 
     def _held_pack(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _HeldPack:
+        """Build the entry of a held pack."""
         saved = _HeldState(ref, arrival, [number for size in sizes for number in size])
         return _HeldPack(WaitingPack(self._costing.of_pack(sizes), arrival), msgspec.msgpack.encode(saved))
 
     def save_state(self) -> State:
-        """Return the position.
+        """Return the held packs, and the costs of recent packs.
 
-        `held` has for each buffered pack, oldest first, its ref, its slot of arrival, and lengths and images in turn.
-
-        Each is a list in MessagePack. `count`: packs given so far; `past`: the costs of the last ones, 8 bytes each.
+        `held` has each held pack, oldest first, as a list in MessagePack: ref, slot of arrival, and length and images
+        of each item in turn. `count` is the number of yielded packs, and `past` has the costs of the last ones, 8 bytes
+        each.
         """
         return {
             "held": [pack.saved for pack in self._packs],
@@ -270,7 +277,7 @@ class Balance(ChunkedStage, ItemStage):
         }
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; packs are made again when they are given."""
+        """Return to the position in `state`. Packs are rebuilt when they are yielded."""
         saved = parse_state(self, state, _BalanceState)
         if len(saved.held) > self.candidates or len(saved.past) > 8 * PAST * self.candidates or len(saved.past) % 8:
             raise CheckpointMismatchError(
@@ -285,7 +292,7 @@ class Balance(ChunkedStage, ItemStage):
             self._restore_pack(raw)
 
     def _restore_pack(self, raw: bytes) -> None:
-        """Hold a pack of a state, without its excluded items, if anything of it is left."""
+        """Restore a held pack of a state, without excluded items, unless nothing of it remains."""
         try:
             saved = msgspec.msgpack.decode(raw, type=_HeldState)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -306,6 +313,6 @@ class Balance(ChunkedStage, ItemStage):
     def settings(self) -> dict[str, Any]:
         """Return `candidates`, the name of the cost, and the encoder.
 
-        The encoder upstream is omitted.
+        The encoder upstream is left out.
         """
         return {"candidates": self.candidates, "cost": self._costing.name, **self._calls.settings()}

@@ -1,12 +1,12 @@
-"""`ItemPacker`: the stage that lets a function of the user's look at items, and choose which share a pack.
+"""`ItemPacker`: the stage whose packs a user's function chooses from items.
 
     held      a  b  c  d  e      a round of `size` items
-    select    [[d, a], [e, b]]   c is left out
-    pending   r3 r0 │ r4 r1      refs of packs not given yet, and their items as far as memory allows
+    select    [[d, a], [e, b]]   c is skipped
+    pending   r3 r0 │ r4 r1      refs of packs that are not yielded yet, and their items as far as memory allows
 
-A resumed run does not ask again about packs already chosen: asked about the items that are left, of which one may be
-lost since, a function could give others twice or never. Nor does a pack that is held downstream need more than the refs
-of its items. The price: what the function wrote into an item would be lost, so that is an error.
+A resumed run does not call the function again for packs already chosen. If an item was lost since, the function could
+choose other items twice or never. Chosen packs are therefore saved as the refs of their items. A change that the
+function made in an item would be lost, so it is an error.
 """
 
 from __future__ import annotations
@@ -43,23 +43,25 @@ class _ItemPackerState(msgspec.Struct):
 
 
 class ItemPacker(PackStage):
-    """Yields packs: `encoder.pack(items, rng)` of the groups that a function of yours chose from `size` items.
+    """Yields packs of groups of items that your function chooses.
 
-    When the packs of one round are given, the next `size` items are taken; at a finite source's end, fewer.
+    The function gets `size` items at a time, and a pack is `encoder.pack(items, rng)` of a group.
+
+    After the packs of one round, the next `size` items are taken, or fewer at the end of a finite source.
 
     Args:
         source: A stage of items.
-        size: Items of a round, all in memory while `select` looks at them.
-        select: `select(items, rng)` returns the packs in their order, as lists of these very objects. Items in none
-            are counted as skipped, "not selected". It may draw, as the encoder may, and sort its list, but not change
-            an item: an error where that shows, but a write into an array does not. A state keeps its name, and
-            `settings()` of an object.
-        encoder: Packs. None: the one upstream.
-        max_buffer_bytes: Most bytes of items of packs not given yet, in a process; others are made again.
+        size: The number of items of a round, which are all in memory when `select` is called.
+        select: `select(items, rng)` returns packs in their order, as lists of the same objects. Items in no pack are
+            counted as skipped, "not selected". It may draw random numbers like the encoder, and sort its list, but not
+            change an item. Most changes are detected, but not a write into an array. A state has its name, and the
+            `settings()` of a callable object.
+        encoder: Packs items. None: the encoder upstream.
+        max_buffer_bytes: The most bytes of items of pending packs in a process. Other items are rebuilt.
 
     Raises:
         ValueError: A setting is wrong.
-        EncodeError: `select` or the encoder raised, `select` returned other objects, or very many items made no pack.
+        EncodeError: `select` or the encoder raised, `select` returned other objects, or very many items are in no pack.
 
     Example:
         >>> class Captions(sp.TaskEncoder):
@@ -91,14 +93,14 @@ class ItemPacker(PackStage):
         super().__init__(source)
         self._calls = EncoderCalls("ItemPacker", source.info, encoder, "pack")
         self.size, self.select, self.max_buffer_bytes = size, source.lane.own(select), max_buffer_bytes
-        # Of pending packs, or of a round before they are chosen.
+        # items of pending packs, or of a round whose packs are not chosen yet
         self._held = ItemBuffer(self, max_bytes=max_buffer_bytes)
-        self._groups: list[int] = []  # how many of them are in each pending pack
-        # rounds chosen; packs given, or skipped; items in a row that came into no pack
+        self._groups: list[int] = []  # the number of items in each pending pack
+        # rounds of chosen packs; yielded or skipped packs; items in a row that are in no pack
         self._rounds, self._count, self._in_vain = 0, 0, 0
 
     def take(self, n: int) -> list[Element]:
-        """The next pack; none only at the end."""
+        """Return the next pack in a list, which is empty only at the end."""
         while self._groups or self._choose():
             left = _left(self._held.copies(self._groups[0]))
             items, refs = [each.value for each in left], [each.ref for each in left]
@@ -107,7 +109,7 @@ class ItemPacker(PackStage):
             self._held.drop(self._groups.pop(0))
             self._count += bool(refs)
             if type(packed) is Skip:
-                if refs:  # else each item was counted where it was found to be lost
+                if refs:  # otherwise each lost item is already counted
                     self._count_skip(packed.reason, refs[0])
                 self._give_up_after(len(refs), f"the last pack was skipped as {packed.reason!r}")
             else:
@@ -117,9 +119,9 @@ class ItemPacker(PackStage):
         return []
 
     def _choose(self) -> bool:
-        """Take rounds of items until one has packs; False at the end.
+        """Take rounds of items until one has packs. Returns False at the end.
 
-        After an error the items are still held, to be made again: the function is shown no object twice.
+        After an error the items are still held, and are rebuilt, so that the function never gets an object twice.
         """
         while not self._groups:
             made = self._held.copies(len(self._held))
@@ -148,7 +150,7 @@ class ItemPacker(PackStage):
         return True
 
     def _give_up_after(self, items: int, last: str) -> None:
-        """Count items that came into no pack. Raises `EncodeError` for very many in a row."""
+        """Count items that are in no pack. Raises `EncodeError` for very many in a row."""
         self._in_vain += items
         if self._in_vain >= max_empty_samples(self.info.population):
             raise EncodeError(f"ItemPacker: {self._in_vain:,} items in a row made no pack, {last}. Change `select`.")
@@ -159,7 +161,12 @@ class ItemPacker(PackStage):
         return items
 
     def save_state(self) -> State:
-        """`groups`: the refs of each pending pack; `held`: those of a round cut short; `rounds`, `count`: so far."""
+        """Return the position.
+
+        `groups` has the refs of each pending pack, and `held` those of an unfinished round.
+
+        `rounds` and `count` are the numbers of rounds and packs so far.
+        """
         refs = iter(self._held.refs())
         return {
             "groups": [[next(refs) for _ in range(items)] for items in self._groups],
@@ -170,7 +177,10 @@ class ItemPacker(PackStage):
         }
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; items of pending packs are made again when they are given."""
+        """Return to the position in `state`.
+
+        Items of pending packs are rebuilt when they are needed.
+        """
         saved = parse_state(self, state, _ItemPackerState)
         self.source.restore_state(saved.source)
         self._rounds, self._count = saved.rounds, saved.count
@@ -180,17 +190,17 @@ class ItemPacker(PackStage):
         self._groups = [len(group) for group in left[:-1] if group]
 
     def settings(self) -> dict[str, Any]:
-        """`size`, the function, and the encoder only if it is not the one upstream."""
+        """Return `size`, the function, and the encoder if it is not the one upstream."""
         return {"size": self.size, **function_settings("select", self.select), **self._calls.settings()}
 
 
 def _left(made: list[Element]) -> list[Element]:
-    """The items that could be made."""
+    """Return the elements without those that could not be rebuilt."""
     return [element for element in made if type(element.value) is not Skip]
 
 
 def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[int]]:
-    """The groups that `select` makes, as positions of their items. Raises ValueError for a wrong answer."""
+    """Call `select`, and return its groups as positions of items. Raises ValueError for an invalid result."""
     before = list(map(part_versions, items))
     groups = _groups(select(list(items), rng))
     for item, parts in zip(items, before, strict=True):
@@ -200,12 +210,13 @@ def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[i
                 "items in encode or pack."
             )
     free: dict[int, list[int]] = {}
-    for position in reversed(range(len(items))):  # an object that is there several times has its positions in turn
+    for position in reversed(range(len(items))):  # an object that occurs several times has all its positions
         free.setdefault(id(items[position]), []).append(position)
     return [_positions(group, number, free) for number, group in enumerate(groups)]
 
 
 def _groups(found: Any) -> list[list[Any]]:
+    """Return the result of `select` as lists. Raises ValueError if it is anything else than lists of lists."""
     if not isinstance(found, Iterable) or isinstance(found, dict | str):
         raise ValueError(f"it returned {type(found).__name__}. Return a list of packs, each a list of items.")
     groups = list(found)
@@ -216,6 +227,7 @@ def _groups(found: Any) -> list[list[Any]]:
 
 
 def _positions(group: list[Any], number: int, free: dict[int, list[int]]) -> list[int]:
+    """Return the positions of a group's items, and remove them from the `free` positions, by the id of the item."""
     positions: list[int] = []
     for item in group:
         if id(item) not in free:

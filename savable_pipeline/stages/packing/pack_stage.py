@@ -1,4 +1,4 @@
-"""`PackStage`: what stages that join items into packs have in common."""
+"""`PackStage`: base of stages that join items into packs."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ class PackStage(ChunkedStage, ItemStage):
     _calls: EncoderCalls
 
     def describe(self) -> StageInfo:
-        """The source's, one deeper, with the encoder whose `pack` is used."""
+        """Describe packs of the encoder."""
         return replace(super().describe(), encoder=self._calls.encoder)
 
     def is_certain(self, ref: ItemRef) -> bool:
-        """Return whether a pack cannot be skipped, nor lose an item."""
+        """Return whether a pack can neither be skipped nor lose an item."""
         return self.are_certain([part if type(part[0]) is int else part[0] for part in ref[1:]])
 
     def are_certain(self, items: list[ItemRef]) -> bool:
-        """Return whether a pack of whole items cannot be skipped, nor lose one."""
+        """Return whether a pack of these whole items can neither be skipped nor lose one."""
         return self._calls.packs_all and all(is_certain(self.source, item) for item in items)
 
     def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of packs, of the items that are left, and their refs and sizes.
+        """Build packs of the items that are not lost, and set values, refs and sizes.
 
-        These stay beside a `Skip`, which is counted by its first item, unless all items are lost: these were.
+        If the encoder skips a pack, only its value is set, and it is counted for its first item. If all items of a pack
+        are lost, it is not counted, because its items are already.
         """
         for element in elements:
             number, *parts = element.ref
@@ -69,7 +70,7 @@ class PackStage(ChunkedStage, ItemStage):
 
     @abstractmethod
     def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
-        """The items with these refs, or a `Skip`; each with the ref of what is left of it."""
+        """Rebuild the items with these refs. A lost item has a `Skip`, and a pack that lost items has their new ref."""
 
     def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:
         """Count a pack of these items, if it was not counted before."""

@@ -1,4 +1,4 @@
-"""`OnlinePacker`: the stage that joins items, in the order of their arrival, into packs of bounded length."""
+"""`OnlinePacker`: the stage that joins items into packs of limited length."""
 
 from __future__ import annotations
 
@@ -54,31 +54,34 @@ def check_packing(options: Mapping[str, Any]) -> None:
 
 
 class OnlinePacker(PackStage):
-    """Yields packs: `encoder.pack(items, rng)` of items whose lengths, in tokens, sum to at most `max_length`.
+    """Yields packs of items whose lengths sum to at most `max_length` tokens.
+
+    A pack is `encoder.pack(items, rng)`.
 
     Args:
         source: A stage of items.
-        max_length: Most tokens of a pack.
-        policy: "best_fit": an item goes into the fullest open pack with room; "first_fit": the oldest;
-            "first_fit_decreasing": items for `open_packs` packs are held, none for over 5 times that, and the largest
-            placed first: least waste; "sequential": one pack, items cut at its end (Johnson: Near-Optimal Bin Packing
-            Algorithms, 1973). Or a function of the lengths of held items, enough for `open_packs` packs, to packs as
-            lists of indices, each once; not with `max_images`, `max_cost`. A state keeps its name and `settings()`.
-        open_packs: Most packs open; at a source's end they follow.
-        max_images: Most of `encoder.images(item)` in a pack.
-        max_cost: Most `cost` in a pack, so that packs train equally long; costlier items are alone, or cut by
-            "sequential".
+        max_length: The most tokens of a pack.
+        policy: "best_fit" puts an item into the fullest open pack with room, "first_fit" into the oldest.
+            "first_fit_decreasing" holds items for `open_packs` packs, none for more than 5 times that, and packs the
+            largest first, which wastes least. "sequential" has one pack, and cuts items at its end (Johnson:
+            Near-Optimal Bin Packing Algorithms, 1973). Or a function that gets the lengths of held items for
+            `open_packs` packs, and returns packs as lists of indices, each index once; not with `max_images` and
+            `max_cost`. A state has its name and `settings()`.
+        open_packs: The most open packs.
+        max_images: The most images in a pack, by `encoder.images(item)`.
+        max_cost: The most `cost` in a pack, so that packs take about the same time in training. Items that cost more
+            are alone in a pack, or cut by "sequential".
         cost: `cost(length, images)`, such as `sp.attention_cost(hidden=2048)`.
-        too_long: Items beyond `max_length`: "skip", counted, "truncate" or "split" by `encoder.cut`. None: "split" with
-            "sequential", else "skip", with a warning above 10 %.
-        max_buffer_bytes: Most bytes of items in all open packs of a process, beside up to 16 that were just taken.
-            Others are rebuilt.
-        encoder: Measures, cuts and packs. None: the one upstream.
+        too_long: For items longer than `max_length`: "skip" and count them, "truncate" or "split" them by
+            `encoder.cut`. None: "split" with "sequential", else "skip", with a warning above 10 %.
+        max_buffer_bytes: The most bytes of items in all open packs of a process; up to 16 items that were just taken do
+            not count. Other items are rebuilt when they are needed.
+        encoder: Measures, cuts and packs items. None: the encoder upstream.
 
     Raises:
         ValueError: A setting is wrong.
         EncodeError: The encoder raised, very many items in a row were skipped, or a function's packs are invalid.
-        CheckpointMismatchError: An item made again after a resume has another length.
+        CheckpointMismatchError: An item that is rebuilt after a resume has another length.
 
     Example:
         >>> class Captions(sp.TaskEncoder):
@@ -124,11 +127,12 @@ class OnlinePacker(PackStage):
         self.open_packs, self.max_images = open_packs, max_images
         self.max_cost, self.cost, self.max_buffer_bytes = max_cost, cost, max_buffer_bytes
         self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
-        self._count = self._row_of_skipped_packs = 0  # `_count`: packs given
-        self._counts_when_made = False  # packs that were given unmade
+        self._count = self._row_of_skipped_packs = 0  # `_count`: yielded packs
+        self._counts_when_made = False  # whether packs were yielded unmade, and are counted when they are made
 
     @cached_property
     def _packing(self) -> Packing:
+        """The policy, with its open packs."""
         return make_packing(
             self.policy,
             max_length=self.lane.facts.decisions.max_length or self.max_length,
@@ -141,19 +145,23 @@ class OnlinePacker(PackStage):
 
     @cached_property
     def _pieces(self) -> PieceMaker:
+        """Cuts items into pieces for the policy."""
         bound = self.max_buffer_bytes
         return PieceMaker(self, self._calls, self._packing, self.too_long, asked=self._asked, max_bytes=bound)
 
     def describe(self) -> StageInfo:
-        """The source's, one deeper, with the encoder whose `length`, `images`, `cut` and `pack` are used.
+        """Describe packs of the encoder.
 
-        Where the encoder upstream declares sizes, and is ours, items are placed and packs given before they are made.
+        If the encoder upstream declares sizes, and packs too, packs are chosen and yielded before they are made.
         """
         source = self.source.info
         return replace(super().describe(), declared=source.declared and source.encoder is self._calls.encoder)
 
     def take(self, n: int) -> list[Element]:
-        """The next pack, unmade where the encoder declares sizes; none only at the end."""
+        """Return the next pack in a list, unmade if the encoder declares sizes.
+
+        It is empty only at the end.
+        """
         while (pack := self._fill()) is not None:
             skips = self.lane.skips and self.are_certain([piece.ref for piece in pack.pieces])
             if skips or self.info.declared:
@@ -165,19 +173,19 @@ class OnlinePacker(PackStage):
                 if skips:
                     self._count_pack(element.sizes or ())
                 return [element]
-            if (given := self._give(pack)) is not None:
-                return [given]
+            if (combined := self._combine(pack)) is not None:
+                return [combined]
         return []
 
     def _fill(self) -> OpenPack | None:
-        """The next pack to give, once enough items are placed; None at the end."""
+        """Add items until a pack is due, and return it; None at the end."""
         while (pack := self._packing.due()) is None:
             if not self._pieces.add_next():
                 return self._packing.last()
         return pack
 
-    def _give(self, pack: OpenPack) -> Element | None:
-        """The pack, made; None if nothing is left of it or the encoder skips it."""
+    def _combine(self, pack: OpenPack) -> Element | None:
+        """Build a pack, and return it; None if it has lost all items or the encoder skips it."""
         made = [(piece, self._pieces.item(piece)) for piece in pack.pieces]
         left = [(piece, item) for piece, item in made if type(item) is not Skip]
         packed = self._calls.combined([item for _, item in left], self._count, self.info) if left else EMPTY_PACK
@@ -193,18 +201,18 @@ class OnlinePacker(PackStage):
         return element
 
     def _element(self, pieces: list[Piece]) -> Element:
-        """The next pack, of these pieces, unmade."""
+        """Return the next pack, of these pieces, unmade."""
         sizes = tuple([(piece.length, piece.images) for piece in pieces])
         return Element((self._count, *map(piece_ref, pieces)), sizes=sizes)
 
     def _close(self, pack: OpenPack) -> None:
-        """Count a pack as given."""
+        """Remove a pack from the open ones, and count it as yielded."""
         self._release(pack)
         self._count += 1
         self._row_of_skipped_packs = 0
 
     def _count_pack(self, sizes: Sequence[Size]) -> None:
-        """Count a pack, made of items of these sizes."""
+        """Count a pack of items with these sizes."""
         tokens = sum([length for length, _ in sizes])
         self.counts["packs"] += 1
         self.counts["items"] += len(sizes)
@@ -214,13 +222,14 @@ class OnlinePacker(PackStage):
             self.counts["cost"] += self._costing.of_pack(sizes)
 
     def _release(self, pack: OpenPack) -> None:
+        """Remove a pack from the open ones."""
         self._packing.packs.remove(pack)
         self._pieces.release(pack.pieces)
 
     def _left_out(self, skip: Skip, pieces: list[Piece]) -> None:
-        """Count a pack of these pieces that the encoder skipped: the next one has another number, and random numbers.
+        """Count a pack of these pieces that the encoder skipped. The next pack has another number and random numbers.
 
-        An empty pack is not counted: its items were.
+        An empty pack is not counted, because its items are already.
         """
         if pieces:
             self._count += 1
@@ -241,14 +250,16 @@ class OnlinePacker(PackStage):
             self._count_pack(known or [self._pieces.measured(item) for item in items])
 
     def save_state(self) -> State:
-        """`packs`: for each open pack, oldest first, the ref and length of each item; `count`: packs given so far.
+        """Return the open packs, and the items that are in no pack yet.
 
-        An item with images or that was cut has its images, start and whole length, too; one that "first_fit_decreasing"
-        holds back, the number of rounds. `taken`: the ref of the item that is not placed yet, or None. Only where
-        needed: `lengths`, of open packs once another `max_length` was decided; `taken_part`, the start of that item's
-        rest and its whole length; `taken_size`, the length and images that the encoder declared; `ahead`, the items
-        taken after it, with their sizes; `held`, the items in no pack yet; `rounds`, how often held items have been
-        placed.
+        `packs` has for each open pack, oldest first, the ref and length of each item. Items with images or that are cut
+        also have images, start and whole length; items that "first_fit_decreasing" holds, the number of rounds. `count`
+        is the number of yielded packs, and `taken` the ref of the item that is not completely in packs yet, or None.
+
+        The following are only saved if they are needed. `lengths` has the limits of open packs if another `max_length`
+        was decided; `taken_part` the start of the rest of `taken` and its whole length; `taken_size` its declared
+        length and images; `ahead` the items after it, with their sizes; `held` the held items; `rounds` how often held
+        items have been put into packs.
         """
         packing, taken = self._packing, self._pieces.taken
         state = {
@@ -269,7 +280,10 @@ class OnlinePacker(PackStage):
         return {**state, **{name: value for name, value in needed.items() if value is not None}}
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; items of open packs are made again when they are needed."""
+        """Return to the position in `state`.
+
+        Items of open packs are rebuilt when they are needed.
+        """
         saved = parse_state(self, state, PackerState)
         self.source.restore_state(saved.source)
         self._count = saved.count
@@ -293,7 +307,10 @@ class OnlinePacker(PackStage):
             packing.add(piece)
 
     def settings(self) -> dict[str, Any]:
-        """Every argument that changes the packs; the encoder only if it is not the one upstream."""
+        """Return every argument that changes packs.
+
+        The encoder is left out if it is the one upstream.
+        """
         own = self._calls.settings()
         if self.max_images is not None:
             own["max_images"] = self.max_images

@@ -1,18 +1,17 @@
-"""Policies of `OnlinePacker`.
+"""Policies of `OnlinePacker`, which choose the pack of each piece.
 
-They choose the pack of each piece by its length and number of images alone.
+They use only length, number of images and cost of a piece.
 
-    sequential             a b c c │ c d d …   one open pack; a piece that does not fit is cut at the pack's end
-    first_fit              the oldest open pack with room, else a new one; of too many, the oldest is given
-    best_fit               the fullest open pack with room, else a new one; of too many, the fullest is given
-    first_fit_decreasing   pieces that fill `open_packs` packs are held, then placed from the largest to the smallest
+    sequential             a b c c │ c d d …   one open pack; an item that does not fit is cut at the pack's end
+    first_fit              the oldest open pack with room, else a new one; if too many are open, the oldest is yielded
+    best_fit               the fullest open pack with room, else a new one; if too many are open, the fullest is yielded
+    first_fit_decreasing   pieces that fill `open_packs` packs are held, then put into packs, the largest piece first
 
-(Johnson: Near-Optimal Bin Packing Algorithms, 1973.) A policy knows no items and no encoders. The packer asks for the
-longest piece that may come next (`reach`), cuts the item to it, adds it, and yields the pack that is `due` before it
-adds another piece.
+(Johnson: Near-Optimal Bin Packing Algorithms, 1973.) The packer asks a policy for the longest possible next piece
+(`reach`), cuts the item to it, adds it, and yields the pack that is `due` before it adds another piece.
 
-A pack also closes at `max_cost`, if there is one: it is full as soon as its tokens or its cost are. The fullest pack is
-the one with the least share left of either. A piece that alone costs more than `max_cost` has a pack to itself.
+With `max_cost`, a pack is full as soon as its tokens or its cost are. The fullest pack is then the one with the least
+remaining fraction of tokens or cost. A piece that alone costs more than `max_cost` is alone in its pack.
 """
 
 from __future__ import annotations
@@ -34,41 +33,42 @@ PackingFunction: TypeAlias = Callable[[list[int]], Sequence[Sequence[int]]]
 
 
 _AT_ONCE = 16  # the most items to take from the source at a time
-_NO_BOUND = 1 << 60
-_NEVER = 1 << 120  # more than the slack of any pack, times its cost
-_LONGEST = 4  # rounds that a piece is held back
+_NO_BOUND = 1 << 60  # more images than any pack has
+_MOST_SLACK = 1 << 120  # more than the slack of any pack
+_LONGEST = 4  # rounds that a piece may be held
 
 
 class Piece(Element, kw_only=True, eq=False, gc=False):
     """An item in a pack, or a part of one.
 
-    It has `length` tokens, from `start` on, of an item of `total` tokens.
-
-    Its ref is the item's, its value the part.
+    It has `length` tokens, from token `start` on, of an item of `total` tokens. `ref` is the ref of the item, and
+    `value` this part of it.
     """
 
     length: int
     images: int = 0
     start: int = 0
     total: int = 0
-    cost: int = 0  # 0 where packs have no greatest cost
-    rounds: int = 0  # how often it was held back
+    cost: int = 0  # 0 if the cost of packs is not limited
+    rounds: int = 0  # how often it was held
 
     @property
     def is_cut(self) -> bool:
-        """Whether this is less than the whole item."""
+        """Whether this is only a part of the item."""
         return self.length != self.total
 
 
 @dataclass(slots=True, eq=False)
 class OpenPack:
-    """A pack that is being filled, and the room left in it."""
+    """A pack that is being filled, and its remaining room."""
 
     room: int  # tokens that still fit
     images: int  # images that still fit
-    cost: int = 0  # cost that still fits; below 0 if the only piece is dearer than a pack may be
-    bounds: tuple[int, int] | None = None  # the greatest length and cost of a pack; None where only length is bounded
-    slack: int = 0  # room left, in tokens or in cost, whichever is the smaller share; set when a piece is added
+    cost: int = 0  # cost that still fits; below 0 if the only piece costs more than a pack may
+    bounds: tuple[int, int] | None = None  # the greatest length and cost of a pack; None if the cost is not limited
+    # The remaining room in tokens. If the cost is limited, tokens times the greatest cost, or cost times the greatest
+    # length, whichever is less. It is set when a piece is added.
+    slack: int = 0
     pieces: list[Piece] = field(default_factory=list)
     length: int = field(init=False)  # the most tokens of the pack
 
@@ -80,7 +80,7 @@ class OpenPack:
         return piece.length <= self.room and piece.images <= self.images and piece.cost <= self.cost
 
     def add(self, piece: Piece) -> None:
-        """Append a piece."""
+        """Append a piece, and update the remaining room."""
         self.pieces.append(piece)
         self.room -= piece.length
         self.images -= piece.images
@@ -97,7 +97,7 @@ class Packing:
     It has the open packs, oldest first, and chooses the next pack to yield.
     """
 
-    holds: ClassVar[bool] = False  # whether pieces may be in no pack yet
+    holds: ClassVar[bool] = False  # whether the policy holds pieces before it puts them into packs
 
     def __init__(
         self,
@@ -110,10 +110,10 @@ class Packing:
     ) -> None:
         self.max_length, self.max_images = max_length, max_images  # 0 images: no bound
         self.open_packs, self.max_cost, self.costing = open_packs, max_cost, costing
-        self._least_cost = costing.of(1, 0) if costing is not None else 0  # what no longer fits fills a pack
+        self._least_cost = costing.of(1, 0) if costing is not None else 0  # of a piece; with less room a pack is full
         self.packs: list[OpenPack] = []
-        self.held: list[Piece] = []  # in no pack yet
-        self.rounds = 0  # how often held pieces have been placed
+        self.held: list[Piece] = []  # not in a pack yet
+        self.rounds = 0  # how often held pieces have been put into packs
 
     @property
     def reach(self) -> int:
@@ -122,9 +122,9 @@ class Packing:
 
     @property
     def at_once(self) -> int:
-        """Return how many items to take from the source at a time.
+        """How many items to take from the source at a time.
 
-        About one pack's items at a time cost less than one by one.
+        It is about the number of items in a pack, which costs less than one by one.
         """
         pieces = sum([len(pack.pieces) for pack in self.packs]) + len(self.held)
         return min(_AT_ONCE, 1 + pieces // max(1, len(self.packs) or self.open_packs))
@@ -134,53 +134,53 @@ class Packing:
         raise NotImplementedError
 
     def due(self) -> OpenPack | None:
-        """The pack due before another piece is added, if any."""
+        """Return the pack to yield before another piece is added, or None."""
         raise NotImplementedError
 
     def last(self) -> OpenPack | None:
-        """The next pack to give when no more pieces will come; None when all are given."""
+        """Return the next pack after the last piece, or None if all packs are yielded."""
         return self.packs[0] if self.packs else None
 
     def pieces(self) -> Iterator[Piece]:
-        """All pieces, those in packs and those in none."""
+        """Yield all pieces, also held ones."""
         for pack in self.packs:
             yield from pack.pieces
         yield from self.held
 
     def open(self, length: int = 0) -> OpenPack:
-        """Open a new pack, of this many tokens at most; 0: `max_length`."""
+        """Open a new pack of at most `length` tokens; 0: `max_length`."""
         self.packs.append(self.empty(length))
         return self.packs[-1]
 
     def empty(self, length: int = 0) -> OpenPack:
-        """A pack without pieces."""
+        """Build a pack without pieces, of at most `length` tokens; 0: `max_length`."""
         length = length or self.max_length
         bounds = (length, self.max_cost) if self.max_cost else None
         return OpenPack(length, self.max_images or _NO_BOUND, self.max_cost, bounds)
 
     def full(self) -> OpenPack | None:
-        """The oldest pack without room for another token; None if there is none."""
-        least = self._least_cost
+        """Return the oldest pack without room for another token, or None."""
+        least_cost = self._least_cost
         for pack in self.packs:
-            if not pack.room or pack.cost < least:
+            if not pack.room or pack.cost < least_cost:
                 return pack
         return None
 
 
 class Sequential(Packing):
-    """Policy that fills one pack after the other and cuts items at its end.
+    """Policy that fills one pack after the other, and cuts items at the end of a pack.
 
-    It wastes no room, unless `max_images` is reached.
+    Packs are full unless `max_images` is reached.
     """
 
     @property
     def reach(self) -> int:
-        """The room left in the open pack, in tokens, or what its cost has room for."""
+        """The greatest length in tokens that fits into the open pack, also by its cost."""
         pack = self.packs[-1] if self.packs else self.empty()
         return self._affordable(pack) if self.costing is not None else pack.room
 
     def _affordable(self, pack: OpenPack) -> int:
-        """The greatest length that fits into a pack by its tokens and its cost, at least 1."""
+        """Return the greatest length that fits into a pack by its tokens and its cost, at least 1."""
         assert self.costing is not None
         of = self.costing.of
         return max(1, bisect_right(range(1, pack.room + 1), pack.cost, key=lambda length: of(length, 0)))
@@ -191,31 +191,31 @@ class Sequential(Packing):
         pack.add(piece)
 
     def due(self) -> OpenPack | None:
-        """A pack without room, or without room for the images of the piece that came next."""
+        """Return the first pack if it is full, or if the last piece needed a new one."""
         return self.packs[0] if len(self.packs) > 1 else self.full()
 
 
 class FirstFit(Packing):
-    """Puts a piece into the oldest open pack with room."""
+    """Policy that puts a piece into the oldest open pack with room."""
 
     def add(self, piece: Piece) -> None:
         """Put a piece into the oldest pack with room, or into a new one."""
         (_oldest(self.packs, piece) or self.open()).add(piece)
 
     def due(self) -> OpenPack | None:
-        """A full pack, or the oldest one if more than `open_packs` are open."""
+        """Return a full pack, or the oldest one if more than `open_packs` are open."""
         return self.full() or (self.packs[0] if len(self.packs) > self.open_packs else None)
 
 
 class BestFit(Packing):
     """Policy that puts a piece into the fullest open pack with room.
 
-    Of equally full ones, it is the oldest.
+    Of equally full packs, it is the oldest.
     """
 
     def add(self, piece: Piece) -> None:
         """Put a piece into the fullest pack with room, or into a new one."""
-        best, least = None, _NEVER
+        best, least = None, _MOST_SLACK
         length, images, cost = piece.length, piece.images, piece.cost
         for pack in self.packs:
             if length <= pack.room and pack.slack < least and images <= pack.images and cost <= pack.cost:
@@ -223,7 +223,10 @@ class BestFit(Packing):
         (best or self.open()).add(piece)
 
     def due(self) -> OpenPack | None:
-        """A full pack, or the fullest but the newest one if more than `open_packs` are open."""
+        """Return a full pack, or the fullest one if more than `open_packs` are open.
+
+        It is not the newest one.
+        """
         full = self.full()
         if full is None and len(self.packs) > self.open_packs:
             return min(self.packs[:-1], key=lambda pack: pack.slack)
@@ -231,13 +234,13 @@ class BestFit(Packing):
 
 
 class FirstFitDecreasing(Packing):
-    """Policy that places the largest buffered pieces first.
+    """Policy that puts the largest held pieces into packs first.
 
-    It buffers pieces for `open_packs` packs and yields the packs in random order.
+    It holds pieces for `open_packs` packs, and yields the packs in random order.
 
-    A piece is as large as its share of a pack: of the length, images or cost, whichever is the greatest. The last pack
-    of a round is seldom full: it is taken apart, and its pieces wait for the next round. One that has waited for 4
-    rounds is placed before all others, so that it is in the last pack no more.
+    The size of a piece is its fraction of a pack: of the length, images or cost, whichever is the greatest. The last
+    pack of a round is seldom full, so its pieces are held for the next round. After 4 rounds a piece comes before all
+    others, so that it is not in the last pack again.
     """
 
     holds = True
@@ -248,38 +251,40 @@ class FirstFitDecreasing(Packing):
         self._length = self._images = self._cost = 0  # sums over the held pieces
 
     def add(self, piece: Piece) -> None:
-        """Hold a piece; place all held pieces once they fill `open_packs` packs."""
+        """Hold a piece. Put all held pieces into packs once they fill `open_packs` packs."""
         self.held.append(piece)
         self._length += piece.length
         self._images += piece.images
-        self._cost += min(piece.cost, self.max_cost)  # one that costs more than a pack may has a pack to itself
-        enough = self.open_packs + 1  # packs; the last one is taken apart
+        self._cost += min(piece.cost, self.max_cost)  # a piece that costs more than a pack may is alone in its pack
+        enough = self.open_packs + 1  # packs, because the pieces of the last one are held again
         if (
             self._length >= enough * self.max_length
             or self._images >= enough * self.max_images > 0
             or self._cost >= enough * self.max_cost > 0
         ):
-            self._pack_all(leave_last=True)
+            self._pack_all(unpack_last=True)
 
     def due(self) -> OpenPack | None:
-        """The next filled pack; None if there is none."""
+        """Return the next filled pack, or None."""
         return self.packs[0] if self.packs else None
 
     def last(self) -> OpenPack | None:
-        """The next pack, once all held pieces are placed; None when all are given."""
+        """Return the next pack after the last piece, or None if all packs are yielded."""
         if self.held:
-            self._pack_all(leave_last=False)
+            self._pack_all(unpack_last=False)
         return self.due()
 
-    def _pack_all(self, *, leave_last: bool) -> None:
+    def _pack_all(self, *, unpack_last: bool) -> None:
+        """Put all held pieces into packs. If `unpack_last`, hold the pieces of the last pack again."""
         packs: list[OpenPack] = []
         for piece in self._in_order():
             pack = _oldest(packs, piece)
             if pack is None:
-                pack = self.empty(max(self.max_length, piece.length))  # held before a shorter one was decided
+                # the piece may be longer if `max_length` was reduced since
+                pack = self.empty(max(self.max_length, piece.length))
                 packs.append(pack)
             pack.add(piece)
-        self.held = packs.pop().pieces if leave_last else []
+        self.held = packs.pop().pieces if unpack_last else []
         self._length = sum(piece.length for piece in self.held)
         self._images = sum(piece.images for piece in self.held)
         self._cost = sum(min(piece.cost, self.max_cost) for piece in self.held)
@@ -289,24 +294,25 @@ class FirstFitDecreasing(Packing):
         self.rounds += 1
 
     def _in_order(self) -> list[Piece]:
-        """The held pieces: first those that have waited for long, then the others; of each the largest first."""
+        """Sort the held pieces: first those that were held for many rounds, then the others, the largest first."""
         size = self._share if self.max_images or self.max_cost else attrgetter("length")
         ordered = sorted(self.held, key=size, reverse=True)
         waiting = [piece for piece in ordered if piece.rounds >= _LONGEST]
         return waiting + [piece for piece in ordered if piece.rounds < _LONGEST] if waiting else ordered
 
     def _share(self, piece: Piece) -> int:
-        """The greatest share of a pack that a piece takes, in units that are the same for all."""
+        """Return the greatest fraction of a pack that a piece takes, times a constant that makes it an integer."""
         length, images, cost = self.max_length, self.max_images or 1, self.max_cost or 1
-        taken = [piece.length * images * cost]
+        fractions = [piece.length * images * cost]
         if self.max_images:
-            taken.append(piece.images * length * cost)
+            fractions.append(piece.images * length * cost)
         if self.max_cost:
-            taken.append(piece.cost * length * images)
-        return max(taken)
+            fractions.append(piece.cost * length * images)
+        return max(fractions)
 
 
 def _oldest(packs: list[OpenPack], piece: Piece) -> OpenPack | None:
+    """Return the first pack with room for a piece, or None."""
     length, images, cost = piece.length, piece.images, piece.cost
     for pack in packs:
         if length <= pack.room and images <= pack.images and cost <= pack.cost:
@@ -315,25 +321,25 @@ def _oldest(packs: list[OpenPack], piece: Piece) -> OpenPack | None:
 
 
 class ByFunction(Packing):
-    """Policy of a user's function from lengths to groups of indices.
+    """Policy that calls a user's function, which groups items by their lengths.
 
-    It buffers pieces for `open_packs` packs.
+    It holds pieces for `open_packs` packs.
 
-        held      3 5 2 4 1 …        items in the order in which they came, until they fill `open_packs` packs
+        held      3 5 2 4 1 …        lengths in the order of the items, until they fill `open_packs` packs
         function  [3, 5, 2, 4, 1]  ─▶  [[1, 2], [0, 3], [4]]
-        packs     5+2   3+4   1      given in that order
+        packs     5+2   3+4   1      yielded in this order
 
-    The packs of a round are laid out before the first of them is given, and are in the state with the refs of their
-    items: a resumed run does not ask the function again about packs already chosen. The first call is made twice, to
-    find one that draws.
+    All packs of a round are chosen before the first one is yielded, and the state has them as refs of their items, so a
+    resumed run does not call the function again for them. The first call is repeated to find functions that are not
+    deterministic.
     """
 
     holds = True
 
     def __init__(self, function: PackingFunction, *, max_length: int, open_packs: int) -> None:
         super().__init__(max_length=max_length, max_images=0, open_packs=open_packs)
-        self._function, self._asked = function, False
-        self._length = 0  # sum over the held pieces
+        self._function, self._is_checked = function, False
+        self._length = 0  # of all held pieces
 
     def add(self, piece: Piece) -> None:
         """Hold a piece."""
@@ -341,20 +347,20 @@ class ByFunction(Packing):
         self._length += piece.length
 
     def due(self) -> OpenPack | None:
-        """The next pack, once the held pieces fill `open_packs` packs and are laid out; None before that."""
+        """Return the next pack, or None until the held pieces fill `open_packs` packs."""
         if not self.packs and self._length >= self.open_packs * self.max_length:
             self._pack_all()
         return super().last()
 
     def last(self) -> OpenPack | None:
-        """The next pack, once all held pieces are laid out; None when all are given."""
+        """Return the next pack after the last piece, or None if all packs are yielded."""
         if self.held and not self.packs:
             self._pack_all()
         return super().last()
 
     def _pack_all(self) -> None:
-        """Make packs of all held pieces. Raises `EncodeError` for a wrong answer; then the pieces are still held."""
-        groups = self._answer([piece.length for piece in self.held])
+        """Put all held pieces into packs. Raises `EncodeError` for an invalid result; pieces are then still held."""
+        groups = self._checked_groups([piece.length for piece in self.held])
         packs = []
         for group in groups:
             pack = OpenPack(self.max_length, 0)
@@ -364,28 +370,30 @@ class ByFunction(Packing):
         self.packs, self.held, self._length = packs, [], 0
         self.rounds += 1
 
-    def _answer(self, lengths: list[int]) -> list[list[int]]:
+    def _checked_groups(self, lengths: list[int]) -> list[list[int]]:
+        """Call the user's function and check its result. Raises `EncodeError` if it is invalid."""
         name = f"OnlinePacker(policy={function_name(self._function)})"
         try:
             groups = self._groups(lengths)
             check_groups(groups, lengths, self.max_length)
-            if not self._asked and self._groups(lengths) != groups:
+            if not self._is_checked and self._groups(lengths) != groups:
                 raise ValueError("it returned other groups for the same lengths. It must depend on the lengths alone")
         except Exception as error:
             raise EncodeError(
                 f"{name} failed for {len(lengths)} items: {type(error).__name__}: {error}. Fix it and resume."
             ) from error
-        self._asked = True
+        self._is_checked = True
         return groups
 
     def _groups(self, lengths: list[int]) -> list[list[int]]:
+        """Call the user's function, and convert its result to lists of int."""
         return [[index(position) for position in group] for group in self._function(list(lengths))]
 
 
 def check_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int], max_length: int) -> None:
-    """Raise ValueError unless groups are a valid packing.
+    """Raise ValueError unless groups are valid.
 
-    Each index is in one group, and no group is empty or longer than a pack.
+    Each index must be in one group, and no group may be empty or too long for a pack.
     """
     used: set[Any] = set()
     for number, group in enumerate(groups):
@@ -408,9 +416,9 @@ def check_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int], max_le
 def make_packing(
     policy: Policy | PackingFunction, *, key: int, max_length: int, open_packs: int, **bounds: Any
 ) -> Packing:
-    """Build the policy, with the arguments of `Packing`.
+    """Build a policy.
 
-    `key` is the 64-bit key of its random numbers.
+    `bounds` are further arguments of `Packing`, and `key` seeds the policy's random numbers.
     """
     if callable(policy):
         return ByFunction(policy, max_length=max_length, open_packs=open_packs)

@@ -1,7 +1,7 @@
-"""`PieceMaker`: cuts the items of an `OnlinePacker`'s source into pieces, and makes the item of a piece again.
+"""`PieceMaker`: cuts items into pieces for an `OnlinePacker`, and rebuilds them.
 
 item ──▶ length ──▶ piece [0, 700) ──▶ a pack of the policy
-                    piece [700, …)     the rest waits: `taken`
+                    piece [700, …)     the rest is in `taken` until there is room
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.stages.task_encoder import Skip
 
 TooLong = Literal["skip", "truncate", "split"]
-_LEAST = 1  # token that an item must have: a pack of empty items would never be full
+_LEAST = 1  # tokens of an item, because a pack of empty items would never be full
 
 
 class PieceMaker:
-    """Takes items of `stage.source`, and adds their pieces to `packing`, with as many items as memory allows."""
+    """Takes items of `stage.source`, and adds their pieces to `packing`.
+
+    Their values may take `max_bytes`.
+
+    `asked` is whether the user chose `too_long`; skipped items are then not counted as problems.
+    """
 
     def __init__(
         self, stage: ItemStage, calls: EncoderCalls, packing: Packing, too_long: TooLong, *, asked: bool, max_bytes: int
     ) -> None:
-        self.taken: Piece | None = None  # an item of the source that is not placed to its end; `sizes` if declared
-        self.ahead: list[Element] = []  # items that come after it
-        self._stage = weakref.ref(stage)  # weak: a stage that is dropped frees its items at once
+        self.taken: Piece | None = None  # an item that is not completely in packs yet; it has `sizes` if declared
+        self.ahead: list[Element] = []  # the items after it
+        self._stage = weakref.ref(stage)  # weak, so that a stage that is no longer used frees its items at once
         self._calls, self._packing = calls, packing
-        self._too_long, self._asked = too_long, asked  # `_asked`: whether the user chose
+        self._too_long, self._asked = too_long, asked
         self._by_source = SourceCounts(stage.counts)
         budget = stage.lane.shared("held items", MemoryBudget, by_threads=True)
         self._share = BudgetShare(budget, max_bytes=max_bytes)
@@ -46,18 +51,22 @@ class PieceMaker:
 
     @property
     def _packer(self) -> ItemStage:
+        """The stage."""
         stage = self._stage()
-        assert stage is not None, "a stage lives as long as it asks"
+        assert stage is not None, "a stage that calls it is alive"
         return stage
 
     @property
     def made(self) -> int:
-        """How many made items are in packs, or not placed yet."""
+        """The number of items in memory, in packs or not."""
         ahead = sum(element.is_made for element in self.ahead)
         return self._share.elements + ahead + (self.taken is not None and self.taken.is_made)
 
     def add_next(self) -> bool:
-        """Place a piece of the next item, or leave it out; False at the end of the source."""
+        """Add a piece of the next item to the policy, or leave the item out.
+
+        Returns False at the end of the source.
+        """
         if self.taken is not None:
             if self._add(self.taken):
                 self.taken = None
@@ -69,18 +78,18 @@ class PieceMaker:
             if not self.ahead:
                 return False
         self._add_whole(self.ahead[0])
-        del self.ahead[0]  # not before: after an error it is tried again
+        del self.ahead[0]  # only now, because after an error the item is tried again
         return True
 
     def _add_whole(self, element: Element) -> None:
-        """Place an item as it is, drop it if it is lost, or take it to be cut or skipped if it does not fit."""
+        """Add a whole item to the policy. If it does not fit, store it in `taken`; if it is lost, drop it."""
         declared, ref = None, element.ref
         if element.sizes and not element.is_made and type(ref[1]) is int and self._packer.info.declared:
-            declared = element.sizes[0]  # a pack that is an item has sizes of its own
+            declared = element.sizes[0]  # if the item is a pack, its sizes are those of its items
         if declared is None:
             if not element.is_made:
                 make_elements(self._packer.source, [element])
-            if type(element.value) is Skip:  # which the stage upstream has counted
+            if type(element.value) is Skip:  # the stage upstream has counted it
                 return
             length, images = self.measured(element)
         else:
@@ -97,7 +106,7 @@ class PieceMaker:
         packing.add(piece)
 
     def _add(self, taken: Piece) -> bool:
-        """Place as much of the taken item as fits; whether nothing of it is left."""
+        """Add as much of the taken item to the policy as fits. Returns whether nothing of it remains."""
         total = self._total_of(taken)
         if total is None:
             return True
@@ -108,7 +117,7 @@ class PieceMaker:
                 return True
             if self._too_long == "truncate":
                 stop = self._packing.max_length
-                if stop <= taken.start:  # of which more than this was placed before it was decided
+                if stop <= taken.start:  # a smaller `max_length` was decided after more was put into packs
                     return True
         length = min(stop - taken.start, self._packing.reach)
         piece = Piece(taken.ref, length=length, start=taken.start, total=total)
@@ -130,7 +139,7 @@ class PieceMaker:
         return taken.start == stop
 
     def _total_of(self, taken: Piece) -> int | None:
-        """The length of the taken item, as declared or as made; None if it can no longer be made."""
+        """Return the declared or measured length of the taken item; None if it can no longer be rebuilt."""
         if taken.sizes is not None:
             return self._calls.checked_length(taken.sizes[0][0], least=_LEAST)
         if taken.total and taken.is_made:
@@ -139,16 +148,17 @@ class PieceMaker:
         return None if type(item) is Skip else self._calls.length(taken, least=_LEAST)
 
     def _item_of(self, taken: Piece) -> Any:
-        """The taken item; a `Skip` if it can no longer be made, which the stage upstream has counted."""
+        """Return the taken item, or a `Skip` if it can no longer be rebuilt, which the stage upstream has counted."""
         if not taken.is_made:
             whole = self._whole(taken)
             taken.value, taken.measured = whole.value, whole.measured
         return taken.value
 
     def _measure(self, piece: Piece, taken: Piece) -> Any:
-        """Set images and cost of a piece of the taken item, and return its part of the item; UNMADE if not made yet.
+        """Set images and cost of a piece of the taken item, and return the piece's part of the item.
 
-        How many images are in a part is not known without the item.
+        The result is UNMADE if the declared size is enough. If an item with images is cut, the images of a part are
+        only known from the item.
         """
         if taken.sizes is not None and not (piece.is_cut and taken.sizes[0][1]):
             item, piece.images = UNMADE, taken.sizes[0][1]
@@ -168,11 +178,14 @@ class PieceMaker:
         self._share.count([piece])
 
     def release(self, pieces: Sequence[Piece]) -> None:
-        """Count the items of these pieces as in memory no more."""
+        """Subtract the bytes of the items of these pieces."""
         self._share.release(pieces)
 
     def item(self, piece: Piece) -> Any:
-        """The item of a piece, made if it is missing; a `Skip` if that is no longer possible."""
+        """Return a piece's part of its item.
+
+        The item is rebuilt if it is missing. The result is a `Skip` if that is impossible.
+        """
         if piece.is_made:
             return piece.value
         whole = self._whole(piece).value
@@ -200,11 +213,14 @@ class PieceMaker:
         return whole
 
     def _part_of(self, whole: Any, piece: Piece) -> Any:
-        """The tokens of an item that a piece covers."""
+        """Return the tokens of an item that a piece covers."""
         return self._calls.cut(whole, piece.start, piece.start + piece.length) if piece.is_cut else whole
 
     def rebuilt(self, refs: Sequence[ItemRef]) -> list[Element]:
-        """Make the items of pieces with these refs. Raises `CheckpointMismatchError` for another kind of ref."""
+        """Rebuild the items of pieces with these refs.
+
+        Raises `CheckpointMismatchError` for other refs.
+        """
         for ref in refs:
             if isinstance(ref[0], tuple) and len(ref) != 3:
                 raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
@@ -213,15 +229,17 @@ class PieceMaker:
         return [self._cut(item, ref) for item, ref in zip(items, refs, strict=True)]
 
     def _cut(self, item: Element, ref: ItemRef) -> Element:
+        """Return an item, or its part if the ref is that of a cut item."""
         if not isinstance(ref[0], tuple):
             return Element(ref, item.value, measured=item.measured)
         return Element(ref, item.value if type(item.value) is Skip else self._calls.cut(item.value, *ref[1:]))
 
     def measured(self, element: Element) -> Size:
-        """Length and images of a built item."""
+        """Return length and images of a built item."""
         return self._calls.length(element, least=_LEAST), self._calls.images(element.value)
 
     def _skipped(self, why: str, tokens: int, measure: int, *, asked: bool = False) -> None:
+        """Count a dropped item. Raises `EncodeError` for very many in a row, with the `measure` that is too large."""
         assert self.taken is not None
         stage, packing = self._packer, self._packing
         _, row = self._by_source.left_out(why, self.taken.ref, tokens, asked=asked)
@@ -234,14 +252,19 @@ class PieceMaker:
             )
 
     def known(self, saved: Sequence[SavedPiece]) -> list[Piece]:
-        """The pieces of a state whose source still exists."""
+        """Return the pieces of a state whose source still exists."""
         pieces = [each.piece() for each in saved]
         for piece in pieces:
             self._set_cost(piece)
         return [piece for piece in pieces if is_whole(self._packer, piece.ref)]
 
     def restore_taken(self, ref: Any, part: tuple[int, int], size: Size | None) -> None:
-        """Continue with the item of this ref of a state, partly placed, unless its source is gone; or with none."""
+        """Restore the taken item of a state.
+
+        It is None if there was none, or if its source was removed.
+
+        `part` is the start of its rest and its whole length, and `size` its declared size.
+        """
         self.taken = None
         if ref is not None and is_whole(self._packer, as_ref(ref)):
             self.taken = Piece(as_ref(ref), sizes=size and (size,), length=0, start=part[0], total=part[1])
@@ -258,7 +281,7 @@ class SavedPiece(msgspec.Struct, array_like=True):
     rounds: SavedCount = 0
 
     def piece(self) -> Piece:
-        """The piece, whose item is missing."""
+        """Return the piece, unmade."""
         piece = Piece(as_ref(self.ref), length=self.length, images=self.images, rounds=self.rounds)
         piece.start, piece.total = self.start, self.total or self.length
         return piece
@@ -280,7 +303,7 @@ class PackerState(msgspec.Struct):
 
 
 def saved_piece(piece: Piece) -> tuple[Any, ...]:
-    """A piece as a state holds it."""
+    """Return a piece as a tuple for a state."""
     if piece.rounds:
         return (piece.ref, piece.length, piece.images, piece.start, piece.total, piece.rounds)
     if piece.is_cut:
@@ -289,5 +312,5 @@ def saved_piece(piece: Piece) -> tuple[Any, ...]:
 
 
 def piece_ref(piece: Piece) -> ItemRef:
-    """The ref of a whole item, or (ref, start, stop) of a cut one."""
+    """Return the ref of a whole item, or (ref, start, stop) for a part of an item."""
     return (piece.ref, piece.start, piece.start + piece.length) if piece.is_cut else piece.ref

@@ -2,12 +2,13 @@
 
 Nothing is copied.
 
-    reader ── refs ──▶ Join ── refs ──▶ …          state: the reader's; it holds nothing itself
-                        │ key → index of keys → number in the other dataset
+    reader ── refs ──▶ Join ── refs ──▶ …          its state is the reader's state
+                        │ key → index of keys → index of a sample in the other dataset
                         ▼
                    "captions.txt"
 
-Since it has no state and no random numbers, it can be added to a run in its middle, which continues in the same order.
+A `Join` has no own state and draws no random numbers, so it can be added to a saved run, which then continues in the
+same order.
 """
 
 from __future__ import annotations
@@ -51,20 +52,21 @@ class Join(ChunkedStage, SampleStage):
 
     `sample["captions.txt"]` is the `txt` of the sample of `captions` with the same key.
 
-    The keys of a store are indexed once, by one process, beside its shards. Samples keep their order, refs and random
-    numbers, with a Join or without; `allow={"joins"}` loads a state with another one. What the stages of that state
-    hold is then skipped too, where it is encoded or rebuilt; a batch without an encoder has such samples without parts.
+    The keys of a store are indexed once, by one process, and saved beside its shards. With and without a `Join`,
+    samples have the same order, refs and random numbers. `allow={"joins"}` loads a state of another `Join`. Samples in
+    that state whose key is missing now are skipped when they are encoded or rebuilt; without an encoder, their batches
+    have them without joined parts.
 
     Args:
         source: A stage of samples.
-        stores: Datasets by a name of yours, with which the names of their parts begin: anything that a reader or
-            `sp.open_dataset` takes, or what the latter returns.
+        stores: Datasets by a name of your choice, which becomes the prefix of their parts. A dataset is anything that a
+            reader or `sp.open_dataset` takes, or the result of `sp.open_dataset`.
         on: "key": by the keys of both samples; a table's keys are in the column of `sp.open_dataset(path, key=COLUMN)`.
         missing: For a sample whose key a store lacks: "skip" leaves it out, "empty" adds no parts; both are counted.
 
     Raises:
         ValueError: A setting is wrong.
-        ShardError: Two samples of a store have one key, or hardly any key is found.
+        ShardError: Two samples of a store have the same key, or a great many samples in a row have no match.
 
     Example:
         >>> samples = sp.TarShardReader("shards/", sp.Lane(), shuffle=False)
@@ -93,13 +95,13 @@ class Join(ChunkedStage, SampleStage):
         super().__init__(source)
         check_join(stores, on, missing)
         self.missing, self.one_to_one = missing, missing == "empty"
-        self._stores = {name: self._opened(name, stores[name]) for name in sorted(stores)}
+        self._stores = {name: self._open_store(name, stores[name]) for name in sorted(stores)}
         self.datasets = tuple(store.dataset for store in self._stores.values())
-        self._last: tuple[bytes, list[Sample]] = (b"", [])  # refs taken last, which are mostly opened next
-        self._row = 0  # samples in a row that were left out
+        self._last: tuple[bytes, list[Sample]] = (b"", [])  # the refs taken last and their samples, mostly opened next
+        self._missed = 0  # the number of samples in a row that were left out
 
-    def _opened(self, name: str, store: Shards | Samples) -> Samples:
-        """The store, one for all lanes of a process. Raises `ShardError` if two of its samples have one key."""
+    def _open_store(self, name: str, store: Shards | Samples) -> Samples:
+        """Open a store once for all lanes of a process. Raises `ShardError` if two samples have the same key."""
         if not isinstance(store, Samples):
             paths = store if isinstance(store, str | os.PathLike) else tuple(os.fspath(path) for path in store)
             return self.lane.shared(("join", paths), lambda: self._checked(name, open_dataset(paths)))
@@ -108,18 +110,18 @@ class Join(ChunkedStage, SampleStage):
         return self.lane.shared(("join", id(store)), lambda: self._checked(name, store))
 
     def _checked(self, name: str, store: Samples) -> Samples:
-        return _without_twins(name, store.pinned(self.lane.worker.pinned))
+        return _check_keys(name, store.pinned(self.lane.worker.pinned))
 
     def describe(self) -> StageInfo:
-        """Return the source's description.
+        """Return the facts of the source.
 
-        Its depth is equal, so later stages draw the same random numbers as without a join.
+        Depth is not increased, so that later stages draw the same random numbers as without a join.
         """
         info = self.source.info
         return replace(info, raises=info.raises and self.missing == "empty")
 
     def take(self, n: int) -> RefArray:
-        """Take the refs of the next 1 to `n` samples: REF (any,).
+        """Return the refs of the next 1 to `n` samples: REF (any,).
 
         It is empty only at the end, or if `n` is 0.
         """
@@ -130,21 +132,21 @@ class Join(ChunkedStage, SampleStage):
             samples = self._joined(self.source.open_samples(refs))
             kept = [self._keeps(sample) for sample in samples]
             if any(kept):
-                left: RefArray = refs if all(kept) else refs[np.array(kept)]
-                self._last = left.tobytes(), [sample for sample, keep in zip(samples, kept, strict=True) if keep]
-                return left
+                found_refs: RefArray = refs if all(kept) else refs[np.array(kept)]
+                self._last = found_refs.tobytes(), [sample for sample, keep in zip(samples, kept, strict=True) if keep]
+                return found_refs
 
     def _keeps(self, sample: Sample) -> bool:
-        """Whether each store has the sample. Counts it if not. Raises `ShardError` after very many in a row."""
-        lacking = _lacking(sample)
+        """Return whether all stores have the sample. If not, count it. Raises `ShardError` after very many in a row."""
+        lacking = _stores_without(sample)
         if not lacking:
-            self._row = 0
+            self._missed = 0
             return True
         self.counts.update(skip_counters(f"no such key in {lacking[0]}", sample.index))
-        self._row += 1
-        if self._row >= max_empty_samples(self.info.population):
+        self._missed += 1
+        if self._missed >= max_empty_samples(self.info.population):
             raise ShardError(
-                f"Join: {lacking[0]!r} lacks {self._row:,} samples in a row, the last one with key {sample.key!r}. "
+                f"Join: {lacking[0]!r} lacks {self._missed:,} samples in a row, the last one with key {sample.key!r}. "
                 "Name the column of keys by sp.open_dataset(path, key=COLUMN), or pass missing='empty'.",
                 reason="no such key",
             )
@@ -155,38 +157,39 @@ class Join(ChunkedStage, SampleStage):
 
         Parts are read on access.
         """
-        known, kept = self._last
-        samples = list(kept) if refs.tobytes() == known else self._joined(self.source.open_samples(refs))
+        last_refs, last_samples = self._last
+        samples = list(last_samples) if refs.tobytes() == last_refs else self._joined(self.source.open_samples(refs))
         for sample in samples if self.missing == "empty" else ():
-            for name in _lacking(sample):
+            for name in _stores_without(sample):
                 self.counts[f"without {name}"] += 1
         return samples
 
     def fetch(self, ref: Any) -> Sample:
-        """The sample with this ref."""
+        """Return the sample with this ref, with the joined parts."""
         return self._joined([self.source.fetch(ref)])[0]
 
     def _joined(self, samples: list[Sample]) -> list[Sample]:
+        """Return samples with the joined parts. An error of a key is raised when parts are read."""
         keys, faults = [], {}
-        for place, sample in enumerate(samples):
+        for number, sample in enumerate(samples):
             try:
                 keys.append(sample.key)
-            except SavableError as error:  # of a damaged shard: for the policy of the stage that reads the sample
-                faults[place] = error
+            except SavableError as error:  # of a damaged shard; `on_error` of the stage that reads parts decides
+                faults[number] = error
                 keys.append("")
-        found: list[JoinedSamples] = [{} for _ in samples]
+        others: list[JoinedSamples] = [{} for _ in samples]
         for name, store in self._stores.items():
-            for place, other in enumerate(_samples_of(store, keys, request=not self.lane.skips)):
-                found[place][name] = other
+            for number, other in enumerate(_samples_of(store, keys, request=not self.lane.skips)):
+                others[number][name] = other
         return [
-            sample.read_from(JoinedParts(sample.origin, found[place], faults.get(place), self.missing == "skip"))
-            for place, sample in enumerate(samples)
+            sample.read_from(JoinedParts(sample.origin, others[number], faults.get(number), self.missing == "skip"))
+            for number, sample in enumerate(samples)
         ]
 
     def prefetch(self, refs: RefArray) -> None:
         """Start to download the samples with these refs.
 
-        Those of the joined stores are not known yet.
+        Samples of the joined stores are not downloaded, because keys are not known yet.
         """
         self.source.prefetch(refs)
 
@@ -199,24 +202,24 @@ class Join(ChunkedStage, SampleStage):
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`."""
-        self._last, self._row = (b"", []), 0
+        self._last, self._missed = (b"", []), 0
         self.source.restore_state(state)
 
     def settings(self) -> dict[str, Any]:
-        """Return by store a hash of its shards, and the policy for missing samples.
+        """Return by store a hash of its shards with the policy for missing samples.
 
-        `media`, by the same names, as of readers.
+        `media` has by store the hash of its table of media, as in the settings of readers.
         """
         hashes = {name: store.dataset.digest().hex() for name, store in self._stores.items()}
-        known: dict[str, dict[str, str]] = {}
+        media: dict[str, dict[str, str]] = {}
         for name, store in self._stores.items():
             for setting, values in store.dataset.known_media.settings().items():
-                known.setdefault(setting, {})[name] = values
-        return {"joins": {name: f"{self.missing} {digest}" for name, digest in hashes.items()}, **known}
+                media.setdefault(setting, {})[name] = values
+        return {"joins": {name: f"{self.missing} {digest}" for name, digest in hashes.items()}, **media}
 
 
-def _lacking(sample: Sample) -> list[str]:
-    """The stores that lack the key of a joined sample; none where its key cannot be read."""
+def _stores_without(sample: Sample) -> list[str]:
+    """Return the names of the stores that lack a sample's key; none if the key cannot be read."""
     joined = sample.origin
     assert isinstance(joined, JoinedParts)
     return [] if joined.fault is not None else [name for name, other in joined.others.items() if other is None]
@@ -231,7 +234,8 @@ def _samples_of(store: Samples, keys: list[str], *, request: bool) -> list[Sampl
     return [next(opened) if number >= 0 else None for number in numbers.tolist()]
 
 
-def _without_twins(name: str, store: Samples) -> Samples:
+def _check_keys(name: str, store: Samples) -> Samples:
+    """Return the store. Raises `ShardError` if two of its samples have the same key."""
     if store.keys.twice is not None:
         first, second = store.dataset.open_samples(np.array([(number, 0) for number in store.keys.twice], REF))
         raise ShardError(

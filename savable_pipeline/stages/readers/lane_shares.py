@@ -1,12 +1,13 @@
-"""`LaneShares`: which samples a pass has, and how they are dealt to the lanes.
+"""`LaneShares`: which samples a pass has, and how lanes divide them.
 
-A pass is one epoch or several, the last perhaps cut.
+A pass is one epoch or several, and may end within the last one.
 
-    epochs=2.5 of 100 samples   100 │ 100 │ 50              three epochs; of the last, the first 50 of its own order
-    an epoch's order            lane 0 │ lane 1 │ lane 2    with a cut, spans are multiples of it as far as they can be
-    in file order               0 1 2 0 1 2 0 …             a cut is dealt to each lane in turn
+    epochs=2.5 of 100 samples   100 │ 100 │ 50              three epochs; the last has the first 50 of its own order
+    an epoch's order            lane 0 │ lane 1 │ lane 2    spans, which are multiples of `cut` as far as possible
+    in file order               0 1 2 0 1 2 0 …             `cut` samples are dealt to each lane in turn
 
-The cut is saved: a batch where lanes of a finite pass have whole ones, a block in file order, else none.
+`cut`, a number of samples, is saved. It is a batch if the lanes of a finite pass have whole batches, a block in file
+order, and otherwise 0.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from savable_pipeline.errors import CheckpointMismatchError, SavableError
 log = logging.getLogger(__name__)
 
 Positions = NDArray[np.int64]
-_UNUSED, _SHARES_UNUSED = 100_000, 10  # a lane may read this many samples, or this many epochs' shares, for one batch
+# A lane may read this many samples, or this many times its share of an epoch, without building a batch.
+_UNUSED, _SHARES_UNUSED = 100_000, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +49,21 @@ class EpochSamples:
     selection: Selection | None
 
     def numbers(self, positions: Rows) -> Rows:
-        """The numbers in the dataset of the samples at these places of the epoch."""
+        """Return the dataset's indices of samples at these positions of the epoch."""
         return positions if self.selection is None else self.selection.locate(positions)
 
 
 class GrowingSamples:
     """Samples of each epoch of a dataset to which shards were added.
 
-    They are those of `dataset` or of `selection`.
+    They are all samples of `dataset`, or its `selection`.
 
-        pairs    (0, 3) (2, 5)                     (epoch, shards): from epoch 2 on, two shards more
+        pairs    (0, 3) (2, 5)                     (epoch, shards): from epoch 2 on, five shards
         epoch    0        1        2          3
         shards   0 1 2    0 1 2    0 1 2 3 4  0 1 2 3 4
 
-    New shards come after all old ones, so that a sample keeps its number, and an epoch is read as if there were no
-    later shard. Without pairs every epoch has all shards.
+    New shards come after all old ones, so that samples keep their indices. An epoch is read as if later shards did not
+    exist. Without pairs every epoch has all shards.
 
     Raises `CheckpointMismatchError` for pairs that do not fit the dataset.
     """
@@ -70,28 +72,28 @@ class GrowingSamples:
         self.pairs = [(int(epoch), int(shards)) for epoch, shards in pairs]
         all_shards = len(dataset.firsts) - 1
         self._begins = [epoch for epoch, _ in self.pairs] or [0]
-        known = [shards for _, shards in self.pairs] or [all_shards]
-        rising = all(low < high for row in (self._begins, known) for low, high in pairwise(row))
-        if self._begins[0] != 0 or not rising or not 1 <= known[0] <= known[-1] <= all_shards:
+        counts = [shards for _, shards in self.pairs] or [all_shards]
+        is_rising = all(low < high for row in (self._begins, counts) for low, high in pairwise(row))
+        if self._begins[0] != 0 or not is_rising or not 1 <= counts[0] <= counts[-1] <= all_shards:
             raise CheckpointMismatchError(
                 f"{dataset.address}: the state is of another dataset. Pass the saved one.\n  shards joined as (epoch, "
                 f"shards) {self.pairs}, here are {all_shards}"
             )
         self._dataset, self._selection = dataset, selection
-        self._stretches = [self.first(shards) for shards in known]
+        self._stretches = [self.first(shards) for shards in counts]
         if not self._stretches[0].count:
             raise CheckpointMismatchError(
-                f"{dataset.address}: the first {known[0]} shards have no sample. Restore them."
+                f"{dataset.address}: the first {counts[0]} shards have no sample. Restore them."
             )
 
     def of(self, epoch: int) -> EpochSamples:
-        """The samples of an epoch."""
+        """Return the samples of an epoch."""
         if len(self._begins) == 1:
             return self._stretches[0]
         return self._stretches[int(np.searchsorted(self._begins, epoch, side="right")) - 1]
 
     def first(self, shards: int) -> EpochSamples:
-        """The samples of the first `shards` shards."""
+        """Return the samples of the first `shards` shards."""
         firsts, selection = self._dataset.firsts, self._selection
         if selection is None:
             return EpochSamples(shards, firsts[: shards + 1], int(firsts[shards]), None)
@@ -112,11 +114,10 @@ class GrowingSamples:
 
 @dataclass(frozen=True)
 class LaneShares:
-    """Spans of `lane` and all others in the finite run from `first_epoch` on.
+    """Shares of all lanes in the pass that begins with `first_epoch`.
 
-    `rows` samples make a batch downstream, where they are `aligned` each batch. `tag`, of a `Blend` source, moves what
-    is dealt on by as many lanes, so that the remainders of all sources do not fall to the same ones. `reader` is named
-    in errors.
+    A batch has `rows` samples; if `aligned`, each sample becomes one row. Dealing begins with lane `tag`, modulo the
+    number of lanes, so that the remainders of the sources of a `Blend` go to different lanes. Errors name the `reader`.
     """
 
     reader: str
@@ -129,20 +130,23 @@ class LaneShares:
     rows: int = 1
     aligned: bool = False
     first_epoch: int = 0
-    cut: int = 0  # 0: spans that differ by a sample at most
+    cut: int = 0  # the unit of shares in samples; 0: shares differ by at most one sample
 
     @cached_property
     def epochs_begun(self) -> int:
-        """How many epochs a pass begins; 0 if it never ends."""
+        """The number of epochs in a pass, or 0 if the pass never ends.
+
+        An epoch of which the pass reads a fraction counts too.
+        """
         return 0 if self.epochs is None else ceil(Fraction(str(self.epochs)))
 
     @property
     def epochs_of_pass(self) -> range:
-        """The numbers of the epochs of a pass that ends."""
+        """The numbers of the epochs of a finite pass."""
         return range(self.first_epoch, self.first_epoch + self.epochs_begun)
 
     def at_pass(self, number: int) -> LaneShares:
-        """The shares of a pass, cut as is best for it."""
+        """Return the shares of the pass with this number, with the best `cut` for it."""
         shares = replace(self, first_epoch=number * self.epochs_begun)
         if not self.shuffle:
             return replace(shares, cut=self.block_size or (self.rows if self.aligned else 8))
@@ -150,11 +154,17 @@ class LaneShares:
         return replace(shares, cut=self.rows if whole else 0)
 
     def of_pass(self, number: int) -> LaneShares:
-        """The same for a pass that this lane has not begun, and for its own the shares that it reads."""
+        """Return the shares of the pass with this number.
+
+        For the pass of the lane, they are those that it reads.
+        """
         return self if number * self.epochs_begun == self.first_epoch else self.at_pass(number)
 
     def cut_by(self, cut: int) -> LaneShares:
-        """The same with the cut of a state. Raises `CheckpointMismatchError` for none in file order."""
+        """Return the same shares with the `cut` of a state.
+
+        Raises `CheckpointMismatchError` for 0 in file order.
+        """
         if not self.shuffle and not cut:
             raise CheckpointMismatchError(f"{self.reader}: the state is damaged. Use another copy of the checkpoint.")
         return replace(self, cut=cut)
@@ -185,38 +195,38 @@ class LaneShares:
         return last
 
     def span(self, lane: int, epoch: int) -> tuple[int, int]:
-        """Return a lane's span of an epoch, in file order from 0 on.
+        """Return begin and end of a lane's span of an epoch.
 
-        It has the first and the last position (exclusive).
+        In file order, a lane's positions are counted from 0.
         """
         count, lanes = self.count(epoch), self.lane.count
         if not self.cut:
             return lane_span(count, lane, lanes, epoch)
         if self.shuffle:
-            return batches_span(count, self.cut, self._turn(lane, epoch), lanes)
-        return 0, sequential_count(count, self._turn(lane, epoch), lanes, self.cut)
+            return batches_span(count, self.cut, self._turn_of(lane, epoch), lanes)
+        return 0, sequential_count(count, self._turn_of(lane, epoch), lanes, self.cut)
 
-    def _turn(self, lane: int, epoch: int) -> int:
-        """A lane's place in dealing an epoch: each continues where the last one of the pass ended."""
+    def _turn_of(self, lane: int, epoch: int) -> int:
+        """Return a lane's turn in an epoch. The lane after the last one of the epoch before has the first turn."""
         return (lane - self.samples.blocks(self.first_epoch, epoch, self.cut) - self.tag) % self.lane.count
 
     def begins(self, epoch: int) -> Positions:
         """Return the first positions of all lanes' spans of an epoch.
 
-        They are ascending, followed by the number of samples.
+        They ascend, and the number of samples follows.
         """
         spans = sorted(self.span(lane, epoch) for lane in range(self.lane.count))
         return np.array([*(begin for begin, _ in spans), spans[-1][1]], dtype=np.int64)
 
     def in_file_order(self, epoch: int, start: int, stop: int) -> Positions:
-        """Return this lane's samples `start` to `stop - 1` without `shuffle`.
-
-        They are int64 (any,).
-        """
-        return sequential_positions(start, stop, self._turn(self.lane.index, epoch), self.lane.count, self.cut)
+        """Return the lane's samples `start` to `stop - 1` in file order: int64 (any,)."""
+        return sequential_positions(start, stop, self._turn_of(self.lane.index, epoch), self.lane.count, self.cut)
 
     def warn_of_few(self, address: str, chosen: Hashable) -> None:
-        """Warn if a finite pass has fewer batches than lanes, once a value of `chosen`."""
+        """Log a warning if a finite pass has fewer batches than lanes.
+
+        It is logged once per value of `chosen`.
+        """
         count, lanes = self.count(self.first_epoch), self.lane.count
         batches = count // self.rows
         if self.epochs is None or self.lane.pad or not 0 < batches < lanes:
@@ -228,11 +238,9 @@ class LaneShares:
         self.lane.shared(("few batches", chosen), lambda: log.warning(warning))
 
     def check_used(self, length: int) -> None:
-        """Raise `SavableError` if the lane read far too many samples.
+        """Raise `SavableError` if the lane read far too many samples since its last batch.
 
-        They are those since its last batch, of a span of `length`.
-
-        Without this, a filter that leaves out every sample would read for ever.
+        Otherwise a filter that drops every sample would read forever. `length` is that of the lane's span of an epoch.
         """
         unused = self.lane.unused or 0
         if unused > max(_SHARES_UNUSED * length, _UNUSED):
@@ -243,9 +251,9 @@ class LaneShares:
 
 
 def check_epochs(reader: str, epochs: int | float | None) -> int | float | None:
-    """The number of epochs, a whole one as an int.
+    """Return the number of epochs, as an int if it is whole.
 
-    Raises ValueError, which names the `reader`, unless it is above 0, or None.
+    Raises ValueError unless it is above 0, or None.
     """
     if epochs is None:
         return None
@@ -255,42 +263,39 @@ def check_epochs(reader: str, epochs: int | float | None) -> int | float | None:
 
 
 def lane_span(count: int, lane: int, lanes: int, epoch: int) -> tuple[int, int]:
-    """Return a lane's span in a shuffled epoch of `count` samples.
-
-    It has the first and the last position (exclusive).
-    """
+    """Return begin and end of a lane's span in a shuffled epoch of `count` samples."""
     turn = (lane + epoch) % lanes
     return turn * count // lanes, (turn + 1) * count // lanes
 
 
 def batches_span(count: int, rows: int, turn: int, lanes: int) -> tuple[int, int]:
-    """Return the span of the lane at `turn` in a shuffled finite epoch.
+    """Return begin and end of the span of the lane at `turn`.
 
-    It has the first and the last position (exclusive).
+    The epoch is shuffled and finite.
 
     The epoch's batches of `rows` samples are dealt to the lanes one by one, so that each of the first `count / rows`
     slots has one; the very last batch may be shorter. 10 samples in batches of 2 over 3 lanes: 0-3, 4-7, 8-9.
     """
     batches = -(-count // rows)
-    each, more = divmod(batches, lanes)
-    missing, last = batches * rows - count, (batches - 1) % lanes
-    begin = (turn * each + min(turn, more)) * rows
-    end = begin + (each + (turn < more)) * rows
-    return begin - missing * (turn > last), end - missing * (turn >= last)
+    per_lane, rest = divmod(batches, lanes)  # the first `rest` lanes have one batch more
+    missing, last_turn = batches * rows - count, (batches - 1) % lanes
+    begin = (turn * per_lane + min(turn, rest)) * rows
+    end = begin + (per_lane + (turn < rest)) * rows
+    return begin - missing * (turn > last_turn), end - missing * (turn >= last_turn)
 
 
 def sequential_count(count: int, turn: int, lanes: int, block_size: int) -> int:
-    """The number of samples that the lane at `turn` gets in an epoch in file order."""
-    blocks = -(-count // block_size)
-    mine = len(range(turn, blocks, lanes))
-    has_last = mine and (blocks - 1) % lanes == turn
-    return mine * block_size - (blocks * block_size - count if has_last else 0)
+    """Count the samples that the lane at `turn` gets in an epoch in file order."""
+    blocks = -(-count // block_size)  # rounded up
+    own_blocks = len(range(turn, blocks, lanes))
+    has_last = own_blocks and (blocks - 1) % lanes == turn
+    return own_blocks * block_size - (blocks * block_size - count if has_last else 0)
 
 
 def sequential_positions(start: int, stop: int, turn: int, lanes: int, block_size: int) -> Positions:
-    """Return a lane's samples `start` to `stop - 1` in file order.
+    """Return samples `start` to `stop - 1` of the lane at `turn` in file order.
 
-    They are indices, int64 (any,), of the lane at `turn`.
+    They are int64 (any,).
     """
     positions = np.arange(start, stop)
     block = positions // block_size * lanes + turn

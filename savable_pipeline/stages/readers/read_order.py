@@ -1,19 +1,19 @@
 """Order in which a lane reads a dataset.
 
-Any position of any epoch is computed in O(log shards).
+The sample at any position of any epoch is computed in O(log shards).
 
-Shuffled: the shards are permuted and joined end to end. The sequence is cut into windows of about equal numbers of
-shards, at most `window` each (a dataset of fewer than twice `window` shards is one window). Each window is cut into
-blocks of `block_size` samples, and its blocks are permuted. The result is cut into one span per lane. In an endless
-run, spans differ by one sample at most, and the lanes exchange them from epoch to epoch; in a finite pass they are
-whole batches:
+Shuffled: the shards are permuted and concatenated. The sequence is cut into windows of about equal numbers of shards,
+at most `window` each (a dataset of fewer than twice `window` shards is one window). Each window is cut into blocks of
+`block_size` samples, and its blocks are permuted. The result is cut into one span per lane. In an endless run, spans
+differ by one sample at most, and the lanes exchange them from epoch to epoch. In a finite pass, spans consist of whole
+batches:
 
     shards permuted   [ s7 ][ s2 ][ s0 ] │ [ s5 ][ s1 ] …          two windows
     blocks permuted   4 0 2 6 1 3 5      │ 2 0 3 1 …
     spans             lane 0 │ lane 1    │ lane 2 …
 
-Not shuffled: blocks in file order are dealt round-robin to the lanes, each epoch from where the last one ended. Where a
-block is a batch, the slots of the run come in file order.
+Not shuffled: blocks in file order are dealt round-robin to the lanes. Each epoch begins with the lane after the last
+one of the epoch before. If a block is a batch, the batches of the run come in file order.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ from savable_pipeline.stages.readers.lane_shares import EpochSamples, LaneShares
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 8  # samples that are dealt to a lane together
-_SHARE = 4  # a window takes this part of the cache: there are two at a time, and the rows that buffers hold
-_ENOUGH = 54  # groups: e**(0.9 × 4.43); their batches are 0.9 as mixed as random ones of 256 out of 100 classes
-_CACHED_EPOCHS = 4  # orders kept for the lanes of a process, which are seldom more epochs apart
-_CACHED_WINDOWS = 128  # cached permutations of blocks, one per window, 128 kB each at most
+# A window may fill 1 / _SHARE of the cache, which holds two windows at a time, and rows that are in buffers.
+_SHARE = 4
+# Groups in a window below which a warning is logged: e**(0.9 × 4.43). The entropy of classes in batches of 256 is then
+# 0.9 of that of random batches, which is 4.43 for 100 classes.
+_ENOUGH = 54
+_CACHED_EPOCHS = 4  # orders that are kept; lanes of a process are seldom further apart
+_CACHED_WINDOWS = 128  # permutations of blocks that are kept, one per window, at most 128 kB each
 
 
 class EpochOrder:
@@ -55,9 +58,10 @@ class EpochOrder:
         self._block = block_size
         self._order = permutation(derive_key(self._key, "shards"), shards)
         counts = np.diff(firsts)[self._order]
-        self._ends = np.cumsum(counts)  # of each permuted shard, in the permuted sequence
-        self._shift = firsts[self._order] - (self._ends - counts)  # from the permuted sequence to the dataset
-        windows = 1 if window is None or shards < 2 * window else -(-shards // window)
+        self._ends = np.cumsum(counts)  # the end of each permuted shard in the permuted sequence
+        # what to add to a position in the permuted sequence to get an index
+        self._shift = firsts[self._order] - (self._ends - counts)
+        windows = 1 if window is None or shards < 2 * window else -(-shards // window)  # rounded up
         last = [(i + 1) * shards // windows - 1 for i in range(windows)]
         self._window_ends = self._ends[last]
         self._blocks: dict[int, Bijection] = {}
@@ -78,7 +82,10 @@ class EpochOrder:
         return found
 
     def _in_window(self, window: int, start: int, stop: int) -> Positions:
-        """Positions in the permuted sequence of shards; a last, shorter block of the window stays last."""
+        """Return positions in the permuted sequence of shards.
+
+        The last block of the window stays last if it is shorter.
+        """
         begin = int(self._window_ends[window - 1]) if window else 0
         blocks = (int(self._window_ends[window]) - begin) // self._block
         first, last = (start - begin) // self._block, (stop - begin - 1) // self._block
@@ -90,6 +97,7 @@ class EpochOrder:
         return begin + positions[start - begin - skipped : stop - begin - skipped]
 
     def _bijection(self, window: int, blocks: int) -> Bijection:
+        """Return the permutation of the blocks of a window, from the cache if possible."""
         if window not in self._blocks:
             if len(self._blocks) >= _CACHED_WINDOWS:
                 self._blocks.clear()
@@ -98,28 +106,28 @@ class EpochOrder:
 
 
 class DealtOrder:
-    """Order of one epoch of the whole dataset, which all lanes share.
+    """Order of one epoch of a dataset whose rows are decoded in groups.
 
-    The blocks of `order` are dealt to the lanes in turn.
+    All lanes share it.
 
-    Rows that are decoded in groups are mixed within windows of groups: as many as fit the cache at a time. All lanes
-    read from the same few groups then:
+    Rows are mixed within windows of groups, as many as fit the cache at a time, and the blocks of `order` are dealt to
+    the lanes in turn, so that all lanes read from the same few groups:
 
         groups permuted   [ g7 ][ g2 ] │ [ g0 ][ g5 ] │ …     windows, each of which fits the cache
         blocks permuted   4 0 2 1 3    │ 2 0 3 1      │       within a window
         dealt             0 1 2 0 1    │ 2 0 1 2      │       to the lanes in turn
 
-    In an `EpochOrder` each lane has a span of its own, so that as many groups are open as there are lanes. Here the
-    blocks of a window are dealt to all lanes. A lane's positions are those of its span all the same: only what is at
-    them differs.
+    In an `EpochOrder` each lane would read its own span, so that as many groups were open as there are lanes. Positions
+    are numbered as there: a lane has the positions of its span, but other samples are at these positions.
 
-    `begins`, int64 (lanes + 1,), are the first positions of the lanes' spans, ascending, then the number of samples.
+    `begins`, int64 (lanes + 1,), has the first positions of the lanes' spans, ascending, then the number of samples.
     """
 
     def __init__(self, order: EpochOrder, begins: Positions, block_size: int) -> None:
         self._order, self._begins, self._block = order, begins, block_size
         self._lanes = len(begins) - 1
-        self._dealt = int(np.diff(begins).min()) // block_size * block_size  # samples of each lane that are dealt
+        # the number of samples of each lane that are dealt in turn
+        self._dealt = int(np.diff(begins).min()) // block_size * block_size
 
     def locate(self, start: int, stop: int) -> Positions:
         """Return the samples at positions `start` to `stop - 1` of one lane.
@@ -132,7 +140,10 @@ class DealtOrder:
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
     def _runs(self, turn: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """The places of the lane's positions in the order, as runs. The rest of a span is not dealt."""
+        """Return the ranges of `order` that have the samples at these positions in the span of the lane at `turn`.
+
+        The rest of a span that is longer than the shortest one is not dealt, but follows all dealt blocks.
+        """
         runs = []
         while start < min(stop, self._dealt):
             block, inside = divmod(start, self._block)
@@ -147,11 +158,10 @@ class DealtOrder:
 
 
 class EpochOrders:
-    """Last orders of the epochs of `dataset`, built once a process.
+    """Cache of the last orders of epochs of `dataset`, one per process.
 
-    Shards are shuffled in windows of `window`.
-
-    `deals`: its rows are decoded in groups, and a window holds as many groups as fit the cache.
+    `window` is the number of shards in a window. If `deals`, rows are decoded in groups, and a window has as many
+    groups as fit the cache.
     """
 
     def __init__(self, dataset: Dataset, window: int | None, *, deals: bool) -> None:
@@ -163,23 +173,23 @@ class EpochOrders:
         return len(self._cached)
 
     def of(self, shares: LaneShares, epoch: int, source: int) -> EpochOrder | DealtOrder:
-        """The order of an epoch of the samples of `source`."""
+        """Return the order of an epoch. `source` is the `Ref.source` of its samples."""
         samples, seed = shares.samples.of(epoch), shares.lane.seed
         groups = self.groups_of(samples) if self._deals else None
         window = self._window if groups is None else groups.window
-        wanted = (seed, shares.tag, epoch, samples.shards, shares.block_size, window, shares.cut, shares.lane.count)
-        if wanted not in self._cached:
+        key = (seed, shares.tag, epoch, samples.shards, shares.block_size, window, shares.cut, shares.lane.count)
+        if key not in self._cached:
             firsts, block_size = samples.firsts if groups is None else groups.firsts, shares.block_size or 1
             order = EpochOrder(firsts, seed=seed, source=source, epoch=epoch, block_size=block_size, window=window)
-            self._cached[wanted] = DealtOrder(order, shares.begins(epoch), block_size) if self._deals else order
+            self._cached[key] = DealtOrder(order, shares.begins(epoch), block_size) if self._deals else order
             while len(self._cached) > _CACHED_EPOCHS:
                 self._cached.popitem(last=False)
-        return self._cached[wanted]
+        return self._cached[key]
 
     def groups_of(self, samples: EpochSamples) -> RowGroups:
-        """Return the groups of an epoch's rows.
+        """Return the groups of the rows of an epoch.
 
-        Logs a warning, once, if a window has too few.
+        Logs a warning, once, if a window has too few groups.
         """
         if samples.shards not in self._groups:
             self._groups[samples.shards] = _row_groups(self._dataset, samples)
@@ -188,9 +198,10 @@ class EpochOrders:
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """First row of each group among the read samples, int64 (groups + 1,).
+    """Groups of rows that are decoded together.
 
-    It also has the groups of a window.
+    `firsts`, int64 (groups + 1,), has the index of each group's first row among the samples of an epoch, then the
+    number of samples. `window` is the number of groups in a window.
     """
 
     firsts: Rows
@@ -198,27 +209,27 @@ class RowGroups:
 
 
 def _row_groups(dataset: Dataset, samples: EpochSamples) -> RowGroups:
-    """The groups of the samples of an epoch."""
+    """Find the groups of the samples of an epoch, and how many fit a window."""
     shards = range(samples.shards) if samples.selection is None else samples.selection.order.tolist()
     firsts = samples.firsts
-    found, total, groups = [np.zeros(1, dtype=np.int64)], 0, 0
+    ends_of_groups, total, groups = [np.zeros(1, dtype=np.int64)], 0, 0
     for position, shard in enumerate(shards):
         rows, size = dataset.store.row_groups(shard) or ([], 0)
         selected = int(firsts[position + 1] - firsts[position])
         if selected:
             ends = np.cumsum(rows, dtype=np.int64)
-            found.append(int(firsts[position]) + ends * selected // max(1, int(ends[-1])))
+            ends_of_groups.append(int(firsts[position]) + ends * selected // max(1, int(ends[-1])))
             total, groups = total + size, groups + len(rows)
-    mean = max(1, total // max(1, groups))
-    window = max(1, dataset.store.decoded_bytes // _SHARE // mean)
+    mean_bytes = max(1, total // max(1, groups))
+    window = max(1, dataset.store.decoded_bytes // _SHARE // mean_bytes)
     if window < min(groups, _ENOUGH):
         log.warning(
             "%s: the row groups have %s, so only %d are mixed at a time. Write groups of at most %s, or set "
             "cache_bytes=%d.",
             dataset.address,
-            human_bytes(mean),
+            human_bytes(mean_bytes),
             window,
             human_bytes(dataset.store.decoded_bytes // _SHARE // _ENOUGH),
-            mean * _SHARE * _ENOUGH,
+            mean_bytes * _SHARE * _ENOUGH,
         )
-    return RowGroups(np.concatenate(found), window)
+    return RowGroups(np.concatenate(ends_of_groups), window)

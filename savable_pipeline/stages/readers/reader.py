@@ -1,8 +1,7 @@
 """`RecordReader`: first stage, which yields a lane's samples of a store.
 
-They are in order or shuffled.
-
-What the readers of all stores share is here too: their settings, and the data that lanes open together.
+Samples come in file order or shuffled. This file also has what all readers share: their settings, and the datasets that
+all lanes of a process share.
 """
 
 from __future__ import annotations
@@ -53,31 +52,30 @@ class ReaderSettings(TypedDict, total=False):
     subset: Subset | None
     """A share of the samples (0.1), a range of shares (0.1, 0.3), or a count. Default: None, all samples."""
     epochs: int | float | None
-    """How many epochs a pass has; the last may be a part, as in 2.5. Default: None, a run without end."""
+    """How many epochs a pass has; the last may be a fraction, as in 2.5. Default: None, an endless run."""
     shuffle: bool
     """Whether shards and blocks are permuted, differently in each epoch. Default: True."""
     block_size: int | None
-    """Samples that stay together. Default: None, 8; in file order a batch, where each sample makes one row."""
+    """Samples that stay together. Default: None, which is 8, or in file order a batch if each sample is a row."""
     window: int | None
     """Shards whose blocks are mixed; None: all. Default: 128."""
     on_error: OnError
-    """What happens to unreadable shards: "raise", "skip", or what a function of the error says. Default: "raise"."""
+    """For unreadable shards: "raise", "skip", or a function that returns True to skip. Default: "raise"."""
     quarantine: str | os.PathLike[str] | None
     """A file that gets a line of JSON for each skipped sample. Default: None."""
     exclude: str | os.PathLike[str] | None
-    """A file that names samples which must not be given. Default: None."""
+    """A file that names samples to leave out. Default: None."""
     unpacked_bytes: int
     """The most bytes that a compressed part, shard, chunk or record may become. Default: 1 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderData:
-    """Data of a reader.
+    """Data that a reader reads, and how to open it.
 
-    `open` opens what is `named`, with its `on_error`, `quarantine` and `unpacked_bytes`.
-
-    Only the first lane of a process opens them, for all readers with the same `kind`, names and `options` of the
-    format. A run pins the shards that it found under `pinned_as` (default: all these names).
+    `open(on_error=…, quarantine=…, unpacked_bytes=…)` opens the dataset that is `named`. Only the first lane of a
+    process calls it, for all readers with equal `kind`, `named` and `options` of the format. The run stores the list of
+    shards under the name `pinned_as`, which by default is made of these fields.
     """
 
     kind: str
@@ -86,16 +84,16 @@ class ReaderData:
     options: tuple[Any, ...] = ()
     pinned_as: str = ""
 
-    def opened(self, lane: Lane, **how: Any) -> tuple[Dataset, tuple[Any, ...]]:
+    def opened(self, lane: Lane, **settings: Any) -> tuple[Dataset, tuple[Any, ...]]:
         """Open the dataset once for all readers of a process with equal arguments.
 
-        The result has its name there.
+        Returns the dataset, and its key among the objects that lanes share. `settings` are arguments of `open`.
         """
-        named = (self.kind, self.named, *how.values(), *self.options)
-        # a function is another object in another process, where a run must find its shards by the same name
-        same = how["on_error"] == "raise", how["quarantine"]
+        key = (self.kind, self.named, *settings.values(), *self.options)
+        # `on_error` may be a function, which has another repr in other processes, but the name must be the same there
+        same = settings["on_error"] == "raise", settings["quarantine"]
         pinned_as = self.pinned_as or repr((self.kind, self.named, *same, *self.options))
-        return lane.shared(named, lambda: pin(self.open(**how), pinned_as, lane.worker.pinned)), named
+        return lane.shared(key, lambda: pin(self.open(**settings), pinned_as, lane.worker.pinned)), key
 
     @classmethod
     def of_files(
@@ -103,49 +101,47 @@ class ReaderData:
     ) -> ReaderData:
         """Return the data of files of a format, whose store has these settings.
 
-        Files of the Hub are of the commit that the run pins.
+        Files of the Hub are read at the commit that the run has stored.
         """
 
-        def opened(**how: Any) -> Dataset:
+        def open_files(**reader_settings: Any) -> Dataset:
             source = source_at(files, kind, lane, cache)
-            if source.session is not None:  # the run may have another commit of the Hub pinned since
+            if source.session is not None:  # the run may have stored another commit since
                 source = replace(source, files=at_commit(files, lane.worker.pinned, source.session))
-            return open_any(source, **how, **settings)
+            return open_any(source, **reader_settings, **settings)
 
-        return cls(kind, files, opened, options)
+        return cls(kind, files, open_files, options)
 
     @classmethod
     def of_store(cls, store: RecordStore, lane: Lane) -> ReaderData:
-        """The data of a store that is open."""
+        """Return the data of an open store."""
         pinned_as = f"store {store.address} {_number_of(store, lane)}"
         return cls("dataset", id(store), partial(Dataset, store), pinned_as=pinned_as)
 
 
 def source_at(files: Names, kind: str, lane: Lane, cache: Cache = (None, None), settings: Iterable[str] = ()) -> Source:
-    """Return the source of these files, recognized once a process.
+    """Find out the format of files, once per process.
 
-    It has the format `kind`, or any if that is "".
+    If `kind` is given, check that it is this format.
     """
-    known = "source", files, kind, cache
+    key = "source", files, kind, cache
     return lane.shared(
-        known, lambda: find_source(files, format=kind, settings=(*settings,), pinned=lane.worker.pinned, cache=cache)
+        key, lambda: find_source(files, format=kind, settings=(*settings,), pinned=lane.worker.pinned, cache=cache)
     )
 
 
 def _number_of(store: RecordStore, lane: Lane) -> int:
-    """The number of a store among those with its address, in the order in which readers were made: the same in each
-    process.
-    """
-    known: list[RecordStore] = lane.shared(("stores", store.address), list)
-    if not any(each is store for each in known):
-        known.append(store)
-    return next(number for number, each in enumerate(known) if each is store)
+    """Number the stores with one address in the order in which readers were built, which is equal in all processes."""
+    stores: list[RecordStore] = lane.shared(("stores", store.address), list)
+    if not any(each is store for each in stores):
+        stores.append(store)
+    return next(number for number, each in enumerate(stores) if each is store)
 
 
-_STEPS = ("shuffle", "filter", "map", "encode", "batch", "take")  # of a pipeline value
-_CHUNK = 2048  # refs computed at a time
-_DAMAGED = "rest of a damaged or missing shard"
-_EPOCHS = 1 << 32  # that a ref can name
+_STEPS = ("shuffle", "filter", "map", "encode", "batch", "take")  # methods of a pipeline value
+_CHUNK = 2048  # refs that are computed at a time
+_DAMAGED = "rest of a damaged or missing shard"  # a reason in counters
+_EPOCHS = 1 << 32  # the number of epochs that a ref can express
 
 
 def check_samples(
@@ -167,10 +163,10 @@ class _ReaderState(msgspec.Struct):
 
 
 class _TakesLane(ChunkedStage, SampleStage):
-    """What is said where a reader is made without a lane, or used as a pipeline value."""
+    """Base of readers, with errors for one that is built without a lane, or used like a pipeline value."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Self:
-        """Raise TypeError if no lane is given: outside a pipeline function there is none."""
+        """Raise TypeError if the second argument is not a lane."""
         lane = settings["lane"] if "lane" in settings else arguments[1] if len(arguments) > 1 else None
         if not isinstance(lane, Lane):
             named = repr(arguments[0]) if arguments else "…"
@@ -195,14 +191,14 @@ class RecordReader(_TakesLane):
     shards come in the same order from each, with the same `block_size` and `window`.
 
     Args:
-        store: A `custom.RecordStore`, made once a process: `lane.shared("its name", lambda: MyStore(...))`.
+        store: A `custom.RecordStore`, built once per process: `lane.shared("its name", lambda: MyStore(...))`.
         lane: The lane of the pipeline.
         split: A split in the dataset's `.nv-meta/split.yaml`. None: all samples.
         subset: A share of the samples (0.1), a range of shares (0.1, 0.3), or a count. None: all samples.
-        epochs: Epochs of one pass; the last may be a part, as in 2.5. None: endless.
+        epochs: Epochs of one pass; the last may be a fraction, as in 2.5. None: endless.
         shuffle: Permute shards and blocks, differently in each epoch. False: deal blocks in file order.
-        block_size: Samples that stay together. None: 8; in file order a batch, if each sample makes one row.
-        window: Shards whose blocks are mixed; None: all.
+        block_size: Samples that stay together. None: 8, or in file order a batch if each sample is one row.
+        window: The number of shards whose blocks are mixed; None: all.
         on_error: For unreadable shards: "raise", "skip", or a function of the `ShardError` that returns True to skip.
         quarantine: A file that gets a line of JSON for each skipped sample. None: they are only counted.
         exclude: A file that names samples to leave out, as for `sp.TarShardReader`. None: none.
@@ -229,7 +225,7 @@ class RecordReader(_TakesLane):
     """
 
     files: str | tuple[str, ...] = ""
-    """What was named to be read; empty of a store that was given."""
+    """The files that the user named; empty for a reader of a store."""
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {
         "shards": SettingRule(
             fixed="shards were added, removed or rewritten since", shards=lambda reader: reader.dataset.entries
@@ -257,14 +253,14 @@ class RecordReader(_TakesLane):
         name = type(self).__name__
         check_samples(name, subset, block_size, window, on_error)
         data = store if isinstance(store, ReaderData) else ReaderData.of_store(store, lane)
-        how: dict[str, Any] = {"on_error": on_error, "quarantine": quarantine, "unpacked_bytes": unpacked_bytes}
-        self.dataset, named = data.opened(lane, **how)
+        common: dict[str, Any] = {"on_error": on_error, "quarantine": quarantine, "unpacked_bytes": unpacked_bytes}
+        self.dataset, shared_key = data.opened(lane, **common)
         self.datasets = (self.dataset,)
-        self.exclude_file = read_exclude_file(exclude, lane, named, self.dataset)
+        self.exclude_file = read_exclude_file(exclude, lane, shared_key, self.dataset)
         self.split, self.subset, self.on_error = split, subset, on_error
         self.tag, self.branch, self._lane = 0, "", lane
-        self.chosen = (named, split, subset)
-        """The name of these samples, for what lanes share of them."""
+        self.chosen = (shared_key, split, subset)
+        """The key of these samples among the objects that lanes share."""
         self.selection: Selection | None = lane.shared(
             ("selection", *self.chosen, shuffle), lambda: self.dataset.select(split, subset, in_order=not shuffle)
         )
@@ -273,11 +269,11 @@ class RecordReader(_TakesLane):
         self._deals = self.has_default_blocks and self.dataset.store.row_groups(0) is not None
         self.block_size = BLOCK_SIZE if self.has_default_blocks else block_size
         self._endless = lane if self.epochs is None else None
-        self._rows, self._aligned = 1, False  # of a batch downstream
+        self._rows, self._aligned = 1, False  # set by `set_batch_size`
         self._begin_with(lane.facts.growth.get("", ()))
 
     def _begin_with(self, growth: Sequence[tuple[int, int]]) -> None:
-        """Go to the beginning, in a dataset to which shards were added in this way."""
+        """Go to the beginning. `growth` says how many shards the dataset had from which epoch on."""
         self.samples = GrowingSamples(self.dataset, self.selection, growth)
         self._orders = self.lane.shared(
             ("orders", *self.chosen, self.window, self._deals),
@@ -285,14 +281,14 @@ class RecordReader(_TakesLane):
         )
         self._begin_pass()
         if self._deals:
-            self._orders.groups_of(self.samples.of(self._epoch))  # which warns of groups too large
+            self._orders.groups_of(self.samples.of(self._epoch))  # logs a warning if groups are too large
 
     def _begin_pass(self) -> None:
-        """Go to the beginning of the pass, cut as other lanes have begun it, if some have; else in the best unit."""
+        """Go to the beginning of the pass. If other lanes have begun it, use their chunk size, else the best one."""
         settings = (self.epochs, self.shuffles, self.block_size, self.tag, self._rows, self._aligned)
         shares = LaneShares(type(self).__name__, self.lane, self.samples, *settings).at_pass(self.lane.epoch)
-        begun = self.lane.facts.chunk_sizes.get(self.branch)
-        self._shares = shares if begun is None else shares.cut_by(begun)
+        chunk_size = self.lane.facts.chunk_sizes.get(self.branch)
+        self._shares = shares if chunk_size is None else shares.cut_by(chunk_size)
         self._move_to(shares.first_epoch, 0)
 
     def set_batch_size(self, rows: int, *, aligned: bool) -> None:
@@ -301,17 +297,15 @@ class RecordReader(_TakesLane):
         It is called before the first sample.
 
         Args:
-            rows: Samples that make a batch.
-            aligned: Whether each sample makes one row.
+            rows: The number of samples in a batch.
+            aligned: Whether each sample becomes one row.
         """
         self._rows, self._aligned = rows, aligned
         self._begin_pass()
         self._shares.warn_of_few(self.dataset.address, self.chosen)
 
     def shares_of(self, number: int) -> LaneShares:
-        """Return the lanes' spans of a finite run.
-
-        They are those that this lane reads, or would if it started the run.
+        """Return the shares of all lanes in a pass, as this lane reads or would read them.
 
         Args:
             number: The number of the pass.
@@ -319,7 +313,10 @@ class RecordReader(_TakesLane):
         return self._shares.of_pass(number)
 
     def _move_to(self, epoch: int, position: int) -> None:
-        """Go to a position in the lane's share of an epoch. Raises `CheckpointMismatchError` for no epoch of a ref."""
+        """Go to a position in the lane's share of an epoch.
+
+        Raises `CheckpointMismatchError` if a ref cannot express the epoch.
+        """
         if epoch >= _EPOCHS:
             raise CheckpointMismatchError(
                 f"{type(self).__name__}: epoch {epoch} is above {_EPOCHS}. Use another copy of the checkpoint."
@@ -327,21 +324,24 @@ class RecordReader(_TakesLane):
         self._begin, end = self._shares.span(self.lane.index, epoch)
         self._length = end - self._begin
         self._epoch = epoch
-        self._position = position  # of the next ref to give
-        self._ahead = np.empty(0, REF)  # refs computed at once; the first `_used` of them are given
+        self._position = position  # of the next ref to yield
+        self._ahead = np.empty(0, REF)  # computed refs, of which the first `_used` are already yielded
         self._used = 0
-        self._announced = position  # the dataset was asked to prefetch up to here
-        self._skips = False  # whether it was not, since these refs are skipped
+        self._announced = position  # up to which the dataset was asked to prefetch
+        self._skips = False  # whether prefetching was left out because the lane only skips the computed refs
 
     def take(self, n: int) -> RefArray:
-        """Up to `n` refs: REF (n,); fewer only at the end of a finite pass."""
+        """Return the next `n` refs: REF (n,).
+
+        There are fewer only at the end of a finite pass.
+        """
         parts = []
         if self._skips and not self.lane.skips:
             self._prefetch_ahead()
         while n:
             piece = self._ahead[self._used : self._used + n]
             if not len(piece):
-                if not self._work_out():
+                if not self._compute_refs():
                     break
                 continue
             parts.append(piece)
@@ -355,8 +355,8 @@ class RecordReader(_TakesLane):
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, REF)
 
-    def _work_out(self) -> bool:
-        """Compute the next refs and prefetch their samples; False at the end of the pass."""
+    def _compute_refs(self) -> bool:
+        """Compute the next refs and prefetch their samples. Returns False at the end of the pass."""
         while self._position == self._length:
             if self.epochs is not None and self._epoch + 1 - self._shares.first_epoch >= self.epochs:
                 return False
@@ -364,14 +364,17 @@ class RecordReader(_TakesLane):
         start, ahead = self._position, self.dataset.prefetch_refs
         stop = min(start + min(_CHUNK, ahead or _CHUNK), self._length)
         if not start and not self.lane.index:
-            self.count_faults()  # once an epoch
+            self.count_faults()  # once per epoch
         self._ahead = self._refs(start, stop)
         self._used = 0
         self._prefetch_ahead()
         return True
 
     def _prefetch_ahead(self) -> None:
-        """Start to download the samples of the computed refs, and more of a remote dataset, unless they are skipped."""
+        """Start to download the samples of the computed refs, and later ones of a remote dataset.
+
+        Nothing is downloaded if the lane only skips these samples.
+        """
         self._skips = self.lane.skips
         if self._skips or not self.lane.worker.downloads:
             return
@@ -385,7 +388,7 @@ class RecordReader(_TakesLane):
             self.dataset.prefetch(self._refs(begin, end))
 
     def _refs(self, start: int, stop: int) -> RefArray:
-        """The refs at positions `start` to `stop - 1` of the lane's share of the epoch: REF (stop - start,)."""
+        """Compute the refs at positions `start` to `stop - 1` of the lane's share of the epoch: REF (stop - start,)."""
         if self.shuffles:
             order = self._orders.of(self._shares, self._epoch, self.origin)
             index = order.locate(self._begin + start, self._begin + stop)
@@ -397,9 +400,10 @@ class RecordReader(_TakesLane):
         return refs
 
     def prefetch(self, refs: RefArray) -> None:
-        """Begin to download the samples with these refs; nothing for local files.
+        """Start to download the samples with these refs.
 
-        Refs of a restored buffer are scattered: readahead on a disk would cost one system call per ref.
+        It does nothing for local files, unless rows are decoded in groups: refs of a restored buffer are scattered, so
+        that readahead of a disk would cost a system call per ref.
         """
         if self.lane.worker.downloads if self.dataset.prefetch_refs else self._deals:
             self.dataset.prefetch(refs)
@@ -420,11 +424,10 @@ class RecordReader(_TakesLane):
         return sum(end - begin for begin, end in spans)
 
     def save_state(self) -> State:
-        """Return the position.
+        """Return the position of the reader.
 
-        It has the `epoch`, the `position` in the lane's span of it, and in `lane` those of its random sequences.
-
-        `cut`, if there is one: the unit in which shares are cut. With other batches, a pass keeps its shares.
+        `epoch` and `position` are those in the lane's share, and `lane` has the positions of the random sequences.
+        `cut`, if not 0, is the unit of shares: a pass keeps its shares even if the size of batches changes.
         """
         state = {"epoch": self._epoch, "position": self._position, "lane": self.lane.save_state()}
         return {**state, "cut": self._shares.cut} if self._shares.cut else state
@@ -447,11 +450,9 @@ class RecordReader(_TakesLane):
     def settings(self) -> dict[str, Any]:
         """Return every argument that changes the data.
 
-        It has name, number of samples and index hash of each shard, or hashes of many (see shard_digests.py), and the
-        selection.
-
-        `exclude` is a hash of the numbers of the excluded samples, absent if there are none; `media` one of the values
-        in a table of media, absent without one.
+        `shards` has name, number of samples and index hash of each shard, or of many shards their joint hashes (see
+        shard_digests.py). `exclude` is a hash of the indices of the excluded samples, absent if there are none, and
+        `media` a hash of the table of media, absent without one.
         """
         excluded = self.exclude_file
         return {
@@ -471,7 +472,7 @@ class RecordReader(_TakesLane):
     def name_branch(self, name: str) -> None:
         """Become the source `name` of a `Blend`.
 
-        The name is part of the keys of order and of random numbers.
+        The name is then part of the keys of the order and of random numbers.
 
         Args:
             name: The name of the source.
@@ -484,9 +485,9 @@ class RecordReader(_TakesLane):
 
     @property
     def begun(self) -> int:
-        """Last epoch that the lane has started to read.
+        """The last epoch of which the lane has read samples.
 
-        It is the one before the first if it has started none.
+        It is the epoch before the first one if nothing is read yet.
         """
         return self._epoch if self._position or not self._length else self._epoch - 1
 
@@ -501,7 +502,7 @@ class RecordReader(_TakesLane):
         return self.dataset.source ^ self.tag << TAG_SHIFT
 
     def describe(self) -> StageInfo:
-        """The facts that all stages after this one inherit."""
+        """Return the facts that all later stages inherit."""
         excluded = excluded_numbers(self.exclude_file, self._lane, self.tag)
         return StageInfo(
             self._lane,
@@ -517,11 +518,14 @@ class RecordReader(_TakesLane):
         )
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
-        """The samples with these refs; their parts are read when asked for."""
+        """Return the samples with these refs. Parts are read on access."""
         return self.dataset.open_samples(refs, request=not self.lane.skips)
 
     def fetch(self, ref: ItemRef | Ref) -> Sample:
-        """The sample with this ref. Raises `CheckpointMismatchError` if there is none."""
+        """Return the sample with this ref.
+
+        Raises `CheckpointMismatchError` if there is none.
+        """
         try:
             index, epoch = (ref.index | self.tag << TAG_SHIFT, ref.epoch) if isinstance(ref, Ref) else (ref[0], ref[1])
             refs = np.array([(index, epoch)], REF)
@@ -543,14 +547,16 @@ class RecordReader(_TakesLane):
 
     @property
     def sources(self) -> tuple[Stage, ...]:
-        """None: nothing comes before a reader."""
+        """An empty tuple, because no stage comes before a reader."""
         return ()
 
 
 def set_batch_size(stage: Stage, rows: int) -> None:
-    """Tell the reader how many samples make a batch, if no stage after it drops some.
+    """Tell the reader how many samples a batch has.
 
-    Called before the first sample.
+    It is not told if a stage in between changes their number unpredictably.
+
+    Call it before the first sample.
     """
     aligned = True
     while (one_to_one := is_one_to_one(stage)) is not None:

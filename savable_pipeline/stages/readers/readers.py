@@ -1,6 +1,6 @@
-"""`FileReader` and the readers of each format, with its options.
+"""`FileReader` and the readers of each format, with the options of the format.
 
-`reader_of` is the reader of whatever files a user names.
+`reader_of` builds the reader of files of any format.
 """
 
 from __future__ import annotations
@@ -25,35 +25,38 @@ READERS: dict[str, type[FileReader]] = {}  # by the name of the format
 
 
 class FileReader(RecordReader):
-    """Samples of files of a `kind` for one lane.
+    """Samples of files of one format for one lane.
 
-    See source.py, whose store takes the options.
+    `kind` is the name of the format. Its store takes the options that formats.py lists for it.
     """
 
     kind: ClassVar[str]
 
     def __init_subclass__(cls, kind: str = "") -> None:
-        """A name for files of this kind; of those here, `inspect.signature` shows all settings for `**settings`."""
+        """Register a subclass for its format.
+
+        For classes in this file, replace `**settings` by all settings in what `inspect.signature` returns.
+        """
         super().__init_subclass__()
         if kind:
             cls.kind, READERS[kind] = kind, cls
         if "__init__" in vars(cls) and cls.__module__ == __name__:
-            shown, usual = inspect.signature(cls.__init__), inspect.signature(RecordReader.__init__).parameters
-            common = [usual[name] for name in ReaderSettings.__annotations__]
-            parameters = [*list(shown.parameters.values())[:-1], *common]
-            vars(cls)["__init__"].__signature__ = shown.replace(parameters=parameters)
+            signature, inherited = inspect.signature(cls.__init__), inspect.signature(RecordReader.__init__).parameters
+            common = [inherited[name] for name in ReaderSettings.__annotations__]
+            parameters = [*list(signature.parameters.values())[:-1], *common]
+            vars(cls)["__init__"].__signature__ = signature.replace(parameters=parameters)
 
     def __init__(self, files: Shards, lane: Lane, options: dict[str, Any], common: ReaderSettings) -> None:
         self.files = as_names(files)
         self.options = _checked(type(self).__name__, self.kind, options)
         known = format_named(self.kind).settings
-        most: Any = options.get("cache_bytes")
+        limit: Any = options.get("cache_bytes")
         settings = {name: value for name, value in self.options.items() if name in known and value is not None}
-        cache = options.get("cache"), most
-        if "blocks" in known:
-            cache, settings["blocks"] = (None, None), lane.shared(("decoded", most), lambda: DecodedBlocks(most))
-        named = tuple((name, repr(value)) for name, value in self.options.items())
-        super().__init__(ReaderData.of_files(self.kind, self.files, lane, named, cache, **settings), lane, **common)
+        cache = options.get("cache"), limit
+        if "blocks" in known:  # rows are decoded in groups, so that `cache_bytes` limits decoded rows
+            cache, settings["blocks"] = (None, None), lane.shared(("decoded", limit), lambda: DecodedBlocks(limit))
+        key = tuple((name, repr(value)) for name, value in self.options.items())
+        super().__init__(ReaderData.of_files(self.kind, self.files, lane, key, cache, **settings), lane, **common)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of every reader, and options that change samples."""
@@ -68,30 +71,30 @@ class FileReader(RecordReader):
 
 
 def _checked(reader: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with tuples for sequences. Raises ValueError for values that the kind does not have."""
-    found = {**options}
+    """Return the options with tuples for sequences. Raises ValueError for values that the format does not accept."""
+    checked = {**options}
     for name in ("columns", "file_fields", "classes"):
-        if isinstance(found.get(name), Iterable) and not isinstance(found[name], str):
-            found[name] = tuple(found[name])
-    for part, columns in (found.get("ranges") or {}).items():
+        if isinstance(checked.get(name), Iterable) and not isinstance(checked[name], str):
+            checked[name] = tuple(checked[name])
+    for part, columns in (checked.get("ranges") or {}).items():
         if isinstance(columns, str) or len(columns) != 3 or columns[0] is None:
             raise ValueError(f"ranges: {part!r} must be (path, begin, end), names of three columns, not {columns!r}")
-    if found.get("ranges") is not None:
-        found["ranges"] = {part: [*columns] for part, columns in found["ranges"].items()}
-    if kind == "jsonl" and found["file_fields"] is None and found["files_from"] is not None:
+    if checked.get("ranges") is not None:
+        checked["ranges"] = {part: [*columns] for part, columns in checked["ranges"].items()}
+    if kind == "jsonl" and checked["file_fields"] is None and checked["files_from"] is not None:
         raise ValueError(f"{reader}: files_from needs file_fields")
-    if (end := found.get("key_end")) not in ("first", "last", None):
+    if (end := checked.get("key_end")) not in ("first", "last", None):
         raise ValueError(f"{reader}: key_end must be 'first' or 'last', not {end!r}")
-    if (algorithm := found.get("validate_hash")) is not None:
-        from savable_pipeline.data.stores.record_files import known_hash  # here: the other readers need none
+    if (algorithm := checked.get("validate_hash")) is not None:
+        from savable_pipeline.data.stores.record_files import known_hash  # only this option needs it
 
         if known_hash([algorithm]) is None:
             raise ValueError(f"{reader}: validate_hash must be an algorithm of hashlib or xxhash, not {algorithm!r}")
     if kind == "tokens":
-        from savable_pipeline.data.stores.token_store import check_token_settings  # here: the other readers need none
+        from savable_pipeline.data.stores.token_store import check_token_settings  # only this format needs it
 
-        check_token_settings(**found)
-    return found
+        check_token_settings(**checked)
+    return checked
 
 
 class TarShardReader(FileReader, kind="tar"):
@@ -102,32 +105,33 @@ class TarShardReader(FileReader, kind="tar"):
     Args:
         shards: Folder (with subfolders), glob, brace pattern (`{000..099}.tar`), tar, URL (s3, gs, az, http, https,
             hf), or a list of these.
-        lane: The pipeline's lane.
+        lane: The lane of the pipeline.
         cache: Folder for remote shards, shared by a node. None: `SAVABLE_CACHE`, or the user's cache folder.
-        cache_bytes: Its limit. None: `SAVABLE_CACHE_BYTES`, or 256 GiB but at most 80 % of the free space.
-        split: Name in `.nv-meta/split.yaml`, whose order of shards holds without `shuffle`. None: all samples.
-        subset: Share of the samples (0.1), range of shares (0.1, 0.3), or count: the same ones in every run; disjoint
-            ranges share none.
+        cache_bytes: The limit of the cache. None: `SAVABLE_CACHE_BYTES`, or 256 GiB but at most 80 % of the free space.
+        split: Name in `.nv-meta/split.yaml`, which also orders shards without `shuffle`. None: all samples.
+        subset: Fraction of the samples (0.1), range of fractions (0.1, 0.3), or count. It is the same in every run;
+            disjoint ranges have no common sample.
         epochs: Epochs of a pass, 2.5 with half of the third. None: endless.
-        shuffle: Permute shards and blocks in each epoch; else deal blocks in file order to the lanes in turn.
-        block_size: Samples that stay together. None: 8; in file order a `Batcher`'s batch where each sample makes one
-            row (no packing, no `Blend`): only then slots come in file order.
-        window: Shards whose blocks are mixed; None: all. `block_size=1, window=None` shuffles fully.
+        shuffle: Permute shards and blocks in each epoch. False: deal blocks in file order to the lanes in turn.
+        block_size: Samples that stay together. None: 8, or in file order the `Batcher`'s batch if each sample is one
+            row (no packing, no `Blend`); only then batches come in file order.
+        window: The number of shards whose blocks are mixed; None: all. `block_size=1, window=None` shuffles fully.
         on_error: For missing, damaged, changed or unreadable shards: "raise", "skip" their unreadable samples, or a
-            function of the `ShardError`, True to skip. Unless "raise", a changed shard's index stays until `savable
-            index`.
+            function of the `ShardError` that returns True to skip. Unless "raise", the index of a changed shard is
+            kept until `savable index`.
         quarantine: File that gets a line of JSON for each sample skipped here or by `Encode`.
-        exclude: File of samples to leave out, by lines: a key, or JSON with "shard" and "key". `Encode`, or a `Batcher`
-            of samples, drops and counts them, stages before get them; other samples keep their places, up to packing.
-            Must not change during a run; `allow={"exclude"}` loads a state under another.
-        unpacked_bytes: Most bytes that a compressed part becomes, or of MDS and LitData a shard, chunk, record.
-            Default: 1 GiB.
+        exclude: File of samples to leave out. Each line is a key, or JSON with "shard" and "key". `Encode`, or a
+            `Batcher` of samples, drops and counts them, so earlier stages get them, and the order of other samples
+            does not change before packing. It must not change during a run; `allow={"exclude"}` loads a state with
+            another one.
+        unpacked_bytes: The most bytes to which a compressed part may expand; for MDS and LitData a shard, chunk or
+            record. Default: 1 GiB.
 
     Raises:
         ValueError: A setting is wrong.
-        ShardError: No samples, or no such split.
+        ShardError: There are no samples, or no such split.
         RemoteError: A server cannot be reached.
-        SavableError: An endless lane reads very long without a batch.
+        SavableError: An endless lane reads a great many samples without a batch.
 
     Example:
         >>> reader = sp.TarShardReader("shards/", sp.Lane(index=1, count=2), shuffle=False, epochs=1)
@@ -151,7 +155,7 @@ class TarShardReader(FileReader, kind="tar"):
 
 
 class _TableReader(FileReader):
-    """The options of tables whose rows are decoded in groups."""
+    """Reader of tables whose rows are decoded in groups. It adds their options."""
 
     def __init__(
         self,
@@ -296,7 +300,7 @@ class JsonlReader(FileReader, kind="jsonl"):
 
 
 class _RecordsReader(FileReader):
-    """The options of records that name files."""
+    """Reader of records that name files. It adds their options."""
 
     def __init__(
         self,
@@ -574,7 +578,7 @@ class LitDataReader(FileReader, kind="litdata"):
 
 
 class FormatReader(FileReader):
-    """Yields the samples of files of a format that has no reader of its own."""
+    """Samples of files of a format that has no reader of its own, for one lane."""
 
     def __init__(self, files: Shards, lane: Lane, **settings: Unpack[ReaderSettings]) -> None:
         super().__init__(files, lane, {}, settings)
@@ -584,38 +588,40 @@ Readable: TypeAlias = Shards | RecordStore | Callable[[], RecordStore]
 
 
 def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordReader:
-    """Return the reader of the files at `path`, of any format, or of a store.
+    """Return the reader of files of any format, or of a store.
 
-    A function builds its store once a process.
+    If `path` is a function, it builds the store, once per process.
 
-    Raises ValueError for an option that readers of such files do not have, and what the reader raises.
+    Raises ValueError for an option that readers of such files do not have, and errors of the reader.
     """
     if callable(path):
         path = lane.shared(("store", path), path)
     if not isinstance(path, str | os.PathLike | Iterable):
-        return RecordReader(path, lane, **_of_reader("a store", RecordReader, options))
+        return RecordReader(path, lane, **_check_options("a store", RecordReader, options))
     names, cache = as_names(path), options.get("cache")
-    where = cache, options.get("cache_bytes") if cache else None  # which alone may be those of a store that decodes
+    # without `cache`, `cache_bytes` may be the limit of decoded rows
+    cache_settings = cache, options.get("cache_bytes") if cache else None
     own = {*options}.difference(ReaderSettings.__annotations__, ("cache", "cache_bytes", "format"))
-    source = source_at(names, options.get("format") or "", lane, where, sorted(own))
+    source = source_at(names, options.get("format") or "", lane, cache_settings, sorted(own))
     kind = source.format.name
     reader: Any = READERS.get(source.format.reader or kind) or type("FormatReader", (FormatReader,), {"kind": kind})
     options = {**source.settings, **{name: value for name, value in options.items() if name != "format"}}
-    # the listing that told the kind is used to open them
-    lane.shared(("source", names, reader.kind, where), lambda: source)
-    opened: RecordReader = reader(names, lane, **_of_reader(f"{names}: {kind} files", reader, options))
+    # the reader reuses the list of files from which the format was recognized
+    lane.shared(("source", names, reader.kind, cache_settings), lambda: source)
+    opened: RecordReader = reader(names, lane, **_check_options(f"{names}: {kind} files", reader, options))
     return opened
 
 
-def _of_reader(files: str, reader: type[RecordReader], options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_options(files: str, reader: type[RecordReader], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options. Raises ValueError, which says what `files` are, for one that the reader does not have."""
     known = options_of(reader)
-    wrong = [name for name in options if name not in known]
-    if wrong:
-        having = dict.fromkeys(each.__name__ for each in READERS.values() if wrong[0] in options_of(each))
-        raise ValueError(f"{wrong[0]}= does not apply to {files}, only to {listed([*having])}. Remove it.")
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        readers = dict.fromkeys(each.__name__ for each in READERS.values() if unknown[0] in options_of(each))
+        raise ValueError(f"{unknown[0]}= does not apply to {files}, only to {listed([*readers])}. Remove it.")
     return options
 
 
 def options_of(reader: type[RecordReader]) -> list[str]:
-    """The names of the options of a reader."""
+    """Return the names of the options of a reader."""
     return [name for name, each in inspect.signature(reader).parameters.items() if each.kind is each.KEYWORD_ONLY]

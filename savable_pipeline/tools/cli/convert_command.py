@@ -83,7 +83,6 @@ def convert(
     """
     from savable_pipeline.data.stores.folder_store import class_names
     from savable_pipeline.tools.convert import REJECTED, Options, find_files, run_conversion
-    from savable_pipeline.tools.convert.conversion import check_reshard
 
     with errors_as_lines():
         options = Options(
@@ -101,7 +100,6 @@ def convert(
         )
         files = find_files(source, format)
         err.print(escape_markup(f"reading {source}: {files.words}"))
-        check_reshard(files, reshard)
         with (
             engine_named(engine, workers) as cluster,
             progress_of(err, "reading", "samples", "converting") as progress,

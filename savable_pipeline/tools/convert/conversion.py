@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
@@ -215,7 +215,7 @@ def run_conversion(
             raise ValueError(f"workers must be 1 or more, not {workers}")
         if engine is not None:  # whose machines have other current folders
             output = replace(output, folder=output.folder.absolute())
-        check_reshard(source, reshard)
+        _check_reshard(source, reshard)
         _check_apart(source.path, output.folder if output.bucket is None else output.name)
         _refuse_other_shards(output)
         wanted = None if keys is None else frozenset(keys)
@@ -238,7 +238,7 @@ def run_conversion(
         return report
 
 
-def check_reshard(source: ConversionSource, reshard: bool) -> None:
+def _check_reshard(source: ConversionSource, reshard: bool) -> None:
     """Check that tars are converted with `reshard`, and other formats without.
 
     Raises ValueError.
@@ -273,11 +273,10 @@ def _work_in(output: Target) -> Iterator[None]:
 
 
 def _jobs(output: Target, found: Prepared, options: Options, keys: frozenset[str] | None) -> list[RangeJob]:
-    common: dict[str, Any] = {"source": found.source, "options": options, "keys": keys}
-    return [
-        RangeJob(name=f"{number:06d}", spans=spans, work=output.work, bucket=output.bucket, **common)
-        for number, spans in enumerate(found.ranges)
-    ]
+    first = RangeJob(
+        name="", source=found.source, spans=(), options=options, work=output.work, keys=keys, bucket=output.bucket
+    )
+    return [replace(first, name=f"{number:06d}", spans=spans) for number, spans in enumerate(found.ranges)]
 
 
 def _resumed(

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from savable_pipeline.core.file_locks import LOCK_ADVICE, needs_locks
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.shards.processes import each_job
+from savable_pipeline.data.shards.processes import NOTE, each_job
 from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.tools.convert.range_job import RangeJob, Written, write_range
 from savable_pipeline.tools.convert.source import close_source
@@ -46,31 +46,40 @@ def do_jobs(
 
     Raises `WorkerError` if a process dies, and the errors of `write_range` and of the engine.
     """
+    done = [0, 0]  # rows and bytes
+
+    def note(rows: int, size: int) -> None:
+        done[:] = done[0] + rows, done[1] + size
+        progress(*done)
+
     if engine is not None:
         each = _by_engine(engine, jobs)
     elif min(workers, len(jobs)) > 1:
-        each = _in_workers(jobs, work, workers)
+        each = _in_workers(jobs, work, workers, note)
     else:
-        each = ((job, write_range(job)) for job in jobs)
-    rows, size = 0, 0
+        each = ((job, write_range(job, note)) for job in jobs)
     with contextlib.closing(each):
         for job, written in each:
             yield job, written
-            rows, size = rows + written.rows, size + written.size
-            progress(rows, size)
+            note(written.rows, written.size)
 
 
-def _in_workers(jobs: list[RangeJob], work: Path, workers: int) -> Generator[tuple[RangeJob, Written], None, None]:
+def _in_workers(
+    jobs: list[RangeJob], work: Path, workers: int, note: Callable[[int, int], None]
+) -> Generator[tuple[RangeJob, Written], None, None]:
     with _sigterm_exits(), contextlib.closing(each_job(_SERVE, (os.fspath(work),), jobs, workers)) as answers:
         for job, answer in answers:
             if answer is None:
                 raise WorkerError(
                     "a writer process was killed, perhaps out of memory. Run the command again with fewer --workers"
                 )
-            found = pickle.loads(answer)
+            found = pickle.loads(answer.removeprefix(NOTE))
             if isinstance(found, Exception):
                 raise found
-            yield job, found
+            if answer.startswith(NOTE):
+                note(*found)
+            else:
+                yield job, found
 
 
 @contextlib.contextmanager
@@ -93,7 +102,7 @@ def serve(connection: Connection, jobs: Iterator[RangeJob], work: str) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the conversion was killed
         for job in jobs:
             try:
-                answer = pickle.dumps(write_range(job))
+                answer = pickle.dumps(write_range(job, lambda *new: connection.send_bytes(NOTE + pickle.dumps(new))))
             except Exception as error:
                 error.add_note(traceback.format_exc())
                 answer = pickle.dumps(error)

@@ -95,12 +95,8 @@ def data_fault(extension: str, data: PartData, *, check_images: bool) -> str:
     if not check_images or part_type(extension) not in _MEDIA or importlib.util.find_spec("av") is None:
         return ""
     try:
-        with _opened(data) as file:
+        with io.BytesIO(data) if isinstance(data, bytes) else data.open() as file:
             media_info(file, "", extension)
     except MediaError as error:
         return f"unreadable media: {str(error).removeprefix(': ')}"
     return ""
-
-
-def _opened(data: PartData) -> BinaryIO:
-    return io.BytesIO(data) if isinstance(data, bytes) else data.open()

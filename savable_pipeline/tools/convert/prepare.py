@@ -72,7 +72,9 @@ def _with_settings(source: ConversionSource, options: Options, files_from: Path 
     }
     for name, value in chosen.items():
         if value is not None and name not in form.settings:
-            raise ValueError(f"{source.path} is {source.words}: {_OPTIONS.get(name, name)} does not apply to it")
+            raise ValueError(
+                f"{source.path} is {source.words}: {name}{'_field' * (name == 'key')} does not apply to it"
+            )
     started_ns = _started_ns(output.work)
     automatic = {"unpacked_bytes": options.unpacked_bytes, "pinned": started_ns}
     settings = {**chosen, **{name: each for name, each in automatic.items() if name in form.settings or source.packed}}
@@ -82,9 +84,6 @@ def _with_settings(source: ConversionSource, options: Options, files_from: Path 
     if files_from is not None and named:
         files = replace(files, files_from=os.path.realpath(files_from), newest_ns=started_ns)
     return files
-
-
-_OPTIONS = {"key": "key_field"}
 
 
 def _without_names(source: ConversionSource) -> Any:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -44,6 +43,7 @@ from savable_pipeline.tools.convert.source import EmptySourceError, RowSpan, Sou
 RECORD_FILE = "record"
 _ALL = 1 << 64
 _EXAMPLES = 5  # of repeated keys
+_NOTED_ROWS, _NOTED_BYTES = 256, 16_000_000  # after which progress is noted
 
 
 class RangeShard(msgspec.Struct, frozen=True):
@@ -110,22 +110,24 @@ class RangeJob:
             replace_file(self.work / self.name / RECORD_FILE, [written.record])
 
 
-def write_range(job: RangeJob) -> Written:
+def write_range(job: RangeJob, note: Callable[[int, int], None] = lambda rows, size: None) -> Written:
     """Write a range, or compare it.
+
+    `note` is called now and then with new rows and bytes; the result has those that it did not get.
 
     Raises `SavableError` if the source changed or the disk is full, ValueError for damage of a whole file.
     """
     with room_on(job.work.parent.parent), _own_folder(job) as folder:
-        writer = _RangeWriter(job, folder)
+        writer = _RangeWriter(job, folder, note)
         try:
             record = writer.write()
         except ShardError as error:
             if error.reason in CHANGED:
                 raise
             raise ValueError(str(error)) from error
-        if job.hashes is not None:
-            return Written(job.rows, record.size, msgspec.msgpack.encode(sorted(writer.changed)))
-        return Written(job.rows, record.size, _finish(job, folder, record))
+        compared = job.hashes is not None
+        result = msgspec.msgpack.encode(sorted(writer.changed)) if compared else _finish(job, folder, record)
+        return Written(job.rows - writer.noted.rows, record.size - writer.noted.size, result)
 
 
 def join_shards(job: RangeJob, pieces: list[tuple[str, RangeShard]]) -> Written:
@@ -154,11 +156,8 @@ def join_shards(job: RangeJob, pieces: list[tuple[str, RangeShard]]) -> Written:
 @contextlib.contextmanager
 def _own_folder(job: RangeJob) -> Iterator[Path]:
     parent = job.work if job.bucket is None else None
-    folder = Path(tempfile.mkdtemp(dir=parent, prefix=f"{job.name}."))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=f"{job.name}.", ignore_cleanup_errors=True) as name:
+        yield Path(name)
 
 
 def _finish(job: RangeJob, folder: Path, record: RangeRecord) -> bytes:
@@ -186,8 +185,9 @@ def _series(folder: Path, split: str, options: Options, record: RangeRecord) -> 
 class _RangeWriter:
     """Writes the samples of a range into the series of their splits."""
 
-    def __init__(self, job: RangeJob, folder: Path) -> None:
+    def __init__(self, job: RangeJob, folder: Path, note: Callable[[int, int], None]) -> None:
         self._job, self._folder, self._record = job, folder, RangeRecord()
+        self._note_progress, self.noted, self._rows = note, Written(0, 0), 0
         self._keys, self._last, self._renamed = array("Q"), "", set[str]()
         self._rejected = list[Reject]()  # of the rows that are read
         self._hashes, self.changed = array("Q"), set[str]()  # the names of files whose content is another
@@ -232,6 +232,11 @@ class _RangeWriter:
         for part in sample.parts:
             self._note(part.file, _hashed(f"{sample.key}.{part.extension}") ^ content_hash(part.data))
         self._record.size += sum(map(len, parts.values()))
+        self._rows += not self._job.source.packed  # whose rows are files
+        rows, size = self._rows - self.noted.rows, self._record.size - self.noted.size
+        if rows >= _NOTED_ROWS or size >= _NOTED_BYTES:
+            self._note_progress(rows, size)
+            self.noted = Written(self._rows, self._record.size)
 
     def _note(self, file: str, content: int) -> None:
         """Note the hash of a part or a reject, and a changed file if what is known has another one."""

@@ -109,15 +109,8 @@ def _connect(ray: Any) -> None:
 
 def _versions() -> dict[str, str]:
     """The versions of what decides the bytes of a shard, and which of its samples are rejected."""
-    return {name: importlib.metadata.version(name) for name in ("savable_pipeline", "pillow", "pyarrow") if _has(name)}
-
-
-def _has(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    names = ("savable_pipeline", "pillow", "pyarrow")
+    return {name: found.version for name in names for found in importlib.metadata.distributions(name=name)}
 
 
 def _on_node(function: Callable[[J], R], job: J, expected: dict[str, str]) -> R:

@@ -289,7 +289,7 @@ class SampleReader:
         if self._may_name_files:
             parts += self._named_files(file, row, name, key)
         if not parts and not names:
-            empty = "no field: the record is empty" if is_record else _ALL_NULL
+            empty = "no field: the record is empty" if is_record else "no part: every field is null"
             raise RejectedError(name, key, empty)
         for part in parts:
             if fault := name_fault(key, part.extension):
@@ -316,9 +316,6 @@ class SampleReader:
                 )
             found.append(_named_file(self._source, each, name, key))
         return found
-
-
-_ALL_NULL = "no part: every field is null"
 
 
 def is_named(extension: str, only: Collection[str]) -> bool:

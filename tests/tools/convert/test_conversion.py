@@ -113,3 +113,12 @@ def test_a_wrong_setting_is_rejected_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         sp.convert(fill(tmp_path / "in", 2), tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_is_reported_within_a_range(tmp_path: Path, workers: int) -> None:
+    source, reports = tmp_path / "a.jsonl", list[tuple[int, int, int]]()
+    source.write_text('{"n": 1}\n' * 1000)
+    sp.convert(source, tmp_path / "out", shard_samples=500, workers=workers, progress=lambda *all: reports.append(all))
+    assert reports[0] == (0, 1000, 0) and reports[-1][:2] == (1000, 1000)
+    assert {done for done, _, _ in reports} - {0, 500, 1000} and reports == sorted(reports)
