@@ -35,9 +35,8 @@ from savable_pipeline.core.files import replace_file, user_cache, with_handles
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles, ShardIndex, index_name
-from savable_pipeline.data.shards.index_making import Progress, is_as_indexed, make_index
+from savable_pipeline.data.shards.index_making import EachShard, Progress, is_as_indexed, make_index
 from savable_pipeline.data.shards.metadata import META, METADATA_FILES, named_files, read_counts
-from savable_pipeline.data.shards.processes import EachShard
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardList
 from savable_pipeline.errors import ShardError
 

@@ -20,29 +20,17 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.wording import encodable, listed
+from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource
-from savable_pipeline.data.shards.index import (
-    BlobIndex,
-    FileBlob,
-    Format,
-    IndexedFiles,
-    ShardIndex,
-    ShardTable,
-    marker_object,
-)
+from savable_pipeline.data.shards.index import BlobIndex, FileBlob, ShardIndex, ShardTable
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.columnar_store import COLUMNAR_SETTINGS
-from savable_pipeline.data.stores.ranges import with_ranges
 
 MAGIC = b"ARROW1"
 _HEAD = len(MAGIC) + 2  # bytes before the first message
@@ -394,64 +382,3 @@ def _blob(found: _Found) -> FileBlob:
     if found.schema is None:
         return np.zeros(2, "<u8")
     return np.array([found.schema.offset, *begins, [found.schema.end, *ends][-1], *rows, *digests], dtype="<u8")
-
-
-def open_arrow(found: IndexedFiles, **settings: Any) -> Any:
-    """Open the store of Arrow files."""
-    from savable_pipeline.data.stores.arrow_store import ArrowStore
-
-    return ArrowStore(found, **settings)
-
-
-def _open_ranged(found: IndexedFiles, **settings: Any) -> Any:
-    from savable_pipeline.data.stores.arrow_store import RangedArrowStore
-
-    return RangedArrowStore(found, **settings)
-
-
-STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"  # that HF `datasets` writes
-
-
-def _is_saved(heads: Mapping[str, bytes]) -> bool:
-    """Whether HF's `save_to_disk` wrote the folder."""
-    return "splits" in marker_object(heads, SPLITS) or "_data_files" in marker_object(heads, STATE)
-
-
-def _data_files(heads: Mapping[str, bytes]) -> list[tuple[str, ...]] | None:
-    """The files that HF `datasets` says are the data; None if it says nothing.
-
-    Raises ValueError for several splits, one of which must be named.
-    """
-    if SPLITS in heads:
-        names = _split_names(marker_object(heads, SPLITS))
-        raise ValueError(f"{len(names)} splits, {listed(names)}. Read the folder of one, such as {names[0]}")
-    state = marker_object(heads, STATE)
-    if state.get("_indices_files"):
-        raise ValueError("an index table selects its rows. Save it after `flatten_indices()`")
-    if "_data_files" in state:
-        return [(str(file["filename"]),) for file in state["_data_files"]]
-    if len(names := _split_names(marker_object(heads, INFO))) > 1:
-        raise ValueError(f"several splits, {listed(names)}. Name the files of one, such as '*-{names[0]}*.arrow'")
-    return None
-
-
-def _split_names(info: dict[str, Any]) -> list[str]:
-    splits = info.get("splits")
-    return [str(name) for name in splits] if isinstance(splits, list | dict) and splits else ["train"]
-
-
-ARROW = Format(
-    "arrow",
-    (".arrow", ".feather", ".ipc"),
-    read_table,
-    open_arrow,
-    COLUMNAR_SETTINGS,
-    {"partial": True},
-    is_same=is_as_indexed,
-    markers=(STATE, INFO, SPLITS),
-    claims=_is_saved,
-    listed=_data_files,
-    by_settings=partial(with_ranges, _open_ranged),
-    all_used=False,  # columns that are not asked for are not read
-    no_rows=bytes(16),
-)

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.index import Format
 from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, LARGEST_INDEX
-from savable_pipeline.data.stores.arrow_file import ARROW
+from savable_pipeline.data.stores.arrow import ARROW
 from savable_pipeline.data.stores.csv_table import CSV, separator_of
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.jsonl import JSONL
@@ -67,6 +67,7 @@ _TABLES = {  # whose rows are not those of all their files
     re.compile(r"(?:.*/)?metadata/[^/]*\.metadata\.json"): "Apache Iceberg",
 }
 _FEW, _HEAD = 16, 1 << 16  # tables of which so many bytes are looked at
+_COCO = re.compile(rb'\s*\{[^[]*"(?:images|annotations|categories|info)"\s*:')
 _LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 _LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
 
@@ -153,6 +154,7 @@ def recognize(
         if naming := _naming(names, heads, tables):
             return naming
         if media:
+            _check_apart(names, heads)
             return _folder_with_tables(names, tables)
     return _without_media(names, found)
 
@@ -198,6 +200,25 @@ def _folder_with_tables(names: Sequence[str], tables: Mapping[Format, list[str]]
     if len(strays) > 1 or any(form not in (JSONL, CSV) or JSON.has(name) for form, name in strays):
         raise _ambiguous({**tables, FOLDER: [*filter(is_media_file, names)]})
     return _folder(names)._replace(unread=[name for files in tables.values() for name in files])
+
+
+def _check_apart(names: Sequence[str], heads: Mapping[str, bytes]) -> None:
+    """Raise ValueError for files about media that would be samples of their own.
+
+    They are the labels of YOLO, VOC or KITTI in folders of their own, the annotations of COCO, and the transcripts of
+    LibriSpeech, one file of which is about several recordings.
+    """
+    media = [*filter(is_media_file, names)]
+    stems, folders = {*map(stem_of, media)}, {*map(posixpath.dirname, media)}
+    series = {stem.rpartition("-")[0] for stem in stems}
+    for name in sorted({*names}.difference(no_samples(names), media)):
+        stem, head = stem_of(name), heads.get(name, b"")
+        about_several = posixpath.dirname(name) not in folders or stem in series or _COCO.match(head)
+        if about_several and stem not in stems:
+            raise ValueError(
+                f"{name} beside {media[0]} shares its name with no image, audio or video. Put the files of a sample "
+                'into one folder, or write a row for each into metadata.jsonl. format="folder" makes it a sample'
+            )
 
 
 def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Recognized:

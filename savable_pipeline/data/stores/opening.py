@@ -31,12 +31,11 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles
-from savable_pipeline.data.shards.index_making import Progress
+from savable_pipeline.data.shards.index_making import Progress, each_shard_by
 from savable_pipeline.data.shards.indexing import check_faults, index_files, open_files, valid_mark
-from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores import formats
-from savable_pipeline.data.stores.arrow_file import ARROW, STATE
+from savable_pipeline.data.stores.arrow import ARROW, STATE
 from savable_pipeline.data.stores.folder_store import FOLDER, is_known
 from savable_pipeline.data.stores.formats import Recognized, recognize, wanted
 from savable_pipeline.data.stores.record_store import RecordStore

@@ -19,11 +19,11 @@ from savable_pipeline.data.dataset.decoding import ALPHA, DEEP, TURNED
 from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.remote.lookup import describe_url
 from savable_pipeline.data.shards.index import Format
+from savable_pipeline.data.shards.index_making import Answer, each_shard
 from savable_pipeline.data.shards.indexing import files_of, known_files
 from savable_pipeline.data.shards.metadata import read_counts, read_field_map, read_split, split_names, unfinished
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.paths import ALL, ListedFiles, Shards, is_remote, list_files
-from savable_pipeline.data.shards.processes import Answer, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.opening import Source, find_source, remote_files, with_settings
 from savable_pipeline.data.stores.tar_store import links_warning

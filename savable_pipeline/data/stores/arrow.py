@@ -1,0 +1,80 @@
+"""The format of Arrow IPC files and streams, and of the folders of HF `datasets`.
+
+    save_to_disk      state.json names the files; of a DatasetDict, dataset_dict.json names a folder for each split
+    the cache         dataset_info.json names the splits, whose files lie side by side; cache-*.arrow are results of map
+
+Its store imports pyarrow, which other files do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from savable_pipeline.core.wording import listed
+from savable_pipeline.data.shards.index import Format, IndexedFiles, marker_object
+from savable_pipeline.data.stores.arrow_file import is_as_indexed, read_table
+from savable_pipeline.data.stores.columnar_store import COLUMNAR_SETTINGS
+from savable_pipeline.data.stores.ranges import with_ranges
+
+
+def open_arrow(found: IndexedFiles, **settings: Any) -> Any:
+    """Open the store of Arrow files."""
+    from savable_pipeline.data.stores.arrow_store import ArrowStore
+
+    return ArrowStore(found, **settings)
+
+
+def _open_ranged(found: IndexedFiles, **settings: Any) -> Any:
+    from savable_pipeline.data.stores.arrow_store import RangedArrowStore
+
+    return RangedArrowStore(found, **settings)
+
+
+STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"  # that HF `datasets` writes
+
+
+def _is_saved(heads: Mapping[str, bytes]) -> bool:
+    """Whether HF's `save_to_disk` wrote the folder."""
+    return "splits" in marker_object(heads, SPLITS) or "_data_files" in marker_object(heads, STATE)
+
+
+def _data_files(heads: Mapping[str, bytes]) -> list[tuple[str, ...]] | None:
+    """The files that HF `datasets` says are the data; None if it says nothing.
+
+    Raises ValueError for several splits, one of which must be named.
+    """
+    if SPLITS in heads:
+        names = _split_names(marker_object(heads, SPLITS))
+        raise ValueError(f"{len(names)} splits, {listed(names)}. Read the folder of one, such as {names[0]}")
+    state = marker_object(heads, STATE)
+    if state.get("_indices_files"):
+        raise ValueError("an index table selects its rows. Save it after `flatten_indices()`")
+    if "_data_files" in state:
+        return [(str(file["filename"]),) for file in state["_data_files"]]
+    if len(names := _split_names(marker_object(heads, INFO))) > 1:
+        raise ValueError(f"several splits, {listed(names)}. Name the files of one, such as '*-{names[0]}*.arrow'")
+    return None
+
+
+def _split_names(info: dict[str, Any]) -> list[str]:
+    splits = info.get("splits")
+    return [str(name) for name in splits] if isinstance(splits, list | dict) and splits else ["train"]
+
+
+ARROW = Format(
+    "arrow",
+    (".arrow", ".feather", ".ipc"),
+    read_table,
+    open_arrow,
+    COLUMNAR_SETTINGS,
+    {"partial": True},
+    is_same=is_as_indexed,
+    markers=(STATE, INFO, SPLITS),
+    claims=_is_saved,
+    listed=_data_files,
+    by_settings=partial(with_ranges, _open_ranged),
+    all_used=False,  # columns that are not asked for are not read
+    no_rows=bytes(16),
+)
