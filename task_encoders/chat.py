@@ -168,7 +168,7 @@ class ChatEncoder(MixedEncoder):
         if name is None:
             return Skip(f"no {' or '.join((self.part, *columns))}")
         record, arguments = read_record(sample, name)
-        messages = parse_conversation({name: record} if name in columns else record, media_of(sample))
+        messages = parse_conversation(record, media_of(sample))
         answer_indices = [number for number, message in enumerate(messages) if message.is_answer]
         if not answer_indices:
             return Skip("no answer")

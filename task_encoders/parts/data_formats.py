@@ -10,6 +10,9 @@ The turns of a conversation have `role` and `content` (OpenAI, TRL), `from` and 
 
     {"texts": [{"user": "What is it?", "assistant": "A cat."}]}
 
+A text in the object's `system` or `system_prompt` comes first, as a turn of `system`. An answer whose `weight`, `loss`
+or `train` is 0 or false does not contribute to the loss.
+
 The object's `tools` and the entries of its `chat_template_kwargs` are passed to the chat template. Tool calls are in
 OpenAI's format, or turns of `function_call` (LLaMA-Factory) or `tool_call` (ms-swift), whose text is JSON. Arguments
 that are JSON text are parsed, because templates format them as JSON themselves. Turns of `observation`,
@@ -38,6 +41,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -50,6 +54,8 @@ log = logging.getLogger(__name__)
 _CALLS = ("function_call", "tool_call")
 _RESULTS = dict.fromkeys(("observation", "tool_response", "function", "tool"), "tool")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"} | _RESULTS
+_SYSTEM = ("system", "system_prompt")  # fields beside the turns
+_LOSS = ("weight", "loss", "train")  # of a turn, as OpenAI, ms-swift and axolotl name it
 _LISTS = {"image": "images", "video": "videos", "audio": "audios"}  # of a document
 
 ContentPart = str | ShownMedia
@@ -63,7 +69,7 @@ class Message:
         role: "user", "assistant", "system", or another that the chat template knows.
         parts: In order, texts (str), images (PIL.Image.Image, or a `ScaledImage` from `Vision.image`), and videos and
             audio (`MediaPart`, whose `text` is their placeholder).
-        trained: Whether an answer contributes to the loss (default). False is "weight": 0 in OpenAI's format.
+        trained: Whether an answer contributes to the loss (default). False is "weight", "loss" or "train": 0.
         more: Further fields, for the chat template.
 
     Example:
@@ -107,10 +113,21 @@ def parse_conversation(record: Any, media: SampleMedia) -> list[Message]:
         media.order_by(record)
     messages = [message for i, turn in enumerate(turns) for message in _PARSERS[form](turn, f"{at}[{i}]", media)]
     if _PARSERS[form] is _finevision_turn:
-        messages[0].parts[:0] = media.images.unplaced()
+        next(each for each in messages if each.role == "user").parts[:0] = media.images.unplaced()
     media.check_all_used()
+    if isinstance(record, dict):
+        messages[:0] = _system_message(record, messages)
     _log_format(f"{name or 'a list'} of {form}")
     return messages
+
+
+def _system_message(record: dict[str, Any], messages: list[Message]) -> list[Message]:
+    """Return the message of a text beside the turns, if no turn has it."""
+    texts = {name: _expect(record[name], str, name) for name in _SYSTEM if record.get(name)}
+    found = [[text] for text in dict.fromkeys(texts.values())]
+    if len(found) > 1 or (found and messages[0].role == "system" and messages[0].parts != found[0]):
+        raise ValueError(f"{' and '.join(texts)}: more than one system prompt. Keep one of them")
+    return [Message("system", parts) for parts in found if messages[0].role != "system"]
 
 
 @cache
@@ -123,20 +140,32 @@ def _describe_fields(record: Any) -> str:
 
 
 def _llava_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
-    role = turn.get("from")
+    """Parse one turn of LLaVA's format. `at` is its path in errors."""
+    role, trained = turn.get("from"), _is_trained(turn, at)
     if role in _CALLS:
-        return [_call_turn(turn.get("value"), f"{at}.value")]
+        return [_call_turn(turn.get("value"), f"{at}.value", trained=trained)]
     if role not in _ROLES:
         raise ValueError(f"{at}.from: expected one of {', '.join((*_ROLES, *_CALLS))}, found {role!r}")
-    return [Message(_ROLES[role], _split_text(turn.get("value"), media.kinds, f"{at}.value", media))]
+    kinds = {"image", *media.shown_kinds}
+    return [Message(_ROLES[role], _split_text(turn.get("value"), kinds, f"{at}.value", media), trained)]
 
 
 def _finevision_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
-    both = ("user", "assistant")
-    return [Message(role, _split_text(turn.get(role), media.shown_kinds, f"{at}.{role}", media)) for role in both]
+    roles = [role for role in ("system", "user", "assistant") if role != "system" or turn.get(role)]
+    parts = {role: _split_text(turn.get(role), media.shown_kinds, f"{at}.{role}", media) for role in roles}
+    return [Message(role, parts[role], trained=_is_trained(turn, at)) for role in roles]
 
 
-def _split_text(text: Any, kinds: list[str], at: str, media: SampleMedia) -> list[ContentPart]:
+def _is_trained(turn: dict[str, Any], at: str) -> bool:
+    """Return whether a turn, if it is an answer, contributes to the loss."""
+    values = {name: turn[name] for name in _LOSS if turn.get(name) is not None}
+    for name, value in values.items():
+        if value not in (0, 1):
+            raise ValueError(f"{at}.{name}: expected 0 or 1, found {value!r}")
+    return all(values.values())
+
+
+def _split_text(text: Any, kinds: Iterable[str], at: str, media: SampleMedia) -> list[ContentPart]:
     """Split a text at placeholders such as `<image>`, and replace these by the media."""
     texts_and_kinds = re.split(f"<({'|'.join(kinds) or '(?!)'})>", _expect(text, str, at))  # a text, a kind, a text, …
     parts: list[ContentPart] = list(texts_and_kinds)
@@ -146,14 +175,13 @@ def _split_text(text: Any, kinds: list[str], at: str, media: SampleMedia) -> lis
 
 
 def _openai_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
+    """Parse one message of OpenAI's format. `at` is its path in errors."""
     turn = {name: value for name, value in turn.items() if value is not None}  # tables have null for missing fields
     role = _expect(turn.get("role"), str, f"{at}.role")
-    weight = turn.get("weight", 1)
-    if weight not in (0, 1):
-        raise ValueError(f"{at}.weight: expected 0 or 1, found {weight!r}")
+    trained = _is_trained(turn, at)
     content = turn.get("content")
     if role in _CALLS:
-        return [_call_turn(content, f"{at}.content", trained=weight == 1)]
+        return [_call_turn(content, f"{at}.content", trained=trained)]
     if "function_call" in turn:  # OpenAI's form before `tool_calls`
         turn["tool_calls"] = [{"function": turn.pop("function_call")}]
     if turn.get("tool_calls"):
@@ -165,8 +193,8 @@ def _openai_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Mess
     else:
         listed = enumerate(_expect(content, list, f"{at}.content"))
         parts = [_content_part(part, f"{at}.content[{i}]", media) for i, part in listed]
-    more = {name: value for name, value in turn.items() if name not in ("role", "content", "weight")}
-    return [Message(_RESULTS.get(role, role), parts, trained=weight == 1, more=more)]
+    more = {name: value for name, value in turn.items() if name not in ("role", "content", *_LOSS)}
+    return [Message(_RESULTS.get(role, role), parts, trained, more)]
 
 
 def _content_part(value: Any, at: str, media: SampleMedia) -> ContentPart:
@@ -226,8 +254,9 @@ def read_record(sample: Sample, name: str) -> tuple[Any, dict[str, Any]]:
     """Return the JSON of a conversation, and further arguments of the chat template.
 
     These are `tools`, which may be JSON text, and the entries of `chat_template_kwargs`, from the same object or from
-    columns of a table. A bare function is converted to a tool in OpenAI's format. Null fields of a column are removed,
-    because a table's schema has them for all rows. Raises ValueError with the name of the field.
+    columns of a table. From columns, the conversation gets its name and the text beside it. A bare function becomes a
+    tool in OpenAI's format. Null fields of a column are removed, because a table's schema has them for all rows. Raises
+    ValueError with the name of the field.
     """
     value = sample.json(name)
     if isinstance(value, dict):
@@ -237,6 +266,9 @@ def read_record(sample: Sample, name: str) -> tuple[Any, dict[str, Any]]:
         value = value if name.endswith("json") else _without_nulls(value)
         columns = [column for column in ("tools", "chat_template_kwargs") if column in sample]
         fields = {column: _without_nulls(_parse_json(sample.text(column) or "null", column)) for column in columns}
+        texts = {column: sample.text(column) for column in _SYSTEM if column in sample}
+        if name in CONVERSATIONS or (texts and isinstance(value, list)):
+            value = {name if name in CONVERSATIONS else "messages": value, **texts}
     parsed = {name: _parse_json(fields.get(name) or "null", name) for name in ("tools", "chat_template_kwargs")}
     arguments: dict[str, Any] = _expect(parsed["chat_template_kwargs"] or {}, dict, "chat_template_kwargs")
     tools = [_parse_json(tool, f"tools[{i}]") for i, tool in enumerate(_expect(parsed["tools"] or [], list, "tools"))]
@@ -262,6 +294,7 @@ def refuse_preferences(fields: Any) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
+    """Remove fields that are null, at all levels."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -274,6 +307,7 @@ _KNOWN = f"turns of {', or of '.join(_PARSERS)}, as a list or in a field {', '.j
 
 
 def _expect(value: Any, kind: type, at: str) -> Any:
+    """Return a value of JSON. Raises ValueError, which names its path, if it has another type."""
     if isinstance(value, kind):
         return value
     names: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
@@ -297,6 +331,7 @@ def parse_document(record: Any, media: SampleMedia) -> list[ContentPart]:
 
 
 def _parse_obelics(record: dict[str, Any], media: SampleMedia) -> list[ContentPart]:
+    """Parse a document of OBELICS: lists of one length, in which each position is a text or a medium."""
     kinds = [kind for kind, name in _LISTS.items() if kind == "image" or (kind in media.kinds and name in record)]
     name_of = {"text": "texts", **{kind: _LISTS[kind] for kind in kinds}}
     columns = {kind: _expect_list(record, name) for kind, name in name_of.items()}
@@ -327,6 +362,7 @@ def _and_list(words: list[str]) -> str:
 
 
 def _parse_mmc4(texts: list[Any], entries: list[Any], images: SampleImages) -> list[ContentPart]:
+    """Parse a document of MMC4: texts, and images that belong before a text."""
     names = [entry.get("image_name") if isinstance(entry, dict) else None for entry in entries]
     named = all(name in images.names for name in names)
     images_before: dict[int, list[DecodedImage]] = {}  # by the index of a text

@@ -311,6 +311,7 @@ class SampleMedia:
     def __init__(self, images: SampleImages, sample: Sample | None = None, *, sees: bool = True, **texts: str) -> None:
         self.images = images
         self._sees = sees
+        self._listed: list[str] = []  # the kinds that the record lists
         self._others = {kind: _parts_of_kind(sample, kind, text) for kind, text in texts.items() if sample is not None}
 
     @property
@@ -322,11 +323,11 @@ class SampleMedia:
     def shown_kinds(self) -> list[str]:
         """The kinds that are placeholders in a text.
 
-        They are those of `kinds`, without "image" if the encoder takes no images and the sample has none.
-
-        `<image>` is then ordinary text, as in SVG.
+        They are those of `kinds`, without "image" if the encoder takes no images, the sample has none and its record
+        lists none. `<image>` is then ordinary text, as in SVG. Other kinds that the record lists are errors in `of`.
         """
-        return self.kinds if self._sees or self.images.names else self.kinds[1:]
+        shown = self.kinds if self._sees or self.images.names else self.kinds[1:]
+        return list({*shown, *self._listed})
 
     def order_by(self, record: dict[str, Any]) -> None:
         """Order the parts of each kind as a record lists them, in `images` or `image`.
@@ -339,6 +340,7 @@ class SampleMedia:
         for kind, field in fields:
             if kind in self.shown_kinds:
                 self.of(kind, field).check_any(record[field], field)
+        self._listed = [kind for kind in ("image", "video", "audio") if record.get(kind) or record.get(f"{kind}s")]
 
     def of(self, kind: str, field: str) -> PartsOfKind[DecodedImage] | PartsOfKind[MediaPart]:
         """Return the parts of one kind.
@@ -372,6 +374,7 @@ def _numbered(name: str) -> list[tuple[int, str]]:
 
 
 def _from_data_url(url: str, field: str, exif: bool) -> Image.Image:
+    """Decode the image in a data URL."""
     head, comma, encoded = url.partition(",")
     try:
         if not comma or not head.endswith(";base64"):

@@ -138,11 +138,11 @@ def many_chunks(folder: Path) -> Path:
 
 
 def damaged_columns(folder: Path) -> Path:
-    """Seven records, of which the first and the last are whole."""
+    """Seven records, of which the first and the last two are whole."""
     columns = {"a": "ndarray:float32:2", "b": "int", "c": "json", "d": "pil", "e": "float64"}
     good = [bytes(8), bytes(8), b"1", pil("L", b"ab"), bytes(8)]
-    bad = [bytes(7), bytes(3), b"{", pil("L", b"ab")[:9], struct.pack("<d", float("nan"))]
-    rows = [good, *([*good[:i], bad[i], *good[i + 1 :]] for i in range(5)), good]
+    others = [bytes(7), bytes(3), b"{", pil("L", b"ab")[:9], struct.pack("<d", float("nan"))]
+    rows = [good, *([*good[:i], others[i], *good[i + 1 :]] for i in range(5)), good]
     return write_mds(folder, columns, rows)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +63,28 @@ def train(shards: str, how: str, workers: str) -> dict[str, Any]:
     return seen
 
 
-def die(shards: str, victim: str, workers: str) -> dict[str, Any]:
-    """Take batches of one group until the victim is killed in its step."""
-    with in_groups(shards, dist.get_world_size(), num_workers=int(workers)) as loader:
+STOPPED_TIMEOUT_S = 8.0  # of a run in which a rank stops
+
+
+def die(shards: str, victim: str, workers: str, kind: str = "SIGKILL") -> dict[str, Any]:
+    """Take batches of one group until the victim gets a signal. The last survivor kills one that stopped."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    timeout = sp.Workers(timeout=STOPPED_TIMEOUT_S if kind == "SIGSTOP" else 600)
+    with in_groups(shards, dist.get_world_size(), num_workers=int(workers), workers=timeout) as loader:
         seen: dict[str, Any] = {"batches": take(loader, 3)}
         if dist.get_rank() == int(victim):
             torch.save(seen, f"{shards}/../{victim}.pt")
-            os.kill(os.getpid(), signal.SIGKILL)
+            store.set("victim", str(os.getpid()))
+            os.kill(os.getpid(), getattr(signal, kind))
+        started = time.monotonic()
         try:
             while True:
                 seen["batches"] += take(loader, 1)
         except SavableError as error:
             seen["error"] = str(error)
-        seen["state"] = loader.state_dict()
+        seen["state"], seen["waited_s"] = loader.state_dict(), time.monotonic() - started
+        if store.add("survivors", 1) == dist.get_world_size() - 1:
+            os.kill(int(store.get("victim")), signal.SIGKILL)
     return seen
 
 

@@ -245,3 +245,60 @@ def test_wrong_settings_are_rejected() -> None:
         ChatEncoder(max_length=0)
     with pytest.raises(ValueError, match=r"has no chat_template. Pass template=ChatML"):
         ChatEncoder(own_tokenizer(""))
+
+
+@pytest.mark.parametrize("field", ["weight", "loss", "train"])
+@pytest.mark.parametrize("value", [0, False])
+@pytest.mark.parametrize("form", ["from and value", "role and content", "user and assistant"])
+def test_an_answer_marked_as_untrained_is_context_in_each_form(form: str, field: str, value: Any) -> None:
+    if form == "user and assistant":
+        record = {"texts": [{"user": "a", "assistant": "b"}, {"user": "c", "assistant": "d"}]}
+        record["texts"][0][field] = value
+    elif form == "from and value":
+        record = chat(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))
+        record["conversations"][1][field] = value
+    else:
+        record = openai(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+        record["messages"][1][field] = value
+    made = item(ChatEncoder(template=ChatML("<", ">")), sample(json=record))
+    assert shown(made) == "<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\n[d>\n]"
+
+
+def test_loss_field_that_is_neither_0_nor_1_is_an_error() -> None:
+    record = chat(("human", "a"), ("gpt", "b"))
+    record["conversations"][1]["weight"] = 0.5
+    with pytest.raises(ValueError, match=r"conversations\[1\]\.weight: expected 0 or 1, found 0\.5"):
+        ChatEncoder().encode(sample(json=record), Rng(7))
+
+
+SYSTEM_TURN = "<system\nBe brief>\n<user\na>\n<assistant\n[b>\n]"
+
+
+@pytest.mark.parametrize("field", ["system", "system_prompt"])
+def test_system_prompt_beside_the_turns_comes_first(field: str) -> None:
+    encoder = ChatEncoder(template=ChatML("<", ">"))
+    finevision = {"texts": [{"user": "a", "assistant": "b"}]}
+    for record in (chat(("human", "a"), ("gpt", "b")), openai(("user", "a"), ("assistant", "b")), finevision):
+        assert shown(item(encoder, sample(json={**record, field: "Be brief"}))) == SYSTEM_TURN
+        assert "system" not in shown(item(encoder, sample(json={**record, field: ""})))
+    twice = openai(("system", "Be brief"), ("user", "a"), ("assistant", "b"))
+    assert shown(item(encoder, sample(json={**twice, field: "Be brief"}))) == SYSTEM_TURN
+    with pytest.raises(ValueError, match=rf"{field}: more than one system prompt\. Keep one of them"):
+        encoder.encode(sample(json={**twice, field: "Be long"}), Rng(7))
+
+
+def test_system_prompt_within_a_pair_of_user_and_assistant_comes_first() -> None:
+    record = {"texts": [{"system": "Be brief", "user": "a", "assistant": "b"}]}
+    assert shown(item(ChatEncoder(template=ChatML("<", ">")), sample(json=record))) == SYSTEM_TURN
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+@pytest.mark.parametrize("form", ["from and value", "role and content", "user and assistant"])
+def test_placeholder_of_listed_media_without_a_part_is_an_error(form: str, kind: str) -> None:
+    turns = {
+        "from and value": chat(("human", f"<{kind}>a"), ("gpt", "b")),
+        "role and content": openai(("user", f"<{kind}>a"), ("assistant", "b")),
+        "user and assistant": {"texts": [{"user": f"<{kind}>a", "assistant": "b"}]},
+    }[form]
+    with pytest.raises(ValueError, match=rf"a place for {kind}"):
+        ChatEncoder().encode(sample(json={**turns, f"{kind}s": ["photos/a.bin"]}), Rng(7))

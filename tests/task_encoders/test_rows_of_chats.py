@@ -85,6 +85,15 @@ def test_nulls_of_a_line_of_json_are_its_own(tmp_path: Path) -> None:
     assert '"b": null' in own.decode(made["tokens"])
 
 
+def test_system_column_of_a_table_comes_first(tmp_path: Path) -> None:
+    rows = [{"messages": TURNS, "system": "Be brief"}, {"messages": TURNS, "system": None}]
+    expected = [[{"role": "system", "content": "Be brief"}, *TURNS], TURNS]
+    for number, row in enumerate(rows):
+        (tmp_path / str(number)).mkdir()
+        made = item(ChatEncoder(), in_parquet(pa.Table.from_pylist([row, *rows]), tmp_path / str(number)))
+        assert made["tokens"].tolist() == item(ChatEncoder(), sample(json=expected[number]))["tokens"].tolist()
+
+
 PREFERENCES: dict[str, dict[str, Any]] = {
     "DPO": {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]},
     "with messages": {"messages": TURNS, "chosen": TURNS, "rejected": TURNS},

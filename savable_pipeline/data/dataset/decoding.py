@@ -103,12 +103,15 @@ def decoded_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exi
             return np.array(converted(turned(opened, orientation), None, "white"))
         return turned_pixels(pixels, orientation)
     if kind == "npy":
-        return _array(data)
+        return npy_array(data)
     return _arrays(data, most) if kind == "npz" else data
 
 
-def _array(data: bytes) -> NDArray[Any]:
-    """The array of an `npy` file. Raises ValueError if it holds objects, or less than its header says."""
+def npy_array(data: bytes | memoryview) -> NDArray[Any]:
+    """Return the array of an `npy` file.
+
+    Raises ValueError if it has Python objects, or fewer bytes than its header says.
+    """
     file = io.BytesIO(data)
     version = npy.read_magic(file)
     if version not in ((1, 0), (2, 0)):
@@ -136,7 +139,7 @@ def _arrays(data: bytes, most: int) -> Mapping[str, NDArray[Any]]:
             raise ValueError("npz file with overlapping arrays or unknown compression. Save it by np.savez")
         if (total := sum(each.file_size for each in deflated)) > most:
             raise ValueError(f"npz file of {total:,} bytes of compressed arrays, more than {most:,}. {MORE}")
-        return {each.filename.removesuffix(".npy"): _array(_inflated(archive, each)) for each in inside}
+        return {each.filename.removesuffix(".npy"): npy_array(_inflated(archive, each)) for each in inside}
 
 
 def _inflated(archive: zipfile.ZipFile, each: zipfile.ZipInfo) -> bytes:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.lib.format import MAGIC_PREFIX
 from numpy.typing import NDArray
 
 from savable_pipeline.core.json_values import decoded_json
@@ -25,6 +26,7 @@ from savable_pipeline.data.dataset.decoding import (
     decoded_part,
     field_value,
     image_region,
+    npy_array,
     unpacked,
 )
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of, untagged
@@ -171,9 +173,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return field_value(self, self.origin.field_map, name)
 
     def array(self, extension: str) -> NDArray[Any]:
-        """Return the bytes of a part as a writable array, uint8 (bytes,).
+        """Return a part as a writable array, that of an `npy` or uint8 (bytes,).
 
-        Use it for raw data that needs no decoding.
+        Bytes are for raw data that needs no decoding.
 
         Numbers have their own type: tokens of a `TokenReader` are (tokens,), a column of numbers is (), of lists of
         numbers (any, …). In a worker it is read directly into the memory of the batch: `sp.stack` of such arrays as
@@ -184,8 +186,11 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
         Raises:
             TypeError: The part is a column of other values, or of lists of several lengths: `json` reads it.
+            ValueError: The part is an `npy` of Python objects, which are never unpickled, or is truncated.
         """
-        return self.origin.array(self._shard, self._row, extension)
+        found = self.origin.array(self._shard, self._row, extension)
+        is_npy = part_type(extension) == "npy" and found.dtype == np.uint8 and found[:6].tobytes() == MAGIC_PREFIX
+        return npy_array(found.data) if is_npy else found
 
     def open(self, part: str) -> BinaryIO:
         """Open a part as a seekable, read-only file.

@@ -36,7 +36,7 @@ _LONGEST_END = 1 << 16  # bytes of zeros; GNU tar pads to 10 kB, or to a record 
 _EXTENDED_LIMIT = 1 << 20  # a longer extended header is damage, not a name
 
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
-_METADATA = re.compile(r"__[^/]*__($|/)")
+_METADATA = re.compile(r"__[^/]*__($|/)|(.*/)?\._", re.DOTALL)  # `._a` is macOS's
 
 
 class Member(NamedTuple):

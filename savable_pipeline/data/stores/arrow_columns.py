@@ -460,6 +460,7 @@ def extension_of(path: str) -> str:
     return extension if extension.isalnum() and len(extension) <= _LONGEST_EXTENSION else ""
 
 
+_NULL = "__HIVE_DEFAULT_PARTITION__"  # the folder of rows whose value is null
 PartSource: TypeAlias = "str | tuple[str, int]"  # of a part in a row: a column, or an element of a list in one
 
 
@@ -698,11 +699,15 @@ def _named(extension: str, names: Collection[str]) -> str:
 
 
 def partition_values(name: str) -> dict[str, bytes]:
-    """The values in the folders of a file's name, as Hive writes them.
+    """The values in the folders of a file's name, as Hive writes them, but no null.
 
     >>> from savable_pipeline.data.stores.arrow_columns import partition_values
     >>> partition_values("year=2024/lang=en/0.parquet")
     {'year': b'2024', 'lang': b'en'}
     """
     pairs = (folder.partition("=") for folder in name.split("/")[:-1])
-    return {unquote(column): unquote(value).encode() for column, equals, value in pairs if equals and column}
+    return {
+        unquote(column): unquote(value).encode()
+        for column, equals, value in pairs
+        if equals and column and value != _NULL
+    }

@@ -13,6 +13,7 @@ import contextlib
 import csv
 import io
 import itertools
+import re
 import sys
 from array import array
 from collections import Counter
@@ -58,6 +59,8 @@ def _row_begins(file: ByteSource) -> Iterator[int]:
     _, _, header = next(rows, (0, 1, []))
     if not any(header):
         raise ValueError(f": expected a first line with column names, found {header}")
+    if re.fullmatch(r"sep=\W?", "".join(header)):
+        raise ValueError(": the first line is Excel's mark of the separator, not column names. Remove this line")
     header = named(header)
     twice = next((column for column, count in Counter(header).items() if count > 1), None)
     if twice is not None:

@@ -138,9 +138,12 @@ def several(name: str, data: ByteSource, make: Callable[[str, ByteSource], Blob]
 
 
 def as_json(values: Any) -> bytes:
-    """JSON in UTF-8. Raises `RecordError` for what it cannot hold."""
+    """Return JSON in UTF-8, with Python's `NaN` and `Infinity`.
+
+    Raises `RecordError` for what JSON cannot hold.
+    """
     try:
-        return json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+        return json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, TypeError, UnicodeEncodeError) as error:
         raise RecordError(f"value that JSON cannot hold: {error}") from error
 

@@ -16,6 +16,7 @@ import io
 import itertools
 import json
 import os
+import re
 import stat
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -408,7 +409,8 @@ def _elements(file: ByteSource) -> tuple[str, FileBlob]:
     try:
         elements = msgspec.json.decode(memoryview(data)[end:], type=list[msgspec.Raw])
     except (msgspec.DecodeError, RecursionError) as error:
-        return f"not a whole list of objects: {error}", np.zeros(1, "<u8")
+        advice = "Write null for NaN, or one object a line (JSONL)" if re.search(rb"\b(NaN|Infinity)\b", data) else ""
+        return f"not a whole list of objects: {error}{advice and f'. {advice}'}", np.zeros(1, "<u8")
     for element in map(bytes, elements):
         begins.append(data.index(element, end))  # only commas and blanks lie between two elements
         end = begins[-1] + len(element)

@@ -62,8 +62,8 @@ class Ranks:
         self.group = group
         self.explicit = explicit
         self.sharing: Sharing | None = None  # the ranks with which it shares batches
-        self.builds = True  # its batches, and does not get them from another process
-        self.name = rank  # in messages: its number among all processes, where some share batches
+        # Whether it builds its batches; in messages, its number among all processes, where some share batches.
+        self.builds, self.name = True, rank
 
     @classmethod
     def of(cls, mesh_or_group: DeviceMesh | dist.ProcessGroup, *, share: ShareLike = None) -> Ranks:

@@ -153,10 +153,12 @@ class LoaderSettings:
         """
         ranks, workers = self.find_ranks(), replace(self.workers, count=self.num_workers)
         host = partial(workers.host, self.job, (ranks.rank, ranks.world_size))
-        if ranks.sharing is not None:
-            from savable_pipeline.run.peers.peer_backend import PeerBackend, open_passing  # imports the wire of nodes
 
-            host = partial(open_passing, host)
-        uses_workers = self.num_workers and ranks.builds
-        builder = Pool(host, workers, last_stage, pinned) if uses_workers else InProcess(runner)
-        return builder if ranks.sharing is None else PeerBackend(ranks.sharing, workers, builder)
+        def builder(host: Any) -> Backend:
+            return Pool(host, workers, last_stage, pinned) if self.num_workers and ranks.builds else InProcess(runner)
+
+        if ranks.sharing is None:
+            return builder(host)
+        from savable_pipeline.run.peers.peer_backend import PeerBackend  # imports the wire of run/nodes
+
+        return PeerBackend(ranks.sharing, workers, host, builder)

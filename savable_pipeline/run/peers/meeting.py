@@ -26,18 +26,15 @@ from typing import Any, NamedTuple
 
 from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.run.nodes import wire
-from savable_pipeline.run.nodes.wire import FOR_PEER, Link, Secret, Wanted, can_authenticate_bodies
 from savable_pipeline.run.peers.peer import LinkChannel, Peer
 from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.segments import ALIGN
 
 IS_LINUX = sys.platform == "linux"  # on others, each peer gets copies from the first rank
 _GLANCE_S = 0.02  # between two looks at the store
-_PROVED_IN_S = 3.0
 _FIRST = "Order the ranks of all sharing groups alike."
 _IN_ORDER = "Create and iterate the same loaders in the same order on each of these ranks."
 _REACH = "Set MASTER_ADDR to an address of a network that both machines share."
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 class Sharing(NamedTuple):
@@ -85,7 +82,7 @@ def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
         except SavableError as error:  # before the sockets close, which others would report
             meeting.write("failed", str(error))
             for peer in meeting.accepted.values():
-                peer.send(("failed", str(error)))
+                peer.send_note("failed", str(error))
             raise
 
 
@@ -93,11 +90,10 @@ class _Meeting:
     """What the peers of a loader write into the store, and their connections."""
 
     def __init__(self, sharing: Sharing, timeout: float) -> None:
-        self.accepted: dict[int, Peer] = {}
         self._store, self._ranks, self._index = sharing.store, sharing.ranks, sharing.number
         # The first rank knows most, so the others wait longer for it to report an error.
         self._timeout = timeout * 1.1 if self._index else timeout
-        self._until = time.monotonic() + self._timeout
+        self.accepted, self._until = dict[int, Peer](), time.monotonic() + self._timeout
         group = f"savable_pipeline/peers/{'-'.join(map(str, sharing.ranks))}"
         self._key = f"{group}/{sharing.store.add(f'{group} of {sharing.number}', 1)}"
 
@@ -133,7 +129,9 @@ class _Meeting:
             listener.bind(b"\0savable_pipeline " + os.urandom(16).hex().encode())
             listener.listen()
         if (own := self._index) == 0:
-            public.bind((_own_host(), 0))
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unused:  # sends nothing
+                unused.connect((os.environ.get("MASTER_ADDR", "localhost"), 9))
+                public.bind((unused.getsockname()[0], 0))
             public.listen()
             self.write("tcp", public.getsockname())
             self.write("secret", os.urandom(32))
@@ -154,7 +152,7 @@ class _Meeting:
         with contextlib.suppress(OSError):
             if end is not None:
                 end.settimeout(self._remaining_s([index]))
-                wanted = Wanted(FOR_PEER, self._index.to_bytes(16, "little"), False)
+                wanted = wire.Wanted(wire.FOR_PEER, self._index.to_bytes(16, "little"), False)
                 return self._peer(end, index, wire.greet(end, self._read("secret", 0), wanted), self._index)
         self._remaining_s([index])
         raise WorkerError(f"rank {self._ranks[self._index]} cannot reach rank {self._ranks[index]}. {_REACH}")
@@ -165,29 +163,28 @@ class _Meeting:
             listener.settimeout(min(self._remaining_s(missing), _GLANCE_S))
             with contextlib.suppress(OSError), contextlib.ExitStack() as refused:
                 end = refused.enter_context(listener.accept()[0])
-                end.settimeout(_PROVED_IN_S)
+                end.settimeout(3.0)
                 end.sendall(hello := wire.new_hello())
-                reply = wire.read_exactly(end, wire.REPLY_BYTES)
-                if (proved := wire.answered(self._read("secret", 0), hello, reply)) is not None:
+                if proved := wire.answered(self._read("secret", 0), hello, wire.read_exactly(end, wire.REPLY_BYTES)):
                     end.sendall(proved[0])
                     index = int.from_bytes(proved[1].session, "little")
                     self.accepted[index] = self._peer(end, index, proved[2], index)
                     refused.pop_all()
 
-    def _peer(self, end: socket.socket, index: int, secret: Secret, flag: int) -> Peer:
+    def _peer(self, end: socket.socket, index: int, secret: wire.Secret, flag: int) -> Peer:
         """Return the peer at the other end.
 
         Raises `SavableError` for another user, or without means to authenticate.
         """
         ranks = f"ranks {self._ranks[self._index]} and {self._ranks[index]}"
         if end.family == socket.AF_UNIX:
-            raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if (user := _CREDENTIALS.unpack(raw)[1]) != os.geteuid():
+            user = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+            if user != os.geteuid():
                 raise SavableError(f"{ranks} share batches as users {os.geteuid()} and {user}. Start them as one user.")
             return Peer(self._ranks[index], flag, Channel(end, waits=False))
-        if not can_authenticate_bodies():
+        if not wire.can_authenticate_bodies():
             raise SavableError(f"{ranks} share batches between machines. Run pip install cryptography on both.")
-        return Peer(self._ranks[index], flag, LinkChannel(Link(end, secret)))
+        return Peer(self._ranks[index], flag, LinkChannel(wire.Link(end, secret)))
 
 
 def reach(family: int, address: Any) -> socket.socket | None:
@@ -195,15 +192,7 @@ def reach(family: int, address: Any) -> socket.socket | None:
 
     None if it cannot be reached, as by a Unix socket of another machine.
     """
-    end = socket.socket(family)
-    if end.connect_ex(address) == 0:
+    if (end := socket.socket(family)).connect_ex(address) == 0:
         return end
     end.close()
     return None
-
-
-def _own_host() -> str:
-    """The address of this machine in the network of MASTER_ADDR."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
-        end.connect((os.environ.get("MASTER_ADDR", "localhost"), 9))  # sends nothing
-        return str(end.getsockname()[0])

@@ -5,12 +5,13 @@
 
     to a peer that gets batches    ("answer", key, whether to compare the batch), with an answer
     from such a peer               ("taken",)
-    either way                     ("failed", text)   ("ended",)
+    either way                     ("alive",)   ("failed", text)   ("closes",)
 
-A batch is not copied: all processes of a machine map its segment privately, with a flag for each (segments.py). The
-descriptor of a segment is passed on with its first batch. A batch that no worker wrote to a segment, such as one built
-in process, is written by the first rank, which then reads it like the others. Another machine gets the bytes of the
-batch, by the frames of nodes/wire.py. A thread sends them while this process trains.
+A batch is not copied: all processes of a machine map its segment privately, with a flag for each (segments.py). They
+get one message, which is pickled once. The descriptor of a segment is passed on with its first batch. A batch that no
+worker wrote to a segment, such as one built in process, is written by the first rank, which then reads it like the
+others. Another machine gets the bytes of the batch, by the frames of nodes/wire.py. A thread sends them while this
+process trains.
 """
 
 from __future__ import annotations
@@ -21,27 +22,33 @@ import os
 import pickle
 import select
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
+from savable_pipeline.run.engine.connection import Host
 from savable_pipeline.run.engine.messages import Delivery
+from savable_pipeline.run.engine.process_host import ProcessHost
 from savable_pipeline.run.engine.shared_batches import AnswerReader
 from savable_pipeline.run.nodes import wire
-from savable_pipeline.run.nodes.wire import Link
 from savable_pipeline.run.transport.channel import Channel
-from savable_pipeline.run.transport.segments import SegmentReader, Span
+from savable_pipeline.run.transport.segments import SegmentReader
 
 Note: TypeAlias = tuple[Any, ...]
-# A worker's message, and descriptors, for a peer.
-PassedAnswer: TypeAlias = "Callable[[Peer], tuple[bytes, list[int]]]"
 
+LOST, CLOSED = "ended", "closed its loader"  # how a peer ends
 END_S = 5.0  # for the last messages to be sent
+
+
+def pickled(note: Note, message: bytes = b"") -> bytes:
+    """Return a note, with the message of its answer, as it is sent."""
+    return pickle.dumps((note, message), protocol=5)
 
 
 class LinkChannel:
@@ -50,15 +57,12 @@ class LinkChannel:
     A thread sends, so that no call waits for the network.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: wire.Link) -> None:
         self._link, self.fileno, self.flush = link, link.fileno, lambda: True
-        self._unsent: SimpleQueue[bytes | None] = SimpleQueue()
+        self._unsent = SimpleQueue[bytes | None]()
+        self.send = lambda message, descriptors: self._unsent.put(message)  # no descriptor passes
         self._sender = threading.Thread(target=self._send_all, daemon=True)
         self._sender.start()
-
-    def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a message, soon. No descriptor passes."""
-        self._unsent.put(message)
 
     def receive(self) -> list[tuple[Any, list[int]]]:
         """The messages that have arrived."""
@@ -88,20 +92,23 @@ class Peer:
     def __init__(self, rank: int, flag: int, channel: Channel | LinkChannel) -> None:
         self.rank, self.flag, self._channel = rank, flag, channel
         self.fileno, self.close, self.is_local = channel.fileno, channel.close, isinstance(channel, Channel)
-        self.inbox: deque[tuple[Note, bytes, list[int]]] = deque()  # that is not taken yet
-        self.mapped: set[tuple[int, int]] = set()  # segments whose descriptors it has
-        self.taken, self.failed = 0, ""  # answers that it has taken, and the error that it raised
-        # Whether something is unsent; whether it closed its loader; whether its socket is closed.
-        self.unsent, self.ended, self.lost = False, False, False
-        self._reader = AnswerReader(SegmentReader(flag, private=True))
+        self.inbox = deque[tuple[Note, bytes, list[int]]]()  # notes with answers that are not taken yet
+        self.reader = AnswerReader(SegmentReader(flag, private=True))
+        # Answers that it has taken, the error that it raised, and the time of its last message.
+        self.taken, self.failed, self.heard_s = 0, "", time.monotonic()
+        # Whether something is unsent; whether its socket is closed; how it ended.
+        self.unsent, self.is_closed, self.end = False, False, ""
 
-    def send(self, note: Note, written: PassedAnswer = lambda peer: (b"", [])) -> None:
-        """Send a note, with its answer, unless the peer is gone."""
-        if not (self.lost or self.ended):
-            message, descriptors = written(self)
+    def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a pickled note, unless the peer is gone."""
+        if not self.end:
             with contextlib.suppress(OSError):  # `hear` finds out why
-                self._channel.send(pickle.dumps((note, message), protocol=5), descriptors)
+                self._channel.send(message, descriptors)
                 self.unsent = not self._channel.flush()
+
+    def send_note(self, *note: str) -> None:
+        """Send a note without an answer."""
+        self.send(pickled(note))
 
     def hear(self) -> None:
         """Send what is unsent, and sort what has arrived."""
@@ -112,70 +119,80 @@ class Peer:
                 if note[0] == "answer":
                     self.inbox.append((note, message, descriptors))
                 self.taken += note[0] == "taken"
-                self.ended |= note[0] == "ended"
+                self.end = CLOSED if note[0] == "closes" else self.end
                 self.failed = note[1] if note[0] == "failed" else self.failed
+            self.heard_s = time.monotonic()
         except (EOFError, OSError):
-            self.lost, self.unsent = True, False
+            self.is_closed, self.unsent, self.end = True, False, self.end or LOST
 
-    def is_behind(self, answers: int) -> bool:
-        """Whether it will take answers, but has not taken so many."""
-        return self.taken < answers and not (self.ended or self.lost)
 
-    def take(self) -> tuple[Note, Any]:
-        """The first note, with its answer."""
-        note, message, descriptors = self.inbox.popleft()
-        return note, self._reader.read(message, descriptors)[1]
+class PassedSegments:
+    """Segments of all workers of a loader, numbered for the readers of a machine.
+
+    `give_sign` tells the peers that this process is alive, and returns for how many seconds it may wait for workers.
+    """
+
+    def __init__(self, give_sign: Callable[[], float]) -> None:
+        self._give_sign, self.readers, self.numbers = give_sign, weakref.WeakSet[SourceReader](), itertools.count()
+        self.descriptors, self.mapped = dict[int, int](), set[int]()  # by number; the segments that were passed on
+
+    def open_host(self, open_host: Callable[[], Host]) -> Host:
+        """A host whose workers' answers can be passed on."""
+        wait = (host := open_host()).wait
+        host.wait = lambda seconds: wait(min(seconds, self._give_sign()))  # type: ignore[method-assign]
+        if isinstance(host, ProcessHost):
+            host.reader = partial(SourceReader, self)
+        return host
+
+    def close(self, numbers: dict[int, int]) -> None:
+        """Close the descriptors of segments that exist no more."""
+        while numbers:
+            os.close(self.descriptors.pop(numbers.popitem()[1]))
 
 
 class SourceReader(AnswerReader):
     """Reads the answers of one worker so that they can be passed on."""
 
-    in_use: ClassVar[weakref.WeakSet[SourceReader]] = weakref.WeakSet()
-    _numbers: ClassVar = itertools.count()
-
-    def __init__(self) -> None:
+    def __init__(self, sources: PassedSegments) -> None:
         super().__init__(SegmentReader(private=True))
-        self._number = next(self._numbers)
-        self.descriptors: dict[tuple[int, int], int] = {}  # of segments
-        self.in_use.add(self)
-        weakref.finalize(self, _close_all, self.descriptors)
+        self._sources, self._numbers = sources, dict[int, int]()  # of its segments, among those of all workers
+        sources.readers.add(self)
+        weakref.finalize(self, sources.close, self._numbers)
 
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Any]:
-        """The number and the answer of a message; a `Delivery` knows how it was written."""
-        number, answer, written = self.read_written(message, descriptors)
-        return number, replace(answer, written=written) if isinstance(answer, Delivery) else answer
+        """Return the number and the answer of a message.
 
-    def read_written(self, message: bytes, descriptors: list[int]) -> tuple[int, Any, PassedAnswer]:
-        """Return the same and what passes the answer on, which is a small one as it came."""
+        A `Delivery` knows how to pass it on, a small one as it came.
+        """
         number, answer = super().read(message, descriptors)
-        return number, answer, vars(self).pop("_written", lambda peer: (message, []))
+        written = vars(self).pop("_written", lambda note, flags: (pickled(note, message), []))
+        return number, replace(answer, written=written) if isinstance(answer, Delivery) else answer
 
     def view(self, written: tuple[Any, ...], descriptors: list[int]) -> list[memoryview]:
         """The buffers, and last the pickle, of an answer in shared memory."""
         segment, _, dropped, spans = written
-        _close_all({(self._number, each): self.descriptors.pop((self._number, each)) for each in dropped})
+        self._sources.close({each: self._numbers.pop(each) for each in dropped})
         if descriptors:
-            self.descriptors[self._number, segment] = os.dup(descriptors[0])
+            self._numbers[segment] = next(self._sources.numbers)
+            self._sources.descriptors[self._numbers[segment]] = os.dup(descriptors[0])
         before, views = self.segments.viewed, super().view(written, descriptors)
-        self._written = partial(self._pass_on, segment, spans, views, self.segments.viewed > before)
+        is_copied, number = self.segments.viewed == before, self._numbers[segment]
+
+        def pass_on(note: Note, flags: list[int]) -> tuple[bytes, list[int]]:
+            """Return message and descriptors for readers with these flags.
+
+            Another machine has none. As long as there are `views`, the segment is in use, unless too many batches were
+            viewed.
+            """
+            if is_copied or not flags:
+                *buffers, batch = map(bytearray, views)
+                return pickled(note, pickle.dumps((1, (batch, buffers), None), protocol=5)), []
+            for flag in flags:
+                self.segments.lend(segment, flag)
+            mapped, known = self._sources.mapped, self._sources.descriptors
+            new, dropped = [known[number]] * (number not in mapped), mapped - known.keys()
+            self._sources.mapped = mapped - dropped | {number}
+            return pickled(note, pickle.dumps((1, None, (number, bool(new), dropped, spans)), protocol=5)), new
+
+        self._written = pass_on
         return views
-
-    def _pass_on(self, segment: int, spans: list[Span], views: list[memoryview], in_use: bool, peer: Peer) -> Any:
-        """The message for a peer, which maps a segment once. As long as there are `views`, the segment is `in_use`.
-
-        Unless they are copies, since too many batches were viewed.
-        """
-        if not (in_use and peer.is_local):
-            *buffers, pickled = map(bytearray, views)
-            return pickle.dumps((1, (pickled, buffers), None), protocol=5), []
-        self.segments.lend(segment, peer.flag)
-        key, known = (self._number, segment), peer.mapped
-        dropped = known.difference(*(source.descriptors for source in self.in_use))  # that exist no more
-        new = [] if key in known else [self.descriptors[key]]
-        peer.mapped = (known - dropped) | {key}
-        return pickle.dumps((1, None, (key, bool(new), dropped, spans))), new
-
-
-def _close_all(descriptors: dict[tuple[int, int], int]) -> None:
-    while descriptors:
-        os.close(descriptors.popitem()[1])

@@ -8,7 +8,10 @@ The first rank builds them by a backend of its own:
 
 The first rank is at most `prefetch` answers ahead of the slowest peer. Each answer has the request and the lane's state
 before it, so that a rank which asks for something else is noticed. At the first batch after a start, all compare its
-bytes. A peer that ends, or gives no sign of life, ends all: each raises an error with its rank.
+bytes.
+
+A peer that ends ends all, and so does one that gives no sign of life for `timeout` seconds while another waits for it:
+each raises an error with its rank. A rank that waits in `next`, for a peer or for its own workers, gives such signs.
 """
 
 from __future__ import annotations
@@ -16,8 +19,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable
-from functools import partial
-from operator import attrgetter
+from functools import cache, partial
 from typing import Any, NoReturn
 
 from msgspec.structs import replace
@@ -26,47 +28,38 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.backend import Backend
-from savable_pipeline.run.engine.connection import Host
 from savable_pipeline.run.engine.messages import Delivery, Failure, RequestKind
-from savable_pipeline.run.engine.process_host import ProcessHost
 from savable_pipeline.run.engine.shared_batches import AnswerSender
 from savable_pipeline.run.engine.worker_settings import Workers
 from savable_pipeline.run.peers.meeting import Sharing, meet
-from savable_pipeline.run.peers.peer import END_S, Note, Peer, SourceReader
+from savable_pipeline.run.peers.peer import END_S, LOST, Note, PassedSegments, Peer, SourceReader
 from savable_pipeline.stages.batch_difference import digest
 
-_LISTEN_S = 0.25  # at a time
-_PATIENCE = 5  # others wait so many times as long, since the first rank may replace workers that hang
+_SIGNS = 8  # of life, in a timeout
 _HANGS = "Look for a rank that hangs, save the state of the last batch, and restart the ranks."
 _SAVE = "The state of the last batch is intact: save it, and restart the ranks."
 _VERSIONS = "Install the same versions of Python, torch and NumPy for all ranks."
 _ALIKE = "Load, skip and take batches alike on each of them."
 
 
-def open_passing(open_host: Callable[[], Host]) -> Host:
-    """A host, whose workers' answers are read so that they can be passed on."""
-    if isinstance(host := open_host(), ProcessHost):
-        host.reader = SourceReader
-    return host
-
-
 class PeerBackend:
     """Answers on each rank as the backend of the first one does.
 
-    `builder` builds the batches in the first rank, and is idle in the others, which are met at the first request.
+    The backend that `builder` returns for a host builds the batches in the first rank, and is idle in the others. The
+    ranks meet at the first request.
     """
 
     # that of the builder
-    fault = property(attrgetter("_builder.fault"), lambda self, fault: setattr(self._builder, "fault", fault))
+    fault = property(lambda self: self._builder.fault, lambda self, fault: setattr(self._builder, "fault", fault))
 
-    def __init__(self, sharing: Sharing, workers: Workers, builder: Backend) -> None:
+    def __init__(self, sharing: Sharing, workers: Workers, host: Any, builder: Callable[[Any], Backend]) -> None:
         self._rank, self._timeout, self._prefetch = sharing.ranks[sharing.number], workers.timeout, workers.prefetch
-        self._builder, self.open, self.start, self.numbers = builder, builder.open, builder.start, builder.numbers
-        self.verify_delivered = builder.verify_delivered
-        self._meet = partial(meet, sharing, workers.timeout)
+        self._sources, self._sign_s = PassedSegments(self._give_sign), 0.0  # the time of the next sign
+        self._builder = own = builder(partial(self._sources.open_host, host))
+        self.open, self.start, self.numbers = own.open, own.start, own.numbers
+        self._meet, self.verify_delivered = partial(meet, sharing, workers.timeout), own.verify_delivered
         self._peers = self._readers = list[Peer]()  # once they have met, and those that get batches from here
-        self._states: dict[int, bytes] = {}  # of lanes, after their last answers
-        self._compares = True  # at the next batch
+        self._states, self._compares = dict[int, bytes](), True  # of lanes, after their last answers; the next batch
         self._passed, self._failed = 0, ""  # answers, and the error that ended the group
 
     @property
@@ -75,8 +68,8 @@ class PeerBackend:
 
         Each worker has something to build. The last batch is still on its way to the peers.
         """
-        most, behind = self._builder.capacity, self._passed - min((each.taken for each in self._readers), default=0)
-        return most and max(most // self._prefetch, most - behind * (behind > 1 and bool(self._readers)))
+        behind = self._passed - min((reader.taken for reader in self._readers), default=self._passed)
+        return (most := self._builder.capacity) and max(most // self._prefetch, most - behind * (behind > 1))
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
         """Request a batch of the builder."""
@@ -90,13 +83,13 @@ class PeerBackend:
         """
         lane, state, want, own = ticket
         state = self._states[lane] if self.capacity else state  # workers are asked ahead
-        found: Delivery = self._shared((want, lane, xxh3_64_intdigest(state)), partial(self._builder.answer, own))
+        found = self._shared((want, lane, xxh3_64_intdigest(state)), partial(self._builder.answer, own))
         self._states[lane] = found.state
         return found
 
     def agree(self, vote: Callable[[], int]) -> int:
         """What the first ranks of all sharing groups have agreed on by their votes."""
-        return self._shared(("vote",), vote)  # type: ignore[no-any-return]
+        return int(self._shared(("vote",), vote).batch)
 
     def look(self) -> None:
         """Have the builder compare the shards. Raises on all ranks what it raises."""
@@ -118,32 +111,35 @@ class PeerBackend:
         self._builder.close()
         self.stop()
         for peer in self._peers:
-            peer.send(("ended",))
-        until = time.monotonic() + END_S
-        while time.monotonic() < until and any(peer.is_behind(self._passed) for peer in self._peers):
-            self._hear(_LISTEN_S)  # a closed TCP connection may lose what has not arrived
+            peer.send_note("closes")
+        until = time.monotonic() + END_S  # a closed TCP connection may lose what has not arrived
+        while (seconds := until - time.monotonic()) > 0 and self._behind(self._passed):
+            self._hear(seconds)
         for peer in self._peers:
             peer.close()
         self._peers = []
 
     # Passing on.
 
-    def _shared(self, key: Note, build: Callable[[], Any]) -> Any:
+    def _shared(self, key: Note, build: Callable[[], Any]) -> Delivery:
         """Return on each rank what the first one has built for a key.
 
-        Raises what it raised. The key of a batch has the kind of the request, the lane, and a hash of the lane's state
-        before the batch.
+        What is no batch is the `batch` of a `Delivery`. Raises what it raised. The key of a batch has the kind of the
+        request, the lane, and a hash of the lane's state before the batch.
         """
         if not self._peers:
             self._upstream, self._readers = self._meet()
             self._peers = self._readers if self._upstream is None else [*self._readers, self._upstream]
-            self._own, self._writer, self._passed, self._failed = SourceReader(), AnswerSender(), 0, ""
+            self._passed, self._failed, self._sources.mapped = 0, "", set()  # they have mapped no segment
+            self._own, self._writer = SourceReader(self._sources), AnswerSender()
         self._hear(0.0)
         self._check(self._readers)
         raised, other, compares = None, key, self._compares and key[0] == "batch"
         if (upstream := self._upstream) is not None:
-            self._wait(lambda: [] if upstream.inbox else [upstream])
-            (_, other, compares), found = upstream.take()
+            # Before its vote, a first rank may wait for that of another group, which replaces a worker after a timeout.
+            self._wait(lambda: [] if upstream.inbox else [upstream], timeouts=2 if key[0] == "vote" else 1)
+            (_, other, compares), message, descriptors = upstream.inbox.popleft()
+            found: Any = upstream.reader.read(message, descriptors)[1]
             # A batch that the first rank requested before it skipped the slot answers a skip.
             if other[1:] != key[1:] or (other[0] != key[0] and (other[0], key[0]) != ("batch", "skip")):
                 self._fail(_difference(self._rank, key, upstream.rank, other))
@@ -152,47 +148,63 @@ class PeerBackend:
                 found = build()
             except Exception as error:
                 raised, found, compares = error, Failure.of(error), False
+            found = found if isinstance(found, Delivery) else Delivery(found, b"", more=False)
         if self._readers:
             found = self._pass_on(("answer", other, compares), found)
         if upstream is not None:
-            upstream.send(("taken",))
-        if isinstance(found, Failure):
-            raise raised or found.raised()
+            upstream.send_note("taken")
+        if isinstance(found.batch, Failure):
+            raise raised or found.batch.raised()
         if compares:  # the second time, all know that it is equal on all
             self._compares = False
             for each in (digest(found.batch), "equal"):
                 self._shared(("digest", each), str)
-        return found
+        return found  # type: ignore[no-any-return]
 
-    def _pass_on(self, note: Note, found: Any) -> Any:
+    def _pass_on(self, note: Note, found: Delivery) -> Delivery:
         """Pass an answer on, and return it as this process is to use it.
 
         It waits until no reader is far behind.
         """
-        written = found.written if isinstance(found, Delivery) else None
-        if written is None:
-            _, found, written = self._own.read_written(*self._writer.message(1, found))
+        if found.written is None:
+            _, found = self._own.read(*self._writer.message(1, found))
+        flags = [reader.flag for reader in self._readers if reader.is_local and not reader.end]
+        passed = cache(lambda is_local: found.written(note, flags * is_local))
         for reader in self._readers:
-            reader.send(note, written)
+            reader.send(*passed(reader.is_local))
         self._passed += 1
         behind = self._passed - (0 if note[1][0] == "digest" else self._prefetch)
-        self._wait(lambda: [reader for reader in self._readers if reader.unsent or reader.is_behind(behind)])
-        return replace(found, written=None) if isinstance(found, Delivery) else found
+        self._wait(lambda: self._behind(behind))
+        return replace(found, written=None)
+
+    def _behind(self, answers: int) -> list[Peer]:
+        """The readers that have not taken so many answers, or have not been sent all."""
+        return [each for each in self._readers if each.unsent or (each.taken < answers and not each.end)]
 
     # Waiting, and ends.
 
-    def _wait(self, missing: Callable[[], list[Peer]]) -> None:
+    def _wait(self, missing: Callable[[], list[Peer]], *, timeouts: int = 1) -> None:
         """Wait until no peer is missing.
 
-        Raises `WorkerError` on all ranks if one ended, or if it takes too long.
+        Raises `WorkerError` on all ranks if one ended, or gives no sign of life for so many timeouts.
         """
-        start, limit = time.monotonic(), self._timeout * (_PATIENCE if self._upstream in missing() else 1)
+        start, limit = time.monotonic(), self._timeout * timeouts
         while peers := missing():
             self._check(peers)
-            if time.monotonic() - start > limit:
-                ranks = ", ".join(str(peer.rank) for peer in peers)
-                self._fail(f"rank {self._rank} waited {limit:g} s for rank {ranks}. {_HANGS}")
-            self._hear(_LISTEN_S)
+            if silent := [peer.rank for peer in peers if time.monotonic() - max(start, peer.heard_s) > limit]:
+                self._fail(f"rank {self._rank} waited {limit:g} s for rank {', '.join(map(str, silent))}. {_HANGS}")
+            self._hear(self._give_sign())
+
+    def _give_sign(self) -> float:
+        """Tell all peers that this process is alive, unless it has lately.
+
+        Returns for how many seconds it may wait until it does so again.
+        """
+        if (now := time.monotonic()) > self._sign_s:
+            self._sign_s = now + self._timeout / _SIGNS
+            for peer in self._peers:
+                peer.send_note("alive")
+        return self._timeout / _SIGNS
 
     def _check(self, needed: list[Peer]) -> None:
         """Raise `WorkerError` if a peer has failed or ended.
@@ -202,25 +214,24 @@ class PeerBackend:
         for failed in filter(None, [self._failed, *(peer.failed for peer in self._peers)]):
             self._fail(failed)
         for peer in self._peers:
-            if not peer.inbox and (peer in needed if peer.ended else peer.lost):
-                how = "closed its loader" if peer.ended else "ended"
-                self._fail(f"rank {peer.rank} {how}, which shares batches with rank {self._rank}. {_SAVE}")
+            if peer.end and not peer.inbox and (peer in needed or peer.end is LOST):
+                self._fail(f"rank {peer.rank} {peer.end}, which shares batches with rank {self._rank}. {_SAVE}")
 
     def _hear(self, seconds: float) -> None:
         """Take what arrives within these seconds."""
-        peers, poll = {peer.fileno(): peer for peer in self._peers if not peer.lost}, select.poll()
+        peers, poll = {peer.fileno(): peer for peer in self._peers if not peer.is_closed}, select.poll()
         for descriptor, peer in peers.items():
             poll.register(descriptor, select.POLLIN | (select.POLLOUT if peer.unsent else 0))
         for descriptor, _ in poll.poll(seconds * 1000):
             (peer := peers[descriptor]).hear()
-            for source in SourceReader.in_use if peer.lost and not peer.ended else ():
+            for source in self._sources.readers if peer.end is LOST else ():
                 source.segments.release(peer.flag)
 
     def _fail(self, text: str) -> NoReturn:
         """Raise an error here, and on all peers."""
         self._failed = text
         for peer in self._peers:
-            peer.send(("failed", text))
+            peer.send_note("failed", text)
         raise WorkerError(text)
 
 

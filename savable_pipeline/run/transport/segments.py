@@ -21,12 +21,13 @@ they would hide the next one. Other pages stay mapped, because mapping them agai
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -43,6 +44,8 @@ MOST_VIEWED = 8  # batches of one worker that the trainer may view at a time; it
 _ROUND, _SPARE = 1 << 16, 32  # bytes; batches in a row with a spare segment, after which it is dropped
 _FREE, _IN_USE, _RETIRED = 0, 1, 2
 _ALL_FREE = bytes(ALIGN)
+# The highest byte of a page's entry, and its values if the page is not present, or of the file (1: of one process)
+_TOP_BYTE, _PAGES_OF_FILE = 7 if sys.byteorder == "little" else 0, b"\x00\xa0\xa1"
 
 
 class WrittenBatch(NamedTuple):
@@ -292,6 +295,8 @@ class _MappedSegment(NamedTuple):
     data: mmap.mmap
 
 
+# Descriptor of this process's table of pages. A forked child opens its own.
+_pagemap = functools.cache(lambda process: os.open("/proc/self/pagemap", os.O_RDONLY))
 _forks = [0]  # the number of times that this process has forked
 
 
@@ -327,9 +332,7 @@ def _has_own_pages(data: mmap.mmap) -> bool:
     """
     address, page = np.frombuffer(data, np.uint8).ctypes.data, mmap.PAGESIZE
     try:
-        with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
-            raw = os.pread(file.fileno(), len(data) // page * 8, address // page * 8)
+        raw = os.pread(_pagemap(os.getpid()), len(data) // page * 8, address // page * 8)
     except OSError:
         return True
-    kinds = np.frombuffer(raw, np.uint64) >> 61  # 4: present, 2: swapped, 1: of the file
-    return len(kinds) < len(data) // page or bool(((kinds > 1) & (kinds & 1 == 0)).any())
+    return len(raw) < len(data) // page * 8 or bool(raw[_TOP_BYTE::8].translate(None, _PAGES_OF_FILE))

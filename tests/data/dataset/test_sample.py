@@ -11,7 +11,7 @@ import pickle
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from savable_pipeline.data.shards.part_types import IMAGE_PARTS, decode_error
 from savable_pipeline.errors import MediaError
 from tests.conftest import write_tar
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
+from tests.support.toy_samples import sample as sample_of
 
 
 def png(mode: str = "RGB") -> bytes:
@@ -280,3 +281,23 @@ def test_without_pyav_the_message_says_what_to_install(film: sp.Sample, monkeypa
         with pytest.raises(ImportError, match=r"pip install av"):
             open_part()
     assert film.text() == "a"
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["<i8", ">f4", "u1", "<f2", "?"])
+def test_array_of_an_npy_part_equals_numpys(dtype: str, order: Literal["C", "F"]) -> None:
+    values = np.asarray(np.arange(12).reshape(3, 4) % 2, dtype, order=order)
+    file = io.BytesIO()
+    np.save(file, values)
+    found = sample_of({"npy": file.getvalue(), "x.NPY": file.getvalue()})
+    for name in ("npy", "x.NPY"):
+        array = found.array(name)
+        assert array.dtype == values.dtype and array.flags.writeable and np.array_equal(array, values)
+
+
+def test_array_of_an_npy_of_objects_is_rejected_and_other_bytes_are_raw() -> None:
+    file = io.BytesIO()
+    np.save(file, np.array([{}], object), allow_pickle=True)
+    with pytest.raises(ValueError, match="npy file of Python objects, which are never unpickled"):
+        sample_of(npy=file.getvalue()).array("npy")
+    assert sample_of(npy=b"raw").array("npy").tobytes() == b"raw"

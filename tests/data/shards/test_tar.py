@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
+import savable_pipeline as sp
 from savable_pipeline.data.shards.tar import BLOCK, members, padded, samples, split_name
 from savable_pipeline.errors import ShardError
 from tests.conftest import write_tar
@@ -103,6 +104,7 @@ def record(name: bytes, value: bytes) -> bytes:
         ("folder.d/no_extension", None),
         (".hidden", None),
         ("folder/.hidden.jpg", ("folder/", "hidden.jpg")),  # as in webdataset and Energon
+        ("folder/._a.jpg", None),  # of macOS, a sample `folder/` in webdataset
         ("./.hidden", None),
         ("__meta__", None),
         ("__meta__/a.jpg", None),
@@ -475,3 +477,15 @@ def test_a_tar_without_members_has_no_samples_and_an_empty_file_is_an_error(tmp_
     (tmp_path / "b.tar").touch()
     with pytest.raises(ShardError, match=r"b\.tar: truncated: it ends at byte 0"):
         parse(tmp_path / "b.tar")
+
+
+def test_members_that_macos_adds_are_no_samples(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for name in ("d/._a.jpg", "d/a.jpg", "d/._a.txt", "d/a.txt", "__MACOSX/d/._a.jpg", "d.v1/b.txt"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"x"))
+    assert [(sample.key, list(sample)) for sample in sp.open_dataset(tmp_path / "0.tar")] == [
+        ("d/a", ["jpg", "txt"]),
+        ("d.v1/b", ["txt"]),
+    ]

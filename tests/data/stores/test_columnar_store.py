@@ -483,3 +483,11 @@ def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypa
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     with pytest.raises(ImportError, match="pip install pyarrow"):
         sp.open_dataset(tmp_path / "a.parquet")
+
+
+def test_null_of_a_partition_is_no_part_as_in_pyarrow(tmp_path: Path) -> None:
+    table = pa.table({"x": [1, 2], "y": ["a", None]})
+    pq.write_to_dataset(table, tmp_path, partition_cols=["y"])
+    found = {int(sample.json("x")): sample.get("y") for sample in sp.open_dataset(tmp_path)}
+    read = pq.read_table(tmp_path).to_pydict()
+    assert found == {x: y and y.encode() for x, y in zip(read["x"], read["y"], strict=True)} == {1: b"a", 2: None}

@@ -280,3 +280,18 @@ def test_too_deeply_nested_list_is_an_error_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 60_000 + "]" * 60_000)
     with pytest.raises(ShardError, match=r"deep\.json: not a whole list of objects"):
         sp.open_dataset(tmp_path / "deep.json")
+
+
+def test_excels_line_with_the_separator_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    for separator in ";,\t|":
+        (tmp_path / "a.csv").write_text(f"sep={separator}\na{separator}b\n1{separator}2\n")
+        with pytest.raises(ShardError, match=r"the first line is Excel's mark of the separator.*Remove this line"):
+            sp.open_dataset(tmp_path / "a.csv")
+    (tmp_path / "a.csv").write_text("sep=;b\n1;2\n")
+    assert sp.open_dataset(tmp_path / "a.csv")[0].json() == {"sep=": "1", "b": "2"}
+
+
+def test_list_with_nan_says_how_to_write_it(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"a": 1.5}, {"a": NaN}]')
+    with pytest.raises(ShardError, match=r"not a whole list of objects: .*Write null for NaN, or one object a line"):
+        sp.open_dataset(tmp_path / "a.json")

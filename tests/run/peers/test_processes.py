@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from savable_pipeline.run.state.state_dict import lane_numbers
 from tests.conftest import MakeShards
 from tests.support.peer_threads import alone
 from tests.support.streams import take
+from tests.support.toy_peers import STOPPED_TIMEOUT_S
 
 
 def run(folder: Path, world_size: int, function: str, *arguments: str, ends: bool = True) -> dict[int, Any]:
@@ -50,14 +52,20 @@ def test_two_data_parallel_ranks_of_two_peers(make_shards: MakeShards, tmp_path:
     assert in_slots == expected[: len(in_slots)] and len(expected) - len(in_slots) < 2
 
 
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize(("victim", "workers"), [(0, 1), (2, 0)])
-def test_a_killed_peer_ends_all_by_name(make_shards: MakeShards, tmp_path: Path, victim: int, workers: int) -> None:
+def test_a_peer_that_is_killed_or_stopped_ends_all_by_name(
+    make_shards: MakeShards, tmp_path: Path, victim: int, workers: int, kind: str
+) -> None:
+    """One that stops does so within one timeout, not five as earlier; the limit of the test is generous."""
     shards = make_shards([40, 40, 40])
-    seen = run(tmp_path, 3, "die", str(shards), str(victim), str(workers), ends=False)
+    seen = run(tmp_path, 3, "die", str(shards), str(victim), str(workers), kind, ends=False)
     survivors = {0, 1, 2} - {victim}
     assert survivors <= seen.keys()
     for rank in survivors:
-        assert f"rank {victim} ended" in seen[rank]["error"]
+        waited = rf"rank \d waited {STOPPED_TIMEOUT_S:g} s for rank {victim}\."
+        assert re.match(waited if kind == "SIGSTOP" else f"rank {victim} ended", seen[rank]["error"])
+        assert seen[rank]["waited_s"] < 4 * STOPPED_TIMEOUT_S
         taken = len(seen[rank]["batches"])
         assert 3 <= taken <= 6 and seen[rank]["batches"] == take(alone(shards), taken)
         resumed = alone(shards)

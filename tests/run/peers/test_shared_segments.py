@@ -75,7 +75,7 @@ def test_writes_are_gone_where_the_system_does_not_say_what_was_written(
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError
 
-    monkeypatch.setattr(segments.Path, "open", fail)
+    monkeypatch.setattr(segments.os, "pread", fail)
     test_writes_are_private_and_gone_with_the_batch(shared)
 
 
