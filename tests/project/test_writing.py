@@ -78,7 +78,6 @@ MOST_IN = {  # the same per folder, so that changes of two folders do not confli
         BANNED: 3,
     },
     "savable_pipeline/data/shards": {
-        LONG: 85,
         BANNED: 27,
     },
     "savable_pipeline/data/stores": {

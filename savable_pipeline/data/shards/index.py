@@ -1,4 +1,4 @@
-"""The index of a folder of shards of any format: columns, so that a million shards are no objects.
+"""Index of a folder of shards of any format, in columns instead of objects.
 
     "SAVIDX05" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
     │ shards: ends │ sizes │ samples │ digests │ checks │ counts │ names │ padding
@@ -69,7 +69,7 @@ class Header(msgspec.Struct, array_like=True):
 
 
 class ShardTable(msgspec.Struct):
-    """What an index says of one file, from a scan, to be joined with what it says of others.
+    """Content of an index about one file, from a scan, to be joined with others.
 
     `rows` are as the format has them: places, or of tars `TarColumns`. `note` is what to say of it that is no fault.
     """
@@ -181,7 +181,7 @@ class ShardIndex(ABC):
 
 
 class BlobIndex(ShardIndex):
-    """The index of files of which a format wants to know some numbers each, `blob`, uint64: a row is one of them."""
+    """Index of files with some numbers each, `blob`, uint64, one a row."""
 
     def __init__(self, path: Path, kind: str) -> None:
         super().__init__(path, kind)
@@ -215,7 +215,10 @@ class BlobIndex(ShardIndex):
 
 
 def check_of(*columns: NDArray[Any]) -> int:
-    """A checksum of the rows of a shard: of its columns of uint64, the second uint32, however they are written."""
+    """Return a checksum of the rows of a shard, however they are stored.
+
+    They are columns of uint64, the second of uint32.
+    """
     digest = xxh3_64()
     for array, kind in zip(columns, ("<u8", "<u4", "<u8"), strict=False):
         digest.update(np.ascontiguousarray(array, dtype=kind).data)
@@ -223,7 +226,9 @@ def check_of(*columns: NDArray[Any]) -> int:
 
 
 def head_bytes(path: str, begin: bytes) -> int:
-    """The bytes of an index before its rows; where its first ones, `begin`, do not tell: how many of them would.
+    """Return the number of bytes of an index before its rows.
+
+    If its first bytes, `begin`, are too few for that, return how many of them are needed.
 
     Raises `ShardError`.
     """
@@ -304,7 +309,7 @@ def write_aligned(file: BinaryIO, arrays: Iterable[NDArray[Any]]) -> None:
 
 
 def array_at(path: Path, view: memoryview, offset: int, kind: str, count: int) -> tuple[memoryview[int], int]:
-    """So many numbers of the kind Q or I from an offset of an index on, and where what follows begins."""
+    """Return numbers of the kind Q or I at an offset of an index, and the next offset."""
     end = offset + count * (8 if kind == "Q" else 4)
     if end > len(view):
         raise ShardError(f"{path}: the index is cut short: {len(view)} bytes where {end} are needed")
@@ -433,7 +438,10 @@ class Format:
         return [*companion, *([name + self.for_others] if self.for_others else [])]
 
     def companion(self, name: str) -> str:
-        """The name of what lies beside a file; where it belongs to all files, it lies in their folder."""
+        """Return the name of a file's sidecar.
+
+        A sidecar of all files is in their folder.
+        """
         own, other = self.beside
         return name[: len(name) - len(own)] + other if own else other
 

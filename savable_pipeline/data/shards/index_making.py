@@ -1,4 +1,4 @@
-"""Makes the index of the files of a folder, of any format: of what is not in the one that is there, or is other now.
+"""Builds the index of a folder's files, from what is new or was changed.
 
 It is written shard by shard: what is kept in memory grows with the shards, not with their samples.
 
@@ -60,7 +60,9 @@ _LOG_EVERY_S = 10.0
 
 
 def write_index(path: Path, tables: Iterable[ShardTable], form: Format | str) -> None:
-    """Writes the index of these shards of a format in one step (see `replace_file`); of places, its name will do.
+    """Write the index of these shards of a format in one step.
+
+    See `replace_file`. For the rows of a `BlobIndex`, the name of the format is enough.
 
     Raises ValueError unless they are in the order of their names.
     """
@@ -102,7 +104,10 @@ class Columns:
 
 
 def index_begin(columns: Columns, kind: str, said: bytes) -> bytes:
-    """The bytes of an index before its rows; `said` is what its format says of all files."""
+    """Return the bytes of an index before its rows.
+
+    `said` is what the format stores about all files.
+    """
     header = Header(len(columns.numbers[0]), len(columns.names), columns.faults, kind, said)
     encoded = msgspec.msgpack.encode(header)
     found = bytearray(len(encoded).to_bytes(8, "little") + encoded)
@@ -115,7 +120,10 @@ def index_begin(columns: Columns, kind: str, said: bytes) -> bytes:
 
 
 class ScannedTables:
-    """The tables in the file beside the index at `path`, by name; the lock of the index must be held."""
+    """Tables in the file next to the index at `path`, by name.
+
+    The caller must have locked the index.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_name(f"{path.name}.scanned")
@@ -186,7 +194,7 @@ class ScannedTables:
 
 
 def is_as_indexed(root: Path, index: ShardIndex, number: int, form: Format) -> bool:
-    """Whether a file has the size that is in the index, and is the one that was indexed."""
+    """Return whether a file has the indexed size, and is the one that was indexed."""
     return index.is_whole(number) and with_handles(partial(_is_the_same, root, index, number, form))
 
 
@@ -209,7 +217,7 @@ def make_index(
     each: EachShard | None = None,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Writes the index at `path`; tables that it has already, and that are still right, are kept."""
+    """Write the index at `path`, with the tables of it that are still right."""
     for name in names:
         check_utf8(str(root / name), name)
     for stale in path.parent.glob(f"{path.name}.*.tmp"):  # of a process that was killed; the lock is ours
@@ -350,7 +358,7 @@ def each_shard(task: Task, root: Path, names: list[str], processes: int) -> Gene
 def here_or_in_several(
     names: list[str], here: Callable[[str], T], several: Callable[[list[str]], Iterable[T]], alone_s: float
 ) -> Iterator[T]:
-    """What `here` makes of each name; of those that are left after some seconds, what `several` processes do."""
+    """Yield what `here` returns for each name, or after some seconds `several`."""
     end = time.monotonic() + alone_s
     for done, name in enumerate(names):
         if len(names) - done > 1 and time.monotonic() > end:
@@ -362,7 +370,9 @@ def here_or_in_several(
 def each_job(
     serve: str, arguments: tuple[str, ...], jobs: Sequence[J], processes: int
 ) -> Generator[tuple[J, bytes | None], None, None]:
-    """Each job with what `serve`, a function as of `ChildProcess`, sends about it; None where the process died over it.
+    """Yield each job with the answers of `serve`, a function as for `ChildProcess`.
+
+    The answer is None if the process died over the job.
 
     These are notes, which begin with `NOTE`, and then one answer, which does not.
     """
@@ -415,7 +425,7 @@ def serve(connection: Connection, jobs: Iterator[FileJob]) -> None:
 
 
 def each_shard_by(engine: Engine) -> EachShard:
-    """`each_shard`, by the machines of an engine: the tasks read shards on storage that all of them share."""
+    """Return `each_shard` for an engine, whose machines share the storage."""
 
     def each(task: Task, root: Path, names: list[str]) -> Generator[Answer, None, None]:
         root = root.absolute()

@@ -1,4 +1,6 @@
-"""What lies in `.nv-meta` beside the shards: Megatron-Energon's metadata, and the marks of who still writes there.
+"""Reads `.nv-meta` next to the shards: Megatron-Energon's metadata, and marks.
+
+The marks say which writers are not finished.
 
     .nv-meta/.info.json  or .info.yaml    shard_counts: {name: samples}
     .nv-meta/split.yaml  or split.json    split_parts: {"train": [name or brace pattern, ...]}
@@ -52,7 +54,7 @@ _NAMED = 10  # parts
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The shards of a split without the excluded ones, and the keys of excluded samples by shard.
+    """Shards of a split, without the excluded ones, and keys of excluded samples.
 
     `unknown` lists entries of `exclude` that name no shard of the dataset.
     """
@@ -235,7 +237,10 @@ class _Conversion(msgspec.Struct):
 
 
 def unfinished(folder: Path) -> str:
-    """Why samples may be missing from a folder of shards, and what to do; "" if all who wrote there have ended."""
+    """Return why samples may be missing from a folder of shards, and what to do.
+
+    It is "" if all writers of the folder have finished.
+    """
     return _of_conversion(folder) or _of_writers(folder)
 
 

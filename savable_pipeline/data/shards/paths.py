@@ -1,4 +1,4 @@
-"""Finds the local shards that a user names by a folder, a glob, a brace pattern, one file, or a list of these.
+"""Finds the local shards that a user names by folders, globs, braces or paths.
 
 `a-{00..02}.tar`, `{x,y{1,2}}` and `{a..e..2}` mean what braceexpand says, and are bounded. `HubAddress` is a dataset on
 Hugging Face's Hub, or what is in it:
@@ -63,7 +63,7 @@ _MOST_BRACES = 1000
 
 
 def raise_it(error: ShardError) -> None:
-    """Raises the error: what `find_shards` does about a folder that cannot be listed unless it is told otherwise."""
+    """Raise the error, the default for a folder that cannot be listed."""
     raise error
 
 
@@ -162,7 +162,9 @@ def is_hidden_path(name: str) -> bool:
 
 
 def spelled_out(shards: Shards) -> list[str]:
-    """Each path or URL by itself: `a::b` parted, `~`, `$VAR` and `file://` replaced where no file is named so.
+    """Return each path or URL by itself, spelled out.
+
+    `a::b` is split, and `~`, `$VAR` and `file://` are replaced.
 
     Raises `ShardError` for what only other loaders read, and says what to write instead.
     """
@@ -287,7 +289,9 @@ def _unlistable(error: OSError) -> ShardError:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """The names that a pattern stands for, the last braces counting fastest; braces that do not pair are text.
+    """Return the names that a pattern stands for, the last braces varying fastest.
+
+    Braces that do not pair are text.
 
     Raises `ShardError` if there are too many of them.
     """
@@ -371,15 +375,24 @@ def is_hub(url: str) -> bool:
 
 
 def without_commit(address: str) -> str:
-    """An address of the Hub without its commit, any other as it is: what caches files of all commits together."""
+    """Return an address of the Hub without its commit, and any other unchanged.
+
+    Caches use it for files of all commits together.
+    """
     return _FIXED.sub(r"\1", address)
 
 
 def commits_of(addresses: Mapping[str, str]) -> dict[str, bytes]:
-    """The commits among the addresses of a state, by what was named: the reverse of `addresses_of`."""
+    """Return the commits in the addresses of a state, by the name that was used.
+
+    This reverses `addresses_of`.
+    """
     return {name: HubAddress.of(at).revision.encode() for name, at in addresses.items() if is_hub(name)}
 
 
 def addresses_of(pinned: Mapping[str, bytes]) -> dict[str, str]:
-    """Where the datasets of the Hub lie that a run has pinned, by what was named: a state keeps it."""
+    """Return the addresses of pinned datasets of the Hub, for a state.
+
+    They are by the name that was used.
+    """
     return {name: HubAddress.of(name).at(commit.decode()) for name, commit in pinned.items() if is_hub(name)}

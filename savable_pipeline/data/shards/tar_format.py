@@ -1,4 +1,4 @@
-"""The format of tars: scans one, reading all its headers, up to the first damage; and its rows in the index.
+"""The format of tars: scans their headers up to the first damage, and index rows.
 
     starts   uint64 (samples,)      offset of the sample's first header in its shard
     layouts  uint32 (samples,)      the sample's number in the header's table of layouts: extensions in order, and
@@ -58,7 +58,10 @@ _RECORDS = (1 << 14, 1 << 15, 1 << 16)
 
 
 class Links(msgspec.Struct, frozen=True, array_like=True):
-    """The links of a shard that would be parts of samples if they were files: how many, and the first one's name."""
+    """Links of a shard that would be parts of samples if they were files.
+
+    It has their number, and the name of the first.
+    """
 
     count: Count
     first: str = ""
@@ -151,7 +154,10 @@ class TarWriter:
 
 
 class Layout:
-    """The extensions of a sample in order, and the bytes of headers before each payload (`gaps`)."""
+    """Extensions of a sample in order, and bytes of headers before each payload.
+
+    The latter are the `gaps`.
+    """
 
     __slots__ = ("gaps", "position")
 
@@ -177,7 +183,10 @@ def _index_header(path: Path, header: Header) -> TarIndexHeader:
 
 
 class TarIndex(ShardIndex):
-    """An open index of tars: the start, layout and member sizes of each sample, `links` by shard. Raises OSError."""
+    """Open index of tars: start, layout and member sizes of each sample.
+
+    It also has `links` by shard. Raises OSError.
+    """
 
     writer = TarWriter
 
@@ -290,7 +299,10 @@ class TarIndex(ShardIndex):
         return found
 
     def header_matches(self, name: str, fd: int, row: int, most: int | None = None) -> bool:
-        """Whether the headers of a sample, the first `most` of them, all of one key, say what the index does."""
+        """Return whether the first `most` headers of a sample match the index.
+
+        All must have one key.
+        """
         keys = set()
         try:
             layout = self.layout(row)
@@ -348,7 +360,10 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether the first, a middle and the last sample of a tar lie where the index says, whose rows must be whole."""
+    """Return whether three samples of a tar are where the index says.
+
+    They are the first, a middle and the last one. The rows of the index must be whole.
+    """
     assert isinstance(index, TarIndex), index
     rows, name = index.rows_of(number), index.shards.names[number]
     some = {rows[0], rows[len(rows) // 2], rows[-1]} if rows else set()
@@ -455,7 +470,9 @@ def _layout(extent: Extent) -> LayoutParts:
 
 
 def write_tar_idx(shard: Path, table: ShardTable) -> None:
-    """Writes `X.tar.idx`, unless the place is read-only: little-endian uint64 offsets of the samples, then of the end.
+    """Write `X.tar.idx`, unless the folder is read-only.
+
+    It has the offsets of the samples and of the end, as little-endian uint64.
 
     A file with other offsets is replaced only if it is older than its shard.
     """
@@ -476,7 +493,10 @@ def tar_idx(table: ShardTable) -> bytes:
 
 
 def tar_idx_fault(shard: Path, table: ShardTable) -> str:
-    """Why the offsets beside a shard are not those of its samples; empty if they are, or there are none."""
+    """Return why the offsets next to a shard are not those of its samples, or "".
+
+    It is "" too if there are no offsets.
+    """
     path = shard.with_suffix(".tar.idx")
     expected = tar_idx(table)
     try:
@@ -518,7 +538,10 @@ def room_in(shard_bytes: int) -> int:
 
 
 def member_headers(name: str, size: int) -> bytes:
-    """The headers of a member: one block, and two before it for a name or size that does not fit there."""
+    """Return the headers of a member.
+
+    They are one block, and two before it for a name or size that does not fit.
+    """
     if not _is_plain(name, size):
         info = tarfile.TarInfo(name)
         info.size = size
@@ -595,6 +618,9 @@ class ShardFile:
         return self._rows.table(self.size, "")
 
     def close(self) -> None:
-        """Close the file as it is; what does not fit on the disk is lost, since the shard is not whole then."""
+        """Close the file as it is, without an error for bytes that do not fit on the disk.
+
+        The shard is not whole then.
+        """
         with contextlib.suppress(OSError):
             self._file.close()

@@ -1,4 +1,4 @@
-"""YAML that may come from anybody, as plain values: a small file never becomes a large object, or minutes of work."""
+"""YAML from untrusted sources as plain values, bounded in size and time."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def constructed(construct: Callable[[], Any]) -> Any:
 
 
 def check_yaml(raw: bytes, *, aliases: bool, most: int = _MOST_VALUES, loader: Any = _LOADER) -> None:
-    """Raises ValueError, or yaml.YAMLError, for YAML that is deep, or means more than `most` values, or that has a
-    number of more than 100 characters; with `aliases=False`, for aliases too.
+    """Raise ValueError or yaml.YAMLError for YAML that is too deep or too large.
+
+    The bounds are `most` values and 100 characters for a number. With `aliases=False`, aliases are errors too.
 
     Checked event by event, before anything is made: on deep YAML the fast loader overflows the stack of the process.
     """
