@@ -64,7 +64,10 @@ _JSON: Any = getattr(pa, "JsonType", ())  # pyarrow 19 and later
 
 
 class Validity:
-    """Which rows of an array are not null, read from its bits: Arrow's own look at a row follows its offsets too."""
+    """Rows of an array that are not null, read from its bits.
+
+    Arrow's own look at a row follows its offsets too.
+    """
 
     def __init__(self, array: Any) -> None:
         bits = array.buffers()[0]
@@ -102,14 +105,20 @@ class Unread(Protocol):
     """Arrays whose values are partly not in memory."""
 
     def reader(self, buffer: Any, /) -> Callable[[int, int], bytes] | None:
-        """What reads the bytes of a buffer from the first up to the second number; None if they are in memory."""
+        """Return a function that reads bytes `first` to `last` of a buffer.
+
+        It is None if they are in memory.
+        """
 
     def rows(self, array: Any, first: int, count: int, /) -> Any:
-        """Rows of an array that is valid but for what is not read, with all that they hold. Raises `ShardError`."""
+        """Return rows of an array that is valid except for unread values.
+
+        They have everything below them. Raises `ShardError`.
+        """
 
 
 class BytesColumn:
-    """A column of strings or bytes: views its buffers, and copies, or reads, one value when it is asked for.
+    """Column of strings or bytes: a view of its buffers, which reads values on access.
 
     Raises `BrokenColumnError`.
     """
@@ -164,7 +173,7 @@ class BytesColumn:
 
 
 class NumberColumn:
-    """A column of integers or floats: views its buffer, and reads one value when it is asked for."""
+    """Column of numbers: a view of its buffer, which reads values on access."""
 
     def __init__(self, array: Any) -> None:
         _, data = array.buffers()
@@ -261,7 +270,10 @@ def _needs_conversion(kind: Any) -> bool:
 
 
 def plain_value(value: Any) -> Any:
-    """A value as JSON has it: moments in UTC as ISO 8601, spans as seconds, parsed texts of JSON. Raises ValueError."""
+    """Return a value for JSON, or raise ValueError.
+
+    Times are in UTC as ISO 8601, durations in seconds, and strings of JSON are parsed.
+    """
     kind = value.type
     if not value.is_valid or not _needs_conversion(kind):
         return value.as_py()
@@ -284,7 +296,10 @@ def plain_value(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class NamedFile:
-    """A file that a row names by a path, without its bytes: `part` would be its name, "" where the path tells none."""
+    """File that a row names by a path, without its bytes.
+
+    `part` would be its name, "" if the path has no extension.
+    """
 
     column: str
     path: str
@@ -314,7 +329,10 @@ class MediaColumn:
         return not (self._validity.of(row) and self._bytes.validity.of(row))
 
     def extension(self, row: int) -> str:
-        """The extension of a row's path, or what the bytes begin like; "bin" if neither says it, "" of bytes alone."""
+        """Return the extension of a row's path, or the one that its bytes start like.
+
+        It is "bin" if neither is known, and "" for bytes alone.
+        """
         extension = extension_of((self._paths.value(row) or b"").decode(errors="replace"))
         if extension:
             return extension
@@ -410,7 +428,7 @@ Column = BytesColumn | NumberColumn | ValueColumn | MediaColumn | MediaListColum
 
 
 def column_of(name: str, array: Any, unread: Unread | None = None) -> Column:
-    """The column of this name that reads this array, of whose values some may be `unread`."""
+    """Return the column of this name for an array, of which values may be `unread`."""
     if is_media(array.type) or _is_image(name, array.type):
         return MediaColumn(array, unread)
     if str(array.type) in OFFSETS or array.type in (pa.string_view(), pa.binary_view()):
@@ -534,7 +552,10 @@ class ArrowRows:
         return data
 
     def numbers(self, row: int, extension: str) -> NDArray[Any] | TypeError | None:
-        """The numbers of a part; the error about one that has others; None of texts and bytes, and without it."""
+        """Return the numbers of a part, an error for other values, or None.
+
+        It is None for strings, for bytes, and for a missing part.
+        """
         name = _named(extension, self._names)
         column, position = self._column(row, name) if name in self._names and not self._refuses else (None, 0)
         if not isinstance(column, NumberColumn | ValueColumn) or not column.has_part(position):
@@ -563,7 +584,10 @@ class ArrowRows:
             yield name, name
 
     def nulls(self, row: int) -> list[str]:
-        """The columns of a row that are null, or lists in which something is; without those that name a file."""
+        """Return the columns of a row that are null, or lists with a null.
+
+        Columns that name a file are skipped.
+        """
         return [name for name in self._names if self._is_null(row, name)]
 
     def named_files(self, row: int) -> list[NamedFile]:
@@ -588,7 +612,10 @@ class ArrowRows:
         return RetainedRow(self, row)
 
     def fault(self, row: int) -> str:
-        """Which column names a file without its bytes, and how many rows do; empty for a row that is whole."""
+        """Return which column names a file without its bytes, and in how many rows.
+
+        It is "" for a complete row.
+        """
         for file in self.named_files(row) if self._refuses else ():
             some = f"{self._naming[file.column]:,} of {len(self):,} rows have a path and no bytes"
             return f"the column {file.column!r} holds {file.path[:200]!r} and no bytes ({some})"

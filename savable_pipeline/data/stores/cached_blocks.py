@@ -1,4 +1,4 @@
-"""Files behind a URL, brought into the node's cache by the downloading process of a session.
+"""Remote files, which the downloading process of a session puts into the cache.
 
     DownloadedFiles    what the files of all kinds have in common: where they lie, requests, room in the cache
     CachedBlocks       files of which the cache holds the blocks that were needed; of tars see cached_samples.py
@@ -187,8 +187,9 @@ class CachedBlocks(DownloadedFiles):
         return bool((self._cached.present[self._rows(shard, offset, size)] & 1).all())
 
     def read_on(self, shard: int, offset: int, size: int, stop: int) -> bytes:
-        """The same as `read`; if they are absent, and what lies before them is here, as many bytes before `stop` are
-        downloaded with them as lie before them, at most 1 MiB.
+        """Return the same as `read`, and download more if the bytes before are cached.
+
+        That is as many bytes as are cached before, at most 1 MiB, and none after `stop`.
         """
         rows, present = self._rows(shard, offset, size), self._cached.present
         absent = rows.start + np.flatnonzero(present[rows] & 1 == 0)[:1]
@@ -201,7 +202,10 @@ class CachedBlocks(DownloadedFiles):
         return self.read(shard, offset, max(size, min(stop, ahead) - offset))[:size]
 
     def guarded(self, shard: int, offset: int, size: int, read: Callable[[], T]) -> T:
-        """What `read` gives once the bytes are there; again if they were evicted while it read."""
+        """Return the result of `read` once the bytes are cached.
+
+        It is repeated if they were evicted during the read.
+        """
         if shard not in self._checked:
             self._check(shard)
         rows = self._rows(shard, offset, size)
@@ -257,7 +261,10 @@ class CachedBlocks(DownloadedFiles):
         return path
 
     def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:
-        """Has these bytes of a file downloaded, each from one of `begins` up to one of `ends`, and kept until read."""
+        """Download these bytes of a file in advance, and protect them until they are read.
+
+        Each range is from one of `begins` to one of `ends`.
+        """
         rows = self._blocks_of(shard, begins, ends)
         if not len(rows):
             return
@@ -316,7 +323,7 @@ class DownloadBlocks:
         return blocks
 
     def parts(self, rows: Rows, *, whole: bool) -> list[tuple[Block, list[int]]]:
-        """The blocks of these ascending rows, which are needed now, and those of the rows that each holds.
+        """Return the blocks of ascending rows that are needed now, and the rows in each.
 
         Each block is the `whole` piece, or the rows of it from the first that is needed to the last.
         """

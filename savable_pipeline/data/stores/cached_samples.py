@@ -1,4 +1,4 @@
-"""`CachedFiles`: shards behind a URL, read from the node's cache, which downloads ahead what will be read.
+"""`CachedFiles`: remote shards, read from the node's cache, downloaded in advance.
 
 prefetch(indices)  refs that the reader will give   ──▶ downloaded when nothing more urgent waits
 request(rows)      samples that were given           ──▶ downloaded soon
@@ -76,8 +76,9 @@ class CachedFiles(DownloadedFiles):
         return self._long
 
     def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
-        """`read`, made to download the row first, and again if it was evicted while it was read, or is damaged; or
-        `long`.
+        """Return `read`, extended to download the row before, and again if it was evicted.
+
+        It is downloaded again if it is damaged too. A long sample is read by `long`.
         """
         present, used, verified = self._cached.present.data, self._cached.used.data, self._cached.verified.data
 
@@ -155,7 +156,10 @@ class CachedFiles(DownloadedFiles):
             self._prefetch(Urgency.SOON, *self._request(*block), rows_of_it, False)
 
     def peek(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
-        """Bytes (offset, size) of a sample longer than a piece, past the cache; None: it is short enough to keep."""
+        """Return bytes (offset, size) of a sample longer than a piece, without the cache.
+
+        It is None for a sample that is short enough to cache.
+        """
         if not self._is_long(row):
             return None
         (offset, size), entry = extent, self._found.entries[shard]
@@ -189,7 +193,10 @@ class CachedFiles(DownloadedFiles):
 
 
 class LongSamples:
-    """Reads parts of long samples of `found`, which `files` has at `files.remote`; rows are those of the index."""
+    """Reads parts of long samples of `found`.
+
+    `files` has them at `files.remote`. Rows are those of the index.
+    """
 
     def __init__(
         self, files: DownloadedFiles, found: IndexedFiles, locate: Callable[[int, str], tuple[int, int]]

@@ -1,4 +1,4 @@
-"""The content of compressed files, and of compressed records and parts in memory: of no more bytes than may be.
+"""Content of compressed files, records and parts, of bounded size.
 
 It is unpacked by pieces, so that a few bytes which become gigabytes are refused before they have taken them.
 """
@@ -105,7 +105,9 @@ class _ZstFile:
 
 
 def decompressed(data: bytes, kind: str, most: int = UNPACKED_BYTES, size: int | None = None) -> bytes:
-    """The content of what is compressed by gz, bz2 or zst: at most `most` bytes, `size` if that is known.
+    """Return the content of bytes compressed by gz, bz2 or zst.
+
+    It has at most `most` bytes, and `size` if that is known.
 
     Raises `DamagedError`, also for more than that, of which no more than a piece is unpacked.
 

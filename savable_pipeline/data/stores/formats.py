@@ -1,4 +1,4 @@
-"""All formats that are read in place, and the one that recognizes files by their names and first bytes.
+"""All formats, and the function that recognizes files by names and first bytes.
 
 A new format is a file, and its name in `FORMATS`. Where several could be meant, those with markers are asked first, in
 this order.

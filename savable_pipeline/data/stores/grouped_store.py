@@ -1,4 +1,4 @@
-"""`GroupedStore`: files whose rows are decoded in groups, such as the row groups of Parquet or compressed shards.
+"""`GroupedStore`: files with rows that are decoded in groups, as in Parquet.
 
     file ─ groups of rows ─ each decoded once, into `DecodedBlocks` ─ rows
 
@@ -90,7 +90,10 @@ class AwaitedRows:
 
 
 class AwaitedOfGroup:
-    """The rows still to be read of a group that is decoded as `rows`, whose first one has the number `first`."""
+    """Rows of a group that must still be read.
+
+    The group is decoded as `rows`, and its first row has the number `first`.
+    """
 
     def __init__(self, awaited: AwaitedRows, group: RowGroup, first: int) -> None:
         self._awaited, self._group, self._first = awaited, group, first
@@ -100,7 +103,10 @@ class AwaitedOfGroup:
         return self._awaited.count(self._group)
 
     def take(self) -> Iterator[tuple[int, Any, int]]:
-        """Number, row and bytes of each; of damaged ones nothing: the error comes when they are read."""
+        """Return number, row and bytes of each row that is not damaged.
+
+        Damaged rows raise when they are read.
+        """
         for row in self._awaited.take(self._group):
             with contextlib.suppress(ValueError):
                 retained = self.rows.retain(row - self._first)
@@ -108,7 +114,9 @@ class AwaitedOfGroup:
 
 
 class DecodedBlocks(Generic[T]):
-    """At most `limit` bytes of decoded blocks and retained rows, and of the latter at most half of it.
+    """At most `limit` bytes of decoded blocks and retained rows.
+
+    Retained rows have at most half of it.
 
     A single block beyond the limit is kept alone. `decoded` counts how many were decoded since the start.
 
@@ -137,7 +145,9 @@ class DecodedBlocks(Generic[T]):
         return self._block_bytes + self._retained_bytes
 
     def get(self, key: Hashable, decode: Callable[[], tuple[T, int]], awaited: AwaitedOfGroup | None = None) -> T:
-        """The block called `key`; if it is not there, what `decode` gives, with its size in bytes.
+        """Return the block `key`, or decode it.
+
+        `decode` returns the block and its bytes.
 
         When the block is given up, those of its rows that are `awaited` are kept.
         """
@@ -209,7 +219,7 @@ class DecodedBlocks(Generic[T]):
 
 
 class GroupedStore(FileStore):
-    """Decodes groups into `blocks`, and keeps the rows that are awaited of those that it gives up."""
+    """Decodes groups into `blocks`, and retains awaited rows of evicted groups."""
 
     def __init__(self, found: IndexedFiles, blocks: DecodedBlocks[Any] | None) -> None:
         super().__init__(found)
@@ -256,7 +266,7 @@ class GroupedStore(FileStore):
         return rows, position
 
     def prefetch(self, indices: Rows) -> None:
-        """Remembers which rows will be read: should their group be given up before, they are kept."""
+        """Record which rows will be read, to retain them if their group is evicted."""
         super().prefetch(indices)
         if self.row_groups(0) is None:
             return

@@ -1,4 +1,4 @@
-"""Ranges of long files that the rows of tables name: file, from, to; the files lie beside the tables.
+"""Ranges of long files, which rows of a table name by file, start and end.
 
     corpus/train.parquet    path "wav/a.wav", start 12.5, end 14.0
     corpus/wav/a.wav        an entry of the same index, without samples: pinned and verified like a shard
@@ -35,7 +35,10 @@ _ENDINGS = tuple(f".{name}" for name in (*AUDIO_PARTS, *VIDEO_PARTS))
 
 
 class MediaRange(msgspec.Struct, frozen=True):
-    """A range of a file: its path as the row says it, and seconds; `end_s` None is the file's end."""
+    """Range of a file: its path in the row, and seconds.
+
+    An `end_s` of None is the end of the file.
+    """
 
     path: str
     begin_s: float = 0.0
@@ -48,7 +51,9 @@ def _digest(file: ByteSource) -> int:
 
 
 class RangedRows(FileStore):
-    """Rows of which some parts are ranges of other files: their bytes are what `range_of` says, as JSON.
+    """Rows with parts that are ranges of other files.
+
+    Their bytes are the result of `range_of`, as JSON.
 
     `open` gives the whole file, with the seconds. It comes before the store of the table among the bases of a class.
     """
@@ -150,7 +155,7 @@ def _no_range(store: FileStore, shard: int, row: int, what: str) -> ShardError:
 
 
 class RangedTable(RangedRows):
-    """Rows whose columns, or fields, say the `ranges`: for each part those of path, begin and end.
+    """Rows with columns or fields for path, start and end of each of the `ranges`.
 
     None stands for the begin and the end of a file. There is no range where the path is null. Raises ValueError for a
     column of `ranges` that the first file does not have.
@@ -183,7 +188,10 @@ class RangedTable(RangedRows):
 
 
 def with_ranges(store: Callable[..., Any], form: Format, settings: dict[str, Any]) -> Format:
-    """The format of tables whose rows name ranges, opened by `store`; of other tables as it is."""
+    """Return the format of tables with rows that name ranges, opened by `store`.
+
+    For settings without ranges, it is the format itself.
+    """
     if settings.get("ranges") is None:
         return form
     return with_media(form, variant="ranges", store=store)

@@ -1,4 +1,4 @@
-"""Files of records that an index.json names: MDS and LitData; what our index says of one, and its records.
+"""Files of records that an index.json names: MDS and LitData.
 
     count u32 │ offsets u32 (count + 1,) │ … │ record │ record │ …      records; each may be compressed by itself
     … │ Arrow IPC, a row a record │ its size u32 │ "LDARW01" 0
@@ -69,7 +69,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A field that is a part of its own: its extension, the most bytes that it can have, and how to make them."""
+    """Field that is a part of its own: extension, most bytes, and how to build them."""
 
     name: str
     extension: str
@@ -78,7 +78,10 @@ class Blob:
 
 
 def raw(name: str, extension: str, data: ByteSource) -> Blob:
-    """Bytes as they are; with the extension "" they are told by how they begin, else `bin`."""
+    """Return bytes as a part.
+
+    With the extension "", it follows from their start, else it is `bin`.
+    """
     return Blob(name, extension or media_of(data.head(_HEAD), _MEDIA), data.size, data.read)
 
 
@@ -98,7 +101,10 @@ def scalar(kind: str, data: bytes) -> Any:
 
 
 def pixels(name: str, data: ByteSource) -> Blob:
-    """A Pillow image (width, height, length of its mode, mode, rows) as PNG, or TIFF for modes that PNG lacks."""
+    """Return a Pillow image as PNG, or as TIFF for modes that PNG lacks.
+
+    It has width, height, length of its mode, mode, and rows.
+    """
     width, height, length = data.uint32s(0, 3)
     mode = data.part(12, min(length, 16)).read().decode("ascii", "replace")
     if (width + 7) // 8 * height > data.size:  # before Pillow allocates them
@@ -125,7 +131,10 @@ def _image(name: str, extension: str, mode: str, size: tuple[int, int], data: By
 
 
 def several(name: str, data: ByteSource, make: Callable[[str, ByteSource], Blob], *, begin: int) -> list[Blob]:
-    """A list of blobs: their number at `begin`, their sizes, then they: the parts 0.jpg, 1.jpg, …"""
+    """Return a list of blobs as the parts 0.jpg, 1.jpg, …
+
+    Their number is at `begin`, then come their sizes and bytes.
+    """
     (count,) = data.uint32s(begin, 1)
     sizes = data.uint32s(begin + 4, count)
     offset = begin + 4 + 4 * count
@@ -191,7 +200,10 @@ class Schema(Protocol):
 
 
 class ListedFile(msgspec.Struct, frozen=True):
-    """A file as index.json names it; `packed` is how it is compressed as a whole, `schema` JSON."""
+    """File that index.json names.
+
+    `packed` is how it is compressed as a whole, and `schema` is JSON.
+    """
 
     name: str
     samples: int
@@ -205,7 +217,10 @@ class ListedFile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RecordKind:
-    """A kind of folders: what reads an index.json, which names each file with those that may lie in its place."""
+    """Kind of folders with an index.json, and the reader of it.
+
+    Each file has alternatives that may be in its place.
+    """
 
     listed: Callable[[bytes], list[tuple[ListedFile, ...]]]
     schema: type[Schema]
@@ -226,7 +241,10 @@ class RecordKind:
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """The places of a file by their meaning; `offsets` are uint64 (records + 1,), of rows in Arrow begin and end."""
+    """Meaning of the numbers in the index of a file.
+
+    `offsets` are uint64 (records + 1,), and of rows in Arrow start and end.
+    """
 
     unit: int
     packed: str
@@ -236,7 +254,10 @@ class RecordLayout:
 
 
 def index_format(heads: Mapping[str, bytes]) -> str:
-    """The format that index.json says: mds or another of Mosaic Streaming, or litdata; "" if it says none."""
+    """Return the format in index.json, or "".
+
+    It is mds or another format of Mosaic Streaming, or litdata.
+    """
     found = marker_object(heads, INDEX)
     if isinstance(found.get("chunks"), list) and isinstance(found.get("config"), dict):
         return "litdata"
@@ -275,7 +296,10 @@ def as_listed(index: bytes, form: type[T], name: str) -> T:
 
 
 def read_listed(kind: RecordKind, file: ByteSource, name: str) -> ShardTable:
-    """Entry and places of a file; damage, and what index.json says otherwise, is the entry's fault."""
+    """Return entry and index rows of a file.
+
+    Damage, and differences from index.json, are noted in the entry.
+    """
     try:
         listed = _listed_file(kind, file, name)
         if listed is None or listed.fault:
@@ -286,7 +310,10 @@ def read_listed(kind: RecordKind, file: ByteSource, name: str) -> ShardTable:
 
 
 def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether a file, and what index.json says of it if that is here, are as they were indexed. Raises OSError."""
+    """Return whether a file, and its entry in index.json, are as indexed.
+
+    Raises OSError.
+    """
     assert isinstance(index, BlobIndex), index
     if number in index.shards.faults:  # nothing is known of it, and nothing read
         return True

@@ -1,4 +1,4 @@
-"""The index of files behind a URL, of any format: the dataset's own, or one made in the cache.
+"""Index of remote files of any format: the dataset's own, or one in the cache.
 
 What the dataset's own index says holds until a file is found to be another; then that file is indexed again, here.
 Where there is none, files that are no tars are asked for their stamps at each start: those that changed, or are new,
@@ -58,7 +58,10 @@ log = logging.getLogger(__name__)
 
 
 class WholeScans:
-    """Files that are downloaded whole to be scanned: NAME, and the server's version as NAME.pin, below `aside`."""
+    """Files that are downloaded whole to be scanned, below `aside`.
+
+    A file is NAME, and the server's version of it NAME.pin.
+    """
 
     def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
         self.aside = folder / "scan"
@@ -79,13 +82,19 @@ class WholeScans:
         self._path(number).unlink(missing_ok=True)
 
     def pin(self, number: int, version: str = "") -> str:
-        """The server's version of a file that was scanned, "" if it is not known; notes it, if one is given."""
+        """Return the server's version of a file that was scanned, or "".
+
+        A `version` is noted first.
+        """
         if version:
             pin_whole(self._path(number), version)
         return pinned_version(self._path(number))
 
     def moved(self, fresh: Path, version: Path, scanned: list[int]) -> ShardCache:
-        """The version in this folder with the index at `fresh`, and with what is here of the files `scanned`."""
+        """Return the version in this folder with the index at `fresh`.
+
+        It gets what is cached of the files `scanned`.
+        """
         cached = _with_index(version, fresh)
         for number in scanned:
             if cached.pin(number, self.pin(number)) and whole_version(self._path(number)):
@@ -107,7 +116,10 @@ class WholeScans:
 
 
 class PartScans:
-    """Files that are read through the cache: of a version without an index, which becomes that of the index."""
+    """Files that are read through the cache to be scanned.
+
+    Their version has no index at first, and becomes that of the index.
+    """
 
     def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
         self._cached = unread_version(found, folder)
@@ -153,7 +165,7 @@ RemoteScans: TypeAlias = WholeScans | PartScans  # of files of which names and s
 
 
 def scans_of(found: RemoteShards, form: Format, folder: Path, session: Session) -> RemoteScans:
-    """What scans these files, in the `folder` of their dataset in a cache of `limit` bytes."""
+    """Return the scanner for these files, in the `folder` of their dataset."""
     if form.whole:
         return WholeScans(found, form, folder, session)
     return PartScans(found, form, folder, session)
@@ -161,7 +173,10 @@ def scans_of(found: RemoteShards, form: Format, folder: Path, session: Session) 
 
 @dataclass(frozen=True, slots=True)
 class RemoteScan:
-    """One file to scan on another machine: below `url`, of so many bytes, and with this stamp where one is known."""
+    """File to scan on another machine, below `url`, with its size and stamp.
+
+    The stamp is "" if it is unknown.
+    """
 
     form: Format
     url: str
@@ -184,7 +199,10 @@ def scan_remotely(file: RemoteScan) -> tuple[ShardTable, str]:
 def scanned_elsewhere(
     engine: Engine, scans: RemoteScans, found: RemoteShards, form: Format, numbers: list[int]
 ) -> Generator[ShardTable, None, None]:
-    """The tables of these files, by the machines of an engine; what they read is pinned here."""
+    """Yield the tables of these files, scanned by the machines of an engine.
+
+    What they read is pinned here.
+    """
     stamps = found.stamps or [""] * len(found.names)
     jobs = (RemoteScan(form, found.root, found.names[n], int(found.sizes[n]), stamps[n]) for n in numbers)
     of = {found.names[number]: number for number in numbers}
@@ -197,7 +215,10 @@ def scanned_elsewhere(
 def scan_locally(
     scans: RemoteScans, numbers: list[int], unreadable: Callable[[int, ShardError], ShardTable]
 ) -> Generator[ShardTable, None, None]:
-    """The tables of these files, some of which are read at a time; `unreadable` gives that of one that fails."""
+    """Yield the tables of these files, several of which are read at a time.
+
+    `unreadable` returns the table of a file that fails.
+    """
 
     def scan(number: int) -> ShardTable:
         try:
@@ -228,7 +249,7 @@ def open_remote(
     engine: Engine | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[RemoteFolder, Sequence[str]]:
-    """Return where the files `found` at these URLs are cached, with their index and metadata, and their names.
+    """Return where the files `found` are cached, and their names.
 
     Files that were found to be other than indexed are indexed again, unless `tolerant`: then they stay as they were.
     With `anew` they are in any case, and the server is asked for the size of each. `progress` is told of files that are
@@ -261,7 +282,9 @@ def index_remote(
     progress: Progress = lambda done, total: None,
     engine: Engine | None = None,
 ) -> tuple[Path, list[ShardEntry]]:
-    """Indexes files behind a URL, in the cache, unless the index beside them fits; with an `engine` its machines read.
+    """Index remote files in the cache, unless the index next to them fits.
+
+    The machines of an `engine` read them, if there is one.
 
     Returns the path of the index in the cache, and the files that could not be read to their end.
     """
@@ -324,7 +347,10 @@ class _Making:
     progress: Progress
 
     def index_of(self, files: Shards, found: RemoteShards, own: Version | None) -> tuple[RemoteShards, ShardCache]:
-        """The files, and the version with their index: as it was made before, if they are as they were."""
+        """Return the files, and the version with their index.
+
+        An index that was built before is used if it fits.
+        """
         pointer = self.folder / f"made-{_hash(as_names(files))}.json"
         before = pointed_version(pointer, self.form)
         changed = self.changed(before)
@@ -353,7 +379,10 @@ class _Making:
         return found, cached
 
     def changed(self, version: Version | None) -> set[str]:
-        """The names of the files that were found to be other than this version says; none if they stay as they were."""
+        """Return the names of files that differ from this version.
+
+        There are none if files stay as they were.
+        """
         return changed_shards(version.folder) if version is not None and (self.anew or not self.tolerant) else set()
 
     def _build(self, found: RemoteShards, before: Version | None, own: Version | None) -> ShardCache:

@@ -71,7 +71,10 @@ def readahead(rows: TarRows, files: ShardFiles, indices: Rows) -> None:
 
 
 def in_memory(files: ShardFiles, runs: list[tuple[int, int, int]]) -> bool:
-    """Whether the last byte of each run (shard, first byte, end) can be read without waiting for a disk."""
+    """Return whether the last byte of each run can be read without waiting for a disk.
+
+    A run is (shard, first byte, end).
+    """
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     byte = bytearray(1)
@@ -103,7 +106,10 @@ class TarRows:
         return rows
 
     def extents(self, first: Rows, last: Rows, shards: Rows) -> tuple[Rows, Rows]:
-        """The first byte, and the byte after the last, of runs of samples `first` to `last`, each run in one shard."""
+        """Return the first and the end byte of runs of samples `first` to `last`.
+
+        Each run is in one shard.
+        """
         starts = np.asarray(self.index.starts)
         rows = self.first_rows[shards] - self.found.firsts[shards]
         ends_shard = last + 1 == self.found.firsts[shards + 1]
@@ -147,7 +153,10 @@ class TarRows:
         return {extension: self.index.extent(row, member, layout)[1] for extension, member in layout.position.items()}
 
     def part_sizes(self) -> dict[str, Rows]:
-        """The sizes in bytes of all parts, by extension; shards whose rows in the index are damaged are left out."""
+        """Return the sizes in bytes of all parts, by extension.
+
+        Shards with damaged index rows are skipped.
+        """
         found = self.found
         full = np.flatnonzero(found.entries.samples).tolist()
         whole = [shard for shard in full if self.index.is_whole(int(found.numbers[shard]))]
@@ -221,8 +230,9 @@ def _files_of(found: IndexedFiles) -> ShardFiles:
 
 
 class TarStore:
-    """A `RecordStore`: located by an index, read by `TarParts` from `files`; `root` holds the metadata. Its rows are
-    those of the index.
+    """`RecordStore` of tars: an index locates samples, and `TarParts` reads them.
+
+    `root` has the metadata. Rows are those of the index.
 
     What others do better is bound here, not wrapped: a wrapper around `read` would cost as much as a tenth of it.
     """
@@ -335,7 +345,7 @@ def links_warning(address: str, count: int, first: str) -> str:
 
 
 def warning_of_links(address: str, index: tar_format.TarIndex, numbers: Iterable[int]) -> str:
-    """Return a warning of the links that an index counts in these shards, "" without links."""
+    """Return a warning of the links in these shards, or ""."""
     found = [(number, index.links[number]) for number in numbers if number in index.links] if index.links else []
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""Files of tokens, and their store: a sample is a document, or a window of `length` tokens.
+"""Token files and their store: a sample is a document, or a window of tokens.
 
 Read are Megatron's `.bin` with its `.idx`, `.npy`, and flat `.bin` or `.npy` of a type that is given.
 
@@ -76,7 +76,10 @@ class TokenLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The arrays of an `.idx`, memory-mapped; `firsts` are the first sequences of documents, then the end."""
+    """Arrays of an `.idx`, mapped.
+
+    `firsts` are the first sequences of documents, then the end.
+    """
 
     lengths: NDArray[np.int32]  # (sequences,) in tokens
     pointers: NDArray[np.int64]  # (sequences,) in bytes
@@ -100,7 +103,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
 
 
 def digest_of(file: ByteSource) -> int:
-    """A hash of the file's size and of some of its bytes, and of its `.idx` if it has one."""
+    """Return a hash of a file's size, of some of its bytes, and of its `.idx`."""
     digest = xxh3_64()
     _update(digest, file)
     if (idx := idx_of(file)) is not None:
@@ -130,7 +133,10 @@ def read_documents(idx: Path) -> Documents:
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether a file and its `.idx` have the sizes, and in some places the bytes, that they had. Raises OSError."""
+    """Return whether a file and its `.idx` have the same sizes and sampled bytes.
+
+    Raises OSError.
+    """
     return digest_of(file) == int(index.shards.digests[number])
 
 
@@ -196,7 +202,9 @@ def _check(idx: str, found: Documents, size: int) -> None:
 
 
 class TokenStore(FileStore):
-    """The documents, or windows of `length` tokens, of `.bin` (with `.idx`, or flat) and `.npy` files.
+    """Documents, or windows of `length` tokens, of `.bin` and `.npy` files.
+
+    A `.bin` has an `.idx`, or is flat.
 
     Windows begin every `stride` tokens (None: `length`); a rest too short for one is no sample. `dtype` is the type of
     the tokens in flat `.bin` files, and in `.npy` files without a header. `documents_or` is the `length` where a file
