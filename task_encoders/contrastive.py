@@ -110,6 +110,7 @@ class ContrastiveEncoder(TaskEncoder):
         return {**self.tokenizer.settings(), **self.crop.settings(), **own, **clips}
 
     def _pair(self, name: str, medium: torch.Tensor, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
+        """Return the item of an image or audio and its text, which is cut to `max_tokens`."""
         tokens = self.tokenizer(self._text(sample, rng))
         if len(tokens) == 0:
             return Skip("no text")
@@ -118,6 +119,7 @@ class ContrastiveEncoder(TaskEncoder):
         return {name: medium, "tokens": tokens}
 
     def _text(self, sample: Sample, rng: Rng) -> str:
+        """Return the text of a sample, or one at random if it has several."""
         value = self.text.read(sample)
         texts = value if isinstance(value, list) else [value or ""]
         if not all(isinstance(text, str) for text in texts):

@@ -108,6 +108,7 @@ class LanguageModelingEncoder(MixedEncoder):
         return {**self.tokenizer.settings(), **own, **multiple_setting(self.multiple)}
 
     def _prompted(self, prompt: str, text: str) -> dict[str, Any]:
+        """Return the item of a prompt without loss and a text with loss."""
         mixed = MixedTokens(self.tokenizer, is_document=True)
         mixed.add_text(prompt, target=False)
         mixed.add_text(text, target=True)

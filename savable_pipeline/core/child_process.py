@@ -97,6 +97,7 @@ class ChildProcess:
 
 
 def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
+    """Close the connection and kill the process, unless this is a fork of its owner."""
     connection.close()
     if os.getpid() == owner:
         process.kill()

@@ -165,6 +165,7 @@ def _first_found(items: Sequence[Any], parts: Sequence[tuple[Any, str]]) -> Item
 
 
 def _differing(items: Sequence[Any], field: str, describe: Callable[[Any], str]) -> ItemDifference | None:
+    """Return the first item that `describe` describes differently from item 0, or None."""
     shown = [describe(item) for item in items]
     other = next((number for number, text in enumerate(shown) if text != shown[0]), None)
     if other is None:

@@ -69,6 +69,7 @@ def _owned(path: Path) -> Iterator[None]:
     ended = threading.Event()
 
     def touch() -> None:
+        """Update the time of the lock file until the lock is released."""
         while not ended.wait(_TOUCH_S):
             with contextlib.suppress(OSError):
                 os.utime(path)
@@ -84,6 +85,7 @@ def _owned(path: Path) -> Iterator[None]:
 
 
 def _create_when_free(path: Path) -> None:
+    """Create the lock file, once no other process holds it or its holder no longer updates it."""
     last, since, warned = None, time.monotonic(), False
     while True:
         with contextlib.suppress(FileExistsError), path.open("x") as file:

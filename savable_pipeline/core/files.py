@@ -159,6 +159,7 @@ def with_handles(act: Callable[[], T]) -> T:
 
 
 def _no_descriptor_error(error: OSError) -> SavableError:
+    """Return an error that says how to raise the limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return SavableError(
         f"{error.filename or 'a file'}: {error.strerror} (limit {soft}). Close files, or raise `ulimit -n`"

@@ -169,7 +169,7 @@ class Seeding:
 
 @lru_cache(maxsize=2)
 def _states(process: int, has_torch: bool) -> list[tuple[partial[None], Any]]:
-    """Return functions that set states of this process, each with the `_outputs` after it."""
+    """Return functions that seed the global generators, each with the `_outputs` that follow the seed."""
     seed: Any = seeder(KINDS if has_torch else KINDS[:2])
     starts = [partial(seed, derive_key("watch", process, time.time_ns(), number)) for number in range(4)]
     return [(start, (start(), _outputs())[1]) for start in starts]

@@ -51,6 +51,7 @@ def words(key: int, start: int, count: int) -> Words:
 
 
 def _finalize(z: Words) -> Words:
+    """Mix the bits of 64-bit words, as the last step of SplitMix64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX2)
     return z ^ (z >> np.uint64(31))

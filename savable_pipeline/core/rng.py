@@ -200,6 +200,7 @@ def _log(x: float) -> float:
 
 
 def _polynomial(x: float, coefficients: tuple[float, ...]) -> float:
+    """Evaluate a polynomial, whose coefficients begin with the highest power."""
     total = 0.0
     for coefficient in coefficients:
         total = total * x + coefficient

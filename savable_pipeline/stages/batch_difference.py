@@ -115,6 +115,7 @@ def copied_leaves(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _copied(leaf: Any) -> Any:
+    """Copy a leaf if it can be changed in place."""
     torch, images = imported("torch"), imported("PIL.Image")
     if torch is not None and isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()

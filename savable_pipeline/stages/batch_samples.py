@@ -50,6 +50,7 @@ class BatchSamples(msgspec.Struct, frozen=True):
 
     @classmethod
     def _of_nested(cls, ref: ItemRef) -> BatchSamples:
+        """List the items of packs and pieces, and of refs of a user's own stage."""
         # padding rows have no sample
         rows = [[sample for sample in sample_refs(row) if len(sample) == 3] for row in _rows(ref)]
         try:
@@ -61,21 +62,21 @@ class BatchSamples(msgspec.Struct, frozen=True):
         return cls(refs, np.repeat(np.arange(len(rows)), [len(row) for row in rows]))
 
     def in_rows(self, numbers: Sequence[int]) -> BatchSamples:
-        """The same items, where the rows of the batch have these numbers."""
+        """Return the same items, with these numbers of the batch's rows."""
         if list(numbers) == list(range(len(numbers))):
             return self
         rows = np.array(numbers, np.int64)
         return BatchSamples(self.refs, rows if self.rows is None else rows[self.rows])
 
     def by_row(self) -> list[list[ItemRef]]:
-        """The refs of the items of each row."""
+        """Return the refs of the items of each row."""
         rows = np.arange(len(self.refs)) if self.rows is None else self.rows
-        found: list[list[ItemRef]] = [[] for _ in range(int(rows.max(initial=-1)) + 1)]
+        refs_by_row: list[list[ItemRef]] = [[] for _ in range(int(rows.max(initial=-1)) + 1)]
         for row, ref in zip(rows.tolist(), self.refs.tolist(), strict=True):
-            found[row].append(tuple(ref))
-        return found
+            refs_by_row[row].append(tuple(ref))
+        return refs_by_row
 
 
 def _rows(ref: ItemRef) -> list[ItemRef]:
-    """The refs of the items or packs in a batch; the batch itself if it is one item, as of a user's own stage."""
+    """Return the refs of the items or packs in a batch. A user's batch that is one item is returned in a list."""
     return [part for part in ref if isinstance(part, tuple)] or ([ref] if len(ref) == 3 else [])

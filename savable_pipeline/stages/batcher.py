@@ -67,7 +67,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
         self._first: ItemRef | None = None  # the ref of the lane's first item, set if batches are padded
 
     def describe(self) -> StageInfo:
-        """The source's, one deeper, with the encoder whose `batch` makes the batches."""
+        """Describe batches of the encoder."""
         return replace(super().describe(), encoder=self._calls.encoder)
 
     def __next__(self) -> Any:
@@ -76,7 +76,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
         raise StopIteration
 
     def take(self, n: int) -> list[Element]:
-        """The next batch; none only at the end."""
+        """Return the next batch in a list, which is empty only at the end."""
         due = self._due()
         if due is None:
             return []
@@ -86,21 +86,24 @@ class EncoderBatches(ChunkedStage, BatchStage):
         return [Element(self.ref, batch)]
 
     def pass_over(self) -> bool:
-        """Skip the next batch without calling `encoder.batch`; False at the end."""
+        """Skip the next batch without calling `encoder.batch`. Returns False at the end."""
         due = self._due()
         if due is not None:
             self._gave(due[1])
         return due is not None
 
     def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of batches, without lost items; a `Skip` where all are lost."""
+        """Build batches without lost items.
+
+        The value is a `Skip` if all items of a batch are lost.
+        """
         for element in elements:
             element.value = self.rebuilt(element.ref)[0]
 
     def rebuilt(self, ref: ItemRef, size: int = 0) -> tuple[Any, tuple[int, ...]]:
-        """Rebuild a batch, and return the numbers of the rows that can no longer be made.
+        """Rebuild a batch. Returns it, and the positions of the rows that are lost.
 
-        Where batches are padded, it has `size` rows, as it had before, or those of a full batch of such items.
+        If batches are padded, it has `size` rows, or if that is 0, as many as a full batch.
         """
         number, *parts = ref
         rows = [Element(part) for part in parts]
@@ -115,52 +118,53 @@ class EncoderBatches(ChunkedStage, BatchStage):
 
     @abstractmethod
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
-        """The next batch: its items, their refs, and its rows if full; None at the end.
+        """Return items and refs of the next batch, and the number of rows of a full one; None at the end.
 
         Items of a batch that is skipped may be unmade.
         """
 
     def _combined(self, items: list[Any], refs: list[ItemRef]) -> Any:
-        """The next batch, of the items with these refs. Raises `EncodeError`, which names samples."""
+        """Combine items into the next batch. Raises `EncodeError` with the names of samples."""
         try:
             return self._calls.combined(items, self._count, self.info)
         except EncodeError as error:
             raise EncodeError(f"{error}{self._samples_of(error.__cause__, refs)}") from error.__cause__
 
     def _samples_of(self, error: BaseException | None, refs: list[ItemRef]) -> str:
-        """The samples of the items that an error is about, or of the first items of the batch, in words."""
+        """Describe the samples of the items that caused an error, or of the first items of the batch."""
         about = error.items if isinstance(error, DifferingItemsError) else range(_NAMED)
         return "".join(f"; item {i} is of {sample_names(self, refs[i])}" for i in about if i < len(refs))
 
     def _gave(self, refs: list[ItemRef]) -> None:
-        """Count a batch of the items with these refs, given or passed over, and set `ref`."""
+        """Count a batch of the items with these refs, yielded or skipped, and set `ref`."""
         self.ref = (self._count, *refs)
         self._count += 1
 
     @abstractmethod
     def _rows_of(self, item: Any) -> int:
-        """The rows of a full batch of items such as this one; 0 if it is left out of batches. Raises `EncodeError`."""
+        """Return the rows of a full batch of such items, or 0 if they are dropped. Raises `EncodeError`."""
 
     def _filled_up(self, items: list[Any], refs: list[ItemRef], size: int) -> Any:
-        """The next batch, of the items with these refs; where batches are padded, of `size` rows, with "valid"."""
+        """Build the next batch. If batches are padded, it has `size` rows and the key "valid"."""
         if not self.lane.pad:
             return self._combined(items, refs)
         return self._marked(self._combined(items + items[:1] * (size - len(items)), refs), len(items), size)
 
     def _note_first(self, ref: ItemRef) -> None:
-        """Keep the first item of the lane, to fill up batches of."""
+        """Remember the ref of the lane's first item, which padding rows repeat."""
         if self.lane.pad:
             self._first = self._first or ref
 
     def _restore_first(self, saved: Any) -> None:
+        """Restore the ref of the lane's first item, unless it is excluded now."""
         self._first = None if saved is None else as_ref(saved)
         if self._first is not None and self.info.excluded.left_of(self._first) != self._first:
-            self._first = None  # it must not fill up batches either: another one will
+            self._first = None  # an excluded item must not be in padding rows either
 
     def filler(self) -> Any:
-        """Build a batch of padding rows for a lane that has no more.
+        """Build a batch of padding rows for a lane that has no more batches.
 
-        Raises `EncodeError` without any item.
+        Raises `EncodeError` if there is no item to repeat.
         """
         item = Skip("none yet") if self._first is None else self.source.fetch(self._first)
         if type(item) is Skip or not self._rows_of(item):
@@ -171,7 +175,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
         return batch
 
     def _any_item(self) -> Any:
-        """An item of any sample of the dataset, for a lane that has no sample of its own."""
+        """Return an item of any sample of the dataset, for a lane without samples."""
         refs = (ref for ref in _refs_of(self.source) if self.info.excluded.left_of(ref) == ref)
         for ref in islice(refs, _TRIED):
             with contextlib.suppress(EncodeError):
@@ -183,7 +187,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
         )
 
     def _marked(self, batch: Any, valid: int, size: int) -> Any:
-        """The batch with the key "valid": the first `valid` rows count."""
+        """Add the key "valid" to a batch of `size` rows, of which the first `valid` are not padding."""
         import torch
 
         if not isinstance(batch, dict) or "valid" in batch:
@@ -194,20 +198,22 @@ class EncoderBatches(ChunkedStage, BatchStage):
         return {**batch, "valid": torch.arange(size) < valid}
 
     def settings(self) -> dict[str, Any]:
-        """`drop_last`, and the encoder unless it is the one upstream."""
+        """Return `drop_last`, and the encoder if it is not the one upstream."""
         return {"drop_last": self.drop_last, **self._calls.settings()}
 
 
 def rebuild(last: Stage, ref: ItemRef, size: int) -> tuple[Any, ItemRef, tuple[int, ...]]:
-    """Rebuild a batch of the rows that are left; return its ref, and their numbers.
+    """Rebuild a batch without lost rows.
 
-    A batch that counts for nothing, which has no rows, if none is left, or `ref` is empty: that of a padded lane which
-    has no more, or the lane's first. Raises `SavableError` if there is none.
+    Returns the batch, its ref, and the positions of its rows in the earlier batch.
+
+    If no row remains, or `ref` is empty, it is a replacement without rows: a batch of padding rows if batches are
+    padded, and otherwise the lane's next batch. Raises `SavableError` if there is none.
 
     Args:
         last: The last stage of the lane.
         ref: The ref of the earlier batch.
-        size: The rows that it had when it was filled up; 0 if it was not.
+        size: The number of rows that it had with padding; 0 without padding.
     """
     number, rows = batch_rows(ref)
     left = {row: part for row, whole in enumerate(rows) if (part := last.info.left_of(whole)) is not None}
@@ -228,7 +234,7 @@ def rebuild(last: Stage, ref: ItemRef, size: int) -> tuple[Any, ItemRef, tuple[i
 
 
 def _refs_of(stage: Stage) -> Iterator[ItemRef]:
-    """Refs of elements that a stage might give, one for each single sample, source after source."""
+    """Yield refs of possible elements of a stage, one for each sample, source after source."""
     if not stage.sources:
         (tag,) = stage.info.tags
         yield from ((number | tag << TAG_SHIFT, 0, 0) for number in range(stage.info.population))
@@ -252,13 +258,13 @@ class Batcher(EncoderBatches):
 
     Args:
         source: A stage of items, packs or samples.
-        size: Items or packs of a batch.
+        size: The number of items or packs of a batch.
         drop_last: Drop a finite source's last batch if it is smaller. None: False.
-        encoder: Makes the batches. None: the encoder upstream; without one, a batch is the list of its samples.
+        encoder: Combines items. None: the encoder upstream; without an encoder, a batch is the list of its samples.
 
     Raises:
         ValueError: `size` is below 1.
-        EncodeError: `encoder.batch` raised or, to pad, returned no dict.
+        EncodeError: `encoder.batch` raised, or did not return a dict although batches are padded.
 
     Example:
         >>> class Ids(sp.TaskEncoder):
@@ -280,11 +286,14 @@ class Batcher(EncoderBatches):
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self.size = size
         self._held = ItemBuffer(self)  # of the next batch
-        self._leaves_out = source.info.gives_excluded  # no `Encode` has, after a reader that excludes some
+        self._leaves_out = source.info.gives_excluded  # of excluded samples, if no `Encode` has left them out
         set_batch_size(source, size)
 
     def describe(self) -> StageInfo:
-        """The source's, one deeper; excluded samples are left out here at the latest."""
+        """Describe batches without excluded samples.
+
+        They are left out by this stage if no `Encode` has done it.
+        """
         return replace(super().describe(), gives_excluded=False)
 
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
@@ -299,10 +308,7 @@ class Batcher(EncoderBatches):
         return self.size
 
     def _gave(self, refs: list[ItemRef]) -> None:
-        """Drop the items of the batch, too.
-
-        More may be held if the state was saved with a larger `size`.
-        """
+        """Also drop the items of the batch. More may be held if the state was saved with a larger `size`."""
         super()._gave(refs)
         self._held.drop(len(refs))
 
@@ -315,7 +321,9 @@ class Batcher(EncoderBatches):
         return len(self._fill(needed)) >= needed
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """Return the count of the source by `size`, rounded up, or down with `drop_last`.
+        """Return the number of batches of a lane in a pass.
+
+        It is the source's count divided by `size`, rounded up, or down with `drop_last`.
 
         Args:
             lane: The number of the lane.
@@ -325,13 +333,13 @@ class Batcher(EncoderBatches):
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 
     def _fill(self, n: int) -> list[Any]:
-        """The next `n` items, or as many as there are; unmade where they are skipped."""
+        """Return the next `n` items, or fewer at the end. Items that are skipped may be unmade."""
         while len(items := self._held.values(n, skips=self.lane.skips)) < n and self._take(n):
             pass
         return items
 
     def _take(self, n: int) -> bool:
-        """Take items until `n` are held; False at the end."""
+        """Take items until `n` are held. Returns False at the end."""
         if not self._leaves_out:
             return self._held.fill(n) > 0
         elements = take_elements(self.source, n - len(self._held))
@@ -340,15 +348,15 @@ class Batcher(EncoderBatches):
         return bool(elements)
 
     def save_state(self) -> State:
-        """Return the position.
+        """Return the items of the next batch, and the number of yielded batches.
 
-        `held` has refs and sizes of the items taken for the next batch, `count` the number of yielded batches.
+        Of items, refs and sizes are saved.
         """
         first = {} if self._first is None else {"first": self._first}
         return {"held": self._held.save(), "count": self._count, "source": self.source.save_state(), **first}
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; no sample is read."""
+        """Return to the position in `state`, without reading a sample."""
         saved = parse_state(self, state, _BatcherState)
         self._restore_first(saved.first)
         self.source.restore_state(saved.source)
@@ -356,5 +364,5 @@ class Batcher(EncoderBatches):
         self._count = saved.count
 
     def settings(self) -> dict[str, Any]:
-        """Every argument; the encoder only if it is not the one upstream."""
+        """Return every argument, and the encoder if it is not the one upstream."""
         return {"size": self.size, **super().settings()}

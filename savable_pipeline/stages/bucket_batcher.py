@@ -2,14 +2,14 @@
 
 It is for models that pad instead of packing.
 
-With `same_bucket`, all lanes give a batch of the same bucket at a time:
+With `same_bucket`, all lanes yield a batch of the same bucket at a time:
 
-    all lanes share a rank for each batch      u = 0.42, 0.08, 0.91, …          drawn from the run's seed
-    each divides 0 … 1 among its buckets       ├ short ┼── middle ──┼ long ┤    by the batches that came to each
-    it gives a batch of the one u falls in     a bucket that holds more is a little wider
+    all lanes share a number u for each batch      0.42, 0.08, 0.91, …              drawn from the run's seed
+    each lane divides 0 … 1 among its buckets      ├ short ┼── middle ──┼ long ┤    by the items that came to each
+    it yields a batch of the bucket that has u     a bucket that holds more is a little wider
 
-If that bucket is not full, the nearest shorter one that is takes its place, else the nearest longer one: so the other
-ranks seldom wait for this one. All arithmetic is of integers.
+If that bucket has no full batch, the nearest shorter bucket with a full batch is used, else the nearest longer one, so
+that other ranks seldom wait for this one. All arithmetic is in integers.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ Group: TypeAlias = Any  # an int, a str, None, or a tuple of these
 BucketKey: TypeAlias = tuple[Group, int]  # a group, and the number of the bucket in it
 BatchSize: TypeAlias = int | Sequence[int]  # items of a batch: of every bucket, or of each
 
-FIRST_FULL = 4  # full batches to buffer before the first one is yielded
-STEPS = 32  # of the shared ranks
-WIDER = 16  # times `candidates`: a bucket is wider by 1 / (WIDER · candidates) of all for each batch that it holds
-COUNTED = 256  # times `candidates`: when so many batches have come, all counts are halved
-_BATCH = 1 << 20  # parts of a batch, in which batches are counted
+FIRST_FULL = 4  # full batches to hold before the first one is yielded
+STEPS = 32  # of the shared random numbers
+WIDER = 16  # for each batch that a bucket holds, it is wider by 1 / (WIDER · candidates) of all
+COUNTED = 256  # times `candidates`: the number of batches after which all counts are halved
+_BATCH = 1 << 20  # the unit in which batches are counted is 1 / _BATCH of a batch
 
 
 class BucketSizes:
-    """The sizes of `BucketBatcher`, checked. Raises ValueError for wrong ones.
+    """The sizes of batches of a `BucketBatcher`.
 
-    `bounds` are empty where items are put together by their group alone: then there is one bucket, of any length.
+    Raises ValueError for invalid arguments.
+
+    Without `bounds`, there is one bucket per group, for items of any length.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class BucketSizes:
             self._every = self._sizes(size)
 
     def _by_tokens(self, max_tokens: int) -> list[int]:
+        """Return the size for each bucket that fits `max_tokens`."""
         if not self.bounds:
             raise ValueError("BucketBatcher: max_tokens needs bounds")
         if max_tokens < self.bounds[-1]:
@@ -91,6 +94,7 @@ class BucketSizes:
         return [max_tokens // bound for bound in self.bounds]
 
     def _sizes(self, size: BatchSize) -> list[int]:
+        """Return the size for each bucket."""
         sizes = [index(each) for each in size] if isinstance(size, Sequence) else [index(size)] * self.buckets
         if len(sizes) != self.buckets:
             raise ValueError(f"BucketBatcher: pass one size per bucket, {self.buckets}, not {len(sizes)}: {size}")
@@ -99,7 +103,10 @@ class BucketSizes:
         return sizes
 
     def of(self, group: Group, bucket: int) -> int:
-        """The number of items of a batch. Raises ValueError for a group that has no size."""
+        """Return the number of items of a batch.
+
+        Raises ValueError for a group without a size.
+        """
         if self._of_group is not None:
             return self._sizes(self._of_group(group))[bucket]
         if not self._groups:
@@ -110,24 +117,28 @@ class BucketSizes:
         return self._groups[group][bucket]
 
     def checked_group(self, group: Any) -> Group:
-        """A group as a state returns it. Raises ValueError if it is none, or has no size."""
+        """Convert a group to the type that a state has.
+
+        Raises ValueError if it is not a group, or has no size.
+        """
         plain = plain_group(group)
         self.of(plain, 0)
         return plain
 
     def settings(self) -> dict[str, Any]:
-        """What sets the sizes, for a fingerprint."""
+        """Return the arguments, for a fingerprint."""
         size: Any = self._given
         if self._of_group is not None:
             return {"bounds": self.bounds, "max_tokens": None, **function_settings("size", self._of_group)}
-        if isinstance(size, Mapping):  # whose order does not matter, and whose keys need not be texts
+        # sorted, because the order does not matter; as a list, because keys need not be texts
+        if isinstance(size, Mapping):
             size = sorted(([plain_group(group), each] for group, each in size.items()), key=repr)
         return {"bounds": self.bounds, "size": size, "max_tokens": self._max_tokens}
 
     def saved(self, keys: Sequence[tuple[Any, int]] | None, count: int) -> list[BucketKey]:
-        """Read the buckets of a state that has `count`.
+        """Check the `count` buckets of a state.
 
-        Raises `CheckpointMismatchError` if they are not ours.
+        Raises `CheckpointMismatchError` if this stage has other buckets.
         """
         if not self._grouped and keys is None and count == self.buckets:
             return [(None, number) for number in range(count)]
@@ -138,26 +149,30 @@ class BucketSizes:
         return [self.saved_bucket(group, number) for group, number in keys]
 
     def saved_bucket(self, group: Any, number: int) -> BucketKey:
-        """A bucket of a state. Raises `CheckpointMismatchError` if it is not one of ours."""
-        wrong = f"BucketBatcher(bounds={self.bounds}): the state has a bucket {number}"
+        """Check a bucket of a state.
+
+        Raises `CheckpointMismatchError` if this stage has no such bucket.
+        """
+        problem = f"BucketBatcher(bounds={self.bounds}): the state has a bucket {number}"
         try:
             plain = self.checked_group(group)
         except ValueError as error:
-            raise CheckpointMismatchError(f"{wrong}, and {error}") from error
+            raise CheckpointMismatchError(f"{problem}, and {error}") from error
         if not 0 <= number < self.buckets:
-            raise CheckpointMismatchError(f"{wrong}. Use the bounds= of the saved run.")
+            raise CheckpointMismatchError(f"{problem}. Use the bounds= of the saved run.")
         return plain, number
 
 
 def plain_group(group: Any) -> Group:
-    """Return a group as a state has it.
+    """Convert a group to plain types.
 
     Raises ValueError unless it is an int, a str, None, or a tuple of these.
     """
     if group is None:
         return None
     if isinstance(group, str):
-        return str.__str__(group)  # of an enum, say, its value: what a state returns must sort alike
+        # such as the value of an enum, because groups from a state must be sorted in the same order
+        return str.__str__(group)
     if isinstance(group, list | tuple):
         return tuple(plain_group(each) for each in group)
     try:
@@ -167,21 +182,21 @@ def plain_group(group: Any) -> Group:
 
 
 class BucketRule:
-    """Choice of the next bucket in a lane with up to `candidates` full batches.
+    """Chooses the next bucket of a lane that holds up to `candidates` full batches.
 
-    `key` is the same in all lanes of a run.
+    `key` is equal in all lanes.
     """
 
     def __init__(self, *, key: int, candidates: int, sizes: BucketSizes) -> None:
         self._ranks = SharedRanks(key=key, steps=STEPS)
         self._candidates, self._sizes = candidates, sizes
         self._came: dict[BucketKey, int] = {}  # items that came to each bucket
-        self._total = 0  # parts of batches that these are
+        self._total = 0  # the sum in units of `_BATCH`
 
     def room(self, n: int) -> int:
-        """Return how many full batches to buffer before batch n.
+        """Return how many full batches to hold before batch n.
 
-        They are few at first, so that the first batch does not wait long.
+        They are few at first, so that the first batch comes soon.
         """
         return min(self._candidates, FIRST_FULL + n)
 
@@ -193,13 +208,13 @@ class BucketRule:
             self.restore([(bucket, count // 2) for bucket, count in self._came.items()])
 
     def _parts(self, bucket: BucketKey) -> int:
-        """The parts of a batch that an item is."""
+        """Return the part of a batch that an item is, in units of `_BATCH`."""
         return max(1, _BATCH // self._sizes.of(*bucket))
 
     def choose(self, n: int, held: Mapping[BucketKey, int], full: Collection[BucketKey]) -> BucketKey:
-        """Choose the bucket of batch n among the nonempty `full`.
+        """Choose the bucket of batch n among `full`, which is not empty.
 
-        `held` has the items of each bucket that has some.
+        `held` has the number of items by bucket.
         """
         widths = self._widths(held)
         wanted = self._ranks.rank(n) * sum(widths.values())
@@ -212,7 +227,7 @@ class BucketRule:
         return chosen
 
     def _widths(self, held: Mapping[BucketKey, int]) -> dict[BucketKey, int]:
-        """The share of each bucket that has or had items, of the sum."""
+        """Return the width of each bucket that has or had items; fractions are relative to the sum."""
         scale = WIDER * self._candidates
         widths = {bucket: scale * count * self._parts(bucket) for bucket, count in self._came.items()}
         for bucket, count in held.items():
@@ -220,11 +235,11 @@ class BucketRule:
         return widths
 
     def counts(self) -> list[tuple[BucketKey, int]]:
-        """The items that came to each bucket: for `restore`."""
+        """Return the number of items that came to each bucket, for `restore`."""
         return list(self._came.items())
 
     def restore(self, counts: Sequence[tuple[BucketKey, int]]) -> None:
-        """Continue after these."""
+        """Continue with these counts."""
         self._came = {bucket: count for bucket, count in counts if count}
         self._total = sum(count * self._parts(bucket) for bucket, count in self._came.items())
 
@@ -244,34 +259,34 @@ class BucketBatcher(EncoderBatches):
 
     A batch is `encoder.batch(items, rng)` of one bucket's items.
 
-    A bucket with enough items yields a batch; at the end of a finite source each bucket yields its rest, the shortest
-    bucket first. With `SavableLoader(tail="pad")` a batch has all rows of its bucket and, beside the encoder's keys,
-    "valid": bool (rows,), False for filler rows, which repeat an item.
+    A bucket with enough items yields a batch. At the end of a finite source each bucket yields its remaining items, the
+    shortest bucket first. With `SavableLoader(tail="pad")` a batch has all rows of its bucket and, in addition to the
+    encoder's keys, "valid": bool (rows,), which is False for padding rows, which repeat an item.
 
-    With `same_bucket` a step's ranks mostly take batches of the same bucket, without an exchange. Each lane holds full
-    batches and gives one of the bucket that a random number, the same in all lanes, points at; where that has none,
-    one of the nearest shorter bucket, else of the nearest longer one.
+    With `same_bucket` the ranks of a step mostly get batches of the same bucket, without communication. Each lane holds
+    full batches, and a random number that is equal in all lanes chooses the bucket. If it has no full batch, the
+    nearest shorter bucket that has one is used, else the nearest longer one.
 
     Args:
         source: A stage of items.
         bounds: The greatest length of each bucket, in tokens, ascending: [64, 256] makes buckets of 0 … 64 and 65 …
-            256. Longer items are left out and counted. Without bounds there is one bucket, of any length.
-        size: Items of a batch; or a list with one size for each bucket; or a mapping from each group to either; or a
-            function of the group.
-        max_tokens: In place of `size`: as many items as fit when each is padded to the bucket's bound.
-        group: Only items of one group share a batch: a function of an item, or the name of a method of the encoder,
-            that returns an int, a str, None or a tuple of these, and depends on the item alone. The fingerprint keeps
-            the function's name, and `settings()` of an object.
-        drop_last: Drop these rests. None: False.
-        same_bucket: Whether the ranks of a step take batches of the same bucket, as far as they have them.
-        candidates: Full batches that a lane holds for that: 4 at first, then one more each batch.
-        encoder: Measures items and makes the batches. None: the encoder upstream.
+            256. Longer items are dropped and counted. Without bounds there is one bucket for items of any length.
+        size: The number of items of a batch; or a list with a size for each bucket; or a mapping from each group to
+            either; or a function of the group.
+        max_tokens: Instead of `size`: as many items as fit when each is padded to the bucket's bound.
+        group: Only items of one group share a batch. It is a function of an item, or the name of a method of the
+            encoder, which returns an int, a str, None or a tuple of these, and depends only on the item. The
+            fingerprint has the function's name, or the `settings()` of a callable object.
+        drop_last: Drop the remaining items at the end. None: False.
+        same_bucket: Whether the ranks of a step should get batches of the same bucket.
+        candidates: The full batches that a lane holds for `same_bucket`: 4 at first, then one more each batch.
+        encoder: Measures and combines items. None: the encoder upstream.
 
     Raises:
         ValueError: A setting is wrong, or the stage has `same_bucket` and is in a branch of a `Blend`.
         EncodeError: `encoder.length`, `encoder.batch` or `group` raised, a group has no size, or very many items in a
-            row were left out.
-        CheckpointMismatchError: An item made again after a resume belongs to another bucket.
+            row were dropped.
+        CheckpointMismatchError: An item that is rebuilt after a resume belongs to another bucket.
 
     Example:
         >>> class Captions(sp.TaskEncoder):
@@ -318,12 +333,13 @@ class BucketBatcher(EncoderBatches):
             )
         if group is not None and not isinstance(group, str):
             check_function("BucketBatcher", "group", group)
-        self._buckets: dict[BucketKey, ItemBuffer] = {}  # those that hold items, in the order in which they began
+        # that hold items, in the order in which they got their first item
+        self._buckets: dict[BucketKey, ItemBuffer] = {}
         self._taken = ItemBuffer(self)  # an item of the source that is in no bucket yet
         self._by_source = SourceCounts(self.counts)
         self.same_bucket, self.candidates = same_bucket, candidates
         self.in_step = "BucketBatcher(same_bucket=True)" if same_bucket else ""
-        key = derive_key(self.lane.seed, "same bucket", self.lane.epoch)  # of all lanes
+        key = derive_key(self.lane.seed, "same bucket", self.lane.epoch)  # equal in all lanes
         self._rule = BucketRule(key=key, candidates=candidates, sizes=self._sizes) if same_bucket else None
 
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
@@ -340,23 +356,24 @@ class BucketBatcher(EncoderBatches):
         return 0 if key[1] == self._sizes.buckets else self._size(key)
 
     def _next_bucket(self) -> BucketKey | None:
+        """Return the bucket of the next batch, whose items are made; None at the end."""
         while (key := self._fill()) is not None:
             if self._make_items(key):
                 return key
         return None
 
     def _make_items(self, key: BucketKey) -> bool:
-        """Make the missing items of a bucket's next batch; False if one is in the bucket no more."""
+        """Build the missing items of a bucket's next batch. Returns False if one of them left the bucket."""
         held = self._buckets[key]
         due = range(min(self._size(key), len(held)))
         return held.made == len(held) or all(self._is_skipped(held[i]) or self._make(key, i) for i in due)
 
     def _is_skipped(self, element: Element) -> bool:
-        """Whether an element need not be made, since its batch is skipped and it cannot be lost."""
+        """Return whether an element need not be built, because its batch is skipped and it cannot be lost."""
         return self.lane.skips and is_certain(self.source, element.ref)
 
     def _gave(self, refs: list[ItemRef]) -> None:
-        """Drop the items of the batch, too, and move its bucket to the end."""
+        """Also drop the items of the batch, and move its bucket to the end."""
         super()._gave(refs)
         if refs:
             held = self._buckets.pop(self._due_key)
@@ -365,11 +382,11 @@ class BucketBatcher(EncoderBatches):
                 self._buckets[self._due_key] = held
 
     def more(self) -> bool:
-        """Whether another batch will come, found by filling a bucket."""
+        """Return whether another batch will come. To find out, it fills a bucket."""
         return self._next_bucket() is not None
 
     def _fill(self) -> BucketKey | None:
-        """The bucket of the next batch; None at the end."""
+        """Take items until enough batches are full, and return the bucket of the next batch; None at the end."""
         room = 1 if self._rule is None else self._rule.room(self._count)
         full = {key: each for key, held in self._buckets.items() if (each := len(held) // self._size(key))}
         count = sum(full.values())
@@ -387,7 +404,7 @@ class BucketBatcher(EncoderBatches):
         return self._sizes.of(*key)
 
     def _put_taken(self) -> BucketKey | None:
-        """Put the item that was taken into its bucket, and return the bucket; None if the item is left out."""
+        """Put the taken item into its bucket, and return the bucket, or None if the item is dropped."""
         element = self._taken[0]
         key = self._key_unmade(element)
         if key is None:
@@ -406,7 +423,7 @@ class BucketBatcher(EncoderBatches):
         return key
 
     def _key_unmade(self, element: Element) -> BucketKey | None:
-        """The bucket of an element that is skipped, if it is known without making it."""
+        """Return the bucket of an element that is only skipped, if it is known without building the element."""
         if self.group is not None or element.is_made or not self._is_skipped(element):
             return None
         if not self.bounds:
@@ -416,15 +433,16 @@ class BucketBatcher(EncoderBatches):
         return None, bisect_left(self.bounds, element.sizes[0][0])
 
     def _key(self, element: Element) -> BucketKey:
-        """The group and bucket of a built item; the bucket `len(self.bounds)` if it is too long.
+        """Return group and bucket of a built item. The bucket is `len(self.bounds)` if the item is too long.
 
-        Raises `EncodeError` if the encoder or `group` does, or the group has no size.
+        Raises `EncodeError` if the encoder or `group` raises, or if the group has no size.
         """
         bucket = bisect_left(self.bounds, self._calls.length(element, least=0)) if self.bounds else 0
         group = None if self.group is None else self._calls.value(self.group, element.value, self._sizes.checked_group)
         return group, bucket
 
     def _skipped(self, ref: ItemRef) -> None:
+        """Count an item that is too long. Raises `EncodeError` for very many in a row."""
         _, row = self._by_source.left_out("longer than the last bound", ref)
         if row >= max_empty_samples(self.info.population):
             raise EncodeError(
@@ -432,7 +450,7 @@ class BucketBatcher(EncoderBatches):
             )
 
     def _make(self, key: BucketKey, i: int) -> bool:
-        """Make the item `i` of a bucket; False if it is lost, or a pack that lost an item and is of another bucket."""
+        """Build item `i` of a bucket. Returns False if it is lost, or if it is a pack that lost items and moved."""
         held = self._buckets[key]
         element = held[i]
         if element.is_made:
@@ -458,16 +476,17 @@ class BucketBatcher(EncoderBatches):
         return False
 
     def _put(self, key: BucketKey, item: Any, ref: ItemRef) -> None:
+        """Append an item to a bucket."""
         self._buckets.setdefault(key, ItemBuffer(self)).add([Element(ref, item)])
 
     def save_state(self) -> State:
         """Return the position.
 
-        `buckets` has refs and sizes of the items in each bucket, `count` the number of yielded batches.
+        `buckets` has refs and sizes of the items in each bucket, and `count` is the number of yielded batches.
 
-        `taken`: the same of an item that an error kept from its bucket, if there is one. With groups `keys`: group and
-        number of each bucket; where batches are padded `first`: the ref of the first item. With `same_bucket` `came`:
-        group and number of each bucket, and the items that came to it.
+        `taken` has ref and size of an item that is in no bucket because of an error. If there are groups, `keys` has
+        group and number of each bucket. If batches are padded, `first` is the ref of the lane's first item. With
+        `same_bucket`, `came` has group and number of each bucket, and the number of items that came to it.
         """
         keys: list[BucketKey] = [(None, number) for number in range(self._sizes.buckets)]
         if self.group is not None:
@@ -506,7 +525,7 @@ class BucketBatcher(EncoderBatches):
             self._rule.restore(came)
 
     def settings(self) -> dict[str, Any]:
-        """Every argument; the encoder only if it is not the one upstream."""
+        """Return every argument, and the encoder if it is not the one upstream."""
         own = self._sizes.settings()
         if self.same_bucket:
             own |= {"same_bucket": True, "candidates": self.candidates}
@@ -518,4 +537,5 @@ class BucketBatcher(EncoderBatches):
 
 
 def _shown(key: BucketKey) -> str:
+    """Describe a bucket in messages."""
     return f"bucket {key[1]}" if key[0] is None else f"bucket {key[1]} of the group {key[0]!r}"

@@ -326,6 +326,7 @@ class Encode(ChunkedStage, ItemStage):
             element.value = self._made(element)
 
     def _made(self, element: Element) -> Any:
+        """Rebuild an item, or return the `Skip` of a lost or excluded sample."""
         ref = element.ref
         sample, size = self._opened.pop(ref[:2], (None, None)) if type(ref) is tuple else (None, None)
         if sample is None:

@@ -169,13 +169,13 @@ class EncoderCalls:
     def check_size(self, element: Element, length: int, images: int | None) -> None:
         """Raise `CheckpointMismatchError` unless a rebuilt item has this size."""
         found = self.length(element, least=0), images if images is None else self.images(element.value)
-        for name, before, after in zip(("length", "images"), (length, images), found, strict=True):
-            if before != after:
-                raise CheckpointMismatchError(
-                    f"{self._stage}: an item has {name} {after}, but had {before} when the state was saved. Use the "
-                    f"saved data and {self.encoder_name}, which must depend on the sample and `rng` alone."
-                    f"\n  item {element.ref} of {self._lane}"
-                )
+        if found != (length, images):
+            at, name = (0, "length") if found[0] != length else (1, "images")
+            raise CheckpointMismatchError(
+                f"{self._stage}: an item has {name} {found[at]}, but had {(length, images)[at]} when the state was "
+                f"saved. Use the saved data and {self.encoder_name}, which must depend on the sample and `rng` alone."
+                f"\n  item {element.ref} of {self._lane}"
+            )
 
     def checked_length(self, length: int, *, least: int) -> int:
         """Return a length that the encoder declared, which must be at least `least`."""
@@ -215,6 +215,7 @@ class EncoderCalls:
         return self._error(f"{self.encoder_name}.{method}", error)
 
     def _error(self, name: str, error: Exception, which: str = "") -> EncodeError:
+        """Return an `EncodeError` that names the function, the stage and the lane."""
         return EncodeError(
             f"{name} failed: {described(error)}. Fix it and resume.\n  stage {self._stage}{which} of {self._lane}"
         )

@@ -31,7 +31,7 @@ _NOTHING = "it returned None; return True or False"
 class FilterCounts(msgspec.Struct):
     """Counts of tried, passed and failed samples of a filter.
 
-    `row` counts the last samples, of which none passed.
+    `row` counts those since the last one passed.
     """
 
     tried: SavedCount = 0
@@ -41,16 +41,16 @@ class FilterCounts(msgspec.Struct):
 
 
 class Filter(ChunkedStage, SampleStage, ItemStage):
-    """Yields the samples, items or packs of which `keep` is true.
+    """Yields the samples, items or packs for which `keep` returns True.
 
-    Samples that a reader excludes, or a `Join` skips, pass through it, untried, as they do through a buffer.
+    Samples that a reader excludes, or a `Join` skips, pass through without a call of `keep`.
 
     Args:
         source: A stage of samples, or of items.
-        keep: `keep(sample)`, `keep(sample, rng)` or `keep(item)`: says whether it stays, by its arguments alone.
-        on_error: For an element of which `keep` raises, as for `sp.Encode`. A tenth of a lane's may be skipped; up to
-            100 are never too many.
-        global_rng: As `TaskEncoder.global_rng`; only for samples.
+        keep: `keep(sample)`, `keep(sample, rng)` or `keep(item)`. The result must only depend on the arguments.
+        on_error: For elements for which `keep` raises, as for `sp.Encode`. A tenth of a lane's elements may be
+            skipped; up to 100 are always allowed.
+        global_rng: See `TaskEncoder.global_rng`; only for samples.
 
     Raises:
         ValueError: A setting is wrong.
@@ -78,11 +78,15 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         self.keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
 
     def take(self, n: int) -> Any:
-        """The next refs of samples, REF (any,), or the next item; none only at the end."""
+        """Return the refs of the next samples, REF (any,), or the next item in a list.
+
+        There are none only at the end.
+        """
         return self._take_samples(n) if self.yields == "samples" else self._take_item()
 
     def _take_item(self) -> list[Element]:
-        for item in self.source:  # which makes an item before it moves past it
+        """Return the next item that passes, in a list, which is empty at the end."""
+        for item in self.source:  # the source builds an item before it moves past it, so that an error loses nothing
             passed = self._try_item(item)
             self._count([passed])
             if passed:
@@ -96,12 +100,12 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         return []
 
     def _try_item(self, item: Any) -> bool | None:
-        """Whether an item stays; None if it is skipped because of an error."""
+        """Return the result of `keep` for an item, or None if the item is skipped because of an error."""
         try:
-            found = self._function(item)
-            if found is None:
+            result = self._function(item)
+            if result is None:
                 raise TypeError(_NOTHING)
-            return bool(found)
+            return bool(result)
         except Exception as error:
             ref = self.source.ref
             fault = EncodeError(
@@ -115,6 +119,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             return None
 
     def _take_samples(self, n: int) -> RefArray:
+        """Return the refs of up to `n` samples that pass: REF (any,). It is empty at the end."""
         ahead, excluded = self._ahead, self.info.excluded
         while n:
             if ahead.next == len(ahead.refs) and not ahead.load(self.source, n, keep=ahead.next):
@@ -151,11 +156,11 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         return np.empty(0, REF)
 
     def _try_sample(self, sample: Sample) -> bool | None:
-        """Whether a sample stays; None if it is skipped because of an error."""
+        """Return the result of `keep` for a sample, or None if the sample is skipped because of an error."""
         try:
-            found, _ = self.keyed.encoded(sample)
-            if found is not None:
-                return bool(found)
+            result, _ = self.keyed.encoded(sample)
+            if result is not None:
+                return bool(result)
             error: Exception = TypeError(_NOTHING)
         except EncoderError as failed:
             error = failed.error
@@ -182,9 +187,9 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             raise EncodeError(_DROPS.format(self._name, f"all {counts.tried:,} of an epoch"))
 
     def save_state(self) -> State:
-        """`counts`: a `FilterCounts`. Samples have more.
+        """Return the counts.
 
-        `refs`: taken from the source but not tried, 12 bytes each; `samples`: the number of those tried.
+        For samples, the state also has the `refs` that were taken but not tried, and the number of tried `samples`.
         """
         state = {"counts": msgspec.to_builtins(self._tally), "source": self.source.save_state()}
         if self.yields != "samples":
@@ -193,7 +198,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         return {**ahead, **self._skipped.save_state(), **state}
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`; nothing is tried."""
+        """Return to the position in `state`, without calling `keep`."""
         saved: Any = parse_state(self, state, _SampleFilterState if self.yields == "samples" else _FilterState)
         self.source.restore_state(saved.source)
         self._tally = saved.counts
@@ -202,7 +207,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             self._skipped.restore(self, saved.errors, saved.avoided)
 
     def settings(self) -> dict[str, Any]:
-        """The name of `keep`, and the arguments that a `partial` binds."""
+        """Return the name of `keep`, and the arguments that a `partial` binds."""
         return mapped_settings("keep", self.keep)
 
 

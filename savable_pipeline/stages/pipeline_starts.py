@@ -194,6 +194,7 @@ def mixture(
 
 
 def _mixture(lane: Lane, one_pass: bool, path: Any, split: str | None, **options: Any) -> Stage:
+    """Build the `Blend` of one lane."""
     from savable_pipeline.stages.blending.mixture_file import read_mixture  # late, because it imports yaml
 
     datasets = lane.shared(("mixture", str(path), split), lambda: read_mixture(path, split=split))

@@ -1,4 +1,4 @@
-"""`Pipeline`: a pipeline as a value, which names its stages in the order of the data and builds them for each lane.
+"""`Pipeline`: a pipeline as a value, which builds its stages for each lane.
 
     sp.read("shards/")   .shuffle(1000)   .encode(encoder)   .pack(max_length=8192)   .batch(4)
     └── SamplePipeline ──────────────┘    └── ItemPipeline ───────────────────────┘   └ BatchPipeline
@@ -46,10 +46,12 @@ ALONE = ""  # the name of the only source of a step
 
 @dataclass(frozen=True, slots=True)
 class PipelineStep:
-    """Makes a stage by `make(source, *arguments, **options)`; of several `sources` it gets a dict by name.
+    """A step of a pipeline.
 
-    The first step makes its stage by `make(lane, one_pass, *arguments, **options)`: of a lane, and whether it gives a
-    single pass where it would repeat for ever.
+    It builds a stage by `make(source, *arguments, **options)`.
+
+    If there are several `sources`, `make` gets a dict of stages by name. For the first step, the call is
+    `make(lane, one_pass, *arguments, **options)`, where `one_pass` ends an otherwise endless source after one pass.
     """
 
     name: str
@@ -62,20 +64,29 @@ class PipelineStep:
     def of(
         cls, stage: Callable[..., Stage], sources: Mapping[str, PipelineStep], *arguments: Any, **options: Any
     ) -> Self:
-        """A step that makes a stage of this class, without the options that are the class's defaults."""
+        """Return a step that builds a stage of this class.
+
+        Options with their default values are left out.
+        """
         return cls(stage.__name__, stage, arguments, unlike_defaults(stage, options), sources)
 
     def build(self, lane: Lane, *, one_pass: bool) -> Stage:
-        """The stage of a lane, and all before it. Raises what the stages raise."""
+        """Build the stage for a lane, with all stages before it.
+
+        Raises errors of the stages.
+        """
         if not self.sources:
             return self.make(lane, one_pass, *self.arguments, **self.options)
         if isinstance(self.options.get("weights"), Schedule):
-            one_pass = False  # it counts from the run's start to no end
+            one_pass = False  # a schedule is endless
         built = {name: source.build(lane, one_pass=one_pass) for name, source in self.sources.items()}
         return self.make(built.get(ALONE, built), *self.arguments, **self.options)
 
     def tree(self, label: str = ALONE) -> str:
-        """The stages as they are printed; `label` is the name of this one among several sources."""
+        """Return the tree of the stages for printing.
+
+        `label` is the name of this step among several sources.
+        """
         shown = [_shown(value) for value in self.arguments if value is not None]
         shown += [f"{name}={_shown(value)}" for name, value in self.options.items()]
         named = f"{label}: {self.name}" if label else self.name
@@ -83,7 +94,7 @@ class PipelineStep:
 
 
 def unlike_defaults(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are not what the function takes without them."""
+    """Return the options that differ from the default values of the function."""
     parameters = inspect.signature(function).parameters
     defaults = {name: parameters[name].default for name in options}
     return {
@@ -94,7 +105,7 @@ def unlike_defaults(function: Callable[..., Any], options: Mapping[str, Any]) ->
 
 
 def _shown(value: Any) -> str:
-    """An argument: functions and encoders by their names."""
+    """Format an argument. Functions and encoders are represented by their names."""
     if isinstance(value, MappedFunction):
         value = value.function
     if isinstance(value, TaskEncoder):
@@ -106,23 +117,24 @@ AnyPipeline = TypeVar("AnyPipeline", bound="Pipeline")
 
 
 def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a method of `Pipeline`, as `locals()` has them, for the stage that takes the same ones."""
+    """Return the arguments of a method of `Pipeline`, from its `locals()`, for a stage with the same arguments."""
     return {name: value for name, value in arguments.items() if name != "self"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Pipeline:
-    """A chain of steps that a loader builds for each lane: `sp.read("shards/").shuffle(1000).map(f).batch(4)`.
+    """A chain of steps that a loader builds for each lane.
 
-    It is immutable, and pickles by itself: encoders by value, functions and classes by name. To iterate over one, at
-    any point of the chain, is a single pass over the data without a loader: look at it so, and train with
-    `sp.SavableLoader(pipeline, seed=…)`. `print(pipeline)` shows the tree of its stages.
+    An example is `sp.read("shards/").shuffle(1000).map(f).batch(4)`. It is immutable, and can be pickled: encoders by
+    value, functions and classes by name. Iteration, at any point of the chain, is a single pass over the data without a
+    loader, to inspect the results. Train with `sp.SavableLoader(pipeline, seed=…)`. `print(pipeline)` shows the tree of
+    its stages.
 
-    What a chain cannot say is said by a function of a lane, which builds the stages by hand: see the page "Your own
-    stage". The batches and the states of both are the same.
+    For a pipeline that is not a chain, write a function of a lane that builds the stages: see the page "Your own
+    stage". Batches and states of both are equal.
 
     Args:
-        step: The last step, which has those before it: `sp.read` and the methods make it.
+        step: The last step, which has the steps before it. `sp.read` and the methods build it.
 
     Example:
         >>> pipeline = sp.read("shards/", shuffle=False).map(lambda sample: sample.json()["id"]).batch(4)
@@ -135,7 +147,7 @@ class Pipeline:
     """
 
     step: PipelineStep
-    """The last step, which has those before it."""
+    """The last step, which has the steps before it."""
     _gives: ClassVar[str] = ""
     _advice: ClassVar[Mapping[str, str]] = {}
 
@@ -152,7 +164,7 @@ class Pipeline:
         return self.step.build(lane, one_pass=False)
 
     def __iter__(self) -> Iterator[Any]:
-        """Give the elements of a single pass over the data, in one lane of the seed 0; files are closed at its end."""
+        """Yield the elements of a single pass over the data, in one lane with seed 0. Files are closed at its end."""
         shared: dict[Any, Any] = {}
         lane = Lane(worker=WorkerContext(shared=shared))
         try:
@@ -185,7 +197,7 @@ class Pipeline:
         return list(islice(self, n))
 
     def __len__(self) -> int:
-        """The number of elements of a single pass. Opens the files.
+        """Return the number of elements of a single pass. Opens the files.
 
         Raises:
             TypeError: It cannot be known before they are made.
@@ -213,7 +225,7 @@ class Pipeline:
     @overload
     def then(self, stage: type[SampleStage], *arguments: Any, **options: Any) -> SamplePipeline: ...
     def then(self, stage: type[Stage], *arguments: Any, **options: Any) -> Pipeline:
-        """Add a stage of your own: `stage(source, *arguments, **options)`.
+        """Add your own stage: `stage(source, *arguments, **options)`.
 
         Args:
             stage: A class derived from `SampleStage`, `ItemStage` or `BatchStage`.
@@ -260,7 +272,7 @@ class BatchPipeline(Pipeline):
 
 
 class ItemPipeline(Pipeline):
-    """A pipeline of items, or of packs of them: what `.map` and `.encode` return."""
+    """A pipeline of items or of packs, which `.map` and `.encode` return."""
 
     __slots__ = ()
     _gives = "items"
@@ -271,7 +283,7 @@ class ItemPipeline(Pipeline):
     }
 
     def shuffle(self, size: int, *, max_buffer_bytes: int | None = None) -> Self:
-        """Shuffle items, such as the pieces of one document, in a buffer: `sp.ShuffleBuffer`.
+        """Shuffle items in a buffer: `sp.ShuffleBuffer`.
 
         Args:
             size: Items held in the buffer.
@@ -281,7 +293,7 @@ class ItemPipeline(Pipeline):
         return self._then(type(self), ShuffleBuffer, size=size, max_buffer_bytes=max_buffer_bytes)
 
     def filter(self, keep: Callable[[Any], bool], *, on_error: OnError = "raise") -> Self:
-        """Leave out items of which `keep(item)` is false; they are counted as "filtered".
+        """Drop items for which `keep(item)` is false. They are counted as "filtered".
 
         Args:
             keep: Says whether an item stays, by the item alone.
@@ -309,7 +321,7 @@ class ItemPipeline(Pipeline):
         max_buffer_bytes: int = 1 << 30,
         encoder: TaskEncoder | None = None,
     ) -> ItemPipeline:
-        """Join items into packs of at most `max_length` tokens, by the encoder's `pack`: `sp.OnlinePacker`.
+        """Join items into packs of at most `max_length` tokens: `sp.OnlinePacker`.
 
         Args:
             max_length: Most tokens of a pack.
@@ -343,7 +355,7 @@ class ItemPipeline(Pipeline):
         return self._then(ItemPipeline, Balance, **options)
 
     def batch(self, size: int, *, drop_last: bool | None = None, encoder: TaskEncoder | None = None) -> BatchPipeline:
-        """Make batches of `size` items or packs: `sp.Batcher`.
+        """Combine `size` items or packs into batches: `sp.Batcher`.
 
         Args:
             size: Items or packs of a batch.
@@ -365,7 +377,7 @@ class ItemPipeline(Pipeline):
         candidates: int = 32,
         encoder: TaskEncoder | None = None,
     ) -> BatchPipeline:
-        """Make batches of items of similar length, or of one group: `custom.BucketBatcher`.
+        """Combine items of similar length or one group: `custom.BucketBatcher`.
 
         Args:
             bounds: The greatest length of each bucket.
@@ -386,7 +398,10 @@ class ItemPipeline(Pipeline):
 
 
 class SamplePipeline(Pipeline):
-    """A pipeline of samples: what `sp.read`, `sp.blend`, `sp.join` and `sp.mixture` return."""
+    """A pipeline of samples.
+
+    `sp.read`, `sp.blend`, `sp.join` and `sp.mixture` return one.
+    """
 
     __slots__ = ()
     _gives = "samples"
@@ -410,7 +425,9 @@ class SamplePipeline(Pipeline):
         on_error: OnError = "raise",
         global_rng: bool | tuple[str, ...] | None = None,
     ) -> Self:
-        """Leave out samples of which `keep(sample)`, or `keep(sample, rng)`, is false; they are counted as "filtered".
+        """Drop samples for which `keep(sample)` or `keep(sample, rng)` is false.
+
+        They are counted as "filtered".
 
         A long filter belongs into the encoder, as a `Skip`, or into a file for `exclude=`: this one runs in each epoch.
 
@@ -441,7 +458,9 @@ class SamplePipeline(Pipeline):
         global_rng: bool | tuple[str, ...] | None = None,
         one_to_one: bool = False,
     ) -> ItemPipeline:
-        """Make items of samples by `function(sample)` or `function(sample, rng)`: a dict, a tensor, any value but None.
+        """Encode samples by `function(sample)` or `function(sample, rng)`.
+
+        An item is a dict, a tensor, or any other value except None.
 
         A `Skip` leaves the sample out, a generator makes several items of it. Batches stack them as torch's
         `default_collate`; to pack them, write a `TaskEncoder`.
@@ -476,7 +495,7 @@ class SamplePipeline(Pipeline):
         max_errors: int | float = 0.1,
         check: float | None = None,
     ) -> ItemPipeline:
-        """Make items of samples by an encoder: `sp.Encode`.
+        """Encode samples by an encoder: `sp.Encode`.
 
         Args:
             encoder: The encoder; or a function that makes it, once a process, for one that is too large to be sent to
@@ -503,7 +522,9 @@ class SamplePipeline(Pipeline):
         rate: int | None = None,
         on_error: OnError = "raise",
     ) -> ItemPipeline:
-        """Make an item of each clip of a video, of a sound or of both: dicts of "frames", "times_s", "audio".
+        """Make an item of each clip of a video, of audio or of both.
+
+        An item is a dict of "frames", "times_s" and "audio".
 
         Args:
             clips: Which clips to take.
@@ -524,7 +545,7 @@ class SamplePipeline(Pipeline):
         return self.encode(ClipEncoder(clips, video=video, audio=audio, rate=rate), on_error=on_error)
 
     def batch(self, size: int, *, drop_last: bool | None = None, encoder: TaskEncoder | None = None) -> BatchPipeline:
-        """Make lists of `size` samples, or batches by the `batch` of an encoder: `sp.Batcher`.
+        """Combine samples into lists, or by the `batch` of an encoder: `sp.Batcher`.
 
         Args:
             size: Samples of a batch.

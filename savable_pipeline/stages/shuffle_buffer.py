@@ -75,16 +75,20 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
 
     @cached_property
     def _key(self) -> int:
+        """The key of the random numbers."""
         return self.info.key("shuffle")
 
     @property
     def capacity(self) -> int:
-        """Refs in the full buffer, at most the lane's part of the first epoch."""
+        """The number of refs in a full buffer.
+
+        It is at most the lane's share of the first epoch.
+        """
         return min(self.size, self._most or self.size)
 
     @cached_property
     def _most(self) -> int:
-        """The most samples of the lane in the first epoch by the index, 0 if unknown.
+        """The most samples that the lane may have in the first epoch, according to the index; 0 if unknown.
 
         It is unknown if a sample may become several items.
         """
@@ -100,16 +104,16 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         while len(buffer) < capacity and len(more := take_from(self.source, capacity - len(buffer))):
             buffer.add(more)
             if self.lane.unused is not None:
-                self.lane.unused -= len(more)  # what the lane knows to be in the buffer is not wasted
+                self.lane.unused -= len(more)  # samples in the buffer do not count as read without a batch
 
     def _slot(self) -> int:
-        """The place of the next element to give, whether or not another follows into it."""
+        """Draw the slot of the next element, whether or not a fresh one takes its slot."""
         return (word(self._key, self._draws) >> 32) * len(self._buffer) >> 32
 
     def take(self, n: int) -> Any:
-        """Take the next 1 to `n` random elements.
+        """Return the next 1 to `n` random elements.
 
-        Each is replaced by the source's next, or by the last.
+        Each is replaced by the next element of the source, or at its end by the last one of the buffer.
         """
         buffer, capacity = self._buffer, self.capacity
         self._fill()
@@ -131,9 +135,8 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
     def save_state(self) -> State:
         """Return the position.
 
-        `refs` has those of samples in order, 12 bytes each (index uint64, epoch uint32), or those of items with sizes.
-
-        `draws`: draws so far. `most`: the most refs in the buffer; 0 for no bound below `size`.
+        `refs` has the buffer's refs of samples, 12 bytes each (index uint64, epoch uint32), or refs of items with
+        sizes. `draws` is the number of draws so far, and `most` the limit of the buffer; 0 if it is `size`.
         """
         saved = {"refs": self._buffer.save(), "draws": self._draws, "most": self._most}
         return {**saved, "source": self.source.save_state()}
@@ -157,7 +160,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
             self.source.prefetch(self._buffer.array)
 
     def settings(self) -> dict[str, Any]:
-        """`size`, the only setting that changes the order."""
+        """Return `size`, the only setting that changes the order."""
         return {"size": self.size}
 
 

@@ -215,11 +215,13 @@ class _Chain:
         self.select_files = settings.get("select_files", self.select_files)
 
     def _add_batched(self, size: int, collation: Any, partial_batches: bool) -> None:
+        """Set size and collation of batches."""
         if self.batch is not None:
             raise ValueError("sp.read supports one batched() in a pipeline. Add unbatched() before the second one.")
         self.batch = (size, collation, partial_batches)
 
     def _add_per_sample(self, stage: Any, *, has_fan_out: bool) -> None:
+        """Add a stage that handles one sample at a time, or one batch if it is after batching."""
         if self.batch is not None and _name(stage) in _FAN_OUTS:
             # batches are divided into samples again, so that batches of one sample do the same
             _, collation, _ = self.batch
@@ -238,6 +240,7 @@ class _Chain:
             self._add_stage(stage)
 
     def _add_stage(self, stage: Any) -> None:
+        """Add a stage to all chains that read shards."""
         for chain in self.readers():
             chain.stages.append(stage)
             chain.checked |= self.checked
@@ -368,6 +371,7 @@ class WebDatasetEncoder(TaskEncoder):
         self._earlier.append((fields, rng.key))
 
         def seeded(several: Iterable[tuple[dict[str, Any], int]]) -> Iterator[dict[str, Any]]:
+            """Yield copies of samples, each after seeding the generators with its key."""
             for each, key in several:
                 seed(key)
                 yield copy(each)

@@ -125,6 +125,10 @@ def join_context(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     index = torch.cat([context_index(whole, rank, size) for rank in range(size)])
 
     def joined(name: str) -> Any:
+        """Join a field of all parts in the order of tokens.
+
+        Fields that are not per token are equal in all parts.
+        """
         value = first[name]
         if not _is_per_token(value, first):
             return value

@@ -249,11 +249,13 @@ class _Moved:
         self._ready: Callable[[], Any] | None = None
 
     def begin(self) -> None:
+        """Start to move the batch, unless that was started before."""
         if self._move is not None:
             self._ready = self._move(self._batch)
             self._batch = self._move = None
 
     def ready(self) -> Any:
+        """Return the batch on the device, and wait for it if needed."""
         self.begin()
         assert self._ready is not None
         return self._ready()

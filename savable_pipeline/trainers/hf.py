@@ -282,6 +282,7 @@ class _Counter(TrainerCallback):  # type: ignore[misc]
 
 
 def _check_arguments(args: Any, eval_loader: Any) -> None:
+    """Raise ValueError for arguments that would repeat or skip batches."""
     if not args.ignore_data_skip:
         raise ValueError(
             "set TrainingArguments(ignore_data_skip=True), because the state of the loader says where to resume"

@@ -405,6 +405,8 @@ class DelayedSignals:
                 signal.signal(number, self._delaying(handler))
 
     def _delaying(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
+        """Wrap a signal handler, so that it runs between batches."""
+
         def delayed_signals(number: int, frame: FrameType | None) -> None:
             self._waiting.append(lambda: handler(number, frame))
             if not self._busy():

@@ -150,6 +150,7 @@ class TrainerLoader:
         self._check_none_skipped()
 
     def _check_unmoved(self) -> None:
+        """Raise `SavableError` if the loader was moved by something else than this class."""
         if self._epoch_and_slot != self._expected_at:
             (epoch, slot), (now_epoch, now_slot) = self._expected_at, self._epoch_and_slot
             raise SavableError(
@@ -158,6 +159,7 @@ class TrainerLoader:
             )
 
     def _check_none_skipped(self) -> None:
+        """Raise `SavableError` if the trainer skipped batches or fetched too many ahead."""
         if self._begun is None or not self._yielded:
             return
         last, begun = self._yielded[-1], self._begun()

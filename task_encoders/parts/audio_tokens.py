@@ -56,6 +56,8 @@ class AudioTokens(Medium):
     def tokens(self, frames: int) -> int:
         """Return the number of tokens of audio.
 
+        A convolution and then a pooling halve the number of frames.
+
         Args:
             frames: The number of frames, 100 per second.
         """

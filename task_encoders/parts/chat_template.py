@@ -195,6 +195,7 @@ class OwnTemplate:
         return [{**each.more, "role": each.role, "content": self._content(each, image)} for each in messages]
 
     def _content(self, message: Message, image: str) -> Any:
+        """Return the content of a message in the form that the template expects."""
         if self.content == "text":
             return _text(message, image)
         return [

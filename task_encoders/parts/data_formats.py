@@ -140,6 +140,7 @@ def _describe_fields(record: Any) -> str:
 
 
 def _llava_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
+    """Parse one turn of LLaVA's format. `at` is its path in errors."""
     role, trained = turn.get("from"), _is_trained(turn, at)
     if role in _CALLS:
         return [_call_turn(turn.get("value"), f"{at}.value", trained=trained)]
@@ -174,6 +175,7 @@ def _split_text(text: Any, kinds: Iterable[str], at: str, media: SampleMedia) ->
 
 
 def _openai_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
+    """Parse one message of OpenAI's format. `at` is its path in errors."""
     turn = {name: value for name, value in turn.items() if value is not None}  # tables have null for missing fields
     role = _expect(turn.get("role"), str, f"{at}.role")
     trained = _is_trained(turn, at)
@@ -292,6 +294,7 @@ def refuse_preferences(fields: Any) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
+    """Remove fields that are null, at all levels."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -304,6 +307,7 @@ _KNOWN = f"turns of {', or of '.join(_PARSERS)}, as a list or in a field {', '.j
 
 
 def _expect(value: Any, kind: type, at: str) -> Any:
+    """Return a value of JSON. Raises ValueError, which names its path, if it has another type."""
     if isinstance(value, kind):
         return value
     names: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
@@ -327,6 +331,7 @@ def parse_document(record: Any, media: SampleMedia) -> list[ContentPart]:
 
 
 def _parse_obelics(record: dict[str, Any], media: SampleMedia) -> list[ContentPart]:
+    """Parse a document of OBELICS: lists of one length, in which each position is a text or a medium."""
     kinds = [kind for kind, name in _LISTS.items() if kind == "image" or (kind in media.kinds and name in record)]
     name_of = {"text": "texts", **{kind: _LISTS[kind] for kind in kinds}}
     columns = {kind: _expect_list(record, name) for kind, name in name_of.items()}
@@ -357,6 +362,7 @@ def _and_list(words: list[str]) -> str:
 
 
 def _parse_mmc4(texts: list[Any], entries: list[Any], images: SampleImages) -> list[ContentPart]:
+    """Parse a document of MMC4: texts, and images that belong before a text."""
     names = [entry.get("image_name") if isinstance(entry, dict) else None for entry in entries]
     named = all(name in images.names for name in names)
     images_before: dict[int, list[DecodedImage]] = {}  # by the index of a text

@@ -120,6 +120,7 @@ class MixedTokens:
         return fields
 
     def _finish(self) -> None:
+        """Tokenize the remaining text, and add the tokens after a document."""
         self._tokenize()
         if self._is_document:
             self._append(self._tokenizer.after(self._pieces[-1] if self._pieces else ()), True)
@@ -149,6 +150,7 @@ class MixedTokens:
         self._media_tokens.append(piece)
 
     def _append(self, ids: Ids, target: bool | NDArray[np.bool_], runs: Sequence[int | Grid] = ()) -> None:
+        """Append ids. `target` says which have a loss, and `runs` has lengths of text and grids of media."""
         if len(ids):
             self._pieces.append(ids)
             self._targets.append(np.broadcast_to(np.asarray(target), (len(ids),)))

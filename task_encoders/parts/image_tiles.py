@@ -151,6 +151,7 @@ class ImageTiles(ABC):
         return {"tiles": type(self).__qualname__, **asdict(self)}
 
     def _check_side(self, side: int) -> None:
+        """Raise ValueError if a side is not a whole number of merged patches."""
         if not side // self.patch or side // self.patch % self.merge:
             raise ValueError(
                 f"{type(self).__name__}: {side} pixels are {side // self.patch} patches of {self.patch}, not a "

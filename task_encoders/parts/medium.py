@@ -211,6 +211,7 @@ class MRope:
         return asdict(self)
 
     def _grid_positions(self, grid: Grid) -> torch.Tensor:
+        """Return the three axes of positions of a grid of patches: time, row and column."""
         step = 1.0 if self.tokens_per_second is None else self.tokens_per_second * grid.interval_s
         time = (torch.arange(grid.steps, dtype=torch.float32) * step).long()
         axes = torch.meshgrid(time, torch.arange(grid.rows), torch.arange(grid.columns), indexing="ij")

@@ -374,6 +374,7 @@ def _numbered(name: str) -> list[tuple[int, str]]:
 
 
 def _from_data_url(url: str, field: str, exif: bool) -> Image.Image:
+    """Decode the image in a data URL."""
     head, comma, encoded = url.partition(",")
     try:
         if not comma or not head.endswith(";base64"):

@@ -131,6 +131,7 @@ class SquareCrop:
         return {"image_size": own.pop("size"), "crop_scale": own.pop("scale"), **own}
 
     def _random(self, sample: Sample, part: str, rng: Rng) -> Image.Image:
+        """Return a random part of an image, resized to the square."""
         size = (self.size, self.size)
         needed = size if self.decode == "scaled" else None
         cut = sample.image(
@@ -149,6 +150,7 @@ class SquareCrop:
         resized = (0, 0)
 
         def needed(width: int, height: int) -> tuple[int, int]:
+            """Return the size to which the image is decoded, and remember the resized size."""
             nonlocal resized
             short, long = sorted((width, height))
             other = int(self.size * long / short)

@@ -316,6 +316,10 @@ def decoded_frames(container: Any, packet: Any, chunks: deque[int] | None) -> li
     """
     if not has_no_pts(container, packet.stream):
         found: list[Any] = packet.decode()
+        is_adpcm = packet.stream.codec_context.name.startswith("adpcm")  # FFmpeg reads several blocks as one packet
+        for before, frame in itertools.pairwise(found if is_adpcm else []):
+            if frame.pts is None and before.pts is not None:
+                frame.pts = before.pts + round(before.samples / (before.sample_rate * before.time_base))
     elif chunks is None:  # FFmpeg assumes for H.264 that each is shown one chunk later
         packet.pts = packet.dts
         found = packet.decode()

@@ -303,13 +303,13 @@ def _write_frame(out: NDArray[np.uint8], frame: Any, name: str, *, pixels: tuple
 
 def _channels(frame: Any, width: int | None, height: int | None) -> list[NDArray[np.uint8]]:
     """Return red, green and blue of a frame, uint8 (height, width), maybe resized."""
-    # Planes need no transposition, and have the numbers of "rgb24". But FFmpeg leaves columns at the right
+    # Planes need no transposition, and of 8 bits have the numbers of "rgb24". But FFmpeg leaves columns at the right
     # uninitialised if the width is no multiple of 16, unless it resizes.
-    if width is None and frame.width % 16:
-        packed = frame.reformat(format="rgb24", threads=1)
+    exact = None if width is None else _bicubic()
+    if (width is None and frame.width % 16) or frame.format.components[0].bits > 8:
+        packed = frame.reformat(width=width, height=height, format="rgb24", interpolation=exact, threads=1)
         pixels = _rows(packed.planes[0], packed.height, 3 * packed.width).reshape(packed.height, packed.width, 3)
         return [pixels[..., channel] for channel in range(3)]
-    exact = None if width is None else _bicubic()
     planar = frame.reformat(width=width, height=height, format="gbrp", interpolation=exact, threads=1)
     return [_rows(planar.planes[number], planar.height, planar.width) for number in (2, 0, 1)]  # of green, blue, red
 

@@ -83,22 +83,24 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
     An example is `Blend({"web": a, "books": b}, weights={"web": 7, "books": 3})`.
 
-    Where each lane has given n samples, n a multiple of `stride`, the sum over lanes is within 1.2 samples of a
-    source's share, and each lane within 2.6 (found by search); by tokens, a lane is within about twice the longest
-    item. In between, each lane shuffles its turns, so that the ranks of a step hold different sources.
+    When each lane has yielded n samples, where n is a multiple of `stride`, the sum over all lanes is within 1.2
+    samples of a source's share, and each lane within 2.6 (the largest deviations that a search found). By tokens, a
+    lane is within about twice the longest item. In between, each lane shuffles its turns, so that the ranks of a step
+    draw from different sources.
 
     Args:
-        sources: Stages by name: all of samples, or all of items or packs, each branch with its own encoder; a Blend may
-            be one. The name is part of the keys of a source's order and random numbers: the same shards under two names
-            are two sources.
-        weights: The weight of each source. None: its number of samples. 0 turns a source off, which keeps its place for
-            `allow={"weights"}`. With a `Schedule` they change during the run, and a source keeps to the integral of its
-            share.
-        by: "samples" counts samples or items, "tokens" their lengths by the branch's `encoder.length`. A pack counts as
-            its items together.
-        until: When a source that does not repeat (`epochs=`) ends: "all" continues with the rest by their weights,
-            "first" ends the Blend.
-        stride: Set it to the batch size if that is no multiple of 8. A small one costs time.
+        sources: Stages by name: all of samples, or all of items or packs, each branch with its own encoder. A source
+            may be a Blend. The name is part of the keys of a source's order and random numbers, so the same shards
+            under two names are different sources.
+        weights: The weight of each source. None: its number of samples. 0 turns a source off; `allow={"weights"}` can
+            turn it on again. With a `Schedule` weights change during the run, and the draws of a source follow the
+            integral of its share.
+        by: "samples" counts samples or items, "tokens" their lengths by `encoder.length` of the branch. A pack counts
+            with the length of all its items.
+        until: When a finite source (`epochs=`) ends: "all" continues with the other sources by their weights, "first"
+            ends the Blend.
+        stride: The number of samples after which shares are exact. Set it to the batch size if that is not a multiple
+            of 8. A small stride takes more time.
 
     Raises:
         ValueError: A setting is wrong.
@@ -130,10 +132,11 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         _check_sources(sources)
         check_blend(sources, weights, by, until, stride)
         self.yields = next(iter(sources.values())).yields
-        self._stages = dict(sorted(sources.items()))  # sorted: the order of the turns must not depend on the dict's
+        # sorted, because the order of turns must not depend on the order of the dict
+        self._stages = dict(sorted(sources.items()))
         self.weights: dict[str, int] = {}
         self.until = until
-        self._before = 0  # samples or tokens given before the counts of the turns began
+        self._before = 0  # samples or tokens that were yielded before the counts of the turns began
         self._begun: Turns | TokenTurns | None = None
         self._ended: set[str] = set()
         self.name_branch("")
@@ -143,10 +146,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             given = {name: stage.info.population for name, stage in self._stages.items()}
         self.weights = integer_weights({name: given[name] for name in self._stages})
         self.by, self.stride = by, stride
-        self._counters: dict[str, list[str]] = {}  # of each source, by name
+        self._counters: dict[str, list[str]] = {}  # the names of counters, by source
         self._end_sources(self._ended)
-        self._ahead: dict[str, _Elements] = {name: self._array([]) for name in self._stages}  # of their turns
-        # the counts of earlier passes are not known in the next one
+        self._ahead: dict[str, _Elements] = {name: self._array([]) for name in self._stages}  # taken before their turns
+        # the counts of a pass are not known in the next one, so a schedule needs an endless pass
         if self.schedule is not None and not self.describe().endless:
             raise ValueError("Blend: a schedule needs an endless source. Set epochs=None in one reader.")
         if by == "tokens" and self.yields == "samples":
@@ -155,9 +158,9 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
     def describe(self) -> StageInfo:
         """Describe the merged stream.
 
-        It is one deeper than the deepest source, with the sum of their populations, and all their tags and origins.
+        It has the sum of all populations, and all tags and origins.
 
-        Endless if some source that is on is, or with `until="first"`, if all of these are.
+        It is endless if a source with a weight is endless, or with `until="first"`, if all of them are.
         """
         infos = [stage.info for stage in self.sources]
         given = [self._stages[name].info.endless for name in self._on]
@@ -185,7 +188,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
     @property
     def names(self) -> list[str]:
-        """Their names."""
+        """The names of the sources, sorted."""
         return list(self._stages)
 
     @property
@@ -196,7 +199,9 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         )
 
     def name_branch(self, name: str) -> None:
-        """Name each source by its own name, or `name/OWN` inside another Blend.
+        """Tell each source its name as a branch.
+
+        It is its own name, or `name/OWN` inside another Blend.
 
         Args:
             name: The name of this Blend as a source of another one, or "".
@@ -208,7 +213,8 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         if len(self._stage_of) < sum(len(stage.info.tags) for stage in self._stages.values()):
             raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same tag. Rename one.")
         decided = next(iter(self.sources)).lane.facts.decisions.weights.get(name, {})
-        self._decided = decided if decided.keys() == self._stages.keys() else None  # until its branch has its name
+        # before the branch has its name, a decision may be for another Blend
+        self._decided = decided if decided.keys() == self._stages.keys() else None
         self._end_sources(self._ended)
         vars(self).pop("info", None)
 
@@ -225,6 +231,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return is_certain(self._source_of(ref), ref)
 
     def _source_of(self, ref: ItemRef | Ref) -> Stage:
+        """Return the source of an element. Raises `CheckpointMismatchError` if there is no such source."""
         if isinstance(ref, Ref):
             for stage in self.sources:
                 if ref.source in stage.info.origins:
@@ -233,6 +240,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return self._of_tag(tag_of(next(sample_indices(as_ref(ref)))))
 
     def _of_tag(self, tag: int) -> Stage:
+        """Return the source with this tag. Raises `CheckpointMismatchError` if there is none."""
         if tag not in self._stage_of:
             raise CheckpointMismatchError(
                 f"Blend: the state has a source that is not in {', '.join(self._stages)}. Restore it."
@@ -243,12 +251,12 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
     @property
     def _on(self) -> dict[str, int]:
-        """The weights of the sources that are on, as decided, or else its own: a weight of 0 turns a source off."""
+        """The weights of the sources whose weight is not 0: those that the run decided, or else the stage's own."""
         weights = self.weights if self._decided is None else {name: self._decided[name] for name in self._stages}
         return {name: weight for name, weight in weights.items() if weight}
 
     def _end_sources(self, ended: set[str]) -> None:
-        """Set the ended sources. `_active` lists the others that are on; empty when the Blend itself has ended."""
+        """Set which sources have ended. `_active` are the others with a weight; it is empty if the Blend has ended."""
         over = bool(ended) and self.until == "first"
         self._ended = ended
         self._active = [] if over else [name for name in self._on if name not in ended]
@@ -279,7 +287,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return list(taken) if taken.dtype == object else taken
 
     def _of_token_turn(self, turns: TokenTurns) -> _Elements:
-        """The element of the next turn; none if it is lost, or its source has ended."""
+        """Return the element of the next turn in an array, which is empty if it is lost or its source has ended."""
         name = self._active[turns.next()]
         if not self._load(name, 1):
             self._end_sources({*self._ended, name})
@@ -298,7 +306,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return taken
 
     def _of_turns(self, n: int) -> _Elements:
-        """The elements of the next `n` turns, or of those before the turn of a source that has ended."""
+        """Return the elements of the next `n` turns, or of the turns before that of a source that has ended."""
         active, turns = self._active, self._turns
         assert isinstance(turns, Turns)
         chosen = turns.plan(n)
@@ -332,11 +340,11 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return ready
 
     def _array(self, taken: Any) -> _Elements:
-        """Elements of a source, as `take` returns them, in an array."""
+        """Return elements, as `take` of a source returns them, as an array."""
         return np.asarray(taken, REF) if self.yields == "samples" else np.fromiter(taken, object, len(taken))
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
-        """Return the samples with these refs; their parts are read when asked for."""
+        """Return the samples with these refs. Parts are read on access."""
         found: list[Any] = [None] * len(refs)
         for stage, mine in self._by_source(refs):
             for at, sample in zip(mine.tolist(), stage.open_samples(refs[mine]), strict=True):
@@ -352,14 +360,15 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             stage.prefetch(refs[mine])
 
     def _by_source(self, refs: RefArray) -> Iterator[tuple[SampleStage, NDArray[np.int64]]]:
-        """Each source of these samples, and the positions of its refs: int64 (any,)."""
+        """Yield each source of these samples, and the positions of its refs: int64 (any,)."""
         tags = (refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64)
         for tag in np.unique(tags).tolist():
             yield cast(SampleStage, self._of_tag(tag)), np.flatnonzero(tags == tag)
 
     def _length(self, name: str, element: Element) -> int | None:
-        """The length of an element, which is made if that is not known; None if it can no longer be made."""
-        if element.sizes is not None:  # also of a made pack, which may be longer than its items: it need not stay made
+        """Return the length of an element, which is built if its size is unknown; None if that is impossible."""
+        # also for a built pack, because its own length may be larger, and is not known after a resume
+        if element.sizes is not None:
             return sum([length for length, _ in element.sizes])
         stage = self._stages[name]
         if not element.is_made:
@@ -377,7 +386,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             ) from error
 
     def _count_drawn(self, name: str, elements: int, tokens: int = 0) -> None:
-        """Count the elements of a source. A Blend in this one counts its own sources."""
+        """Count drawn elements of a source, unless it is a Blend, which counts its own sources."""
         counters = self._counters.get(name)
         if counters is None:
             tags = self._stages[name].info.tags
@@ -393,10 +402,9 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
     def save_state(self) -> State:
         """Return the position.
 
-        `sources` has the state of each source by name, `ended` the names of ended ones, `turns` the counts so far.
-
-        `ahead`: what was taken from a source before its turn: refs of samples, 12 bytes each, or of each item its ref
-        and sizes.
+        `sources` has the state of each source by name, `ended` the names of ended sources, and `turns` the counts so
+        far. `ahead` has what was taken from a source before its turn: refs of samples, 12 bytes each, or ref and sizes
+        of each item.
         """
         turns = self._turns.save() if self._active else {"weights": 0, "counts": [], "taken": 0}
         return {
@@ -429,6 +437,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             log.info("Blend of %s: the shares are counted again from here", self.lane)
 
     def _restored_ahead(self, name: str, saved: Any) -> _Elements:
+        """Return the elements of a state that were taken from a source before their turns."""
         if self.yields != "samples":
             return self._array(restored_elements(self, saved or []))
         refs = saved_refs(self, saved or b"")
@@ -437,7 +446,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return refs
 
     def settings(self) -> dict[str, Any]:
-        """The names of the sources, their weights, and every other argument."""
+        """Return the names of the sources, their weights, and every other argument."""
         return {
             "sources": list(self._stages),
             "weights": self.weights if self.schedule is None else {},
@@ -449,22 +458,22 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
 
 def _name_branch(stage: Stage, name: str) -> None:
-    """Make a stage, with all upstream, part of the source `name`.
+    """Tell a stage and all stages upstream that they belong to the source `name`.
 
-    Raises ValueError for one whose elements the ranks of a step take together.
+    Raises ValueError for a stage that must yield in step with other lanes.
     """
     if isinstance(stage, Blend | RecordReader):
         stage.name_branch(name)
         return
-    if isinstance(stage, ChunkedStage) and stage.in_step:  # the turns would part the lanes' slots
+    if isinstance(stage, ChunkedStage) and stage.in_step:  # turns differ between lanes
         raise ValueError(f"{stage.in_step} must be after the Blend, not in its source {name!r}")
     for source in stage.sources:
         _name_branch(source, name)
-    vars(stage).pop("info", None)  # it is described again, with the name
+    vars(stage).pop("info", None)  # it must be described again, with the name
 
 
 def _check_sources(sources: Mapping[str, Stage]) -> None:
-    """Raise ValueError unless these are stages of one lane, properly named, that all give samples or all items."""
+    """Raise ValueError unless sources are stages of one lane that all yield samples or all yield items."""
     if not sources:
         raise ValueError("Blend: sources is empty. Pass a dict with at least one source.")
     for name, stage in sources.items():

@@ -131,6 +131,7 @@ class Mixture(msgspec.Struct, frozen=True):
         return dict(self._tags())
 
     def _tags(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the tags of each dataset, also in nested mixtures."""
         for name, entry in self.sources.items():
             if isinstance(entry, MixtureSource):
                 yield name, entry.tags
@@ -158,6 +159,7 @@ class _BlendBuilder:
         return Blend(stages, weights=weights, stride=self.stride)
 
     def _reader(self, entry: MixtureSource) -> SampleStage:
+        """Build the reader of a dataset."""
         own = {
             name: getattr(entry, name) for name in ("columns", "key", "length", "stride", "dtype", "split", "subset")
         }

@@ -176,6 +176,7 @@ def _check_shares(sources: dict[str, MixtureSource | Mixture], entries: dict[str
 
 
 def _is_on(source: MixtureSource | Mixture) -> bool:
+    """Return whether a source has a weight, or repetitions, above 0."""
     if isinstance(source, MixtureSource) and source.repetitions is not None:
         return source.repetitions > 0
     return source.weight is None or exact_weight("", source.weight) > 0
@@ -198,6 +199,7 @@ def _source(entry: YamlEntry) -> MixtureSource:
 
 
 def _check_weight(name: str, weight: Any, entry: YamlEntry, *, key: str = "weight") -> None:
+    """Raise ValueError, with the line of `key`, for an invalid weight."""
     try:
         if isinstance(weight, str) and _HUGE_POWER.search(weight):
             raise ValueError(f"the weight of {name!r} is too large: {weight[:100]!r}")
@@ -308,6 +310,7 @@ class _MetadatasetReader:
 
 
 def _check_class(entry: YamlEntry) -> None:
+    """Raise ValueError if a file is not a metadataset of a supported version."""
     module, name = entry.value.get("__module__", "megatron.energon"), entry.value.get("__class__", _CLASSES[0])
     if not str(module).startswith("megatron.energon") or name not in _CLASSES:
         raise entry.wrong_at("__class__", f"{module}.{name} is not supported. Use {' or '.join(_CLASSES)}.")

@@ -80,6 +80,7 @@ class Schedule:
 
 
 def _count(start: object) -> int:
+    """Return the count of a point. Raises ValueError if it is invalid."""
     if not isinstance(start, int) or not 0 <= start < _LARGEST:
         raise ValueError(f"Schedule: a point must be an int of at least 0, not {start!r}")
     return start

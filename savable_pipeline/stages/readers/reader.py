@@ -105,6 +105,7 @@ class ReaderData:
         """
 
         def open_files(**reader_settings: Any) -> Dataset:
+            """Open the dataset, at the commit that the run has stored now."""
             source = source_at(files, kind, lane, cache)
             if source.session is not None:  # the run may have stored another commit since
                 source = replace(source, files=at_commit(files, lane.worker.pinned, source.session))

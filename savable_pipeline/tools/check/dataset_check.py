@@ -93,7 +93,7 @@ def check_dataset(
     names = sorted({*dataset.names, *counts, *dataset.indexed}) if dataset.whole else dataset.names
     reports = []
     progress(0, len(names))
-    for done, (name, answer) in enumerate(_answers(dataset, names, processes or os.cpu_count() or 1, options), 1):
+    for done, (name, answer) in enumerate(_check_shards(dataset, names, processes or os.cpu_count() or 1, options), 1):
         if answer is None:
             problems.append(
                 Problem("cannot be checked", "the process that read it was killed, perhaps since memory ran out", name)
@@ -128,6 +128,7 @@ def _join_reports(root: str, shards: int, reports: list[ShardReport], problems: 
 
 
 def _find_dataset(source: Source, form: Format) -> _Dataset:
+    """List the shards of a dataset, with its metadata and its index."""
     if source.session is not None:
         found, metadata, indexed = describe_url(source.files, form, source.session)
         whole = isinstance(source.files, str) and source.files.rstrip("/") == found.root
@@ -163,7 +164,7 @@ def _media_warnings(counts: Counter[str]) -> Iterator[str]:
         yield f"{parts} not decoded: pip install 'savable_pipeline[media]'"
 
 
-def _answers(dataset: _Dataset, names: list[str], processes: int, options: CheckSettings) -> Iterator[Answer]:
+def _check_shards(dataset: _Dataset, names: list[str], processes: int, options: CheckSettings) -> Iterator[Answer]:
     """Check shards in processes, and yield their reports as MessagePack. Remote shards are downloaded one by one."""
     if not is_remote(dataset.root):
         yield from each_shard(partial(file_check.check_file, options=options), Path(dataset.root), names, processes)

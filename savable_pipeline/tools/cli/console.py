@@ -44,6 +44,7 @@ def visible(text: str) -> str:
 
 
 def _escaped(character: str) -> str:
+    """Return a character, or its escape sequence if a terminal would not show it."""
     if unicodedata.category(character) not in _UNSEEN:
         return character
     return character.encode("unicode_escape", "backslashreplace").decode()

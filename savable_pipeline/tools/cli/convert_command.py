@@ -126,6 +126,7 @@ def convert(
 
 
 def _file_fields(no_files: bool, named: list[str] | None) -> tuple[str, ...] | None:
+    """Return the fields that name files: those of the options, () for none, or None for the default."""
     if no_files and named:
         raise ValueError("--no-files and --file-field exclude each other")
     return () if no_files else tuple(named) if named else None
@@ -137,6 +138,7 @@ def _parse_split(text: str) -> tuple[str, str]:
 
 
 def _parse_parts(text: str | None) -> tuple[str, ...]:
+    """Split the names of parts in an option."""
     names = tuple(name for part in (text or "").split(",") if (name := part.strip()))
     if text is not None and not names:
         raise ValueError("--only names no part; expected extensions, such as jpg,txt")
@@ -144,6 +146,7 @@ def _parse_parts(text: str | None) -> tuple[str, ...]:
 
 
 def _read_keys(path: Path) -> list[str]:
+    """Read the keys of samples, one per line."""
     keys = [key for key in path.read_text().split("\n") if key]
     if not keys:
         raise ValueError(f"{path}: no key in it; expected the keys of samples, one a line")

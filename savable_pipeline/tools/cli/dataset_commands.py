@@ -141,6 +141,7 @@ def _shard_text(entry: ShardEntry) -> str:
 
 
 def _info_object(info: Info) -> dict[str, object]:
+    """Return the facts about a dataset as JSON."""
     smallest, largest = _extremes(info)
     return {
         "root": info.root,

@@ -158,6 +158,7 @@ def _print_verdict(plan: VerifyPlan, verdict: Verdict) -> None:
 
 
 def _print_mismatch(verdict: Verdict, mismatch: Mismatch) -> None:
+    """Print where a resumed run differs from the uninterrupted one, and how."""
     segment = mismatch.segment
     since = f"resumed after step {segment.start}" if segment.start else "not interrupted yet"
     ran = f"segment {segment.number} (num_workers={segment.workers}, PYTHONHASHSEED={segment.hash_seed}, {since})"
@@ -258,6 +259,7 @@ def _print_state(state: StateSummary) -> None:
 
 
 def _setting(name: str, value: object) -> str:
+    """Format a setting, with shards as their numbers."""
     if name.endswith("Reader.shards") and isinstance(value, list | dict):
         from savable_pipeline.data.dataset.shard_digests import count, sample_count
 

@@ -52,6 +52,7 @@ app = typer.Typer(
 
 
 def _print_version(wanted: bool) -> None:
+    """Print the version and exit, if requested."""
     if wanted:
         out.print(f"savable_pipeline {__version__}")
         raise typer.Exit

@@ -96,6 +96,7 @@ def _advise_lanes(plan: RunPlan) -> str:
 
 
 def _workers(plan: RunPlan) -> Iterator[Fact]:
+    """Yield facts about the workers that are needed."""
     if plan.workers is not None:
         yield Fact("workers per rank", str(plan.workers.a_rank), "--batch-s ÷ --step-s")
         yield Fact("CPU nodes for remote workers", str(plan.workers.nodes), f"{plan.workers.a_node} workers on each")
@@ -106,6 +107,7 @@ def _per_epoch(plan: RunPlan) -> str:
 
 
 def _steps(plan: RunPlan) -> Iterator[Fact]:
+    """Yield facts about the steps of an epoch."""
     steps = plan.steps
     if steps.how == "unknown":
         return
@@ -120,6 +122,7 @@ def _steps(plan: RunPlan) -> Iterator[Fact]:
 
 
 def _memory(plan: RunPlan) -> Iterator[Fact]:
+    """Yield facts about the memory for buffers."""
     memory = plan.memory
     if memory.refs:
         name = f"sample IDs in shuffle buffers, {counted(memory.lanes, 'lane')}"
@@ -130,6 +133,7 @@ def _memory(plan: RunPlan) -> Iterator[Fact]:
 
 
 def _bytes(source: SourceBytes) -> Iterator[Fact]:
+    """Yield facts about what is read and downloaded from a source."""
     of = f" of {source.name}" if source.name else ""
     how = "mean sample size"
     yield Fact(f"all samples{of}", human_bytes(source.bytes), "index")

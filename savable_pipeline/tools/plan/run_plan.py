@@ -146,6 +146,7 @@ def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> St
 
 
 def _finite_steps(how: Basis, settings: LoaderSettings, parts: PathParts, counts: list[int], ranks: int) -> Steps:
+    """Return the steps of a finite pass whose lanes have `counts` batches."""
     end, lanes, rows = counted_end(counts, pad=settings.pad), len(counts), parts.rows or 1
     owned = [round(parts.reader_samples(lane)) for lane in range(lanes)]
     if settings.pad:
@@ -240,6 +241,7 @@ def plan_bytes(builder: LaneBuilder, parts: PathParts, *, ranks: int, nodes: int
 
 
 def _source_bytes(builder: LaneBuilder, number: int, parts: PathParts, ranks: int, nodes: int) -> SourceBytes:
+    """Estimate what is read, downloaded and cached from a source."""
     reader = parts.readers[number]
     dataset, lanes = reader.dataset, parts.last.lane.count
     sample_bytes = sum(entry.size for entry in dataset.entries) / dataset.count
@@ -313,7 +315,7 @@ class WorkersNeeded:
 
     @classmethod
     def of(cls, batch_s: float, step_s: float, *, ranks: int, a_node: int) -> WorkersNeeded:
-        """Compute them from the seconds to build a batch and of a training step.
+        """Compute the numbers from the seconds to build a batch and of a training step.
 
         `a_node` is the number of workers of a CPU node. Raises ValueError unless all are above 0.
         """

@@ -83,6 +83,7 @@ def chosen_samples(dataset: Dataset, wanted: SampleChoice) -> Chosen:
 
 
 def _paged(numbers: SampleNumbers, wanted: SampleChoice) -> list[SampleNumbers]:
+    """Draw samples at random, and divide them among pages in the order of the dataset."""
     shown = min(wanted.samples * wanted.pages, len(numbers))
     drawn = np.sort(numbers[Bijection(derive_key(wanted.seed, "preview"), len(numbers))(np.arange(shown))])
     return np.split(drawn, np.arange(wanted.samples, shown, wanted.samples))
@@ -101,6 +102,7 @@ def _matching(dataset: Dataset, wanted: SampleChoice) -> tuple[SampleNumbers, in
 
 
 def _rows(dataset: Dataset) -> Iterator[tuple[int, int, int]]:
+    """Yield index, shard and row of each sample."""
     for start in range(0, dataset.count, _AT_ONCE):
         numbers = np.arange(start, min(start + _AT_ONCE, dataset.count))
         shards, rows = dataset.locate(numbers)
@@ -108,6 +110,7 @@ def _rows(dataset: Dataset) -> Iterator[tuple[int, int, int]]:
 
 
 def _matches(dataset: Dataset, shard: int, row: int, wanted: SampleChoice) -> bool:
+    """Return whether a sample has the part and the key that the user chose."""
     part = wanted.part.lower()
     if part and not any(fnmatchcase(name.lower(), part) for name in dataset.extensions(shard, row)):
         return False
@@ -198,6 +201,7 @@ def _is_broken(sample: Sample) -> bool:
 
 
 def _opened(dataset: Dataset, numbers: SampleNumbers) -> list[Sample]:
+    """Open samples by their indices."""
     refs = np.zeros(len(numbers), dtype=REF)
     refs["index"] = numbers
     return dataset.open_samples(refs)
@@ -211,6 +215,7 @@ def _cards(dataset: Dataset, numbers: SampleNumbers) -> list[Card]:
 
 
 def _numbers(dataset: Dataset) -> dict[str, Any]:
+    """Return the numbers of a dataset for its page."""
     faults = [(name, fault.removeprefix(f"{name}: ")) for name, fault in dataset.faults]
     sizes, counts = dataset.entries.sizes, dataset.entries.samples
     rows = _part_rows(_sizes(dataset))

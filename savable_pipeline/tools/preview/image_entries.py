@@ -118,6 +118,7 @@ def tiles_entry(name: str, fields: Mapping[str, Any], encoder: TaskEncoder | Non
 
 
 def _tile(patches: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
+    """Arrange patches of an image in rows and columns."""
     channels, height, width = patches.shape[1:]
     laid = patches.reshape(rows, columns, channels, height, width).transpose(0, 3, 1, 4, 2)
     return laid.reshape(rows * height, columns * width, channels)
@@ -135,6 +136,7 @@ def describe_array(value: Any, array: NDArray[Any]) -> str:
 
 
 def _values(array: NDArray[Any]) -> str:
+    """Return the first values of an array in one dimension as text."""
     if array.ndim > 1 or not array.size:
         return ""
     more = " …" if array.size > _LISTED else ""
@@ -237,6 +239,7 @@ def as_pixels(image: NDArray[Any], mean: Sequence[float], std: Sequence[float]) 
 
 
 def _decoded(image: Image.Image) -> Pixels:
+    """Decode an image as RGB, turned upright; images of more than 8 bits are stretched to grey."""
     if image.mode.startswith(("I", "F")):  # more than 8 bits per channel, which a conversion would clip
         grey = stretched(np.asarray(image)).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)

@@ -108,6 +108,7 @@ def _whole_player(sample: Sample, part: str, kind: str, room: Room) -> Player | 
 
 
 def _clip_player(video: Video | None, audio: Audio | None, kind: str, room: Room) -> Player:
+    """Return a player of the first seconds, as many as there is room for."""
     seconds = clip_seconds(video, audio, room.excerpt)
     data = clip(video, audio, seconds, room.excerpt) if seconds > 0 else b""
     if not data:
@@ -116,6 +117,7 @@ def _clip_player(video: Video | None, audio: Audio | None, kind: str, room: Room
 
 
 def _video_facts(video: Video | None) -> str:
+    """Describe a video in words."""
     if video is None:
         return ""
     width, height = video.size
@@ -123,6 +125,7 @@ def _video_facts(video: Video | None) -> str:
 
 
 def _audio_facts(audio: Audio | None) -> str:
+    """Describe audio in words."""
     if audio is None:
         return ""
     return f"{clock(audio.duration_s)}, {audio.rate:,} Hz, {counted(audio.channels, 'channel')}, {_codec(audio)}"
@@ -150,10 +153,11 @@ def _frame_thumbnails(video: Video, room: Room) -> list[Thumbnail]:
     size = max(1, round(video.size[0] * scale)), max(1, round(video.size[1] * scale))
     frames = zip(times, video.frames(times, size=size), strict=True)
     shown = [replace(thumbnail_of_pixels(frame.transpose(1, 2, 0)), caption=clock(time)) for time, frame in frames]
-    return [thumbnail for thumbnail in shown if room.fits(thumbnail.uri)]
+    return [thumbnail for thumbnail in shown if room.reserve(thumbnail.uri)]
 
 
 def _times(video: Video) -> list[float]:
+    """Return the times of the frames to show, evenly spread, or near those times for long videos."""
     duration = video.duration_s
     count = int(min(_FRAMES, max(1, duration * video.fps)))
     even = [(number + 0.5) * duration / count for number in range(count)]
@@ -221,12 +225,14 @@ def clip(video: Video | None, audio: Audio | None, seconds: float, limit: int) -
 
 
 def _any_stream(video: Video | None, audio: Audio | None) -> Video | Audio:
+    """Return the video, or the audio if there is none."""
     stream = video or audio
     assert stream is not None, "nothing to encode"
     return stream
 
 
 def _write_frames(output: Any, video: Video, seconds: float, bytes_per_s: int) -> None:
+    """Encode the first seconds of a video as H.264."""
     fps = min(max(video.fps, _LEAST_FPS), _MOST_FPS)
     stream = output.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
     # bits per second, and bits of the rate control's buffer
@@ -254,6 +260,7 @@ def _even_size(width: int, height: int) -> tuple[int, int]:
 
 
 def _audio_stream(output: Any, audio: Audio) -> Any:
+    """Add an AAC stream for audio to a file."""
     rate = next((rate for rate in _RATES if rate <= audio.rate), _RATES[-1])
     stream = output.add_stream("aac", rate=rate, layout="mono" if audio.channels != 2 else "stereo")
     stream.codec_context.bit_rate = 8 * _AUDIO_BYTES * 3 // 4
@@ -261,6 +268,7 @@ def _audio_stream(output: Any, audio: Audio) -> Any:
 
 
 def _write_samples(output: Any, stream: Any, audio: Audio, seconds: float) -> None:
+    """Encode the first seconds of audio."""
     rate, layout = stream.codec_context.sample_rate, stream.codec_context.layout.name
     samples = audio.samples(0.0, seconds, rate=rate, mono=layout == "mono")
     for begin in range(0, samples.shape[1], _BLOCK):

@@ -198,10 +198,10 @@ class Room:
     def take(self, kind: str, data: bytes) -> str:
         """Return the data as a URI, or "" if there is no room."""
         uri = f"data:{kind};base64,{base64.b64encode(data).decode()}"
-        return uri if self.fits(uri) else ""
+        return uri if self.reserve(uri) else ""
 
-    def fits(self, uri: str) -> bool:
-        """Return whether there is room for this URI, and take the room."""
+    def reserve(self, uri: str) -> bool:
+        """Reserve room for a URI. Returns False if there is not enough."""
         if len(uri) > self.free:
             return False
         self.free -= len(uri)

@@ -67,6 +67,7 @@ def batch_page(stage: Stage, lane: Lane, title: str, number: int, batch: Any) ->
 
 
 def _page(stage: Stage, lane: Lane, title: str, cards: list[Card]) -> bytes:
+    """Render a page with cards of batches."""
     return render(
         "pipeline.html.jinja",
         title=title,
@@ -91,6 +92,7 @@ def _describe_stage(stage: Stage) -> tuple[str, str, list[str]]:
 
 
 def _cards(stage: Stage, batches: int) -> list[Card]:
+    """Return cards of the first batches of a lane; an error of the pipeline ends them."""
     fields = Fields(stage.info.encoder)
     cards: list[Card] = []
     for number in range(batches):
@@ -150,6 +152,7 @@ class Fields:
         yield from self._entries_of("", batch, 0)
 
     def _entries_of(self, name: str, value: Any, depth: int) -> Iterator[CardEntry]:
+        """Yield entries of a value, and of the values in it."""
         try:
             inner = _inner(value) if depth < _DEEPEST else None
             if isinstance(value, Sample):
@@ -178,17 +181,20 @@ class Fields:
                     yield with_documents(entry, value, documents, fields, self._encoder)
 
     def _list(self, name: str, items: list[Any], depth: int) -> Iterator[CardEntry]:
+        """Yield entries of the first items of a list."""
         for number, item in enumerate(items[:_MOST_ITEMS]):
             yield from self._entries_of(f"{name}[{number}]", item, depth + 1)
         if len(items) > _MOST_ITEMS:
             yield CardEntry(name or "batch", f"{len(items) - _MOST_ITEMS:,} more")
 
     def _sample(self, name: str, sample: Sample) -> Iterator[CardEntry]:
+        """Yield entries of the parts of a sample."""
         for extension in sample:
             entry = part_entry(sample, extension, self._room)
             yield dataclasses.replace(entry, name=f"{name} {entry.name}".strip())
 
     def _leaf(self, name: str, value: Any) -> CardEntry:
+        """Return the entry of a value that is not a container."""
         array = as_array(value)
         if array is not None:
             sound = sound_entry(name, value, array, self._room)

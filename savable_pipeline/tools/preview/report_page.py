@@ -233,6 +233,7 @@ def _percentiles(counters: NotedCounters) -> list[tuple[str, list[float]]]:
 
 
 def _sources(recorded: BatchCounts, counters: NotedCounters, expected: ExpectedShares) -> list[SourceRow]:
+    """Return a row for each source: its samples, and its actual and expected fraction."""
     if len(recorded.sources) < 2:
         return []
     whole = max(1, sum(recorded.samples))
@@ -349,6 +350,7 @@ def run_advice(counters: NotedCounters, *, slowest_wait: float) -> Iterator[str]
 
 
 def _advise_workers(counters: NotedCounters) -> str:
+    """Say whether more workers would help, and how many."""
     training_s = counters.seconds - counters.totals["wait_s"]
     if training_s < _TRAINED * counters.seconds:
         return "The trainer did hardly anything but wait: no number of workers keeps up with that."
@@ -376,6 +378,7 @@ def _workers_needed(wanted: int, counters: NotedCounters) -> str:
 
 
 def _advise_stage(counters: NotedCounters) -> Iterator[str]:
+    """Say which stage takes most of the time."""
     stages = counters.of_stages("seconds/")
     if whole := sum(stages.values()):
         name, spent = next(iter(stages.items()))
@@ -384,6 +387,7 @@ def _advise_stage(counters: NotedCounters) -> Iterator[str]:
 
 
 def _advise_tail(counters: NotedCounters) -> Iterator[str]:
+    """Say whether single batches are much slower than the median."""
     median, most = (counters.last.get(f"making_s/{percent}", 0.0) for percent in ("p50", "p99"))
     if median and most > _SLOW_TAIL * median:
         ms = f"{1000 * most:,.2f} ms to build, the median {1000 * median:,.2f} ms"

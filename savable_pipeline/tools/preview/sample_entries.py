@@ -67,6 +67,7 @@ def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
 
 
 def _image_entry(extension: str, note: str, head: bytes, size: int) -> CardEntry:
+    """Return the entry of an image, with a thumbnail."""
     if len(head) < size:
         raise ValueError(f"not decoded: {size:,} bytes, more than {LARGEST_BYTES:,}")
     thumbnail, about = thumbnail_of_file(head)
@@ -131,6 +132,7 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _is_turn(value: Any) -> bool:
+    """Return whether a value of JSON is a turn of a conversation."""
     if not isinstance(value, dict) or not isinstance(_first_value(value, _ROLES), str):
         return False
     content = _first_value(value, _CONTENTS)
@@ -138,6 +140,7 @@ def _is_turn(value: Any) -> bool:
 
 
 def _turns(conversation: Sequence[dict[str, Any]]) -> list[Turn]:
+    """Return the turns to show: all, or the first and the last ones."""
     hidden = len(conversation) - _FIRST - _LAST
     if hidden <= 1:
         return [_turn(each) for each in conversation]
@@ -146,6 +149,7 @@ def _turns(conversation: Sequence[dict[str, Any]]) -> list[Turn]:
 
 
 def _turn(message: dict[str, Any]) -> Turn:
+    """Format one message of a conversation."""
     role = _first_value(message, _ROLES)
     answers = role.lower() in _ANSWERING
     more = {name: value for name, value in message.items() if name not in (*_ROLES, *_CONTENTS) and value is not None}
@@ -162,6 +166,7 @@ def _format_content(content: Any) -> str:
 
 
 def _format_part(part: Any) -> str:
+    """Format a part of a message: its text, or its type in brackets."""
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and isinstance(part.get("text"), str):

@@ -113,6 +113,7 @@ def sound_entry(name: str, value: Any, array: NDArray[Any], room: Room) -> CardE
 
 
 def _sounds_entry(name: str, note: str, array: NDArray[Any], room: Room) -> CardEntry | None:
+    """Return the entry of arrays of samples, or None if the array is not audio."""
     # rows may be channels or clips, so each is shown separately
     sounds = array if array.ndim == 3 else array.reshape(-1, 1, array.shape[-1])
     if sounds.shape[1] > _MOST_CHANNELS:
@@ -126,6 +127,7 @@ def _sounds_entry(name: str, note: str, array: NDArray[Any], room: Room) -> Card
 
 
 def _features_entry(name: str, note: str, array: NDArray[Any], room: Room) -> CardEntry | None:
+    """Return the entry of log-mel features, or None if the array has no such shape."""
     if array.ndim == 2 and array.shape[1] in _BINS:
         array = array.T[None]
     if array.ndim != 3 or array.shape[1] not in _BINS:

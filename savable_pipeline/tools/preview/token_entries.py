@@ -88,6 +88,7 @@ def documents_of(name: str, fields: Mapping[str, Any], anchors: str) -> PackDocu
 
 
 def _array(fields: Mapping[str, Any], name: str) -> NDArray[Any]:
+    """Return a field as an array, which the caller has checked to be one."""
     array = as_array(fields[name])
     assert array is not None
     return array
@@ -109,6 +110,7 @@ def tokens_entry(
 
 
 def _sequences(tokens: NDArray[Any], fields: Mapping[str, Any]) -> _Sequences:
+    """Find out which tokens have a loss, and where documents begin."""
     labels, mask = _matching(tokens, fields, _LABELS), _matching(tokens, fields, _LOSS_MASKS)
     begins, beyond = _document_starts(tokens, fields), np.zeros(tokens.shape, dtype=bool)
     if labels is None and mask is None:
@@ -184,20 +186,21 @@ def _row(sequences: _Sequences, row: int, decoder: Decoder, documents: PackDocum
     return TokenRow(note, spans)
 
 
-def _end_of_stretch(found: _Sequences, row: int, start: int, shown: int) -> int:
+def _end_of_stretch(sequences: _Sequences, row: int, start: int, shown: int) -> int:
     """Return the end of the tokens from `start` on that are in one document and have equal loss."""
     stop = start + 1
     while (
         stop < shown
-        and not found.begins[row, stop]
-        and not found.beyond[row, stop - 1]
-        and (found.loss is None or found.loss[row, stop] == found.loss[row, start])
+        and not sequences.begins[row, stop]
+        and not sequences.beyond[row, stop - 1]
+        and (sequences.loss is None or sequences.loss[row, stop] == sequences.loss[row, start])
     ):
         stop += 1
     return stop
 
 
 def _spans(found: _Sequences, row: int, start: int, stop: int, decoder: Decoder) -> list[TokenSpan]:
+    """Divide tokens of one document with equal loss into spans of text."""
     ids: list[int] = found.tokens[row, start:stop].tolist()
     kind = "unknown" if found.loss is None else "loss" if found.loss[row, start] else "ignored"
     spans: list[TokenSpan] = []
@@ -270,6 +273,7 @@ class Decoder:
         return both.removeprefix(context) if both.startswith(context) else self._text(ids[start:end])
 
     def _text(self, ids: Sequence[int]) -> str:
+        """Decode ids as text, or return "" if that fails."""
         if self._decode is None or not ids:
             return ""
         try:
@@ -282,6 +286,7 @@ class Decoder:
 
 
 def _decoded(decode: Any, ids: list[int]) -> Any:
+    """Decode ids, including special tokens if the tokenizer supports it."""
     try:
         return decode(ids, skip_special_tokens=False)  # tokenizers leave them out otherwise
     except TypeError:
@@ -314,6 +319,7 @@ def with_documents(
 
 
 def _linked(thumbnail: Thumbnail, documents: PackDocuments, position: int) -> Thumbnail:
+    """Add the document of a token to a thumbnail, as its caption and link."""
     row, number = documents.at(position)
     where = f"row {row}, document {number}" if documents.rows > 1 else f"document {number}"
     return dataclasses.replace(thumbnail, caption=where, link=documents.anchor(row, number))
@@ -335,6 +341,7 @@ def _first_token_positions(
 
 
 def _tile_positions(documents: PackDocuments, vision: Any, grids: Any) -> TokenPositions | Sequence[int]:
+    """Return the position of each image's first token, or () if that is unknown."""
     try:
         sizes = [int(vision.tiles.tokens(grids[number : number + 1])) for number in range(len(grids))]
         positions = np.flatnonzero(documents.tokens.reshape(-1) == int(vision.token))

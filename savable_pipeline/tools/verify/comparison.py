@@ -239,6 +239,7 @@ class _Comparison:
     def _explain(
         self, step: int, segment: Segment, interpreter: _Interpreter, expected: ANSWERS, found: ANSWERS
     ) -> Mismatch:
+        """Find the first difference of two batches, and draw it."""
         assert isinstance(expected, Stepped) and isinstance(found, Stepped)
         if expected.digest == found.digest:
             longer = "uninterrupted" if found.ends_epoch else "cut"

@@ -206,6 +206,7 @@ class SegmentProcess:
         return Done()
 
     def _begin(self, order: StartLoader) -> LoaderStarted:
+        """Build the loader, and move it to the state."""
         # without the user's ledger
         settings = replace(load_target(order.target, seed=order.seed, lanes=order.lanes), ledger=None)
         if order.workers is not None:
@@ -221,6 +222,7 @@ class SegmentProcess:
         return LoaderStarted(settings.lanes, len(run.position.lanes), settings.num_workers, names)
 
     def _explain(self, run: Run, expected: Any, picture: Path) -> Explained:
+        """Describe the first difference from the expected batch, and draw it."""
         difference = find_difference(expected, self._batch)
         assert difference is not None
         drawn = draw_difference(difference, picture)

@@ -302,6 +302,7 @@ def checked(dataset: Any) -> EnergonDataset:
 def _sources(
     path: str | os.PathLike[str], split_part: str, encoder: Any, settings: DatasetSettings, *, training: bool
 ) -> Sources:
+    """Check the settings, and return the sources of a dataset."""
     known = DatasetSettings.__annotations__
     for name in settings:
         if name not in known:
@@ -335,6 +336,7 @@ def _pipeline(
     packing_buffer_size: int | None,
     shuffle_buffer_size: int | None,
 ) -> EnergonPipeline:
+    """Build the pipeline of a dataset."""
     packing = packing_buffer_size is not None
     handler = worker_config.global_error_handler
     ours = FromEnergon(
@@ -350,6 +352,7 @@ def _pipeline(
 def _dataset(
     pipeline: EnergonPipeline, worker_config: Any, settings: DatasetSettings, length: int | None
 ) -> EnergonDataset:
+    """Build the dataset, with the seed of the worker configuration as default."""
     seed = settings.get("seed")
     seed = worker_config.seed_offset if seed is None else seed
     return EnergonDataset(pipeline, worker_config, seed, settings.get("lanes"), length or None)

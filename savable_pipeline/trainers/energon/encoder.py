@@ -207,6 +207,7 @@ class FromEnergon(TaskEncoder):
             return self._skip_or_raise(error)
 
     def _build_pack(self, items: list[Any], rng: Rng) -> Any:
+        """Call the encoder's methods of a pack, and return the pack with its restore key."""
         keys = _restore_keys(items)
         if self._has_postencode:
             items = [post for item in items if type(post := self._post_encoded(item, rng)) is not Skip]
@@ -216,6 +217,7 @@ class FromEnergon(TaskEncoder):
         return self._check_group(_with_restore_key(pack, "pack", rng.key, rng.parts[0], *keys))
 
     def _post_encoded(self, item: Any, rng: Rng) -> Any:
+        """Call `postencode_sample` for an item; the result is a `Skip` if it skips the item."""
         try:
             return self._methods.call("postencode_sample", item, rng, seeded=False)
         except SkipSample:
@@ -304,6 +306,7 @@ def _sources_of(subject: Any) -> list[SourceInfo] | None:
 
 
 def _restore_keys(items: list[Any]) -> tuple[Any, ...]:
+    """Return the restore key of each item, or None for an item without one."""
     return tuple(
         [
             item.get("__restore_key__") if isinstance(item, dict) else getattr(item, "__restore_key__", None)
@@ -359,6 +362,7 @@ def rebuild_by_key(encoder: FromEnergon, key: Any, *, seed: int) -> Any:
 
 
 def _rebuilt(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
+    """Rebuild a sample, pack or batch from its restore key."""
     kind: Any
     parts: list[Any]
     kind, *parts = key if isinstance(key, Sequence) and len(key) > 2 else [None]

@@ -108,6 +108,7 @@ class Methods:
         return getattr(method, "__func__", None) is not getattr(TaskEncoder, name)
 
     def _check_supported(self, *, packing: bool) -> None:
+        """Raise TypeError if the encoder overrides a method that cannot be supported."""
         name = type(self._encoder).__name__
         for method in _UNSUPPORTED:
             if self._overrides(method):
@@ -155,6 +156,7 @@ class Methods:
         return not str(self._encoder.encode_sample.__module__).startswith(_ENERGON_MODULE)
 
     def _methods_with_batch_index(self) -> Iterator[str]:
+        """Yield the names of the user's methods that use `current_batch_index`."""
         for name, member in inspect.getmembers(type(self._encoder), inspect.isfunction):
             code = getattr(_unwrapped(member), "__code__", None)
             own = name not in _BATCHING and not str(member.__module__).startswith(_ENERGON_MODULE)

@@ -54,6 +54,7 @@ def only_energons_classes() -> Iterator[None]:
     resolve, load = getattr(JsonParser, _RESOLVE), getattr(ModuleLoader, _LOAD)
 
     def resolve_theirs(parser: Any, module_name: str, object_name: str, *rest: Any) -> Any:
+        """Resolve only classes of Energon, because a dataset must not name other code."""
         found = None
         if module_name.partition(".")[0] == "megatron" and module_name.split(".")[1:2] == ["energon"]:
             found = resolve(parser, module_name, object_name, *rest)
@@ -203,6 +204,7 @@ class Sources:
         return self._loaded if self.only is None else {self.only: self._loaded[self.only]}
 
     def _load(self) -> dict[str, Leaf]:
+        """Load the dataset by Energon, and return its leaves by name."""
         settings = dict(self.settings)
         files = {name: settings.pop(name) for name in ("dataset_config", "split_config") if name in settings}
         config = WorkerConfig(rank=0, world_size=1, num_workers=0)
@@ -300,6 +302,7 @@ class Leaf:
         return CrudeSample({**raw, "__subflavors__": self.factory.subflavors, "json": json.loads(raw["json"])})
 
     def _joined_part(self, sample: Sample, number: int, files: DatasetFiles) -> dict[str, Any] | None:
+        """Return a sample's parts of a joined dataset, or None if it has none."""
         head = f"{_join(number)}."
         if any(name.startswith(head) for name in sample):
             return files.raw(sample, head=head)
@@ -326,6 +329,7 @@ class Leaf:
         return {"primary": self._decoded(own), **self._aux_stores}
 
     def _opened(self, store: Any) -> Any:
+        """Open a store of Energon by this library, so that samples are found by key."""
         if not isinstance(store, WebdatasetFileStore):
             return store
         return KeyedStore(store.get_path(), store.get_path(), unpickles=self._unpickles)

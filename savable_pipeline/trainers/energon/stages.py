@@ -101,6 +101,7 @@ class EnergonPipeline:
         return WithoutSkipped(self._batches(items))
 
     def _batches(self, items: ItemStage) -> BatchStage:
+        """Add the stage that builds batches, by groups if the encoder has them."""
         if not self.encoder.groups:
             return Batcher(items, size=self.batch_size or 1, drop_last=self.drop_last)
         size = size_in_group if self.batch_size is None else self.batch_size

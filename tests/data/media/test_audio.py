@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import random
+from fractions import Fraction
 from typing import Any
 
 import av
@@ -128,6 +129,35 @@ def test_resampled_samples_follow_the_tone_wherever_the_range_starts(rate: int) 
             assert samples.shape == (1, rate)
             expected = tone(4.0, rate, 1)[:, round(start * rate) :][:, :rate]
             assert np.abs(samples - expected)[:, 100:].max() < 2e-3
+
+
+def adpcm_bytes(codec: str, samples: int = 44100) -> bytes:
+    """A tone in a WAV of ADPCM, of which FFmpeg reads several blocks as one packet."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="wav") as made:
+        stream: Any = made.add_stream(codec, rate=44100, layout="mono")
+        stream.codec_context.open()
+        block, formats = stream.codec_context.frame_size, stream.codec_context.codec.audio_formats
+        pcm = (tone(samples / 44100, 44100, 1) * 32767).astype(np.int16)
+        for begin in range(0, samples, block):
+            frame = av.AudioFrame.from_ndarray(pcm[:, begin : begin + block], formats[0].name, "mono")
+            frame.sample_rate, frame.pts, frame.time_base = 44100, begin, Fraction(1, 44100)
+            made.mux(stream.encode(frame))
+        made.mux(stream.encode())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("codec", ["adpcm_ms", "adpcm_ima_wav"])
+def test_adpcm_equals_pyavs_frames_one_after_the_other(codec: str) -> None:
+    data = adpcm_bytes(codec)
+    with av.open(io.BytesIO(data)) as made:
+        frames = [frame for packet in made.demux(audio=0) for frame in packet.decode()]
+    assert any(frame.pts is None for frame in frames)
+    expected = np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames]) / np.float32(32768)
+    assert not media_fault(io.BytesIO(data))[0]
+    with audio(data) as found:
+        assert np.array_equal(found.samples()[0][: len(expected)], expected.astype(np.float32))
+        assert np.array_equal(found.samples(0.5, 0.6)[0], expected[22050:26460].astype(np.float32))
 
 
 def test_mono_is_the_mean_of_the_channels() -> None:

@@ -6,6 +6,7 @@ import io
 import random
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -228,3 +229,19 @@ def test_all_columns_of_a_frame_are_written_whatever_its_width(size: tuple[int, 
         full = [frame.to_ndarray(format="rgb24").transpose(2, 0, 1) for frame in made.decode(video=0)]
     with video(data) as found:
         assert np.array_equal(found.frames_by_index(range(3)), full)
+
+
+@pytest.mark.parametrize("pixels", ["yuv420p10le", "yuv422p10le", "yuv420p12le", "yuv444p10le"])
+@pytest.mark.parametrize("width", [48, 50])
+def test_pixels_of_more_than_8_bits_equal_pyavs(pixels: str, width: int) -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as made:
+        stream: Any = made.add_stream("ffv1", rate=5)
+        stream.width, stream.height, stream.pix_fmt = width, 32, pixels
+        noise = np.random.default_rng(7).integers(0, 256, (32, width, 3), np.uint8)
+        made.mux(stream.encode(av.VideoFrame.from_ndarray(noise, "rgb24").reformat(format=pixels)))
+        made.mux(stream.encode())
+    with av.open(io.BytesIO(file.getvalue())) as made:
+        expected = next(made.decode(video=0)).to_ndarray(format="rgb24").transpose(2, 0, 1)
+    with Video(io.BytesIO(file.getvalue()), "a.mkv") as video:
+        assert np.array_equal(video.frames_by_index([0])[0], expected)
