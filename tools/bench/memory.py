@@ -238,12 +238,12 @@ def sharing_rank(rank: int, ranks: int, sort_count: int, barrier: bool, folder: 
         workers = cpu_seconds(os.getpid()) - time.process_time() - workers
         dist.barrier()
     # The control: the same steps without a loader. Each rank reads its last batch again.
-    control_s = timeit(lambda: (batch.sum(), time.sleep(STEP_SLEEP_S), wait()), number=MEASURED_STEPS)
+    plain_s = timeit("batch.sum(); time.sleep(STEP_SLEEP_S); wait()", number=MEASURED_STEPS, globals=globals() | vars())
     costs = {
         "memory of batches": memory_sum,
         "a step": step_s / ranks,
-        "a step of the control, without a loader": control_s / ranks,
-        "a step, in steps of the control": step_s / control_s * MEASURED_STEPS / ranks,
+        "a step of the control, without a loader": plain_s / ranks,
+        "a step, in steps of the control": step_s / plain_s * MEASURED_STEPS / ranks,
         "CPU time of workers": workers,
         "CPU time of workers and of the first rank's next": workers + (0 if rank else spent["next"]),
         "CPU time of next": spent["next"],
