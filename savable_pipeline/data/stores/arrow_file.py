@@ -233,7 +233,10 @@ def _digest(blob: FileBlob, schema: int | None) -> int:
 
 
 def read_message(file: ByteSource, offset: int) -> ArrowMessage:
-    """The message at `offset` of a file, its body not read. Raises `MessageError`, OSError."""
+    """The message at `offset` of a file, its body not read.
+
+    Raises `MessageError`, OSError.
+    """
     start, size = file.read_at(offset, 8), file.size
     if len(start) < 8 or start[:4] != b"\xff\xff\xff\xff":
         raise MessageError(f"no Arrow message at byte {offset}")

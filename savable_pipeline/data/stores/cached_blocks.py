@@ -74,8 +74,9 @@ class DownloadedFiles(ShardFiles):
             raise RemoteError(f"{self.path(shard)}: {error.strerror}. Check that the cache is there") from error
 
     def is_valid(self, shard: int, row: int, stop: int) -> bool:
-        """Whether rows of the cache are as they were downloaded. Else they are to be downloaded again, perhaps to a new
-        file: what is open may have been deleted.
+        """Whether rows of the cache are as they were downloaded.
+
+        Else they are to be downloaded again, perhaps to a new file: what is open may have been deleted.
         """
         right = self._cached.is_valid(int(self._numbers[shard]), self[shard], row, stop)
         if not right:
@@ -146,8 +147,9 @@ class DownloadedFiles(ShardFiles):
 
 
 class CachedBlocks(DownloadedFiles):
-    """The files of a place in the cache. They are checked against what is `indexed`, if that is given; their bytes only
-    if they are to be `looked_at`.
+    """The files of a place in the cache.
+
+    They are checked against what is `indexed`, if that is given; their bytes only if they are to be `looked_at`.
 
     With `all_used` every byte is read once an epoch: if all fit into the cache, they are downloaded in pieces of 8 MiB.
     """
@@ -173,7 +175,10 @@ class CachedBlocks(DownloadedFiles):
         return self.guarded(shard, offset, size, lambda: super(CachedBlocks, self).read(shard, offset, size))
 
     def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
-        """Fills `array`, uint8 (bytes,), with bytes of a file. Raises the errors of `read`."""
+        """Fills `array`, uint8 (bytes,), with bytes of a file.
+
+        Raises the errors of `read`.
+        """
         read_into = super().read_into
         self.guarded(shard, offset, len(array), lambda: read_into(array, shard, offset))
 

@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.remote.cache_files import PIECE
-from savable_pipeline.data.remote.cache_layout import LONG_FOLDER
 from savable_pipeline.data.remote.lookup import held, locked_folder
 from savable_pipeline.data.remote.session import Urgency
-from savable_pipeline.data.remote.shard_cache import NO_SPACE, USED, WANTED
+from savable_pipeline.data.remote.shard_cache import LONG_FOLDER, NO_SPACE, USED, WANTED
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar_format import TarIndex
@@ -214,7 +213,10 @@ class LongSamples:
         return array
 
     def span(self, shard: int, row: int, extent: tuple[int, int]) -> bytes:
-        """The bytes at `extent`, (offset, size), of a shard. Raises `ShardError`, `RemoteError`."""
+        """The bytes at `extent`, (offset, size), of a shard.
+
+        Raises `ShardError`, `RemoteError`.
+        """
         self._look(shard, row)
         return self._blocks.read_on(shard, *extent, self._cached.extent(row, row + 1)[1])
 

@@ -165,7 +165,7 @@ class ColumnarStore(GroupedStore):
             )
 
     def _broken_row(self, shard: int, row: int, error: ValueError) -> ShardError:
-        from savable_pipeline.data.stores.arrow_rows import NoBytesError
+        from savable_pipeline.data.stores.arrow_columns import NoBytesError
 
         if isinstance(error, NoBytesError):
             return ShardError(f"{self.where(shard)}: row {row}: {error}; {self.cure}", reason=NO_BYTES)
@@ -187,7 +187,7 @@ class ColumnarStore(GroupedStore):
 
     def decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
         """See `GroupedStore.decoded`."""
-        from savable_pipeline.data.stores.arrow_rows import ArrowRows, partition_values
+        from savable_pipeline.data.stores.arrow_columns import ArrowRows, partition_values
 
         batches, size, unread = self.decode(shard, group)
         hidden = self.key_column if self.columns is not None and self.key_column not in self.columns else None

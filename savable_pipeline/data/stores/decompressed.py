@@ -26,7 +26,10 @@ class DamagedError(ValueError):
 
 
 def needed_package(kind: str) -> Any:
-    """The package that a kind of compression, or "rows" of Arrow, needs. Raises ValueError if it is not here."""
+    """The package that a kind of compression, or "rows" of Arrow, needs.
+
+    Raises ValueError if it is not here.
+    """
     package = "zstandard" if kind == "zst" else "pyarrow"
     try:
         return importlib.import_module(package)
@@ -36,7 +39,9 @@ def needed_package(kind: str) -> Any:
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a file of streams of gz, bz2, xz or zst, one after the other. Raises `DamagedError`.
+    """The content of a file of streams of gz, bz2, xz or zst, one after the other.
+
+    Raises `DamagedError`.
 
     A line of more than `line_bytes` is no line.
     """

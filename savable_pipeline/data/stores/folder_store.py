@@ -385,7 +385,10 @@ class FolderStore(RecordStore):
         return sorted([*files, CLASS]) if self._class(row) else [*files]
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """The bytes of a file. Raises `ShardError` if it was changed since the folder was indexed."""
+        """The bytes of a file.
+
+        Raises `ShardError` if it was changed since the folder was indexed.
+        """
         number = self._sample(row)[2].get(extension)
         if number is not None:
             return self._bytes(number)

@@ -39,7 +39,10 @@ _MOST_DECODED = 4 << 30  # bytes of a group, beyond which it is refused unless t
 
 
 class AwaitedRows:
-    """Sets of rows by their group; its length is the number of all rows. A group without rows takes no room."""
+    """Sets of rows by their group; its length is the number of all rows.
+
+    A group without rows takes no room.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[RowGroup, set[int]] = {}
@@ -61,7 +64,10 @@ class AwaitedRows:
             self._count += len(awaited) - before
 
     def done(self, group: RowGroup, row: int) -> None:
-        """This row of a group is read, and awaited no more. (Called for each part: without a detour.)"""
+        """This row of a group is read, and awaited no more.
+
+        (Called for each part: without a detour.)
+        """
         awaited = self._rows.get(group)
         if awaited is not None and row in awaited:
             awaited.remove(row)
@@ -147,7 +153,10 @@ class DecodedBlocks(Generic[T]):
         return found[0]
 
     def retained(self, key: Hashable, row: int) -> Any:
-        """A retained row of the block `key`; None if there is none. It is kept until another one is asked for."""
+        """A retained row of the block `key`; None if there is none.
+
+        It is kept until another one is asked for.
+        """
         rows = self._retained.get(key)
         found = None if rows is None else rows.get(row)
         if found is None:
@@ -216,7 +225,10 @@ class GroupedStore(FileStore):
 
     @abstractmethod
     def decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
-        """The rows of a group, `expected` many, and their bytes in memory. Raises `ShardError`."""
+        """The rows of a group, `expected` many, and their bytes in memory.
+
+        Raises `ShardError`.
+        """
 
     @property
     def most_decoded(self) -> int:

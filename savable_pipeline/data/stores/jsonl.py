@@ -123,7 +123,10 @@ class JsonlStore(TextStore):
         return line if found is None else found
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
-        """See `RecordStore.array`. Raises TypeError for a field that is not text: its bytes would be those of JSON."""
+        """See `RecordStore.array`.
+
+        Raises TypeError for a field that is not text: its bytes would be those of JSON.
+        """
         if extension != LINE:
             found = self._fields(shard, row, self._line(shard, row)).get(extension)
             if not isinstance(found, str | None):

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
-from savable_pipeline.data.shards.index import IndexedFiles, as_it_is, marker_object
+from savable_pipeline.data.shards.index import IndexedFiles, marker_object
 from savable_pipeline.data.shards.part_types import as_part
 from savable_pipeline.data.stores.columnar_store import ColumnSettings
 from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
@@ -249,6 +249,6 @@ LEROBOT = with_media(
     settings=("columns", "key", "blocks", "partial", "unpacked_bytes"),
     markers=(INFO,),
     claims=_is_lerobot,
-    by_settings=as_it_is,
+    by_settings=None,
     reader="parquet",
 )

@@ -94,7 +94,10 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
 
 
 def parsed_footer(footer: bytes) -> Any:
-    """A footer as pyarrow's `FileMetaData`; the rest of the file is not read. Raises pyarrow's errors."""
+    """A footer as pyarrow's `FileMetaData`; the rest of the file is not read.
+
+    Raises pyarrow's errors.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -233,7 +236,9 @@ class ParquetStore(ColumnarStore):
         return DecodedGroup(*self.batches(shard, group, self.wanted))
 
     def batches(self, shard: int, group: int, columns: list[str] | None) -> tuple[list[Any], int]:
-        """Some columns (None: all) of a row group, and their bytes in memory. Raises `ShardError`.
+        """Some columns (None: all) of a row group, and their bytes in memory.
+
+        Raises `ShardError`.
 
         In this thread: pyarrow starts none, so that processes may be forked.
         """

@@ -19,18 +19,18 @@ from functools import cached_property, partial
 from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64
 
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
 from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.record_store import FileStore, some_bytes
+from savable_pipeline.data.stores.record_store import FileStore, hash_some
 from savable_pipeline.errors import ShardError
 
 RangeColumns: TypeAlias = Mapping[str, tuple[str, str | None, str | None]]  # of a part: those of path, begin and end
-_SEEN = 1 << 16  # bytes that are compared of the begin, the middle and the end of a file
+_SAMPLED = 1 << 16  # bytes that are compared of the begin, the middle and the end of a file
 _ENDINGS = tuple(f".{name}" for name in (*AUDIO_PARTS, *VIDEO_PARTS))
 
 
@@ -44,7 +44,7 @@ class MediaRange(msgspec.Struct, frozen=True):
 
 def _digest(file: ByteSource) -> int:
     """A hash of the begin, the middle and the end of a file that rows name ranges of."""
-    return xxh3_64_intdigest(b"".join(some_bytes(file, _SEEN, 2)))
+    return hash_some(xxh3_64(), file, _SAMPLED, 2)
 
 
 class RangedRows(FileStore):
@@ -85,7 +85,10 @@ class RangedRows(FileStore):
         return RangeFile(source, found.begin_s, found.end_s, getattr(found, "fps", None))
 
     def file_named(self, shard: int, row: int, path: str) -> int:
-        """The number of the file that a row names. Raises `ShardError` for all that is not of the dataset."""
+        """The number of the file that a row names.
+
+        Raises `ShardError` for all that is not of the dataset.
+        """
         names = self.entries.names
         base = posixpath.dirname(names[shard]) if self.base is None else self.base
         name = posixpath.normpath(posixpath.join(base, path))

@@ -40,7 +40,7 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_message
 from savable_pipeline.data.stores.arrow_file import read_table as arrow_table
 from savable_pipeline.data.stores.decompressed import MORE
-from savable_pipeline.data.stores.record_store import some_bytes
+from savable_pipeline.data.stores.record_store import hash_some
 
 INDEX = "index.json"
 _MEDIA = frozenset(("jpg", "png", "gif", "flac", "ogg", "mp3", "pdf", "npy", "mkv", "webp", "wav", "avi", "mp4"))
@@ -90,7 +90,10 @@ def array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: ByteSou
 
 
 def scalar(kind: str, data: bytes) -> Any:
-    """The number that bytes of this dtype begin with. Raises ValueError and IndexError for too few."""
+    """The number that bytes of this dtype begin with.
+
+    Raises ValueError and IndexError for too few.
+    """
     return np.frombuffer(data, kind)[0].item()
 
 
@@ -175,7 +178,10 @@ def npy(values: np.ndarray[Any, Any]) -> bytes:
 
 
 class Schema(Protocol):
-    """The fields of the records of a file; made of JSON by msgspec. `each` is how each is compressed by itself."""
+    """The fields of the records of a file; made of JSON by msgspec.
+
+    `each` is how each is compressed by itself.
+    """
 
     @property
     def each(self) -> str: ...
@@ -206,7 +212,10 @@ class RecordKind:
     chunked: bool = False  # whether there are rows of Arrow
 
     def names(self, heads: Mapping[str, bytes]) -> list[tuple[str, ...]]:
-        """The names that each file may have: the first of them that is there is read. Raises ValueError."""
+        """The names that each file may have: the first of them that is there is read.
+
+        Raises ValueError.
+        """
         if INDEX not in heads:
             raise ValueError(f"no {INDEX}. Name the one folder that has it")
         try:
@@ -317,10 +326,8 @@ def _table(kind: RecordKind, file: ByteSource, listed: ListedFile) -> ShardTable
     schema = np.frombuffer(listed.schema + bytes(-len(listed.schema) % 8), "<u8")
     head = np.array([layout, PACKED.index(listed.packed), known, len(listed.schema)], "<u8")
     blob = np.concatenate([head, schema, more]).tobytes()
-    digest = xxhash.xxh3_64(blob)
-    for piece in some_bytes(file, _SAMPLED_BYTES, _BLOCKS):
-        digest.update(piece)
-    return ShardTable(ShardEntry(listed.name, file.size, listed.samples, digest.intdigest()), blob)
+    digest = hash_some(xxhash.xxh3_64(blob), file, _SAMPLED_BYTES, _BLOCKS)
+    return ShardTable(ShardEntry(listed.name, file.size, listed.samples, digest), blob)
 
 
 def layout_of(blob: FileBlob, samples: int) -> RecordLayout:
@@ -333,7 +340,10 @@ def layout_of(blob: FileBlob, samples: int) -> RecordLayout:
 
 
 def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, FileBlob]:
-    """What is in a file that is not compressed as a whole, and its offsets. Raises ValueError."""
+    """What is in a file that is not compressed as a whole, and its offsets.
+
+    Raises ValueError.
+    """
     try:
         if chunked and content.read_at(max(0, content.size - len(_ROWS)), len(_ROWS)) == _ROWS:
             end = content.size - len(_ROWS) - 4
@@ -384,7 +394,10 @@ class RecordBlock:
         return self.schema.fields(record_in(ByteSource.of(self.data), self.offsets, position))
 
     def retain(self, position: int) -> RecordBlock:
-        """A record by itself, at place 0, to be kept when those around it are given up. Raises `RecordError`."""
+        """A record by itself, at place 0, to be kept when those around it are given up.
+
+        Raises `RecordError`.
+        """
         data = record_in(ByteSource.of(self.data), self.offsets, position).read()
         return RecordBlock(data, np.array([0, len(data)], np.uint64), self.schema)
 
@@ -402,7 +415,9 @@ def record_in(content: ByteSource, offsets: FileBlob, position: int) -> ByteSour
 
 @dataclass(frozen=True, slots=True)
 class RecordTable:
-    """Rows of Arrow: dicts of texts, numbers, bytes and lists. What is bytes is a part, the rest is values.
+    """Rows of Arrow: dicts of texts, numbers, bytes and lists.
+
+    What is bytes is a part, the rest is values.
 
     {"image": JPEG, "caption": "a cat", "size": [8, 8]}      →      jpg, json: {"caption": "a cat", "size": [8, 8]}
     """
@@ -435,7 +450,10 @@ class RecordTable:
 
 
 def table_of(data: bytes, expected: int, most: int) -> RecordTable:
-    """The rows of a file or a stream of Arrow. Raises ValueError for damage, and for more than `most` bytes of them."""
+    """The rows of a file or a stream of Arrow.
+
+    Raises ValueError for damage, and for more than `most` bytes of them.
+    """
     import pyarrow as pa  # imported here: it is needed for such chunks alone
 
     if (size := _decoded_bytes(data)) > most:

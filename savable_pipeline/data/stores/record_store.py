@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import io
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -231,7 +231,9 @@ class RecordStore(Protocol):
         return
 
     def verify(self, slot: int, /) -> None:
-        """Check the data read for the next batch. Called for each batch: look at most once a second.
+        """Check the data read for the next batch.
+
+        Called for each batch: look at most once a second.
 
         Args:
             slot: The slot of the batch.
@@ -252,11 +254,13 @@ class RecordStore(Protocol):
         return
 
 
-def some_bytes(file: ByteSource, size: int, blocks: int) -> Iterator[bytes]:
-    """`size` bytes at the begin and the end of a file, and at as many places between as make so many blocks."""
+def hash_some(digest: Any, file: ByteSource, size: int, blocks: int) -> int:
+    """Add bytes of a file to a hash: `size` at its start, at its end, and where so many blocks between begin."""
     places = [(max(0, file.size - size) * block // blocks, size) for block in range(blocks + 1)]
     file.expect(places)
-    return (file.read_at(*byte_range) for byte_range in places)
+    for each in places:
+        digest.update(file.read_at(*each))
+    return int(digest.intdigest())
 
 
 class FileStore(RecordStore):
@@ -354,7 +358,10 @@ class FileStore(RecordStore):
             return False
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
-        """What a column, or a field, of a row holds; None for null. Raises KeyError without it, `ShardError`."""
+        """What a column, or a field, of a row holds; None for null.
+
+        Raises KeyError without it, `ShardError`.
+        """
         raise KeyError(name)
 
     def damaged(self, shard: int, where: str, fault: str, *, reason: str = "damaged shard") -> ShardError:

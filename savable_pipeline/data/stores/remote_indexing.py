@@ -29,7 +29,6 @@ import numpy as np
 
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.remote.cache_files import pin_whole, pinned_version, read_pin, whole_version
-from savable_pipeline.data.remote.cache_layout import open_parts
 from savable_pipeline.data.remote.lookup import (
     RemoteFolder,
     Version,
@@ -43,7 +42,7 @@ from savable_pipeline.data.remote.lookup import (
     with_stamps,
 )
 from savable_pipeline.data.remote.session import Session, scratch
-from savable_pipeline.data.remote.shard_cache import ShardCache, changed_shards, create_flags
+from savable_pipeline.data.remote.shard_cache import ShardCache, changed_shards, create_flags, open_parts
 from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.index import Format, ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_making import Progress, ScannedTables, write_index
@@ -66,7 +65,10 @@ class WholeScans:
         self._found, self._form, self._session = found, form, session
 
     def scan(self, number: int) -> ShardTable:
-        """The table of a file, in any thread. Raises `ShardError` for one that is not as it was, `RemoteError`."""
+        """The table of a file, in any thread.
+
+        Raises `ShardError` for one that is not as it was, `RemoteError`.
+        """
         name, size, path = self._found.names[number], int(self._found.sizes[number]), self._path(number)
         if whole_version(path) is None or path.stat().st_size != size:
             self.pin(number, self._session.call("whole", self._found.root, name, size, str(path)))
@@ -109,6 +111,7 @@ class PartScans:
 
     def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
         self._cached = unread_version(found, folder)
+        session.call("forget", str(self._cached.folder))  # it may know an earlier one of this name, moved since
         self._folder = RemoteFolder(found.root, self._cached, session)
         self._form, self.aside = form, self._cached.folder
 
@@ -168,7 +171,10 @@ class RemoteScan:
 
 
 def scan_remotely(file: RemoteScan) -> tuple[ShardTable, str]:
-    """The table of a file, and the server's version of it. Raises `ShardError` if it has another size by now."""
+    """The table of a file, and the server's version of it.
+
+    Raises `ShardError` if it has another size by now.
+    """
     with scratch() as (folder, session):
         found = RemoteShards(file.url, [file.name], np.array([file.size]), [file.stamp])
         scans = scans_of(found, file.form, folder / "dataset", session)
@@ -213,6 +219,7 @@ def scan_locally(
 
 def open_remote(
     files: Shards,
+    found: RemoteShards,
     form: Format,
     session: Session,
     *,
@@ -221,18 +228,17 @@ def open_remote(
     engine: Engine | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[RemoteFolder, Sequence[str]]:
-    """The place in the cache of the files of these URLs, with their index, and their names; their metadata too.
+    """Return where the files `found` at these URLs are cached, with their index and metadata, and their names.
 
     Files that were found to be other than indexed are indexed again, unless `tolerant`: then they stay as they were.
     With `anew` they are in any case, and the server is asked for the size of each. `progress` is told of files that are
     read to be indexed: here, or by the machines of an `engine`. Raises `RemoteError`, and `ShardError`, also for a
     damaged file, or one gone from an indexed prefix, unless `tolerant`.
     """
-    with locked_dataset(files, form, session, counts=anew) as (found, folder, own):
-        all_below = isinstance(files, str) and files.rstrip("/") == found.root
+    with locked_dataset(found, form, session, counts=anew) as (found, folder, own):
         if anew:
             found = replace(found, sizes=with_stamps(found, session, np.flatnonzero(found.sizes < 0).tolist()).sizes)
-        elif all_below and own is not None and not found.is_listed:
+        elif found.whole and own is not None and not found.is_listed:
             found = _with_missing(found, own.index, tolerant)
         if own is not None and not tolerant:
             _note_replaced(own, found)
@@ -249,6 +255,7 @@ def open_remote(
 
 def index_remote(
     files: Shards,
+    found: RemoteShards,
     form: Format,
     session: Session,
     progress: Progress = lambda done, total: None,
@@ -258,7 +265,7 @@ def index_remote(
 
     Returns the path of the index in the cache, and the files that could not be read to their end.
     """
-    folder, names = open_remote(files, form, session, tolerant=True, anew=True, engine=engine, progress=progress)
+    folder, names = open_remote(files, found, form, session, tolerant=True, anew=True, engine=engine, progress=progress)
     shards, wanted = folder.index.shards, set(names)
     return folder.index_path, [shards[n] for n in sorted(shards.faults) if shards.names[n] in wanted]
 

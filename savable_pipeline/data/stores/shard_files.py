@@ -1,4 +1,6 @@
-"""`ShardFiles`: the open files of a store. On a disk: `LocalFiles`; behind a URL: see cached_blocks.py.
+"""`ShardFiles`: the open files of a store.
+
+On a disk: `LocalFiles`; behind a URL: see cached_blocks.py.
 
 A shard that is overwritten in place changes under whoever has it open. So `LocalFiles` pins what each was when this
 process first opened it, looks at each open shard once a second (`fstat`: about 0.6 µs), and at one that is
@@ -95,7 +97,10 @@ class ShardFiles(dict[int, Descriptor], ABC):
 
     @abstractmethod
     def open(self, shard: int) -> int:
-        """A new descriptor of a shard that was checked. Raises `ShardError`, `RemoteError`, or OSError without one."""
+        """A new descriptor of a shard that was checked.
+
+        Raises `ShardError`, `RemoteError`, or OSError without one.
+        """
 
     @abstractmethod
     def path(self, shard: int) -> Path:
@@ -116,7 +121,10 @@ class ShardFiles(dict[int, Descriptor], ABC):
         """Announces reads of these bytes of a file, each from one of `begins` up to one of `ends`."""
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
-        """`size` bytes of a shard from `offset` on. Raises `ShardError` if it cannot be read or is too short."""
+        """`size` bytes of a shard from `offset` on.
+
+        Raises `ShardError` if it cannot be read or is too short.
+        """
         descriptor = self[shard]
         try:
             data = os.pread(descriptor, size, offset)
@@ -139,11 +147,17 @@ class ShardFiles(dict[int, Descriptor], ABC):
             raise self.unreadable(shard, last) from last
 
     def reopen(self, shard: int) -> None:
-        """Open a shard again, checked. A thread that reads from it keeps the old descriptor for as long as it reads."""
+        """Open a shard again, checked.
+
+        A thread that reads from it keeps the old descriptor for as long as it reads.
+        """
         self[shard] = Descriptor(with_handles(lambda: self.open(shard)))
 
     def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
-        """Fills `array`, uint8 (bytes,), with bytes of a shard. Raises the errors of `read`."""
+        """Fills `array`, uint8 (bytes,), with bytes of a shard.
+
+        Raises the errors of `read`.
+        """
         done = -1
         if hasattr(os, "preadv"):
             with contextlib.suppress(OSError):
@@ -260,7 +274,10 @@ class LocalFiles(ShardFiles):
         return self._found.entries.names[shard], int(self._found.entries.sizes[shard])
 
     def open(self, shard: int) -> int:
-        """A new descriptor of a shard. Raises `ShardError` if it is gone or was changed since it was indexed."""
+        """A new descriptor of a shard.
+
+        Raises `ShardError` if it is gone or was changed since it was indexed.
+        """
         path = self.path(shard)
         try:
             return with_retries(path, lambda: self._opened(shard, path))

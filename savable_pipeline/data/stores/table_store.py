@@ -91,7 +91,10 @@ def without_mark(line: bytes, begin: int) -> bytes:
 
 
 class TextStore(FileStore):
-    """The rows of files of text. `key` names the field that holds the key of a row; else it is `FILE:ROW`."""
+    """The rows of files of text.
+
+    `key` names the field that holds the key of a row; else it is `FILE:ROW`.
+    """
 
     unit = "byte offset"
 
@@ -110,7 +113,10 @@ class TextStore(FileStore):
         return offsets[rows], offsets[rows + 1]
 
     def raw(self, shard: int, row: int, most: int = 1 << 62) -> tuple[bytes, int]:
-        """The bytes of a row, up to the next one, and where they begin. Raises `ShardError`, also for over `most`."""
+        """The bytes of a row, up to the next one, and where they begin.
+
+        Raises `ShardError`, also for over `most`.
+        """
         starts = self._starts.get(shard)
         if starts is None:
             self.files[shard]  # checks the file, and what the index says of it
@@ -239,7 +245,10 @@ class NamingStore(FileStore):
         return with_retries(Path(self.root_of(shard)), read)
 
     def files_of(self, shard: int, fields: dict[str, Any]) -> list[NamedPart]:
-        """The files that a row with these fields names, in their order. Raises `RecordError`, `ShardError`."""
+        """The files that a row with these fields names, in their order.
+
+        Raises `RecordError`, `ShardError`.
+        """
         return [self._named_part(shard, *each) for each in self._file_names(fields)]
 
     def root_of(self, shard: int) -> str:
@@ -297,7 +306,7 @@ class NamingStore(FileStore):
         if not root:
             raise ShardError(
                 f"{self.entries.names[shard]}: {where}, but files of remote tables are not read. Copy them and pass "
-                "--files-from FOLDER, or pass --no-files to keep the fields as text"
+                "files_from= (--files-from), or file_fields=() (--no-files) to keep the fields as text"
             )
         path = PurePosixPath(name)
         if len(path.suffix) < 2:
@@ -370,7 +379,10 @@ class TableStore(NamingStore, TextStore):
             yield block[begin - first : end - first]
 
     def parsed(self, shard: int, raw: bytes, begin: int) -> tuple[dict[str, Any], bytes]:
-        """The fields and the JSON of a row, from its bytes, which begin there. Raises `RecordError`, `ShardError`."""
+        """The fields and the JSON of a row, from its bytes, which begin there.
+
+        Raises `RecordError`, `ShardError`.
+        """
         body = self.body(shard, raw, begin)
         try:
             fields = json.loads(body.decode())

@@ -47,7 +47,10 @@ SMALL = 16_384  # mean bytes of a sample, below which nothing is announced
 
 
 def readahead(rows: TarRows, files: ShardFiles, indices: Rows) -> None:
-    """Asks the kernel to read these samples, one call per contiguous run. Shards that cannot be opened are left out."""
+    """Asks the kernel to read these samples, one call per contiguous run.
+
+    Shards that cannot be opened are left out.
+    """
     found = rows.found
     if found.mean_bytes < SMALL or not hasattr(os, "posix_fadvise"):
         return
@@ -79,7 +82,10 @@ def in_memory(files: ShardFiles, runs: list[tuple[int, int, int]]) -> bool:
 
 
 class TarRows:
-    """Where the samples of tars lie: each is a row of the index. Raises `ShardError` if there is none."""
+    """Where the samples of tars lie: each is a row of the index.
+
+    Raises `ShardError` if there is none.
+    """
 
     def __init__(self, found: IndexedFiles) -> None:
         index = found.index
@@ -113,7 +119,10 @@ class TarRows:
             raise self.found.damaged("a shard") from None
 
     def extent(self, row: int, extension: str) -> tuple[int, int]:
-        """Offset and size in bytes of one part of a sample. Raises KeyError without the part."""
+        """Offset and size in bytes of one part of a sample.
+
+        Raises KeyError without the part.
+        """
         layout = self.layout(row)
         member = layout.position.get(extension)
         if member is None:
@@ -147,7 +156,10 @@ class TarRows:
 
 
 class TarParts:
-    """Reads from `files` as the index says. Does not ask whether the bytes are there: see `ShardFiles.guard`."""
+    """Reads from `files` as the index says.
+
+    Does not ask whether the bytes are there: see `ShardFiles.guard`.
+    """
 
     def __init__(self, rows: TarRows, files: ShardFiles) -> None:
         index = rows.index
@@ -159,7 +171,10 @@ class TarParts:
             self._first, self._gap, self._members = next(iter(layout.position)), layout.gaps[0], len(layout.gaps)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """The bytes of one part of a sample. Raises KeyError, or `ShardError` if the shard no longer holds it."""
+        """The bytes of one part of a sample.
+
+        Raises KeyError, or `ShardError` if the shard no longer holds it.
+        """
         descriptor = self._files[shard]
         if extension == self._first:  # located without a call: calls cost half as much as the read
             offset, size = self._starts[row] + self._gap, self._sizes[row * self._members]
@@ -172,7 +187,10 @@ class TarParts:
         return data if len(data) == size else data + self._files.rest(shard, offset + len(data), size - len(data))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
-        """The bytes of one part, uint8 (bytes,), read to where batches are made. Raises the errors of `read`."""
+        """The bytes of one part, uint8 (bytes,), read to where batches are made.
+
+        Raises the errors of `read`.
+        """
         offset, size = self._extent(row, extension)
         array = empty_bytes(size)
         self._files.read_into(array, shard, offset)
@@ -183,7 +201,10 @@ class TarParts:
         return self._files.read(shard, *extent)
 
     def key(self, shard: int, row: int, path: str) -> str:
-        """The key of a sample, from the header of its first member; `path` is for errors. Raises `ShardError`."""
+        """The key of a sample, from the header of its first member; `path` is for errors.
+
+        Raises `ShardError`.
+        """
         try:
             return key_at(path, self._files[shard], self._starts[row])
         except OSError as error:
@@ -260,19 +281,28 @@ class TarStore:
         return self.files.prefetch_refs
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
-        """See `RecordStore.open`: nothing is read before it is asked for. Raises KeyError, or `ShardError`."""
+        """See `RecordStore.open`: nothing is read before it is asked for.
+
+        Raises KeyError, or `ShardError`.
+        """
         span, (begin, size) = self._span, self._rows.extent(row, extension)
         return ByteSource(lambda *extent: span(shard, row, extent), size, begin=begin).open()
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
-        """The first bytes of a part, at most `limit`, and its size. Raises KeyError, or `ShardError`."""
+        """The first bytes of a part, at most `limit`, and its size.
+
+        Raises KeyError, or `ShardError`.
+        """
         offset, size = self._rows.extent(row, extension)
         extent = offset, min(size, limit)
         head = self.files.peek(shard, row, extent)
         return self._span(shard, row, extent) if head is None else head, size
 
     def key(self, shard: int, row: int) -> str:
-        """The key of a sample, read from the header of its first member. Raises `ShardError`."""
+        """The key of a sample, read from the header of its first member.
+
+        Raises `ShardError`.
+        """
         path = f"{self.address}/{self.found.entries.names[shard]}"
         headers = self.files.peek(shard, row, (self.offset(shard, row), self._rows.layout(row).gaps[0]))
         if headers is None:
@@ -284,7 +314,10 @@ class TarStore:
 
 
 def key_at(path: str, descriptor: int, offset: int) -> str:
-    """The key of the sample whose first header is at `offset` of an open shard. Raises `ShardError` without one."""
+    """The key of the sample whose first header is at `offset` of an open shard.
+
+    Raises `ShardError` without one.
+    """
     first = next(members(path, descriptor, offset), None)
     parts = split_name(first.name) if first else None
     if parts is None:

@@ -17,8 +17,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset import exclude_file
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.exclude_file import ExcludeFile
-from savable_pipeline.data.dataset.key_index import key_index
+from savable_pipeline.data.dataset.key_index import ExcludeFile, key_index
 from savable_pipeline.data.dataset.opening import open_any
 from tests.conftest import write_tar
 
