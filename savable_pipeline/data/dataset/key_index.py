@@ -175,11 +175,9 @@ def _checked(low: NDArray[np.uint64], numbers: NDArray[Any]) -> NDArray[np.uint6
     return checked
 
 
-log = logging.getLogger(__name__)
-
 _SECONDS = 1.0  # between two looks at the file
 _LARGEST = 1 << 40  # bytes
-_AT_ONCE = 1 << 14  # keys looked for at a time
+_FOUND_AT_ONCE = 1 << 14  # keys looked up at a time
 
 
 class ExcludeFile:
@@ -364,7 +362,7 @@ def _take_by_reading(
 
 
 def _chunks(keys: Iterator[bytes]) -> Iterator[list[bytes]]:
-    while some := list(islice(keys, _AT_ONCE)):
+    while some := list(islice(keys, _FOUND_AT_ONCE)):
         yield some
 
 

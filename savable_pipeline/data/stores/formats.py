@@ -210,11 +210,11 @@ def _check_apart(names: Sequence[str], heads: Mapping[str, bytes]) -> None:
     """
     media = [*filter(is_media_file, names)]
     stems, folders = {*map(stem_of, media)}, {*map(posixpath.dirname, media)}
-    series = {stem.rpartition("-")[0] for stem in stems}
+    series, bases = {stem.rpartition("-")[0] for stem in stems}, {*map(posixpath.basename, stems)}
     for name in sorted({*names}.difference(no_samples(names), media)):
         stem, head = stem_of(name), heads.get(name, b"")
-        about_several = posixpath.dirname(name) not in folders or stem in series or _COCO.match(head)
-        if about_several and stem not in stems:
+        apart = posixpath.dirname(name) not in folders and posixpath.basename(stem) in bases
+        if stem not in stems and (apart or stem in series or _COCO.match(head)):
             raise ValueError(
                 f"{name} beside {media[0]} shares its name with no image, audio or video. Put the files of a sample "
                 'into one folder, or write a row for each into metadata.jsonl. format="folder" makes it a sample'
