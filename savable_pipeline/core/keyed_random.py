@@ -144,9 +144,7 @@ class SharedRanks:
     """
 
     def __init__(self, *, key: int, steps: int) -> None:
-        self._key = key
-        self._count = steps
-        self._block = -1
+        self._key, self._count, self._block = key, steps, -1
         self._steps: list[int] = []
 
     def step(self, n: int) -> int:

@@ -85,8 +85,7 @@ class Lane:
             raise ValueError(f"a lane's index must be in 0 … count-1; got index {index}, count {count}")
         self.index, self.count = index, count
         self.seed, self.epoch = seed, epoch
-        self.pad = pad  # whether batches are padded with rows that do not count, and continue after the lane's end
-        self.facts = facts
+        self.pad, self.facts = pad, facts
         self.worker = WorkerContext() if worker is None else worker
         self.unused: int | None = None  # samples read since the last batch; None without a loader
         self.skips = False  # whether the current batch is skipped, so that stages need not build its values

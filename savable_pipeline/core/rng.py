@@ -61,9 +61,7 @@ class Rng(msgspec.Struct, gc=False, eq=False):
         Args:
             parts: The new key is that of `(base, *parts)`.
         """
-        self.parts = parts
-        self.draws = 0
-        self._key = self._generators = None
+        self.parts, self.draws, self._key, self._generators = parts, 0, None, None
 
     def restarted(self) -> Rng:
         """Return a new generator with the same key, before its first draw."""

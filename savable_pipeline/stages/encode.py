@@ -196,7 +196,7 @@ class Encode(ChunkedStage, ItemStage):
     def _take_samples(self, elements: list[Element], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, an error, or a sample that fans out."""
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
-        avoided, excluded = self._skipped.avoided, self.info.excluded  # mostly empty
+        avoided, excluded = self._skipped.avoided, self.info.excluded.numbers and self.info.excluded
         first, depth, dataset = ahead.next, self.info.depth, None
         chosen, append = ahead.samples[first : first + n - len(elements)], elements.append
         with keyed.seeding.row(len(chosen)) as seed:

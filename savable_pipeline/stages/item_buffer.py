@@ -289,7 +289,7 @@ def made_items(stage: Stage) -> int:
 
     They must be rebuilt if the lane moves to another worker.
     """
-    return sum(buffer.made for buffer in vars(stage).get("_buffers", ()))
+    return sum([buffer.made for buffer in vars(stage).get("_buffers", ())])
 
 
 def known_refs(stage: Stage, refs: RefsT) -> RefsT:
@@ -403,12 +403,12 @@ class RefBuffer:
         If a slot repeats, the second time returns the ref that was put there the first time. Slots 5 2 5 return the ref
         in slot 5, the ref in slot 2, and the first of `fresh`. A stable sort finds repeated slots.
         """
-        given = self._slots[slots]
-        order = np.argsort(slots, kind="stable")
-        again = slots[order[1:]] == slots[order[:-1]]
-        given[order[1:][again]] = fresh[order[:-1][again]]
-        last = np.append(~again, True)
-        self._slots[slots[order[last]]] = fresh[order[last]]
+        given, order = self._slots[slots], slots.argsort(kind="stable")
+        ordered, last = slots[order], np.ones(len(slots), bool)
+        np.not_equal(ordered[1:], ordered[:-1], out=last[:-1])
+        again = order[1:][~last[:-1]]
+        given[again] = fresh[order[:-1][~last[:-1]]]
+        self._slots[ordered[last]] = fresh[order[last]]
         return given
 
     def remove(self, at: int, *, last_fills: bool) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from savable_pipeline.core.keyed_random import below, word, words
 from savable_pipeline.core.state_numbers import SavedCount
@@ -24,6 +25,7 @@ from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state
 
 _MAX_BUFFER_BYTES = 1 << 30
+_AHEAD = 1024  # draws computed at once, which take a tenth of the time of single ones
 
 
 class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
@@ -72,6 +74,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         else:
             raise ValueError("max_buffer_bytes applies only after Encode. Remove it.")
         self._draws = 0
+        self._ahead = 0, np.empty(0, np.int64)  # number of the first draw, and the places of it and the next ones
 
     @cached_property
     def _key(self) -> int:
@@ -110,6 +113,14 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         """Draw the slot of the next element, whether or not a fresh one takes its slot."""
         return (word(self._key, self._draws) >> 32) * len(self._buffer) >> 32
 
+    def _slots(self, n: int) -> NDArray[np.int64]:
+        """The places of the next `n` elements to give out of a full buffer: int64 (n,), computed ahead for many."""
+        at = self._draws - self._ahead[0]
+        if at < 0 or at + n > len(self._ahead[1]):
+            ahead = below(words(self._key, self._draws, max(n, _AHEAD)), self.capacity)
+            self._ahead, at = (self._draws, ahead), 0
+        return self._ahead[1][at : at + n]
+
     def take(self, n: int) -> Any:
         """Return the next 1 to `n` random elements.
 
@@ -123,7 +134,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
             make_elements(self.source, [buffer[at]])
         fresh: Any = take_from(self.source, n) if len(buffer) == capacity else ()
         if len(fresh):
-            slots = below(words(self._key, self._draws, len(fresh)), capacity)
+            slots = self._slots(len(fresh))
             self._draws += len(fresh)
             return buffer.exchange(slots, fresh)
         last = []
@@ -155,7 +166,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
                 f"ShuffleBuffer(size={self.capacity}): the state has {len(self._buffer)} samples. Use another copy "
                 "of the checkpoint."
             )
-        self._draws = saved.draws
+        self._draws, self._ahead = saved.draws, (0, self._ahead[1][:0])
         if isinstance(self._buffer, RefBuffer) and len(self._buffer):
             self.source.prefetch(self._buffer.array)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from savable_pipeline.core.lane import Lane, latest_shared
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.exclude_file import ExcludeFile
+from savable_pipeline.data.dataset.key_index import ExcludeFile
 from savable_pipeline.data.dataset.ref import tag_of, untagged
 from savable_pipeline.stages.item_ref import ItemRef, without
 from savable_pipeline.stages.task_encoder import TaskEncoder

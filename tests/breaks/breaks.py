@@ -698,7 +698,7 @@ DATA = [
         "twins-not-excluded",
         "excluded samples are given no more",
         "Of several samples with an excluded key only the first is excluded.",
-        _DATA + "dataset/exclude_file.py",
+        _DATA + "dataset/key_index.py",
         "    if index is None or index.twice is not None:\n",
         "    if index is None:\n",
         ("tests/data/dataset/test_exclude_file.py", "tests/stages/test_excluded_samples.py"),
@@ -708,7 +708,7 @@ DATA = [
         "exclude-file-with-its-time-put-back",
         "file versions",
         "A file of excluded samples that is overwritten, as long as before, with its time put back is not told.",
-        _DATA + "dataset/exclude_file.py",
+        _DATA + "dataset/key_index.py",
         "        if stamp != self._stamp and _digest(self._read()) != self._content:\n",
         "        seen = self._stamp\n"
         "        if (stamp.size, stamp.written_ns) != (seen.size, seen.written_ns) and _digest(self._read()) != self._content:\n",

@@ -243,6 +243,11 @@ def nemo(root: Path) -> None:
     write(root, {"manifest.json": "".join(json.dumps(row) + "\n" for row in rows)})
 
 
+def label_table(root: Path) -> None:
+    write(root, {f"{n}.jpg": JPG for n in range(2)})
+    write(root, {"labels.csv": "filename,label\n0.jpg,cat\n1.jpg,dog\n"})
+
+
 def megatron(root: Path) -> None:
     """Two documents of two tokens of uint16, of the type 8 of Megatron."""
     np.arange(4, dtype="<u2").tofile(root / "a.bin")
@@ -251,6 +256,25 @@ def megatron(root: Path) -> None:
     (root / "a.idx").write_bytes(head + lengths.tobytes() + pointers.tobytes() + firsts.tobytes())
 
 
+COCO = '{"info": {}, "images": [{"id": 1, "file_name": "0.jpg"}], "annotations": []}'
+ANNOTATED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "YOLO": (both(written("images/train/0.jpg"), written("labels/train/0.txt")), "labels/train/0.txt"),
+    "COCO": (
+        both(written("train2017/0.jpg"), lambda root: write(root, {"annotations/instances_train2017.json": COCO})),
+        "annotations/instances_train2017.json",
+    ),
+    "COCO of Roboflow": (
+        both(written("0.jpg"), lambda root: write(root, {"_annotations.coco.json": COCO})),
+        "_annotations.coco.json",
+    ),
+    "VOC": (
+        written("JPEGImages/0.jpg", "Annotations/0.xml", "ImageSets/Main/train.txt"),
+        "Annotations/0.xml",
+    ),
+    "DOTA": (written("images/P0.png", "labelTxt/P0.txt"), "labelTxt/P0.txt"),
+    "KITTI": (written("image_2/0.png", "label_2/0.txt", "calib/0.txt"), "calib/0.txt"),
+    "LibriSpeech": (written("84/1/84-1-0.flac", "84/1/84-1-1.flac", "84/1/84-1.trans.txt"), "84/1/84-1.trans.txt"),
+}
 PEOPLE = files(README_dot_md="# data", LICENSE="MIT")
 STATE = json.dumps({"_data_files": [{"filename": "data.arrow"}], "_fingerprint": "1", "_format_type": None})
 RECORD, ROW = frozenset({"json", "text"}), frozenset({"json"})
@@ -434,6 +458,8 @@ LAYOUTS = [
     Layout("Lhotse Shar", shar, "shar", 4, frozenset({"json", "flac", "recording.json", "target.json"})),
     Layout("Kaldi beside tars", both(kaldi(), tar), "", 0, error='several kinds of files, kaldi .*format="tar"'),
     Layout("MDS in folders of splits", mds_splits, "", 0, error="2 folders of records, train, val. Name one"),
+    Layout("a list as of ShareGPT", files(a_dot_json='[{"conversations": []}, {"conversations": []}]'), "json", 2, ROW),
+    Layout("CSV labels by the names of images", label_table, "csv", 2, CAPTIONED),
     Layout("archives", files(a_dot_zip=b"PK", b_dot_zip=b"PK"), "", 0, error=r"\.zip is not read here"),
     Layout(
         "compressed tars",
@@ -464,6 +490,14 @@ def test_a_layout_opens_without_settings(layout: Layout, root: Path) -> None:
     assert len(samples) == layout.samples
     assert frozenset(samples[0]) == layout.parts
     assert sum(1 for _ in sp.read(str(root), epochs=1)) == layout.samples
+
+
+@pytest.mark.parametrize("name", ANNOTATED)
+def test_annotations_in_files_of_their_own_are_an_error_and_no_samples(name: str, root: Path) -> None:
+    writer, file = ANNOTATED[name]
+    writer(root)
+    with pytest.raises(sp.ShardError, match=rf"{file} .*shares its name with no image.*or write a row for each into"):
+        sp.open_dataset(root)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(each, id=each.name) for each in LAYOUTS if each.error])

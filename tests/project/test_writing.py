@@ -78,12 +78,10 @@ MOST_IN = {  # the same per folder, so that changes of two folders do not confli
         BANNED: 3,
     },
     "savable_pipeline/data/shards": {
-        LONG: 119,
         BANNED: 27,
     },
     "savable_pipeline/data/stores": {
-        LONG: 214,
-        BANNED: 25,
+        BANNED: 21,
     },
     "savable_pipeline/stages": {
         BANNED: 33,

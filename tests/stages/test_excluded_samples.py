@@ -13,7 +13,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset import exclude_file
+from savable_pipeline.data.dataset import key_index as key_lookup
 from savable_pipeline.stages.item_buffer import is_whole, known_refs
 from savable_pipeline.stages.stage_info import ExcludedSamples
 from savable_pipeline.testing import assert_exact_resume
@@ -247,7 +247,7 @@ def test_excluded_item_buffered_by_a_blend_is_dropped(shards: str, file: str) ->
 def test_changed_exclude_file_ends_the_run_and_a_resume_uses_the_new_one(
     shards: str, file: str, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ) -> None:
-    monkeypatch.setattr(exclude_file, "_SECONDS", 0)
+    monkeypatch.setattr(key_lookup, "_SECONDS", 0)
     pipeline = partial(simple, shards, file)
     with loader(pipeline, num_workers=num_workers) as own:
         take(own, 5)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
@@ -42,6 +42,7 @@ def reference(refs: list[tuple[int, int]], size: int, key: int) -> list[tuple[in
 
 
 @given(st.integers(1, 300), st.integers(1, 100), st.lists(st.integers(1, 60), min_size=1))
+@example(count=3000, size=50, chunks=[700, 1, 333])  # more draws than are computed at once
 def test_shuffle_buffer_equals_ten_lines_of_plain_python_for_any_chunk_size(
     count: int, size: int, chunks: list[int]
 ) -> None:

@@ -13,7 +13,8 @@ memory by the number of processes that map it. All ranks of a node are measured 
 that use torch change what is shared.
 
 The ranks of `sharing` consume batches of 9.6 MB, read them and sleep. The first rank has two workers. It compares one
-rank with four, with and without a barrier in each step. `next` includes the time to free the previous batch.
+rank with four, with and without a barrier in each step. `next` includes the time to free the previous batch. The
+control repeats the steps without a loader, so it shows what four ranks on these processors cost without sharing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 import numpy as np
@@ -181,10 +183,8 @@ def sharing(bench: Bench) -> None:
     """Compare four ranks that share batches with one rank."""
     for sort_count in (4, 40):  # how often `sorted_pixels` sorts, so that batches are cheap or expensive to build
         for barrier in (True, False):
-            one_rank, four_ranks = [], []
-            for _ in range(bench.rounds):
-                one_rank.append(measure_sharing(bench, 1, sort_count, barrier=barrier))
-                four_ranks.append(measure_sharing(bench, 4, sort_count, barrier=barrier))
+            measure = partial(measure_sharing, bench, sort_count=sort_count, barrier=barrier)
+            one_rank, four_ranks = zip(*([measure(1), measure(4)] for _ in range(bench.rounds)), strict=True)
             build_ms = statistics.median(costs["CPU time of workers"] for costs in one_rank) * 1e3
             title = f"batches that take {build_ms:.0f} ms to build, steps with{'' if barrier else 'out'} a barrier"
             table = Table("four ranks against one", "ratio", title=title, title_justify="left")
@@ -195,8 +195,7 @@ def sharing(bench: Bench) -> None:
 
 def measure_sharing(bench: Bench, ranks: int, sort_count: int, *, barrier: bool) -> dict[str, float]:
     """Run ranks that share batches, and return the costs per step, summed over the ranks."""
-    folder = str(prepare(bench.data, "json"))
-    costs_by_rank = run_ranks(sharing_rank, ranks, ranks, sort_count, barrier, folder)
+    costs_by_rank = run_ranks(sharing_rank, ranks, ranks, sort_count, barrier, str(prepare(bench.data, "json")))
     return {name: sum(costs[name] for costs in costs_by_rank) for name in costs_by_rank[0]}
 
 
@@ -214,10 +213,10 @@ def sharing_rank(rank: int, ranks: int, sort_count: int, barrier: bool, folder: 
 
     own_group, world = dist.new_subgroups_by_enumeration([[each] for each in range(ranks)])[0], dist.group.WORLD
     assert isinstance(own_group, dist.ProcessGroup) and isinstance(world, dist.ProcessGroup)
-    encoder, spent = FunctionEncoder(partial(sorted_pixels, sort_count)), {"next": 0.0, "read": 0.0}
-    build_lane = partial(pipeline, folder, encoder, 8, 0)
+    build_lane = partial(pipeline, folder, FunctionEncoder(partial(sorted_pixels, sort_count)), 8, 0)
+    wait = dist.barrier if barrier else lambda: None
     with sp.SavableLoader(build_lane, seed=1, num_workers=2, ranks=sp.Ranks.of(own_group, share=world)) as loader:
-        memory_sum, batch = 0, next(loader)
+        memory_sum, batch, spent = 0, next(loader), {"next": 0.0, "read": 0.0}
         for step in range(-WARM_STEPS, MEASURED_STEPS):
             if step == 0:
                 dist.barrier()
@@ -234,14 +233,17 @@ def sharing_rank(rank: int, ranks: int, sort_count: int, barrier: bool, folder: 
                 memory_sum += sum(batch_bytes(pid) for pid in [os.getpid(), *descendants(os.getpid())])
                 dist.barrier()
             time.sleep(STEP_SLEEP_S)
-            if barrier:
-                dist.barrier()
+            wait()
         step_s = time.perf_counter() - started
         workers = cpu_seconds(os.getpid()) - time.process_time() - workers
         dist.barrier()
+    # The control: the same steps without a loader. Each rank reads its last batch again.
+    plain_s = timeit("batch.sum(); time.sleep(STEP_SLEEP_S); wait()", number=MEASURED_STEPS, globals=globals() | vars())
     costs = {
         "memory of batches": memory_sum,
         "a step": step_s / ranks,
+        "a step of the control, without a loader": plain_s / ranks,
+        "a step, in steps of the control": step_s / plain_s * MEASURED_STEPS / ranks,
         "CPU time of workers": workers,
         "CPU time of workers and of the first rank's next": workers + (0 if rank else spent["next"]),
         "CPU time of next": spent["next"],

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -152,8 +153,8 @@ class Dataset:
         """
         shards, rows = self.locate(self._indices(refs))
         self.store.request(rows if request else rows[:0])
-        parts = zip(shards.tolist(), rows.tolist(), refs["index"].tolist(), refs["epoch"].tolist(), strict=True)
-        return [Sample(self, shard, row, i, epoch) for shard, row, i, epoch in parts]
+        parts = shards.tolist(), rows.tolist(), refs["index"].tolist(), refs["epoch"].tolist()
+        return list(map(Sample, repeat(self), *parts))
 
     def locate(self, indices: Rows) -> tuple[Rows, Rows]:
         """Return the shard of each sample index, and its row in the store."""

@@ -11,17 +11,29 @@ It is built once for a dataset, next to its index.
     places   uint64 (samples,)   the sample's number, and above it 16 bits that check it against damage
 
 All numbers are little-endian. The hash is BLAKE2b, so that no data can be made to have the hash of other data.
+
+`ExcludeFile`: samples that a file excludes from a dataset.
+
+    s000042                                           all samples with this key
+    {"shard": "0001.tar", "key": "s000042", …}        the one of this shard: a line of a quarantine file
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import heapq
+import io
+import json
 import logging
 import os
 import struct
-from collections.abc import Sequence
-from functools import partial
+import time
+from array import array
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +41,15 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.files import replace_file, user_cache, with_handles
+from savable_pipeline.core.files import read_regular, replace_file, user_cache, with_handles
 from savable_pipeline.core.keyed_random import GAMMA
+from savable_pipeline.core.wording import NAMES_SHOWN, listed
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.shards.byte_source import WholeFile
+from savable_pipeline.data.shards.byte_source import FileVersion, WholeFile
 from savable_pipeline.data.shards.indexing import in_first_of
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.errors import ShardError
+from savable_pipeline.errors import SavableError, ShardError
 
 log = logging.getLogger(__name__)
 
@@ -160,3 +173,207 @@ def _checked(low: NDArray[np.uint64], numbers: NDArray[Any]) -> NDArray[np.uint6
     mixed = (low ^ (plain * np.uint64(GAMMA))) * np.uint64(GAMMA)
     checked: NDArray[np.uint64] = plain | (mixed >> np.uint64(_CHECK) << np.uint64(_CHECK))
     return checked
+
+
+_SECONDS = 1.0  # between two looks at the file
+_LARGEST = 1 << 40  # bytes
+_FOUND_AT_ONCE = 1 << 14  # keys looked up at a time
+
+
+class ExcludeFile:
+    """Samples of `dataset` that the file at `path` names.
+
+    `numbers` has their indices.
+
+    Keys that no sample has, and lines without a key, are a warning with their number. Raises ValueError for a line that
+    is no key and no JSON, `SavableError` if the file cannot be read, `ShardError` if the keys of the samples cannot.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], dataset: Dataset) -> None:
+        self.path = Path(path).absolute()
+        self._stamp, self._looked_at = self._stamp_now(), time.monotonic()  # before it is read
+        content = self._read()
+        self._content = _digest(content)
+        of_shards: dict[str, set[str]] = {}
+        unnamed: set[int] = set()
+        found: set[int] = set()
+        unknown = _Unknown()
+        read = partial(_keys_in, self.path, content, of_shards, unnamed)
+        _take_keys(dataset, read, found, unknown.add)  # which reads the lines, those of single shards too
+        unknown.add([os.fsencode(text) for text in _take_of_shards(dataset, of_shards, found)])
+        self.numbers = frozenset(found)
+        if unknown.count:
+            log.warning(
+                "%s: exclude=%s names %d unknown samples: %s",
+                dataset.address,
+                self.path,
+                unknown.count,
+                unknown.listed(),
+            )
+        if unnamed:
+            log.warning("exclude=%s: %d lines name a shard without a key and exclude nothing", self.path, len(unnamed))
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that depend only on the excluded samples.
+
+        The order of lines and unknown keys do not matter.
+        """
+        return _digest(np.array(sorted(self.numbers), dtype="<u8").tobytes())
+
+    def verify(self) -> None:
+        """Raise `SavableError` if the file has changed since it was read.
+
+        It checks at most once a second.
+        """
+        now = time.monotonic()
+        if now - self._looked_at < _SECONDS:
+            return
+        self._looked_at, stamp = now, self._stamp_now()
+        if stamp != self._stamp and _digest(self._read()) != self._content:
+            raise SavableError(
+                f'exclude={self.path} changed during the run. Save the state and load it with allow={{"exclude"}}'
+            )
+        self._stamp = stamp
+
+    def _stamp_now(self) -> FileVersion:
+        try:
+            return FileVersion.of(self.path.stat())
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _read(self) -> bytes:
+        try:
+            return read_regular(self.path, _LARGEST)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> SavableError:
+        return SavableError(f"exclude={self.path}: {error.strerror}. Restore the file to keep its samples out")
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+class _Unknown:
+    """Counts the keys that no sample has, each once, and keeps the first five: there may be millions."""
+
+    def __init__(self) -> None:
+        self._hashes = array("Q")
+        self._first: list[bytes] = []
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Count these."""
+        self._hashes.extend(map(xxh3_64_intdigest, keys))
+        self._first = sorted({*self._first, *heapq.nsmallest(2 * NAMES_SHOWN, set(keys))})[:NAMES_SHOWN]
+
+    @cached_property
+    def count(self) -> int:
+        """How many there are, once all have been added."""
+        ordered = np.sort(np.frombuffer(self._hashes, np.uint64))  # np.unique takes ten times as long
+        return len(ordered) and 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
+
+    def listed(self) -> str:
+        """The first five, sorted, and the number of the others."""
+        return listed(map(os.fsdecode, self._first), self.count)
+
+
+def _keys_in(path: Path, content: bytes, of_shards: dict[str, set[str]], unnamed: set[int]) -> Iterator[bytes]:
+    """The keys in a file, line by line; those of one shard are added to `of_shards`, by its name.
+
+    The numbers of the lines with neither are added to `unnamed`.
+    """
+    for number, raw in enumerate(io.BytesIO(content.removeprefix(BOM_UTF8)), 1):
+        line = raw.removesuffix(b"\n").removesuffix(b"\r")
+        if not line.startswith(b"{"):
+            if line:
+                yield line
+            continue
+        shard, key = _entry(path, number, os.fsdecode(line))
+        if key is None:
+            unnamed.add(number)
+        elif shard is None:
+            yield os.fsencode(key)
+        else:
+            of_shards.setdefault(shard, set()).add(key)
+
+
+def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
+    """Shard and key in a line of JSON."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f'exclude={path}, line {number}: invalid JSON ({error}). Write a key, or JSON with "shard" and "key"'
+        ) from error
+    shard, key = found.get("shard"), found.get("key")
+    if not isinstance(shard, str | None) or not isinstance(key, str | None):
+        raise ValueError(f'exclude={path}, line {number}: "shard" and "key" must be strings: {line[:100]}')
+    return shard, key
+
+
+def numbers_of(dataset: Dataset, keys: Sequence[str]) -> tuple[list[int], set[str]]:
+    """The numbers of all samples with these keys, and the keys that no sample has."""
+    found: set[int] = set()
+    unknown: list[bytes] = []
+    _take_keys(dataset, lambda: map(os.fsencode, keys), found, unknown.extend)
+    return sorted(found), set(map(os.fsdecode, unknown))
+
+
+def _take_keys(
+    dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: Callable[[list[bytes]], None]
+) -> None:
+    """Add the numbers of all samples with the keys that `read` gives to `found`; `unknown` gets keys of no sample."""
+    keys = read()
+    first = next(keys, None)
+    if first is None:
+        return
+    from savable_pipeline.data.stores.tar_store import TarStore  # here: few runs leave samples out
+
+    # The index of keys is known by the shards: of tables, a setting of the reader says which column is the key.
+    index = key_index(dataset) if isinstance(dataset.store, TarStore) else None
+    if index is None or index.twice is not None:
+        _take_by_reading(dataset, read, found, unknown)
+        return
+    for some in _chunks(chain([first], keys)):
+        numbers = index.find(some)
+        found.update(numbers[numbers >= 0].tolist())
+        unknown([some[i] for i in np.flatnonzero(numbers < 0).tolist()])
+
+
+def _take_by_reading(
+    dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: Callable[[list[bytes]], None]
+) -> None:
+    """The same without an index: all keys of the dataset are read, and of each in the file 8 bytes are kept."""
+    wanted = np.sort(np.frombuffer(array("Q", map(xxh3_64_intdigest, read())), np.uint64))
+    alike: dict[int, bytes] = {}  # keys of the dataset that may be among them, by number
+    start = 0
+    for some in _chunks(map(os.fsencode, dataset.all_keys())):
+        hashes = np.fromiter(map(xxh3_64_intdigest, some), np.uint64, len(some))
+        at = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
+        alike |= {start + i: some[i] for i in np.flatnonzero(wanted[at] == hashes).tolist()}
+        start += len(some)
+    present, named = set(alike.values()), set()
+    for some in _chunks(read()):
+        named |= present.intersection(some)
+        unknown([key for key in some if key not in present])
+    found.update(number for number, key in alike.items() if key in named)
+
+
+def _chunks(keys: Iterator[bytes]) -> Iterator[list[bytes]]:
+    while some := list(islice(keys, _FOUND_AT_ONCE)):
+        yield some
+
+
+def _take_of_shards(dataset: Dataset, of_shards: dict[str, set[str]], found: set[int]) -> Iterator[str]:
+    """The same for keys of single shards, by the shard's name."""
+    numbers = {entry.name: shard for shard, entry in enumerate(dataset.entries)}
+    for name, keys in of_shards.items():
+        missing = set(keys)
+        if name in numbers:
+            first = int(dataset.firsts[numbers[name]])
+            rows = {first + row: key for row, key in enumerate(dataset.keys_of(numbers[name])) if key in keys}
+            found.update(rows)
+            missing -= set(rows.values())
+        yield from (f"{name}: {key}" for key in missing)

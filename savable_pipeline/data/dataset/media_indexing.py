@@ -23,12 +23,17 @@ from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.media.media_table import KIND, MEDIA_PARTS, Known, MediaTable, headers, is_touched, packed
 from savable_pipeline.data.shards.index import BlobIndex, Format, IndexedFiles, ShardTable
-from savable_pipeline.data.shards.index_making import Progress, ScannedTables, write_index
+from savable_pipeline.data.shards.index_making import (
+    Progress,
+    ScannedTables,
+    each_shard,
+    here_or_in_several,
+    write_index,
+)
 from savable_pipeline.data.shards.indexing import in_first_place, media_table_name, open_files
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.data.shards.paths import Shards, is_remote
-from savable_pipeline.data.shards.processes import each_shard, here_or_in_several
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.opening import find_source, store_of
 from savable_pipeline.errors import MediaError, SavableError, ShardError

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from savable_pipeline.core.on_error import OnError, Quarantine
-    from savable_pipeline.data.media.audio import Audio
+    from savable_pipeline.data.media.container import Audio
     from savable_pipeline.data.media.media_info import MediaInfo
     from savable_pipeline.data.media.video import Video
     from savable_pipeline.data.shards.metadata import FieldMap
@@ -301,7 +301,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
         name = part or self._first(VIDEO_PARTS)
         if part_type(name) not in VIDEO_PARTS and not isinstance(file := self.open(name), RangeFile):
-            from savable_pipeline.data.media.image_frames import ImageFrames, is_archive
+            from savable_pipeline.data.media.video import ImageFrames, is_archive
 
             if is_archive(file):
                 return ImageFrames(file, self._name_of(name))
@@ -317,7 +317,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             MediaError: The part is damaged, or has no sound.
             ImportError: PyAV, of the extra `media`, is not installed.
         """
-        from savable_pipeline.data.media.audio import Audio
+        from savable_pipeline.data.media.container import Audio
 
         return self._opened(Audio, part or self._first((*AUDIO_PARTS, *VIDEO_PARTS)))
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.media.audio import Audio
+from savable_pipeline.data.media.container import Audio
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.files import replace_file, replacing
-from savable_pipeline.data.remote import cache_layout
+from savable_pipeline.data.remote import shard_cache
 from savable_pipeline.data.remote.cache_files import (
     PIECE,
     drop_whole,
@@ -30,16 +30,15 @@ from savable_pipeline.data.remote.cache_files import (
     whole_version,
     write_pin,
 )
-from savable_pipeline.data.remote.cache_layout import open_layout
 from savable_pipeline.data.remote.listing import SECOND_OF
 from savable_pipeline.data.remote.session import Session
-from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags
-from savable_pipeline.data.remote.urls import RemoteShards, find_remote
+from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags, open_layout
+from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.index import PARTS, Format, ShardIndex, ShardTable, head_bytes
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import media_table_name
 from savable_pipeline.data.shards.metadata import CONVERTED, COUNT_FILES, META, METADATA_FILES, named_files, read_counts
-from savable_pipeline.data.shards.paths import Shards, without_commit
+from savable_pipeline.data.shards.paths import without_commit
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
 from savable_pipeline.errors import ShardError
 
@@ -51,12 +50,14 @@ METADATA_FOLDER = "metadata"  # a folder next to the versions of a dataset
 _UNREAD = "files"  # the kind of an index that has only names and sizes
 
 
-def describe_url(files: Shards, form: Format, session: Session) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
-    """Return the files of these URLs, their local metadata folder, and the own index.
+def describe_url(
+    found: RemoteShards, form: Format, session: Session
+) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
+    """Return these files, their metadata folder, and the entries of the own index.
 
-    The index is its entries by name.
+    Files that no server lists are those of the index.
     """
-    with locked_dataset(files, form, session) as (found, folder, own):
+    with locked_dataset(found, form, session) as (found, folder, own):
         entries = () if own is None else own.index.shards
         return found, folder / METADATA_FOLDER, {entry.name: entry for entry in entries}
 
@@ -76,7 +77,7 @@ class Version:
 
 @contextlib.contextmanager
 def locked_dataset(
-    files: Shards, form: Format, session: Session, *, counts: bool = True
+    found: RemoteShards, form: Format, session: Session, *, counts: bool = True
 ) -> Iterator[tuple[RemoteShards, Path, Version | None]]:
     """Lock a dataset's folder in the cache, and yield the files and the folder.
 
@@ -85,7 +86,6 @@ def locked_dataset(
     Without `counts`, Energon's counts are not downloaded from a web server that has an index, because the index has
     them.
     """
-    found = find_remote(files, session, form, stamps=not form.whole)
     folder = dataset_folder(session.cache, f"{found.root} {form.index_name}")
     with locked_folder(folder):
         for leftover in folder.glob("*.tmp"):
@@ -97,7 +97,8 @@ def locked_dataset(
         table = media_table_name(form.index_kind)  # this may be large, so it is copied instead of read
         _copy(found.root, table, session.stat(found.root, table), folder / METADATA_FOLDER / table, session)
         if not found.names:
-            found = RemoteShards.named(found.root, _known_names(found.root, form, folder / METADATA_FOLDER, own))
+            known = _known_names(found.root, form, folder / METADATA_FOLDER, own)
+            found = RemoteShards.named(found.root, known, whole=found.whole)
         _check_names(found)
         yield found, folder, own
 
@@ -120,8 +121,6 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 def _known_names(root: str, form: Format, metadata: Path, own: Version | None) -> Sequence[str]:
     """Return the sorted names of the files, by the dataset's index or Energon's list.
-
-    Raises `ShardError`.
 
     Raises `ShardError`.
     """
@@ -194,7 +193,7 @@ def _own_index(root: str, form: Format, folder: Path, session: Session) -> Versi
         return known
     fresh, pin = folder / "downloaded.index", ""
     try:
-        if size > cache_layout.WHOLE_BYTES:
+        if size > shard_cache.WHOLE_BYTES:
             pin = _download_head(root, form.index_name, size, fresh, session)
         else:
             session.call("whole", root, form.index_name, size, str(fresh))
@@ -243,7 +242,7 @@ def _installed(folder: Path, fresh: Path, form: Format, pin: str) -> Path:
         fresh.unlink()
         return version
     if pin:
-        cache_layout.begin_parts(version, len(index.shards))
+        shard_cache.begin_parts(version, len(index.shards))
     fresh.replace(version / "index")
     if not pin:
         (version / PARTS).unlink(missing_ok=True)

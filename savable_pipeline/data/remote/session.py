@@ -2,7 +2,7 @@
 
     listing("s3://b/p")              every object below it: one listing of a bucket, or of the Hub
     stat("s3://b/p", "index.json")   answered from that listing; for a web server, which cannot be listed, by a request
-    read("s3://b/p", "index.json")   its bytes, by one request
+    heads("s3://b/p", {…})           the first bytes of several objects, requested together
 
     Downloader    starts the downloading process of a cache, and sends it requests with their urgency
     Bucket        the objects below a URL of s3, gs or az: listed, read whole, written and removed
@@ -22,22 +22,23 @@ import select
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.core.patience import retry_s
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.shards.paths import LARGEST_INDEX, NOT_THERE
+from savable_pipeline.data.shards.paths import NOT_THERE
 from savable_pipeline.errors import RemoteError, ShardError
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 SCHEMES = ("s3", "gs", "az")
 _LEAST_PATIENCE_S, _POLL_S = 1.0, 0.5  # with a process that may be suspended
 _DEATHS = 3  # of the downloading process during one request, after which the request fails
@@ -175,7 +176,15 @@ class Session:
         """Forget the answers of servers. The next opening asks again."""
         self._listings: dict[str, Listing] = {}
         self._stats: dict[tuple[str, str], tuple[int, str] | None] = {}
-        self._contents: dict[tuple[str, str], bytes] = {}
+        self._contents: dict[tuple[str, str, int], bytes] = {}
+        self._computed: dict[Hashable, Any] = {}
+
+    def once(self, question: Hashable, compute: Callable[[], T]) -> T:
+        """Return the result of `compute` for this question, kept until `forget`."""
+        if question not in self._computed:
+            self._computed[question] = compute()
+        found: T = self._computed[question]
+        return found
 
     def connected(self) -> Downloader:
         """Return a living downloading process.
@@ -260,26 +269,16 @@ class Session:
             raise ShardError(f"{root}/{gone}: no such object on the server", reason=NOT_THERE)
         return {name: stat for name, stat in found.items() if stat is not None}
 
-    def read(self, root: str, name: str, limit: int = LARGEST_INDEX) -> bytes | None:
-        """Return the bytes of a small object, or None if there is none.
+    def heads(self, root: str, most: Mapping[str, int]) -> dict[str, bytes]:
+        """Return the first bytes of these objects, at most so many of each.
 
-        Raises `ShardError` for one above `limit` bytes.
-        """
-        stat = self.stat(root, name)
-        if stat is None:
-            return None
-        if stat[0] > limit:
-            raise ShardError(f"{root}/{name}: {stat[0]} bytes, more than the limit of {limit}")
-        if (root, name) not in self._contents:
-            self._contents[root, name] = self.call("part", root, name, stat[0], 0, stat[0]) if stat[0] else b""
-        return self._contents[root, name]
-
-    def head(self, root: str, name: str, most: int) -> bytes | None:
-        """The first bytes of an object, at most as many; None if there is none."""
-        stat = self.stat(root, name)
-        if stat is None or stat[0] <= most:
-            return self.read(root, name)
-        return bytes(self.call("part", root, name, stat[0], 0, most))
+        Objects that do not exist are skipped."""
+        stats = self.stats(root, most)
+        sizes = {name: min(stat[0], most[name]) for name, stat in stats.items()}
+        asked = [name for name, size in sizes.items() if size and (root, name, size) not in self._contents]
+        parts = self.each("part", [(root, name, stats[name][0], 0, sizes[name]) for name in asked])
+        self._contents |= {(root, name, sizes[name]): bytes(part) for name, part in zip(asked, parts, strict=True)}
+        return {name: self._contents[root, name, size] if size else b"" for name, size in sizes.items()}
 
 
 @contextlib.contextmanager

@@ -12,15 +12,14 @@ from __future__ import annotations
 import fnmatch
 import posixpath
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.index import Format
@@ -34,15 +33,20 @@ _WORD = re.compile(rf"(?:.*[/._ -]|.*\d|)({_WORDS})(?=[/._ \d-]|$)")
 _CARD = re.compile(rb"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
 _SHOWN = 12
 _MAGIC = "*?["
+_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$")  # no version, such as v1.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemoteShards:
     """Shards below one URL, with names relative to `root`, in order.
 
-    `sizes` is int64 (names,), in bytes, -1 where the server did not list the shard; `stamps`, of those that it listed,
-    change when the shard is replaced. There are as many as names, or none. Whether a marker lists all that there should
-    be is `is_listed`.
+    Attributes:
+        root: URL of the folder that was named, or of the deepest one that has all the shards.
+        names: Names of the shards.
+        sizes: int64 (names,), in bytes, -1 for a shard that was named and not listed.
+        stamps: Texts that change when a shard is replaced, "" if unknown. There are as many as names, or none.
+        is_listed: Whether a marker lists all that there should be.
+        whole: Whether these are all files below a folder that was named.
     """
 
     root: str
@@ -50,101 +54,145 @@ class RemoteShards:
     sizes: Rows
     stamps: Sequence[str] = ()
     is_listed: bool = False
+    whole: bool = False
 
     @classmethod
-    def named(cls, root: str, names: Sequence[str]) -> RemoteShards:
+    def named(cls, root: str, names: Sequence[str], *, whole: bool = False) -> RemoteShards:
         """Build shards of which only the names are known."""
-        return cls(root, names, np.full(len(names), -1, np.int64))
+        return cls(root, names, np.full(len(names), -1, np.int64), whole=whole)
+
+    def only(self, names: Sequence[str]) -> RemoteShards:
+        """Return the shards with these names, of which some may be unknown."""
+        if len(names) == len(self.names):
+            return self
+        known = {name: number for number, name in enumerate(self.names)}
+        numbers = [known.get(name, -1) for name in names]
+        sizes = np.array([self.sizes[number] if number >= 0 else -1 for number in numbers], np.int64)
+        stamps = [self.stamps[number] if number >= 0 else "" for number in numbers] if self.stamps else ()
+        return replace(self, names=names, sizes=sizes, stamps=stamps)
 
 
-def names_behind(files: paths.Shards, session: Session) -> tuple[str, Sequence[str]]:
-    """Return the URL of a folder and the names below it.
+def list_remote(files: paths.Shards, session: Session) -> RemoteShards:
+    """List the objects that URLs name, without hidden ones.
 
-    Of other URLs it is "" and these. Of a folder on a web server, which cannot be listed, there are none.
-    """
-    specs = paths.spelled_out(files)
-    root, pattern = _folder(specs[0])
-    is_file = posixpath.splitext(urlsplit(root).path)[1] and not specs[0].endswith("/")
-    if len(specs) > 1 or pattern is not None or "{" in specs[0] or is_file:
-        return "", specs
-    return root, [] if root.startswith("http") else session.listing(root).texts()
-
-
-def find_remote(files: paths.Shards, session: Session, form: Format, *, stamps: bool = False) -> RemoteShards:
-    """Return the files of a format at these URLs.
-
-    They are folders, brace patterns, globs in buckets, files, or a list of these.
-
-    The root is the folder that the user named, or the deepest one that has all the shards. A folder on a web server,
-    which cannot be listed, yields no names. With `stamps`, those of a bucket are returned too. Raises `ShardError` if
-    there is no shard, or if one is named twice.
+    URLs name a folder with all below it, globs in buckets, brace patterns, objects, or a list of these. A folder on a
+    web server, which cannot be listed, yields no names. Raises `ShardError` for nothing, and for an object that is
+    named twice.
     """
     specs = [spelled for spec in paths.spelled_out(files) for spelled in paths.expand_braces(spec)]
-    stamps = stamps or any(map(paths.is_hub, specs))
-    root, pattern = _folder(specs[0]) if len(specs) == 1 else ("", None)
-    if len(specs) == 1 and pattern is None and not form.has(root):
-        return _in_folder(root, session, form, stamps)
-    urls: list[str] = []
+    if not specs:
+        raise ShardError("the list of shards is empty")
+    objects = _objects(specs, session)
+    if len(specs) == 1 and specs[0] not in objects and _folder(specs[0])[1] is None:
+        if (folder := _below(root := specs[0].rstrip("/"), session)) is not None:
+            return folder
+        if specs[0] != root:
+            raise ShardError(f"{root}: no object has this prefix. Check the address", reason=paths.NOT_THERE)
+        objects = {root}  # reading it says what is missing
     known: dict[str, tuple[int, str]] = {}  # by URL: size in bytes, and stamp
     for spec in specs:
-        if form.has(spec) and not any(c in spec for c in _MAGIC):
-            urls.append(spec)
-            continue
-        matching = _matching(spec, session, form)
-        urls += matching
-        known |= matching
-    if len({*urls}) < len(urls):
-        twice = Counter(urls).most_common(1)[0][0]
-        raise ShardError(f"{twice}: the same shard is named twice. Name it once")
-    root = _common_root(urls)
-    urls.sort()
-    found = [known.get(url, (-1, "")) for url in urls]
-    names = [url[len(root) + 1 :] for url in urls]
-    sizes = np.array([size for size, _ in found], np.int64)
-    return RemoteShards(root, names, sizes, [stamp if stamps else "" for _, stamp in found])
+        found = {spec: (-1, "")} if spec in objects else _matching(spec, session)
+        if twice := known.keys() & found:
+            raise ShardError(f"{min(twice)}: the same shard is named twice. Name it once")
+        known |= found
+    return _below_root(known)
 
 
-def _matching(spec: str, session: Session, form: Format) -> dict[str, tuple[int, str]]:
-    """The size and stamp of each object of a bucket that a folder or a glob stands for, by URL."""
-    folder, pattern = _folder(spec)
-    _check_readable(spec, form)
-    if folder.startswith("http"):
-        raise ShardError(f"{spec}: web servers cannot be listed. Name the shards, or a single folder")
-    matches = _matcher(pattern or "**")
-    found = {f"{folder}/{name}": (size, stamp) for name, size, stamp in _listed(folder, session, form) if matches(name)}
-    if not found:
-        raise ShardError(f"{spec}: no shard matches. Check the pattern", reason=paths.NOT_THERE)
-    return found
+def select(listed: RemoteShards, form: Format, chosen: Sequence[str] | None, session: Session) -> RemoteShards:
+    """Return the files of a format among those that were listed.
 
+    They are below the deepest folder that has all of them.
 
-def _in_folder(root: str, session: Session, form: Format, stamps: bool) -> RemoteShards:
-    """All files of a folder; of one of the Hub they are of one split, on a web server those that a marker lists."""
-    _check_readable(root, form)
-    on_server = root.startswith("http")
-    if not on_server:
-        session.listing(root)
-    heads = {name: head for name in form.markers if (head := session.read(root, name)) is not None}
+    `chosen` are those that were recognized, None: by their names. Of a folder of the Hub they must be of one split, and
+    on a web server a marker lists them. Raises `ShardError` for none, and for a compressed file.
+    """
+    root = listed.root
     try:
-        listed = None if form.listed is None else form.listed(heads)
-        if listed is not None:
-            stats = session.stats(root, sorted({name for each in listed for name in each if paths.is_inside(name)}))
-            names = form.files([*stats], heads)
+        heads = session.heads(root, dict.fromkeys(form.markers, paths.LARGEST_INDEX)) if listed.whole else {}
+        groups = None if form.listed is None else form.listed(heads)
+        if groups is not None:
+            return _listed_by_marker(root, form, heads, groups, session)
+        if listed.whole and root.startswith("http"):
+            return replace(listed, names=())
+        names = form.files(listed.names, {}) if chosen is None else chosen
     except ValueError as error:
         raise ShardError(f"{root}: {error}", reason=paths.NOT_THERE) from error
-    if listed is None and on_server:
-        return RemoteShards.named(root, [])
-    if listed is None:
-        found = _listed(root, session, form)
-        if paths.is_hub(root) and session.stat(root, f"{META}/{METADATA_FILES[2]}") is None:
-            _check_one_split(root, found.texts(), form.suffixes[0], session)
-        return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts() if stamps else ())
+    packed = [*filter(form.packs, listed.names)] if form.packed else []
+    if packed and not listed.whole:
+        raise ShardError(f"{root}/{packed[0]}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
+    exact = [listed.names[number] for number in np.flatnonzero(listed.sizes < 0).tolist()]
+    if exact or packed:
+        names = sorted({*names, *exact}.difference(packed))
+    if not names:
+        but = f", but {len(packed)} compressed ones. {paths.PACKED_CURE}" if packed else ""
+        if not but and paths.is_hub(root):
+            but = f". Read other files from a copy: `{paths.HubAddress.of(root).download}`"
+        raise ShardError(f"{root}: no {' or '.join(form.suffixes)} object has this prefix{but}", reason=paths.NO_SHARD)
+    if listed.whole and paths.is_hub(root) and session.stat(root, f"{META}/{METADATA_FILES[2]}") is None:
+        _check_one_split(root, names, form.suffixes[0], session)
+    found = listed.only(names)
+    if not listed.whole:
+        rows = zip(names, found.sizes.tolist(), found.stamps, strict=True)
+        found = _below_root({f"{root}/{name}": (size, stamp) for name, size, stamp in rows})
+    return replace(found, stamps=()) if form.whole and not paths.is_hub(root) else found
+
+
+def _below(root: str, session: Session) -> RemoteShards | None:
+    """Return all objects below a folder, None without any; of a web server, which cannot be listed, no names."""
+    if root.startswith("http"):
+        return RemoteShards.named(root, [], whole=True)
+    found = session.listing(root).only(lambda name: not paths.is_hidden_path(name))
+    return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts(), whole=True) if found else None
+
+
+def _objects(specs: Sequence[str], session: Session) -> set[str]:
+    """Return the addresses of objects. What does not tell itself from a folder by its suffix is asked for."""
+    alone, found, asked = len(specs) == 1, set[str](), defaultdict[str, list[str]](list)
+    for spec in specs:
+        parts, has_suffix = urlsplit(spec).path.split("/"), _SUFFIX.search(spec) is not None
+        if any(c in spec for c in _MAGIC) or not parts[-1] or len(parts) <= (3 if paths.is_hub(spec) else 1):
+            continue
+        if has_suffix > alone or (spec.startswith("http") and has_suffix >= alone):
+            found.add(spec)
+        elif has_suffix == alone and not spec.startswith("http"):
+            asked[spec.rpartition("/")[0]].append(parts[-1])
+    return found.union(*({f"{folder}/{name}" for name in session.stats(folder, asked[folder])} for folder in asked))
+
+
+def _matching(spec: str, session: Session) -> dict[str, tuple[int, str]]:
+    """Return the size and stamp of each object of a bucket that a folder or a glob stands for, by URL."""
+    folder, pattern = _folder(spec)
+    if folder.startswith("http"):
+        raise ShardError(f"{spec}: web servers cannot be listed. Name the shards, or a single folder")
+    hidden, listing = paths.is_hidden_path(pattern or ""), [*session.listing(folder)]
+    for each in (pattern or "**", f"{pattern}/**"):  # the pattern may be of folders
+        matches = _matcher(each)
+        found = [row for row in listing if matches(row[0]) and (hidden or not paths.is_hidden_path(row[0]))]
+        if found:
+            return {f"{folder}/{name}": (size, stamp) for name, size, stamp in found}
+    raise ShardError(f"{spec}: no shard matches. Check the pattern", reason=paths.NOT_THERE)
+
+
+def _below_root(known: Mapping[str, tuple[int, str]]) -> RemoteShards:
+    """Return objects, by URL with size and stamp, below the deepest folder that has all of them."""
+    urls, root = sorted(known), _common_root([*known])
+    sizes, stamps = zip(*map(known.__getitem__, urls), strict=True)
+    return RemoteShards(root, [url[len(root) + 1 :] for url in urls], np.array(sizes, np.int64), stamps)
+
+
+def _listed_by_marker(
+    root: str, form: Format, heads: dict[str, bytes], groups: list[tuple[str, ...]], session: Session
+) -> RemoteShards:
+    """Return the files that a marker lists. Raises `ShardError` for one that is missing, ValueError."""
+    stats = session.stats(root, sorted({name for each in groups for name in each if paths.is_inside(name)}))
+    names = form.files([*stats], heads)
     if gone := set(names).difference(stats):
         raise ShardError(
             f"{root}/{min(gone)}: named by {' or '.join(heads)}, and not there. Copy the whole folder",
             reason="missing shard",
         )
     sizes = np.array([stats[name][0] for name in names], np.int64)
-    return RemoteShards(root, names, sizes, [stats[name][1] for name in names], is_listed=True)
+    return RemoteShards(root, names, sizes, [stats[name][1] for name in names], is_listed=True, whole=True)
 
 
 def _folder(spec: str) -> tuple[str, str | None]:
@@ -178,28 +226,13 @@ def _matches(parts: list[str], patterns: list[str]) -> bool:
     return fnmatch.fnmatchcase(parts[0], patterns[0]) and _matches(parts[1:], patterns[1:])
 
 
-def _common_root(urls: list[str]) -> str:
+def _common_root(urls: Sequence[str]) -> str:
     folders = [urlsplit(folder) for folder in {url.rpartition("/")[0] for url in urls}]
     places = {(folder.scheme, folder.netloc) for folder in folders}
     if len(places) > 1:
         raise ShardError(f"{urls[0]}: shards of {len(places)} buckets or servers. Use one reader for each")
     scheme, netloc = places.pop()
     return f"{scheme}://{netloc}{posixpath.commonpath([folder.path or '/' for folder in folders])}".rstrip("/")
-
-
-def _check_readable(spec: str, form: Format) -> None:
-    """Raises `ShardError` for a name that says that the file is compressed."""
-    if form.packs(spec):
-        raise ShardError(f"{spec}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
-
-
-def _listed(root: str, session: Session, form: Format) -> Listing:
-    """The files of a format below a folder of a bucket."""
-    found = session.listing(root).only(lambda name: form.has(name) and not paths.is_hidden_path(name))
-    if not found:
-        copied = f". Read other files from a copy: `{paths.HubAddress.of(root).download}`" if paths.is_hub(root) else ""
-        raise ShardError(f"{root}: no {' or '.join(form.suffixes)} object has this prefix{copied}")
-    return found
 
 
 def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Session) -> None:

@@ -1,4 +1,4 @@
-"""`ByteSource`: bytes that are read at an offset, wherever they lie, as formats, stores and other libraries read them.
+"""`ByteSource`: bytes that are read at an offset, from a disk, memory or a URL.
 
     LocalFile     a file on a disk that is open, such as one that is indexed
     StoreFile     a file of a store, on a disk or behind a URL (shard_files.py)
@@ -58,7 +58,9 @@ class FileVersion(NamedTuple):
 
 
 class WholeFile:
-    """All bytes of a file, as `view`: read if it is small, else mapped from a copy in the user's cache.
+    """All bytes of a file, as `view`.
+
+    A small file is read. Of a large one, a copy in the user's cache is mapped.
 
     Processes of a node share the copy, and nobody else writes there: overwriting or cutting the file changes no view. A
     file that is `mapped` by itself is in the cache already, and still written. Raises OSError, ValueError for an empty
@@ -98,7 +100,9 @@ def _copy_of(path: Path, file: BinaryIO, version: FileVersion) -> BinaryIO | Non
 
 
 class ByteSource:
-    """`size` bytes from `begin` on of what `read(offset, size)` reads; of a file, `name` is the last part of its name.
+    """`size` bytes from `begin` on of what `read(offset, size)` reads.
+
+    Of a file, `name` is the last part of its name.
 
     >>> from savable_pipeline.data.shards.byte_source import ByteSource
     >>> source = ByteSource.of(b"0123456789").part(2, 5)
@@ -117,7 +121,10 @@ class ByteSource:
         return ByteSource(lambda offset, size: data[offset : offset + size], len(data))
 
     def read_at(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset` on; fewer where the source ends. Raises OSError, `ShardError`, `RemoteError`."""
+        """`size` bytes from `offset` on; fewer where the source ends.
+
+        Raises OSError, `ShardError`, `RemoteError`.
+        """
         return self._read(self._begin + offset, max(0, min(size, self.size - offset)))
 
     def read(self) -> bytes:
@@ -139,7 +146,10 @@ class ByteSource:
         return self.part(offset, self.size - offset)
 
     def uint32s(self, offset: int, count: int) -> tuple[int, ...]:
-        """Little-endian numbers of 32 bits, as formats of records have them. Raises `RecordError`."""
+        """Little-endian numbers of 32 bits, as formats of records have them.
+
+        Raises `RecordError`.
+        """
         return struct.unpack(f"<{count}I", self.part(offset, 4 * count).read())
 
     def open(self) -> BinaryIO:
@@ -150,7 +160,7 @@ class ByteSource:
         """Announces reads of these offsets and sizes."""
 
     def beside(self, suffix: str, name: str = "") -> Path | None:
-        """A local file with what lies beside a file under its name with this suffix; None if nothing does.
+        """Return a local sidecar of a file, with this suffix, or None without one.
 
         Given the file's `name` below its folder: what is called `suffix` in that folder.
         """
@@ -162,7 +172,10 @@ class ByteSource:
 
 
 class LocalFile(ByteSource):
-    """A file on a disk that is open: to be used as long as its descriptor is. Reads also raise `RemoteError`."""
+    """A file on a disk that is open: to be used as long as its descriptor is.
+
+    Reads also raise `RemoteError`.
+    """
 
     __slots__ = ("_descriptor", "_path", "_version")
 
@@ -205,7 +218,7 @@ def opened(path: Path) -> Iterator[LocalFile]:
 
 
 class SourceFile(io.RawIOBase):
-    """A source as a seekable, read-only file, without a descriptor or a copy of its bytes.
+    """Seekable, read-only file over a source, without a descriptor or a copy.
 
     What comes next of it is announced, `ahead` bytes: for those who read it from its begin to its end.
     """
@@ -232,7 +245,10 @@ class SourceFile(io.RawIOBase):
         return position
 
     def read(self, size: int | None = -1) -> bytes:
-        """At most `size` bytes from here on. Raises `ShardError`, also where the shard ends before the part does."""
+        """At most `size` bytes from here on.
+
+        Raises `ShardError`, also where the shard ends before the part does.
+        """
         remaining = max(0, self._source.size - self._position)
         wanted = remaining if size is None or size < 0 else min(size, remaining)
         if self._ahead:
@@ -257,7 +273,10 @@ class SourceFile(io.RawIOBase):
 
 
 class RangeFile(io.BufferedReader):
-    """A whole file, of which `begin_s` to `end_s` belong to a sample; None for the frames in each second if unknown."""
+    """Whole file, of which `begin_s` to `end_s` belong to a sample.
+
+    `fps` is the number of frames a second, None if unknown.
+    """
 
     def __init__(self, source: ByteSource, begin_s: float, end_s: float | None, fps: float | None = None) -> None:
         super().__init__(SourceFile(source), _BUFFER)
@@ -265,5 +284,8 @@ class RangeFile(io.BufferedReader):
 
 
 def seconds_of(file: BinaryIO) -> tuple[float, float | None]:
-    """From where to where an opened part belongs to its sample, in seconds; None: to its end."""
+    """Return from where to where an opened part belongs to its sample, in seconds.
+
+    None stands for its end.
+    """
     return (file.begin_s, file.end_s) if isinstance(file, RangeFile) else (0.0, None)

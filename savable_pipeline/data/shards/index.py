@@ -1,4 +1,4 @@
-"""The index of a folder of shards of any format: columns, so that a million shards are no objects.
+"""Index of a folder of shards of any format, in columns instead of objects.
 
     "SAVIDX05" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
     │ shards: ends │ sizes │ samples │ digests │ checks │ counts │ names │ padding
@@ -56,7 +56,10 @@ _NUMBER = 8  # bytes of each
 
 
 class Header(msgspec.Struct, array_like=True):
-    """What an index says of itself; its arrays follow. `said` is what the format says of all files."""
+    """What an index says of itself; its arrays follow.
+
+    `said` is what the format says of all files.
+    """
 
     shards: Count
     names: Count  # bytes
@@ -66,7 +69,7 @@ class Header(msgspec.Struct, array_like=True):
 
 
 class ShardTable(msgspec.Struct):
-    """What an index says of one file, from a scan, to be joined with what it says of others.
+    """Content of an index about one file, from a scan, to be joined with others.
 
     `rows` are as the format has them: places, or of tars `TarColumns`. `note` is what to say of it that is no fault.
     """
@@ -77,7 +80,10 @@ class ShardTable(msgspec.Struct):
 
 
 class RowsWriter(Protocol):
-    """The rows of one file after the other on their way into an index. `new_file` gives a file without a name."""
+    """The rows of one file after the other on their way into an index.
+
+    `new_file` gives a file without a name.
+    """
 
     def __init__(self, new_file: Callable[[], IO[bytes]], /) -> None: ...
 
@@ -142,7 +148,10 @@ class ShardIndex(ABC):
         return found
 
     def numbers(self, names: Sequence[str]) -> Rows:
-        """The numbers of these shards, int64 (names,). Raises KeyError without one of them."""
+        """The numbers of these shards, int64 (names,).
+
+        Raises KeyError without one of them.
+        """
         if len(names) == len(self.shards) and ShardNames.of(names).text == self.shards.names.text:
             return np.arange(len(names))
         if len(names) < len(self.shards) // 16:  # bisecting them costs less than a table of all
@@ -172,7 +181,7 @@ class ShardIndex(ABC):
 
 
 class BlobIndex(ShardIndex):
-    """The index of files of which a format wants to know some numbers each, `blob`, uint64: a row is one of them."""
+    """Index of files with some numbers each, `blob`, uint64, one a row."""
 
     def __init__(self, path: Path, kind: str) -> None:
         super().__init__(path, kind)
@@ -206,7 +215,10 @@ class BlobIndex(ShardIndex):
 
 
 def check_of(*columns: NDArray[Any]) -> int:
-    """A checksum of the rows of a shard: of its columns of uint64, the second uint32, however they are written."""
+    """Return a checksum of the rows of a shard, however they are stored.
+
+    They are columns of uint64, the second of uint32.
+    """
     digest = xxh3_64()
     for array, kind in zip(columns, ("<u8", "<u4", "<u8"), strict=False):
         digest.update(np.ascontiguousarray(array, dtype=kind).data)
@@ -214,7 +226,9 @@ def check_of(*columns: NDArray[Any]) -> int:
 
 
 def head_bytes(path: str, begin: bytes) -> int:
-    """The bytes of an index before its rows; where its first ones, `begin`, do not tell: how many of them would.
+    """Return the number of bytes of an index before its rows.
+
+    If its first bytes, `begin`, are too few for that, return how many of them are needed.
 
     Raises `ShardError`.
     """
@@ -295,7 +309,7 @@ def write_aligned(file: BinaryIO, arrays: Iterable[NDArray[Any]]) -> None:
 
 
 def array_at(path: Path, view: memoryview, offset: int, kind: str, count: int) -> tuple[memoryview[int], int]:
-    """So many numbers of the kind Q or I from an offset of an index on, and where what follows begins."""
+    """Return numbers of the kind Q or I at an offset of an index, and the next offset."""
     end = offset + count * (8 if kind == "Q" else 4)
     if end > len(view):
         raise ShardError(f"{path}: the index is cut short: {len(view)} bytes where {end} are needed")
@@ -313,11 +327,6 @@ def marker_object(heads: Mapping[str, bytes], name: str) -> dict[str, Any]:
         found = msgspec.json.decode(heads.get(name, b""))
         return found if isinstance(found, dict) else {}
     return {}
-
-
-def as_it_is(form: Format, settings: dict[str, Any]) -> Format:
-    """The same format, whatever the settings."""
-    return form
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -349,9 +358,9 @@ class Format:
     """Returns whether the markers that exist, by name, say that the folder has this format."""
     listed: Callable[[Mapping[str, bytes]], list[tuple[str, ...]] | None] | None = None
     """Returns the names that each file may have, if the markers list them. Raises ValueError."""
-    choose: Callable[[Sequence[str]], list[str]] | None = None
-    """Returns the files, where the names of several together show that they are of this format. None: by suffixes."""
-    by_settings: Callable[[Format, dict[str, Any]], Format] = as_it_is
+    choose: tuple[str, Callable[[Sequence[str]], list[str]]] | None = None
+    """A text in the name of a telling file, and what returns the files of this format of all names."""
+    by_settings: Callable[[Format, dict[str, Any]], Format] | None = None
     """Returns the format for these settings, where they change what is indexed."""
     variant: str = ""
     """What tells the index for these settings from that for others, such as `key_end=last`."""
@@ -399,7 +408,7 @@ class Format:
         """
         listed = None if self.listed is None else self.listed(heads)
         if listed is None:
-            return sorted(filter(self.has, names)) if self.choose is None else self.choose(names)
+            return sorted(filter(self.has, names)) if self.choose is None else self.choose[1](names)
         there, chosen = set(names), set[str]()
         for each in listed:
             written = max(each, key=len)  # compressed, where the others are what was unpacked
@@ -409,6 +418,10 @@ class Format:
                 raise ValueError(f"{name}: {fault} by {' or '.join(self.markers)}. Copy the folder again")
             chosen.add(name)
         return sorted(chosen)
+
+    def for_settings(self, settings: dict[str, Any]) -> Format:
+        """Return the format for these settings of the store."""
+        return self if self.by_settings is None else self.by_settings(self, settings)
 
     def has(self, name: str) -> bool:
         """Whether a name is that of such a file, in letters of any case."""
@@ -425,17 +438,24 @@ class Format:
         return [*companion, *([name + self.for_others] if self.for_others else [])]
 
     def companion(self, name: str) -> str:
-        """The name of what lies beside a file; where it belongs to all files, it lies in their folder."""
+        """Return the name of a file's sidecar.
+
+        A sidecar of all files is in their folder.
+        """
         own, other = self.beside
         return name[: len(name) - len(own)] + other if own else other
 
     def index_at(self, path: Path) -> ShardIndex:
-        """The index of files of this format at `path`. Raises OSError, `ShardError`, ValueError."""
+        """The index of files of this format at `path`.
+
+        Raises OSError, `ShardError`, ValueError.
+        """
         return self.index(path, self.index_kind)
 
     def scan(self, root: Path, name: str) -> ShardTable:
-        """What the index says of a file on a disk. Raises OSError where the process may open no more files, and
-        `RemoteError` of a network disk.
+        """What the index says of a file on a disk.
+
+        Raises OSError where the process may open no more files, and `RemoteError` of a network disk.
         """
         if self.scan_folder is not None:
             return self.scan_folder(root)
@@ -457,7 +477,10 @@ class Format:
             return self.unreadable(name, size, error.strerror or str(error))
 
     def is_as_indexed(self, file: ByteSource, index: ShardIndex, number: int) -> bool:
-        """Whether a file of the right size is the one with this number in an index. Raises OSError."""
+        """Whether a file of the right size is the one with this number in an index.
+
+        Raises OSError.
+        """
         if self.is_same is not None:
             return self.is_same(file, index, number)
         return self.read(file, index.shards.names[number]).entry.digest == int(index.shards.digests[number])
@@ -469,7 +492,9 @@ class Format:
 
 
 class IndexedFiles:
-    """The files `names` of an index of this format, None: all. `root` has their metadata.
+    """The files `names` of an index of this format, None: all.
+
+    `root` has their metadata.
 
     Those behind a URL are at `remote`, a `RemoteFolder`. `tolerant`: the samples before a damage are taken. Sample `i`
     is the `i`-th when they are read one after the other.
@@ -513,7 +538,10 @@ class IndexedFiles:
         return f"{self.address}/{self.entries.names[shard]}"
 
     def blob(self, shard: int) -> FileBlob:
-        """What the index says of a file that is no tar: uint64 (any,). Raises `ShardError` if it is damaged."""
+        """What the index says of a file that is no tar: uint64 (any,).
+
+        Raises `ShardError` if it is damaged.
+        """
         if shard not in self._whole:
             self.check_rows(shard)
             self._whole.add(shard)
@@ -521,7 +549,10 @@ class IndexedFiles:
         return self.index.blob(int(self.numbers[shard]))
 
     def table(self, shard: int) -> ShardTable:
-        """What the index says of a file, to be written into another. Raises `ShardError` if it is damaged."""
+        """What the index says of a file, to be written into another.
+
+        Raises `ShardError` if it is damaged.
+        """
         self.check_rows(shard)
         return self.index.table(int(self.numbers[shard]))
 
@@ -535,7 +566,10 @@ class IndexedFiles:
         return self.form.is_as_indexed(file, self.index, int(self.numbers[shard]))
 
     def damaged(self, shard: str) -> ShardError:
-        """The error for a damaged index; `shard` names the file that it was needed for. One in the cache is removed."""
+        """The error for a damaged index; `shard` names the file that it was needed for.
+
+        One in the cache is removed.
+        """
         cure = f"Remove {self.index_path} and start again"
         if self.remote is not None:
             self.index_path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Makes the index of the files of a folder, of any format: of what is not in the one that is there, or is other now.
+"""Builds the index of a folder's files, from what is new or was changed.
 
 It is written shard by shard: what is kept in memory grows with the shards, not with their samples.
 
@@ -16,20 +16,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import struct
 import tempfile
+import threading
 import time
 from array import array
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.core.files import replacing, with_handles
+from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.index import (
     MAGIC,
@@ -42,7 +48,6 @@ from savable_pipeline.data.shards.index import (
     aligned,
 )
 from savable_pipeline.data.shards.metadata import WRITTEN
-from savable_pipeline.data.shards.processes import Answer, EachShard, each_shard, here_or_in_several
 from savable_pipeline.data.shards.shard_list import ShardEntry, check_utf8
 from savable_pipeline.errors import ShardError
 
@@ -55,7 +60,9 @@ _LOG_EVERY_S = 10.0
 
 
 def write_index(path: Path, tables: Iterable[ShardTable], form: Format | str) -> None:
-    """Writes the index of these shards of a format in one step (see `replace_file`); of places, its name will do.
+    """Write the index of these shards of a format in one step.
+
+    See `replace_file`. For the rows of a `BlobIndex`, the name of the format is enough.
 
     Raises ValueError unless they are in the order of their names.
     """
@@ -81,7 +88,10 @@ class Columns:
         self.numbers = [array("Q") for _ in range(NUMBERS)]  # ends … counts
 
     def add(self, entry: ShardEntry, rows: int, check: int) -> None:
-        """Adds the next shard, of so many rows. Raises ValueError unless its name comes after the last one's."""
+        """Adds the next shard, of so many rows.
+
+        Raises ValueError unless its name comes after the last one's.
+        """
         if self.numbers[0] and entry.name <= self.last:
             raise ValueError(f"the shard {entry.name} after {self.last}: an index has its shards in the order of names")
         self.last = entry.name
@@ -94,7 +104,10 @@ class Columns:
 
 
 def index_begin(columns: Columns, kind: str, said: bytes) -> bytes:
-    """The bytes of an index before its rows; `said` is what its format says of all files."""
+    """Return the bytes of an index before its rows.
+
+    `said` is what the format stores about all files.
+    """
     header = Header(len(columns.numbers[0]), len(columns.names), columns.faults, kind, said)
     encoded = msgspec.msgpack.encode(header)
     found = bytearray(len(encoded).to_bytes(8, "little") + encoded)
@@ -107,7 +120,10 @@ def index_begin(columns: Columns, kind: str, said: bytes) -> bytes:
 
 
 class ScannedTables:
-    """The tables in the file beside the index at `path`, by name; the lock of the index must be held."""
+    """Tables in the file next to the index at `path`, by name.
+
+    The caller must have locked the index.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_name(f"{path.name}.scanned")
@@ -178,7 +194,7 @@ class ScannedTables:
 
 
 def is_as_indexed(root: Path, index: ShardIndex, number: int, form: Format) -> bool:
-    """Whether a file has the size that is in the index, and is the one that was indexed."""
+    """Return whether a file has the indexed size, and is the one that was indexed."""
     return index.is_whole(number) and with_handles(partial(_is_the_same, root, index, number, form))
 
 
@@ -201,7 +217,7 @@ def make_index(
     each: EachShard | None = None,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Writes the index at `path`; tables that it has already, and that are still right, are kept."""
+    """Write the index at `path`, with the tables of it that are still right."""
     for name in names:
         check_utf8(str(root / name), name)
     for stale in path.parent.glob(f"{path.name}.*.tmp"):  # of a process that was killed; the lock is ours
@@ -302,3 +318,119 @@ def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Ite
             if answer is None:
                 raise ShardError(f"{root / name}: the process that indexed it died, perhaps out of memory")
             yield msgspec.msgpack.decode(answer, type=ShardTable)
+
+
+Task: TypeAlias = Callable[[Path, str], msgspec.Struct]  # gets the folder and the name of a shard; can be pickled
+J = TypeVar("J")
+T = TypeVar("T")
+NOTE = b"+"  # begins no MessagePack of a struct
+Answer: TypeAlias = tuple[str, bytes | None]  # name of a shard, and the task's result for it as MessagePack
+EachShard: TypeAlias = Callable[[Task, Path, list[str]], Generator[Answer, None, None]]
+"""What gives the answers for all shards: `each_shard`, or the machines of a cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileJob:
+    """What to do for one shard, whose `size` tells a machine that has another one."""
+
+    task: Task
+    root: Path
+    name: str
+    size: int | None = None
+
+    def do(self) -> bytes:
+        """Return the result as MessagePack. Raises OSError."""
+        if self.size is not None and (size := (self.root / self.name).stat().st_size) != self.size:
+            raise OSError(f"{self.root / self.name} has {size} bytes here, and {self.size} where the command runs")
+        return msgspec.msgpack.encode(self.task(self.root, self.name))
+
+
+def each_shard(task: Task, root: Path, names: list[str], processes: int) -> Generator[Answer, None, None]:
+    """Yield the answers for all shards as they come.
+
+    An answer is None if the process died over the shard.
+    """
+    jobs = [FileJob(task, root, name) for name in names]
+    with contextlib.closing(each_job(f"{__name__}:serve", (), jobs, processes)) as answers:
+        yield from ((job.name, answer) for job, answer in answers)
+
+
+def here_or_in_several(
+    names: list[str], here: Callable[[str], T], several: Callable[[list[str]], Iterable[T]], alone_s: float
+) -> Iterator[T]:
+    """Yield what `here` returns for each name, or after some seconds `several`."""
+    end = time.monotonic() + alone_s
+    for done, name in enumerate(names):
+        if len(names) - done > 1 and time.monotonic() > end:
+            yield from several(names[done:])
+            return
+        yield here(name)
+
+
+def each_job(
+    serve: str, arguments: tuple[str, ...], jobs: Sequence[J], processes: int
+) -> Generator[tuple[J, bytes | None], None, None]:
+    """Yield each job with the answers of `serve`, a function as for `ChildProcess`.
+
+    The answer is None if the process died over the job.
+
+    These are notes, which begin with `NOTE`, and then one answer, which does not.
+    """
+    waiting: queue.SimpleQueue[J] = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+    answers: queue.SimpleQueue[tuple[J, bytes | None]] = queue.SimpleQueue()
+    children, lock, is_closed = list[ChildProcess](), threading.Lock(), False
+
+    def start() -> ChildProcess:
+        with lock:
+            if not is_closed:
+                children.append(ChildProcess(serve, *arguments))
+                return children[-1]
+        raise EOFError
+
+    def drive() -> None:
+        child = None
+        with contextlib.suppress(queue.Empty):
+            while not is_closed:
+                job, answer = waiting.get_nowait(), None
+                try:
+                    child = child or start()
+                    child.connection.send(job)
+                    while (found := child.connection.recv_bytes()).startswith(NOTE):
+                        answers.put((job, found))
+                    answer = found
+                except (EOFError, OSError):  # it died, or was ended below
+                    child = None
+                answers.put((job, answer))
+
+    try:
+        for _ in range(min(processes, len(jobs))):
+            threading.Thread(target=drive, daemon=True).start()
+        left = len(jobs)
+        while left:
+            yield (found := answers.get())
+            left -= found[1] is None or not found[1].startswith(NOTE)
+    finally:
+        with lock:
+            is_closed = True
+        for child in children:
+            child.kill()
+
+
+def serve(connection: Connection, jobs: Iterator[FileJob]) -> None:
+    """The child: does one job after the other."""
+    for job in jobs:
+        connection.send_bytes(job.do())
+
+
+def each_shard_by(engine: Engine) -> EachShard:
+    """Return `each_shard` for an engine, whose machines share the storage."""
+
+    def each(task: Task, root: Path, names: list[str]) -> Generator[Answer, None, None]:
+        root = root.absolute()
+        jobs = (FileJob(task, root, name, (root / name).stat().st_size) for name in names)
+        with contextlib.closing(engine.each(FileJob.do, jobs)) as finished:
+            yield from ((job.name, answer) for job, answer in finished)
+
+    return each

@@ -1,4 +1,4 @@
-"""Finds the index of the files of a folder, of any format, or makes it: on first use, by one process, under a lock.
+"""Finds the index of a folder's files, of any format, or builds it under a lock.
 
 The index lies in `.nv-meta/` beside the files, or in the user's cache if that place is read-only. A file is scanned
 again if its size has changed, or if it is younger than the index and is not as it was: moving or touching a folder does
@@ -35,9 +35,8 @@ from savable_pipeline.core.files import replace_file, user_cache, with_handles
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles, ShardIndex, index_name
-from savable_pipeline.data.shards.index_making import Progress, is_as_indexed, make_index
+from savable_pipeline.data.shards.index_making import EachShard, Progress, is_as_indexed, make_index
 from savable_pipeline.data.shards.metadata import META, METADATA_FILES, named_files, read_counts
-from savable_pipeline.data.shards.processes import EachShard
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardList
 from savable_pipeline.errors import ShardError
 
@@ -55,7 +54,10 @@ def media_table_name(kind: str) -> str:
 
 
 def index_places(root: Path, name: str) -> Iterator[Path]:
-    """The places where an index may lie: `name` below the shards' folder; and in the user's cache, if there is one."""
+    """Yield the paths where an index may be.
+
+    They are `name` below the shards' folder, and one in the user's cache if there is one.
+    """
     yield root / name
     hashed = f"{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]}{Path(name).name.removeprefix('savable')}"
     if (cache := user_cache()) is not None:
@@ -63,12 +65,15 @@ def index_places(root: Path, name: str) -> Iterator[Path]:
 
 
 def in_first_place(root: Path, name: str, make: Callable[[Path], T]) -> T:
-    """What `make(path)` gives, with the path of the index in the first place that can be written: see `in_first_of`."""
+    """Return `make(path)` for the index's first path that can be written.
+
+    See `in_first_of`.
+    """
     return in_first_of(index_places(root, name), f"{root}: no place to write an index", make)
 
 
 def in_first_of(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -> T:
-    """What `make(path)` gives, with the first of these places that can be written and has room, under its lock.
+    """Return `make(path)` for the first path that can be written, under its lock.
 
     Raises `ShardError` with the `fault` if there is none.
     """
@@ -99,7 +104,10 @@ class _Mark(msgspec.Struct, array_like=True):
 
 
 def marked_index(root: Path, form: Format, *, tolerant: bool) -> ShardIndex | None:
-    """The index beside the shards if it is known to have all of them as they are, none damaged unless `tolerant`."""
+    """Return the index next to the shards if its mark says that it fits all of them.
+
+    It must not have a damaged shard, unless `tolerant`.
+    """
     with contextlib.suppress(OSError, ValueError, ShardError):
         if (mark := valid_mark(root, form)) is not None:
             index = form.index_at(root / form.index_name)
@@ -117,7 +125,9 @@ def valid_mark(root: Path, form: Format) -> _Mark | None:
 
 
 def begin_look(root: Path, form: Format) -> int | None:
-    """The time, in ns, by the file system's clock, before shards are looked at, to be given to `mark_fresh`.
+    """Return the time by the file system's clock, in ns, to pass to `mark_fresh`.
+
+    Call it before looking at the shards.
 
     None for an index of few shards, where no mark can be written, or the folders do not tell when a file was added.
     """
@@ -135,7 +145,7 @@ def begin_look(root: Path, form: Format) -> int | None:
 
 
 def mark_fresh(root: Path, form: Format, index: ShardIndex, folders: Iterable[str], began: int) -> None:
-    """Writes the mark, if none of these folders has changed since two seconds before `began`."""
+    """Write the mark, if no folder changed since two seconds before `began`."""
     with contextlib.suppress(OSError, ShardError):
         looks = {name: _look(root / name) for name in folders}
         if all(look.newest_ns < began - _QUIET_NS for look in looks.values()):
@@ -144,7 +154,7 @@ def mark_fresh(root: Path, form: Format, index: ShardIndex, folders: Iterable[st
 
 
 def let_rest() -> None:
-    """Waits until what this process has just written into folders is old enough for a mark."""
+    """Wait until folders that this process wrote to are old enough for a mark."""
     time.sleep(1.1 * _QUIET_NS / 1e9)
 
 
@@ -256,7 +266,9 @@ def open_index(
     tolerant: bool = False,
     looked_at: Callable[[ShardIndex], None] = lambda index: None,
 ) -> IndexedFiles:
-    """The index of the files `names` below `root`; those that are new or were rewritten are scanned first.
+    """Return the index of the files `names` below `root`.
+
+    Files that are new or were rewritten are scanned first.
 
     `looked_at` is called with an index that has these files and no others, each as it was found. Raises `ShardError`
     for a damaged one unless `tolerant`: see `open_files`.
@@ -287,7 +299,9 @@ def index_files(
     each: EachShard | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[Path, list[ShardEntry]]:
-    """Indexes the files that are new or were changed: by `each`, or in `processes` processes (None: one a processor).
+    """Index the files that are new or were changed.
+
+    `each` reads them, or `processes` processes do (None: one a processor).
 
     Returns the path of the index, and the files that could not be read to their end. Raises `ShardError` if there are
     no files, or no place where an index can be written.
@@ -338,7 +352,7 @@ def _known(root: Path, form: Format) -> ShardList:
 
 
 def check_none_gone(address: str, gone: Collection[str]) -> None:
-    """Raises `ShardError` if files that were indexed are gone from the folder or prefix `address`."""
+    """Raise `ShardError` if indexed files are gone from `address`."""
     if gone:
         raise ShardError(
             f"{address}: {len(gone)} indexed shards are gone, such as {min(gone)}. Restore them, pass "
@@ -384,7 +398,10 @@ class _FilesNow:
             return time.time_ns()  # it may be gone
 
     def are_as_in(self, index: ShardIndex, path: Path) -> bool:
-        """Whether the index at `path` has all of them as they are. Raises KeyError without one of them, OSError."""
+        """Whether the index at `path` has all of them as they are.
+
+        Raises KeyError without one of them, OSError.
+        """
         numbers = index.numbers(self.names)
         if not np.array_equal(index.shards.sizes[numbers], self.sizes):
             return False

@@ -1,4 +1,6 @@
-"""What lies in `.nv-meta` beside the shards: Megatron-Energon's metadata, and the marks of who still writes there.
+"""Reads `.nv-meta` next to the shards: Megatron-Energon's metadata, and marks.
+
+The marks say which writers are not finished.
 
     .nv-meta/.info.json  or .info.yaml    shard_counts: {name: samples}
     .nv-meta/split.yaml  or split.json    split_parts: {"train": [name or brace pattern, ...]}
@@ -52,7 +54,7 @@ _NAMED = 10  # parts
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The shards of a split without the excluded ones, and the keys of excluded samples by shard.
+    """Shards of a split, without the excluded ones, and keys of excluded samples.
 
     `unknown` lists entries of `exclude` that name no shard of the dataset.
     """
@@ -63,7 +65,10 @@ class Split:
 
 
 def read_counts(root: Path) -> dict[str, int] | None:
-    """Samples of each shard from `.info.json` or `.info.yaml`; None without either. Raises `ShardError`."""
+    """Samples of each shard from `.info.json` or `.info.yaml`; None without either.
+
+    Raises `ShardError`.
+    """
     path = _first(root, "info_config", COUNT_FILES)
     if path is None:
         return None
@@ -81,7 +86,10 @@ def split_names(root: Path) -> list[str]:
 
 
 def read_split(root: Path, name: str, known: Iterable[str]) -> Split:
-    """The split `name` of a dataset with the shards `known`. Raises `ShardError`, also if it names another shard."""
+    """The split `name` of a dataset with the shards `known`.
+
+    Raises `ShardError`, also if it names another shard.
+    """
     path = _first(root, "split_config", _SPLITS)
     if path is None:
         raise ShardError(f"{root / META}: split={name!r}, but there is no split.yaml. Leave out split=")
@@ -127,7 +135,10 @@ def named_files(root: Path) -> list[str]:
 
 
 def unused_settings(root: Path) -> list[str]:
-    """The settings of `dataset.yaml` that are not applied, since they name code. Raises `ShardError`."""
+    """The settings of `dataset.yaml` that are not applied, since they name code.
+
+    Raises `ShardError`.
+    """
     settings = _settings(root)
     return [name for name in _CODE if settings.get(name)]
 
@@ -226,7 +237,10 @@ class _Conversion(msgspec.Struct):
 
 
 def unfinished(folder: Path) -> str:
-    """Why samples may be missing from a folder of shards, and what to do; "" if all who wrote there have ended."""
+    """Return why samples may be missing from a folder of shards, and what to do.
+
+    It is "" if all writers of the folder have finished.
+    """
     return _of_conversion(folder) or _of_writers(folder)
 
 

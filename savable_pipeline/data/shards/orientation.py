@@ -1,4 +1,6 @@
-"""How EXIF turns and mirrors an image: as Pillow's `ImageOps.exif_transpose` does, known before it is decoded.
+"""Orientation of an image by EXIF, known before the image is decoded.
+
+Images are turned as by Pillow's `ImageOps.exif_transpose`.
 
 orientation      1    2    3    4    5    6    7    8
 stored as shown  ab   ba   dc   cd   ac   ca   db   bd      of  ab  as it is shown:
@@ -30,7 +32,10 @@ _TAIL = 1 << 14  # bytes at the end of a PNG in which EXIF is looked for
 
 
 def orientation_of(image: Image.Image) -> int:
-    """The orientation of an image not decoded yet, by its header: 1 to 8; 1 where it has none, or an odd one."""
+    """Return the orientation, 1 to 8, in the header of an image.
+
+    It is 1 if there is none, or an unknown one.
+    """
     if image.format == "PNG" and "exif" not in image.info and (late := _late_exif(image)):
         image.info["exif"] = b"Exif\0\0" + late
     if image.info.keys().isdisjoint(_METADATA) and image.format != "TIFF":  # most: not even asked
@@ -51,7 +56,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def turned_size(size: tuple[_Side, _Side], orientation: int) -> tuple[_Side, _Side]:
-    """Width and height as an image of this stored size is shown; and the other way round."""
+    """Return width and height of an image of this stored size, turned."""
     return (size[1], size[0]) if orientation in SWAPPED else size
 
 
@@ -71,7 +76,9 @@ def stored_box(
 
 
 def to_be_turned(image: Image.Image, *, exif: bool) -> tuple[Image.Image, int]:
-    """The image, and the orientation in which it is to be shown; one of TIFF is decoded, and turned already.
+    """Return the image, and the orientation in which it must be shown.
+
+    An image of TIFF is decoded, and turned already.
 
     Without `exif`, an image is to be shown as it is stored.
     """
@@ -87,7 +94,7 @@ def to_be_turned(image: Image.Image, *, exif: bool) -> tuple[Image.Image, int]:
 
 
 def turned(image: Image.Image, orientation: int) -> Image.Image:
-    """The image, decoded or not, as it is shown; its metadata say no longer that it is to be turned."""
+    """Return the image as it is shown, decoded or not, without its orientation."""
     if orientation == UPRIGHT:
         return image
     from PIL.ImageOps import exif_transpose

@@ -1,4 +1,4 @@
-"""Parts of samples: which are images, texts, JSON or media, by their extension; whether their bytes are.
+"""Types of parts by their extension: image, text, JSON or media; and their checks.
 
 Whether samples look merged or torn by dots in file names, where a key ends at the first dot:
 
@@ -54,7 +54,10 @@ def is_part(extension: str, known: Collection[str]) -> bool:
 
 
 def find_part(extension: str, known: Iterable[str]) -> str:
-    """The one of `known` that equals `extension` but for case. Raises KeyError that lists the known ones."""
+    """The one of `known` that equals `extension` but for case.
+
+    Raises KeyError that lists the known ones.
+    """
     for candidate in known:
         if candidate.lower() == extension.lower():
             return candidate
@@ -62,7 +65,7 @@ def find_part(extension: str, known: Iterable[str]) -> str:
 
 
 def decode_error(extension: str, data: bytes, *, check_images: bool = True) -> str:
-    """Why these bytes are not of the type that the extension says, as `reason: detail`; empty if they are."""
+    """Return why bytes are not of the extension's type, or ""."""
     kind = part_type(extension)
     if kind in JSON_PARTS:
         return _json_error(data)
@@ -70,7 +73,7 @@ def decode_error(extension: str, data: bytes, *, check_images: bool = True) -> s
 
 
 def utf8_error(extension: str, data: bytes) -> str:
-    """Why these bytes are no text although the extension says so, as `reason: detail`; empty if they are."""
+    """Return why bytes are no text despite their extension, or ""."""
     if part_type(extension) not in (*TEXT_PARTS, *SUBTITLE_PARTS):
         return ""
     try:
@@ -89,7 +92,7 @@ def _json_error(data: bytes) -> str:
 
 
 def open_image(data: bytes | BinaryIO, extension: str = "") -> Image.Image:
-    """An image of `IMAGE_FORMATS`, or of the format of this extension, its pixels not decoded yet.
+    """Open an image of `IMAGE_FORMATS` or this extension's format, not decoded.
 
     Of a file no more is read than its header.
 
@@ -175,11 +178,13 @@ def _image_error(data: bytes) -> str:
 
 
 def as_part(value: Any) -> bytes | None:
-    """A value as the bytes of a part: texts and bytes as they are, the rest as JSON; None stays None.
+    """Return a value as the bytes of a part.
+
+    Strings and bytes stay, other values become JSON, None stays None.
 
     >>> from savable_pipeline.data.shards.part_types import as_part
-    >>> [as_part(value) for value in ("text", b"\\xff", 1.5, [1, None])]
-    [b'text', b'\\xff', b'1.5', b'[1, null]']
+    >>> [as_part(value) for value in ("text", b"\xff", 1.5, [1, None])]
+    [b'text', b'\xff', b'1.5', b'[1, null]']
     """
     if value is None or isinstance(value, bytes):
         return value
@@ -200,7 +205,7 @@ def _plain(value: Any) -> Any:
 
 
 def are_merged(parts: Collection[str], counts: Mapping[str, int]) -> bool:
-    """Whether dots in the names of files seem to have made these the parts of one sample.
+    """Return whether dots in names seem to have merged these parts into one sample.
 
     Each has a dot, and most are in no other sample: not `seg.png` beside `jpg`, or in many samples. `counts`: samples
     that have each part.
@@ -209,7 +214,9 @@ def are_merged(parts: Collection[str], counts: Mapping[str, int]) -> bool:
 
 
 def lacking_parts(samples: int, counts: Mapping[str, int]) -> list[str]:
-    """Warnings of samples that lack a part, one a line. `counts`: samples that have each part.
+    """Warnings of samples that lack a part, one a line.
+
+    `counts`: samples that have each part.
 
     `JPG`, `jpeg` and `jpg` are one part.
     """
@@ -227,8 +234,11 @@ def lacking_parts(samples: int, counts: Mapping[str, int]) -> list[str]:
 def dotted_parts(
     samples: int, counts: Mapping[str, int], most_parts: int = 0, part_sets: Iterable[Collection[str]] = ()
 ) -> list[str]:
-    """Warnings of dots in names, one a line. `counts` as for `lacking_parts`, `most_parts`: of the sample with most,
-    `part_sets`: the parts of samples that have no part without a dot."""
+    """Warnings of dots in names, one a line.
+
+    `counts` as for `lacking_parts`, `most_parts`: of the sample with most, `part_sets`: the parts of samples that have
+    no part without a dot.
+    """
     found = []
     rare = [
         part

@@ -1,4 +1,4 @@
-"""Finds the local shards that a user names by a folder, a glob, a brace pattern, one file, or a list of these.
+"""Finds the local shards that a user names by folders, globs, braces or paths.
 
 `a-{00..02}.tar`, `{x,y{1,2}}` and `{a..e..2}` mean what braceexpand says, and are bounded. `HubAddress` is a dataset on
 Hugging Face's Hub, or what is in it:
@@ -63,7 +63,7 @@ _MOST_BRACES = 1000
 
 
 def raise_it(error: ShardError) -> None:
-    """Raises the error: what `find_shards` does about a folder that cannot be listed unless it is told otherwise."""
+    """Raise the error, the default for a folder that cannot be listed."""
     raise error
 
 
@@ -162,7 +162,9 @@ def is_hidden_path(name: str) -> bool:
 
 
 def spelled_out(shards: Shards) -> list[str]:
-    """Each path or URL by itself: `a::b` parted, `~`, `$VAR` and `file://` replaced where no file is named so.
+    """Return each path or URL by itself, spelled out.
+
+    `a::b` is split, and `~`, `$VAR` and `file://` are replaced.
 
     Raises `ShardError` for what only other loaders read, and says what to write instead.
     """
@@ -172,7 +174,10 @@ def spelled_out(shards: Shards) -> list[str]:
 
 
 def is_remote(shards: Shards) -> bool:
-    """Whether these are URLs. Raises `ShardError` for a mixture with files, and for an unsupported URL."""
+    """Whether these are URLs.
+
+    Raises `ShardError` for a mixture with files, and for an unsupported URL.
+    """
     specs = spelled_out(shards)
     remote = [spec for spec in specs if "://" in spec]
     if remote and len(remote) < len(specs):
@@ -238,12 +243,28 @@ def _expanded(spec: str, unlistable: list[ShardError]) -> Iterator[tuple[str, bo
             unlistable += below.unlistable
             yield from ((f"{path}/{name}", False) for name in below.names)
         elif glob.has_magic(pattern) and not os.path.exists(path):  # noqa: PTH110
-            matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
-            if not matches:
-                raise ShardError(f"{pattern}: no file matches. Check the pattern", reason=NOT_THERE)
-            yield from ((os.path.abspath(match), False) for match in matches)  # noqa: PTH100
+            yield from ((match, False) for match in _matching(pattern, unlistable))
         else:
             yield path, True
+
+
+def _matching(pattern: str, unlistable: list[ShardError]) -> list[str]:
+    """Return the absolute paths of the files that match a glob, without hidden ones; of folders, if no file matches.
+
+    Raises `ShardError` for none.
+    """
+    parts = os.path.abspath(pattern).split("/")  # noqa: PTH100
+    fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    any_name = any(map(is_hidden, parts[fixed:]))
+    found = {os.path.abspath(match) for match in glob.glob(pattern, recursive=True)}  # noqa: PTH100, PTH207
+    matches = sorted(each for each in found if any_name or not any(map(is_hidden, each.split("/")[fixed:])))
+    if not matches:
+        raise ShardError(f"{pattern}: no file matches. Check the pattern", reason=NOT_THERE)
+    if files := [each for each in matches if not os.path.isdir(each)]:  # noqa: PTH112
+        return files
+    below = [with_handles(partial(_listed_below, Path(each))) for each in matches]
+    unlistable += [error for each in below for error in each.unlistable]
+    return sorted({f"{each.root}/{name}" for each in below for name in each.names})
 
 
 def missing_error(path: Path) -> ShardError:
@@ -268,7 +289,9 @@ def _unlistable(error: OSError) -> ShardError:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """The names that a pattern stands for, the last braces counting fastest; braces that do not pair are text.
+    """Return the names that a pattern stands for, the last braces varying fastest.
+
+    Braces that do not pair are text.
 
     Raises `ShardError` if there are too many of them.
     """
@@ -352,15 +375,24 @@ def is_hub(url: str) -> bool:
 
 
 def without_commit(address: str) -> str:
-    """An address of the Hub without its commit, any other as it is: what caches files of all commits together."""
+    """Return an address of the Hub without its commit, and any other unchanged.
+
+    Caches use it for files of all commits together.
+    """
     return _FIXED.sub(r"\1", address)
 
 
 def commits_of(addresses: Mapping[str, str]) -> dict[str, bytes]:
-    """The commits among the addresses of a state, by what was named: the reverse of `addresses_of`."""
+    """Return the commits in the addresses of a state, by the name that was used.
+
+    This reverses `addresses_of`.
+    """
     return {name: HubAddress.of(at).revision.encode() for name, at in addresses.items() if is_hub(name)}
 
 
 def addresses_of(pinned: Mapping[str, bytes]) -> dict[str, str]:
-    """Where the datasets of the Hub lie that a run has pinned, by what was named: a state keeps it."""
+    """Return the addresses of pinned datasets of the Hub, for a state.
+
+    They are by the name that was used.
+    """
     return {name: HubAddress.of(name).at(commit.decode()) for name, commit in pinned.items() if is_hub(name)}

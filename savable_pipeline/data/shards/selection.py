@@ -1,4 +1,4 @@
-"""`Selection`: the samples of a split and a subset, counted through in the order of the dataset.
+"""`Selection`: the samples of a split and a subset, numbered in dataset order.
 
     dataset     0 1 2 3 │ 4 5 6 7 │ 8 9 …      three shards
     selection   0   1   │         │ 2 3        places; refs keep the numbers of the dataset
@@ -29,7 +29,10 @@ _ONE = 1 << 32  # a share of 1
 
 
 def check_subset(reader: str, subset: Subset | None) -> None:
-    """Raises ValueError unless `subset` is None, a share (0.1), a range of shares (0.1, 0.3), or a count (1000)."""
+    """Raise ValueError for a `subset` that is no fraction, range or count.
+
+    It may be None, a fraction (0.1), a range of fractions (0.1, 0.3), or a count (1000).
+    """
     low, high = subset if isinstance(subset, tuple) and len(subset) == 2 else (0.0, subset)
     if subset is None or (type(subset) is int and subset >= 1):
         return
@@ -39,7 +42,9 @@ def check_subset(reader: str, subset: Subset | None) -> None:
 
 
 class Selection:
-    """Some samples of a dataset with the shards `names`, whose first samples have the numbers `firsts`.
+    """Some samples of a dataset with these shards.
+
+    `names` are those of the shards, `firsts` the numbers of their first samples.
 
     `shards` names the shards to take, in this order (None: all), `excluded` the rows to leave out of each; `keys` are
     what each shard is drawn by (None: its name). Raises `ShardError` if no sample is left.
@@ -59,8 +64,7 @@ class Selection:
         self._keys = names if keys is None else keys
         self._dataset_firsts = firsts
         self._sizes = np.diff(firsts)
-        self._excluded = excluded or {}
-        self._drawn = subset is not None
+        self._excluded, self._drawn = excluded or {}, subset is not None
         counts = self._split_counts(shards)
         self._low, self._high = _drawn(self._keys, counts, subset)
         self.order = _order(names, shards)  # int64 (shards,): the number in the dataset of each shard in turn
@@ -80,7 +84,10 @@ class Selection:
         return np.array(counts, dtype=np.int64)
 
     def of_first(self, shards: int) -> Selection:
-        """What it selects of the dataset's first `shards` shards, in the same order; perhaps nothing."""
+        """Return the selection of the first `shards` shards, in the same order.
+
+        It may be empty.
+        """
         part = copy.copy(self)
         part.order = self.order[self.order < shards]
         part.firsts = np.concatenate([[0], np.cumsum((self._high - self._low)[part.order])])
@@ -88,7 +95,7 @@ class Selection:
         return part
 
     def locate(self, places: Rows) -> Rows:
-        """The numbers in the dataset of the samples at these places: int64 of the same shape."""
+        """Return the numbers in the dataset of samples at places: int64 of the same shape."""
         shards = np.searchsorted(self.firsts, places, side="right") - 1
         found = places - self.firsts[shards]
         shards = self.order[shards]
@@ -109,7 +116,10 @@ class Selection:
         return np.sort(rows[order[self._low[shard] : self._high[shard]]])
 
     def manifest(self) -> dict[str, Any]:
-        """What a saved state must agree on: the numbers of shards and samples, and a hash of the selection."""
+        """Return the values on which a saved state must agree.
+
+        They are the numbers of shards and samples, and a hash of the selection.
+        """
         digest = xxh3_64()
         counts = np.diff(self.firsts)
         for shard in self.order[np.flatnonzero(counts)].tolist():
@@ -120,7 +130,10 @@ class Selection:
 
 
 def without_ending(name: str, endings: Sequence[str]) -> str:
-    """The name of a shard without its format's ending, the longest that it has: "a/train.001.tar" is "a/train.001"."""
+    """Return the name of a shard without its format's ending, the longest that fits.
+
+    "a/train.001.tar" becomes "a/train.001".
+    """
     ending = max((each for each in endings if name.endswith(each)), key=len, default="")
     return name.removesuffix(ending)
 

@@ -1,6 +1,6 @@
-"""`ShardList`: the shards of a dataset as columns, so that a million of them are no million objects.
+"""`ShardList`: the shards of a dataset in columns instead of objects.
 
-    names    "a.tar\\0b.tar\\0"      ends 6, 12, …      the bytes of shard i's name: from ends[i - 1] to ends[i] - 1
+    names    "a.tar\0b.tar\0"      ends 6, 12, …      the bytes of shard i's name: from ends[i - 1] to ends[i] - 1
     sizes, samples, digests        a number of each shard
     faults                         number of a damaged shard: how it was damaged
 
@@ -48,7 +48,10 @@ class ShardEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShardNames(Sequence[str]):
-    """Names as one text: UTF-8, a zero byte after each; `ends`, int64 (names,), is where each ends, behind its zero."""
+    """Names as one UTF-8 text, each with a zero byte after it.
+
+    `ends`, int64 (names,), is the end of each, after its zero.
+    """
 
     __slots__ = ("ends", "text")
 
@@ -92,7 +95,7 @@ class ShardNames(Sequence[str]):
             yield from str(self.text[self._begin(first) : int(self.ends[last])], "utf-8").split("\0")[:-1]
 
     def is_whole(self) -> bool:
-        """Whether `ends` are where the names end, each of which is UTF-8 of at least one character."""
+        """Return whether `ends` fit the names, and each name is UTF-8 and not empty."""
         text, ends = np.frombuffer(self.text, np.uint8), self.ends
         if not len(ends) or int(ends[-1]) != len(text):
             return not len(ends) and not len(text)
@@ -104,7 +107,7 @@ class ShardNames(Sequence[str]):
             return False
 
     def first_outside(self) -> str | None:
-        """The first of the names that leads out of the folder that it is relative to; None without one."""
+        """Return the first name that leads out of its folder, or None."""
         text = np.frombuffer(self.text, np.uint8)
         suspect = np.zeros(len(self), dtype=bool)
         if len(self):
@@ -123,7 +126,10 @@ class ShardNames(Sequence[str]):
 
 
 class ShardList(Sequence[ShardEntry]):
-    """The shards of a dataset, each made when it is asked for; `sizes` and `samples` are int64, `digests` uint64."""
+    """Shards of a dataset, each built on access.
+
+    `sizes` and `samples` are int64, `digests` uint64.
+    """
 
     __slots__ = ("digests", "faults", "names", "samples", "sizes")
 
@@ -193,7 +199,7 @@ class ShardList(Sequence[ShardEntry]):
 
 
 def check_utf8(shard: str, name: str) -> None:
-    """Raises `ShardError` for the name of a shard, or of an extension in it, that an index cannot hold."""
+    """Raise `ShardError` for a name or an extension that an index cannot store."""
     try:
         name.encode()
     except UnicodeEncodeError:

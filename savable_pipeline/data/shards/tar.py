@@ -1,4 +1,4 @@
-"""Finds where the samples of a tar lie: a minimal parser of tar headers, for reading at an offset.
+"""Minimal parser of tar headers that finds the samples, for reads at an offset.
 
     header 512 │ payload, padded to 512 │ header 512 │ payload … │ two zero blocks
     └─ first member of a sample                                 └─ the end
@@ -40,7 +40,7 @@ _METADATA = re.compile(r"__[^/]*__($|/)|(.*/)?\._", re.DOTALL)  # `._a` is macOS
 
 
 class Member(NamedTuple):
-    """A member of a tar: its name, the offsets of its headers and its payload, and its size, in bytes."""
+    """Member of a tar: name, offsets of headers and payload, and size in bytes."""
 
     name: str
     header: int
@@ -75,7 +75,10 @@ def is_metadata(name: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Key and extension of a member's name, cut at the first dot of its last part; None if it is not of a sample."""
+    """Return key and extension of a member's name, split at the first dot of its base.
+
+    It is None if the member is not part of a sample.
+    """
     if is_metadata(name):
         return None
     match = _NAME.match(name)
@@ -83,7 +86,9 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def tar_compression(head: bytes) -> str | None:
-    """How a tar that begins with these bytes, a block of them, is compressed: ".gz", ".bz2", ".xz", ".zst".
+    """Return how a tar is compressed, by its first block.
+
+    It is ".gz", ".bz2", ".xz" or ".zst".
 
     "" for a plain one, whose name may begin with the same bytes; None for what is neither.
     """
@@ -94,7 +99,9 @@ def tar_compression(head: bytes) -> str | None:
 
 
 def samples(path: str, fd: int, links: list[Member] | None = None) -> Iterator[Extent]:
-    """The samples of an open tar: runs of adjacent members with one key. Raises `ShardError`.
+    """The samples of an open tar: runs of adjacent members with one key.
+
+    Raises `ShardError`.
 
     Links that would be a part of a sample if they were files are added to `links`.
     """
@@ -116,7 +123,10 @@ def samples(path: str, fd: int, links: list[Member] | None = None) -> Iterator[E
 
 
 def of_samples(found: Iterable[Member], links: list[Member] | None = None) -> Iterator[tuple[Member, str, str]]:
-    """Those members that are part of a sample, each with its key and its extension; see `samples`."""
+    """Yield the members that are part of a sample, with key and extension.
+
+    See `samples`.
+    """
     for member in found:
         parts = split_name(member.name) if member.regular else None
         if parts is not None:
@@ -126,7 +136,10 @@ def of_samples(found: Iterable[Member], links: list[Member] | None = None) -> It
 
 
 def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
-    """The members of an open tar, from the header at `offset` on. Raises `ShardError` that names the damaged byte."""
+    """The members of an open tar, from the header at `offset` on.
+
+    Raises `ShardError` that names the damaged byte.
+    """
     end_of_file = os.fstat(fd).st_size
     long_name: str | None = None
     long_link: str | None = None

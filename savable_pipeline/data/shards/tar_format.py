@@ -1,4 +1,4 @@
-"""The format of tars: scans one, reading all its headers, up to the first damage; and its rows in the index.
+"""The format of tars: scans their headers up to the first damage, and index rows.
 
     starts   uint64 (samples,)      offset of the sample's first header in its shard
     layouts  uint32 (samples,)      the sample's number in the header's table of layouts: extensions in order, and
@@ -7,6 +7,9 @@
     sizes    uint32/64 (members,)   size of each member's payload in bytes
 
 A row is a sample. Links to other files of their tar are counted: see tar_store.py.
+
+A writer adds samples to a shard in the bytes of webdataset's. Members are regular files of mode 0644 without time and
+owner, sorted by extension. The tar ends with two empty blocks and is padded to a whole record.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import os
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, BinaryIO, TypeAlias
+from typing import IO, Any, BinaryIO, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -41,7 +46,7 @@ from savable_pipeline.data.shards.index import (
     write_aligned,
 )
 from savable_pipeline.data.shards.shard_list import Count, ShardEntry, check_utf8
-from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, members, of_samples, samples
+from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, members, of_samples, padded, samples
 from savable_pipeline.errors import ShardError
 
 LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
@@ -53,7 +58,10 @@ _RECORDS = (1 << 14, 1 << 15, 1 << 16)
 
 
 class Links(msgspec.Struct, frozen=True, array_like=True):
-    """The links of a shard that would be parts of samples if they were files: how many, and the first one's name."""
+    """Links of a shard that would be parts of samples if they were files.
+
+    It has their number, and the name of the first.
+    """
 
     count: Count
     first: str = ""
@@ -146,7 +154,10 @@ class TarWriter:
 
 
 class Layout:
-    """The extensions of a sample in order, and the bytes of headers before each payload (`gaps`)."""
+    """Extensions of a sample in order, and bytes of headers before each payload.
+
+    The latter are the `gaps`.
+    """
 
     __slots__ = ("gaps", "position")
 
@@ -172,7 +183,10 @@ def _index_header(path: Path, header: Header) -> TarIndexHeader:
 
 
 class TarIndex(ShardIndex):
-    """An open index of tars: the start, layout and member sizes of each sample, `links` by shard. Raises OSError."""
+    """Open index of tars: start, layout and member sizes of each sample.
+
+    It also has `links` by shard. Raises OSError.
+    """
 
     writer = TarWriter
 
@@ -285,7 +299,10 @@ class TarIndex(ShardIndex):
         return found
 
     def header_matches(self, name: str, fd: int, row: int, most: int | None = None) -> bool:
-        """Whether the headers of a sample, the first `most` of them, all of one key, say what the index does."""
+        """Return whether the first `most` headers of a sample match the index.
+
+        All must have one key.
+        """
         keys = set()
         try:
             layout = self.layout(row)
@@ -317,7 +334,10 @@ class TarIndex(ShardIndex):
 
 
 def read_table(file: ByteSource, name: str) -> ShardTable:
-    """The table of a tar on a disk. Damage becomes the `fault` of its entry; the samples before it are kept."""
+    """The table of a tar on a disk.
+
+    Damage becomes the `fault` of its entry; the samples before it are kept.
+    """
     found, torn, fault, fd = ShardRows(name), _Torn(), "", file.fileno()
     try:
         for extent in samples(name, fd, found.links):
@@ -340,7 +360,10 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether the first, a middle and the last sample of a tar lie where the index says, whose rows must be whole."""
+    """Return whether three samples of a tar are where the index says.
+
+    They are the first, a middle and the last one. The rows of the index must be whole.
+    """
     assert isinstance(index, TarIndex), index
     rows, name = index.rows_of(number), index.shards.names[number]
     some = {rows[0], rows[len(rows) // 2], rows[-1]} if rows else set()
@@ -411,7 +434,10 @@ class ShardRows:
         self.links: list[Member] = []  # that would be parts of samples if they were files
 
     def add(self, extent: Extent) -> None:
-        """Add a sample, which must lie behind those before it. Raises `ShardError` for a name that is no UTF-8."""
+        """Add a sample, which must lie behind those before it.
+
+        Raises `ShardError` for a name that is no UTF-8.
+        """
         layout = _layout(extent)
         for extension, _ in layout if layout not in self.layouts else ():
             check_utf8(self.name, extension)
@@ -444,7 +470,9 @@ def _layout(extent: Extent) -> LayoutParts:
 
 
 def write_tar_idx(shard: Path, table: ShardTable) -> None:
-    """Writes `X.tar.idx`, unless the place is read-only: little-endian uint64 offsets of the samples, then of the end.
+    """Write `X.tar.idx`, unless the folder is read-only.
+
+    It has the offsets of the samples and of the end, as little-endian uint64.
 
     A file with other offsets is replaced only if it is older than its shard.
     """
@@ -465,7 +493,10 @@ def tar_idx(table: ShardTable) -> bytes:
 
 
 def tar_idx_fault(shard: Path, table: ShardTable) -> str:
-    """Why the offsets beside a shard are not those of its samples; empty if they are, or there are none."""
+    """Return why the offsets next to a shard are not those of its samples, or "".
+
+    It is "" too if there are no offsets.
+    """
     path = shard.with_suffix(".tar.idx")
     expected = tar_idx(table)
     try:
@@ -481,3 +512,115 @@ def tar_idx_fault(shard: Path, table: ShardTable) -> str:
         return ""
     first = int((np.frombuffer(found_offsets, "<u8") != np.frombuffer(expected, "<u8")).argmax())
     return f"{path.name} has another offset for sample {first} than the shard"
+
+
+RECORD = 20 * BLOCK  # a tar is padded to whole ones
+END = 2 * BLOCK  # bytes of zeros that end it at least
+_LONGEST_PLAIN_NAME = 100  # a longer name takes two more blocks, as does one that is not ASCII
+_LARGEST_PLAIN = 8**11 - 1  # bytes of a member; a larger size takes two more blocks
+_EMPTY = tarfile.TarInfo().tobuf(tarfile.PAX_FORMAT)
+_SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # in a header
+
+
+def header_bytes(name: str, size: int) -> int:
+    """The bytes of a member's headers."""
+    return BLOCK if _is_plain(name, size) else 3 * BLOCK
+
+
+def sample_bytes(key: str, sizes: Mapping[str, int]) -> int:
+    """The bytes of a sample in a tar, from the sizes of its parts by extension."""
+    return sum(header_bytes(f"{key}.{extension}", size) + padded(size) for extension, size in sizes.items())
+
+
+def room_in(shard_bytes: int) -> int:
+    """The bytes for samples in a shard that grows no longer than `shard_bytes`."""
+    return shard_bytes // RECORD * RECORD - END
+
+
+def member_headers(name: str, size: int) -> bytes:
+    """Return the headers of a member.
+
+    They are one block, and two before it for a name or size that does not fit.
+    """
+    if not _is_plain(name, size):
+        info = tarfile.TarInfo(name)
+        info.size = size
+        return info.tobuf(tarfile.PAX_FORMAT)
+    header = bytearray(_EMPTY)
+    header[: len(name)] = name.encode()
+    header[_SIZE] = b"%011o" % size
+    header[_CHECKSUM] = b" " * 8
+    header[_CHECKSUM] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def _is_plain(name: str, size: int) -> bool:
+    return len(name) <= _LONGEST_PLAIN_NAME and name.isascii() and size <= _LARGEST_PLAIN
+
+
+class Chunked(Protocol):
+    """Bytes that come in pieces, so many together."""
+
+    def __len__(self) -> int: ...
+    def chunks(self) -> Iterable[bytes]: ...
+
+
+class ShardFile:
+    """A new shard at `path`, which the index will call `name`.
+
+    A context manager: it closes the file, whole or not.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.samples = 0
+        self.size = 0  # bytes so far
+        self._rows = ShardRows(name)
+        self.last_key = ""
+        self._file = path.open("wb", buffering=1 << 20)
+
+    def __enter__(self) -> ShardFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, key: str, parts: Mapping[str, bytes | Chunked]) -> None:
+        """Append a sample of one part or more, as bytes or in pieces.
+
+        Raises OSError, for a disk that is full say.
+
+        Its key must not be that of the sample before: the two would be one to readers.
+        """
+        assert parts and key != self.last_key, key
+        self.last_key = key
+        extent = Extent(key)
+        for extension in sorted(parts):
+            data = parts[extension]
+            name = f"{key}.{extension}"
+            headers = member_headers(name, len(data))
+            payload = (data,) if isinstance(data, bytes) else data.chunks()
+            self._file.writelines(itertools.chain((headers,), payload, (bytes(-len(data) % BLOCK),)))
+            extent.members.append(Member(name, self.size, self.size + len(headers), len(data), True))
+            extent.extensions.append(extension)
+            self.size += len(headers) + padded(len(data))
+        self._rows.add(extent)
+        self.samples += 1
+
+    def finish(self) -> ShardTable:
+        """End the tar, and see that it is on the disk; gives its rows of the index."""
+        zeros = END + -(self.size + END) % RECORD
+        self._file.write(bytes(zeros))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.size += zeros
+        self.close()
+        return self._rows.table(self.size, "")
+
+    def close(self) -> None:
+        """Close the file as it is, without an error for bytes that do not fit on the disk.
+
+        The shard is not whole then.
+        """
+        with contextlib.suppress(OSError):
+            self._file.close()

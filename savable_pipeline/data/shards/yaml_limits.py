@@ -1,4 +1,4 @@
-"""YAML that may come from anybody, as plain values: a small file never becomes a large object, or minutes of work."""
+"""YAML from untrusted sources as plain values, bounded in size and time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _CONSTRUCTOR_ERRORS = (ValueError, IndexError, KeyError, AttributeError, TypeErr
 
 
 def load_yaml(raw: bytes) -> Any:
-    """The value of a file without aliases. Raises ValueError that says where it cannot be read."""
+    """The value of a file without aliases.
+
+    Raises ValueError that says where it cannot be read.
+    """
     try:
         check_yaml(raw, aliases=False)
         return constructed(lambda: yaml.load(raw, _LOADER))
@@ -27,7 +30,10 @@ def load_yaml(raw: bytes) -> Any:
 
 
 def constructed(construct: Callable[[], Any]) -> Any:
-    """What `construct()` gives. Raises ValueError for a value that is not of the type that its tag says."""
+    """What `construct()` gives.
+
+    Raises ValueError for a value that is not of the type that its tag says.
+    """
     try:
         return construct()
     except _CONSTRUCTOR_ERRORS as error:
@@ -35,8 +41,9 @@ def constructed(construct: Callable[[], Any]) -> Any:
 
 
 def check_yaml(raw: bytes, *, aliases: bool, most: int = _MOST_VALUES, loader: Any = _LOADER) -> None:
-    """Raises ValueError, or yaml.YAMLError, for YAML that is deep, or means more than `most` values, or that has a
-    number of more than 100 characters; with `aliases=False`, for aliases too.
+    """Raise ValueError or yaml.YAMLError for YAML that is too deep or too large.
+
+    The bounds are `most` values and 100 characters for a number. With `aliases=False`, aliases are errors too.
 
     Checked event by event, before anything is made: on deep YAML the fast loader overflows the stack of the process.
     """

@@ -1,4 +1,4 @@
-"""Arrow IPC files and streams: where their record batches lie, read from the messages themselves, without pyarrow.
+"""Arrow IPC files and streams: finds their record batches without pyarrow.
 
     [ "ARROW1" 0 0 ]  schema  batch 0  batch 1  …  end  [ footer "ARROW1" ]        in brackets: files only
 
@@ -108,7 +108,7 @@ class MessageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What a footer says: of each record batch its offset, before the footer, and the bytes of metadata and body."""
+    """Footer of a file: offset, and bytes of metadata and body, of each record batch."""
 
     offset: int
     batches: list[tuple[int, int, int]]
@@ -149,13 +149,16 @@ def _is_big_endian(schema: Flatbuffer) -> bool:
 
 
 def file_of_footer(tail: bytes) -> bytes:
-    """A file of nothing but a footer, to read its schema from; `tail` is a file's end from the footer's offset on."""
+    """Return a file with only a footer, to read its schema from.
+
+    `tail` is a file's end from the offset of the footer.
+    """
     return MAGIC + b"\0\0" + tail
 
 
 @dataclass(frozen=True, slots=True)
 class ArrowMessage:
-    """A message at `offset`: its kind, the bytes up to its body and of its body, and for a batch its rows."""
+    """Message at `offset`: kind, bytes before and of the body, and rows of a batch."""
 
     offset: int
     kind: int
@@ -197,7 +200,10 @@ def batches_of(blob: FileBlob) -> Batches:
 
 
 def read_table(file: ByteSource, name: str) -> ShardTable:
-    """Entry and batches of a file; damage is the entry's fault, and the batches before it are taken."""
+    """Return entry and batches of a file.
+
+    Damage is noted in the entry, and the batches before it are used.
+    """
     found = _Found()
     try:
         fault = _read_file(file, found) if file.read_at(0, len(MAGIC)) == MAGIC else _read_stream(file, found)
@@ -212,7 +218,10 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether schema, first, middle and last batch are where they were, laid out as they were. Raises OSError."""
+    """Return whether schema and three batches are where they were. Raises OSError.
+
+    The batches are the first, a middle and the last one.
+    """
     assert isinstance(index, BlobIndex), index
     batches = batches_of(index.blob(number))
     count = len(batches.rows)
@@ -233,7 +242,10 @@ def _digest(blob: FileBlob, schema: int | None) -> int:
 
 
 def read_message(file: ByteSource, offset: int) -> ArrowMessage:
-    """The message at `offset` of a file, its body not read. Raises `MessageError`, OSError."""
+    """The message at `offset` of a file, its body not read.
+
+    Raises `MessageError`, OSError.
+    """
     start, size = file.read_at(offset, 8), file.size
     if len(start) < 8 or start[:4] != b"\xff\xff\xff\xff":
         raise MessageError(f"no Arrow message at byte {offset}")
@@ -258,7 +270,9 @@ def read_message(file: ByteSource, offset: int) -> ArrowMessage:
 
 
 def decoded_bytes(raw: memoryview, message: ArrowMessage) -> int:
-    """The bytes that the compressed buffers of a batch, whose message is `raw`, say that they decode to.
+    """Return the bytes that the compressed buffers of a batch decode to.
+
+    `raw` is the message of the batch.
 
     Raises `MessageError`.
     """

@@ -50,7 +50,10 @@ _SMALL = 1 << 16  # bytes up to which a batch is read whole; one that is not cou
 
 
 class UnreadBatch:
-    """The bytes from `begin` up to `end` of a shard; `raw` is their memory, uint8 (end - begin,)."""
+    """Bytes from `begin` to `end` of a shard.
+
+    `raw` is their memory, uint8 (end - begin,).
+    """
 
     def __init__(self, files: ShardFiles, shard: int, begin: int, end: int) -> None:
         self._files, self._shard, self._begin = files, shard, begin
@@ -69,7 +72,9 @@ class UnreadBatch:
         return all(0 <= place <= place + size <= len(self.raw) for place, size in blob)
 
     def buffers(self, columns: list[Any], *, whole: bool = False) -> list[tuple[int, int]]:
-        """Place and bytes of the buffers of these arrays that are read at once; what is not here is read by value.
+        """Return offset and bytes of the buffers of these arrays that are read at once.
+
+        Other values are read one by one.
 
         Of buffers of values, the smallest are read at once; if the arrays are wanted `whole`, all.
         """
@@ -85,14 +90,20 @@ class UnreadBatch:
         return found
 
     def reader(self, buffer: Any) -> Callable[[int, int], bytes] | None:
-        """What reads the bytes of a buffer from the first up to the second number; None if they are in memory."""
+        """Return a function that reads bytes `first` to `last` of a buffer.
+
+        It is None if they are in memory.
+        """
         if buffer is None or self._place(buffer) not in self._unread:
             return None
         read, shard, place = self._files.read, self._shard, self._begin + self._place(buffer)
         return lambda begin, end: read(shard, place + begin, end - begin)
 
     def rows(self, array: Any, first: int, count: int) -> Any:
-        """Rows of an array that is valid but for what is not read, with all that they hold. Raises `ShardError`."""
+        """Return rows of an array that is valid except for unread values.
+
+        They have everything below them. Raises `ShardError`.
+        """
         kind, buffers = array.type, array.buffers()
         if not any(buffer and self._place(buffer) in self._unread for buffer in buffers):
             return array.slice(first, count)
@@ -174,7 +185,7 @@ class _File:
 
 
 class ArrowStore(ColumnarStore):
-    """The rows of Arrow files, among them folders of `Dataset.save_to_disk` and HF's cache.
+    """Rows of Arrow files, such as those of `Dataset.save_to_disk` and of HF's cache.
 
     A folder with its subfolders, a glob, a brace pattern, one file, or a list of these; the other settings are those
     of `ColumnarStore`. Raises `ShardError`, and ValueError for a column that is not there.

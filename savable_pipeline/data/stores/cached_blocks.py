@@ -1,4 +1,4 @@
-"""Files behind a URL, brought into the node's cache by the downloading process of a session.
+"""Remote files, which the downloading process of a session puts into the cache.
 
     DownloadedFiles    what the files of all kinds have in common: where they lie, requests, room in the cache
     CachedBlocks       files of which the cache holds the blocks that were needed; of tars see cached_samples.py
@@ -74,8 +74,9 @@ class DownloadedFiles(ShardFiles):
             raise RemoteError(f"{self.path(shard)}: {error.strerror}. Check that the cache is there") from error
 
     def is_valid(self, shard: int, row: int, stop: int) -> bool:
-        """Whether rows of the cache are as they were downloaded. Else they are to be downloaded again, perhaps to a new
-        file: what is open may have been deleted.
+        """Whether rows of the cache are as they were downloaded.
+
+        Else they are to be downloaded again, perhaps to a new file: what is open may have been deleted.
         """
         right = self._cached.is_valid(int(self._numbers[shard]), self[shard], row, stop)
         if not right:
@@ -146,8 +147,9 @@ class DownloadedFiles(ShardFiles):
 
 
 class CachedBlocks(DownloadedFiles):
-    """The files of a place in the cache. They are checked against what is `indexed`, if that is given; their bytes only
-    if they are to be `looked_at`.
+    """The files of a place in the cache.
+
+    They are checked against what is `indexed`, if that is given; their bytes only if they are to be `looked_at`.
 
     With `all_used` every byte is read once an epoch: if all fit into the cache, they are downloaded in pieces of 8 MiB.
     """
@@ -173,7 +175,10 @@ class CachedBlocks(DownloadedFiles):
         return self.guarded(shard, offset, size, lambda: super(CachedBlocks, self).read(shard, offset, size))
 
     def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
-        """Fills `array`, uint8 (bytes,), with bytes of a file. Raises the errors of `read`."""
+        """Fills `array`, uint8 (bytes,), with bytes of a file.
+
+        Raises the errors of `read`.
+        """
         read_into = super().read_into
         self.guarded(shard, offset, len(array), lambda: read_into(array, shard, offset))
 
@@ -182,8 +187,9 @@ class CachedBlocks(DownloadedFiles):
         return bool((self._cached.present[self._rows(shard, offset, size)] & 1).all())
 
     def read_on(self, shard: int, offset: int, size: int, stop: int) -> bytes:
-        """The same as `read`; if they are absent, and what lies before them is here, as many bytes before `stop` are
-        downloaded with them as lie before them, at most 1 MiB.
+        """Return the same as `read`, and download more if the bytes before are cached.
+
+        That is as many bytes as are cached before, at most 1 MiB, and none after `stop`.
         """
         rows, present = self._rows(shard, offset, size), self._cached.present
         absent = rows.start + np.flatnonzero(present[rows] & 1 == 0)[:1]
@@ -196,7 +202,10 @@ class CachedBlocks(DownloadedFiles):
         return self.read(shard, offset, max(size, min(stop, ahead) - offset))[:size]
 
     def guarded(self, shard: int, offset: int, size: int, read: Callable[[], T]) -> T:
-        """What `read` gives once the bytes are there; again if they were evicted while it read."""
+        """Return the result of `read` once the bytes are cached.
+
+        It is repeated if they were evicted during the read.
+        """
         if shard not in self._checked:
             self._check(shard)
         rows = self._rows(shard, offset, size)
@@ -252,7 +261,10 @@ class CachedBlocks(DownloadedFiles):
         return path
 
     def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:
-        """Has these bytes of a file downloaded, each from one of `begins` up to one of `ends`, and kept until read."""
+        """Download these bytes of a file in advance, and protect them until they are read.
+
+        Each range is from one of `begins` to one of `ends`.
+        """
         rows = self._blocks_of(shard, begins, ends)
         if not len(rows):
             return
@@ -311,7 +323,7 @@ class DownloadBlocks:
         return blocks
 
     def parts(self, rows: Rows, *, whole: bool) -> list[tuple[Block, list[int]]]:
-        """The blocks of these ascending rows, which are needed now, and those of the rows that each holds.
+        """Return the blocks of ascending rows that are needed now, and the rows in each.
 
         Each block is the `whole` piece, or the rows of it from the first that is needed to the last.
         """

@@ -1,4 +1,4 @@
-"""`CachedFiles`: shards behind a URL, read from the node's cache, which downloads ahead what will be read.
+"""`CachedFiles`: remote shards, read from the node's cache, downloaded in advance.
 
 prefetch(indices)  refs that the reader will give   ──▶ downloaded when nothing more urgent waits
 request(rows)      samples that were given           ──▶ downloaded soon
@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.remote.cache_files import PIECE
-from savable_pipeline.data.remote.cache_layout import LONG_FOLDER
 from savable_pipeline.data.remote.lookup import held, locked_folder
 from savable_pipeline.data.remote.session import Urgency
-from savable_pipeline.data.remote.shard_cache import NO_SPACE, USED, WANTED
+from savable_pipeline.data.remote.shard_cache import LONG_FOLDER, NO_SPACE, USED, WANTED
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar_format import TarIndex
@@ -77,8 +76,9 @@ class CachedFiles(DownloadedFiles):
         return self._long
 
     def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
-        """`read`, made to download the row first, and again if it was evicted while it was read, or is damaged; or
-        `long`.
+        """Return `read`, extended to download the row before, and again if it was evicted.
+
+        It is downloaded again if it is damaged too. A long sample is read by `long`.
         """
         present, used, verified = self._cached.present.data, self._cached.used.data, self._cached.verified.data
 
@@ -156,7 +156,10 @@ class CachedFiles(DownloadedFiles):
             self._prefetch(Urgency.SOON, *self._request(*block), rows_of_it, False)
 
     def peek(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
-        """Bytes (offset, size) of a sample longer than a piece, past the cache; None: it is short enough to keep."""
+        """Return bytes (offset, size) of a sample longer than a piece, without the cache.
+
+        It is None for a sample that is short enough to cache.
+        """
         if not self._is_long(row):
             return None
         (offset, size), entry = extent, self._found.entries[shard]
@@ -190,7 +193,10 @@ class CachedFiles(DownloadedFiles):
 
 
 class LongSamples:
-    """Reads parts of long samples of `found`, which `files` has at `files.remote`; rows are those of the index."""
+    """Reads parts of long samples of `found`.
+
+    `files` has them at `files.remote`. Rows are those of the index.
+    """
 
     def __init__(
         self, files: DownloadedFiles, found: IndexedFiles, locate: Callable[[int, str], tuple[int, int]]
@@ -214,7 +220,10 @@ class LongSamples:
         return array
 
     def span(self, shard: int, row: int, extent: tuple[int, int]) -> bytes:
-        """The bytes at `extent`, (offset, size), of a shard. Raises `ShardError`, `RemoteError`."""
+        """The bytes at `extent`, (offset, size), of a shard.
+
+        Raises `ShardError`, `RemoteError`.
+        """
         self._look(shard, row)
         return self._blocks.read_on(shard, *extent, self._cached.extent(row, row + 1)[1])
 

@@ -1,4 +1,4 @@
-"""`ColumnarStore`: what Parquet and Arrow have in common: a row is a sample, a column one of its parts.
+"""`ColumnarStore`: base of Parquet and Arrow: a row is a sample, a column a part.
 
 row groups, or record batches ─ each decoded once (`GroupedStore`) ─ a row's columns as bytes
 """
@@ -30,7 +30,7 @@ _NO_COLUMN = "missing column"
 
 
 class DecodedGroup(NamedTuple):
-    """The record batches of a group, their bytes in memory, and what reads the values that are not there."""
+    """Record batches of a group, their bytes in memory, and a reader of the rest."""
 
     batches: list[Any]
     bytes: int
@@ -49,7 +49,9 @@ class ColumnSettings(TypedDict, total=False):
 
 
 class ColumnarStore(GroupedStore):
-    """`columns` are those that become parts (None: all); the values of partitions (`year=2024/`) are parts too.
+    """Rows of columnar files, of which `columns` become parts (None: all).
+
+    The values of partitions (`year=2024/`) are parts too.
 
     `key` names the column that holds the key of a row, which each row must have; else it is `FILE:ROW`. A row that
     names a file without its bytes is an error; with `partial` it is given without this part, and `named_files` tells
@@ -101,8 +103,9 @@ class ColumnarStore(GroupedStore):
         return found
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
-        """See `RecordStore.array`: numbers, and lists of lists of them, as they are stored. Raises TypeError for what
-        is neither numbers nor text nor bytes.
+        """See `RecordStore.array`. Numbers, and nested lists of them, are as stored.
+
+        Raises TypeError for a part that is not numbers, text or bytes.
         """
         found = self._of_row(shard, row, lambda rows, position: rows.numbers(position, extension))
         if isinstance(found, TypeError):
@@ -139,7 +142,10 @@ class ColumnarStore(GroupedStore):
             raise self._broken_row(shard, row, error) from error
 
     def media_named(self, parts: Collection[str]) -> list[str]:
-        """The columns of images that may hold one of these parts: none, where each of them is another column's name."""
+        """Return the columns of images that may have one of these parts.
+
+        There are none if each is the name of another column.
+        """
         from savable_pipeline.data.stores.arrow_columns import holds_media
 
         schema = self.schema(next(iter(np.flatnonzero(self.entries.samples).tolist())))
@@ -148,8 +154,9 @@ class ColumnarStore(GroupedStore):
         return media if not plain.issuperset(parts) else []
 
     def check_columns(self, shard: int, known: list[str]) -> None:
-        """Raises `ShardError` that names the columns asked for that a file with the columns `known` does not have, and
-        if one that is used is there twice.
+        """Raise `ShardError` for missing columns, and for one that a file has twice.
+
+        `known` are the columns of the file.
         """
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
         absent = [name for name in (*wanted, *self.needed) if name not in known]
@@ -165,7 +172,7 @@ class ColumnarStore(GroupedStore):
             )
 
     def _broken_row(self, shard: int, row: int, error: ValueError) -> ShardError:
-        from savable_pipeline.data.stores.arrow_rows import NoBytesError
+        from savable_pipeline.data.stores.arrow_columns import NoBytesError
 
         if isinstance(error, NoBytesError):
             return ShardError(f"{self.where(shard)}: row {row}: {error}; {self.cure}", reason=NO_BYTES)
@@ -187,7 +194,7 @@ class ColumnarStore(GroupedStore):
 
     def decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
         """See `GroupedStore.decoded`."""
-        from savable_pipeline.data.stores.arrow_rows import ArrowRows, partition_values
+        from savable_pipeline.data.stores.arrow_columns import ArrowRows, partition_values
 
         batches, size, unread = self.decode(shard, group)
         hidden = self.key_column if self.columns is not None and self.key_column not in self.columns else None

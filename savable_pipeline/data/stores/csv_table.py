@@ -1,4 +1,4 @@
-"""The format of CSV and TSV files, a row of which is a sample, and the store that reads them.
+"""The format of CSV and TSV files, and its store: a row is a sample.
 
     image,caption
     a.jpg,a cat           →      {"image": "a.jpg", "caption": "a cat"}     texts; an empty cell is null
@@ -75,7 +75,9 @@ def _row_begins(file: ByteSource) -> Iterator[int]:
 
 
 def named(header: Row) -> Row:
-    """The names of columns: one without is called as pandas does that reads it, as it often has written it.
+    """Return the names of columns.
+
+    A column without a name is called as pandas does, because pandas has often written it.
 
     >>> from savable_pipeline.data.stores.csv_table import named
     >>> named(["", "image"])
@@ -85,7 +87,7 @@ def named(header: Row) -> Row:
 
 
 def refuse_row(name: str, values: Iterable[str]) -> None:
-    """Raises ValueError for a first line that is a row: it would be lost, and its cells be names of columns."""
+    """Raise ValueError for a first line that is a row and not the names of columns."""
     if value := next(iter(values), None):
         raise ValueError(
             f"{name}: the first line has {value!r}, not column names. Put a line such as image,caption before it"
@@ -226,7 +228,9 @@ class _Column:
 
 
 def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]:
-    """The columns that name files, as `file_fields`, warnings, and a column of URLs where no column names files.
+    """Return the columns that name files, warnings, and a column of URLs.
+
+    The latter is only looked for if no column names files.
 
     Judged by the first rows of the first file: those with one of the usual names, and those where half of the cells
     that are not empty are paths of files, or more. Messages call the table `name`. Raises ValueError if a name of a

@@ -1,4 +1,4 @@
-"""The content of compressed files, and of compressed records and parts in memory: of no more bytes than may be.
+"""Content of compressed files, records and parts, of bounded size.
 
 It is unpacked by pieces, so that a few bytes which become gigabytes are refused before they have taken them.
 """
@@ -26,7 +26,10 @@ class DamagedError(ValueError):
 
 
 def needed_package(kind: str) -> Any:
-    """The package that a kind of compression, or "rows" of Arrow, needs. Raises ValueError if it is not here."""
+    """The package that a kind of compression, or "rows" of Arrow, needs.
+
+    Raises ValueError if it is not here.
+    """
     package = "zstandard" if kind == "zst" else "pyarrow"
     try:
         return importlib.import_module(package)
@@ -36,7 +39,9 @@ def needed_package(kind: str) -> Any:
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a file of streams of gz, bz2, xz or zst, one after the other. Raises `DamagedError`.
+    """The content of a file of streams of gz, bz2, xz or zst, one after the other.
+
+    Raises `DamagedError`.
 
     A line of more than `line_bytes` is no line.
     """
@@ -100,7 +105,9 @@ class _ZstFile:
 
 
 def decompressed(data: bytes, kind: str, most: int = UNPACKED_BYTES, size: int | None = None) -> bytes:
-    """The content of what is compressed by gz, bz2 or zst: at most `most` bytes, `size` if that is known.
+    """Return the content of bytes compressed by gz, bz2 or zst.
+
+    It has at most `most` bytes, and `size` if that is known.
 
     Raises `DamagedError`, also for more than that, of which no more than a piece is unpacked.
 

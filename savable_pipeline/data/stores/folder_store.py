@@ -1,4 +1,6 @@
-"""A folder of files as samples: those that share a path up to their first dot are one; each file is a part of it.
+"""Samples of a folder of files: names with one path up to the first dot are one.
+
+Each file is a part of its sample.
 
     a/cat.jpg  a/cat.txt  a/dog.seg.png      →      a/cat: jpg, txt      a/dog: seg.png
 
@@ -89,12 +91,18 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
         return ShardNames(self.names, np.frombuffer(self.ends, "<i8"))
 
     def fault(self, root: str, option: str) -> str:
-        """Why names seem to be meant otherwise, or ""; `option` is how `key_end` is set, with {} for its value."""
+        """Return why names may be meant differently, or "".
+
+        `option` shows how `key_end` is set, with {} for its value.
+        """
         doubt = self.doubt.replace(_FIRST, option.format("first")).replace(_LAST, option.format("last"))
         return f"{root}: {doubt}" if doubt else ""
 
     def is_fresh(self, root: Path) -> bool:
-        """Whether no folder has changed since two seconds before they were listed; of few files all are looked at."""
+        """Return whether no folder has changed since two seconds before the listing.
+
+        It is False for few files, which are always listed.
+        """
         if len(self.sizes) // 8 <= _LOOKED_AT:
             return False
         with contextlib.suppress(OSError):
@@ -147,7 +155,7 @@ def open_folder(files: Shards, form: Format, *, tolerant: bool = False, looked_a
 
 
 def is_known(root: Path) -> bool:
-    """Whether there is an index of this folder in which nothing was added, removed or renamed since."""
+    """Return whether there is an index of a folder that has not changed since."""
     both = itertools.product((None, "last"), (False, True))
     forms = [by_settings(FOLDER, {"key_end": end, "allow_outside": outside}) for end, outside in both]
     return any(_fresh(root, path, form) for form in forms for path in index_places(root, form.index_name))
@@ -333,7 +341,10 @@ def _merged(samples: dict[str, list[str]]) -> str:
 
 
 def tar_key(key: str) -> str:
-    """The key that a sample has in a tar, whose readers end it at the first dot: a.b/c.d becomes a.b/c_d."""
+    """Return the key of a sample in a tar, which ends at the first dot.
+
+    a.b/c.d becomes a.b/c_d.
+    """
     folder, slash, base = key.rpartition("/")
     return f"{folder}{slash}{base.replace('.', '_')}"
 
@@ -385,7 +396,10 @@ class FolderStore(RecordStore):
         return sorted([*files, CLASS]) if self._class(row) else [*files]
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """The bytes of a file. Raises `ShardError` if it was changed since the folder was indexed."""
+        """The bytes of a file.
+
+        Raises `ShardError` if it was changed since the folder was indexed.
+        """
         number = self._sample(row)[2].get(extension)
         if number is not None:
             return self._bytes(number)
@@ -537,7 +551,9 @@ def class_of(key: str) -> str:
 
 
 def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
-    """The names of classes by their number: those in a list, in a file (a JSON list, or lines), or of another root.
+    """Return the names of classes by their number.
+
+    They are in a list, in a file (a JSON list, or lines), or from another root.
 
     Raises ValueError for what is no such list, `ShardError`.
     """

@@ -1,25 +1,84 @@
-"""All formats that are read in place. A new one is a file, and its name here.
+"""All formats, and the function that recognizes files by names and first bytes.
 
-Where several could be meant, `recognizer.recognize` asks those with markers first, in this order.
+A new format is a file, and its name in `FORMATS`. Where several could be meant, those with markers are asked first, in
+this order.
+
+    names ── wanted ──▶ whose first bytes are needed ── recognize ──▶ format, files, settings
+
+Both steps are pure: the same for a folder, a bucket, the Hub, a web server and every command. Of a web server, `names`
+are the addresses that were named and the markers that exist, of anything else all names without hidden ones.
+`tests/data/test_layouts.py` is the specification: layouts and what they are recognized as.
+
+1. A marker of another program decides: `index.json`, `meta/info.json`, `state.json`, `dataset_dict.json`.
+2. Tars are the dataset, whatever tables lie beside them.
+3. Beside images, audio or video, a table whose first row names one of the files is the dataset. Else the files are a
+   folder of samples, and a single other table is not read, with a warning.
+4. Else files of rows are the dataset, of one format; then tokens, tables and lists of JSON; then raw files.
+
+What could be meant otherwise is an error that lists what there is, and how to choose.
 """
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import io
+import json
+import posixpath
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.index import Format
+from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, LARGEST_INDEX
 from savable_pipeline.data.stores.arrow import ARROW
-from savable_pipeline.data.stores.csv_table import CSV
+from savable_pipeline.data.stores.csv_table import CSV, separator_of
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.jsonl import JSONL
 from savable_pipeline.data.stores.kaldi import KALDI
-from savable_pipeline.data.stores.lerobot import LEROBOT
-from savable_pipeline.data.stores.parquet import PARQUET
+from savable_pipeline.data.stores.lerobot import INFO, LEROBOT
+from savable_pipeline.data.stores.parquet import PARQUET, PARQUET_OF_FILES
+from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
+from savable_pipeline.data.stores.sample_names import is_for_people, is_media_file, no_samples, stem_of, suffix_of
 from savable_pipeline.data.stores.shar import SHAR
-from savable_pipeline.data.stores.table_store import JSON
+from savable_pipeline.data.stores.table_store import FILE_FIELDS, JSON, MARK
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.data.stores.token_store import TOKENS
 
 FORMATS = (TARS, MDS, LITDATA, LEROBOT, PARQUET, ARROW, JSONL, CSV, JSON, TOKENS, SHAR, KALDI, FOLDER)
+OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
+CONTAINERS = {
+    **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
+    **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), OTHER),
+    **dict.fromkeys((".db", ".sqlite", ".zarr"), OTHER),
+    LANCE: LANCE_CURE,
+    ".mds": "name the folder with its index.json",
+}
+"""Files that hold many samples, which nothing here reads, and what to do with them."""
+_USUAL = (*FILE_FIELDS, "audio_filepath")  # fields that name files; the last one in manifests of NeMo
+_METADATA = "metadata.parquet"  # of HF's image folders; its rows name files
+_MAGICS = {b"PAR1": PARQUET, b"ARROW1": ARROW}
+_SHOWN = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")  # of images for people
+_TABLES = {  # whose rows are not those of all their files
+    re.compile(r"(?:.*/)?_delta_log/.*"): "Delta Lake",
+    re.compile(r"(?:.*/)?metadata/[^/]*\.metadata\.json"): "Apache Iceberg",
+}
+_FEW, _HEAD = 16, 1 << 16  # tables of which so many bytes are looked at
+_COCO = re.compile(rb'\s*\{[^[]*"(?:images|annotations|categories|info)"\s*:')
+_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
+_LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
+
+
+class Recognized(NamedTuple):
+    """A format, its files, settings of its store, and tables that are not read."""
+
+    format: Format
+    files: list[str]
+    settings: Mapping[str, Any] = {}
+    unread: Sequence[str] = ()
 
 
 def format_named(name: str) -> Format:
@@ -28,3 +87,229 @@ def format_named(name: str) -> Format:
     if found is None:
         raise ValueError(f"no format {name!r}. Use one of {', '.join(form.name for form in FORMATS)}")
     return found
+
+
+def wanted(names: Sequence[str]) -> dict[str, int]:
+    """Return the files whose first bytes `recognize` needs, and how many of each.
+
+    Args:
+        names: The names of all files, relative to the folder that was named.
+    """
+    markers = {marker for form in FORMATS for marker in form.markers}
+    texts = [name for name in names if JSON.has(name) or JSONL.has(name) or CSV.has(name)]
+    found = {name: LARGEST_INDEX for name in texts if name in markers}
+    if any(map(TARS.has, names)):
+        return found
+    if not any(map(is_media_file, names)):
+        texts = [*filter(JSON.has, texts)]
+    alone = _alone(texts, names) or _bare(names)
+    return {**dict.fromkeys(sorted(alone)[:_FEW], _HEAD), **found}
+
+
+def recognize(
+    names: Sequence[str], heads: Mapping[str, bytes], *, format: str = "", settings: Collection[str] = ()
+) -> Recognized:
+    """Return the format of files, and which of them it reads.
+
+    Args:
+        names: The names of all files, relative to the folder that was named, without hidden ones.
+        heads: The first bytes of those that are `wanted`.
+        format: The name of the format, where the user says it. "": it is recognized.
+        settings: The names of the settings that the user passes, by which a format is chosen where several could be.
+
+    Raises:
+        ValueError: It could be several, or a marker says what cannot be read. The message names no folder.
+    """
+    for form in FORMATS:
+        claims = form.claims if not heads.keys().isdisjoint(form.markers) else None
+        if claims is not None and format in ("", form.name, form.reader) and claims(heads):
+            return Recognized(form, form.files(names, heads))
+    if format:
+        form = format_named(format)
+        return Recognized(form, form.files(names, heads))
+    if INDEX in heads and (other := index_format(heads)) not in ("", "mds", "litdata"):
+        raise ValueError(f"Mosaic Streaming shards of the format {other}, not mds. To read them, {OTHER}")
+    text = "\n".join(names)
+    for form in FORMATS:
+        if form.choose is not None and form.choose[0] in text and (files := form.choose[1](names)):
+            if rest := [name for name in names if TARS.has(name) and name not in files]:
+                raise _ambiguous({form: files, TARS: rest})
+            return Recognized(form, files)
+    tars = sorted(filter(TARS.has, names)) or sorted(filter(TARS.packs, names))
+    media = sum(is_media_file(name) and not name.lower().startswith(_SHOWN) for name in names)
+    if media > len(tars) and tars:
+        raise _ambiguous({TARS: tars, FOLDER: [*filter(is_media_file, names)]})
+    if tars:
+        return Recognized(TARS, tars)
+    _check_several(names)
+    found = _by_format(names, heads)
+    if not found and not media and (bare := _bare(names)):
+        kinds = {*map(_format_of, filter(None, map(heads.get, bare)))}
+        return _folder(names) if len(kinds) != 1 or None in kinds else Recognized(kinds.pop() or FOLDER, bare)
+    able = [form for form in found if set(settings) <= set(form.settings)] if settings else []
+    if len(able) == 1:
+        return Recognized(able[0], found[able[0]])
+    tables = {form: files for form in found if form is not TOKENS and (files := _alone(found[form], names))}
+    if any(map(is_media_file, names)) and not (settings and set(settings) <= set(FOLDER.settings)):
+        if naming := _naming(names, heads, tables):
+            return naming
+        if media:
+            _check_apart(names, heads)
+            return _folder_with_tables(names, tables)
+    return _without_media(names, found)
+
+
+def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return those of some names that share their stem with no other, and are not for people."""
+    stems = Counter(map(stem_of, names)) if some else {}
+    return [name for name in some if stems[stem_of(name)] == 1 and not is_for_people(name)]
+
+
+def _by_format(names: Sequence[str], heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
+    """Return the files of each format that no marker needs to name: by their names, and JSON by how it begins."""
+    json_files = sorted(filter(JSON.has, heads))
+    lists, lines = ([name for name in json_files if begin.match(heads[name])] for begin in (_LIST, _LINES))
+    found: dict[Format, list[str]] = {}
+    for form in FORMATS:
+        if form in (TARS, FOLDER) or form.reader or form.choose or INDEX in form.markers:
+            continue
+        files = lists if form is JSON else form.files(names, {})
+        files = sorted([*files, *lines]) if form is JSONL else files
+        if files := files or [*filter(form.packs, names)]:
+            found[form] = files
+    return found
+
+
+def _naming(names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[Format, list[str]]) -> Recognized | None:
+    """Return the tables of one format whose first rows each name a file; None without."""
+    known = {*names} if found else set()
+    for form, files in found.items():
+        if form is PARQUET and all(posixpath.basename(name).lower() == _METADATA for name in files):
+            return Recognized(PARQUET_OF_FILES, files)
+        fields = [_fields_of(table, heads.get(table, b""), known) for table in files]
+        if all(fields):
+            return Recognized(form, files, {"file_fields": fields[0]})
+    return None
+
+
+def _folder_with_tables(names: Sequence[str], tables: Mapping[Format, list[str]]) -> Recognized:
+    """Return the folder of samples. A single table beside it is not read."""
+    folders = {posixpath.dirname(name) for name in names if is_media_file(name)}
+    # A table of the name of a folder is about it, as img2dataset writes them.
+    strays = [(form, name) for form, files in tables.items() for name in files if stem_of(name) not in folders]
+    if len(strays) > 1 or any(form not in (JSONL, CSV) or JSON.has(name) for form, name in strays):
+        raise _ambiguous({**tables, FOLDER: [*filter(is_media_file, names)]})
+    return _folder(names)._replace(unread=[name for files in tables.values() for name in files])
+
+
+def _check_apart(names: Sequence[str], heads: Mapping[str, bytes]) -> None:
+    """Raise ValueError for files about media that would be samples of their own.
+
+    They are the labels of YOLO, VOC or KITTI in folders of their own, the annotations of COCO, and the transcripts of
+    LibriSpeech, one file of which is about several recordings.
+    """
+    media = [*filter(is_media_file, names)]
+    stems, folders = {*map(stem_of, media)}, {*map(posixpath.dirname, media)}
+    series, bases = {stem.rpartition("-")[0] for stem in stems}, {*map(posixpath.basename, stems)}
+    for name in sorted({*names}.difference(no_samples(names), media)):
+        stem, head = stem_of(name), heads.get(name, b"")
+        apart = posixpath.dirname(name) not in folders and posixpath.basename(stem) in bases
+        if stem not in stems and (apart or stem in series or _COCO.match(head)):
+            raise ValueError(
+                f"{name} beside {media[0]} shares its name with no image, audio or video. Put the files of a sample "
+                'into one folder, or write a row for each into metadata.jsonl. format="folder" makes it a sample'
+            )
+
+
+def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Recognized:
+    """Return the files of rows; else tokens, tables and lists of JSON that are alone; else raw files."""
+    rows = {form: files for form, files in found.items() if form not in (TOKENS, CSV, JSON)}
+    if not rows and TOKENS in found:
+        with_index = [name for name in names if not name.lower().endswith(".idx")]
+        rows = {TOKENS: tokens} if (tokens := _alone(found[TOKENS], with_index)) else {}
+    if not rows:
+        rows = {form: files for form, files in found.items() if form is not TOKENS and _alone(files, names)}
+        others = {name for name in names if not is_for_people(name) and not is_media_file(name)}
+        others.difference_update(*rows.values())
+        if rows and others:
+            rows[FOLDER] = sorted(others)
+    if len(rows) > 1:
+        raise _ambiguous(rows)
+    return Recognized(*rows.popitem()) if rows else _folder(names)
+
+
+def _folder(names: Sequence[str]) -> Recognized:
+    """Return the parts of samples. Raises ValueError for files with many samples each, which are none."""
+    skipped = no_samples(names)
+    parts = sorted(name for name in names if name not in skipped)
+    for name in _alone([name for name in parts if suffix_of(name) in CONTAINERS], parts):
+        raise ValueError(f"{suffix_of(name)} is not read here ({name}): {CONTAINERS[suffix_of(name)]}")
+    return Recognized(FOLDER, parts) if parts else Recognized(TARS, [])
+
+
+def _ambiguous(found: Mapping[Format, Sequence[str]]) -> ValueError:
+    """Return the error for files of several formats, with what was found and how to choose."""
+    kinds = [f"{form.name} ({counted(len(files), 'file')}, such as {min(files)})" for form, files in found.items()]
+    choice = " or ".join(f'format="{form.name}"' for form in found)
+    return ValueError(f"several kinds of files, {listed(kinds)}. Pass {choice}, or name those of one by a glob")
+
+
+def _fields_of(table: str, head: bytes, names: Collection[str]) -> tuple[str, ...]:
+    """Return the fields whose first rows name files of the folder.
+
+    They are as `file_fields` has them: those that are usual, if there is one; else each, with its own part where
+    another has a file of its kind.
+    """
+    folder, found = posixpath.dirname(table), dict[str, str]()
+    for row in _first_rows(table, head):
+        for field, value in row.items():
+            path = value[0] if isinstance(value, list) and value else value
+            if field and isinstance(path, str) and posixpath.normpath(posixpath.join(folder, path)) in names:
+                found.setdefault(field, path)
+    usual = [field for field in _USUAL if field in found]
+    suffixes = [suffix_of(path) for path in found.values()]
+    return tuple(usual) or tuple(
+        field if suffixes.index(suffix) == number else f"{field}={field}"
+        for number, (field, suffix) in enumerate(zip(found, suffixes, strict=True))
+    )
+
+
+def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the rows that are whole in the first bytes of a table."""
+    text = head.removeprefix(MARK).decode("utf-8", "replace").lstrip()
+    with contextlib.suppress(ValueError, csv.Error, RecursionError):
+        if CSV.has(table):
+            yield from csv.DictReader(io.StringIO(text, newline=""), delimiter=separator_of(text, table))
+        end, decoder = 0, json.JSONDecoder()
+        while not CSV.has(table):
+            row, end = decoder.raw_decode(text, text.index("{", end))
+            yield row
+
+
+def _bare(names: Sequence[str]) -> list[str]:
+    """Return the files without a suffix, if others are for people alone."""
+    own = [name for name in names if not name.endswith(".tar.idx") and not is_for_people(name)]
+    found = [name for name in own if not posixpath.basename(name).startswith("_")]
+    return [] if any("." in posixpath.basename(name) for name in found) else sorted(found)
+
+
+def _format_of(head: bytes) -> Format | None:
+    """Return the format that a file without a suffix begins as."""
+    if head[257:262] == b"ustar":
+        return TARS
+    found = next((form for magic, form in _MAGICS.items() if head.startswith(magic)), None)
+    return found or (JSON if _LIST.match(head) else JSONL if _LINES.match(head) else None)
+
+
+def _check_several(names: Sequence[str]) -> None:
+    """Raise ValueError for several datasets, and for tables of several versions."""
+    for pattern, program in _TABLES.items():
+        if any(map(pattern.fullmatch, names)):
+            raise ValueError(f"a table of {program}, whose files have rows of older versions. To read it, {OTHER}")
+    folders = {posixpath.dirname(name) for name in names if name.lower().endswith((".mds", ".bin"))}
+    folders &= {posixpath.dirname(name) for name in names if name.endswith(f"/{INDEX}")}
+    folders |= {name.removesuffix(f"/{INFO}") for name in names if name.endswith(f"/{INFO}")}
+    if folders:
+        raise ValueError(
+            f"{counted(len(folders), 'folder')} of records, {listed(sorted(folders))}. Name one, or mix by sp.blend"
+        )

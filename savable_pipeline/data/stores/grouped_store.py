@@ -1,4 +1,4 @@
-"""`GroupedStore`: files whose rows are decoded in groups, such as the row groups of Parquet or compressed shards.
+"""`GroupedStore`: files with rows that are decoded in groups, as in Parquet.
 
     file ─ groups of rows ─ each decoded once, into `DecodedBlocks` ─ rows
 
@@ -39,7 +39,10 @@ _MOST_DECODED = 4 << 30  # bytes of a group, beyond which it is refused unless t
 
 
 class AwaitedRows:
-    """Sets of rows by their group; its length is the number of all rows. A group without rows takes no room."""
+    """Sets of rows by their group; its length is the number of all rows.
+
+    A group without rows takes no room.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[RowGroup, set[int]] = {}
@@ -61,7 +64,10 @@ class AwaitedRows:
             self._count += len(awaited) - before
 
     def done(self, group: RowGroup, row: int) -> None:
-        """This row of a group is read, and awaited no more. (Called for each part: without a detour.)"""
+        """This row of a group is read, and awaited no more.
+
+        (Called for each part: without a detour.)
+        """
         awaited = self._rows.get(group)
         if awaited is not None and row in awaited:
             awaited.remove(row)
@@ -84,7 +90,10 @@ class AwaitedRows:
 
 
 class AwaitedOfGroup:
-    """The rows still to be read of a group that is decoded as `rows`, whose first one has the number `first`."""
+    """Rows of a group that must still be read.
+
+    The group is decoded as `rows`, and its first row has the number `first`.
+    """
 
     def __init__(self, awaited: AwaitedRows, group: RowGroup, first: int) -> None:
         self._awaited, self._group, self._first = awaited, group, first
@@ -94,7 +103,10 @@ class AwaitedOfGroup:
         return self._awaited.count(self._group)
 
     def take(self) -> Iterator[tuple[int, Any, int]]:
-        """Number, row and bytes of each; of damaged ones nothing: the error comes when they are read."""
+        """Return number, row and bytes of each row that is not damaged.
+
+        Damaged rows raise when they are read.
+        """
         for row in self._awaited.take(self._group):
             with contextlib.suppress(ValueError):
                 retained = self.rows.retain(row - self._first)
@@ -102,7 +114,9 @@ class AwaitedOfGroup:
 
 
 class DecodedBlocks(Generic[T]):
-    """At most `limit` bytes of decoded blocks and retained rows, and of the latter at most half of it.
+    """At most `limit` bytes of decoded blocks and retained rows.
+
+    Retained rows have at most half of it.
 
     A single block beyond the limit is kept alone. `decoded` counts how many were decoded since the start.
 
@@ -131,7 +145,9 @@ class DecodedBlocks(Generic[T]):
         return self._block_bytes + self._retained_bytes
 
     def get(self, key: Hashable, decode: Callable[[], tuple[T, int]], awaited: AwaitedOfGroup | None = None) -> T:
-        """The block called `key`; if it is not there, what `decode` gives, with its size in bytes.
+        """Return the block `key`, or decode it.
+
+        `decode` returns the block and its bytes.
 
         When the block is given up, those of its rows that are `awaited` are kept.
         """
@@ -147,7 +163,10 @@ class DecodedBlocks(Generic[T]):
         return found[0]
 
     def retained(self, key: Hashable, row: int) -> Any:
-        """A retained row of the block `key`; None if there is none. It is kept until another one is asked for."""
+        """A retained row of the block `key`; None if there is none.
+
+        It is kept until another one is asked for.
+        """
         rows = self._retained.get(key)
         found = None if rows is None else rows.get(row)
         if found is None:
@@ -200,7 +219,7 @@ class DecodedBlocks(Generic[T]):
 
 
 class GroupedStore(FileStore):
-    """Decodes groups into `blocks`, and keeps the rows that are awaited of those that it gives up."""
+    """Decodes groups into `blocks`, and retains awaited rows of evicted groups."""
 
     def __init__(self, found: IndexedFiles, blocks: DecodedBlocks[Any] | None) -> None:
         super().__init__(found)
@@ -216,7 +235,10 @@ class GroupedStore(FileStore):
 
     @abstractmethod
     def decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
-        """The rows of a group, `expected` many, and their bytes in memory. Raises `ShardError`."""
+        """The rows of a group, `expected` many, and their bytes in memory.
+
+        Raises `ShardError`.
+        """
 
     @property
     def most_decoded(self) -> int:
@@ -244,7 +266,7 @@ class GroupedStore(FileStore):
         return rows, position
 
     def prefetch(self, indices: Rows) -> None:
-        """Remembers which rows will be read: should their group be given up before, they are kept."""
+        """Record which rows will be read, to retain them if their group is evicted."""
         super().prefetch(indices)
         if self.row_groups(0) is None:
             return

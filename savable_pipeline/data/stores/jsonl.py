@@ -1,4 +1,4 @@
-"""The format of JSONL files, a line of which is a sample, and the stores that read them.
+"""The format of JSONL files, and its stores: a line is a sample.
 
 Blob of a file in the index: the offset of each line that is not blank, then the end of the file. Blank lines, of
 spaces too, lie at the end of the line before them.
@@ -36,7 +36,7 @@ _MANY = 1 << 20  # bytes of offsets that are kept in memory
 
 
 def line_offsets(file: ByteSource) -> FileBlob:
-    """Return the offsets of the lines that are not blank, and the end of the file: uint64 (lines + 1,).
+    """Return the offsets of lines with text, then the end: uint64 (lines + 1,).
 
     Those of many lines are in a temporary file that is mapped.
     """
@@ -101,7 +101,7 @@ def _parts_of(fields: dict[str, Any]) -> list[str]:
 
 
 class JsonlStore(TextStore):
-    """The lines of JSONL files: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
+    """Lines of JSONL files as samples.
 
     `key` names the field that holds the key of a line, which each line must have; else it is `FILE:ROW`. Fields that
     are `needed` are looked for when they are read. Raises `ShardError`.
@@ -112,7 +112,10 @@ class JsonlStore(TextStore):
         self._last: tuple[bytes, dict[str, Any]] = b"", {}  # the line whose fields were asked for last
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """The line, as `json`; or a field of its object: a text as it is, anything else as JSON."""
+        """Return the line, as `json`, or a field of its object.
+
+        A string is returned as it is, other values as JSON.
+        """
         line = self._line(shard, row)
         if extension == LINE:
             return line
@@ -123,7 +126,10 @@ class JsonlStore(TextStore):
         return line if found is None else found
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
-        """See `RecordStore.array`. Raises TypeError for a field that is not text: its bytes would be those of JSON."""
+        """See `RecordStore.array`.
+
+        Raises TypeError for a field that is not text: its bytes would be those of JSON.
+        """
         if extension != LINE:
             found = self._fields(shard, row, self._line(shard, row)).get(extension)
             if not isinstance(found, str | None):
@@ -188,7 +194,10 @@ class RangedJsonlStore(RangedTable, JsonlStore):
 
 
 def open_lines(found: IndexedFiles, **settings: Any) -> JsonlStore | LinesStore:
-    """Open the store of JSONL files: their fields are parts, or with settings of named files these are."""
+    """Open the store of JSONL files.
+
+    Their fields are parts. With settings of named files, these files are.
+    """
     if settings.keys().isdisjoint(NAMING_SETTINGS):
         return JsonlStore(found, **settings)
     return LinesStore(found, **settings)

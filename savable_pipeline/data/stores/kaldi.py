@@ -133,7 +133,7 @@ KALDI = Format(
     "kaldi",
     *(_TABLES, _read, KaldiStore, NAMING_SETTINGS),
     is_same=_is_same,
-    choose=_files,
+    choose=(RECORDINGS, _files),
     beside=(RECORDINGS, SEGMENTS),
     no_rows=bytes(8),
 )

@@ -1,4 +1,6 @@
-"""LeRobot's folders, version 3: an episode is a sample, whose videos and frames lie in files of many episodes.
+"""LeRobot's folders, version 3: an episode is a sample.
+
+Its videos and frames are in files of many episodes.
 
     meta/info.json                            the features, and how files are called
     meta/episodes/chunk-000/file-000.parquet  a row an episode: parts such as `tasks` and `length`, and where it lies in
@@ -25,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
-from savable_pipeline.data.shards.index import IndexedFiles, as_it_is, marker_object
+from savable_pipeline.data.shards.index import IndexedFiles, marker_object
 from savable_pipeline.data.shards.part_types import as_part
 from savable_pipeline.data.stores.columnar_store import ColumnSettings
 from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
@@ -37,7 +39,7 @@ _NUMBERS = {np.dtype(code).name for code in "?bhiqBHIQefd"}  # features that are
 
 
 class EpisodeRange(MediaRange, frozen=True, kw_only=True):
-    """The range of an episode, each of whose `fps` frames in a second is there, or missing."""
+    """Range of an episode, with `fps` frames a second, some of which may be missing."""
 
     end_s: float
     fps: float
@@ -58,7 +60,9 @@ class _Info(msgspec.Struct):
 
 
 class LeRobotStore(RangedRows, ParquetStore):
-    """The episodes of a LeRobot folder; a key is the number of the episode, unless `key` names another column.
+    """Episodes of a LeRobot folder.
+
+    A key is the number of the episode, unless `key` names another column.
 
     `array` gives the frames' numbers as they are stored, (frames, …); their bytes are a `.npy`. The bytes of images are
     a ZIP archive of them, see `ImageFrames`, those of anything else JSON. Raises `ShardError`, and ValueError for
@@ -80,7 +84,7 @@ class LeRobotStore(RangedRows, ParquetStore):
         self.range_parts, self.last_parts = videos, self.frame_parts
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """What a row says of its episode, but where it is; the videos; and the columns of its frames."""
+        """Return the columns of an episode's row, its videos, and its frames' columns."""
         return [name for name in super().extensions(shard, row) if "/" not in name or name in self.range_parts]
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
@@ -249,6 +253,6 @@ LEROBOT = with_media(
     settings=("columns", "key", "blocks", "partial", "unpacked_bytes"),
     markers=(INFO,),
     claims=_is_lerobot,
-    by_settings=as_it_is,
+    by_settings=None,
     reader="parquet",
 )

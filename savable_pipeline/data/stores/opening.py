@@ -10,7 +10,7 @@ They are named by a folder, file, glob, list, URL, bucket or address of the Hub.
 `info`, `check`, `preview` and `convert` open with `inspect=True`: what cannot be read without a setting is read with a
 usual one, rows that name files without their bytes come without these parts, and little is kept decoded.
 
-Everything that reads files comes through here, and `recognizer.py` alone says what they are. A store counts its samples
+Everything that reads files comes through here, and `formats.py` alone says what they are. A store counts its samples
 in `entries` (one a file: name, bytes, samples), reads them by (shard, row), and has `row_groups`; see `RecordStore`. A
 `Source` can be pickled, and opened again in another process.
 """
@@ -20,8 +20,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,24 +31,28 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles
-from savable_pipeline.data.shards.index_making import Progress
+from savable_pipeline.data.shards.index_making import Progress, each_shard_by
 from savable_pipeline.data.shards.indexing import check_faults, index_files, open_files, valid_mark
-from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores import formats
-from savable_pipeline.data.stores.arrow import ARROW
+from savable_pipeline.data.stores.arrow import ARROW, STATE
 from savable_pipeline.data.stores.folder_store import FOLDER, is_known
-from savable_pipeline.data.stores.recognizer import Recognized, recognize, wanted
+from savable_pipeline.data.stores.formats import Recognized, recognize, wanted
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import RemoteError, ShardError
 
 if TYPE_CHECKING:
     from savable_pipeline.data.remote.session import Session
+    from savable_pipeline.data.remote.urls import RemoteShards
 
 log = logging.getLogger(__name__)
 
 Cache: TypeAlias = tuple[str | os.PathLike[str] | None, int | None]  # its folder and bytes; None: the defaults
+
+
+Asked: TypeAlias = tuple[str, tuple[str, ...]]
+Heads: TypeAlias = Callable[[Mapping[str, int]], Mapping[str, bytes]]  # of names and most bytes → their first bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class Source:
         settings: Settings of the store that these files need.
         listed: The files on a disk, if they were listed. None: they are listed when they are opened.
         session: What asks the servers. None: the files are on a disk.
+        asked: The format that the user names, "" for none, and the names of the user's settings.
     """
 
     files: paths.Shards
@@ -67,6 +73,7 @@ class Source:
     settings: Mapping[str, Any] = field(default_factory=dict)
     listed: paths.ListedFiles | None = None
     session: Session | None = None
+    asked: Asked = ("", ())
 
 
 def find_source(
@@ -100,13 +107,12 @@ def find_source(
         if not format and is_known(root):
             return Source(files, FOLDER)
     found = paths.list_files(files)
-    known = dict.fromkeys(_markers(format), 1 << 30) if format else wanted(found.names)
-    what = _recognized(str(found.root), found.names, found.heads(known), format, settings)
-    if not found.whole and not format and what.format is FOLDER:
-        # The error of its format says what to do.
-        what = Recognized(_by_suffix(name := found.names[0], FOLDER if (found.root / name).exists() else TARS), [])
-    _check_suffix(files, found.names if format and found.exact else (), what.format)
-    return Source(files, what.format, what.settings, replace(found, chosen=None if format else what.files or None))
+    recognized = _recognized(str(found.root), found.names, found.heads, (format, (*settings,)))
+    if not found.whole and not format and recognized.format is FOLDER:
+        recognized = Recognized(_by_suffixes(found), [])  # whose error says what to do
+    _check_suffix(files, found.names if format and found.exact else (), recognized.format)
+    found = replace(found, chosen=None if format else recognized.files or None)
+    return Source(files, recognized.format, recognized.settings, found)
 
 
 def _markers(format: str) -> list[str]:
@@ -115,11 +121,11 @@ def _markers(format: str) -> list[str]:
     return [name for form in formats.FORMATS if format in ("", form.name, form.reader) for name in form.markers]
 
 
-def _recognized(
-    where: str, names: Sequence[str], heads: Mapping[str, bytes], format: str, settings: Collection[str]
-) -> Recognized:
+def _recognized(where: str, names: Sequence[str], heads: Heads, asked: Asked) -> Recognized:
+    format, settings = asked
+    known = dict.fromkeys(_markers(format), paths.LARGEST_INDEX) if format else wanted(names)
     try:
-        found = recognize(names, heads, format=format, settings=settings)
+        found = recognize(names, heads(known), format=format, settings=settings)
     except ValueError as error:
         raise ShardError(f"{where}: {error}") from error
     for name in found.unread:
@@ -129,7 +135,14 @@ def _recognized(
 
 def _by_suffix(name: str, default: Format = TARS) -> Format:
     """Return the format whose files, or compressed files, have such names."""
-    return next((form for form in formats.FORMATS if form.has(name) or form.packs(name)), default)
+    plain = (form for form in formats.FORMATS if not form.reader and form.choose is None)
+    return next((form for form in plain if form.has(name) or form.packs(name)), default)
+
+
+def _by_suffixes(found: paths.ListedFiles) -> Format:
+    """Return the format that all of these names have, and of a missing file that of its name."""
+    forms = {_by_suffix(name, FOLDER) if (found.root / name).exists() else TARS for name in found.names}
+    return forms.pop() if len(forms) == 1 else FOLDER
 
 
 def _check_suffix(files: paths.Shards, names: Sequence[str], chosen: Format) -> None:
@@ -143,26 +156,50 @@ def _remote_source(
     files: paths.Shards, format: str, settings: Collection[str], pinned: dict[str, bytes], cache: Cache
 ) -> Source:
     from savable_pipeline.data.remote.session import Session  # here: most files are on a disk
-    from savable_pipeline.data.remote.urls import names_behind
 
     session = Session.of(*cache)
+    asked = format, tuple(sorted(settings))
     files = at_commit(files, pinned, session)
+    recognized = _look_up(files, asked, session)[1]
+    return Source(files, recognized.format, recognized.settings, session=session, asked=asked)
+
+
+def _look_up(files: paths.Shards, asked: Asked, session: Session) -> tuple[RemoteShards, Recognized]:
+    """Return the objects that URLs name, and what they are. The session remembers it until its next opening."""
+    return session.once((paths.as_names(files), asked), lambda: _looked_up(files, asked, session))
+
+
+def _looked_up(files: paths.Shards, asked: Asked, session: Session) -> tuple[RemoteShards, Recognized]:
+    from savable_pipeline.data.remote.urls import list_remote
+
+    listed, format = list_remote(files, session), asked[0]
+    root, names = listed.root, listed.names
     indexes = {form.index_name: form for form in formats.FORMATS if form is not FOLDER}
-    root, names = names_behind(files, session)
-    if root.startswith("http"):
+    if listed.whole and not names:
         names = _on_server(root, session, indexes, _markers(format))
-    known = dict.fromkeys(_markers(format), 1 << 30) if format else wanted(names)
-    heads = {name: head for name, n in known.items() if root and (head := session.head(root, name, n)) is not None}
-    visible = [name for name in names if not (name.startswith(".") or "/." in name)]
     own = [indexes[name] for name in names if name in indexes]
-    is_indexed = not format and len(own) == 1
-    what = Recognized(own[0], []) if is_indexed else _recognized(str(files), visible, heads, format, settings)
-    if what.format is FOLDER and root:
-        raise ShardError(f"{files}: raw files are read from disks alone. Copy them to a disk, or convert them to tars")
-    if what.format is FOLDER and not format:
-        what = Recognized(_by_suffix(names[0]), [])
-    _check_suffix(files, names if format and not root else (), what.format)
-    return Source(files, what.format, what.settings, session=session)
+    if len(own) == 1 and not format:
+        return listed, Recognized(own[0], [])
+    where = os.fspath(files) if isinstance(files, str | os.PathLike) else root
+    recognized = _recognized(where, names, partial(session.heads, root), asked)
+    if recognized.format is FOLDER and listed.whole and not listed.names:
+        recognized = Recognized(TARS, [])  # whose error says what a web server needs
+    if recognized.format is FOLDER:
+        raise ShardError(f"{where}: raw files are read from disks alone. Copy them to a disk, or write them as tars")
+    _check_suffix(files, names if format and not listed.whole else (), recognized.format)
+    return listed, recognized
+
+
+def remote_files(source: Source, form: Format) -> RemoteShards:
+    """Return the files of a remote source that are read as this format.
+
+    They are listed again at each opening."""
+    from savable_pipeline.data.remote.urls import select
+
+    assert source.session is not None
+    listed, recognized = _look_up(source.files, source.asked, source.session)
+    by_name = form.variant or source.asked[0] or not recognized.files or recognized.format != source.format
+    return select(listed, form, None if by_name else recognized.files, source.session)
 
 
 def _on_server(url: str, session: Session, indexes: Mapping[str, Format], markers: Sequence[str]) -> list[str]:
@@ -176,8 +213,8 @@ def _on_server(url: str, session: Session, indexes: Mapping[str, Format], marker
     noted = read_pin(note)
     if noted in indexes and session.stat(url, noted) is not None:
         return [noted]
-    first = [name for name in dict.fromkeys(markers) if name not in ARROW.markers]  # which name files of a folder
-    names = [*session.stats(url, (TARS.index_name, *first))] or [*session.stats(url, indexes)]
+    first = dict.fromkeys((TARS.index_name, *(name for name in markers if name not in ARROW.markers)))
+    names = [*session.stats(url, first)] or [*session.stats(url, (*indexes, STATE))]
     if len(own := [name for name in names if name in indexes]) == 1:
         write_pin(note, own[0])
     return names
@@ -255,7 +292,7 @@ def with_settings(source: Source, settings: dict[str, Any]) -> Format:
         if name not in form.settings and name not in form.inspect:
             others = listed([each.name for each in formats.FORMATS if name in each.settings and not each.reader])
             raise ValueError(f"{source.files}: {name}= does not apply to {form.name} files, only to {others}")
-    return form.by_settings(form, settings)
+    return form.for_settings(settings)
 
 
 def open_indexed(
@@ -271,7 +308,8 @@ def open_indexed(
         return open_files(source.listed or source.files, form, tolerant=tolerant, unlistable=unlistable)
     from savable_pipeline.data.stores.remote_indexing import open_remote  # here: most files are on a disk
 
-    remote, names = open_remote(source.files, form, source.session, tolerant=tolerant)
+    found = remote_files(source, form)
+    remote, names = open_remote(source.files, found, form, source.session, tolerant=tolerant)
     indexed = IndexedFiles(form, remote.index, remote.index_path, names, remote.metadata, remote, tolerant=tolerant)
     check_faults(remote.url, indexed.entries, tolerant)
     return indexed
@@ -299,7 +337,7 @@ def index_any(
     if source.session is not None:
         from savable_pipeline.data.stores.remote_indexing import index_remote  # here: most files are on a disk
 
-        return index_remote(source.files, form, source.session, progress, engine)
+        return index_remote(source.files, remote_files(source, form), form, source.session, progress, engine)
     if form.open_index is not None:
         return form.open_index(source.files, form, looked_at=True).index_path, []
     each = None if engine is None else each_shard_by(engine)

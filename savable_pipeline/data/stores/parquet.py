@@ -94,7 +94,10 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
 
 
 def parsed_footer(footer: bytes) -> Any:
-    """A footer as pyarrow's `FileMetaData`; the rest of the file is not read. Raises pyarrow's errors."""
+    """A footer as pyarrow's `FileMetaData`; the rest of the file is not read.
+
+    Raises pyarrow's errors.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -102,12 +105,18 @@ def parsed_footer(footer: bytes) -> Any:
 
 
 def column_bytes(group: Any, wanted: list[str] | None) -> list[tuple[int, int]]:
-    """The first byte, and the one after the last, of each column of a row group; of the `wanted` ones (None: all)."""
+    """Return the byte range of each column of a row group.
+
+    Only those `wanted` are returned (None: all).
+    """
     return [_bytes_of(column) for column in columns_of(group, wanted)]
 
 
 def columns_of(group: Any, wanted: list[str] | None) -> list[Any]:
-    """The columns of a row group, with those below them; the `wanted` ones (None: all)."""
+    """Return the columns of a row group, with those below them.
+
+    Only those `wanted` are returned (None: all).
+    """
     columns = [group.column(i) for i in range(group.num_columns)]
     names = None if wanted is None else set(wanted)
     return [column for column in columns if names is None or _is_of(column.path_in_schema, names)]
@@ -143,7 +152,7 @@ def _groups_by_child(footer: bytes, size: int) -> _Groups:
 
 
 def serve_groups(connection: Connection, footers: Iterator[tuple[bytes, int]]) -> None:
-    """The child process of `_groups_by_child`: parse one footer after the other, and end when there are none."""
+    """Parse footers, as the child process of `_groups_by_child`."""
     signal.alarm(_IDLE_S)
     for footer, size in footers:
         signal.alarm(0)
@@ -192,7 +201,7 @@ _BATCH = 8192  # rows decoded at a time
 
 
 class ParquetStore(ColumnarStore):
-    """The rows of Parquet files: a folder with its subfolders, a glob, a brace pattern, one file, or a list of these.
+    """Rows of Parquet files as samples.
 
     Row groups are decoded whole and kept in `blocks`; the other settings are those of `ColumnarStore`. Raises
     `ShardError`, and ValueError for a column that is not there.
@@ -233,7 +242,9 @@ class ParquetStore(ColumnarStore):
         return DecodedGroup(*self.batches(shard, group, self.wanted))
 
     def batches(self, shard: int, group: int, columns: list[str] | None) -> tuple[list[Any], int]:
-        """Some columns (None: all) of a row group, and their bytes in memory. Raises `ShardError`.
+        """Some columns (None: all) of a row group, and their bytes in memory.
+
+        Raises `ShardError`.
 
         In this thread: pyarrow starts none, so that processes may be forked.
         """

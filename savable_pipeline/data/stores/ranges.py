@@ -1,4 +1,4 @@
-"""Ranges of long files that the rows of tables name: file, from, to; the files lie beside the tables.
+"""Ranges of long files, which rows of a table name by file, start and end.
 
     corpus/train.parquet    path "wav/a.wav", start 12.5, end 14.0
     corpus/wav/a.wav        an entry of the same index, without samples: pinned and verified like a shard
@@ -19,23 +19,26 @@ from functools import cached_property, partial
 from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64
 
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
 from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.record_store import FileStore, some_bytes
+from savable_pipeline.data.stores.record_store import FileStore, hash_some
 from savable_pipeline.errors import ShardError
 
 RangeColumns: TypeAlias = Mapping[str, tuple[str, str | None, str | None]]  # of a part: those of path, begin and end
-_SEEN = 1 << 16  # bytes that are compared of the begin, the middle and the end of a file
+_SAMPLED = 1 << 16  # bytes that are compared of the begin, the middle and the end of a file
 _ENDINGS = tuple(f".{name}" for name in (*AUDIO_PARTS, *VIDEO_PARTS))
 
 
 class MediaRange(msgspec.Struct, frozen=True):
-    """A range of a file: its path as the row says it, and seconds; `end_s` None is the file's end."""
+    """Range of a file: its path in the row, and seconds.
+
+    An `end_s` of None is the end of the file.
+    """
 
     path: str
     begin_s: float = 0.0
@@ -44,11 +47,13 @@ class MediaRange(msgspec.Struct, frozen=True):
 
 def _digest(file: ByteSource) -> int:
     """A hash of the begin, the middle and the end of a file that rows name ranges of."""
-    return xxh3_64_intdigest(b"".join(some_bytes(file, _SEEN, 2)))
+    return hash_some(xxh3_64(), file, _SAMPLED, 2)
 
 
 class RangedRows(FileStore):
-    """Rows of which some parts are ranges of other files: their bytes are what `range_of` says, as JSON.
+    """Rows with parts that are ranges of other files.
+
+    Their bytes are the result of `range_of`, as JSON.
 
     `open` gives the whole file, with the seconds. It comes before the store of the table among the bases of a class.
     """
@@ -85,7 +90,10 @@ class RangedRows(FileStore):
         return RangeFile(source, found.begin_s, found.end_s, getattr(found, "fps", None))
 
     def file_named(self, shard: int, row: int, path: str) -> int:
-        """The number of the file that a row names. Raises `ShardError` for all that is not of the dataset."""
+        """The number of the file that a row names.
+
+        Raises `ShardError` for all that is not of the dataset.
+        """
         names = self.entries.names
         base = posixpath.dirname(names[shard]) if self.base is None else self.base
         name = posixpath.normpath(posixpath.join(base, path))
@@ -147,7 +155,7 @@ def _no_range(store: FileStore, shard: int, row: int, what: str) -> ShardError:
 
 
 class RangedTable(RangedRows):
-    """Rows whose columns, or fields, say the `ranges`: for each part those of path, begin and end.
+    """Rows with columns or fields for path, start and end of each of the `ranges`.
 
     None stands for the begin and the end of a file. There is no range where the path is null. Raises ValueError for a
     column of `ranges` that the first file does not have.
@@ -180,7 +188,10 @@ class RangedTable(RangedRows):
 
 
 def with_ranges(store: Callable[..., Any], form: Format, settings: dict[str, Any]) -> Format:
-    """The format of tables whose rows name ranges, opened by `store`; of other tables as it is."""
+    """Return the format of tables with rows that name ranges, opened by `store`.
+
+    For settings without ranges, it is the format itself.
+    """
     if settings.get("ranges") is None:
         return form
     return with_media(form, variant="ranges", store=store)

@@ -1,4 +1,4 @@
-"""Files of records that an index.json names: MDS and LitData; what our index says of one, and its records.
+"""Files of records that an index.json names: MDS and LitData.
 
     count u32 │ offsets u32 (count + 1,) │ … │ record │ record │ …      records; each may be compressed by itself
     … │ Arrow IPC, a row a record │ its size u32 │ "LDARW01" 0
@@ -40,7 +40,7 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_message
 from savable_pipeline.data.stores.arrow_file import read_table as arrow_table
 from savable_pipeline.data.stores.decompressed import MORE
-from savable_pipeline.data.stores.record_store import some_bytes
+from savable_pipeline.data.stores.record_store import hash_some
 
 INDEX = "index.json"
 _MEDIA = frozenset(("jpg", "png", "gif", "flac", "ogg", "mp3", "pdf", "npy", "mkv", "webp", "wav", "avi", "mp4"))
@@ -69,7 +69,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A field that is a part of its own: its extension, the most bytes that it can have, and how to make them."""
+    """Field that is a part of its own: extension, most bytes, and how to build them."""
 
     name: str
     extension: str
@@ -78,7 +78,10 @@ class Blob:
 
 
 def raw(name: str, extension: str, data: ByteSource) -> Blob:
-    """Bytes as they are; with the extension "" they are told by how they begin, else `bin`."""
+    """Return bytes as a part.
+
+    With the extension "", it follows from their start, else it is `bin`.
+    """
     return Blob(name, extension or media_of(data.head(_HEAD), _MEDIA), data.size, data.read)
 
 
@@ -90,12 +93,18 @@ def array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: ByteSou
 
 
 def scalar(kind: str, data: bytes) -> Any:
-    """The number that bytes of this dtype begin with. Raises ValueError and IndexError for too few."""
+    """The number that bytes of this dtype begin with.
+
+    Raises ValueError and IndexError for too few.
+    """
     return np.frombuffer(data, kind)[0].item()
 
 
 def pixels(name: str, data: ByteSource) -> Blob:
-    """A Pillow image (width, height, length of its mode, mode, rows) as PNG, or TIFF for modes that PNG lacks."""
+    """Return a Pillow image as PNG, or as TIFF for modes that PNG lacks.
+
+    It has width, height, length of its mode, mode, and rows.
+    """
     width, height, length = data.uint32s(0, 3)
     mode = data.part(12, min(length, 16)).read().decode("ascii", "replace")
     if (width + 7) // 8 * height > data.size:  # before Pillow allocates them
@@ -122,7 +131,10 @@ def _image(name: str, extension: str, mode: str, size: tuple[int, int], data: By
 
 
 def several(name: str, data: ByteSource, make: Callable[[str, ByteSource], Blob], *, begin: int) -> list[Blob]:
-    """A list of blobs: their number at `begin`, their sizes, then they: the parts 0.jpg, 1.jpg, …"""
+    """Return a list of blobs as the parts 0.jpg, 1.jpg, …
+
+    Their number is at `begin`, then come their sizes and bytes.
+    """
     (count,) = data.uint32s(begin, 1)
     sizes = data.uint32s(begin + 4, count)
     offset = begin + 4 + 4 * count
@@ -175,7 +187,10 @@ def npy(values: np.ndarray[Any, Any]) -> bytes:
 
 
 class Schema(Protocol):
-    """The fields of the records of a file; made of JSON by msgspec. `each` is how each is compressed by itself."""
+    """The fields of the records of a file; made of JSON by msgspec.
+
+    `each` is how each is compressed by itself.
+    """
 
     @property
     def each(self) -> str: ...
@@ -185,7 +200,10 @@ class Schema(Protocol):
 
 
 class ListedFile(msgspec.Struct, frozen=True):
-    """A file as index.json names it; `packed` is how it is compressed as a whole, `schema` JSON."""
+    """File that index.json names.
+
+    `packed` is how it is compressed as a whole, and `schema` is JSON.
+    """
 
     name: str
     samples: int
@@ -199,14 +217,20 @@ class ListedFile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RecordKind:
-    """A kind of folders: what reads an index.json, which names each file with those that may lie in its place."""
+    """Kind of folders with an index.json, and the reader of it.
+
+    Each file has alternatives that may be in its place.
+    """
 
     listed: Callable[[bytes], list[tuple[ListedFile, ...]]]
     schema: type[Schema]
     chunked: bool = False  # whether there are rows of Arrow
 
     def names(self, heads: Mapping[str, bytes]) -> list[tuple[str, ...]]:
-        """The names that each file may have: the first of them that is there is read. Raises ValueError."""
+        """The names that each file may have: the first of them that is there is read.
+
+        Raises ValueError.
+        """
         if INDEX not in heads:
             raise ValueError(f"no {INDEX}. Name the one folder that has it")
         try:
@@ -217,7 +241,10 @@ class RecordKind:
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """The places of a file by their meaning; `offsets` are uint64 (records + 1,), of rows in Arrow begin and end."""
+    """Meaning of the numbers in the index of a file.
+
+    `offsets` are uint64 (records + 1,), and of rows in Arrow start and end.
+    """
 
     unit: int
     packed: str
@@ -227,7 +254,10 @@ class RecordLayout:
 
 
 def index_format(heads: Mapping[str, bytes]) -> str:
-    """The format that index.json says: mds or another of Mosaic Streaming, or litdata; "" if it says none."""
+    """Return the format in index.json, or "".
+
+    It is mds or another format of Mosaic Streaming, or litdata.
+    """
     found = marker_object(heads, INDEX)
     if isinstance(found.get("chunks"), list) and isinstance(found.get("config"), dict):
         return "litdata"
@@ -266,7 +296,10 @@ def as_listed(index: bytes, form: type[T], name: str) -> T:
 
 
 def read_listed(kind: RecordKind, file: ByteSource, name: str) -> ShardTable:
-    """Entry and places of a file; damage, and what index.json says otherwise, is the entry's fault."""
+    """Return entry and index rows of a file.
+
+    Damage, and differences from index.json, are noted in the entry.
+    """
     try:
         listed = _listed_file(kind, file, name)
         if listed is None or listed.fault:
@@ -277,7 +310,10 @@ def read_listed(kind: RecordKind, file: ByteSource, name: str) -> ShardTable:
 
 
 def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether a file, and what index.json says of it if that is here, are as they were indexed. Raises OSError."""
+    """Return whether a file, and its entry in index.json, are as indexed.
+
+    Raises OSError.
+    """
     assert isinstance(index, BlobIndex), index
     if number in index.shards.faults:  # nothing is known of it, and nothing read
         return True
@@ -317,10 +353,8 @@ def _table(kind: RecordKind, file: ByteSource, listed: ListedFile) -> ShardTable
     schema = np.frombuffer(listed.schema + bytes(-len(listed.schema) % 8), "<u8")
     head = np.array([layout, PACKED.index(listed.packed), known, len(listed.schema)], "<u8")
     blob = np.concatenate([head, schema, more]).tobytes()
-    digest = xxhash.xxh3_64(blob)
-    for piece in some_bytes(file, _SAMPLED_BYTES, _BLOCKS):
-        digest.update(piece)
-    return ShardTable(ShardEntry(listed.name, file.size, listed.samples, digest.intdigest()), blob)
+    digest = hash_some(xxhash.xxh3_64(blob), file, _SAMPLED_BYTES, _BLOCKS)
+    return ShardTable(ShardEntry(listed.name, file.size, listed.samples, digest), blob)
 
 
 def layout_of(blob: FileBlob, samples: int) -> RecordLayout:
@@ -333,7 +367,10 @@ def layout_of(blob: FileBlob, samples: int) -> RecordLayout:
 
 
 def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, FileBlob]:
-    """What is in a file that is not compressed as a whole, and its offsets. Raises ValueError."""
+    """What is in a file that is not compressed as a whole, and its offsets.
+
+    Raises ValueError.
+    """
     try:
         if chunked and content.read_at(max(0, content.size - len(_ROWS)), len(_ROWS)) == _ROWS:
             end = content.size - len(_ROWS) - 4
@@ -384,7 +421,10 @@ class RecordBlock:
         return self.schema.fields(record_in(ByteSource.of(self.data), self.offsets, position))
 
     def retain(self, position: int) -> RecordBlock:
-        """A record by itself, at place 0, to be kept when those around it are given up. Raises `RecordError`."""
+        """A record by itself, at place 0, to be kept when those around it are given up.
+
+        Raises `RecordError`.
+        """
         data = record_in(ByteSource.of(self.data), self.offsets, position).read()
         return RecordBlock(data, np.array([0, len(data)], np.uint64), self.schema)
 
@@ -402,7 +442,9 @@ def record_in(content: ByteSource, offsets: FileBlob, position: int) -> ByteSour
 
 @dataclass(frozen=True, slots=True)
 class RecordTable:
-    """Rows of Arrow: dicts of texts, numbers, bytes and lists. What is bytes is a part, the rest is values.
+    """Rows of Arrow: dicts of texts, numbers, bytes and lists.
+
+    What is bytes is a part, the rest is values.
 
     {"image": JPEG, "caption": "a cat", "size": [8, 8]}      →      jpg, json: {"caption": "a cat", "size": [8, 8]}
     """
@@ -435,7 +477,10 @@ class RecordTable:
 
 
 def table_of(data: bytes, expected: int, most: int) -> RecordTable:
-    """The rows of a file or a stream of Arrow. Raises ValueError for damage, and for more than `most` bytes of them."""
+    """The rows of a file or a stream of Arrow.
+
+    Raises ValueError for damage, and for more than `most` bytes of them.
+    """
     import pyarrow as pa  # imported here: it is needed for such chunks alone
 
     if (size := _decoded_bytes(data)) > most:

@@ -1,4 +1,4 @@
-"""`RecordFolderStore`: the record store of folders with an index.json: MDS and LitData; a record is a sample.
+"""`RecordFolderStore`: the store of folders with an index.json: MDS and LitData.
 
 not compressed, or each record by itself    a record is read at its offset in the index
 a shard, a chunk, rows of Arrow             a group of rows, unpacked once (`GroupedStore`)
@@ -104,7 +104,9 @@ class RecordFolderStore(GroupedStore):
         return as_part(values[name])
 
     def record(self, shard: int, row: int, at_once: int = _FEW) -> list[Value | Blob]:
-        """The fields of a record; one of more bytes than `at_once` is read in pieces, as they are asked for.
+        """Return the fields of a record.
+
+        A record of more bytes than `at_once` is read in pieces.
 
         Raises `RecordError`, `ShardError`.
         """
@@ -133,7 +135,7 @@ class RecordFolderStore(GroupedStore):
         return [next(number[name] for name in names if name in number) for names in listed]
 
     def validate(self, shard: int, algorithm: str | None = None) -> None:
-        """Read all of a file, and raise `ShardError` unless it has the hash that index.json says.
+        """Read all of a file, and raise `ShardError` for another hash than index.json has.
 
         Without an algorithm, one of those that are said: none may be.
         """

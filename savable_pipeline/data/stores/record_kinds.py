@@ -1,4 +1,4 @@
-"""Folders whose index.json names their files and what is in their records: MDS of Mosaic Streaming, and LitData.
+"""Folders with an index.json: MDS of Mosaic Streaming, and LitData.
 
     size uint32, of each column of MDS without a size of its own │ column │ column │ …
     size uint32, of each leaf of LitData │ leaf │ leaf │ …
@@ -210,7 +210,7 @@ class _Chunks(msgspec.Struct):
 
 
 class Tree(msgspec.Struct, frozen=True):
-    """The `Schema` of LitData: the formats of the leaves, and the tree that they hang in, as nested pairs."""
+    """The `Schema` of LitData: formats of the leaves, and their tree as nested pairs."""
 
     formats: tuple[str, ...]
     spec: Any  # names of a dict or None of a list, and its children; or _LEAF

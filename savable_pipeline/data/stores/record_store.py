@@ -1,4 +1,4 @@
-"""`RecordStore`: the protocol of a store, which knows where samples are; a `Dataset` counts and finds samples by it.
+"""`RecordStore`: the protocol of a store, by which a `Dataset` finds samples.
 
     entries      name, bytes, samples, digest of each shard     what is there, and what a saved state must agree on
     key          ┐
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import io
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class RecordStore(Protocol):
-    """A collection of samples: derive from it to read a format of your own with `custom.RecordReader`.
+    """Base of a store of your own, for `custom.RecordReader`.
 
     A sample is named by its shard, a number, and its row there; the same shard and row always return the same bytes.
     Methods raise `ShardError` for damaged data, with the place and what to do, and KeyError for a missing part. What
@@ -117,8 +117,9 @@ class RecordStore(Protocol):
         """
 
     def array(self, shard: int, row: int, extension: str, /) -> NDArray[Any]:
-        """Return one part as a writable array (any,) in the memory where batches are made: uint8, or numbers as they
-        are stored.
+        """Return one part as a writable array (any,) in the memory for batches.
+
+        It is uint8, or numbers as they are stored.
 
         Args:
             shard: The number of the shard.
@@ -162,13 +163,14 @@ class RecordStore(Protocol):
         return {extension: len(self.read(shard, row, extension)) for extension in self.extensions(shard, row)}
 
     def part_sizes(self) -> dict[str, Rows] | None:
-        """Return the sizes in bytes of all parts with an extension, by extension; None where that means reading them
-        all.
+        """Return the sizes in bytes of all parts, by extension.
+
+        It is None if all would have to be read.
         """
         return None
 
     def rejects_warning(self) -> str:
-        """Return what to warn of that the files hold and samples do not have; "" for nothing."""
+        """Return a warning of content that is in the files and in no sample, or ""."""
         return ""
 
     def offset(self, shard: int, row: int, /) -> int:
@@ -181,7 +183,9 @@ class RecordStore(Protocol):
         return row
 
     def part_offset(self, shard: int, row: int, extension: str, /) -> int | None:
-        """Return the byte of its shard at which a part begins; None where it is made of more than bytes of the shard.
+        """Return the byte of its shard at which a part starts.
+
+        It is None for a part that is not a range of the shard.
 
         Args:
             shard: The number of the shard.
@@ -193,7 +197,9 @@ class RecordStore(Protocol):
     decoded_bytes: int = 0
 
     def row_groups(self, shard: int, /) -> tuple[list[int], int] | None:
-        """Return the rows of each group that is decoded as a whole, and the bytes of all groups; None without groups.
+        """Return the rows of each group that is decoded as a whole, and the bytes of all.
+
+        It is None without groups.
 
         Args:
             shard: The number of the shard.
@@ -201,7 +207,7 @@ class RecordStore(Protocol):
         return None
 
     def rows(self, shards: Rows, places: Rows, /) -> Rows:
-        """Return the rows of samples by their places in their shards: int64 of the same shape.
+        """Return the rows of samples by their places in shards: int64 of the same shape.
 
         Args:
             shards: The numbers of the shards.
@@ -211,7 +217,10 @@ class RecordStore(Protocol):
 
     @property
     def prefetch_refs(self) -> int:
-        """The number of refs that `prefetch` should get ahead of their use; 0: no more than the next ones."""
+        """The number of refs for `prefetch` to have in advance.
+
+        0 means no more than the next ones.
+        """
         return 0
 
     def prefetch(self, indices: Rows, /) -> None:
@@ -231,7 +240,9 @@ class RecordStore(Protocol):
         return
 
     def verify(self, slot: int, /) -> None:
-        """Check the data read for the next batch. Called for each batch: look at most once a second.
+        """Check the data read for the next batch.
+
+        Called for each batch: look at most once a second.
 
         Args:
             slot: The slot of the batch.
@@ -252,15 +263,20 @@ class RecordStore(Protocol):
         return
 
 
-def some_bytes(file: ByteSource, size: int, blocks: int) -> Iterator[bytes]:
-    """`size` bytes at the begin and the end of a file, and at as many places between as make so many blocks."""
+def hash_some(digest: Any, file: ByteSource, size: int, blocks: int) -> int:
+    """Add some bytes of a file to a hash.
+
+    They are `size` at its start, at its end, and where so many blocks start between.
+    """
     places = [(max(0, file.size - size) * block // blocks, size) for block in range(blocks + 1)]
     file.expect(places)
-    return (file.read_at(*byte_range) for byte_range in places)
+    for each in places:
+        digest.update(file.read_at(*each))
+    return int(digest.intdigest())
 
 
 class FileStore(RecordStore):
-    """Samples in indexed files of one format, below a folder or behind a URL; a store of a format derives from it."""
+    """Base of stores with indexed files of one format, local or remote."""
 
     range_parts: Collection[str] = ()  # the parts that are ranges of other files: see ranges.py
 
@@ -302,7 +318,9 @@ class FileStore(RecordStore):
         return self.found.table(shard)
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
-        """The bytes of a file that reading these rows needs: first ones, and those after the last, int64 (any,) each.
+        """Return the byte ranges of a file that reading these rows needs.
+
+        They are starts and ends, int64 (any,) each.
 
         Raises `ShardError`.
         """
@@ -314,7 +332,10 @@ class FileStore(RecordStore):
         return self.files.refs_ahead(int(self.entries.sizes.sum()) / max(int(self.firsts[-1]), 1))
 
     def prefetch(self, indices: Rows) -> None:
-        """Has what these samples need downloaded ahead; a fault of it is raised when they are read."""
+        """Download the bytes that these samples need in advance.
+
+        An error is raised when they are read.
+        """
         if not self.files.behind_url:
             return
         shards = np.searchsorted(self.firsts, indices, side="right") - 1
@@ -326,7 +347,7 @@ class FileStore(RecordStore):
                 self.files.prefetch_bytes(shard, *self.byte_ranges(shard, rows))
 
     def key(self, shard: int, row: int) -> str:
-        """What the field or column that holds keys has in a row; without one file and row: `a.parquet:17`.
+        """Return the key of a row: a column or field, or else `a.parquet:17`.
 
         Raises `ShardError` for null, and for no UTF-8. (Another key in its place could be that of another row, and a
         `Join` would mix the two up.)
@@ -347,14 +368,20 @@ class FileStore(RecordStore):
         )
 
     def has_part(self, shard: int, row: int, extension: str) -> bool:
-        """See `RecordStore.has_part`: also by a second name of a part, such as the column of an image."""
+        """See `RecordStore.has_part`.
+
+        A second name of a part, such as the column of an image, works too.
+        """
         try:
             return super().has_part(shard, row, extension) or bool(self.head(shard, row, extension, 0))
         except KeyError:
             return False
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
-        """What a column, or a field, of a row holds; None for null. Raises KeyError without it, `ShardError`."""
+        """What a column, or a field, of a row holds; None for null.
+
+        Raises KeyError without it, `ShardError`.
+        """
         raise KeyError(name)
 
     def damaged(self, shard: int, where: str, fault: str, *, reason: str = "damaged shard") -> ShardError:

@@ -1,4 +1,4 @@
-"""The index of files behind a URL, of any format: the dataset's own, or one made in the cache.
+"""Index of remote files of any format: the dataset's own, or one in the cache.
 
 What the dataset's own index says holds until a file is found to be another; then that file is indexed again, here.
 Where there is none, files that are no tars are asked for their stamps at each start: those that changed, or are new,
@@ -29,7 +29,6 @@ import numpy as np
 
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.remote.cache_files import pin_whole, pinned_version, read_pin, whole_version
-from savable_pipeline.data.remote.cache_layout import open_parts
 from savable_pipeline.data.remote.lookup import (
     RemoteFolder,
     Version,
@@ -43,7 +42,7 @@ from savable_pipeline.data.remote.lookup import (
     with_stamps,
 )
 from savable_pipeline.data.remote.session import Session, scratch
-from savable_pipeline.data.remote.shard_cache import ShardCache, changed_shards, create_flags
+from savable_pipeline.data.remote.shard_cache import ShardCache, changed_shards, create_flags, open_parts
 from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.index import Format, ShardIndex, ShardTable
 from savable_pipeline.data.shards.index_making import Progress, ScannedTables, write_index
@@ -59,14 +58,20 @@ log = logging.getLogger(__name__)
 
 
 class WholeScans:
-    """Files that are downloaded whole to be scanned: NAME, and the server's version as NAME.pin, below `aside`."""
+    """Files that are downloaded whole to be scanned, below `aside`.
+
+    A file is NAME, and the server's version of it NAME.pin.
+    """
 
     def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
         self.aside = folder / "scan"
         self._found, self._form, self._session = found, form, session
 
     def scan(self, number: int) -> ShardTable:
-        """The table of a file, in any thread. Raises `ShardError` for one that is not as it was, `RemoteError`."""
+        """The table of a file, in any thread.
+
+        Raises `ShardError` for one that is not as it was, `RemoteError`.
+        """
         name, size, path = self._found.names[number], int(self._found.sizes[number]), self._path(number)
         if whole_version(path) is None or path.stat().st_size != size:
             self.pin(number, self._session.call("whole", self._found.root, name, size, str(path)))
@@ -77,13 +82,19 @@ class WholeScans:
         self._path(number).unlink(missing_ok=True)
 
     def pin(self, number: int, version: str = "") -> str:
-        """The server's version of a file that was scanned, "" if it is not known; notes it, if one is given."""
+        """Return the server's version of a file that was scanned, or "".
+
+        A `version` is noted first.
+        """
         if version:
             pin_whole(self._path(number), version)
         return pinned_version(self._path(number))
 
     def moved(self, fresh: Path, version: Path, scanned: list[int]) -> ShardCache:
-        """The version in this folder with the index at `fresh`, and with what is here of the files `scanned`."""
+        """Return the version in this folder with the index at `fresh`.
+
+        It gets what is cached of the files `scanned`.
+        """
         cached = _with_index(version, fresh)
         for number in scanned:
             if cached.pin(number, self.pin(number)) and whole_version(self._path(number)):
@@ -105,10 +116,14 @@ class WholeScans:
 
 
 class PartScans:
-    """Files that are read through the cache: of a version without an index, which becomes that of the index."""
+    """Files that are read through the cache to be scanned.
+
+    Their version has no index at first, and becomes that of the index.
+    """
 
     def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
         self._cached = unread_version(found, folder)
+        session.call("forget", str(self._cached.folder))  # it may know an earlier one of this name, moved since
         self._folder = RemoteFolder(found.root, self._cached, session)
         self._form, self.aside = form, self._cached.folder
 
@@ -150,7 +165,7 @@ RemoteScans: TypeAlias = WholeScans | PartScans  # of files of which names and s
 
 
 def scans_of(found: RemoteShards, form: Format, folder: Path, session: Session) -> RemoteScans:
-    """What scans these files, in the `folder` of their dataset in a cache of `limit` bytes."""
+    """Return the scanner for these files, in the `folder` of their dataset."""
     if form.whole:
         return WholeScans(found, form, folder, session)
     return PartScans(found, form, folder, session)
@@ -158,7 +173,10 @@ def scans_of(found: RemoteShards, form: Format, folder: Path, session: Session) 
 
 @dataclass(frozen=True, slots=True)
 class RemoteScan:
-    """One file to scan on another machine: below `url`, of so many bytes, and with this stamp where one is known."""
+    """File to scan on another machine, below `url`, with its size and stamp.
+
+    The stamp is "" if it is unknown.
+    """
 
     form: Format
     url: str
@@ -168,7 +186,10 @@ class RemoteScan:
 
 
 def scan_remotely(file: RemoteScan) -> tuple[ShardTable, str]:
-    """The table of a file, and the server's version of it. Raises `ShardError` if it has another size by now."""
+    """The table of a file, and the server's version of it.
+
+    Raises `ShardError` if it has another size by now.
+    """
     with scratch() as (folder, session):
         found = RemoteShards(file.url, [file.name], np.array([file.size]), [file.stamp])
         scans = scans_of(found, file.form, folder / "dataset", session)
@@ -178,7 +199,10 @@ def scan_remotely(file: RemoteScan) -> tuple[ShardTable, str]:
 def scanned_elsewhere(
     engine: Engine, scans: RemoteScans, found: RemoteShards, form: Format, numbers: list[int]
 ) -> Generator[ShardTable, None, None]:
-    """The tables of these files, by the machines of an engine; what they read is pinned here."""
+    """Yield the tables of these files, scanned by the machines of an engine.
+
+    What they read is pinned here.
+    """
     stamps = found.stamps or [""] * len(found.names)
     jobs = (RemoteScan(form, found.root, found.names[n], int(found.sizes[n]), stamps[n]) for n in numbers)
     of = {found.names[number]: number for number in numbers}
@@ -191,7 +215,10 @@ def scanned_elsewhere(
 def scan_locally(
     scans: RemoteScans, numbers: list[int], unreadable: Callable[[int, ShardError], ShardTable]
 ) -> Generator[ShardTable, None, None]:
-    """The tables of these files, some of which are read at a time; `unreadable` gives that of one that fails."""
+    """Yield the tables of these files, several of which are read at a time.
+
+    `unreadable` returns the table of a file that fails.
+    """
 
     def scan(number: int) -> ShardTable:
         try:
@@ -213,6 +240,7 @@ def scan_locally(
 
 def open_remote(
     files: Shards,
+    found: RemoteShards,
     form: Format,
     session: Session,
     *,
@@ -221,18 +249,17 @@ def open_remote(
     engine: Engine | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[RemoteFolder, Sequence[str]]:
-    """The place in the cache of the files of these URLs, with their index, and their names; their metadata too.
+    """Return where the files `found` are cached, and their names.
 
     Files that were found to be other than indexed are indexed again, unless `tolerant`: then they stay as they were.
     With `anew` they are in any case, and the server is asked for the size of each. `progress` is told of files that are
     read to be indexed: here, or by the machines of an `engine`. Raises `RemoteError`, and `ShardError`, also for a
     damaged file, or one gone from an indexed prefix, unless `tolerant`.
     """
-    with locked_dataset(files, form, session, counts=anew) as (found, folder, own):
-        all_below = isinstance(files, str) and files.rstrip("/") == found.root
+    with locked_dataset(found, form, session, counts=anew) as (found, folder, own):
         if anew:
             found = replace(found, sizes=with_stamps(found, session, np.flatnonzero(found.sizes < 0).tolist()).sizes)
-        elif all_below and own is not None and not found.is_listed:
+        elif found.whole and own is not None and not found.is_listed:
             found = _with_missing(found, own.index, tolerant)
         if own is not None and not tolerant:
             _note_replaced(own, found)
@@ -249,16 +276,19 @@ def open_remote(
 
 def index_remote(
     files: Shards,
+    found: RemoteShards,
     form: Format,
     session: Session,
     progress: Progress = lambda done, total: None,
     engine: Engine | None = None,
 ) -> tuple[Path, list[ShardEntry]]:
-    """Indexes files behind a URL, in the cache, unless the index beside them fits; with an `engine` its machines read.
+    """Index remote files in the cache, unless the index next to them fits.
+
+    The machines of an `engine` read them, if there is one.
 
     Returns the path of the index in the cache, and the files that could not be read to their end.
     """
-    folder, names = open_remote(files, form, session, tolerant=True, anew=True, engine=engine, progress=progress)
+    folder, names = open_remote(files, found, form, session, tolerant=True, anew=True, engine=engine, progress=progress)
     shards, wanted = folder.index.shards, set(names)
     return folder.index_path, [shards[n] for n in sorted(shards.faults) if shards.names[n] in wanted]
 
@@ -317,7 +347,10 @@ class _Making:
     progress: Progress
 
     def index_of(self, files: Shards, found: RemoteShards, own: Version | None) -> tuple[RemoteShards, ShardCache]:
-        """The files, and the version with their index: as it was made before, if they are as they were."""
+        """Return the files, and the version with their index.
+
+        An index that was built before is used if it fits.
+        """
         pointer = self.folder / f"made-{_hash(as_names(files))}.json"
         before = pointed_version(pointer, self.form)
         changed = self.changed(before)
@@ -346,7 +379,10 @@ class _Making:
         return found, cached
 
     def changed(self, version: Version | None) -> set[str]:
-        """The names of the files that were found to be other than this version says; none if they stay as they were."""
+        """Return the names of files that differ from this version.
+
+        There are none if files stay as they were.
+        """
         return changed_shards(version.folder) if version is not None and (self.anew or not self.tolerant) else set()
 
     def _build(self, found: RemoteShards, before: Version | None, own: Version | None) -> ShardCache:

@@ -1,4 +1,4 @@
-"""Which names of files are those of parts of samples: the rules of a tar, for files that lie in a folder too."""
+"""Rules for names of files: which are parts of samples, as in a tar."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MEDIA = frozenset(f".{name}" for name in (*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PA
 
 
 class Reject(msgspec.Struct, frozen=True):
-    """A file or line that is left out, the key of its sample if it has one, and the reason."""
+    """File or line that is skipped, the key of its sample if any, and the reason."""
 
     file: str
     key: str
@@ -48,7 +48,7 @@ def is_tar(name: str) -> bool:
 
 
 def name_fault(key: str, extension: str) -> str:
-    """Why readers of the tar would not find this part under this key; empty if they do."""
+    """Return why readers of a tar would not find this part under this key, or ""."""
     name = f"{key}.{extension}"
     if printable(name) != name:
         return "name that a tar cannot carry: it is not UTF-8 or has control characters"
@@ -92,7 +92,7 @@ def printable(name: str) -> str:
 
 
 def outside(root: str, path: str) -> bool:
-    """Whether `path`, with every link followed, lies outside `root`, itself a real path.
+    """Return whether `path` leads outside of `root`, itself a real path, by links too.
 
     Hugging Face's cache is CACHE/snapshots/COMMIT, whose files are links into CACHE/blobs.
     """

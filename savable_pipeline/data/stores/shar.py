@@ -18,20 +18,21 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource
-from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardTable
+from savable_pipeline.data.shards.index import BlobIndex, Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar import members
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES, DamagedError, decompressed
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks
-from savable_pipeline.data.stores.record_store import FileStore
+from savable_pipeline.data.stores.record_store import FileStore, hash_some
 from savable_pipeline.errors import ShardError
 
 _NAME = re.compile(r"((?:.*/)?)([^/.]+)\.(\d+)\.(?:tar|jsonl|jsonl\.gz)")  # folder, field and number
+_SAMPLED = 1 << 12, 8  # bytes at each of some places of a tar
 _CUTS, _AUDIO, _NOTHING = "cuts", "recording", ("nodata", "nometa")
 _Content: TypeAlias = bytes | tuple[int, int, int]  # a line; or shard, offset and size of a member
 
@@ -156,7 +157,20 @@ def _read(file: ByteSource, name: str) -> ShardTable:
         return ShardTable(ShardEntry(name, file.size, 0, 0, fault), b"")
     encoded = msgspec.msgpack.encode(found)
     blob = len(encoded).to_bytes(8, "little") + encoded + bytes(-len(encoded) % 8)
-    return ShardTable(ShardEntry(name, file.size, 0, xxh3_64_intdigest(encoded)), blob)
+    return ShardTable(ShardEntry(name, file.size, 0, hash_some(xxh3_64(blob), file, *_SAMPLED)), blob)
 
 
-SHAR = Format("shar", (".tar", ".jsonl", ".gz"), _read, SharStore, ("unpacked_bytes",), choose=_files, whole=True)
+def _is_same(file: ByteSource, index: ShardIndex, number: int) -> bool:
+    """Return whether lines are those that were indexed; of a tar some bytes are compared."""
+    assert isinstance(index, BlobIndex), index
+    if not index.shards.names[number].endswith(".tar"):
+        return xxh3_64_intdigest(file.read()) == int(index.shards.digests[number])
+    return hash_some(xxh3_64(index.blob(number).tobytes()), file, *_SAMPLED) == int(index.shards.digests[number])
+
+
+SHAR = Format(
+    *("shar", (".tar", ".jsonl", ".gz"), _read, SharStore, ("unpacked_bytes",)),
+    is_same=_is_same,
+    choose=(f"{_CUTS}.", _files),
+    whole=True,
+)

@@ -1,4 +1,6 @@
-"""`ShardFiles`: the open files of a store. On a disk: `LocalFiles`; behind a URL: see cached_blocks.py.
+"""`ShardFiles`: the open files of a store.
+
+On a disk: `LocalFiles`; behind a URL: see cached_blocks.py.
 
 A shard that is overwritten in place changes under whoever has it open. So `LocalFiles` pins what each was when this
 process first opened it, looks at each open shard once a second (`fstat`: about 0.6 µs), and at one that is
@@ -46,7 +48,10 @@ Read: TypeAlias = Callable[[int, int, Where], T]  # of shard, row, and where in 
 
 
 class MemberReader(Protocol):
-    """Reads parts of samples by shard and row: as bytes, as uint8 (bytes,), and bytes (offset, size) of the shard."""
+    """Reads parts of samples by shard and row.
+
+    They are bytes, uint8 (bytes,), or bytes (offset, size) of the shard.
+    """
 
     def read(self, shard: int, row: int, extension: str, /) -> bytes: ...
     def array(self, shard: int, row: int, extension: str, /) -> NDArray[np.uint8]: ...
@@ -54,7 +59,9 @@ class MemberReader(Protocol):
 
 
 class ShardFiles(dict[int, Descriptor], ABC):
-    """The open files of some shards: `files[shard]` is a descriptor, open as long as the caller refers to it.
+    """Open files of some shards: `files[shard]` is a descriptor.
+
+    It is open as long as the caller refers to it.
 
     A shard that is not open is opened and checked. At most `OPEN_SHARDS` stay open, and all datasets of a process
     together keep no more than the system permits it (see core/files.py); the one that was opened first is closed first.
@@ -95,7 +102,10 @@ class ShardFiles(dict[int, Descriptor], ABC):
 
     @abstractmethod
     def open(self, shard: int) -> int:
-        """A new descriptor of a shard that was checked. Raises `ShardError`, `RemoteError`, or OSError without one."""
+        """A new descriptor of a shard that was checked.
+
+        Raises `ShardError`, `RemoteError`, or OSError without one.
+        """
 
     @abstractmethod
     def path(self, shard: int) -> Path:
@@ -106,17 +116,26 @@ class ShardFiles(dict[int, Descriptor], ABC):
         """Name and size in bytes of a file, as indexed."""
 
     def beside(self, name: str) -> Path | None:
-        """A local file with what lies beside the files under this name; None if nothing does."""
+        """Return a local sidecar of the files under this name, or None."""
         return None
 
     def prefetch(self, indices: Rows) -> None:
-        """Announces that these samples will be read; nothing is done ahead for files on a disk."""
+        """Announce that these samples will be read.
+
+        Files on a disk need nothing.
+        """
 
     def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:
-        """Announces reads of these bytes of a file, each from one of `begins` up to one of `ends`."""
+        """Announce reads of these bytes of a file.
+
+        Each range is from one of `begins` to one of `ends`.
+        """
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
-        """`size` bytes of a shard from `offset` on. Raises `ShardError` if it cannot be read or is too short."""
+        """`size` bytes of a shard from `offset` on.
+
+        Raises `ShardError` if it cannot be read or is too short.
+        """
         descriptor = self[shard]
         try:
             data = os.pread(descriptor, size, offset)
@@ -125,8 +144,9 @@ class ShardFiles(dict[int, Descriptor], ABC):
         return data if len(data) == size else data + self.rest(shard, offset + len(data), size - len(data))
 
     def read_again(self, shard: int, offset: int, size: int, error: OSError) -> bytes:
-        """What a read that has failed should have given, of the file opened anew; perhaps less. Raises the errors of
-        `read`, and `RemoteError` of a network disk.
+        """Repeat a read that failed, with the file opened again.
+
+        It may return fewer bytes. Raises the errors of `read`, and `RemoteError` of a network disk.
         """
 
         def act() -> bytes:
@@ -139,11 +159,17 @@ class ShardFiles(dict[int, Descriptor], ABC):
             raise self.unreadable(shard, last) from last
 
     def reopen(self, shard: int) -> None:
-        """Open a shard again, checked. A thread that reads from it keeps the old descriptor for as long as it reads."""
+        """Open a shard again, checked.
+
+        A thread that reads from it keeps the old descriptor for as long as it reads.
+        """
         self[shard] = Descriptor(with_handles(lambda: self.open(shard)))
 
     def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
-        """Fills `array`, uint8 (bytes,), with bytes of a shard. Raises the errors of `read`."""
+        """Fills `array`, uint8 (bytes,), with bytes of a shard.
+
+        Raises the errors of `read`.
+        """
         done = -1
         if hasattr(os, "preadv"):
             with contextlib.suppress(OSError):
@@ -156,7 +182,10 @@ class ShardFiles(dict[int, Descriptor], ABC):
         return self.read(shard, offset, size)
 
     def rest(self, shard: int, offset: int, missing: int) -> bytes:
-        """What a read has left, `missing` bytes at `offset`: Linux gives 2 GB at most at once. Raises `ShardError`."""
+        """Return the rest of a read, `missing` bytes at `offset`. Raises `ShardError`.
+
+        Linux returns at most 2 GB at once.
+        """
         parts, more = [], b"?"
         while missing and more:
             try:
@@ -178,23 +207,29 @@ class ShardFiles(dict[int, Descriptor], ABC):
         return ShardError(message, reason="unreadable shard")
 
     def watch_view(self, number: int, path: Path) -> None:
-        """Looks from now on also at a file that is mapped: a shard, or at the number `~shard` what lies beside one."""
+        """Watch a mapped file too: a shard, or at the number `~shard` its sidecar."""
 
     def verify(self, slot: int) -> None:
-        """Raises `ShardError` if a shard changed while the batch of this slot, to be given next, may have been read."""
+        """Raise `ShardError` if a shard changed before the batch of this slot is yielded.
+
+        The batch may have been read from it.
+        """
 
     def verify_yielded(self) -> None:
-        """Raises `ShardError` if a shard changed while batches that were given since the last look were read."""
+        """Raise `ShardError` if a shard changed under batches since the last check."""
 
     def request(self, rows: Rows) -> None:
         """Announces that these rows will be read next; a disk needs no word of it."""
 
     def peek(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
-        """The bytes (offset, size) of a sample too long to be downloaded for them; None: read them from the file."""
+        """Return bytes (offset, size) of a sample too long to download, or None.
+
+        None means to read them from the file.
+        """
         return None
 
     def fetch_rows(self, numbers: Rows) -> None:
-        """Fetches what is not here of what the index says of the shards with these numbers in it."""
+        """Fetch the missing index rows of shards with these numbers."""
 
     def located(self, rows: Locate) -> Locate:
         """`rows`, made to wait until the index has the rows that it gives."""
@@ -205,11 +240,13 @@ class ShardFiles(dict[int, Descriptor], ABC):
         return True
 
     def long_parts(self, parts: MemberReader, extent: Callable[[int, str], tuple[int, int]]) -> MemberReader:
-        """What reads parts of samples too long to be downloaded whole; `parts` where there are none."""
+        """Return a reader of parts of samples too long to download, else `parts`."""
         return parts
 
     def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
-        """`read`, made to wait until the bytes of the row are in the file, and to repeat if they left it meanwhile.
+        """Return `read`, extended to wait for the bytes of the row.
+
+        It is repeated if they are evicted in the meantime.
 
         Of a row that is not there, and too long to be downloaded as a whole, `long` in its place.
         """
@@ -217,7 +254,10 @@ class ShardFiles(dict[int, Descriptor], ABC):
 
 
 class StoreFile(ByteSource):
-    """A file of `files`, as formats read it: checked when it is opened, at any time, as long as they are there."""
+    """File of `files`, as formats read it.
+
+    It is checked when it is opened, and usable as long as they are.
+    """
 
     __slots__ = ("_files", "_shard", "_whole_name")
 
@@ -260,7 +300,10 @@ class LocalFiles(ShardFiles):
         return self._found.entries.names[shard], int(self._found.entries.sizes[shard])
 
     def open(self, shard: int) -> int:
-        """A new descriptor of a shard. Raises `ShardError` if it is gone or was changed since it was indexed."""
+        """A new descriptor of a shard.
+
+        Raises `ShardError` if it is gone or was changed since it was indexed.
+        """
         path = self.path(shard)
         try:
             return with_retries(path, lambda: self._opened(shard, path))
@@ -331,7 +374,7 @@ class LocalFiles(ShardFiles):
         return descriptor
 
     def verify(self, slot: int) -> None:
-        """See `ShardFiles.verify`: at most once a second, open and mapped files are looked at."""
+        """See `ShardFiles.verify`. Open and mapped files are checked once a second."""
         self._slots[slot] = None
         if self._changed or time.monotonic() >= self._look_at:
             self._look(f", but slot {slot} was not yielded")

@@ -1,4 +1,4 @@
-"""Tables of text whose rows are samples: what their formats and stores have in common, and lists of JSON.
+"""Tables of text with rows that are samples, and lists of JSON.
 
     {"image": "img/cat.jpg", "text": "a cat"}      →      jpg, json       of a `TableStore`
     {"image": ["a.jpg", "b.jpg"]}                  →      0.jpg, 1.jpg, json
@@ -53,7 +53,10 @@ _BLOCK = 4 << 20  # bytes of rows that are read at once, in their order
 
 
 def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
-    """Entry and rows of a file; damage is the entry's fault, and the rows before it are samples."""
+    """Return entry and rows of a file.
+
+    Damage is noted in the entry, and the rows before it are samples.
+    """
     fault, offsets = text_error(file.read_at(0, HEAD), file.name), np.zeros(1, "<u8")
     if not fault:
         file.expect([(0, file.size)])
@@ -65,7 +68,7 @@ def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
 
 
 def is_same_text(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether the first row, one in the middle and the last are what they were, where they were."""
+    """Return whether three rows are where they were: first, middle and last."""
     assert isinstance(index, BlobIndex), index
     try:
         return _digest(file, index.blob(number)) == int(index.shards.digests[number])
@@ -86,12 +89,15 @@ def _digest(file: ByteSource, offsets: FileBlob) -> int:
 
 
 def without_mark(line: bytes, begin: int) -> bytes:
-    """The line at this offset without the byte order mark that some programs begin a file with."""
+    """Return a line without the byte order mark at the start of some files."""
     return line if begin else line.removeprefix(MARK)
 
 
 class TextStore(FileStore):
-    """The rows of files of text. `key` names the field that holds the key of a row; else it is `FILE:ROW`."""
+    """The rows of files of text.
+
+    `key` names the field that holds the key of a row; else it is `FILE:ROW`.
+    """
 
     unit = "byte offset"
 
@@ -110,7 +116,10 @@ class TextStore(FileStore):
         return offsets[rows], offsets[rows + 1]
 
     def raw(self, shard: int, row: int, most: int = 1 << 62) -> tuple[bytes, int]:
-        """The bytes of a row, up to the next one, and where they begin. Raises `ShardError`, also for over `most`."""
+        """The bytes of a row, up to the next one, and where they begin.
+
+        Raises `ShardError`, also for over `most`.
+        """
         starts = self._starts.get(shard)
         if starts is None:
             self.files[shard]  # checks the file, and what the index says of it
@@ -124,14 +133,17 @@ class TextStore(FileStore):
 def text_format(
     name: str, suffixes: tuple[str, ...], find: Find, store: Callable[..., Any], packed: Iterable[str] = (), **more: Any
 ) -> Format:
-    """The format of files of text, in which `find` finds the rows; `packed` are endings of compressed ones."""
+    """Return the format of text files with rows that `find` finds.
+
+    `packed` are endings of compressed files.
+    """
     packings = tuple(f"{end}.{kind}" for end in packed for kind in ("gz", "zst", "xz", "bz2"))
     settings = {"settings": TABLE_SETTINGS, "packed": packings, "no_rows": bytes(8), **more}
     return Format(name, suffixes, partial(read_rows, find), store, is_same=is_same_text, **settings)
 
 
 class NamedPart(NamedTuple):
-    """A file that a row names: its part, its path as the row has it, and its size in bytes.
+    """File that a row names: its part, its path in the row, and its bytes.
 
     If the part is a range of it, also that range as JSON and its seconds; see ranges.py.
     """
@@ -239,11 +251,14 @@ class NamingStore(FileStore):
         return with_retries(Path(self.root_of(shard)), read)
 
     def files_of(self, shard: int, fields: dict[str, Any]) -> list[NamedPart]:
-        """The files that a row with these fields names, in their order. Raises `RecordError`, `ShardError`."""
+        """The files that a row with these fields names, in their order.
+
+        Raises `RecordError`, `ShardError`.
+        """
         return [self._named_part(shard, *each) for each in self._file_names(fields)]
 
     def root_of(self, shard: int) -> str:
-        """The folder that the files of a table are in, a real path; "" where there can be none."""
+        """Return the real path of the folder for the files of a table, or ""."""
         if shard not in self._roots:
             here = "" if self.found.remote else os.path.realpath(self.found.root / self.entries.names[shard] / "..")
             self._roots[shard] = here if self._files_from is None else self._files_from
@@ -297,7 +312,7 @@ class NamingStore(FileStore):
         if not root:
             raise ShardError(
                 f"{self.entries.names[shard]}: {where}, but files of remote tables are not read. Copy them and pass "
-                "--files-from FOLDER, or pass --no-files to keep the fields as text"
+                "files_from= (--files-from), or file_fields=() (--no-files) to keep the fields as text"
             )
         path = PurePosixPath(name)
         if len(path.suffix) < 2:
@@ -359,7 +374,7 @@ class TableStore(NamingStore, TextStore):
             raise self.row_error(shard, row, error) from error
 
     def rows_in_order(self, shard: int) -> Iterator[bytes]:
-        """The bytes of each row of a file, with what lies behind it, and at last what follows the last of them."""
+        """Yield the bytes of each row of a file with what follows, then the rest."""
         self.files[shard]
         ends = [*self.blob(shard).tolist(), int(self.entries.sizes[shard])]
         block, first = b"", 0
@@ -370,7 +385,10 @@ class TableStore(NamingStore, TextStore):
             yield block[begin - first : end - first]
 
     def parsed(self, shard: int, raw: bytes, begin: int) -> tuple[dict[str, Any], bytes]:
-        """The fields and the JSON of a row, from its bytes, which begin there. Raises `RecordError`, `ShardError`."""
+        """The fields and the JSON of a row, from its bytes, which begin there.
+
+        Raises `RecordError`, `ShardError`.
+        """
         body = self.body(shard, raw, begin)
         try:
             fields = json.loads(body.decode())

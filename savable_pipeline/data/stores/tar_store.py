@@ -47,7 +47,10 @@ SMALL = 16_384  # mean bytes of a sample, below which nothing is announced
 
 
 def readahead(rows: TarRows, files: ShardFiles, indices: Rows) -> None:
-    """Asks the kernel to read these samples, one call per contiguous run. Shards that cannot be opened are left out."""
+    """Asks the kernel to read these samples, one call per contiguous run.
+
+    Shards that cannot be opened are left out.
+    """
     found = rows.found
     if found.mean_bytes < SMALL or not hasattr(os, "posix_fadvise"):
         return
@@ -68,7 +71,10 @@ def readahead(rows: TarRows, files: ShardFiles, indices: Rows) -> None:
 
 
 def in_memory(files: ShardFiles, runs: list[tuple[int, int, int]]) -> bool:
-    """Whether the last byte of each run (shard, first byte, end) can be read without waiting for a disk."""
+    """Return whether the last byte of each run can be read without waiting for a disk.
+
+    A run is (shard, first byte, end).
+    """
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     byte = bytearray(1)
@@ -79,7 +85,10 @@ def in_memory(files: ShardFiles, runs: list[tuple[int, int, int]]) -> bool:
 
 
 class TarRows:
-    """Where the samples of tars lie: each is a row of the index. Raises `ShardError` if there is none."""
+    """Where the samples of tars lie: each is a row of the index.
+
+    Raises `ShardError` if there is none.
+    """
 
     def __init__(self, found: IndexedFiles) -> None:
         index = found.index
@@ -97,7 +106,10 @@ class TarRows:
         return rows
 
     def extents(self, first: Rows, last: Rows, shards: Rows) -> tuple[Rows, Rows]:
-        """The first byte, and the byte after the last, of runs of samples `first` to `last`, each run in one shard."""
+        """Return the first and the end byte of runs of samples `first` to `last`.
+
+        Each run is in one shard.
+        """
         starts = np.asarray(self.index.starts)
         rows = self.first_rows[shards] - self.found.firsts[shards]
         ends_shard = last + 1 == self.found.firsts[shards + 1]
@@ -113,7 +125,10 @@ class TarRows:
             raise self.found.damaged("a shard") from None
 
     def extent(self, row: int, extension: str) -> tuple[int, int]:
-        """Offset and size in bytes of one part of a sample. Raises KeyError without the part."""
+        """Offset and size in bytes of one part of a sample.
+
+        Raises KeyError without the part.
+        """
         layout = self.layout(row)
         member = layout.position.get(extension)
         if member is None:
@@ -138,7 +153,10 @@ class TarRows:
         return {extension: self.index.extent(row, member, layout)[1] for extension, member in layout.position.items()}
 
     def part_sizes(self) -> dict[str, Rows]:
-        """The sizes in bytes of all parts, by extension; shards whose rows in the index are damaged are left out."""
+        """Return the sizes in bytes of all parts, by extension.
+
+        Shards with damaged index rows are skipped.
+        """
         found = self.found
         full = np.flatnonzero(found.entries.samples).tolist()
         whole = [shard for shard in full if self.index.is_whole(int(found.numbers[shard]))]
@@ -147,7 +165,10 @@ class TarRows:
 
 
 class TarParts:
-    """Reads from `files` as the index says. Does not ask whether the bytes are there: see `ShardFiles.guard`."""
+    """Reads from `files` as the index says.
+
+    Does not ask whether the bytes are there: see `ShardFiles.guard`.
+    """
 
     def __init__(self, rows: TarRows, files: ShardFiles) -> None:
         index = rows.index
@@ -159,7 +180,10 @@ class TarParts:
             self._first, self._gap, self._members = next(iter(layout.position)), layout.gaps[0], len(layout.gaps)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """The bytes of one part of a sample. Raises KeyError, or `ShardError` if the shard no longer holds it."""
+        """The bytes of one part of a sample.
+
+        Raises KeyError, or `ShardError` if the shard no longer holds it.
+        """
         descriptor = self._files[shard]
         if extension == self._first:  # located without a call: calls cost half as much as the read
             offset, size = self._starts[row] + self._gap, self._sizes[row * self._members]
@@ -172,7 +196,10 @@ class TarParts:
         return data if len(data) == size else data + self._files.rest(shard, offset + len(data), size - len(data))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
-        """The bytes of one part, uint8 (bytes,), read to where batches are made. Raises the errors of `read`."""
+        """The bytes of one part, uint8 (bytes,), read to where batches are made.
+
+        Raises the errors of `read`.
+        """
         offset, size = self._extent(row, extension)
         array = empty_bytes(size)
         self._files.read_into(array, shard, offset)
@@ -183,7 +210,10 @@ class TarParts:
         return self._files.read(shard, *extent)
 
     def key(self, shard: int, row: int, path: str) -> str:
-        """The key of a sample, from the header of its first member; `path` is for errors. Raises `ShardError`."""
+        """The key of a sample, from the header of its first member; `path` is for errors.
+
+        Raises `ShardError`.
+        """
         try:
             return key_at(path, self._files[shard], self._starts[row])
         except OSError as error:
@@ -200,8 +230,9 @@ def _files_of(found: IndexedFiles) -> ShardFiles:
 
 
 class TarStore:
-    """A `RecordStore`: located by an index, read by `TarParts` from `files`; `root` holds the metadata. Its rows are
-    those of the index.
+    """`RecordStore` of tars: an index locates samples, and `TarParts` reads them.
+
+    `root` has the metadata. Rows are those of the index.
 
     What others do better is bound here, not wrapped: a wrapper around `read` would cost as much as a tenth of it.
     """
@@ -260,19 +291,28 @@ class TarStore:
         return self.files.prefetch_refs
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
-        """See `RecordStore.open`: nothing is read before it is asked for. Raises KeyError, or `ShardError`."""
+        """See `RecordStore.open`: nothing is read before it is asked for.
+
+        Raises KeyError, or `ShardError`.
+        """
         span, (begin, size) = self._span, self._rows.extent(row, extension)
         return ByteSource(lambda *extent: span(shard, row, extent), size, begin=begin).open()
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
-        """The first bytes of a part, at most `limit`, and its size. Raises KeyError, or `ShardError`."""
+        """The first bytes of a part, at most `limit`, and its size.
+
+        Raises KeyError, or `ShardError`.
+        """
         offset, size = self._rows.extent(row, extension)
         extent = offset, min(size, limit)
         head = self.files.peek(shard, row, extent)
         return self._span(shard, row, extent) if head is None else head, size
 
     def key(self, shard: int, row: int) -> str:
-        """The key of a sample, read from the header of its first member. Raises `ShardError`."""
+        """The key of a sample, read from the header of its first member.
+
+        Raises `ShardError`.
+        """
         path = f"{self.address}/{self.found.entries.names[shard]}"
         headers = self.files.peek(shard, row, (self.offset(shard, row), self._rows.layout(row).gaps[0]))
         if headers is None:
@@ -284,7 +324,10 @@ class TarStore:
 
 
 def key_at(path: str, descriptor: int, offset: int) -> str:
-    """The key of the sample whose first header is at `offset` of an open shard. Raises `ShardError` without one."""
+    """The key of the sample whose first header is at `offset` of an open shard.
+
+    Raises `ShardError` without one.
+    """
     first = next(members(path, descriptor, offset), None)
     parts = split_name(first.name) if first else None
     if parts is None:
@@ -302,7 +345,7 @@ def links_warning(address: str, count: int, first: str) -> str:
 
 
 def warning_of_links(address: str, index: tar_format.TarIndex, numbers: Iterable[int]) -> str:
-    """Return a warning of the links that an index counts in these shards, "" without links."""
+    """Return a warning of the links in these shards, or ""."""
     found = [(number, index.links[number]) for number in numbers if number in index.links] if index.links else []
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""Files of tokens, and their store: a sample is a document, or a window of `length` tokens.
+"""Token files and their store: a sample is a document, or a window of tokens.
 
 Read are Megatron's `.bin` with its `.idx`, `.npy`, and flat `.bin` or `.npy` of a type that is given.
 
@@ -34,7 +34,7 @@ from savable_pipeline.data.shards.byte_source import ByteSource, WholeFile, open
 from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
-from savable_pipeline.data.stores.record_store import FileStore, some_bytes
+from savable_pipeline.data.stores.record_store import FileStore, hash_some
 from savable_pipeline.errors import ShardError
 
 FLAT, INDEXED, ARRAY = 0, 1, 2
@@ -47,7 +47,7 @@ _HEAD = struct.Struct("<9sQBQQ")
 _NO_LAYOUT = bytes(48)
 _IDX = ".idx"  # the suffix of what lies beside a .bin
 _LONGEST_HEADER = 1 << 14  # of a .npy
-_SEEN, _BLOCKS = 1 << 12, 64  # bytes that are compared at this many places of a file
+_SAMPLED, _BLOCKS = 1 << 12, 64  # bytes that are compared at this many places of a file
 _CHECKED = 1 << 20  # sequences that are looked at together
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class TokenFileError(ValueError):
 class TokenLayout(NamedTuple):
     """What the index says of a file."""
 
-    what: int = FLAT
+    layout_kind: int = FLAT
     kind: int = 0  # the number of its type; 0: to be given
     begin: int = 0
     tokens: int = 0
@@ -76,7 +76,10 @@ class TokenLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The arrays of an `.idx`, memory-mapped; `firsts` are the first sequences of documents, then the end."""
+    """Arrays of an `.idx`, mapped.
+
+    `firsts` are the first sequences of documents, then the end.
+    """
 
     lengths: NDArray[np.int32]  # (sequences,) in tokens
     pointers: NDArray[np.int64]  # (sequences,) in bytes
@@ -100,7 +103,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
 
 
 def digest_of(file: ByteSource) -> int:
-    """A hash of the file's size and of some of its bytes, and of its `.idx` if it has one."""
+    """Return a hash of a file's size, of some of its bytes, and of its `.idx`."""
     digest = xxh3_64()
     _update(digest, file)
     if (idx := idx_of(file)) is not None:
@@ -130,14 +133,16 @@ def read_documents(idx: Path) -> Documents:
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether a file and its `.idx` have the sizes, and in some places the bytes, that they had. Raises OSError."""
+    """Return whether a file and its `.idx` have the same sizes and sampled bytes.
+
+    Raises OSError.
+    """
     return digest_of(file) == int(index.shards.digests[number])
 
 
 def _update(digest: Any, file: ByteSource) -> None:
     digest.update(str(file.size).encode())
-    for piece in some_bytes(file, _SEEN, _BLOCKS):
-        digest.update(piece)
+    hash_some(digest, file, _SAMPLED, _BLOCKS)
 
 
 def _layout_in(file: ByteSource) -> TokenLayout:
@@ -197,7 +202,9 @@ def _check(idx: str, found: Documents, size: int) -> None:
 
 
 class TokenStore(FileStore):
-    """The documents, or windows of `length` tokens, of `.bin` (with `.idx`, or flat) and `.npy` files.
+    """Documents, or windows of `length` tokens, of `.bin` and `.npy` files.
+
+    A `.bin` has an `.idx`, or is flat.
 
     Windows begin every `stride` tokens (None: `length`); a rest too short for one is no sample. `dtype` is the type of
     the tokens in flat `.bin` files, and in `.npy` files without a header. `documents_or` is the `length` where a file
@@ -219,7 +226,7 @@ class TokenStore(FileStore):
         super().__init__(found)
         self.files.fetch_rows(found.numbers)  # at once: of each file a few numbers
         self._layouts = [self._layout(shard, dtype) for shard in range(len(self.entries))]
-        if length is None and not all(each.what == INDEXED or each.row for each in self._layouts):
+        if length is None and not all(each.layout_kind == INDEXED or each.row for each in self._layouts):
             length = documents_or
         self.length, self.stride = length, stride or length
         self.entries = ShardList.of([self._entry(shard, found.tolerant) for shard in range(len(self.entries))])
@@ -271,7 +278,7 @@ class TokenStore(FileStore):
 
     def _layout(self, shard: int, dtype: str | None) -> TokenLayout:
         layout = TokenLayout(*self.blob(shard).tolist())
-        if layout.what != FLAT or shard in self.entries.faults:
+        if layout.layout_kind != FLAT or shard in self.entries.faults:
             return layout
         if dtype is not None:
             tokens = self.entries[shard].size // np.dtype(dtype).itemsize
@@ -285,8 +292,8 @@ class TokenStore(FileStore):
         entry, layout = self.entries[shard], self._layouts[shard]
         if entry.fault:
             return entry
-        lost = self._no_header(shard) if layout.what == FLAT and self._is_array(shard) else ""
-        fault = lost or (self._cut(shard) if layout.what == FLAT else "")
+        lost = self._no_header(shard) if layout.layout_kind == FLAT and self._is_array(shard) else ""
+        fault = lost or (self._cut(shard) if layout.layout_kind == FLAT else "")
         if fault:
             if not tolerant:
                 raise ShardError(f"{self.where(shard)}: {fault}")
@@ -297,7 +304,7 @@ class TokenStore(FileStore):
         if self.length is not None:
             assert self.stride is not None
             return msgspec.structs.replace(entry, samples=max(0, (layout.tokens - self.length) // self.stride + 1))
-        if layout.what == FLAT or (layout.what == ARRAY and not layout.row):
+        if layout.layout_kind == FLAT or (layout.layout_kind == ARRAY and not layout.row):
             raise ValueError(f"{self.where(shard)}: a flat file of tokens has no documents. Pass length= of windows")
         return entry
 
@@ -308,7 +315,7 @@ class TokenStore(FileStore):
         """Why an array without a header is not taken for bare numbers; "" if it is."""
         if not self._layouts[shard].dtype:
             return "no header of NumPy: it is damaged; or it is bare numbers, as OLMo-core writes them: give dtype="
-        if any(layout.what == ARRAY for layout in self._layouts):
+        if any(layout.layout_kind == ARRAY for layout in self._layouts):
             return "no header of NumPy, where other files have one: it is damaged, copy it again; or read it by itself"
         return ""
 
@@ -328,7 +335,7 @@ class TokenStore(FileStore):
         if self.length is not None:
             assert self.stride is not None
             return layout.begin + row * self.stride * width, self.length * width
-        if layout.what == ARRAY:
+        if layout.layout_kind == ARRAY:
             return layout.begin + row * layout.row * width, layout.row * width
         found = self._documents[shard]
         first, end = int(found.firsts[row]), int(found.firsts[row + 1])
@@ -345,7 +352,7 @@ class TokenStore(FileStore):
         """Raises `ShardError` unless the file, and its `.idx`, are as they were indexed."""
         place, file = self.where(shard), self.file(shard)
         try:
-            idx = idx_of(file) if self._layouts[shard].what == INDEXED and self.length is None else None
+            idx = idx_of(file) if self._layouts[shard].layout_kind == INDEXED and self.length is None else None
             if idx is not None:
                 self.files.watch_view(~shard, idx)
                 if digest_of(file) != self.entries.digests[shard]:

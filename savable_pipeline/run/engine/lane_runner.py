@@ -30,15 +30,13 @@ from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.engine.messages import Delivery, LaneJob, RequestKind, row_count
-from savable_pipeline.run.engine.stage_timing import EVERY, WatchedSamples, take_counts, timed
+from savable_pipeline.run.engine.stage_timing import EVERY, PAUSE_S, WatchedSamples, take_counts, timed
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, restoring, unpack_state, with_counts
 from savable_pipeline.stages.batcher import rebuild
 from savable_pipeline.stages.item_buffer import made_items
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.pipeline import datasets_of, upstream, verify_files
 from savable_pipeline.stages.stage import BatchStage, Stage
-
-_WATCH_S = 0.25
 
 
 @dataclass(slots=True)
@@ -102,8 +100,8 @@ class LaneRunner:
         self.facts = NO_FACTS
         self._live: dict[int, _Live] = {}
         self._stores: dict[int, RecordStore] = {}  # that the lanes read from, those dropped since too
-        self._built_count = 0  # every 16th batch is timed
-        self._watch_due = 0.0  # when the samples of such a batch are watched again
+        self._built_count = 0  # see `EVERY`
+        self._timing_due = 0.0  # when a batch may be timed again
 
     def build(self, lane: int, epoch: int, facts: RunFacts = NO_FACTS, *, downloads: bool = True) -> tuple[Stage, Lane]:
         """Return the last stage of a fresh pipeline, and its lane.
@@ -135,13 +133,10 @@ class LaneRunner:
             live = self._restore(unpack_state(state, LaneState, f"lane {lane}"))
         assert live is not None
         _avoid(live.stages, avoid)
-        if self._built_count % EVERY:
+        if self._built_count % EVERY or start < self._timing_due:
             batch, ref, more, spent, record = *self._make(live, want), {}, None
         else:
-            record = (
-                WatchedSamples([]) if start >= self._watch_due else None
-            )  # that takes a microsecond or two a sample
-            self._watch_due = self._watch_due if record is None else start + _WATCH_S
+            record, self._timing_due = WatchedSamples([]), start + PAUSE_S
             with timed(live.stages, record) as spent:
                 batch, ref, more = self._make(live, want)
         self._built_count += 1

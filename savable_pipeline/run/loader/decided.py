@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.run_facts import NUMBER, Decisions
 from savable_pipeline.core.weights import Weight, integer_weights
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.dataset.exclude_file import numbers_of
+from savable_pipeline.data.dataset.key_index import numbers_of
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.state.fingerprint import stage_field

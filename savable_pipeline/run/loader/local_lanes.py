@@ -29,7 +29,7 @@ from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.core.lane import LANE_COUNT, PinnedShards
 from savable_pipeline.core.run_facts import NO_FACTS, ChunkSizes, Decisions, RunFacts
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.dataset.exclude_file import ExcludeFile
+from savable_pipeline.data.dataset.key_index import ExcludeFile
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.loader.ranks import Ranks, check_lanes

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -167,6 +168,7 @@ class OfSource(NamedTuple):
     """"items", "tokens", "skipped_tokens", "first", or "skipped/REASON": see `SourceCounts`."""
 
     @classmethod
+    @lru_cache(maxsize=1024)  # each batch has the same few
     def of(cls, name: str) -> OfSource | None:
         """Parse a counter's name, STAGE/source/TAG/WHAT. None for one of no source."""
         stage, _, of_source = name.partition("/source/")

@@ -115,12 +115,8 @@ class LaneDraws:
     """
 
     def __init__(self, targets: TargetCounts, begin: int, lanes: int, *, stride: int) -> None:
-        self.lanes = lanes
-        self.stride = stride
-        self.sources = targets.sources
-        self._targets = targets
-        self._begin = begin
-        self._start = targets.at(begin)
+        self.lanes, self.stride, self.sources = lanes, stride, targets.sources
+        self._targets, self._begin, self._start = targets, begin, targets.at(begin)
         self._most_cached = max(4, _CACHED_COUNTS // (lanes * targets.sources))  # pieces
         # by piece, then by group, the counts after the piece
         self._cached: OrderedDict[int, dict[int, list[int]]] = OrderedDict()
@@ -173,10 +169,8 @@ class Turns:
     """
 
     def __init__(self, draws: LaneDraws, position: int, key: int, weights: int) -> None:
-        self.taken = 0
-        self.weights = weights
-        self._draws = draws
-        self._key = key
+        self.taken, self.weights = 0, weights
+        self._draws, self._key = draws, key
         self._halves = halves_around(position, draws.lanes)
         self._piece = 0
         self._counts = [[0] * draws.sources for _ in range(len(self._halves) + 1)]  # of the groups, before the piece
@@ -238,13 +232,10 @@ class TokenTurns:
     """
 
     def __init__(self, targets: TargetCounts, begin: int, lanes: int, lags: Sequence[int], weights: int) -> None:
-        self.weights = weights
         self.counts = [0] * targets.sources
-        self.taken = 0
+        self.taken, self.weights = 0, weights
         self._unit = 1  # tokens of the first item
-        self._targets = targets
-        self._begin = begin
-        self._lanes = lanes
+        self._targets, self._begin, self._lanes = targets, begin, lanes
         self._token = targets.unit * lanes  # a token of this lane, in the unit of targets
         self._lags = [lag * lanes for lag in lags]  # not saved, because they follow from the schedule
         self._covered = self._cover()

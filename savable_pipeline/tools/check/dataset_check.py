@@ -19,13 +19,13 @@ from savable_pipeline.data.dataset.decoding import ALPHA, DEEP, TURNED
 from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.remote.lookup import describe_url
 from savable_pipeline.data.shards.index import Format
+from savable_pipeline.data.shards.index_making import Answer, each_shard
 from savable_pipeline.data.shards.indexing import files_of, known_files
 from savable_pipeline.data.shards.metadata import read_counts, read_field_map, read_split, split_names, unfinished
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.paths import ALL, ListedFiles, Shards, is_remote, list_files
-from savable_pipeline.data.shards.processes import Answer, each_shard
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.opening import Source, find_source, with_settings
+from savable_pipeline.data.stores.opening import Source, find_source, remote_files, with_settings
 from savable_pipeline.data.stores.tar_store import links_warning
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.check import file_check
@@ -130,9 +130,8 @@ def _join_reports(root: str, shards: int, reports: list[ShardReport], problems: 
 def _find_dataset(source: Source, form: Format) -> _Dataset:
     """List the shards of a dataset, with its metadata and its index."""
     if source.session is not None:
-        found, metadata, indexed = describe_url(source.files, form, source.session)
-        whole = isinstance(source.files, str) and source.files.rstrip("/") == found.root
-        return _Dataset(found.root, list(found.names), whole, metadata, indexed)
+        found, metadata, indexed = describe_url(remote_files(source, form), form, source.session)
+        return _Dataset(found.root, list(found.names), found.whole, metadata, indexed)
     listed = source.listed or list_files(source.files)
     problems = [Problem(error.reason, str(error)) for error in listed.unlistable]
     found_files = ListedFiles(listed.root, [ALL]) if form.scan_folder else files_of(listed, form, missing_too=True)

@@ -24,8 +24,7 @@ from savable_pipeline.core.files import replace_file, replacing
 from savable_pipeline.core.wording import counted, human_bytes, listed
 from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
-from savable_pipeline.data.shards.tar_format import tar_idx
-from savable_pipeline.data.shards.tar_writer import room_in
+from savable_pipeline.data.shards.tar_format import room_in, tar_idx
 from savable_pipeline.data.stores.folder_store import FOLDER, SPLITS
 from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.data.stores.table_store import A_URL

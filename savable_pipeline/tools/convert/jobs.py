@@ -28,7 +28,7 @@ from pathlib import Path
 
 from savable_pipeline.core.file_locks import LOCK_ADVICE, needs_locks
 from savable_pipeline.core.job_engine import Engine
-from savable_pipeline.data.shards.processes import NOTE, each_job
+from savable_pipeline.data.shards.index_making import NOTE, each_job
 from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.tools.convert.range_job import RangeJob, Written, write_range
 from savable_pipeline.tools.convert.source import close_source

@@ -20,7 +20,7 @@ import numpy as np
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar import BLOCK
-from savable_pipeline.data.shards.tar_writer import room_in, sample_bytes
+from savable_pipeline.data.shards.tar_format import room_in, sample_bytes
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.options import Options
 from savable_pipeline.tools.convert.samples import SampleReader

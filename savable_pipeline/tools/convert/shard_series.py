@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from savable_pipeline.data.shards.index import ShardTable
-from savable_pipeline.data.shards.tar_writer import Chunked, ShardFile, room_in, sample_bytes
+from savable_pipeline.data.shards.tar_format import Chunked, ShardFile, room_in, sample_bytes
 from savable_pipeline.errors import SavableError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -27,7 +27,7 @@ from savable_pipeline.core.files import regular_file
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.remote.lookup import RemoteFolder, check_stamp, held, place_of_object, stamps_of
 from savable_pipeline.data.remote.session import close_scratch, job_session, scratch
-from savable_pipeline.data.remote.urls import names_behind
+from savable_pipeline.data.remote.urls import list_remote
 from savable_pipeline.data.shards.byte_source import FileVersion, SourceFile
 from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
@@ -39,10 +39,10 @@ from savable_pipeline.data.stores.cached_blocks import CachedBlocks
 from savable_pipeline.data.stores.csv_table import CSV
 from savable_pipeline.data.stores.decompressed import DamagedError, Unpacked
 from savable_pipeline.data.stores.folder_store import FOLDER
+from savable_pipeline.data.stores.formats import recognize, wanted
 from savable_pipeline.data.stores.jsonl import JSONL
 from savable_pipeline.data.stores.kaldi import KALDI, SEGMENTS
 from savable_pipeline.data.stores.opening import Source, find_source, open_store, store_of
-from savable_pipeline.data.stores.recognizer import recognize, wanted
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.sample_names import is_tar
@@ -157,11 +157,8 @@ def _listed(found: Source) -> tuple[str, list[str]]:
     """Return the folder of a source's files and their names, if these are known."""
     if found.session is None:
         return ("", []) if found.listed is None else (str(found.listed.root), found.listed.names)
-    root, names = names_behind(found.files, found.session)
-    if not root and len(names) == 1 and not any(c in names[0] for c in "*?[{"):
-        root, _, name = names[0].rpartition("/")
-        names = [name]
-    return root, list(names) if root else []
+    listed = list_remote(found.files, found.session)
+    return listed.root, list(listed.names)
 
 
 def _compression(path: str, head: bytes) -> str:
@@ -176,7 +173,7 @@ def _compression(path: str, head: bytes) -> str:
 
 def _head(found: Source, root: str, name: str) -> bytes:
     if found.session is not None:
-        return found.session.head(root, name, HEAD) or b""
+        return found.session.heads(root, {name: HEAD}).get(name, b"")
     with contextlib.suppress(OSError), open_file(f"{root}/{name}") as file:
         return file.read(HEAD)
     return b""
@@ -282,7 +279,7 @@ class SourceFiles:
 
     def _store_of_folder(self, settings: dict[str, Any]) -> RecordStore:
         """Open the store of raw files, with an index in the work folder: nothing is written beside them."""
-        form, root, index = self.form.by_settings(self.form, settings), Path(str(self.found.files)), Path(self.index)
+        form, root, index = self.form.for_settings(settings), Path(str(self.found.files)), Path(self.index)
         with contextlib.ExitStack() as stack:
             if not index.exists() and form.scan_folder is not None:
                 if not index.parent.exists():  # on a machine that does not see the work folder
@@ -409,7 +406,7 @@ class EmptySourceError(Exception):
 def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Dataset:
     """Return the dataset of remote files by their rows of the index. Raises `ShardError` for one that was replaced."""
     folder, session = stack.enter_context(scratch())
-    url, form = source.files[0].url, source.form.by_settings(source.form, dict(source.settings))
+    url, form = source.files[0].url, source.form.for_settings(dict(source.settings))
     stamps = stamps_of(url, [file.name for file in source.files], session)
     for file in source.files:
         check_stamp(f"{url}/{file.name}", file.stamp, stamps[file.name][1])

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.wording import counted
 from savable_pipeline.data.dataset.sample import Sample
-from savable_pipeline.data.media.audio import Audio
-from savable_pipeline.data.media.container import media_errors, pyav
+from savable_pipeline.data.media.container import Audio, media_errors, pyav
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.data.shards.byte_source import RangeFile
 from savable_pipeline.data.shards.part_types import part_type

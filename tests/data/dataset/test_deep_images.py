@@ -17,8 +17,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from savable_pipeline.data.media.image_frames import ImageFrames
-from savable_pipeline.data.media.video import Video
+from savable_pipeline.data.media.video import ImageFrames, Video
 from savable_pipeline.errors import MediaError
 from tests.support.toy_samples import sample
 

@@ -15,10 +15,9 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset import exclude_file
+from savable_pipeline.data.dataset import key_index as key_lookup
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.exclude_file import ExcludeFile
-from savable_pipeline.data.dataset.key_index import key_index
+from savable_pipeline.data.dataset.key_index import ExcludeFile, key_index
 from savable_pipeline.data.dataset.opening import open_any
 from tests.conftest import write_tar
 
@@ -95,7 +94,7 @@ def test_missing_exclude_file_is_an_error(data: Dataset, file: Path) -> None:
 def test_changed_exclude_file_is_an_error_but_not_a_touched_one(
     data: Dataset, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exclude_file, "_SECONDS", 0)
+    monkeypatch.setattr(key_lookup, "_SECONDS", 0)
     file.write_text("s000001")
     read = ExcludeFile(file, data)
     os.utime(file, ns=(1, 1))
@@ -111,7 +110,7 @@ def test_changed_exclude_file_is_an_error_but_not_a_touched_one(
 def test_changed_exclude_file_with_restored_time_is_an_error(
     data: Dataset, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exclude_file, "_SECONDS", 0)
+    monkeypatch.setattr(key_lookup, "_SECONDS", 0)
     file.write_text("s000001")
     read, stat = ExcludeFile(file, data), file.stat()
     time.sleep(0.02)  # a tick of the clock that stamps files
@@ -152,7 +151,7 @@ def test_twenty_thousand_unknown_keys_are_counted_once_each_in_little_memory(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exclude_file, "_AT_ONCE", 1 << 11)
+    monkeypatch.setattr(key_lookup, "_FOUND_AT_ONCE", 1 << 11)
     make_shards([5, 5])
     data = make(tmp_path)
     lines = [f"unknown-{number:09d}" for number in range(20_000)]
@@ -175,7 +174,7 @@ def test_keys_with_equal_hashes_are_distinguished(
     make: Callable[[Path], Dataset], tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = make(tmp_path)
-    monkeypatch.setattr(exclude_file, "xxh3_64_intdigest", len)
+    monkeypatch.setattr(key_lookup, "xxh3_64_intdigest", len)
     file.write_text("nothing\ns000003\ns00000x")
     assert [key for number, key in enumerate(data.all_keys()) if number in ExcludeFile(file, data).numbers] == [
         "s000003"

@@ -26,11 +26,11 @@ from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF, RefArray
 from savable_pipeline.data.remote.cache_space import bytes_in_use
-from savable_pipeline.data.remote.session import Downloader, Session
+from savable_pipeline.data.remote.session import Downloader
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.stores import cached_samples
 from savable_pipeline.data.stores.cached_samples import CachedFiles
-from savable_pipeline.data.stores.remote_indexing import index_remote
+from savable_pipeline.data.stores.opening import index_any
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import RemoteError
 from tests.conftest import MakeShards, write_numbered_shards
@@ -581,7 +581,7 @@ def test_index_command_reindexes_a_remote_shard_of_another_size(server: ToyServe
     assert first_ids(open_any(url)) == [*range(sum(SIZES))]
     write_numbered_shards(tmp_path / "other", [SIZES[0] + 40], pad="x" * 700)
     (tmp_path / "other/0000.tar").replace(local / "0000.tar")
-    assert index_remote(url, TARS, Session.of())[1] == []
+    assert index_any(url)[1] == []
     assert open_any(url).count == sum(SIZES) + 40
     assert first_ids(open_any(url))[: SIZES[0] + 40] == [*range(SIZES[0] + 40)]
 

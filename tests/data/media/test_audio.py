@@ -12,7 +12,7 @@ import av
 import numpy as np
 import pytest
 
-from savable_pipeline.data.media.audio import Audio, resample
+from savable_pipeline.data.media.container import Audio, resample
 from savable_pipeline.data.media.media_info import media_fault, media_info
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
 from savable_pipeline.errors import MediaError

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
-from savable_pipeline.data.media.audio import Audio
 from savable_pipeline.data.media.clips import Clip, ClipIterator
+from savable_pipeline.data.media.container import Audio
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
 from savable_pipeline.stages.item_buffer import size_of

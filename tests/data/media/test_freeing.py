@@ -10,7 +10,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core import batch_memory
-from savable_pipeline.data.media.audio import Audio
+from savable_pipeline.data.media.container import Audio
 from savable_pipeline.data.media.video import Video
 from tests.support.media_files import video_bytes
 

@@ -12,7 +12,7 @@ import av
 import numpy as np
 import pytest
 
-from savable_pipeline.data.media.audio import Audio
+from savable_pipeline.data.media.container import Audio
 from savable_pipeline.data.media.media_info import media_fault, media_info
 from savable_pipeline.data.media.video import Video
 from tests.support.media_files import audio_bytes, frame_number, tone, video_bytes

@@ -113,6 +113,17 @@ def test_new_revision_downloads_only_new_files(hub: ToyHub, tmp_path: Path) -> N
     assert footer == 0
 
 
+def test_files_of_an_earlier_commit_are_read_again_by_the_same_process(hub: ToyHub, tmp_path: Path) -> None:
+    repo, one_process = repository(tmp_path / "repo"), Session.of().connected()
+    for name in ("data/train-00001-of-00002.parquet", "data/other.parquet", "data/train-00001-of-00002.parquet"):
+        for path in (repo / "data").glob("*"):
+            path.unlink()
+        write(repo, name, 0)
+        hub.commit(repo)
+        assert ids(sp.open_dataset(NAME)) == list(range(ROWS))
+    one_process.close()
+
+
 def test_changed_tar_of_equal_size_in_another_commit_is_detected(hub: ToyHub, tmp_path: Path) -> None:
     repo = repository(tmp_path / "repo", ".tar")
     first = hub.commit(repo)
@@ -206,8 +217,8 @@ NOT_THERE = {
     "hf://datasets/org/nobody": r"org/nobody.*: no such dataset, or a private one .*/datasets/org/nobody",
     f"{NAME}@v9": r"no revision 'v9'.*/org/name/tree/main for branches and tags",
     f"{NAME}/dada": r"/dada: not found in the dataset at this commit",
-    f"{NAME}/data/x.parquet": r"/data/x\.parquet: no such object",
-    f"{NAME}/data/*.tar": r"no \.tar object has this prefix",
+    f"{NAME}/data/x.parquet": r"/data/x\.parquet: not found in the dataset at this commit",
+    f"{NAME}/data/*.tar": r"no shard matches\. Check the pattern",
     "hf://org/name": r"not a dataset of the Hub. Write hf://datasets/ORG/NAME",
 }
 

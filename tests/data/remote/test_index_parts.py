@@ -15,7 +15,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.dataset.opening import open_any
-from savable_pipeline.data.remote import cache_layout, lookup
+from savable_pipeline.data.remote import lookup, shard_cache
 from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import index_files
@@ -63,7 +63,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 def served_by_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
     """A server of this folder, of which every index is fetched by the part."""
-    monkeypatch.setattr(cache_layout, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(shard_cache, "WHOLE_BYTES", 0)
     monkeypatch.setattr(lookup, "_FIRST", 100)
     monkeypatch.setattr(lookup, "PIECE", 1000)
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))

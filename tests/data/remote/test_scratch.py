@@ -12,11 +12,11 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.dataset.opening import open_any
-from savable_pipeline.data.remote.session import Session, close_scratch
+from savable_pipeline.data.remote.session import close_scratch
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.formats import format_named
-from savable_pipeline.data.stores.opening import find_source
-from savable_pipeline.data.stores.remote_indexing import RemoteScan, index_remote, scan_remotely
+from savable_pipeline.data.stores.opening import index_any
+from savable_pipeline.data.stores.remote_indexing import RemoteScan, scan_remotely
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.convert import run_conversion
 from tests.support.processes import run_until_killed
@@ -44,9 +44,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     def make(url: str, cache: str, engine: Engine | None = None, progress: Sequence[object] = ()) -> object:
         monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / cache))
         told = list[tuple[int, int]]()
-        form = find_source(url).format
         note = lambda done, total: told.append((done, total))  # noqa: E731
-        place, faults = index_remote(url, form, Session.of(), note, engine)
+        place, faults = index_any(url, progress=note, engine=engine)
         assert told[0][0] <= told[-1][0] == told[-1][1]
         return place.read_bytes(), faults
 

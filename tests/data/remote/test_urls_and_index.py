@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.remote.session import Session
-from savable_pipeline.data.remote.urls import find_remote
+from savable_pipeline.data.remote.urls import RemoteShards, list_remote, select
 from savable_pipeline.data.shards.index import Format
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.paths import is_remote
@@ -30,34 +31,50 @@ from tests.support.toy_server import ToyServer, serving, use_as_s3
 class OneBucket:
     """A session that knows one bucket."""
 
+    def stat(self, root: str, name: str) -> tuple[int, str] | None:
+        return (9, "v1") if (root, name) == ("s3://b/p", "a.tar") else None
+
+    def stats(self, root: str, names: list[str]) -> dict[str, tuple[int, str]]:
+        return {}
+
+    def heads(self, root: str, most: dict[str, int]) -> dict[str, bytes]:
+        return {}
+
     def listing(self, root: str) -> Listing:
         assert root in ("s3://b/p", "s3://b/p/x")
         names = ["a.tar", "x/b.tar", "x/b.tar.idx", ".nv-meta/c.tar", ".hidden.tar", "d.txt"]
         return Listing.of((name.removeprefix("x/") if root.endswith("/x") else name, 9, "v1") for name in names)
 
 
-def found(shards: Any, stamps: bool = False) -> tuple[str, list[str], list[int], list[str]]:
-    there = find_remote(shards, OneBucket(), TARS, stamps=stamps)  # type: ignore[arg-type]
+def found(shards: Any, form: Format = TARS) -> tuple[str, list[str], list[int], list[str]]:
+    session: Any = OneBucket()
+    there = select(list_remote(shards, session), form, None, session)
     return there.root, list(there.names), there.sizes.tolist(), list(there.stamps)
+
+
+STAMPED = replace(TARS, whole=False)  # whose stamps are compared at each start
 
 
 def test_a_folder_in_a_bucket_means_the_tars_below_it() -> None:
     assert found("s3://b/p/") == ("s3://b/p", ["a.tar", "x/b.tar"], [9, 9], [])
-    assert found("s3://b/p/", stamps=True) == ("s3://b/p", ["a.tar", "x/b.tar"], [9, 9], ["v1", "v1"])
+    assert found("s3://b/p/", STAMPED) == ("s3://b/p", ["a.tar", "x/b.tar"], [9, 9], ["v1", "v1"])
+    assert found("s3://b/p/x")[0] == "s3://b/p/x"
 
 
 def test_brace_pattern_is_expanded_without_requests() -> None:
     names = ["a/08.tar", "a/09.tar", "a/10.tar", "b/08.tar", "b/09.tar", "b/10.tar"]
-    assert found("http://h/p/{a,b}/{08..10}.tar") == ("http://h/p", names, [-1] * 6, [""] * 6)
+    assert found("http://h/p/{a,b}/{08..10}.tar") == ("http://h/p", names, [-1] * 6, [])
 
 
 def test_glob_and_list_are_resolved_in_buckets() -> None:
-    assert found("s3://b/p/*.tar") == ("s3://b/p", ["a.tar"], [9], [""])
-    assert found("s3://b/p/*/b.*", stamps=True) == ("s3://b/p/x", ["b.tar"], [9], ["v1"])
+    assert found("s3://b/p/*.tar") == ("s3://b/p", ["a.tar"], [9], [])
+    assert found("s3://b/p/*/b.*", STAMPED) == ("s3://b/p/x", ["b.tar"], [9], ["v1"])
     assert found("s3://b/p/**/[ab].tar")[1] == ["a.tar", "x/b.tar"]
-    assert found(["s3://b/p/q.tar", "s3://b/p/a.tar"]) == ("s3://b/p", ["a.tar", "q.tar"], [-1, -1], ["", ""])
+    assert found("s3://b/p/x*")[:2] == ("s3://b/p/x", ["b.tar"])  # a folder, as no object matches
+    assert found("s3://b/p/.h*")[1] == [".hidden.tar"]
+    assert found(["s3://b/p/q.tar", "s3://b/p/a.tar"]) == ("s3://b/p", ["a.tar", "q.tar"], [-1, -1], [])
     names = ["a.tar", "x/a.tar", "x/b.tar"]
-    assert found(["s3://b/p/x/", "s3://b/p/a.tar"], stamps=True) == ("s3://b/p", names, [-1, 9, 9], ["", "v1", "v1"])
+    assert found(["s3://b/p/x/", "s3://b/p/a.tar"], STAMPED) == ("s3://b/p", names, [-1, 9, 9], ["", "v1", "v1"])
 
 
 @pytest.mark.parametrize(
@@ -169,6 +186,7 @@ def test_killed_indexing_resumes_although_the_cache_has_no_shard(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{server.url}/shards/{{0000..0002}}.tar"
+    three = RemoteShards.named(f"{server.url}/shards", [f"000{number}.tar" for number in range(3)])
     scan, told = Format.scan, list[tuple[int, int]]()
 
     def killed_at_the_last(form: Format, root: Path, name: str) -> Any:
@@ -178,13 +196,18 @@ def test_killed_indexing_resumes_although_the_cache_has_no_shard(
 
     monkeypatch.setattr(Format, "scan", killed_at_the_last)
     with pytest.raises(KeyboardInterrupt):
-        open_remote(url, TARS, Session(tmp_path / "cache", 5000), tolerant=False)
+        open_remote(url, three, TARS, Session(tmp_path / "cache", 5000), tolerant=False)
     monkeypatch.setattr(Format, "scan", scan)
     (scanned,) = (tmp_path / "cache").glob("*/scan")
     assert {path.name for path in scanned.iterdir() if path.suffix != ".pin"} == {"0002.tar", "index.scanned"}
     sent = server.sent()
     open_remote(
-        url, TARS, Session(tmp_path / "cache", 5000), tolerant=False, progress=lambda *numbers: told.append(numbers)
+        url,
+        three,
+        TARS,
+        Session(tmp_path / "cache", 5000),
+        tolerant=False,
+        progress=lambda *numbers: told.append(numbers),
     )
     assert server.sent() == sent
     assert told == [(2, 3), (3, 3)]

@@ -12,8 +12,7 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.stores.arrow_columns import BrokenColumnError, MediaListColumn, NamedFile
-from savable_pipeline.data.stores.arrow_rows import ArrowRows
+from savable_pipeline.data.stores.arrow_columns import ArrowRows, BrokenColumnError, MediaListColumn, NamedFile
 from tests.data.stores.test_columnar_store import STORES, every_store, parts_of, write
 
 MEDIA = pa.struct({"bytes": pa.binary(), "path": pa.string()})

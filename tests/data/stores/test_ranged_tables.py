@@ -217,7 +217,7 @@ def test_remote_ranges_equal_local_ones_and_download_little(
     folder = write(tmp_path / "www/corpus", rows=ROWS[:3])
     (folder / "wav/a.wav").write_bytes(audio_bytes(200.0, rate=RATE, container="wav"))
     expected = sounds(shutil.copytree(folder, tmp_path / "copy"))
-    index_files(folder, PARQUET.by_settings(PARQUET, {"ranges": {"a": ("b", None, None)}}))
+    index_files(folder, PARQUET.for_settings({"ranges": {"a": ("b", None, None)}}))
     with serving(tmp_path / "www") as server:
         use_as_s3(server, monkeypatch)
         url = f"{server.url}/corpus/" if through == "http" else "s3://corpus/"

@@ -15,7 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
-from savable_pipeline.data.shards import processes as processes_of_shards
+from savable_pipeline.data.shards import index_making as processes_of_shards
 from savable_pipeline.data.shards.indexing import open_index
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.stores.tar_store import TARS

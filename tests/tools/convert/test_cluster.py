@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from savable_pipeline.core.job_engine import J, R
+from savable_pipeline.data.shards.index_making import each_shard_by
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.shards.processes import each_shard_by
 from savable_pipeline.data.stores.opening import find_source
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError

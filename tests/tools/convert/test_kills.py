@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from savable_pipeline.data.shards.tar_writer import ShardFile
+from savable_pipeline.data.shards.tar_format import ShardFile
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import run_conversion
 from tests.support.processes import run_until_killed

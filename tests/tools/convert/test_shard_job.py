@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from webdataset.writer import TarWriter
 
-from savable_pipeline.data.shards.tar_writer import ShardFile
+from savable_pipeline.data.shards.tar_format import ShardFile
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.tools.convert.shard_writer import name_fault
 

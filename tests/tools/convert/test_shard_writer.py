@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards.index import Format
-from savable_pipeline.data.shards.tar_writer import ShardFile
+from savable_pipeline.data.shards.tar_format import ShardFile
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
 from tests.conftest import write_tar

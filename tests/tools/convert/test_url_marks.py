@@ -73,8 +73,8 @@ OTHER = json.dumps({"shards": [{"format": "csv"}]}).encode()
         ),
         ({"b/index.json": OTHER}, "s3://b", "shards of the format csv, not mds"),
         ({"b/index.json": OTHER}, "{http}/b/", "shards of the format csv, not mds"),
-        ({"b/index.json": b"{}"}, "{http}/b/", "raw files are read from disks alone"),
-        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5", "no .tar object has this prefix"),
+        ({"b/index.json": b"{}"}, "{http}/b/", r"web servers cannot be listed\. Name the shards"),
+        ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5", "shards of the format csv, not mds"),
         ({"b/v1.5/index.json": OTHER}, "s3://b/v1.5/", "shards of the format csv, not mds"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.media.audio import Audio
+from savable_pipeline.data.media.container import Audio
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.tools.preview import page as pages
 from savable_pipeline.tools.preview import preview_dataset, preview_pipeline

@@ -1,0 +1,143 @@
+"""A layout behind a URL gives the samples that it gives in a folder, or an error that says why it cannot.
+
+A bucket is named by a prefix, a glob or its objects, a dataset of the Hub by its name, and a web server by the
+addresses of files or by a folder with a marker.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import savable_pipeline as sp
+from savable_pipeline.data.remote.session import Session, close_scratch
+from savable_pipeline.data.shards.paths import list_files
+from savable_pipeline.data.stores.opening import find_source
+from tests.data.test_layouts import LAYOUTS, Layout
+from tests.support.toy_hub import ToyHub, hub_here
+from tests.support.toy_server import ToyServer, serving, use_as_s3
+
+# What is read from disks alone.
+RAW = r"raw files are read from disks alone\. Copy them to a disk"
+NAMING = r"names '[^']*', but files of remote tables are not read\. Copy them"
+ALL = [pytest.param(each, id=each.name) for each in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, patch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
+    folder = tmp_path_factory.mktemp("www")
+    patch.setenv("SAVABLE_CACHE", str(tmp_path_factory.mktemp("cache")))
+    patch.setenv("SAVABLE_CACHE_BYTES", str(10**8))
+    patch.setenv("SAVABLE_RETRY_S", "2")
+    with serving(folder) as server:
+        use_as_s3(server, patch)
+        downloader = Session.of().connected()  # of all tests here
+        yield server
+        downloader.close()
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory, server: ToyServer, patch: pytest.MonkeyPatch) -> Iterator[ToyHub]:
+    with hub_here(tmp_path_factory.mktemp("hub"), patch) as hub:
+        downloader = Session.of().connected()
+        yield hub
+        downloader.close()
+    close_scratch()
+
+
+@pytest.fixture
+def bucket(server: ToyServer, tmp_path: Path) -> Iterator[Path]:
+    """A new bucket, with a folder."""
+    path = server.folder / tmp_path.name.replace("_", "-")
+    (path / "data").mkdir(parents=True)
+    yield path
+
+
+def found(files: Any) -> Any:
+    """The keys and parts of all samples, or the error without the address that it begins with."""
+    try:
+        return [(sample.key, {name: sample[name] for name in sample}) for sample in sp.open_dataset(files)]
+    except (sp.ShardError, ValueError) as error:
+        return re.sub(
+            r"^(?:\w+://|/)\S*: ", "", str(error).replace("object has this prefix", "file in this folder or below it")
+        )
+
+
+def check_equal(remote: Any, local: Any) -> None:
+    if remote != local:
+        assert isinstance(remote, str), (remote, local)
+        assert re.search(f"{RAW}|{NAMING}", remote), (remote, local)
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_a_bucket_gives_the_samples_of_the_folder(layout: Layout, bucket: Path) -> None:
+    layout.write(folder := bucket / "data")
+    url = f"s3://{bucket.name}"
+    remote = [found(f"{url}/data/"), found(f"{url}/data/**"), found(f"{url}/d*")]
+    local = [found(folder), found(f"{folder}/**"), found(f"{bucket}/d*")]
+    for there, here in zip(remote, local, strict=True):
+        check_equal(there, here)
+    check_equal(found(url + "/data"), local[0])  # as the folder was indexed on a disk
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_named_objects_and_web_addresses_give_the_samples_of_named_files(
+    layout: Layout, bucket: Path, server: ToyServer
+) -> None:
+    layout.write(folder := bucket / "data")
+    listed = find_source(folder).listed if not layout.error else list_files(folder)
+    names = [] if listed is None else listed.chosen or listed.names
+    remote = [found([f"{root}/{bucket.name}/data/{name}" for name in names]) for root in ("s3:/", server.url)]
+    local = found([folder / name for name in names])
+    for there in remote:
+        if layout.kind == "csv" and "jpg" in str(local):  # whose columns name files if there are such files
+            assert there == [(key, {"json": parts["json"]}) for key, parts in local] or re.search(NAMING, there)
+        else:
+            check_equal(there, local)
+
+
+# Web servers cannot be listed: a folder of one opens if a file of this name says what is in it.
+MARKED = ("MDS of Mosaic Streaming", "LitData", "saved by HF datasets", "LeRobot, version 2.1")
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_a_web_folder_opens_by_a_marker_or_an_index(layout: Layout, bucket: Path, server: ToyServer) -> None:
+    layout.write(folder := bucket / "data")
+    url = f"{server.url}/{bucket.name}/data/"
+    before, local = found(url), found(folder)
+    if layout.name in MARKED:
+        check_equal(before, local)
+    else:
+        assert re.search(r"web servers cannot be listed\. Name the shards, as in .*, or upload the index", before), (
+            before
+        )
+    index = (folder / ".nv-meta" / f"savable.{layout.kind}.index").exists() or layout.kind == "tar"
+    if index and layout.kind != "folder":
+        names = re.search("jpg|wav", str(local)) and layout.kind in ("csv", "jsonl", "json", "parquet")
+        # Nothing says there that files are beside the tables.
+        check_equal(found(url), found([f"{url}{each}" for each in entries(folder)]) if names else local)
+
+
+def entries(folder: Path) -> list[str]:
+    return [entry.name for entry in sp.open_dataset(folder).dataset.entries]
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_the_hub_gives_the_samples_of_the_folder(layout: Layout, tmp_path: Path, hub: ToyHub) -> None:
+    (folder := tmp_path / "repo" / "data").mkdir(parents=True)
+    layout.write(folder)
+    hub.commit(folder)
+    remote = found("hf://datasets/org/name")
+    if isinstance(remote, str) and "splits or configurations" in remote:
+        return
+    check_equal(remote, found(folder))
