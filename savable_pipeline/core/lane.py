@@ -85,7 +85,7 @@ class Lane:
             raise ValueError(f"a lane's index must be in 0 … count-1; got index {index}, count {count}")
         self.index, self.count = index, count
         self.seed, self.epoch = seed, epoch
-        self.pad, self.facts = pad, facts
+        self.pad, self.facts = pad, facts  # `pad`: batches get rows that do not count, also after the lane's end
         self.worker = WorkerContext() if worker is None else worker
         self.unused: int | None = None  # samples read since the last batch; None without a loader
         self.skips = False  # whether the current batch is skipped, so that stages need not build its values
