@@ -193,7 +193,8 @@ def scan_remotely(file: RemoteScan) -> tuple[ShardTable, str]:
     with scratch() as (folder, session):
         found = RemoteShards(file.url, [file.name], np.array([file.size]), [file.stamp])
         scans = scans_of(found, file.form, folder / "dataset", session)
-        return scans.scan(0), scans.pin(0)
+        table = scans.scan(0)
+        return msgspec.structs.replace(table, rows=bytes(table.rows)), scans.pin(0)  # a view cannot be sent
 
 
 def scanned_elsewhere(

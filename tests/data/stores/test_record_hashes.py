@@ -56,7 +56,7 @@ def test_a_changed_value_is_found_by_check_and_convert_and_by_a_reader_that_vali
     (problem,) = check_dataset(str(folder)).problems
     assert (problem.reason, problem.shard) == ("wrong hash", "shard.00001.mds")
     assert f"its {algorithm} is " in problem.detail
-    with pytest.raises(sp.ShardError, match=rf"shard\.00001\.mds: damaged: its {algorithm} is .*, index\.json says "):
+    with pytest.raises(ValueError, match=rf"shard\.00001\.mds: damaged: its {algorithm} is .*, index\.json says "):
         sp.convert(folder, tmp_path / "out")
     reader = custom.MdsReader(folder, sp.Lane(), epochs=1, shuffle=False, validate_hash=algorithm)
     with pytest.raises(sp.ShardError, match=rf"shard\.00001\.mds: damaged: its {algorithm} is "):
