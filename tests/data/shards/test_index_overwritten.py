@@ -34,38 +34,42 @@ def overwrite(path: Path, change: Callable[[bytes], bytes]) -> None:
         file.truncate()
 
 
-def run_that_loses_its_index(root: str, change: str, workers: int, method: str, most_in_memory: int) -> None:
-    """Print the batches of a run of which the index is overwritten after the third; its processes may die."""
-    byte_source.IN_MEMORY_BYTES = most_in_memory
+def batches_of(root: str, change: str, workers: int = 0, method: str = "") -> list[Any]:
+    """The batches of a run of which the index is overwritten after the third."""
     pipeline = sp.read(root).map(lambda sample: sample.json()["id"], global_rng=False).batch(4)
     options: dict[str, Any] = {"num_workers": workers, "workers": sp.Workers(start_method=method)} if workers else {}
     with sp.SavableLoader(pipeline, seed=0, lanes=2, **options) as loader:
-        given = [next(loader).tolist() for _ in range(3)]
+        found = [next(loader).tolist() for _ in range(3)]
         if change:
             overwrite(Path(root, ".nv-meta/savable.index"), CHANGES[change])
-        given += [batch.tolist() for batch in islice(loader, 60)]
-    print(json.dumps(given))
+        return found + [batch.tolist() for batch in islice(loader, 60)]
 
 
-@pytest.mark.parametrize("host", ["in process", "thread", "fork"])
+IN_MEMORY, MAPPED = 1 << 20, 0
+
+
 @pytest.mark.parametrize(
-    ("change", "most_in_memory"), [("shifted", 1 << 20), ("cut", 1 << 20), ("shifted", 0), ("cut", 0), ("emptied", 0)]
+    ("change", "most_in_memory", "host"),
+    [
+        *((change, most, "in process") for change in ("shifted", "cut") for most in (IN_MEMORY, MAPPED)),
+        ("emptied", MAPPED, "in process"),
+        ("shifted", MAPPED, "thread"),
+        ("cut", IN_MEMORY, "fork"),
+        ("shifted", MAPPED, "fork"),
+        ("emptied", MAPPED, "fork"),
+    ],
 )
 def test_run_keeps_the_index_it_has_opened(
     make_shards: MakeShards, change: str, most_in_memory: int, host: str
 ) -> None:
     root = make_shards([300])
-
-    def batches(changed: str) -> Any:
-        given = f"{str(root)!r}, {changed!r}, {workers}, {host!r}, {most_in_memory}"
-        code = f"from {__name__} import *; run_that_loses_its_index({given})"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout)
-
-    workers = 0 if host == "in process" else 2
-    expected = batches("")
-    assert batches(change) == expected
+    expected = batches_of(str(root), "")
+    arguments = f"{str(root)!r}, {change!r}, {0 if host == 'in process' else 2}, {host!r}"
+    settings = f"byte_source.IN_MEMORY_BYTES = {most_in_memory}"
+    code = f"from {__name__} import *; {settings}; print(json.dumps(batches_of({arguments})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # it may die
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == expected
 
 
 @pytest.fixture

@@ -271,8 +271,8 @@ app(sys.argv[4:])
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("processes.py each_job", 3),
-        ("processes.py each_job", 60),
+        ("index_making.py each_job", 3),
+        ("index_making.py each_job", 60),
         ("jobs.py _in_workers", 10),
         ("child_process.py kill", 1),
     ],
