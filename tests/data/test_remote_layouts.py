@@ -25,6 +25,10 @@ from tests.support.toy_server import ToyServer, serving, use_as_s3
 RAW = r"raw files are read from disks alone\. Copy them to a disk"
 NAMING = r"names '[^']*', but files of remote tables are not read\. Copy them"
 ALL = [pytest.param(each, id=each.name) for each in LAYOUTS]
+SOME = [  # a third of them; `pytest -m long` runs the others
+    each if number % 3 == 0 else pytest.param(*each.values, id=each.id, marks=pytest.mark.long)
+    for number, each in enumerate(ALL)
+]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +94,7 @@ def test_a_bucket_gives_the_samples_of_the_folder(layout: Layout, bucket: Path) 
     check_equal(found(url + "/data"), local[0])  # as the folder was indexed on a disk
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", SOME)
 def test_named_objects_and_web_addresses_give_the_samples_of_named_files(
     layout: Layout, bucket: Path, server: ToyServer
 ) -> None:
@@ -110,7 +114,7 @@ def test_named_objects_and_web_addresses_give_the_samples_of_named_files(
 MARKED = ("MDS of Mosaic Streaming", "LitData", "saved by HF datasets", "LeRobot, version 2.1")
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", SOME)
 def test_a_web_folder_opens_by_a_marker_or_an_index(layout: Layout, bucket: Path, server: ToyServer) -> None:
     layout.write(folder := bucket / "data")
     url = f"{server.url}/{bucket.name}/data/"
@@ -132,7 +136,7 @@ def entries(folder: Path) -> list[str]:
     return [entry.name for entry in sp.open_dataset(folder).dataset.entries]
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", SOME)
 def test_the_hub_gives_the_samples_of_the_folder(layout: Layout, tmp_path: Path, hub: ToyHub) -> None:
     (folder := tmp_path / "repo" / "data").mkdir(parents=True)
     layout.write(folder)
