@@ -146,7 +146,7 @@ def _llava_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Messa
         return [_call_turn(turn.get("value"), f"{at}.value", trained=trained)]
     if role not in _ROLES:
         raise ValueError(f"{at}.from: expected one of {', '.join((*_ROLES, *_CALLS))}, found {role!r}")
-    kinds = {"image", *media.shown_kinds}
+    kinds = ["image", *media.shown_kinds]
     return [Message(_ROLES[role], _split_text(turn.get("value"), kinds, f"{at}.value", media), trained)]
 
 

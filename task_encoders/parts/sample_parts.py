@@ -327,7 +327,7 @@ class SampleMedia:
         lists none. `<image>` is then ordinary text, as in SVG. Other kinds that the record lists are errors in `of`.
         """
         shown = self.kinds if self._sees or self.images.names else self.kinds[1:]
-        return list({*shown, *self._listed})
+        return [*shown, *(kind for kind in self._listed if kind not in shown)]
 
     def order_by(self, record: dict[str, Any]) -> None:
         """Order the parts of each kind as a record lists them, in `images` or `image`.

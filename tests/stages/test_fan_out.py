@@ -121,7 +121,7 @@ def test_a_checked_encoder_is_advanced_twice_only_for_the_first_parts(shards: st
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_resume_in_the_middle_advances_the_iterator_to_its_place_once(shards: str, shape: str) -> None:
+def test_a_resume_in_the_middle_advances_the_iterator_once(shards: str, shape: str) -> None:
     before = Video()
     batches = lane_of(shards, shape, before)
     list(islice(batches, 300))

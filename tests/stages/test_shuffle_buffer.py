@@ -315,3 +315,11 @@ def test_buffer_has_no_bound_after_a_blend(make_shards: Any) -> None:
     sources = {name: sp.ShuffleBuffer(sp.TarShardReader(shards, lane), size=500) for name in "ab"}
     assert [source.capacity for source in sources.values()] == [30, 30]
     assert sp.ShuffleBuffer(sp.Blend(sources, weights={"a": 1, "b": 1}), size=500).capacity == 500
+
+
+def test_state_of_a_smaller_buffer_changes_the_size_of_one_in_use() -> None:
+    small, used = buffer(3000, 20), buffer(3000, 50)
+    first(small, 100)
+    used.take(90)  # has computed draws below 50 ahead
+    used.restore_state({**small.save_state(), "most": 20})
+    assert drained(used, 30) == drained(small)

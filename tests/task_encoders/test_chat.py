@@ -275,7 +275,7 @@ SYSTEM_TURN = "<system\nBe brief>\n<user\na>\n<assistant\n[b>\n]"
 
 
 @pytest.mark.parametrize("field", ["system", "system_prompt"])
-def test_system_prompt_beside_the_turns_comes_first(field: str) -> None:
+def test_system_field_becomes_the_first_turn(field: str) -> None:
     encoder = ChatEncoder(template=ChatML("<", ">"))
     finevision = {"texts": [{"user": "a", "assistant": "b"}]}
     for record in (chat(("human", "a"), ("gpt", "b")), openai(("user", "a"), ("assistant", "b")), finevision):
@@ -294,7 +294,7 @@ def test_system_prompt_within_a_pair_of_user_and_assistant_comes_first() -> None
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
 @pytest.mark.parametrize("form", ["from and value", "role and content", "user and assistant"])
-def test_placeholder_of_listed_media_without_a_part_is_an_error(form: str, kind: str) -> None:
+def test_text_that_shows_listed_media_without_a_part_is_an_error(form: str, kind: str) -> None:
     turns = {
         "from and value": chat(("human", f"<{kind}>a"), ("gpt", "b")),
         "role and content": openai(("user", f"<{kind}>a"), ("assistant", "b")),

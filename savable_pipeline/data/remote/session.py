@@ -272,7 +272,8 @@ class Session:
     def heads(self, root: str, most: Mapping[str, int]) -> dict[str, bytes]:
         """Return the first bytes of these objects, at most so many of each.
 
-        Objects that do not exist are skipped."""
+        Objects that do not exist are skipped.
+        """
         stats = self.stats(root, most)
         sizes = {name: min(stat[0], most[name]) for name, stat in stats.items()}
         asked = [name for name, size in sizes.items() if size and (root, name, size) not in self._contents]

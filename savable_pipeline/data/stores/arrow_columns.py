@@ -646,8 +646,8 @@ class ArrowRows:
     def _is_null(self, row: int, name: str) -> bool:
         column, position = self._column(row, name)
         if isinstance(column, MediaListColumn):
-            return column.is_null(position) or any(map(_holds_nothing, repeat(column.items), column.elements(position)))
-        return _holds_nothing(column, position) if isinstance(column, MediaColumn) else column.value(position) is None
+            return column.is_null(position) or any(map(_is_absent, repeat(column.items), column.elements(position)))
+        return _is_absent(column, position) if isinstance(column, MediaColumn) else column.value(position) is None
 
     def _elements(self, row: int, name: str) -> Iterator[tuple[str, PartSource]]:
         """`0.jpg`, `1.jpg`, … for what a list of images holds in a row, and the source of each."""
@@ -674,7 +674,7 @@ class ArrowRows:
         return short if alike == [column] and short not in self._names else f"{column}.{short}"
 
 
-def _holds_nothing(column: MediaColumn, position: int) -> bool:
+def _is_absent(column: MediaColumn, position: int) -> bool:
     return column.is_null(position) and column.file(position) is None
 
 

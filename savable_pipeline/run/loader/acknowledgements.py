@@ -46,7 +46,7 @@ class InFlight(NamedTuple):
     oldest: tuple[int, int] | None
 
 
-class Outstanding(flights.Flight, gc=False):
+class OpenFlight(flights.Flight, gc=False):
     """A batch in flight here. One that only pads has no rows.
 
     `number`: of batches that the rank got before it, -1 if it was loaded. `to_come`: rows to repeat, though they may be
@@ -70,11 +70,11 @@ class _Lane:
     """
 
     def __init__(self) -> None:
-        self.flights: dict[int, Outstanding] = {}
+        self.flights: dict[int, OpenFlight] = {}
         self.packed: tuple[bytes, bytes] | None = None  # with the checksum of the lane's state
         self.columns: flights.EpochFlights | None = None
 
-    def add_to_columns(self, flight: Outstanding, number: int) -> None:
+    def add_to_columns(self, flight: OpenFlight, number: int) -> None:
         """Add the batch of a round if the columns have all batches before it."""
         if flight.batch == next(iter(self.flights), None):
             self.columns = flights.EpochFlights(flight.batch >> flights.EPOCH_SHIFT, [], [], [])
@@ -104,7 +104,7 @@ class Acknowledgements:
         self._counts: Counter[tuple[str, str]] = Counter()  # of rows: what became of them, and why
         self._noted: Noted = {}
         self._issued: dict[int, IssuedReceipts] = {}  # of the next batches
-        self._young: list[Outstanding] = []  # given since receipts were made last
+        self._young: list[OpenFlight] = []  # given since receipts were made last
         self.load([], 0)
 
     def load(self, saved: Iterable[flights.Flight], coming: int, lost: Mapping[int, int] = {}) -> None:
@@ -113,19 +113,19 @@ class Acknowledgements:
         A batch without any other row is not repeated. Padding batches follow until there are `coming`.
         """
         loaded = [
-            Outstanding(each.batch, each.ref, each.rows, each.done, each.size, to_come=each.open) for each in saved
+            OpenFlight(each.batch, each.ref, each.rows, each.done, each.size, to_come=each.open) for each in saved
         ]
         with self._lock:
             self._lanes = {lane: _Lane() for lane in self._ranks.lanes(self._lane_count)}
             for flight in loaded:
                 self._lanes[self._number_of(flight.batch)].flights[flight.batch] = flight
-            self._handed: dict[int, Outstanding] = {}  # by the id of their receipts
+            self._handed: dict[int, OpenFlight] = {}  # by the id of their receipts
             self._out = 0  # rows given and not acknowledged
             self.waiting = deque(  # to come again, in this order; other threads add to it
                 flight for flight in loaded if flight.open != lost.get(flight.batch, 0)
             )
             self._elsewhere: dict[int, int] = {}  # rows of other ranks' batches that were acknowledged here
-            self._last: tuple[int, Outstanding, int] | None = None  # given, as which, with these rows
+            self._last: tuple[int, OpenFlight, int] | None = None  # given, as which, with these rows
             for flight in loaded:
                 self._lose(flight, lost.get(flight.batch, 0))
         self.fill_up(coming)
@@ -137,9 +137,9 @@ class Acknowledgements:
     def fill_up(self, coming: int) -> None:
         """Add padding batches until `coming` batches are repeated."""
         own = self._ranks.rank
-        self.waiting += [Outstanding(own, (), 0) for _ in range(coming - len(self.waiting))]
+        self.waiting += [OpenFlight(own, (), 0) for _ in range(coming - len(self.waiting))]
 
-    def _change(self, flight: Outstanding, done: int, to_come: int) -> None:
+    def _change(self, flight: OpenFlight, done: int, to_come: int) -> None:
         """Set the rows of a batch that are done, and those to repeat. With its last row it leaves the table."""
         batch, rows, handed = flight.batch, (1 << flight.rows) - 1, flight.handed
         lane = self._lanes[(batch & flights.SLOTS) % self._lane_count]
@@ -161,7 +161,7 @@ class Acknowledgements:
             if self._is_awaited:
                 self._freed.notify_all()
 
-    def _lose(self, flight: Outstanding, rows: int) -> None:
+    def _lose(self, flight: OpenFlight, rows: int) -> None:
         if rows:
             self._change(flight, flight.done | rows, flight.to_come)
             self._note(flight.batch, rows, "dropped", _NOT_REBUILT)
@@ -209,7 +209,7 @@ class Acknowledgements:
                 with self._lock:
                     self._pack_young()
             handed = self._issued.pop(batch)
-        flight = Outstanding(batch, delivery.ref, rows, 0, size, number, 0, handed)
+        flight = OpenFlight(batch, delivery.ref, rows, 0, size, number, 0, handed)
         self._young.append(flight)
         key, last = id(handed.tensor), (number, flight, (1 << rows) - 1)
         with self._lock:  # make no calls here

@@ -15,7 +15,7 @@ from msgspec import msgpack
 
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.run.engine.lane_runner import Remake
-from savable_pipeline.run.loader.acknowledgements import Acknowledgements, Outstanding, receipts_of
+from savable_pipeline.run.loader.acknowledgements import Acknowledgements, OpenFlight, receipts_of
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import BatchStep, Observer, Position
 from savable_pipeline.run.loader.ranks import Ranks
@@ -80,7 +80,7 @@ class RowsInFlight(Observer):
             receipts = self._repeat(step, first, size or delivery.rows)
         self._add_receipts(step, receipts)
 
-    def _repeat(self, step: BatchStep, flight: Outstanding, size: int) -> torch.Tensor:
+    def _repeat(self, step: BatchStep, flight: OpenFlight, size: int) -> torch.Tensor:
         """Note the first of the waiting batches. If it has no rows, all are padding."""
         rows = step.delivery.remaining
         if not rows:
@@ -98,7 +98,7 @@ class RowsInFlight(Observer):
                 raise EncodeError(f"acknowledge=True adds the key {RECEIPTS!r} to batches. Rename that key in batch().")
             step.batch = {**step.batch, RECEIPTS: found}
 
-    def _remake(self, at: Position, flight: Outstanding) -> bytes:
+    def _remake(self, at: Position, flight: OpenFlight) -> bytes:
         """What a worker needs to rebuild a batch, or to build padding, on the next lane."""
         lanes = self._settings.lanes
         epoch, slot = divmod(flight.batch, SLOTS + 1) if flight.rows else (at.epoch, at.own_slot)

@@ -210,7 +210,7 @@ def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[st
     refused = [name for name in differing if not {name, _base(name), _rule(name, current).allowed_by} & allowed]
     if refused:
         lines = [
-            f"  {name}: {_difference(name, before, after, current)}{_places(name, saved, current)}" for name in refused
+            f"  {name}: {_difference(name, before, after, current)}{_paths(name, saved, current)}" for name in refused
         ]
         may_differ = not any(_rule(name, current).fixed for name in refused)
         hint = f"\nTo resume anyway, without exactness, pass allow={refused}." if may_differ else ""
@@ -342,7 +342,7 @@ def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], 
     return f"saved {shown[0]}, here {shown[1]}{cause}"
 
 
-def _places(name: str, saved: Fingerprint, current: Fingerprint) -> str:
+def _paths(name: str, saved: Fingerprint, current: Fingerprint) -> str:
     """Where the data of a field was when the state was saved, if that is known, and where it is here."""
     before, now = saved.addresses.get(name), current.addresses.get(name)
     if now is None:

@@ -373,7 +373,7 @@ def test_a_rank_that_waits_for_another_is_not_named(shards: Path) -> None:
         assert all("rank 0 waited 5 s for rank 2" in str(error) for error in errors)
 
 
-def test_peers_wait_while_workers_that_hang_are_replaced(shards: Path) -> None:
+def test_peers_wait_for_a_hanging_worker_to_be_replaced(shards: Path) -> None:
     """The first rank kills them after one timeout, and needs a part of another until their successors build."""
     expected = take(alone(shards), 30)
     with closing(loaders(shards, 2, num_workers=2, workers=sp.Workers(timeout=5))) as found:
