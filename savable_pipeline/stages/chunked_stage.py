@@ -30,7 +30,7 @@ class ChunkedStage(Stage):
     `take_from`, `make_elements` and `is_certain` do the same.
 
     In `__next__` the stage makes an element before it moves past it. So an element that cannot be made now is met again
-    by the next call, also of a stage restored from a state in between. `take` leaves elements unmade, unless `_makes`.
+    by the next call, also of a stage restored from a state in between. `take` leaves elements unbuilt, unless `_makes`.
     """
 
     ref: ItemRef = ()
@@ -64,7 +64,7 @@ class ChunkedStage(Stage):
     def take(self, n: int) -> Any:
         """Take the next elements, 1 to `n` of them; none only at the end.
 
-        Samples are refs, unmade: REF (any,). Items and batches are a list of `Element`, which may be unmade:
+        Samples are refs, unbuilt: REF (any,). Items and batches are a list of `Element`, which may be unbuilt:
         `make_elements` makes them when they are needed.
 
         Args:
@@ -118,9 +118,8 @@ def last_element(stage: Stage, value: Any) -> Element:
     source = stage
     while isinstance(source, PassThrough):
         source = source.source
-    if isinstance(source, ChunkedStage):
-        return Element(as_ref(stage.ref), value, source.sizes, measured=source.measured)
-    return Element(as_ref(stage.ref), value)
+    sizes, measured = (source.sizes, source.measured) if isinstance(source, ChunkedStage) else (None, None)
+    return Element(as_ref(stage.ref), value, sizes, measured=measured)
 
 
 def take_elements(stage: Stage, n: int) -> list[Element]:
@@ -151,6 +150,18 @@ def make_elements(stage: Stage, elements: Sequence[Element]) -> None:
         return
     for element in elements:
         element.value = stage.fetch(element.ref)
+
+
+def value_of(stage: Stage, element: Element) -> Any:
+    """Return the value of an element of a stage, which is built if it is missing; a `Skip` if that is impossible."""
+    if not element.is_built:
+        make_elements(stage, [element])
+    return element.value
+
+
+def without_lost(elements: Sequence[Element]) -> list[Element]:
+    """Return the elements without those that could not be rebuilt."""
+    return [element for element in elements if type(element.value) is not Skip]
 
 
 def is_certain(stage: Stage, ref: ItemRef) -> bool:

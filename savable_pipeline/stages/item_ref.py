@@ -11,7 +11,7 @@ An element is what flows from stage to stage: a ref, the sizes of what it names,
 
     ref    (7, 0, 0)      (3, (7, 0, 0), (9, 0, 0))     what a state keeps of it
     sizes  ((700, 1),)    ((700, 1), (324, 0))          (length, images) of each item, where they are known
-    value  an item        a pack, or UNMADE             made again from the ref when it is needed
+    value  an item        a pack, or UNBUILT             made again from the ref when it is needed
 
 Stages hold and reorder elements without looking at the value. Samples, which nobody has read yet, flow in an array of
 refs alone (`RefArray`): a buffer of 10,000 is in each state, and copied as bytes.
@@ -30,7 +30,7 @@ from savable_pipeline.stages.cost import Size
 ItemRef: TypeAlias = tuple[Any, ...]
 """The ref of an item, a pack or a batch: `stage.fetch(ref)` makes it again. See the table above."""
 SizeT = TypeVar("SizeT")
-UNMADE: Any = msgspec.UNSET  # in place of a value
+UNBUILT: Any = msgspec.UNSET  # in place of a value
 
 
 def as_ref(ref: Any) -> ItemRef:
@@ -51,16 +51,16 @@ def as_ref(ref: Any) -> ItemRef:
     return tuple(part if hasattr(part, "__index__") else as_ref(part) for part in ref)
 
 
-def left_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, left: ItemRef) -> tuple[SizeT, ...] | None:
+def remaining_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, rest: ItemRef) -> tuple[SizeT, ...] | None:
     """Select the sizes of the items that remain in a pack.
 
     It is None if they are not known.
     """
-    if left == ref or sizes is None:
+    if rest == ref or sizes is None:
         return sizes
     if len(sizes) != len(ref) - 1:
         return None
-    return tuple(size for part, size in zip(ref[1:], sizes, strict=True) if part in left[1:])
+    return tuple(size for part, size in zip(ref[1:], sizes, strict=True) if part in rest[1:])
 
 
 def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
@@ -114,12 +114,12 @@ class Element(msgspec.Struct, gc=False):
     """
 
     ref: ItemRef
-    value: Any = UNMADE
+    value: Any = UNBUILT
     sizes: tuple[Size, ...] | None = None
     counted_bytes: int = 0
     measured: tuple[Any, int] | None = None
 
     @property
-    def is_made(self) -> bool:
+    def is_built(self) -> bool:
         """Whether its value is in memory."""
-        return self.value is not UNMADE
+        return self.value is not UNBUILT

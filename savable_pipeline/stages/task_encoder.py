@@ -238,6 +238,11 @@ class TaskEncoder:
         return {}
 
 
+def overrides(encoder: TaskEncoder, method: str) -> bool:
+    """Return whether an encoder has its own version of a method of `TaskEncoder`."""
+    return getattr(getattr(encoder, method), "__func__", None) is not getattr(TaskEncoder, method)
+
+
 def encoder_settings(encoder: TaskEncoder) -> dict[str, Any]:
     """Return an encoder's class and settings, to be added to a stage's settings.
 

@@ -318,7 +318,7 @@ def test_refs_are_filtered_by_exclusion() -> None:
         (((1, 0, 0), (2, 0, 0)), None),  # of a user's own stage
         (((3, 0, 0), (2, 0, 0)), ((3, 0, 0), (2, 0, 0))),
     ]:
-        assert excluded.left_of(ref) == left, ref
+        assert excluded.remaining(ref) == left, ref
 
 
 def test_encoder_is_not_called_for_excluded_samples(shards: str, file: str) -> None:
