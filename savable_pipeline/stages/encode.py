@@ -31,6 +31,7 @@ from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import lane_encoder, seeding_of
 from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef
+from savable_pipeline.stages.length_column import LengthColumn
 from savable_pipeline.stages.mapped_function import MappedFunction, encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples, absent_reason
@@ -118,6 +119,9 @@ class Encode(ChunkedStage, ItemStage):
         self.on_error, self._encoder = on_error, encoder
         self.one_to_one = encoder.one_to_one
         self.keyed = KeyedEncoder(encoder, source.lane, check=check)
+        if encoder.length_column is not None:
+            column = LengthColumn(encoder.length_column, source)
+            self.keyed.declared.length_of, self.datasets = column.of, column.datasets
         self._plain: set[type] = set()  # types of items so far, without `Skip` and iterators
         self._opened: dict[ItemRef, tuple[Sample, Size | None]] = {}  # samples taken unbuilt, with declared sizes
         self._fan: FanOut | None = None  # the parts of the next sample, if it fans out
@@ -586,12 +590,15 @@ def part_of(ref: ItemRef | Ref) -> int:
 
 
 class DeclaredSize:
-    """Calls `length_of` and `images_of` of an encoder. `known` is whether it has them."""
+    """Sizes by `length_of` and `images_of` of an encoder, or by its length column. `known` is whether it has them."""
 
     def __init__(self, encoder: TaskEncoder) -> None:
         self._encoder = encoder
+        self.length_of = encoder.length_of
         has_images = overrides(encoder, "images_of") or not overrides(encoder, "images")
-        self.known = has_images and overrides(encoder, "length_of")
+        self.known = has_images and (encoder.length_column is not None or overrides(encoder, "length_of"))
+        if encoder.length_column is not None and not has_images:
+            raise ValueError(f"{type(encoder).__name__} has length_column and images. Add images_of.")
 
     def of(self, sample: Sample) -> Size | None:
         """Return (length, images) of a sample's item, or None if they are unknown.
@@ -600,7 +607,7 @@ class DeclaredSize:
         """
         if not self.known:
             return None
-        length = self._encoder.length_of(sample)
+        length = self.length_of(sample)
         return None if length is None else (index(length), index(self._encoder.images_of(sample)))
 
     def check(self, sample: Sample, element: Element, item: Any, declared: Size | None) -> None:
@@ -613,17 +620,20 @@ class DeclaredSize:
         if planned is None or not self.known:
             return
         name = type(self._encoder).__name__
+        length_of = "length_of" if self._encoder.length_column is None else "length_column"
         where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"
         if type(item) is Skip or hasattr(item, "__next__"):
             did = f"skipped the sample with {item.reason!r}" if type(item) is Skip else "yields several items"
             raise EncodeError(
-                f"{name}.length_of declared {planned[0]}, but encode {did}. Return None from it.\n  {where}"
+                f"{name}.{length_of} declared {planned[0]}, but encode {did}. Use length_of, which may return None."
+                f"\n  {where}"
             )
         element.measured = self._encoder, index(self._encoder.length(item))
         found = element.measured[1], self._encoder.images(item)
-        for method, before, after in zip(("length", "images"), planned, found, strict=True):
+        names = (length_of, "length"), ("images_of", "images")
+        for (declared_by, method), before, after in zip(names, planned, found, strict=True):
             if before != after:
                 raise EncodeError(
-                    f"{name}.{method}_of declared {before}, but {method} of the item is {after}. The two must "
+                    f"{name}.{declared_by} declared {before}, but {method} of the item is {after}. The two must "
                     f"agree, also after a resume.\n  {where}"
                 )
