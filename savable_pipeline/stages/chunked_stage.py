@@ -154,13 +154,13 @@ def make_elements(stage: Stage, elements: Sequence[Element]) -> None:
 
 
 def is_certain(stage: Stage, ref: ItemRef) -> bool:
-    """Whether an element cannot end in a `Skip`; False for an own stage with `fetch`."""
+    """Return whether an element cannot end in a `Skip`; False for an own stage with `fetch`."""
     stage = maker_of(stage)
     return isinstance(stage, ChunkedStage) and stage.is_certain(ref)
 
 
 def is_one_to_one(stage: Stage) -> bool | None:
-    """Whether a stage yields one element for each of its source; None if it merges."""
+    """Return whether a stage yields one element for each of its source; None if it merges."""
     return stage.one_to_one if isinstance(stage, ChunkedStage) else None
 
 

@@ -269,7 +269,7 @@ class Encode(ChunkedStage, ItemStage):
         fan, skipped, seeding = self._fan, self._skipped, self.keyed.seeding
         assert fan is not None
         if fan.made is None and self._is_left_out(fan.sample):
-            self._fan = None  # it began before the state was saved; the rest is dropped
+            self._fan = None  # it started before the state was saved; the rest is dropped
             return
         self._report_sample(fan.sample)
         try:
@@ -343,7 +343,7 @@ class Encode(ChunkedStage, ItemStage):
 
     @property
     def _makes_all(self) -> bool:
-        """Whether each sample becomes one item, or raises an error."""
+        """Return whether each sample becomes one item, or raises an error."""
         return bool(self.one_to_one) and self.on_error == "raise"
 
     def is_certain(self, ref: ItemRef) -> bool:

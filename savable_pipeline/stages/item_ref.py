@@ -121,5 +121,5 @@ class Element(msgspec.Struct, gc=False):
 
     @property
     def is_made(self) -> bool:
-        """Whether its value is in memory."""
+        """Return whether its value is in memory."""
         return self.value is not UNMADE

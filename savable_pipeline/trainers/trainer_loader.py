@@ -1,13 +1,13 @@
 """`TrainerLoader`: a loader whose state follows the trainer's progress.
 
     yielded   1   2   3   4   5    counted here, since the run started or was resumed
-    begun     1   2   3   4        counted by the trainer, which fetches 1 batch ahead
+    started     1   2   3   4        counted by the trainer, which fetches 1 batch ahead
     trained   1   2                the optimizer has stepped on these, so a state saved now is that after batch 2
 
 A trainer may fetch batches ahead of those it trains on. Lightning does, by one batch, if the loader has no length. At
 any moment of a step, the saved state of all ranks is that after the last batch that the optimizer has stepped on.
 
-Just after a batch is returned, the trainer does not count it as begun yet, so one more batch may be ahead. If even more
+Just after a batch is returned, the trainer does not count it as started yet, so one more batch may be ahead. If even more
 batches are ahead, the trainer has skipped some by itself, although the state already says where to resume. That is an
 error.
 
@@ -44,9 +44,9 @@ class TrainerLoader:
         loader: The loader to wrap.
         trained: Returns the number of batches that this rank's optimizer has stepped on, from any start. None: the
             trainer trains on each batch before it takes the next one.
-        begun: Returns the number of batches that it has started to train on, from the same start, if gradients of
+        started: Returns the number of batches that it has started to train on, from the same start, if gradients of
             several batches are accumulated: up to 16 with those fetched ahead. None (default): the same as `trained`.
-        most_ahead: How many batches the trainer may have fetched beyond those begun (default 0).
+        most_ahead: How many batches the trainer may have fetched beyond those started (default 0).
         to_device: Moves a batch to the trainer's device. None (default): batches are not moved.
         carries: Whether the trainer carries gradients over the end of an epoch (default False). Then batches without a
             step at that moment are only repeated if it calls `give_back()`, after it has dropped the gradients.
@@ -266,7 +266,7 @@ class TrainerLoader:
 
     @property
     def dataset(self) -> Any:
-        """Raises AttributeError, as for the loader."""
+        """Raise AttributeError, as for the loader."""
         refuse_dataset()
 
     def skip(self, slots: int) -> None:
@@ -326,8 +326,8 @@ class _YieldedBatch(NamedTuple):
     before: Position  # of the loader before the batch
     skipped: list[SlotSpan]  # slots skipped between the previous batch and this one
     number: int  # counted from 1, since the run started or was resumed
-    start: int  # the trainer's count of begun batches before batch 1
-    begun: int  # the trainer's count of begun batches when this one was yielded
+    start: int  # the trainer's count of started batches before batch 1
+    begun: int  # the trainer's count of started batches when this one was yielded
 
 
 class _LazyIterator:

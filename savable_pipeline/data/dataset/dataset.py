@@ -141,7 +141,7 @@ class Dataset:
         return self.store.prefetch_refs
 
     def prefetch(self, refs: RefArray) -> None:
-        """Announces that the samples of these refs will be read."""
+        """Announce that the samples of these refs will be read."""
         self.store.prefetch(self._indices(refs))
 
     def open_samples(self, refs: RefArray, *, request: bool = True) -> list[Sample]:

@@ -58,7 +58,7 @@ _HEADER = struct.Struct("<16sQQQQ16x")
 _BEGIN = len(_MAGIC) + 8 + _HEADER.size
 _NONE = (1 << 64) - 1
 _AT_ONCE = 1 << 16  # keys read at a time
-_CHECK = 48  # the bit where the check of a place begins
+_CHECK = 48  # the bit where the check of a place starts
 
 
 class KeyIndex:

@@ -74,7 +74,7 @@ def index_media(
 
 
 def refuse_remote(files: Shards) -> None:
-    """Raises `ShardError` for files behind a URL."""
+    """Raise `ShardError` for files behind a URL."""
     if is_remote(files):
         raise ShardError(
             f"{files}: `savable index --media` reads local files. Run it there, and upload its table to {META}"
@@ -82,7 +82,7 @@ def refuse_remote(files: Shards) -> None:
 
 
 def _make(path: Path, indexed: IndexedFiles, processes: int, progress: Progress) -> None:
-    """Writes the table at `path`, whose lock is held."""
+    """Write the table at `path`, whose lock is held."""
     for stale in path.parent.glob(f"{path.name}.*.tmp"):
         stale.unlink(missing_ok=True)
     shards = indexed.index.shards
@@ -115,7 +115,7 @@ def _table_at(path: Path) -> BlobIndex | None:
 
 
 def _is_the_same(then: ShardEntry, now: dict[str, ShardEntry]) -> bool:
-    """Whether the table's entry of a shard, which was read, is of the shard that there is now."""
+    """Return whether the table's entry of a shard, which was read, is of the shard that there is now."""
     entry = now.get(then.name)
     found = entry is not None and (entry.size, entry.samples, entry.digest) == (then.size, then.samples, then.digest)
     return found and not then.fault

@@ -150,7 +150,7 @@ def open_dataset(
 
 
 class _Opened:
-    """The dataset, as this process has opened it: a forked or unpickled copy opens it anew.
+    """The dataset, as this process has opened it: a forked or unpickled copy opens it again.
 
     It has the shards that the first process found, also where others were added after them.
     """
@@ -173,7 +173,7 @@ class _Opened:
     def pinned(self, pinned: PinnedShards) -> _Opened:
         """The same with the shards that are pinned."""
         commits = {name: pinned.setdefault(name, commit) for name, commit in self._commits.items()}
-        if commits != self._commits:  # a run that is resumed began with others
+        if commits != self._commits:  # a run that is resumed started with others
             return _Opened(self._arguments, commits=commits).pinned(pinned)
         dataset = pin(self.dataset, f"opened {self._arguments[:2]!r}", pinned)  # through whichever cache
         if dataset is self._dataset:
@@ -225,7 +225,7 @@ class Samples(Sequence[Any]):
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all samples, as they are."""
+        """Return whether these are all samples, as they are."""
         return self._transform is None and self._numbers == range(self._opened.dataset.count)
 
     def pinned(self, pinned: PinnedShards) -> Samples:

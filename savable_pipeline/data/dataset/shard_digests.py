@@ -4,9 +4,9 @@
     more                  {"shards": 2500, "samples": …, "last": name, "groups": 3 × 16 bytes, in base64}
 
 The second is a hash of each 1,024 shards in their order: 16 kB for a million. Shards that were added behind all others
-leave the groups before them as they were, so that it is still told whether a dataset begins with those of a state.
+leave the groups before them as they were, so that it is still told whether a dataset starts with those of a state.
 
-`pin`: a run reads the shards that it began with, in each process that opens them, and however late that opens them.
+`pin`: a run reads the shards that it started with, in each process that opens them, and however late that opens them.
 
 the trainer opens a, b           pinned: a b         (as a state keeps them)
 shard c is added
@@ -75,7 +75,7 @@ def sample_count(saved: Summary) -> int:
 
 
 def begin_with(shards: ShardList, saved: Summary) -> bool:
-    """Whether the first of these shards are those that were saved."""
+    """Return whether the first of these shards are those that were saved."""
     if count(saved) > len(shards):
         return False
     return summary(shards.first(count(saved))) == saved

@@ -236,7 +236,7 @@ def _common_root(urls: Sequence[str]) -> str:
 
 
 def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Session) -> None:
-    """Raises `ShardError` for files of several splits below an address of the Hub, with the names to choose from."""
+    """Raise `ShardError` for files of several splits below an address of the Hub, with the names to choose from."""
     whole = not paths.HubAddress.of(root).path
     found = _of_card(session.call("card", root), suffix) if whole else {}
     found = found or _of_names(names, suffix)

@@ -157,7 +157,7 @@ class ByteSource:
         return io.BufferedReader(SourceFile(self), _BUFFER)
 
     def expect(self, places: list[tuple[int, int]]) -> None:
-        """Announces reads of these offsets and sizes."""
+        """Announce reads of these offsets and sizes."""
 
     def beside(self, suffix: str, name: str = "") -> Path | None:
         """Return a local sidecar of a file, with this suffix, or None without one.
@@ -220,7 +220,7 @@ def opened(path: Path) -> Iterator[LocalFile]:
 class SourceFile(io.RawIOBase):
     """Seekable, read-only file over a source, without a descriptor or a copy.
 
-    What comes next of it is announced, `ahead` bytes: for those who read it from its begin to its end.
+    What comes next of it is announced, `ahead` bytes: for those who read it from its start to its end.
     """
 
     def __init__(self, source: ByteSource, ahead: int = 0) -> None:

@@ -94,7 +94,7 @@ class RowsWriter(Protocol):
         """What is said of all files."""
 
     def write(self, file: BinaryIO, /) -> None:
-        """Writes all of them, in arrays each of which begins at a multiple of 8 bytes."""
+        """Write all of them, in arrays each of which begins at a multiple of 8 bytes."""
 
 
 class PlaceWriter:
@@ -165,7 +165,7 @@ class ShardIndex(ABC):
 
     @abstractmethod
     def is_whole(self, number: int) -> bool:
-        """Whether the rows of a shard match their checksum, and can be right."""
+        """Return whether the rows of a shard match their checksum, and can be right."""
 
     @abstractmethod
     def rows_from(self, get: Read, shards: range) -> list[tuple[int, bytes]]:
@@ -300,7 +300,7 @@ def blocks_of(file: IO[bytes], kind: str) -> Iterator[NDArray[Any]]:
 
 
 def write_aligned(file: BinaryIO, arrays: Iterable[NDArray[Any]]) -> None:
-    """Writes arrays one behind the other, up to a multiple of 8 bytes."""
+    """Write arrays one behind the other, up to a multiple of 8 bytes."""
     written = 0
     for each in arrays:
         file.write(each.data)
@@ -424,11 +424,11 @@ class Format:
         return self if self.by_settings is None else self.by_settings(self, settings)
 
     def has(self, name: str) -> bool:
-        """Whether a name is that of such a file, in letters of any case."""
+        """Return whether a name is that of such a file, in letters of any case."""
         return name.lower().endswith(self.suffixes)
 
     def packs(self, name: str) -> bool:
-        """Whether a name is that of such a file that is compressed."""
+        """Return whether a name is that of such a file that is compressed."""
         return bool(self.packed) and name.lower().endswith(self.packed)
 
     def names_beside(self, name: str) -> list[str]:
@@ -477,7 +477,7 @@ class Format:
             return self.unreadable(name, size, error.strerror or str(error))
 
     def is_as_indexed(self, file: ByteSource, index: ShardIndex, number: int) -> bool:
-        """Whether a file of the right size is the one with this number in an index.
+        """Return whether a file of the right size is the one with this number in an index.
 
         Raises OSError.
         """
@@ -557,12 +557,12 @@ class IndexedFiles:
         return self.index.table(int(self.numbers[shard]))
 
     def check_rows(self, shard: int) -> None:
-        """Raises `ShardError` unless what the index says of a file is as it was written."""
+        """Raise `ShardError` unless what the index says of a file is as it was written."""
         if not self.index.is_whole(int(self.numbers[shard])):
             raise self.damaged(self.entries.names[shard])
 
     def is_as_indexed(self, shard: int, file: ByteSource) -> bool:
-        """Whether a file of the right size is the one that was indexed."""
+        """Return whether a file of the right size is the one that was indexed."""
         return self.form.is_as_indexed(file, self.index, int(self.numbers[shard]))
 
     def damaged(self, shard: str) -> ShardError:

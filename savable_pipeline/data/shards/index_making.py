@@ -88,7 +88,7 @@ class Columns:
         self.numbers = [array("Q") for _ in range(NUMBERS)]  # ends … counts
 
     def add(self, entry: ShardEntry, rows: int, check: int) -> None:
-        """Adds the next shard, of so many rows.
+        """Add the next shard, of so many rows.
 
         Raises ValueError unless its name comes after the last one's.
         """
@@ -142,7 +142,7 @@ class ScannedTables:
         return name in self._places
 
     def add(self, table: ShardTable) -> None:
-        """Writes a table; it is there for the next process as soon as this returns."""
+        """Write a table; it is there for the next process as soon as this returns."""
         encoded, rows = msgspec.msgpack.encode(msgspec.structs.replace(table, rows=b"")), memoryview(table.rows)
         self._file.writelines(
             (_HEAD.pack(len(encoded), len(rows), xxh3_64_intdigest(rows, xxh3_64_intdigest(encoded))), encoded, rows)
@@ -166,7 +166,7 @@ class ScannedTables:
         self._file.close()
 
     def _find_left(self) -> None:
-        """Finds the tables that a stopped process left, and cuts off the one it was writing."""
+        """Find the tables that a stopped process left, and truncate the one it was writing."""
         while (found := self._read(self._end)) is not None:
             self._places[found[0].entry.name] = self._end
             self._end = found[1]
@@ -252,7 +252,7 @@ def make_index(
 def _join(
     root: Path, path: Path, form: Format, scanned: ScannedTables, kept: Mapping[str, int], written: Collection[str]
 ) -> None:
-    """Writes the index of the scanned files, of those `kept` from the one that is there, and those of writers."""
+    """Write the index of the scanned files, of those `kept` from the one that is there, and those of writers."""
     old = form.index_at(path) if kept else None
 
     def table(name: str) -> ShardTable:
@@ -275,7 +275,7 @@ def _reusable(path: Path, form: Format, keep: Callable[[ShardIndex, int], bool])
 
 
 def _can_reuse(root: Path, form: Format, anyway: set[str], old: ShardIndex, number: int) -> bool:
-    """Whether an indexed file is unchanged, or is in `anyway` and undamaged."""
+    """Return whether an indexed file is unchanged, or is in `anyway` and undamaged."""
     if anyway and old.shards.names[number] in anyway:
         return old.is_whole(number)
     return number not in old.shards.faults and is_as_indexed(root, old, number, form)
@@ -323,7 +323,7 @@ def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Ite
 Task: TypeAlias = Callable[[Path, str], msgspec.Struct]  # gets the folder and the name of a shard; can be pickled
 J = TypeVar("J")
 T = TypeVar("T")
-NOTE = b"+"  # begins no MessagePack of a struct
+NOTE = b"+"  # starts no MessagePack of a struct
 Answer: TypeAlias = tuple[str, bytes | None]  # name of a shard, and the task's result for it as MessagePack
 EachShard: TypeAlias = Callable[[Task, Path, list[str]], Generator[Answer, None, None]]
 """What gives the answers for all shards: `each_shard`, or the machines of a cluster."""
@@ -374,7 +374,7 @@ def each_job(
 
     The answer is None if the process died over the job.
 
-    These are notes, which begin with `NOTE`, and then one answer, which does not.
+    These are notes, which start with `NOTE`, and then one answer, which does not.
     """
     waiting: queue.SimpleQueue[J] = queue.SimpleQueue()
     for job in jobs:

@@ -159,7 +159,7 @@ def let_rest() -> None:
 
 
 def forget_mark(index_path: Path) -> None:
-    """Drops the mark of an index: the next start looks at all shards."""
+    """Drop the mark of an index: the next start looks at all shards."""
     with contextlib.suppress(OSError):
         _mark_of(index_path).unlink()
 
@@ -324,7 +324,7 @@ def index_files(
 
 
 def _mark(root: Path, form: Format) -> None:
-    """Marks the index that was just written as fresh, so that no start needs to look at all files again."""
+    """Mark the index that was just written as fresh, so that no start needs to look at all files again."""
     if marked_index(root, form, tolerant=True) is None:
         let_rest()
         _look_at_all(files_of(paths.list_files(root), form, missing_too=True), form, tolerant=True)
@@ -398,7 +398,7 @@ class _FilesNow:
             return time.time_ns()  # it may be gone
 
     def are_as_in(self, index: ShardIndex, path: Path) -> bool:
-        """Whether the index at `path` has all of them as they are.
+        """Return whether the index at `path` has all of them as they are.
 
         Raises KeyError without one of them, OSError.
         """

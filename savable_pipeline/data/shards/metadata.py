@@ -9,7 +9,7 @@ The marks say which writers are not finished.
                                           split_config, info_config: other files of `.nv-meta` than the two above
     .nv-meta/savable.convert.json         of a conversion: whether it is done
     .nv-meta/savable.writer/00003-of-00016-open            there as long as a writer has not ended
-    .nv-meta/savable.writer/00003-of-00016-settings.json   of each part that was ever begun
+    .nv-meta/savable.writer/00003-of-00016-settings.json   of each part that was ever started
 
 Energon's are read, never run: the modules, classes and loaders that `dataset.yaml` names. The samples of a dataset with
 `sample_loader` or `part_filter` have parts, but no fields. The files may come from anybody: a wrong one is a

@@ -49,7 +49,7 @@ def part_type(extension: str) -> str:
 
 
 def is_part(extension: str, known: Collection[str]) -> bool:
-    """Whether one of `known` equals `extension` but for case."""
+    """Return whether one of `known` equals `extension` but for case."""
     return extension in known or any(candidate.lower() == extension.lower() for candidate in known)
 
 
@@ -129,7 +129,7 @@ def _how_narrowed(image: Image.Image) -> str:
 
 
 def is_deep(image: Image.Image) -> bool:
-    """Whether channels of an image that `open_image` opened have more than 8 bits."""
+    """Return whether channels of an image that `open_image` opened have more than 8 bits."""
     return image.mode in DEEP_MODES or NARROWED in image.info
 
 

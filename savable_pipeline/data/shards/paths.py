@@ -50,7 +50,7 @@ _LEFTOVERS = ("cache-", "tmp")
 ALL = "."  # the name of the only shard where a folder is one
 TARS_END = ".tar"
 PACKED_CURE = "Unpack it, or run `savable convert`"
-PACKED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")  # how compressed tars end, in small letters
+PACKED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")  # how compressed tars end, in lower case
 NOT_THERE = "no such path"  # the reason of an error
 NO_SHARD = "no shard"  # of another
 SCHEMES = ("s3", "gs", "az", "http", "https", "hf")  # of URLs that can be read
@@ -80,7 +80,7 @@ class ListedFiles:
     `names` are relative to `root`, sorted, without hidden ones. They are all files below a folder (`whole`), or named
     by paths, globs and braces, and need not exist then. `exact` are those named by a path, `chosen` those that were
     recognized, None: not yet. They are `complete` if they are all that there should be. `folders` are the folders that
-    were visited, `unlistable` the errors of others, and `began_ns` is when the look began, by the monotonic clock.
+    were visited, `unlistable` the errors of others, and `began_ns` is when the look started, by the monotonic clock.
     """
 
     root: Path
@@ -174,7 +174,7 @@ def spelled_out(shards: Shards) -> list[str]:
 
 
 def is_remote(shards: Shards) -> bool:
-    """Whether these are URLs.
+    """Return whether these are URLs.
 
     Raises `ShardError` for a mixture with files, and for an unsupported URL.
     """
@@ -275,7 +275,7 @@ def missing_error(path: Path) -> ShardError:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a relative name stays inside the folder that it is relative to."""
+    """Return whether a relative name stays inside the folder that it is relative to."""
     return bool(name) and not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
 
 
@@ -345,7 +345,7 @@ class HubAddress(NamedTuple):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the revision is a commit: what is there never changes."""
+        """Return whether the revision is a commit: what is there never changes."""
         return _COMMIT.fullmatch(self.revision) is not None
 
     @property
@@ -370,7 +370,7 @@ class HubAddress(NamedTuple):
 
 
 def is_hub(url: str) -> bool:
-    """Whether this is an address of the Hub."""
+    """Return whether this is an address of the Hub."""
     return url.startswith(HUB)
 
 

@@ -70,7 +70,7 @@ def padded(size: int) -> int:
 
 
 def is_metadata(name: str) -> bool:
-    """Whether a member's name says that it is metadata, and no part of a sample."""
+    """Return whether a member's name says that it is metadata, and no part of a sample."""
     return bool(_METADATA.match(name))
 
 
@@ -90,7 +90,7 @@ def tar_compression(head: bytes) -> str | None:
 
     It is ".gz", ".bz2", ".xz" or ".zst".
 
-    "" for a plain one, whose name may begin with the same bytes; None for what is neither.
+    "" for a plain one, whose name may start with the same bytes; None for what is neither.
     """
     with contextlib.suppress(ShardError):
         _check("", 0, head[:BLOCK])
@@ -190,7 +190,7 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
 
 
 def _check_end(path: str, fd: int, offset: int, end_of_file: int) -> None:
-    """Raises `ShardError` unless two blocks of zeros follow, and zeros up to a whole record, 64 KiB in all at most.
+    """Raise `ShardError` unless two blocks of zeros follow, and zeros up to a whole record, 64 KiB in all at most.
 
     (More may be a shard that was filled with zeros from some point on.)
     """

@@ -371,7 +371,7 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
 
 
 def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
-    """Warns if a tar that is read to its end looks as if samples were lost from it."""
+    """Warn if a tar that is read to its end looks as if samples were lost from it."""
     zeros = size - found.end
     if not found.starts or size - found.in_samples > max(size // 2, _USUAL_END):
         log.warning(

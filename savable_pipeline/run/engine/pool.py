@@ -4,7 +4,7 @@ The trainer's process has, for each lane, the state that came with the lane's la
 at any time, and nothing is lost with a worker:
 
     ask      puts a request into the queue of a worker, or lets it wait until one has room
-    answer   polls the workers until the answer has come; meanwhile it sends requests, and replaces workers
+    answer   polls the workers until the answer has come; in the meantime it sends requests, and replaces workers
     replace  the lanes of the worker have no worker, so the next request of each carries its state; requests that
              were not answered are sent again, in their order
 
@@ -497,7 +497,7 @@ def where(last: Stage, status: WorkerStatus) -> str:
 
 
 def can_skip(last: Stage, status: WorkerStatus, error: WorkerError) -> bool:
-    """Whether the stage's `on_error` allows to skip the sample of a status."""
+    """Return whether the stage's `on_error` allows to skip the sample of a status."""
     stage = _stage_at(last, status)
     return stage is not None and hasattr(stage, "can_skip") and bool(stage.can_skip(error))
 

@@ -106,7 +106,7 @@ class ProcessConnection:
         self._send(LOOK)
 
     def has_looked(self) -> bool:
-        """Whether it has, since then."""
+        """Return whether it has, since then."""
         return self._status.looks != self._looks
 
     def fault(self) -> str:
@@ -277,7 +277,7 @@ class ProcessHost(Host):
             )
 
     def _have_ended(self, seconds: float) -> bool:
-        """Whether all workers have ended, for which it waits so long."""
+        """Return whether all workers have ended, for which it waits so long."""
         deadline = time.monotonic() + seconds
         while self._workers and (remaining_s := deadline - time.monotonic()) > 0:
             self.wait(remaining_s)

@@ -26,7 +26,7 @@ from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.stages.mapped_function import LAMBDA
 
-PROCESS_NAME = "savable_pipeline"  # what the names of our processes begin with
+PROCESS_NAME = "savable_pipeline"  # what the names of our processes start with
 UNGUARDED_CODE = 79  # with which one of them ends that finds the main module unguarded: the trainer says so, once
 
 UNGUARDED = (
@@ -105,7 +105,7 @@ def _unpickled(raw: bytes) -> LaneJob:
 def _import_main(main: dict[str, Any]) -> None:
     """Import the trainer's main module as multiprocessing does. Raises `WorkerError` that holds its traceback."""
     process = vars(multiprocessing.current_process())
-    process["_inheriting"] = True  # what multiprocessing sets meanwhile, so that no process is started
+    process["_inheriting"] = True  # what multiprocessing sets in the meantime, so that no process is started
     try:
         spawn.prepare(main)
     except BaseException as error:  # SystemExit too: a script may end itself

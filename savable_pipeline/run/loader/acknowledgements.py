@@ -378,7 +378,7 @@ class IssuedReceipts(NamedTuple):
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the tensor was neither changed nor moved to shared memory."""
+        """Return whether the tensor was neither changed nor moved to shared memory."""
         return self.memory.tobytes() == self.raw and self.tensor.data_ptr() == self.pointer
 
 

@@ -43,7 +43,7 @@ class EpochEnds:
 
     @cached_property
     def is_finite(self) -> bool:
-        """Whether a pass of the pipeline ends.
+        """Return whether a pass of the pipeline ends.
 
         Raises ValueError if it does and `epoch_slots` cuts it, too.
         """
@@ -169,7 +169,7 @@ def proposed_end(position: Position, prefetcher: Prefetcher) -> int:
 def _rounds(position: Position, lane: int, prefetcher: Prefetcher) -> int:
     """How many rounds of the epoch a lane has batches for, as far as it is known."""
     slot, more = _next_slot(position, lane), position.lanes[lane].more
-    if slot < position.end:  # of the round before: the next step begins there and reaches beyond it
+    if slot < position.end:  # of the round before: the next step starts there and reaches beyond it
         slot, more = slot + position.lane_count, prefetcher.peek(position).more
     return slot // position.lane_count + bool(more)
 

@@ -31,7 +31,7 @@ from savable_pipeline.stages.stage import Stage
 log = logging.getLogger(__name__)
 
 _LEAST_S = 10.0  # from one record of counters to the next
-_SHARE = 0.01  # of the time since the file began: the longer it is, the rarer they are
+_SHARE = 0.01  # of the time since the file started: the longer it is, the rarer they are
 _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows costs comes first
 
 

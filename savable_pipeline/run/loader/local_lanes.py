@@ -242,7 +242,7 @@ def _warn_of_blocks() -> None:
 
 
 def _leaves_blocks(stage: Stage) -> bool:
-    """Whether a stage yields blocks of neighbors by default.
+    """Return whether a stage yields blocks of neighbors by default.
 
     A finite run is mostly an evaluation, whose order does not matter. Windows of tokens are not sorted.
     """

@@ -123,17 +123,17 @@ class Position(msgspec.Struct, frozen=True):
 
     @property
     def has_step(self) -> bool:
-        """Whether the next step (its first slot with padding) is known to be in the epoch."""
+        """Return whether the next step (its first slot with padding) is known to be in the epoch."""
         return self.slot < self.end if self.pad else self.slot + self.step <= self.end
 
     @property
     def must_vote(self) -> bool:
-        """Whether the ranks must agree, before the next step, on how far the epoch goes."""
+        """Return whether the ranks must agree, before the next step, on how far the epoch goes."""
         return not self.final and not self.has_step
 
     @property
     def is_over(self) -> bool:
-        """Whether the epoch has no more steps."""
+        """Return whether the epoch has no more steps."""
         return self.final and not self.has_step
 
     @property
@@ -251,7 +251,7 @@ class Observer:
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
         """Check own entries of a loaded state, and return a function that adopts them.
 
-        The state is None if the run moves to an earlier position or decides anew, which nothing rejects. Raises
+        The state is None if the run moves to an earlier position or decides again, which nothing rejects. Raises
         `CheckpointMismatchError` if entries are missing.
         """
 

@@ -187,7 +187,7 @@ class Ranks:
 
     @property
     def can_talk(self) -> bool:
-        """Whether there are other ranks, and a group to communicate with them."""
+        """Return whether there are other ranks, and a group to communicate with them."""
         return self.world_size > 1 and self._find_group() is not None
 
     def _find_group(self) -> Any:
@@ -228,7 +228,7 @@ class Ranks:
 
 
 def _initialised() -> bool:
-    """Whether torch.distributed is imported and initialized."""
+    """Return whether torch.distributed is imported and initialized."""
     dist = imported("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized()
 

@@ -117,12 +117,12 @@ class LoaderSettings:
 
     @property
     def pad(self) -> bool:
-        """Whether the last batches of an epoch are padded."""
+        """Return whether the last batches of an epoch are padded."""
         return self.tail == "pad"
 
     @property
     def restarts(self) -> bool:
-        """Whether each iterator starts epoch 0 again."""
+        """Return whether each iterator starts epoch 0 again."""
         return self.on_iter == "restart"
 
     @property
@@ -132,7 +132,7 @@ class LoaderSettings:
 
     @property
     def by_data(self) -> bool:
-        """Whether the data set the number of lanes, which a function may use."""
+        """Return whether the data set the number of lanes, which a function may use."""
         by_slots = self.pad or self.epoch_slots is not None
         return self.by_default and not by_slots and isinstance(self.pipeline, Pipeline)
 

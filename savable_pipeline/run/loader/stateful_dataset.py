@@ -33,7 +33,7 @@ class StatefulDataset(IterableDataset[Any]):
     """Yields batches for `StatefulDataLoader(dataset, batch_size=None)`.
 
     It resumes exactly with the same number of workers and ranks (`SavableLoader` has no such limit). Each `iter()` of
-    the loader begins the next epoch. Making it opens the shards, and indexes them on first use: all its workers, in
+    the loader starts the next epoch. Making it opens the shards, and indexes them on first use: all its workers, in
     each epoch, read the shards of that moment. Where the length of a finite run cannot be counted beforehand, its
     workers cannot agree on the end: each ends with its own lanes.
 
@@ -76,7 +76,7 @@ class StatefulDataset(IterableDataset[Any]):
         self._pinned = _pinned(self._settings)
         self._run: Run | None = None
         self._iteration = -1
-        # The number of epochs begun, and the seed of the workers that began the last one, as one number: a worker reads
+        # The number of epochs started, and the seed of the workers that started the last one, as one number: a worker reads
         # and writes both at once, and all workers that are started together write the same.
         self._begun = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 

@@ -165,7 +165,7 @@ class States:
 
 
 def _may_be_cut_otherwise(facts: RunFacts, last: Stage, epoch: int) -> bool:
-    """Whether the epoch may have been started with another `tail`, and so with other lane shares.
+    """Return whether the epoch may have been started with another `tail`, and so with other lane shares.
 
     The tail is in no setting.
     """
@@ -232,7 +232,7 @@ def _readers(last: Stage) -> dict[str, RecordReader]:
 
 
 def _has_grown(field: str, saved: Summary, ours: ShardList) -> bool:
-    """Whether shards were added and all others are the same.
+    """Return whether shards were added and all others are the same.
 
     Raises `CheckpointMismatchError` for one between them.
     """

@@ -62,7 +62,7 @@ class Stats(Observer):
         self._work_s = 0.0  # of all workers together
         now = time.perf_counter()
         self._read = (now, 0, 0)  # when `numbers` was called last, and the batches and items by then
-        self._window = (now, 0.0)  # when it began, and the seconds waited by then
+        self._window = (now, 0.0)  # when it started, and the seconds waited by then
 
     def on_batch(self, step: BatchStep) -> None:
         """Count a batch, and the seconds that the trainer waited for it."""

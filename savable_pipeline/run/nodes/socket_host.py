@@ -135,7 +135,7 @@ class SocketConnection:
 
     @property
     def started(self) -> bool:
-        """Whether it has sent its process ID."""
+        """Return whether it has sent its process ID."""
         return bool(self._pid)
 
     @property

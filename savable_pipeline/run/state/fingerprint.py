@@ -169,7 +169,7 @@ def _check_known_fields(fields: Mapping[str, Any]) -> None:
 
 
 def _check_kind(name: str, value: Any, kind: Any) -> None:
-    """Raises `StateError` where a field that is compared by its parts is of another type."""
+    """Raise `StateError` where a field that is compared by its parts is of another type."""
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -245,7 +245,7 @@ def _rule(name: str, current: PipelineFingerprint) -> SettingRule:
 
 
 def _follows(name: str, differing: list[str], current: PipelineFingerprint) -> bool:
-    """Whether a difference is only that a run has another kind of order, since one of these settings differs."""
+    """Return whether a difference is only that a run has another kind of order, since one of these settings differs."""
     prefix, rule = name.rpartition(".")[0], current.rules.get(name, _NO_RULE)
     return any(f"{prefix}.{cause}" in differing for cause in rule.follows)
 

@@ -73,7 +73,7 @@ def fresh_lane(lane: int, epoch: int, facts: RunFacts) -> bytes:
     """The packed state of a lane before its first batch of an epoch.
 
         slot 5 of 8 lanes     0 1 2 3 4            5 6 7
-                              begun: their own     fresh: the run's facts have the chunk sizes, the units in which the
+                              started: their own     fresh: the run's facts have the chunk sizes, the units in which the
                               states say `cut`     shares of all lanes are cut in this epoch
 
     When a run continues in mid-epoch with other settings, such as another batch size or `tail`, the shares of all lanes

@@ -33,7 +33,7 @@ class StateSummary:
     numbers: dict[str, int]
     settings: dict[str, Any]
     environment: dict[str, str]
-    lanes: dict[int, dict[str, Any]]  # by lane, `stage.field: value`; {} for a lane that has not begun
+    lanes: dict[int, dict[str, Any]]  # by lane, `stage.field: value`; {} for a lane that has not started
     lane_bytes: dict[int, int]
 
 

@@ -136,7 +136,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         self._stages = dict(sorted(sources.items()))
         self.weights: dict[str, int] = {}
         self.until = until
-        self._before = 0  # samples or tokens that were yielded before the counts of the turns began
+        self._before = 0  # samples or tokens that were yielded before the counts of the turns started
         self._begun: Turns | TokenTurns | None = None
         self._ended: set[str] = set()
         self.name_branch("")

@@ -110,7 +110,7 @@ class Mixture(msgspec.Struct, frozen=True):
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether weights change during the run, here or in a nested mixture.
+        """Return whether weights change during the run, here or in a nested mixture.
 
         Such a mixture is endless.
         """

@@ -35,7 +35,7 @@ class Schedule:
     Args:
         points: Pairs of a count and the weights from this count on. Counts ascend from 0, and the last weights stay. A
             source without a weight at a point, or with 0, is not drawn from there on.
-        unit: What is counted since the run began, over all epochs: "samples" (or items) or "tokens" of the `Blend`.
+        unit: What is counted since the run started, over all epochs: "samples" (or items) or "tokens" of the `Blend`.
         shape: "step": weights hold until the next point. "linear": shares change linearly from point to point.
 
     Raises:

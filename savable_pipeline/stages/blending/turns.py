@@ -5,7 +5,7 @@ Weights may change during the run.
 By samples, every `stride` samples of each lane are a piece. The draws of all L lanes in a piece are the integral of the
 shares, rounded: each of the L x stride draws goes to the source that is furthest behind. These draws are divided
 between the first and the second half of the lanes, and the draws of a half between its halves, down to single lanes.
-Each group of lanes then has its fraction of the draws of each source since the beginning, as exactly as whole samples
+Each group of lanes then has its fraction of the draws of each source since the start, as exactly as whole samples
 allow (least squares over the sources). Three sources, 4 lanes, stride 2:
 
     lanes 0 1 2 3            5 a  2 b  1 c
@@ -51,9 +51,9 @@ class TurnsState(msgspec.Struct):
     weights: int
     # by samples, the counts of each group of the lane at the start of the piece; by tokens, the counts of the lane
     counts: list[list[_Count]]
-    taken: _Count  # samples or tokens since the counts began
+    taken: _Count  # samples or tokens since the counts started
     unit: _Count = 1  # tokens of the first item
-    before: _Count = 0  # samples or tokens that were yielded before the counts began
+    before: _Count = 0  # samples or tokens that were yielded before the counts started
 
 
 def nearest(wanted: Sequence[int], unit: int, most: Sequence[int], n: int) -> list[int]:

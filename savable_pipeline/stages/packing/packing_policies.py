@@ -54,7 +54,7 @@ class Piece(Element, kw_only=True, eq=False, gc=False):
 
     @property
     def is_cut(self) -> bool:
-        """Whether this is only a part of the item."""
+        """Return whether this is only a part of the item."""
         return self.length != self.total
 
 
@@ -76,7 +76,7 @@ class OpenPack:
         self.length = self.room
 
     def fits(self, piece: Piece) -> bool:
-        """Whether there is room for a piece."""
+        """Return whether there is room for a piece."""
         return piece.length <= self.room and piece.images <= self.images and piece.cost <= self.cost
 
     def add(self, piece: Piece) -> None:

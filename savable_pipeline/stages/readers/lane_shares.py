@@ -114,9 +114,9 @@ class GrowingSamples:
 
 @dataclass(frozen=True)
 class LaneShares:
-    """Shares of all lanes in the pass that begins with `first_epoch`.
+    """Shares of all lanes in the pass that starts with `first_epoch`.
 
-    A batch has `rows` samples; if `aligned`, each sample becomes one row. Dealing begins with lane `tag`, modulo the
+    A batch has `rows` samples; if `aligned`, each sample becomes one row. Dealing starts with lane `tag`, modulo the
     number of lanes, so that the remainders of the sources of a `Blend` go to different lanes. Errors name the `reader`.
     """
 
@@ -171,12 +171,12 @@ class LaneShares:
 
     @property
     def has_batches(self) -> bool:
-        """Whether the pass has a batch for each lane."""
+        """Return whether the pass has a batch for each lane."""
         return self.count(self.first_epoch) >= self.rows * self.lane.count
 
     @property
     def is_cut_by_tail(self) -> bool:
-        """Whether a run with another `tail` would cut the pass in another unit."""
+        """Return whether a run with another `tail` would cut the pass in another unit."""
         return self.shuffle and self.epochs is not None and not self.has_batches
 
     def count(self, epoch: int) -> int:
@@ -195,7 +195,7 @@ class LaneShares:
         return last
 
     def span(self, lane: int, epoch: int) -> tuple[int, int]:
-        """Return begin and end of a lane's span of an epoch.
+        """Return start and end of a lane's span of an epoch.
 
         In file order, a lane's positions are counted from 0.
         """
@@ -269,7 +269,7 @@ def lane_span(count: int, lane: int, lanes: int, epoch: int) -> tuple[int, int]:
 
 
 def batches_span(count: int, rows: int, turn: int, lanes: int) -> tuple[int, int]:
-    """Return begin and end of the span of the lane at `turn`.
+    """Return start and end of the span of the lane at `turn`.
 
     The epoch is shuffled and finite.
 

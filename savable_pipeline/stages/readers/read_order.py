@@ -12,7 +12,7 @@ batches:
     blocks permuted   4 0 2 6 1 3 5      │ 2 0 3 1 …
     spans             lane 0 │ lane 1    │ lane 2 …
 
-Not shuffled: blocks in file order are dealt round-robin to the lanes. Each epoch begins with the lane after the last
+Not shuffled: blocks in file order are dealt round-robin to the lanes. Each epoch starts with the lane after the last
 one of the epoch before. If a block is a batch, the batches of the run come in file order.
 """
 

@@ -181,7 +181,7 @@ class ParquetReader(_TableReader, kind="parquet"):
     Each column is a part: texts and bytes unchanged, other values as JSON; a null is no part. A column of structs of
     `bytes` and `path`, as HF `datasets` writes images and audio, is a part named by the path's extension, `jpg`, or
     `COLUMN.jpg` if there are several; its own name reads it too. So are the bytes of images in a column `image`, by how
-    they begin. A list of such structs makes the parts `0.jpg`, `1.jpg`, …. Folders such as `lang=en/` (Hive partitions)
+    they start. A list of such structs makes the parts `0.jpg`, `1.jpg`, …. Folders such as `lang=en/` (Hive partitions)
     add parts. Row groups are decoded whole. Behind a URL only the chosen columns are fetched, into the cache of
     `sp.TarShardReader`. Needs pyarrow: `pip install "savable_pipeline[parquet]"`.
 
@@ -193,7 +193,7 @@ class ParquetReader(_TableReader, kind="parquet"):
         columns: The columns to read. None: all.
         key: The column with a sample's key. None: the key is `FILE:ROW`.
         ranges: Parts that are ranges of long audio or video files beside the table: by the name of each the columns of
-            path (from the table's folder on), begin and end in seconds; None, and null, for the file's own begin or
+            path (from the table's folder on), start and end in seconds; None, and null, for the file's own start or
             end. `{"audio": ("path", "start", "end")}` gives `sample.audio("audio")`. The files must be among `files`.
         cache_bytes: The most bytes of decoded row groups, for all readers of a process with this value.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
@@ -479,7 +479,7 @@ class MdsReader(FileReader, kind="mds"):
 
     Mosaic Streaming writes such folders: shards, plain or in gz, bz2 or zstd, and the index.json that names
     them. The parts of a sample are those that `savable convert` writes: `json` with the columns of texts, numbers and
-    JSON, and one for each image, array and bytes: `jpg`, `png`, `npy`, or what the bytes begin like; a second one of a
+    JSON, and one for each image, array and bytes: `jpg`, `png`, `npy`, or what the bytes start like; a second one of a
     kind is `COLUMN.jpg`. A column of pickles is refused by its name.
 
     Args:

@@ -87,7 +87,7 @@ def convert(
         format: The format of the source, as of `sp.read`. Default: it is recognized.
         shard_bytes: A shard is full before it grows longer than this, in bytes.
         shard_samples: A shard is full before it holds more samples than this. Default: no limit.
-        check_images: Whether each image is decoded, and the headers of each sound and film are read where PyAV is
+        check_images: Whether each image is decoded, and the headers of each sound and video are read where PyAV is
             installed; those that fail are rejected.
         allow_outside: Whether files outside the source that links or fields lead to are taken.
         key_field: Of records, the field with a sample's key. Default: the number of its record.
@@ -118,7 +118,7 @@ def convert(
 
     Raises:
         ValueError: A setting is wrong, or the source cannot be converted.
-        SavableError: `target` holds anything but this conversion, its disk is full, or the source changed meanwhile.
+        SavableError: `target` holds anything but this conversion, its disk is full, or the source changed in the meantime.
         RemoteError: A bucket or a web server cannot be read or written.
         OSError: A file cannot be read or written.
 
@@ -158,7 +158,7 @@ def convert(
 
 
 def _listed(name: str, texts: Iterable[str] | None) -> tuple[str, ...] | None:
-    """Raises ValueError for one str, whose letters would be taken for the texts."""
+    """Raise ValueError for one str, whose letters would be taken for the texts."""
     if isinstance(texts, str):
         raise ValueError(f"{name} must be a list, not a str. Pass [{texts!r}]")
     return None if texts is None else tuple(texts)

@@ -59,7 +59,7 @@ def describe_indexed(folder: Path, index_path: Path) -> TarIndex:
 
 
 def is_written(folder: Path) -> bool:
-    """Whether `sp.ShardWriter` wrote the shards of a folder."""
+    """Return whether `sp.ShardWriter` wrote the shards of a folder."""
     return (folder / WRITTEN).is_dir()
 
 

@@ -76,12 +76,12 @@ def file_data(path: Path, extension: str, size: int) -> PartData:
 
 
 def may_be_long(extension: str) -> bool:
-    """Whether parts of this name may be read in pieces."""
+    """Return whether parts of this name may be read in pieces."""
     return part_type(extension) in _MEDIA
 
 
 def is_long(extension: str, size: int) -> bool:
-    """Whether a part of this size is read in pieces."""
+    """Return whether a part of this size is read in pieces."""
     return size > _LONG and part_type(extension) in _MEDIA
 
 

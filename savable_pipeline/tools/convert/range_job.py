@@ -96,7 +96,7 @@ class RangeJob:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the range was written."""
+        """Return whether the range was written."""
         return (self.work / self.name / RECORD_FILE).exists()
 
     def record(self) -> RangeRecord:

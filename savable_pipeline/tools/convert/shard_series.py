@@ -39,7 +39,7 @@ class ShardSeries:
         return "" if self._shard is None else self._shard.last_key
 
     def fits(self, size: int) -> bool:
-        """Whether a sample of so many bytes fits in the open shard."""
+        """Return whether a sample of so many bytes fits in the open shard."""
         shard = self._shard
         if shard is None or (self._max_samples is not None and shard.samples >= self._max_samples):
             return False

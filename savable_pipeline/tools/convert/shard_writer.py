@@ -6,7 +6,7 @@
     out/.nv-meta/savable.writer/settings.json      what a writer that goes on must agree with
     out/.nv-meta/savable.writer/open               there until the writer has ended: readers warn
 
-With `part=(3, 16)` the names begin with `00003-of-00016-`, and no two processes write one file.
+With `part=(3, 16)` the names start with `00003-of-00016-`, and no two processes write one file.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class ShardWriter:
         return lock
 
     def _refuse_others(self) -> None:
-        """Raises `SavableError` for shards of another origin."""
+        """Raise `SavableError` for shards of another origin."""
         written = any(self._work.glob("*settings.json"))
         if (self._folder / MANIFEST).exists() or (not written and any(self._folder.glob("*.tar"))):
             raise SavableError(f"{self._folder} has shards of another origin. Write into another folder")

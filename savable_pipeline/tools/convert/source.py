@@ -305,7 +305,7 @@ class SourceFiles:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the files are behind a URL."""
+        """Return whether the files are behind a URL."""
         return self.found.session is not None
 
     def check(self, file: int) -> None:
