@@ -63,7 +63,7 @@ class Downloader:
     """
 
     def __init__(self, cache: Path, limit: int) -> None:
-        if importlib.util.find_spec("obstore") is None:  # finds it without importing it
+        if importlib.util.find_spec("obstore") is None:  # finds the package without importing it
             raise RemoteError("remote shards need obstore. Run `pip install obstore`")
         self.ended = self._was_stopped = False
         self._ticket = 0
@@ -143,7 +143,8 @@ class Downloader:
             self._child.close()
             return
         self.ended = True
-        self._child.kill()  # first, so that a thread that waits for an answer stops before the descriptor is reused
+        # killed first, so that a thread that waits for an answer stops before the descriptor is reused
+        self._child.kill()
         with self._receiving, self._sending:
             self._child.close()
 

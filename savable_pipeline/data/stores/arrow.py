@@ -1,7 +1,7 @@
 """The format of Arrow IPC files and streams, and of folders of HF `datasets`.
 
     save_to_disk      state.json names the files; for a DatasetDict, dataset_dict.json names a folder for each split
-    the cache         dataset_info.json names the splits, whose files are in one folder; cache-*.arrow are results of map
+    the cache         dataset_info.json names the splits, which share a folder; cache-*.arrow are results of map
 
 Only its store imports pyarrow.
 """
