@@ -7,9 +7,9 @@
 A trainer may fetch batches ahead of those it trains on. Lightning does, by one batch, if the loader has no length. At
 any moment of a step, the saved state of all ranks is that after the last batch that the optimizer has stepped on.
 
-Just after a batch is returned, the trainer does not count it as started yet, so one more batch may be ahead. If even more
-batches are ahead, the trainer has skipped some by itself, although the state already says where to resume. That is an
-error.
+Just after a batch is returned, the trainer does not count it as started yet, so one more batch may be ahead. If even
+more batches are ahead, the trainer has skipped some by itself, although the state already says where to resume. That is
+an error.
 
 An integration creates a `TrainerLoader` with the trainer's counters (`trained`, `begun`), its largest number of batches
 ahead (`most_ahead`) and a function that moves a batch to its device (`to_device`). It passes the object to the trainer

@@ -66,7 +66,7 @@ class Schedule:
 
     @property
     def names(self) -> set[str]:
-        """The sources that have a weight at some point."""
+        """Return the sources that have a weight at some point."""
         return {name for weights in self.weights for name in weights}
 
     def settings(self) -> dict[str, Any]:
@@ -91,10 +91,10 @@ class _Piece(NamedTuple):
 
     start: int
     rates: list[int]
-    growth: list[int]  # of the rates, from the start to the end of the piece; empty if they are constant
+    growth: list[int]  # growth of the rates from the start to the end of the piece; empty if they are constant
     length: int  # in draws; 0: endless
     targets: list[int]
-    open: list[int]  # the numbers of the sources with a share in the piece
+    open: list[int]  # numbers of the sources with a share in the piece
 
 
 class TargetCounts:

@@ -32,7 +32,7 @@ from savable_pipeline.errors import CheckpointMismatchError, SavableError
 log = logging.getLogger(__name__)
 
 Positions = NDArray[np.int64]
-# A lane may read this many samples, or this many times its share of an epoch, without building a batch.
+# A lane may read so many samples, or so many times its share of an epoch, without building a batch.
 _UNUSED, _SHARES_UNUSED = 100_000, 10
 
 
@@ -130,7 +130,7 @@ class LaneShares:
     rows: int = 1
     aligned: bool = False
     first_epoch: int = 0
-    cut: int = 0  # the unit of shares in samples; 0: shares differ by at most one sample
+    cut: int = 0  # unit of shares in samples; with 0, shares differ by at most one sample
 
     @cached_property
     def epochs_begun(self) -> int:
@@ -142,7 +142,7 @@ class LaneShares:
 
     @property
     def epochs_of_pass(self) -> range:
-        """The numbers of the epochs of a finite pass."""
+        """Return the numbers of the epochs of a finite pass."""
         return range(self.first_epoch, self.first_epoch + self.epochs_begun)
 
     def at_pass(self, number: int) -> LaneShares:
@@ -263,7 +263,7 @@ def check_epochs(reader: str, epochs: int | float | None) -> int | float | None:
 
 
 def lane_span(count: int, lane: int, lanes: int, epoch: int) -> tuple[int, int]:
-    """Return begin and end of a lane's span in a shuffled epoch of `count` samples."""
+    """Return start and end of a lane's span in a shuffled epoch of `count` samples."""
     turn = (lane + epoch) % lanes
     return turn * count // lanes, (turn + 1) * count // lanes
 

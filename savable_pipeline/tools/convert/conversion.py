@@ -118,7 +118,8 @@ def convert(
 
     Raises:
         ValueError: A setting is wrong, or the source cannot be converted.
-        SavableError: `target` holds anything but this conversion, its disk is full, or the source changed in the meantime.
+        SavableError: `target` holds anything but this conversion, its disk is full, or the source changed in the
+            meantime.
         RemoteError: A bucket or a web server cannot be read or written.
         OSError: A file cannot be read or written.
 

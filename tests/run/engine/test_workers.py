@@ -429,7 +429,9 @@ OURS = tuple(
 
 
 def interrupted_at(moment: int, call: Callable[[], Any]) -> tuple[bool, Any]:
-    """Return whether Ctrl-C came at the `moment`-th place where Python could hear it in the loader, and what `call` gave."""
+    """Return whether Ctrl-C came at the `moment`-th place where Python could hear it in the loader, and what `call`
+    gave.
+    """
     passed, owner = 0, os.getpid()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
