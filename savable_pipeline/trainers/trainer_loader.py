@@ -62,7 +62,7 @@ class TrainerLoader:
         >>> batches = TrainerLoader(sp.SavableLoader(pipeline, seed=7), trained=lambda: trained, most_ahead=1)
         >>> ahead = iter(batches)
         >>> first = next(ahead)
-        >>> batches.state_dict()["slot"]  # given, but not trained on
+        >>> batches.state_dict()["slot"]  # yielded, but not trained on
         0
         >>> trained = 1
         >>> batches.state_dict()["slot"]
@@ -352,19 +352,16 @@ class _LazyIterator:
             raise
 
 
-# What integrations check.
-
-
 def refuse_acknowledging(loader: Any) -> None:
     """Raise ValueError for a loader that waits for acknowledgements of rows.
 
     No trainer acknowledges them.
 
     Args:
-        loader: What a trainer is to take batches from.
+        loader: The loader of a trainer.
 
     Raises:
-        ValueError: It does.
+        ValueError: The loader waits for acknowledgements.
     """
     if isinstance(loader, SavableLoader) and settings_of(loader).acknowledge:
         raise ValueError("acknowledge=True is for your own training loop. Remove it for a trainer.")
@@ -418,10 +415,10 @@ def restarting(loaders: Any) -> Any:
         loaders: A loader, or a container of loaders; other kinds pass.
 
     Returns:
-        What was given.
+        The loaders.
 
     Raises:
-        ValueError: A loader was made without `on_iter="restart"`: it would continue where an evaluation was broken off.
+        ValueError: A loader was created without `on_iter="restart"`, so it would continue an interrupted evaluation.
     """
     for loader in each(loaders):
         if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":
