@@ -44,7 +44,7 @@ class TrainerLoader:
         loader: The loader to wrap.
         trained: Returns the number of batches that this rank's optimizer has stepped on, from any start. None: the
             trainer trains on each batch before it takes the next one.
-        started: Returns the number of batches that it has started to train on, from the same start, if gradients of
+        begun: Returns the number of batches that it has started to train on, from the same start, if gradients of
             several batches are accumulated: up to 16 with those fetched ahead. None (default): the same as `trained`.
         most_ahead: How many batches the trainer may have fetched beyond those started (default 0).
         to_device: Moves a batch to the trainer's device. None (default): batches are not moved.
