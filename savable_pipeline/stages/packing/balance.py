@@ -31,35 +31,35 @@ from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, remaining
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
-PAST = 16  # times `candidates`: the number of recently yielded packs in the ranking
-WEIGHT = 8  # the weight of a held pack in the ranking, compared to a yielded one
-LONGEST = 6  # times `candidates`: the most slots for which a pack may be held
-AGE = 50  # times `candidates`: the slots of waiting that equal the whole range of quantiles
+PAST = 16  # the ranking has this many times `candidates` of recently yielded packs
+WEIGHT = 8  # weight of a waiting pack in the ranking, relative to a yielded one
+LONGEST = 6  # a pack waits for at most this many times `candidates` slots
+AGE = 50  # after this many times `candidates` slots, waiting counts as much as the whole range of quantiles
 
 
 class WaitingPack(NamedTuple):
-    """A held pack, as `RankRule` sees it, and as it is saved."""
+    """Waiting pack, as `RankRule` sees it, and as it is saved."""
 
     cost: int
-    arrival: int  # the number of packs that the lane had yielded when this one was taken
-    saved: bytes = b""  # a `_PackState` in MessagePack, encoded once and not for the state of each batch
+    arrival: int  # number of packs that the lane had yielded when this one was taken
+    saved: bytes = b""  # a `_PackState` in MessagePack, encoded once instead of in the state of each batch
 
 
 class RankRule:
-    """Chooses the next pack of a lane that holds up to `candidates` packs.
+    """Rule that chooses the next pack of a lane with up to `candidates` waiting packs.
 
     `key` is equal in all lanes of a run.
     """
 
     def __init__(self, *, key: int, candidates: int) -> None:
-        self.candidates, self.count = candidates, 0  # `count`: yielded packs
-        self.past = array("q")  # the costs of recently yielded packs, int64, the newest at the end
+        self.candidates, self.count = candidates, 0  # number of yielded packs
+        self.past = array("q")  # costs of recently yielded packs, int64, the newest at the end
         self._sorted: list[int] = []  # the same, sorted
         self._ranks = SharedRanks(key=key, steps=candidates)
 
     @property
     def room(self) -> int:
-        """The number of packs to hold now.
+        """Return the number of packs that should wait now.
 
         It is 4 at first, then one more each slot, so that the first batch comes soon.
         """
@@ -68,7 +68,7 @@ class RankRule:
     def choose(self, waiting: Sequence[WaitingPack]) -> int:
         """Return the position of the pack to yield.
 
-        `waiting` is sorted by arrival, and not empty.
+        `waiting` has the waiting packs by arrival, at least one.
         """
         if self._is_overdue(waiting):
             return 0
@@ -88,7 +88,7 @@ class RankRule:
         return best
 
     def _is_overdue(self, waiting: Sequence[WaitingPack]) -> bool:
-        """Return whether the oldest pack must be yielded now, so that neither it nor the next oldest wait too long."""
+        """Return whether the oldest pack must be yielded now, so that it and the next oldest do not wait too long."""
         now, longest = self.count, LONGEST * self.candidates
         if now - waiting[0].arrival <= longest - len(waiting):
             return False
@@ -184,7 +184,7 @@ class Balance(ChunkedStage, ItemStage):
         self._calls = EncoderCalls("Balance", source.info, encoder, "batch")
         self.candidates, self.cost, self.max_buffer_bytes = candidates, cost, max_buffer_bytes
         self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), candidates=candidates)
-        self._buffer = ItemBuffer(self, max_bytes=max_buffer_bytes)  # the oldest first
+        self._buffer = ItemBuffer(self, max_bytes=max_buffer_bytes)  # oldest first
         self._packs: list[WaitingPack] = []  # the same packs
         self._row_of_skips = 0
 
@@ -220,7 +220,7 @@ class Balance(ChunkedStage, ItemStage):
         self.counts["cost"] += waiting.cost
 
     def _skipped(self, skip: Skip) -> None:
-        """Note a pack that can no longer be built, and is already counted. Another pack gets its slot.
+        """Record a lost pack, which is already counted. Another pack gets its slot.
 
         Raises `EncodeError` after very many in a row.
         """
@@ -232,7 +232,7 @@ class Balance(ChunkedStage, ItemStage):
             )
 
     def _fill(self) -> None:
-        """Take packs until as many are held as there is room for."""
+        """Take packs until the buffer is full."""
         while len(self._buffer) < self._rule.room:
             elements = take_from(self.source, 1)
             if not elements:
@@ -244,12 +244,12 @@ class Balance(ChunkedStage, ItemStage):
                     continue
                 sizes = ((self._calls.length(element, least=0), self._calls.images(element.value)),)
             self._packs.append(self._waiting(element.ref, self._rule.count, sizes))
-            # stages upstream check sizes of their own encoder only
+            # stages upstream only check sizes of their own encoder
             element.sizes = sizes if self._calls.is_upstream else None
             self._buffer.add([element])
 
     def _waiting(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> WaitingPack:
-        """Return the entry of a held pack."""
+        """Build the entry of a waiting pack."""
         saved = _PackState(ref, arrival, [number for size in sizes for number in size])
         return WaitingPack(self._costing.of_pack(sizes), arrival, msgspec.msgpack.encode(saved))
 
@@ -283,7 +283,7 @@ class Balance(ChunkedStage, ItemStage):
             self._restore_pack(raw)
 
     def _restore_pack(self, raw: bytes) -> None:
-        """Restore a held pack of a state, without excluded items, unless nothing of it remains."""
+        """Restore a waiting pack of a state, without excluded items, if any item remains."""
         try:
             saved = msgspec.msgpack.decode(raw, type=_PackState)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -127,11 +127,11 @@ class OnlinePacker(PackStage):
         self.max_cost, self.cost, self.max_buffer_bytes = max_cost, cost, max_buffer_bytes
         self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
         self._count = self._row_of_skipped_packs = 0  # `_count`: yielded packs
-        self._counts_late = False  # whether packs were yielded unbuilt, and are counted when they are made
+        self._counts_late = False  # whether packs were yielded unbuilt, and are counted when they are built
 
     @cached_property
     def _packing(self) -> Packing:
-        """The policy, with its open packs."""
+        """Return the policy with its open packs."""
         return make_packing(
             self.policy,
             max_length=self.lane.facts.decisions.max_length or self.max_length,
@@ -144,7 +144,7 @@ class OnlinePacker(PackStage):
 
     @cached_property
     def _pieces(self) -> PieceMaker:
-        """Cuts items into pieces for the policy."""
+        """Return the object that cuts items into pieces for the policy."""
         bound = self.max_buffer_bytes
         return PieceMaker(self, self._calls, self._packing, self.too_long, asked=self._asked, max_bytes=bound)
 
@@ -184,7 +184,7 @@ class OnlinePacker(PackStage):
         return pack
 
     def _combine(self, pack: OpenPack) -> Element | None:
-        """Build a pack, and return it; None if it has lost all items or the encoder skips it."""
+        """Build a pack and return it, or None if it lost all items or the encoder skips it."""
         built = [(piece, self._pieces.item(piece)) for piece in pack.pieces]
         pieces = [piece for piece, item in built if type(item) is not Skip]
         items = [item for _, item in built if type(item) is not Skip]
@@ -245,7 +245,8 @@ class OnlinePacker(PackStage):
 
     def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:
         if self._counts_late:
-            known = pack.sizes if len(pack.sizes or ()) == len(items) else None  # else of the whole pack
+            # otherwise these sizes are of the whole pack
+            known = pack.sizes if len(pack.sizes or ()) == len(items) else None
             self._count_pack(known or [self._pieces.measured(item) for item in items])
 
     def save_state(self) -> State:
