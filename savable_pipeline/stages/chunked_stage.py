@@ -155,7 +155,10 @@ def make_elements(stage: Stage, elements: Sequence[Element]) -> None:
 
 
 def value_of(stage: Stage, element: Element) -> Any:
-    """Return the value of an element of a stage, which is built if it is missing; a `Skip` if that is impossible."""
+    """Return the value of an element of a stage, which is built if it is missing.
+
+    It is a `Skip` if that is impossible.
+    """
     if not element.is_built:
         make_elements(stage, [element])
     return element.value

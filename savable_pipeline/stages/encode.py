@@ -591,7 +591,10 @@ def part_of(ref: ItemRef | Ref) -> int:
 
 
 class DeclaredSize:
-    """Sizes by `length_of` and `images_of` of an encoder, or by its length column. `known` is whether it has them."""
+    """Sizes by `length_of` and `images_of` of an encoder, or by its length column.
+
+    `known` is whether it has them.
+    """
 
     def __init__(self, encoder: TaskEncoder) -> None:
         self._encoder = encoder

@@ -45,7 +45,7 @@ _NUMBERS = {int, float, bool}
 _MEASURED = 16  # parts of a longer list to measure, to estimate the size of the list
 
 
-class Buffer:
+class StageBuffer:
     """Base of what a stage has taken and not yet returned.
 
     It has only a weak reference to the stage, so that a stage that is no longer used frees its items and its source's
@@ -68,7 +68,7 @@ class Buffer:
         return stage
 
 
-class ItemBuffer(Buffer):
+class ItemBuffer(StageBuffer):
     """A list of elements of `stage.source`, whose refs `stage` saves.
 
     They are items, packs or samples.
@@ -461,7 +461,7 @@ class MemoryBudget:
 
 
 class BudgetShare:
-    """Bytes of the built elements of one stage, which are only counted if there is a limit.
+    """Bytes of the built elements of one stage, counted only if there is a limit.
 
     They are released when the stage is garbage-collected.
     """

@@ -1,4 +1,7 @@
-"""`LengthColumn`: lengths of items in a column of Parquet or Arrow files, of which no other column is read."""
+"""`LengthColumn`: lengths of items in a column of Parquet or Arrow files.
+
+No other column is read for them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ class LengthColumn:
         self.datasets = tuple(self._tables.values())  # of which only this column is read
 
     def of(self, sample: Sample) -> int:
-        """Return the length of a sample's item. Raises `ShardError` if it is null, or no whole number."""
+        """Return the length of a sample's item.
+
+        Raises `ShardError` if it is null, or no whole number.
+        """
         origin: Any = sample.origin
         while isinstance(origin, JoinedParts):
             origin = origin.own

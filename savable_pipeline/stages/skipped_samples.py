@@ -61,7 +61,7 @@ def _fix(function: str, error: Exception) -> str:
 
 
 def skips_for_good(on_error: OnError, error: Exception, fault: SavableError) -> bool:
-    """Return whether to skip an element for an error, if no state has a list of elements to avoid.
+    """Return whether to skip an element for an error, without saving that.
 
     An error of disk, network or memory may not happen again. A resumed run would then yield the element.
     """
@@ -273,9 +273,9 @@ def _key_of(sample: Sample) -> str:
 
 
 def check_errors(function: str, errors: int, done: int, max_errors: int | float, elements: str, detail: str) -> None:
-    """Raise `EncodeError` if a function failed for more of the `done` elements than `max_errors` allows.
+    """Raise `EncodeError` if a function failed for too many of the `done` elements.
 
-    It is a count, or a fraction.
+    `max_errors` is a count, or a fraction.
     """
     if errors > (max(max_errors * done, _ALWAYS) if isinstance(max_errors, float) else max_errors):
         fix = "return False for them" if function.startswith(".filter") else "raise max_errors"

@@ -16,7 +16,7 @@ from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.chunked_stage import make_elements, take_from, value_of
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_buffer import Buffer, is_whole
+from savable_pipeline.stages.item_buffer import StageBuffer, is_whole
 from savable_pipeline.stages.item_ref import UNBUILT, Element, ItemRef, as_ref
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
 from savable_pipeline.stages.skipped_samples import SourceCounts
@@ -27,7 +27,7 @@ TooLong = Literal["skip", "truncate", "split"]
 _LEAST = 1  # least tokens of an item, because a pack of empty items would never be full
 
 
-class PieceMaker(Buffer):
+class PieceMaker(StageBuffer):
     """Takes items of `stage.source`, and adds their pieces to `packing`.
 
     Their values may take `max_bytes`.
