@@ -34,11 +34,11 @@ from numpy.typing import NDArray
 
 from savable_pipeline.errors import MediaError
 
-_MOST_BOXES = 10_000  # to read, because a damaged file may have endlessly many
+_MOST_BOXES = 10_000  # most boxes to read, because a damaged file may have endlessly many
 _XING = re.compile(rb"\xff[\xe2-\xff].{2,36}?(?:Xing|Info)...(.)(.{4})", re.DOTALL)
 _VBRI = re.compile(rb"\xff[\xe2-\xff].{34}VBRI.{10}(.{4})", re.DOTALL)
 _HAS_FRAMES = 1
-_HEAD_BYTES = 4096  # to read after the ID3 tags
+_HEAD_BYTES = 4096  # bytes to read after the ID3 tags
 _MOST_TAGS = 8
 _HEAD = struct.Struct("<4sBBQIIIB")
 _MAGIC, _LAST = b"OggS", 0x04  # the start of a page; the flag of a stream's last page
@@ -56,7 +56,7 @@ _GUESSED = ("aac", "ac3", "eac3", "amr", "dts", "mpeg", "mpegvideo")  # containe
 _UNSOUGHT = ("mp3", *_GUESSED)
 _MATROSKA = "matroska,webm"
 _MP3_PADDING = 8192  # samples before and after the audio, which are skipped
-_READ_BYTES = 1 << 16  # of one read by PyAV
+_READ_BYTES = 1 << 16  # bytes of one read by PyAV
 LATE = Fraction(1, 2000)  # seconds by which a range of a file may be late, because tables round times
 _FLOAT = Fraction(1, 10**9)  # seconds by which a float may be early, and for float32 a fraction of the time
 _FLOAT_SHARE = Fraction(1, 1 << 24)
@@ -535,7 +535,7 @@ class MediaStream:
             raise MediaError(
                 f"{self.name}: its {self.kind} (raw {self.codec}) has no times. Run ffmpeg -i FILE -c copy FILE.mkv"
             )
-        rate = getattr(self._stream, "average_rate", None)  # of video, whose last packet may have no length
+        rate = getattr(self._stream, "average_rate", None)  # the last packet of a video may have no length
         return self._time(times[-1][0] + times[-1][1]) + (1 / rate if rate and not times[-1][1] else 0)
 
 
@@ -561,7 +561,7 @@ _GAP_S = Fraction(1, 500)  # most by which a container's clock rounds a frame's 
 _MOST_SAMPLES = 1 << 30
 _MOST_HZ = 1 << 22  # above any real rate; a damaged header with more would take gigabytes to resample a moment
 _MOST_PLANES = 7  # channels that PyAV passes on in separate memory; with more, it reads beyond the end of a list
-_OGG_S = 30  # of Ogg, decoded from the start, because seeking near it estimates positions from bytes
+_OGG_S = 30  # seconds of Ogg that are decoded from the start, because seeking near it estimates positions from bytes
 
 
 class Audio(MediaStream):
@@ -636,7 +636,7 @@ class Audio(MediaStream):
         more = ceil(_GAP_S * wanted) if stop_s is None and self._whole else 0
         decode = self._native if wanted == self.rate else partial(self._resampled, rate=wanted)
         found = decode(first, count + more)
-        if more:  # to the last decoded sample, unless the audio continues after the end in the header
+        if more:  # read to the last decoded sample, unless the audio continues after the end in the header
             end = round((Fraction(self._ended or 0, self.rate) - Fraction(start_s)) * wanted)
             found = found[:, : count if self._ended is None or end > count + more else max(end, 0)]
         return found.mean(0, keepdims=True) if mono and len(found) > 1 else found

@@ -169,7 +169,8 @@ def _fault_of(container: Any, packet: Any, done: _Stream, kind: str, origin: Fra
         if kind == "video" and done.packets == 1 and not packet.is_keyframe:
             return "missing keyframe: the video does not begin with one, so that its begin cannot be decoded"
     for frame in decoded_frames(container, packet, done.chunks):
-        if frame.is_corrupt or (frame.pts is None and packet.stream.codec_context.name == "flac"):  # as none of it is
+        # a frame of FLAC without a time is damaged, because intact ones have a time
+        if frame.is_corrupt or (frame.pts is None and packet.stream.codec_context.name == "flac"):
             return f"unreadable media: a frame of its {kind} is damaged"
         if frame.pts is None:
             continue

@@ -37,7 +37,7 @@ from savable_pipeline.errors import MediaError, ShardError
 
 KIND = "shown media"  # sizes as displayed; in tables of the kind "media", photos were not rotated
 MEDIA_PARTS = frozenset((*IMAGE_PARTS, *VIDEO_PARTS, *AUDIO_PARTS))
-BROKEN: Literal["broken"] = "broken"  # what the table says of a part whose headers cannot be read
+BROKEN: Literal["broken"] = "broken"  # entry of a part whose headers cannot be read
 Known: TypeAlias = MediaInfo | Literal["broken"]
 
 _FLOATS, _INTEGERS = ("duration_s", "fps"), ("frames", "width", "height", "rate", "channels")
@@ -142,7 +142,7 @@ class _ShardMedia:
         self.rows: NDArray[Any] = blob[at_rows:at_names].view(ROW)
         encoded = blob[at_names:].tobytes()
         self.names = msgspec.msgpack.decode(encoded[:name_bytes], type=list[str])
-        self.first_row = 0  # of the shard in its store
+        self.first_row = 0  # first row of the shard in its store
         self._numbers = {name: number for number, name in enumerate(self.names)}
         fits = count == samples and len(self.rows) == rows and len(encoded) == -(-name_bytes // 8) * 8
         fits = fits and self.begins[0] == 0 and self.begins[-1] == rows and bool((np.diff(self.begins) >= 0).all())
@@ -267,7 +267,7 @@ class KnownMedia:
         self._store, self._shards = store, shards
         self.table: MediaTable | None = None
         found = getattr(store, "found", None)
-        if tables and isinstance(found, IndexedFiles):  # not for a user's own store
+        if tables and isinstance(found, IndexedFiles):  # a user's own store has no table
             self.table = open_table(found.root, shards, found.form.index_kind)
 
     def untabled(self) -> KnownMedia:
@@ -275,7 +275,7 @@ class KnownMedia:
         return KnownMedia(self._store, self._shards, tables=False)
 
     def settings(self) -> dict[str, str]:
-        """Return what a state must agree on: a hash of the values."""
+        """Return the hash of the values, on which a state must agree."""
         return {} if self.table is None else {self.table.field: self.table.digest}
 
     def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:

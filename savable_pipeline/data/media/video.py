@@ -25,7 +25,7 @@ from savable_pipeline.data.shards.byte_source import RangeFile
 from savable_pipeline.data.shards.part_types import eight_bits, open_image
 from savable_pipeline.errors import MediaError
 
-_MOST_PIXELS = 1 << 26  # of a frame: 8192 × 8192
+_MOST_PIXELS = 1 << 26  # most pixels of a frame: 8192 × 8192
 _NEAR_S = Fraction(1, 2)  # decoded instead of sought, because seeking costs as much
 _FORWARD_S = 4  # decoded instead of sought, if there is no index of seek points
 
@@ -237,7 +237,7 @@ class Video(MediaStream):
         return bool((ticks - self._coming.pts) * self._stream.time_base > _FORWARD_S)
 
     def _seek(self, ticks: int) -> None:
-        self._shown = None  # until the next frames are decoded, so that no old frame remains after an error
+        self._shown = None  # unset until the next frames are decoded, so that no old frame remains after an error
         self._begun = self._point_at(ticks)
         self._decoder = self._decoded_from(ticks)
         self._set_shown(next(self._decoder))
@@ -313,7 +313,8 @@ def _channels(frame: Any, width: int | None, height: int | None) -> list[NDArray
         pixels = _rows(packed.planes[0], packed.height, 3 * packed.width).reshape(packed.height, packed.width, 3)
         return [pixels[..., channel] for channel in range(3)]
     planar = frame.reformat(width=width, height=height, format="gbrp", interpolation=exact, threads=1)
-    return [_rows(planar.planes[number], planar.height, planar.width) for number in (2, 0, 1)]  # of green, blue, red
+    # planes of red, green and blue, which are stored as green, blue, red
+    return [_rows(planar.planes[number], planar.height, planar.width) for number in (2, 0, 1)]
 
 
 def _rows(plane: Any, height: int, width: int) -> NDArray[np.uint8]:

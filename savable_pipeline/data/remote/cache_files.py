@@ -31,7 +31,7 @@ from savable_pipeline.errors import RemoteError
 
 PIECE = 8 << 20  # most bytes of one request to a server, or of one read of a file
 _ELSEWHERE = "Give a folder on a disk of this machine as cache= or SAVABLE_CACHE, or mount Lustre with -o flock"
-_DIGITS = 16  # of the checksum, before the version
+_DIGITS = 16  # hexadecimal digits of the checksum, before the version
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 

@@ -58,7 +58,7 @@ class Problem(msgspec.Struct, frozen=True):
     key: str = ""
     part: str = ""
     offset: int | None = None
-    index: int | None = None  # of the sample in the shard
+    index: int | None = None  # index of the sample in the shard
 
 
 class ShardReport(msgspec.Struct):
@@ -156,7 +156,7 @@ def _check_store(store: RecordStore, name: str, counts: _FileCounts) -> Iterator
 
 def _check_frames(store: RecordStore, root: Path, name: str, counts: _FileCounts) -> Iterator[Problem]:
     """Yield a problem for each video of an episode with fewer frames than its row lists, without decoding."""
-    times: dict[str, NDArray[np.float64]] = {}  # of frames, by file
+    times: dict[str, NDArray[np.float64]] = {}  # times of frames, by file
     for row in range(store.entries[0].samples):
         for part in store.range_parts:  # type: ignore[attr-defined]
             try:

@@ -166,7 +166,7 @@ def _join_leading(array: NDArray[Any]) -> NDArray[Any]:
 
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 
-LARGEST_BYTES = 64 << 20  # of an encoded image, up to which it is decoded
+LARGEST_BYTES = 64 << 20  # largest encoded image that is decoded
 MOST_PIXELS = 50_000_000
 _SIDE = 192  # pixels, at most
 _SMALL = 64  # pixels; up to this side, a PNG with every pixel is small enough
