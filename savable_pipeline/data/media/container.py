@@ -136,7 +136,7 @@ def _after_id3(file: BinaryIO) -> bytes:
 
 def ogg_fault(file: BinaryIO) -> str:
     """Return what is wrong with the pages of an Ogg file, or "". Reads all of it."""
-    with restored_position(file):
+    with restoring_position(file):
         file.seek(0)
         offset, flags = 0, 0
         while head := file.read(_HEAD.size):
@@ -189,7 +189,7 @@ def open_container(file: BinaryIO, name: str) -> Any:
 
     Raises `MediaError`, ImportError without PyAV.
     """
-    with restored_position(file):
+    with restoring_position(file):
         head = file.read(16)
     if kind := next((kind for magic, kind in _NOT_READ.items() if head.startswith(magic)), ""):
         raise MediaError(f"{name}: {kind} {_UNSUPPORTED}")
@@ -199,7 +199,7 @@ def open_container(file: BinaryIO, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def restored_position(file: BinaryIO) -> Iterator[None]:
+def restoring_position(file: BinaryIO) -> Iterator[None]:
     """Restore the position of a file.
 
     An open container does not seek before each read.
@@ -225,7 +225,7 @@ def first_stream(container: Any, kind: Literal["video", "audio"]) -> Any | None:
     return next((one for one in found if not one.disposition & one.disposition.__class__.attached_pic), None)
 
 
-def check_sums(stream: Any) -> None:
+def enable_checksums(stream: Any) -> None:
     """Let FLAC's decoder compare each frame with its checksum."""
     if stream.codec_context.name == "flac":
         stream.codec_context.options = {"err_detect": "crccheck+explode"}
@@ -286,7 +286,7 @@ def _is_guessed(container: Any, stream: Any, file: BinaryIO) -> bool:
         return True  # some programs count from 0, others from the first packet
     if name != "mp3" or stream.duration is None:
         return name in (*_GUESSED, "mpegts")
-    with restored_position(file):
+    with restoring_position(file):
         frames = mp3_frame_count(file)
     rate = stream.codec_context.sample_rate
     estimate = stream.duration * stream.time_base * rate
@@ -372,7 +372,7 @@ class MediaStream:
         for other in self._container.streams:
             if other is not stream:
                 other.discard = type(other.discard).all
-        check_sums(stream)
+        enable_checksums(stream)
         stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
         self._stream, self.codec = stream, stream.codec_context.name
         if self.codec.startswith("wma"):
@@ -460,26 +460,26 @@ class MediaStream:
         Without one, they start with the first frame.
         """
         begin = self._stream.start_time
-        for earlier in _EARLIER if self._is_sought else ():
+        for earlier in _EARLIER if self._can_seek else ():
             target = ticks - int(earlier / self._stream.time_base)
             if begin is None or target <= begin:
                 break
-            frames = self._sought(target)
+            frames = self._seek_frames(target)
             first = next(frames, None)
             if first is not None and first.pts <= ticks:
                 return itertools.chain((first,), frames)
-        frames = self._from_start()
+        frames = self._frames_from_start()
         first = next(frames, None)
         if first is None:
             raise MediaError(f"{self.name}: no frame of its {self.kind} can be decoded")
         return itertools.chain((first,), frames)
 
     @property
-    def _is_sought(self) -> bool:
+    def _can_seek(self) -> bool:
         """Return whether the frames after a seek equal those of a full decode."""
         return self._container.format.name not in _UNSOUGHT and not is_reordered(self._container, self._stream)
 
-    def _sought(self, ticks: int) -> Iterator[Any]:
+    def _seek_frames(self, ticks: int) -> Iterator[Any]:
         """Return the frames from a seek point at or before `ticks`, or none."""
         self._at_start = False
         try:
@@ -489,7 +489,7 @@ class MediaStream:
             return iter(())
         return self._frames()
 
-    def _from_start(self) -> Iterator[Any]:
+    def _frames_from_start(self) -> Iterator[Any]:
         """Return the frames from the first one.
 
         Not every container can seek to it.
@@ -517,7 +517,7 @@ class MediaStream:
 
         It reads the file to its end.
         """
-        with restored_position(self._file), media_errors(self.name, "its packets cannot be read"):
+        with restoring_position(self._file), media_errors(self.name, "its packets cannot be read"):
             self._file.seek(0)
             with open_container(self._file, self.name) as container:
                 stream = container.streams[self._stream.index]
@@ -695,7 +695,7 @@ class Audio(MediaStream):
     def _frames_before(self, time: Fraction) -> Any:
         """Return the frames from some time before `time`."""
         if time <= (_OGG_S if self._is_ogg else 0):
-            return self._from_start()
+            return self._frames_from_start()
         # Reopen, because results could depend on earlier ranges: a demuxer learns seek points, and AAC decoders draw
         # noise from a generator.
         self._reopen()

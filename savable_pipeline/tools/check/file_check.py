@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.dataset.decoding import image_doubts
+from savable_pipeline.data.dataset.decoding import image_warnings
 from savable_pipeline.data.media.media_info import media_fault
 from savable_pipeline.data.media.video import Video, frames_lacking
 from savable_pipeline.data.remote.session import Session
@@ -270,5 +270,5 @@ def part_fault(extension: str, data: bytes, counts: Counter[str]) -> str:
         return f"zero-filled: all {len(data)} bytes are zeros"
     fault = decode_error(extension, data) or utf8_error(extension, data)
     if not fault and part_type(extension) in IMAGE_PARTS:
-        counts.update(image_doubts(data))
+        counts.update(image_warnings(data))
     return fault

@@ -155,7 +155,7 @@ def test_duplicate_key_returns_the_first_sample(tmp_path: Path) -> None:
         write_tar(tmp_path / f"{shard}.tar", [("same.json", value), (f"own{shard}.json", b"{}")])
     data = sp.open_dataset(tmp_path)
     assert data["same"].json() == {"id": 1}
-    assert data.keys.twice == (0, 2)
+    assert data.keys.duplicate == (0, 2)
 
 
 def test_unwritable_folder_is_skipped_for_the_key_index(
