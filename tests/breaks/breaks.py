@@ -516,7 +516,7 @@ RUN = [
         "            for flag in flags:\n                self.segments.lend(segment, flag)\n",
         "",
         ("tests/run/peers/test_peer_backend.py", "tests/run/peers"),
-        caught_by="tests/run/peers/test_peer_backend.py::test_epochs_end_alike",
+        caught_by="tests/run/peers/test_peer_backend.py::test_epochs_end_at_the_same_batch_on_all_peers",
     ),
     Break(
         "peers-at-other-positions",
