@@ -709,9 +709,9 @@ DATA = [
         "file versions",
         "A file of excluded samples that is overwritten, as long as before, with its time put back is not told.",
         _DATA + "dataset/key_index.py",
-        "        if stamp != self._stamp and _digest(self._read()) != self._content:\n",
-        "        seen = self._stamp\n"
-        "        if (stamp.size, stamp.written_ns) != (seen.size, seen.written_ns) and _digest(self._read()) != self._content:\n",
+        "        if version != self._version and _digest(self._read()) != self._content:\n",
+        "        seen = self._version\n"
+        "        if (version.size, version.written_ns) != (seen.size, seen.written_ns) and _digest(self._read()) != self._content:\n",
         ("tests/data/dataset/test_exclude_file.py",),
         caught_by="tests/data/dataset/test_exclude_file.py::test_changed_exclude_file_with_restored_time_is_an_error",
     ),

@@ -46,7 +46,7 @@ from savable_pipeline.core.keyed_random import GAMMA
 from savable_pipeline.core.wording import NAMES_SHOWN, listed
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.shards.byte_source import FileVersion, WholeFile
-from savable_pipeline.data.shards.indexing import in_first_of
+from savable_pipeline.data.shards.indexing import first_writable
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import SavableError, ShardError
@@ -131,7 +131,7 @@ def key_index(dataset: Dataset) -> KeyIndex:
         return found or KeyIndex(path, manifest)
 
     known = next(filter(None, (_open_if_valid(path, manifest) for path in paths)), None)
-    return known or in_first_of(paths, f"{dataset.address}: no place to write an index of its keys", open_or_build)
+    return known or first_writable(paths, f"{dataset.address}: no place to write an index of its keys", open_or_build)
 
 
 def _open_if_valid(path: Path, manifest: bytes) -> KeyIndex | None:

@@ -26,10 +26,10 @@ from savable_pipeline.data.shards.index_making import (
     Progress,
     ScannedTables,
     each_shard,
-    here_or_in_several,
+    serial_then_parallel,
     write_index,
 )
-from savable_pipeline.data.shards.indexing import in_first_place, media_table_name, open_files
+from savable_pipeline.data.shards.indexing import at_first_writable, media_table_name, open_files
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.data.shards.paths import Shards, is_remote
@@ -66,7 +66,7 @@ def index_media(
         _build(path, indexed, processes or os.cpu_count() or 1, progress)
         return path
 
-    path = in_first_place(indexed.root, media_table_name(form.index_kind), make)
+    path = at_first_writable(indexed.root, media_table_name(form.index_kind), make)
     return path, _faults(path, indexed)
 
 
@@ -127,7 +127,7 @@ def _scan_all(indexed: IndexedFiles, names: list[str], processes: int) -> Iterat
             for other, answer in answers:
                 yield (scan.crashed(other) if answer is None else msgspec.msgpack.decode(answer, type=ShardTable))
 
-    return here_or_in_several(names, scan, in_processes, _ALONE_S) if processes > 1 else map(scan, names)
+    return serial_then_parallel(names, scan, in_processes, _ALONE_S) if processes > 1 else map(scan, names)
 
 
 def _scan(form: Format, index_path: Path, root: Path, name: str) -> ShardTable:

@@ -308,7 +308,7 @@ class RemoteFolder:
         """Return the file of the index."""
         return self.cached.folder / "index"
 
-    def beside(self, name: str) -> Path:
+    def sidecar(self, name: str) -> Path:
         """Return the path of the local copy of a sidecar named `name`."""
         return self.cached.folder / "beside" / name
 
@@ -357,9 +357,9 @@ def with_stamps(
     """
     stamps = list(found.stamps) or [""] * len(found.names)
     companions = {}
-    if form is not None and form.beside[1]:
+    if form is not None and form.sidecar[1]:
         numbers = [*numbers]
-        own = form.beside[0]
+        own = form.sidecar[0]
         companions = {n: form.companion(found.names[n]) for n in numbers if found.names[n].lower().endswith(own)}
     unknown = [number for number in numbers if found.sizes[number] < 0 or not stamps[number]]
     stats = session.stats(found.root, [found.names[number] for number in unknown], needed=True)

@@ -79,7 +79,7 @@ def list_remote(files: paths.Shards, session: Session) -> RemoteShards:
     web server, which cannot be listed, yields no names. Raises `ShardError` for nothing, and for an object that is
     named twice.
     """
-    specs = [spelled for spec in paths.spelled_out(files) for spelled in paths.expand_braces(spec)]
+    specs = [spelled for spec in paths.expand_specs(files) for spelled in paths.expand_braces(spec)]
     if not specs:
         raise ShardError("the list of shards is empty")
     objects = _objects(specs, session)
@@ -87,7 +87,7 @@ def list_remote(files: paths.Shards, session: Session) -> RemoteShards:
         if (folder := _below(root := specs[0].rstrip("/"), session)) is not None:
             return folder
         if specs[0] != root:
-            raise ShardError(f"{root}: no object has this prefix. Check the address", reason=paths.NOT_THERE)
+            raise ShardError(f"{root}: no object has this prefix. Check the address", reason=paths.NO_SUCH_PATH)
         objects = {root}  # reading it raises an error that names the missing object
     known: dict[str, tuple[int, str]] = {}  # by URL: size in bytes, and stamp
     for spec in specs:
@@ -116,7 +116,7 @@ def select(listed: RemoteShards, form: Format, chosen: Sequence[str] | None, ses
             return replace(listed, names=())
         names = form.files(listed.names, {}) if chosen is None else chosen
     except ValueError as error:
-        raise ShardError(f"{root}: {error}", reason=paths.NOT_THERE) from error
+        raise ShardError(f"{root}: {error}", reason=paths.NO_SUCH_PATH) from error
     packed = [*filter(form.packs, listed.names)] if form.packed else []
     if packed and not listed.whole:
         raise ShardError(f"{root}/{packed[0]}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
@@ -173,7 +173,7 @@ def _matching(spec: str, session: Session) -> dict[str, tuple[int, str]]:
         found = [row for row in listing if matches(row[0]) and (hidden or not paths.is_hidden_path(row[0]))]
         if found:
             return {f"{folder}/{name}": (size, stamp) for name, size, stamp in found}
-    raise ShardError(f"{spec}: no shard matches. Check the pattern", reason=paths.NOT_THERE)
+    raise ShardError(f"{spec}: no shard matches. Check the pattern", reason=paths.NO_SUCH_PATH)
 
 
 def _below_root(known: Mapping[str, tuple[int, str]]) -> RemoteShards:

@@ -166,7 +166,7 @@ class ByteSource:
     def expect(self, places: list[tuple[int, int]]) -> None:
         """Announce reads of these offsets and sizes."""
 
-    def beside(self, suffix: str, name: str = "") -> Path | None:
+    def sidecar(self, suffix: str, name: str = "") -> Path | None:
         """Return a local sidecar of a file, with this suffix, or None without one.
 
         If the file's `name` is passed, the sidecar is called `suffix` in the folder of that name.
@@ -204,8 +204,8 @@ class LocalFile(ByteSource):
                 raise OSError(f"{self._path}: it was replaced while it was read. Start again")
             return os.pread(file.fileno(), size, offset)
 
-    def beside(self, suffix: str, name: str = "") -> Path | None:
-        """See `ByteSource.beside`."""
+    def sidecar(self, suffix: str, name: str = "") -> Path | None:
+        """See `ByteSource.sidecar`."""
         path = self._path.parents[name.count("/")] / suffix if name else self._path.with_suffix(suffix)
         return path if path.exists() else None
 

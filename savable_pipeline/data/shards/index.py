@@ -58,14 +58,14 @@ _NUMBER = 8  # bytes of each number
 class Header(msgspec.Struct, array_like=True):
     """Header of an index, before its arrays.
 
-    `said` is the format's data about all files.
+    `format_data` is the format's data about all files.
     """
 
     shards: Count
     names: Count  # in bytes
     faults: dict[int, str]  # by number of the shard
     kind: str  # name of the format
-    said: bytes = b""
+    format_data: bytes = b""
 
 
 class ShardTable(msgspec.Struct):
@@ -90,14 +90,14 @@ class RowsWriter(Protocol):
     def add(self, rows: bytes, /) -> tuple[int, int]:
         """Add the rows of the next file, and return their number and checksum."""
 
-    def said(self) -> bytes:
+    def format_data(self) -> bytes:
         """Return the format's data about all files."""
 
     def write(self, file: BinaryIO, /) -> None:
         """Write all rows, as arrays that each start at a multiple of 8 bytes."""
 
 
-class PlaceWriter:
+class BlobWriter:
     """Writer of the rows of a `BlobIndex`."""
 
     def __init__(self, new_file: Callable[[], IO[bytes]]) -> None:
@@ -108,7 +108,7 @@ class PlaceWriter:
         self._blob.write(rows)
         return len(rows) // 8, check_of(np.frombuffer(rows, "<u8"))
 
-    def said(self) -> bytes:
+    def format_data(self) -> bytes:
         """Return nothing, because a blob has no data about all files."""
         return b""
 
@@ -124,7 +124,7 @@ class ShardIndex(ABC):
     an index of other shards. `kind` is the name of the format, and a `writer` writes the rows.
     """
 
-    writer: ClassVar[type[RowsWriter]] = PlaceWriter
+    writer: ClassVar[type[RowsWriter]] = BlobWriter
 
     def __init__(self, path: Path, kind: str) -> None:
         in_parts = path.with_name(PARTS).exists()  # a downloading process may still write rows into it
@@ -379,12 +379,12 @@ class Format:
     no_rows: bytes = b""
     """Index rows of a file that cannot be read."""
     no_digest: int = 0
-    beside: tuple[str, str] = ("", "")
+    sidecar: tuple[str, str] = ("", "")
     """Files with the first suffix may have a sidecar with the second."""
-    for_others: str = ""
+    offsets_suffix: str = ""
     """Suffix after a file's name for a sidecar that other programs read."""
-    leave_beside: Callable[[Path, ShardTable], None] | None = None
-    fault_beside: Callable[[Path, ShardTable], str] | None = None
+    write_offsets: Callable[[Path, ShardTable], None] | None = None
+    offsets_error: Callable[[Path, ShardTable], str] | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Format) and self.index_kind == other.index_kind
@@ -410,11 +410,11 @@ class Format:
         listed = None if self.listed is None else self.listed(heads)
         if listed is None:
             return sorted(filter(self.has, names)) if self.choose is None else self.choose[1](names)
-        there, chosen = set(names), set[str]()
+        existing, chosen = set(names), set[str]()
         for each in listed:
             # the longest alternative is the compressed one, and others are its decompressed copies
             written = max(each, key=len)
-            name = next((name for name in each if name in there), written)
+            name = next((name for name in each if name in existing), written)
             if not is_inside(name) or name in chosen:
                 fault = "named twice" if name in chosen else "outside the folder"
                 raise ValueError(f"{name}: {fault} by {' or '.join(self.markers)}. Copy the folder again")
@@ -436,18 +436,18 @@ class Format:
         """
         return bool(self.packed) and name.lower().endswith(self.packed)
 
-    def names_beside(self, name: str) -> list[str]:
+    def sidecar_names(self, name: str) -> list[str]:
         """Return the names that a file's sidecars may have."""
-        own, other = self.beside
+        own, other = self.sidecar
         companion = [self.companion(name)] if other and name.lower().endswith(own) else []
-        return [*companion, *([name + self.for_others] if self.for_others else [])]
+        return [*companion, *([name + self.offsets_suffix] if self.offsets_suffix else [])]
 
     def companion(self, name: str) -> str:
         """Return the name of a file's sidecar.
 
         A sidecar shared by several files is in their folder.
         """
-        own, other = self.beside
+        own, other = self.sidecar
         return name[: len(name) - len(own)] + other if own else other
 
     def index_at(self, path: Path) -> ShardIndex:

@@ -73,7 +73,7 @@ def write_index(path: Path, tables: Iterable[ShardTable], form: Format | str) ->
         for table in tables:
             columns.add(table.entry, *rows.add(table.rows))
         with replacing(path) as file:
-            file.write(index_begin(columns, kind, rows.said()))
+            file.write(index_begin(columns, kind, rows.format_data()))
             rows.write(file)
 
 
@@ -102,12 +102,12 @@ class Columns:
             column.append(number)
 
 
-def index_begin(columns: Columns, kind: str, said: bytes) -> bytes:
+def index_begin(columns: Columns, kind: str, format_data: bytes) -> bytes:
     """Return the bytes of an index before its rows.
 
-    `said` is what the format stores about all files.
+    `format_data` is what the format stores about all files.
     """
-    header = Header(len(columns.numbers[0]), len(columns.names), columns.faults, kind, said)
+    header = Header(len(columns.numbers[0]), len(columns.names), columns.faults, kind, format_data)
     encoded = msgspec.msgpack.encode(header)
     found = bytearray(len(encoded).to_bytes(8, "little") + encoded)
     found += bytes(aligned(16 + len(found)) - 16 - len(found))
@@ -129,7 +129,7 @@ class ScannedTables:
         self._file = self._path.open("a+b")
         self._places: dict[str, int] = {}
         self._end = 0
-        self._find_left()
+        self._read_unfinished()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -164,7 +164,7 @@ class ScannedTables:
             self._path.unlink(missing_ok=True)
         self._file.close()
 
-    def _find_left(self) -> None:
+    def _read_unfinished(self) -> None:
         """Find the tables of an interrupted process, and truncate an incomplete one."""
         while (found := self._read(self._end)) is not None:
             self._places[found[0].entry.name] = self._end
@@ -224,35 +224,35 @@ def make_index(
     with ScannedTables(path) as scanned:
         if len(scanned):  # tables of an interrupted process
             _join(root, path, form, scanned, _reusable(path, form, form.index.is_whole), ())
-    kept = _reusable(path, form, partial(_can_reuse, root, form, set(names) if tolerant else set()))
-    written = _of_writers(root, form, [name for name in names if name not in kept])
-    missing = [name for name in names if name not in kept and name not in written]
+    reused = _reusable(path, form, partial(_can_reuse, root, form, set(names) if tolerant else set()))
+    written = _of_writers(root, form, [name for name in names if name not in reused])
+    missing = [name for name in names if name not in reused and name not in written]
     log.info("indexing %d of %d shards in %s", len(missing), len(names), root)
     began = logged = time.monotonic()
     progress(0, len(missing))
     with ScannedTables(path) as scanned:
         for done, table in enumerate(_scanned(root, missing, form, processes, each), 1):
             if (
-                form.leave_beside and not table.entry.fault
+                form.write_offsets and not table.entry.fault
             ):  # checked before it is recorded as scanned, because a restart would not scan it again
-                form.leave_beside(root / table.entry.name, table)
+                form.write_offsets(root / table.entry.name, table)
             scanned.add(table)
             progress(done, len(missing))
             if time.monotonic() - logged > _LOG_EVERY_S:
                 logged = time.monotonic()
                 log.warning("indexing %s: %d of %d shards after %.0f s", root, done, len(missing), logged - began)
-        _join(root, path, form, scanned, kept, written)
-    indexed = {*kept, *names}
+        _join(root, path, form, scanned, reused, written)
+    indexed = {*reused, *names}
     for joined in (root / WRITTEN).glob("*.index") if path == root / form.index_name else ():
         if joined.name.removesuffix(".index") in indexed:
             joined.unlink(missing_ok=True)
 
 
 def _join(
-    root: Path, path: Path, form: Format, scanned: ScannedTables, kept: Mapping[str, int], written: Collection[str]
+    root: Path, path: Path, form: Format, scanned: ScannedTables, reused: Mapping[str, int], written: Collection[str]
 ) -> None:
     """Write the index of the scanned files, of those `kept` from the old index, and those of writers."""
-    old = form.index_at(path) if kept else None
+    old = form.index_at(path) if reused else None
 
     def table(name: str) -> ShardTable:
         if name in scanned:
@@ -260,16 +260,16 @@ def _join(
         if name in written:
             return _writers_index(root, name, form).table(0)
         assert old is not None
-        return old.table(kept[name])
+        return old.table(reused[name])
 
-    write_index(path, map(table, sorted({*scanned, *kept, *written})), form)
+    write_index(path, map(table, sorted({*scanned, *reused, *written})), form)
 
 
-def _reusable(path: Path, form: Format, keep: Callable[[ShardIndex, int], bool]) -> dict[str, int]:
+def _reusable(path: Path, form: Format, is_reusable: Callable[[ShardIndex, int], bool]) -> dict[str, int]:
     """Return the files in the index at `path` that can be reused, with their numbers."""
     with contextlib.suppress(OSError, ValueError, ShardError):
         old = form.index_at(path)
-        return {name: number for number, name in enumerate(old.shards.names) if keep(old, number)}
+        return {name: number for number, name in enumerate(old.shards.names) if is_reusable(old, number)}
     return {}
 
 
@@ -305,10 +305,10 @@ def _scanned(
     if count == 1:
         return (form.scan(root, name) for name in names)
 
-    def several(left: list[str]) -> Iterator[ShardTable]:
-        return _scanned_elsewhere(root, each_shard(form.scan, root, left, count))
+    def in_processes(remaining: list[str]) -> Iterator[ShardTable]:
+        return _scanned_elsewhere(root, each_shard(form.scan, root, remaining, count))
 
-    return here_or_in_several(names, partial(form.scan, root), several, _ALONE_S)
+    return serial_then_parallel(names, partial(form.scan, root), in_processes, _ALONE_S)
 
 
 def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Iterator[ShardTable]:
@@ -354,19 +354,19 @@ def each_shard(task: Task, root: Path, names: list[str], processes: int) -> Gene
         yield from ((job.name, answer) for job, answer in answers)
 
 
-def here_or_in_several(
-    names: list[str], here: Callable[[str], T], several: Callable[[list[str]], Iterable[T]], alone_s: float
+def serial_then_parallel(
+    names: list[str], serial: Callable[[str], T], parallel: Callable[[list[str]], Iterable[T]], alone_s: float
 ) -> Iterator[T]:
     """Yield the results of `here`, and after `alone_s` seconds those of `several`.
 
-    `here` gets one name, and `several` gets all remaining names.
+    `serial` gets one name, and `parallel` gets all remaining names.
     """
     end = time.monotonic() + alone_s
     for done, name in enumerate(names):
         if len(names) - done > 1 and time.monotonic() > end:
-            yield from several(names[done:])
+            yield from parallel(names[done:])
             return
-        yield here(name)
+        yield serial(name)
 
 
 def each_job(
@@ -408,10 +408,10 @@ def each_job(
     try:
         for _ in range(min(processes, len(jobs))):
             threading.Thread(target=drive, daemon=True).start()
-        left = len(jobs)
-        while left:
+        remaining = len(jobs)
+        while remaining:
             yield (found := answers.get())
-            left -= found[1] is None or not found[1].startswith(NOTE)
+            remaining -= found[1] is None or not found[1].startswith(NOTE)
     finally:
         with lock:
             is_closed = True

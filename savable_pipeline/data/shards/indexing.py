@@ -64,15 +64,15 @@ def index_places(root: Path, name: str) -> Iterator[Path]:
         yield cache / "savable_pipeline" / hashed
 
 
-def in_first_place(root: Path, name: str, make: Callable[[Path], T]) -> T:
+def at_first_writable(root: Path, name: str, make: Callable[[Path], T]) -> T:
     """Return `make(path)` for the index's first path that can be written.
 
-    See `in_first_of`.
+    See `first_writable`.
     """
-    return in_first_of(index_places(root, name), f"{root}: no place to write an index", make)
+    return first_writable(index_places(root, name), f"{root}: no place to write an index", make)
 
 
-def in_first_of(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -> T:
+def first_writable(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -> T:
     """Return `make(path)` for the first path that can be written, under its lock.
 
     Raises `ShardError` with the `fault` if there is none.
@@ -152,7 +152,7 @@ def mark_fresh(root: Path, form: Format, index: ShardIndex, folders: Iterable[st
             replace_file(_mark_of(root / form.index_name), [msgspec.msgpack.encode(mark)])
 
 
-def let_rest() -> None:
+def wait_for_mtime_granularity() -> None:
     """Wait until folders that this process wrote to are old enough for a mark."""
     time.sleep(1.1 * _QUIET_NS / 1e9)
 
@@ -234,7 +234,7 @@ def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = Fal
         names = form.files(listed.names, heads) if listed.chosen is None or form.variant else listed.chosen
         is_listed = form.listed is not None and form.listed(heads) is not None
     except ValueError as error:
-        raise ShardError(f"{root}: {error}", reason=paths.NOT_THERE) from error
+        raise ShardError(f"{root}: {error}", reason=paths.NO_SUCH_PATH) from error
     packed = [*filter(form.packs, listed.names)] if form.packed else []
     if packed and not listed.whole:
         raise ShardError(f"{root / packed[0]}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
@@ -242,8 +242,8 @@ def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = Fal
     if not names:
         but = f", but {len(packed)} compressed ones. {paths.PACKED_CURE}" if packed else ""
         but = but or ". sp.read(…) reads files of any kind, and `savable convert SRC DST` writes shards"
-        what = " or ".join(form.suffixes)
-        raise ShardError(f"{root}: no {what} file in this folder or below it{but}", reason=paths.NO_SHARD)
+        suffixes = " or ".join(form.suffixes)
+        raise ShardError(f"{root}: no {suffixes} file in this folder or below it{but}", reason=paths.NO_SHARD)
     if packed:
         log.warning("%s: %d compressed %s files are skipped. %s", root, len(packed), form.name, paths.PACKED_CURE)
     for name in listed.exact:
@@ -285,7 +285,7 @@ def open_index(
             index = form.index_at(path)
         return IndexedFiles(form, index, path, names, root, tolerant=tolerant)
 
-    return _checked(in_first_place(root, form.index_name, make))
+    return _checked(at_first_writable(root, form.index_name, make))
 
 
 def index_files(
@@ -312,7 +312,7 @@ def index_files(
         shards, wanted = form.index_at(path).shards, set(names)
         return path, [shards[number] for number in sorted(shards.faults) if shards.names[number] in wanted]
 
-    path, faults = in_first_place(root, form.index_name, make)
+    path, faults = at_first_writable(root, form.index_name, make)
     if path == root / form.index_name and len(names) >= MARKED_SHARDS:
         _mark(root, form)
     return path, faults
@@ -321,7 +321,7 @@ def index_files(
 def _mark(root: Path, form: Format) -> None:
     """Mark the new index as fresh, so that the next start need not check all files."""
     if marked_index(root, form, tolerant=True) is None:
-        let_rest()
+        wait_for_mtime_granularity()
         _look_at_all(files_of(paths.list_files(root), form, missing_too=True), form, tolerant=True)
 
 
@@ -329,8 +329,8 @@ def _with_missing(root: Path, found: list[str], form: Format, tolerant: bool) ->
     indexed = set(_known(root, form).names)
     if not tolerant:
         check_none_gone(str(root), indexed.difference(found))
-    told = (name for name in read_counts(root) or () if form.has(name))
-    return sorted({*found, *indexed, *told})
+    counted = (name for name in read_counts(root) or () if form.has(name))
+    return sorted({*found, *indexed, *counted})
 
 
 def known_files(root: Path, form: Format) -> dict[str, ShardEntry]:
@@ -382,10 +382,10 @@ class _FilesNow:
                 self.sizes[number], self.written[number] = found.st_size, found.st_mtime_ns
             except OSError:
                 self.sizes[number] = self.written[number] = -1
-            if form.beside[1] and name.lower().endswith(form.beside[0]):
-                self.written[number] = max(self.written[number], self._written_beside(name))
+            if form.sidecar[1] and name.lower().endswith(form.sidecar[0]):
+                self.written[number] = max(self.written[number], self._sidecar_written_ns(name))
 
-    def _written_beside(self, name: str) -> int:
+    def _sidecar_written_ns(self, name: str) -> int:
         """Return when a file's sidecar was put there, because a moved file keeps its old time."""
         try:
             return FileVersion.of((self.root / self.form.companion(name)).stat()).newest_ns

@@ -52,7 +52,7 @@ ALL = "."  # name of the only shard if a folder is one shard
 TARS_END = ".tar"
 PACKED_CURE = "Unpack it, or run `savable convert`"
 PACKED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")  # lower-case suffixes of compressed tars
-NOT_THERE = "no such path"  # reason of an error
+NO_SUCH_PATH = "no such path"  # reason of an error
 NO_SHARD = "no shard"  # reason of an error
 SCHEMES = ("s3", "gs", "az", "http", "https", "hf")  # schemes of supported URLs
 LARGEST_INDEX = 1 << 30  # bytes of another program's index.json
@@ -119,7 +119,7 @@ def list_files(files: Shards) -> ListedFiles:
     They are named by a folder with its subfolders, globs, braces, paths, or a list of these. The root is the folder, or
     the deepest one that has all of them. Raises `ShardError` for nothing, and for a file that is named twice.
     """
-    specs = spelled_out(files)
+    specs = expand_specs(files)
     if not specs:
         raise ShardError("the list of shards is empty")
     if len(specs) == 1 and Path(specs[0]).is_dir():
@@ -162,15 +162,15 @@ def is_hidden_path(name: str) -> bool:
     return any(map(is_hidden, name.split("/")))
 
 
-def spelled_out(shards: Shards) -> list[str]:
+def expand_specs(shards: Shards) -> list[str]:
     """Return each path or URL separately, without abbreviations.
 
     `a::b` is split, and `~`, `$VAR` and `file://` are replaced. Raises `ShardError` for syntax that only other loaders
     support, and names the alternative.
     """
     specs = [os.fspath(spec) for spec in ([shards] if isinstance(shards, str | os.PathLike) else shards)]
-    parts = [part for spec in specs for part in ([spec] if _is_there(spec) else _BETWEEN.split(spec))]
-    return [_spelled_out(part) for part in parts]
+    parts = [part for spec in specs for part in ([spec] if _exists(spec) else _BETWEEN.split(spec))]
+    return [_expand_spec(part) for part in parts]
 
 
 def is_remote(shards: Shards) -> bool:
@@ -178,7 +178,7 @@ def is_remote(shards: Shards) -> bool:
 
     Raises `ShardError` for a mixture with files, and for an unsupported URL.
     """
-    specs = spelled_out(shards)
+    specs = expand_specs(shards)
     remote = [spec for spec in specs if "://" in spec]
     if remote and len(remote) < len(specs):
         raise ShardError(f"{clean_address(remote[0])}: mixed with local shards. Read remote and local ones separately")
@@ -194,8 +194,8 @@ def is_remote(shards: Shards) -> bool:
     return bool(remote)
 
 
-def _spelled_out(spec: str) -> str:
-    if _is_there(spec):
+def _expand_spec(spec: str) -> str:
+    if _exists(spec):
         return spec
     if spec.startswith("pipe:"):
         instead = _instead_of_pipe(spec)
@@ -208,7 +208,7 @@ def _spelled_out(spec: str) -> str:
     return os.path.expanduser(spec)  # noqa: PTH111  # a Path would lose a slash at the end and those of a URL
 
 
-def _is_there(spec: str) -> bool:
+def _exists(spec: str) -> bool:
     return "\0" not in spec and len(spec) < _LONGEST_PATH and os.path.lexists(spec)
 
 
@@ -259,7 +259,7 @@ def _matching(pattern: str, unlistable: list[ShardError]) -> list[str]:
     found = {os.path.abspath(match) for match in glob.glob(pattern, recursive=True)}  # noqa: PTH100, PTH207
     matches = sorted(each for each in found if any_name or not any(map(is_hidden, each.split("/")[fixed:])))
     if not matches:
-        raise ShardError(f"{pattern}: no file matches. Check the pattern", reason=NOT_THERE)
+        raise ShardError(f"{pattern}: no file matches. Check the pattern", reason=NO_SUCH_PATH)
     if files := [each for each in matches if not os.path.isdir(each)]:  # noqa: PTH112
         return files
     below = [with_handles(partial(_listed_below, Path(each))) for each in matches]
@@ -269,9 +269,9 @@ def _matching(pattern: str, unlistable: list[ShardError]) -> list[str]:
 
 def missing_error(path: Path) -> ShardError:
     """Return the error for a named file that does not exist."""
-    here = f" (current folder: {Path.cwd()})" if path.is_relative_to(Path.cwd()) else ""
+    current = f" (current folder: {Path.cwd()})" if path.is_relative_to(Path.cwd()) else ""
     why = "The environment has no such variable" if "$" in str(path) else "Check the path"
-    return ShardError(f"{path}: no such file or folder{here}. {why}", reason=NOT_THERE)
+    return ShardError(f"{path}: no such file or folder{current}. {why}", reason=NO_SUCH_PATH)
 
 
 def is_inside(name: str) -> bool:

@@ -123,8 +123,8 @@ class TarWriter:
         self._shards += 1
         return len(starts), check_of(starts, layout_of, sizes)
 
-    def said(self) -> bytes:
-        """See `RowsWriter.said`."""
+    def format_data(self) -> bytes:
+        """See `RowsWriter.format_data`."""
         return msgspec.msgpack.encode(
             TarIndexHeader(list(self._layouts), self._members, 8 if self._wide else 4, self._parts, self._links)
         )
@@ -176,7 +176,7 @@ def open_index(path: Path) -> ShardIndex:
 def _index_header(path: Path, header: Header) -> TarIndexHeader:
     """Decode the header about all tars. Raises `ShardError`."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        tar = msgspec.msgpack.decode(header.said, type=TarIndexHeader)
+        tar = msgspec.msgpack.decode(header.format_data, type=TarIndexHeader)
         if tar.size_bytes in (4, 8) and all(tar.layouts) and all(number < header.shards for number in tar.links):
             return tar
     raise ShardError(f"{path}: the index is damaged: its header does not fit itself")

@@ -39,9 +39,9 @@ from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
-from savable_pipeline.data.shards.indexing import in_first_place, index_places
+from savable_pipeline.data.shards.indexing import at_first_writable, index_places
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS, are_merged, find_part
-from savable_pipeline.data.shards.paths import ALL, Shards, is_hidden, spelled_out
+from savable_pipeline.data.shards.paths import ALL, Shards, expand_specs, is_hidden
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.data.shards.tar import is_metadata, split_name
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -134,7 +134,7 @@ def open_folder(files: Shards, form: Format, *, tolerant: bool = False, looked_a
     With `looked_at`, the folder is listed again. A `tolerant` call keeps an index whose files were changed or lost.
     Raises `ShardError`.
     """
-    specs = spelled_out(files)
+    specs = expand_specs(files)
     if len(specs) != 1 or not Path(specs[0]).is_dir():
         raise ShardError(f"{listed(specs)}: raw files are read as one folder. Name it, or mix several by sp.blend")
     root = Path(specs[0]).absolute()
@@ -153,7 +153,7 @@ def open_folder(files: Shards, form: Format, *, tolerant: bool = False, looked_a
             known = BlobIndex(path, form.index_kind)
         return IndexedFiles(form, known, path, None, root, tolerant=tolerant)
 
-    return in_first_place(root, form.index_name, make)
+    return at_first_writable(root, form.index_name, make)
 
 
 def is_known(root: Path) -> bool:

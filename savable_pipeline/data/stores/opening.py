@@ -101,7 +101,7 @@ def find_source(
     """
     if paths.is_remote(files):
         return _remote_source(files, format, settings, {} if pinned is None else pinned, cache)
-    specs = paths.spelled_out(files)
+    specs = paths.expand_specs(files)
     if len(specs) == 1 and Path(specs[0]).is_dir():
         root = Path(specs[0]).absolute()
         if format in ("", TAR) and valid_mark(root, TARS) and not any((root / name).exists() for name in _markers("")):
@@ -234,7 +234,7 @@ def at_commit(files: paths.Shards, pinned: dict[str, bytes], session: Session) -
 
     Raises `ShardError` for a dataset or a revision that does not exist, and `RemoteError`.
     """
-    specs = paths.spelled_out(files)
+    specs = paths.expand_specs(files)
     if not any(map(paths.is_hub, specs)):
         return files
     if importlib.util.find_spec("huggingface_hub") is None:  # finds the package without importing it

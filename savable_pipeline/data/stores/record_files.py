@@ -283,7 +283,7 @@ def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, store
         functools.partial(store, kind=kind),
         ("key", "blocks", "unpacked_bytes", "validate_hash"),
         is_same=functools.partial(is_as_listed, kind),
-        beside=("", INDEX),
+        sidecar=("", INDEX),
         markers=(INDEX,),
         claims=functools.partial(_is_format, name),
         listed=kind.names,
@@ -331,7 +331,7 @@ def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: 
 
 def _listed_file(kind: RecordKind, file: ByteSource, name: str) -> ListedFile | None:
     """Return the entry of a file in index.json, or None without one. Raises ValueError."""
-    index = file.beside(INDEX, name)
+    index = file.sidecar(INDEX, name)
     if index is None:
         return None
     stat = index.stat()

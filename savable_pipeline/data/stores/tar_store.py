@@ -366,7 +366,7 @@ TARS = Format(
     whole=True,
     no_rows=msgspec.msgpack.encode(tar_format.TarColumns(b"")),
     no_digest=xxh3_64().intdigest(),
-    for_others=".idx",
-    leave_beside=tar_format.write_tar_idx,
-    fault_beside=tar_format.tar_idx_fault,
+    offsets_suffix=".idx",
+    write_offsets=tar_format.write_tar_idx,
+    offsets_error=tar_format.tar_idx_fault,
 )

@@ -89,7 +89,7 @@ class Documents:
 
 def idx_of(file: ByteSource) -> Path | None:
     """Return the `.idx` of a `.bin`, or None."""
-    return file.beside(_IDX) if file.name.lower().endswith(".bin") else None
+    return file.sidecar(_IDX) if file.name.lower().endswith(".bin") else None
 
 
 def read_table(file: ByteSource, name: str) -> ShardTable:
@@ -394,5 +394,5 @@ TOKENS = Format(
     {"documents_or": 1024},
     is_same=is_as_indexed,
     no_rows=_NO_LAYOUT,
-    beside=(".bin", _IDX),
+    sidecar=(".bin", _IDX),
 )
