@@ -16,7 +16,7 @@ from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.stage_settings import function_name
 
 Cost: TypeAlias = Callable[[int, int], int]
-Size: TypeAlias = tuple[int, int]  # of a document: its length in tokens and its number of images
+Size: TypeAlias = tuple[int, int]  # length in tokens and number of images of a document
 
 _LIMIT = 1 << 62  # costs, and sums of them, fit into 8 bytes of a state
 

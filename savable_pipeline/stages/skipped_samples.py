@@ -24,7 +24,7 @@ from savable_pipeline.core.on_error import (
     reason_of,
     skips,
 )
-from savable_pipeline.data.dataset.ref import REF, count_of_source, skip_counters, tag_of
+from savable_pipeline.data.dataset.ref import REF, skip_counters, source_counter, tag_of
 from savable_pipeline.data.dataset.sample import JoinedParts, Sample
 from savable_pipeline.data.dataset.sample_source import SampleSource
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
@@ -208,7 +208,7 @@ class SkippedSamples:
 
     def _uncounted(self, sample: Sample, reason: str) -> Skip:
         """Subtract the item of a lost sample from the counts, and remember the sample."""
-        self._counts.subtract(["items", count_of_source(sample.index, "items")])
+        self._counts.subtract(["items", source_counter(sample.index, "items")])
         self._lost_reasons[sample.index, sample.epoch] = reason
         if len(self._lost_reasons) > _REMEMBERED:
             del self._lost_reasons[next(iter(self._lost_reasons))]
@@ -342,9 +342,9 @@ class SourceCounts:
         index, epoch = next(sample_refs(ref))[:2]
         self._counts.update(skip_counters(reason, index))
         if not asked:
-            self._counts[count_of_source(index, f"skipped/{reason}")] += 1
+            self._counts[source_counter(index, f"skipped/{reason}")] += 1
             for counter, number in (("first", int(not epoch)), ("skipped_tokens", tokens)):
                 if number:
-                    self._counts[count_of_source(index, counter)] += number
+                    self._counts[source_counter(index, counter)] += number
         row = self.rows[tag_of(index)] = self.rows.get(tag_of(index), 0) + 1
         return row

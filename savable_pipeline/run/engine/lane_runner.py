@@ -46,7 +46,7 @@ class _Live:
     stages: list[Stage]  # in the order of the data path
     lane: Lane
     batches: int
-    dropped: dict[str, dict[str, int]]  # as in its state
+    dropped: dict[str, dict[str, int]]  # in the form of its state
     counts: Counter[str] = field(default_factory=Counter)  # counters of its stages since the last delivery
     state: bytes | None = None  # state delivered with the last batch
     early: tuple[Any, bytes] | None = None  # a batch built only to find out that it exists, and the state before it
