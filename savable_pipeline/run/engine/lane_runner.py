@@ -58,9 +58,9 @@ class _Live:
 
     def collect(self) -> None:
         """Collect the counters of the stages."""
-        fresh = take_counts(self.stages)
-        self.dropped = with_counts(self.dropped, fresh)
-        self.counts.update(fresh)
+        if fresh := take_counts(self.stages):
+            self.dropped = with_counts(self.dropped, fresh)
+            self.counts.update(fresh)
 
 
 class Remake(msgspec.Struct, frozen=True, array_like=True):
