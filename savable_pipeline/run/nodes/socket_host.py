@@ -122,7 +122,8 @@ class SocketConnection:
         self.why = ""  # why its link is lost
         self.answers: list[tuple[int, WorkerAnswer]] = []
         self._host = host
-        self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]  # until it has a link
+        # frames to send once it has a link
+        self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]
         self._pid = 0
         self._fault = self._stack = ""
         self._looked = True
@@ -135,7 +136,7 @@ class SocketConnection:
 
     @property
     def started(self) -> bool:
-        """Whether it has sent its process ID."""
+        """Return whether it has sent its process ID."""
         return bool(self._pid)
 
     @property
@@ -278,8 +279,6 @@ class SocketHost(Host):
         self._has_begun = False  # whether any worker has started
         self._update_nodes()
 
-    # Nodes.
-
     def _update_nodes(self) -> None:
         """Connect new nodes, retry lost ones, and place waiting workers."""
         now = time.monotonic()
@@ -355,7 +354,7 @@ class SocketHost(Host):
         It continues to wait if no node answers, and ends if none has room.
         """
         while answering := [node for node in self._nodes if node.link is not None]:
-            first = self._rank % len(answering)  # where a rank has no share
+            first = self._rank % len(answering)  # for a rank without a share
             node = max([*answering[first:], *answering[:first]], key=self._room)
             if self._room(node) <= 0 and any(each.node and not each.end for each in self._connections):
                 worker.end = Ended(
@@ -367,8 +366,6 @@ class SocketHost(Host):
                 return
             except (OSError, EOFError) as error:
                 self._lose(node, wire.error_text(error))
-
-    # Workers.
 
     def begin(self, pinned: PinnedShards) -> SocketConnection:
         """Start a worker, on a node if one answers, else as soon as one does."""
