@@ -164,12 +164,9 @@ class Seeding:
 
         The function seeds the generators itself, by `seed`.
         """
-        self.row(1)
-        while self._watches:
-            with contextlib.suppress(DrawFound), self:
+        while True:
+            with contextlib.suppress(DrawFound), self.row(1):
                 return call(*arguments)
-            self.row(1)
-        return call(*arguments)
 
 
 @lru_cache(maxsize=2)
@@ -203,9 +200,8 @@ def _numpy_bytes() -> bytes:
 
 
 def _torch_bytes() -> bytes:
-    """Return the state of torch's generator, or b"" if torch is not imported. `numpy()` would double the time."""
-    state = torch.default_generator.get_state() if (torch := imported("torch")) else None
-    return b"" if state is None else ctypes.string_at(state.data_ptr(), state.nbytes)
+    """Return the state of torch's generator, or b"" if torch is not imported."""
+    return torch.default_generator.get_state().numpy().tobytes() if (torch := imported("torch")) else b""
 
 
 def _numpy_restorer() -> Callable[[], object]:

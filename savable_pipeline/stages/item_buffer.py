@@ -402,13 +402,11 @@ class RefBuffer:
         If a slot repeats, the second time returns the ref that was put there the first time. Slots 5 2 5 return the ref
         in slot 5, the ref in slot 2, and the first of `fresh`.
         """
-        replaced, places = self._slots[slots], slots.tolist()
-        if len(set(places)) < len(places):
-            before: dict[int, int] = {}
-            for at, place in enumerate(places):
-                if place in before:
-                    replaced[at] = fresh[before[place]]
-                before[place] = at
+        replaced, last, numbers = self._slots[slots], dict[int, int](), slots.tolist()
+        for at, slot in enumerate(numbers) if len(set(numbers)) < len(numbers) else ():
+            if slot in last:
+                replaced[at] = fresh[last[slot]]
+            last[slot] = at
         self._slots[slots] = fresh  # of a repeated slot, NumPy keeps the last ref
         return replaced
 
