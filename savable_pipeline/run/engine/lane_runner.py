@@ -49,7 +49,7 @@ class _Live:
     dropped: dict[str, dict[str, int]]  # as its state has it
     counts: Counter[str] = field(default_factory=Counter)  # of its stages, since the last delivery
     state: bytes | None = None  # delivered with the last batch
-    early: tuple[Any, bytes] | None = None  # a batch made only to find out that there is one; the state before it
+    early: tuple[Any, bytes] | None = None  # a batch built only to find out that there is one, and the state before it
 
     @property
     def stage(self) -> Stage:
@@ -122,7 +122,7 @@ class LaneRunner:
 
         None if the lane runs here and is at its position.
 
-        `avoid`: index and epoch of samples that the lane must leave out from now on. For "again", the batch of the
+        `avoid`: index and epoch of samples that the lane must drop from now on. For "again", the batch of the
         `Remake` that is packed in `state`: raises `StateError` for a ref of no batch.
         """
         if want == "again" and state is not None:
@@ -248,7 +248,7 @@ class LaneRunner:
         live.collect()
         lane = live.lane
         saved = LaneState(lane.index, lane.epoch, live.batches, more, live.stage.save_state(), lane.facts.digest)
-        several = len(live.stage.info.tags) > 1  # else a batch says that the source has given something
+        several = len(live.stage.info.tags) > 1  # with one source, any batch shows that the source yields samples
         saved.dropped = live.dropped if several or any(live.dropped.values()) else UNSET
         return pack_state(saved)
 
@@ -285,9 +285,9 @@ def _check_last(stage: Any, lane: Lane) -> None:
 
 
 def _check_lane(last: Stage, lane: Lane) -> None:
-    """Raise ValueError unless all stages were made for this very lane.
+    """Raise ValueError unless all stages were created for this very lane.
 
-    Others would give its samples, too.
+    The samples of another lane would be yielded twice.
     """
     for stage in upstream(last):
         if stage.info.lane is not lane:
@@ -299,7 +299,7 @@ def _check_lane(last: Stage, lane: Lane) -> None:
 
 
 def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
-    """Leave these samples, by index and epoch, out of a lane from now on."""
+    """Drop these samples, by index and epoch, from a lane from now on."""
     for index, epoch in samples:
         for stage in stages:
             if hasattr(stage, "avoid") and tag_of(index) in stage.info.tags:
@@ -307,7 +307,7 @@ def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
 
 
 def _rebuilt(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:
-    """The batch that `rebuild` makes. Raises `StateError` for a ref of none."""
+    """The batch that `rebuild` returns. Raises `StateError` for a ref of no batch."""
     lane = job.lane
     try:
         return rebuild(last, as_ref(msgspec.msgpack.decode(job.ref)) if job.ref else (), job.size)

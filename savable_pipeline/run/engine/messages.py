@@ -20,8 +20,8 @@ from savable_pipeline.stages.item_ref import ItemRef, batch_number
 from savable_pipeline.stages.pipeline import PipelineFunction
 
 RequestKind: TypeAlias = Literal["batch", "peek", "skip", "again"]
-""""batch": make a lane's next batch. "peek": only find out whether there is one. "skip": pass over it. "again": make an
-earlier batch again; the state is that of a `lane_runner.Remake`.
+""""batch": build a lane's next batch. "peek": only find out whether there is one. "skip": advance without building it.
+"again": rebuild an earlier batch. The packed `lane_runner.Remake` takes the place of the state.
 """
 
 
@@ -33,15 +33,15 @@ class LaneJob:
     seed: int
     lanes: int
     pad: bool = False
-    refs: bool = False  # whether a batch comes with its ref
+    refs: bool = False  # whether a batch has its ref
 
 
 class Request(msgspec.Struct, frozen=True):
     """Request to a worker, for a lane that is restored first unless `state` is None.
 
     `number`: 1, 2, … on its connection, also in the answer. `forget`: lanes that the worker may drop. `avoid`: index
-    and epoch of samples that the lane must drop. `version`: that of the facts with which the lane is restored. `facts`:
-    these, if the worker has others.
+    and epoch of samples that the lane must drop. `version`: the version of the facts with which the lane is restored.
+    `facts`: these facts, if the worker has others.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Failure:
     """Error of a worker as text.
 
     Its class may not exist in the trainer, or may not pickle. `pickled` is the error itself, or the encoder's error
-    that it was made of, if it can be pickled.
+    that caused it, if it can be pickled.
     """
 
     error: SavableError | None

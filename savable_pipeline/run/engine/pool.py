@@ -4,7 +4,7 @@ The trainer's process has, for each lane, the state that came with the lane's la
 at any time, and nothing is lost with a worker:
 
     ask      puts a request into the queue of a worker, or lets it wait until one has room
-    answer   polls the workers until the answer has come; meanwhile it sends requests, and replaces workers
+    answer   polls the workers until the answer has arrived, sends waiting requests, and replaces workers
     replace  the lanes of the worker have no worker, so the next request of each carries its state; requests that
              were not answered are sent again, in their order
 
@@ -64,7 +64,7 @@ class LaneAssignment:
     worker: PoolWorker | None = None
     sent: int = 0  # requests in that worker's queue
     rebuild_s: float = 0.0
-    avoid: list[tuple[int, int]] = field(default_factory=list)  # samples to leave out that are not in `state` yet
+    avoid: list[tuple[int, int]] = field(default_factory=list)  # samples to drop that are not in `state` yet
 
 
 @dataclass(slots=True, eq=False)
@@ -86,10 +86,10 @@ class PoolWorker:
 class Pool(Backend):
     """Workers, and the requests to them.
 
-    A worker that dies, or takes longer than `timeout` seconds over a batch, is replaced: its lanes are restored from
-    the states that came with their last batches, and its open requests are sent again. This happens up to 3 times for
-    one sample, and up to `max_restarts` times in all; then it is a `WorkerError`, unless the `on_error` of the stage at
-    work, found from `last_stage`, allows the sample to be left out.
+    A worker that dies, or takes longer than `timeout` seconds for a batch, is replaced. Its lanes are restored from the
+    states that came with their last batches, and its open requests are sent again. After 3 replacements for one sample,
+    or `max_restarts` in all, that is a `WorkerError`. If the `on_error` of the running stage, found from `last_stage`,
+    allows it, the sample is dropped instead.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Pool(Backend):
         self._pinned = pinned  # the shards that its workers read
         self._lanes: dict[int, LaneAssignment] = {}
         self._requests: dict[int, PendingRequest] = {}  # not answered yet, by ticket
-        self._waiting: list[PendingRequest] = []  # those of them that no worker has
+        self._waiting: list[PendingRequest] = []  # requests that no worker has
         self._ready: dict[int, Delivery | Failure] = {}
         self._deaths_by_batch: Counter[Any] = Counter()
         self._ticket = STARTED
@@ -190,7 +190,7 @@ class Pool(Backend):
         self._waiting = waiting
 
     def _choose(self, lane: LaneAssignment) -> PoolWorker | None:
-        """The worker that could begin a batch first; None if its queue is full."""
+        """The worker that could start a batch first; None if its queue is full."""
         if lane.sent:  # only its worker has the state after the batches that are under way
             assert lane.worker is not None
             return lane.worker if len(lane.worker.requests) < self._depth else None

@@ -41,7 +41,7 @@ from savable_pipeline.run.transport.status_page import STACK_SIGNAL, StatusPage,
 
 log = logging.getLogger(__name__)
 
-_LARGE_BYTES = 64 << 20  # of a pipeline, from which on it is better made where it is used
+_LARGE_BYTES = 64 << 20  # a pickled pipeline larger than this is better created in the worker
 _LOOK_S = 5.0  # for a last look at the shards, which takes milliseconds
 _STACK_S = 1.0  # for a hanging worker to write its stack
 _SILENT_S = 10.0  # after which a zygote that leaves an order unanswered has been stopped

@@ -26,8 +26,8 @@ from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.stages.mapped_function import LAMBDA
 
-PROCESS_NAME = "savable_pipeline"  # what the names of our processes begin with
-UNGUARDED_CODE = 79  # with which one of them ends that finds the main module unguarded: the trainer says so, once
+PROCESS_NAME = "savable_pipeline"  # the start of the names of our processes
+UNGUARDED_CODE = 79  # exit code of a worker that finds the main module unguarded. The trainer reports it once
 
 UNGUARDED = (
     "workers started by spawn or forkserver import the trainer's main module again, and here that makes a loader with "
@@ -103,9 +103,9 @@ def _unpickled(raw: bytes) -> LaneJob:
 
 
 def _import_main(main: dict[str, Any]) -> None:
-    """Import the trainer's main module as multiprocessing does. Raises `WorkerError` that holds its traceback."""
+    """Import the trainer's main module as multiprocessing does. Raises `WorkerError` with its traceback."""
     process = vars(multiprocessing.current_process())
-    process["_inheriting"] = True  # what multiprocessing sets meanwhile, so that no process is started
+    process["_inheriting"] = True  # as multiprocessing does during the import, so that no process is started
     try:
         spawn.prepare(main)
     except BaseException as error:  # SystemExit too: a script may end itself

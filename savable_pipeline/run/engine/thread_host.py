@@ -39,7 +39,7 @@ from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 5.0  # for threads to end: each after the batch that it makes
+_LOOK_S = 5.0  # timeout for threads to end, each after its current batch
 _IMMUTABLE = {str, bytes, int, float, bool, complex, type(None)}
 
 
@@ -82,7 +82,7 @@ class ThreadConnection:
         self._requests.put(request)
 
     def receive(self) -> list[tuple[int, WorkerAnswer]]:
-        """The answers that have come."""
+        """The answers that have arrived."""
         found = []
         while self._answers:
             found.append(self._answers.popleft())
@@ -120,7 +120,7 @@ class ThreadConnection:
         return not self.hangs
 
     def close(self) -> None:
-        """Have it end after the batch that it makes."""
+        """Have it end after its current batch."""
         self._requests.put(None)
 
 

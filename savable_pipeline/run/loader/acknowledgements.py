@@ -104,7 +104,7 @@ class Acknowledgements:
         self._counts: Counter[tuple[str, str]] = Counter()  # of rows: what became of them, and why
         self._noted: Noted = {}
         self._issued: dict[int, IssuedReceipts] = {}  # of the next batches
-        self._young: list[OpenFlight] = []  # given since receipts were made last
+        self._young: list[OpenFlight] = []  # yielded since receipts were last created
         self.load([], 0)
 
     def load(self, saved: Iterable[flights.Flight], coming: int, lost: Mapping[int, int] = {}) -> None:
@@ -120,12 +120,12 @@ class Acknowledgements:
             for flight in loaded:
                 self._lanes[self._number_of(flight.batch)].flights[flight.batch] = flight
             self._handed: dict[int, OpenFlight] = {}  # by the id of their receipts
-            self._out = 0  # rows given and not acknowledged
-            self.waiting = deque(  # to come again, in this order; other threads add to it
+            self._out = 0  # rows yielded and not acknowledged
+            self.waiting = deque(  # to repeat, in this order; other threads add to it
                 flight for flight in loaded if flight.open != lost.get(flight.batch, 0)
             )
             self._elsewhere: dict[int, int] = {}  # rows of other ranks' batches that were acknowledged here
-            self._last: tuple[int, OpenFlight, int] | None = None  # given, as which, with these rows
+            self._last: tuple[int, OpenFlight, int] | None = None  # the last batch: its number, the batch, and its rows
             for flight in loaded:
                 self._lose(flight, lost.get(flight.batch, 0))
         self.fill_up(coming)
@@ -257,7 +257,7 @@ class Acknowledgements:
                 self._freed.notify_all()
 
     def _acknowledged(self, batch: int, rows: int, kind: Acknowledgement) -> int:
-        """Acknowledge those of a batch's rows that can be, and return them."""
+        """Acknowledge the rows of a batch that can be acknowledged, and return them."""
         lane = self._lanes.get((batch & flights.SLOTS) % self._lane_count)
         if lane is None:
             return 0 if kind == "again" else self._of_others(batch, rows)
@@ -355,8 +355,8 @@ class Acknowledgements:
                 self._freed.notify_all()
 
 
-_AHEAD = 32  # batches whose receipts are made at once, unless they are large: one's alone would take ten times as long
-_LARGEST = 1 << 14  # receipts that are made at once, but for a larger batch
+_AHEAD = 32  # batches whose receipts are created together, unless they are large, in a tenth of the time
+_LARGEST = 1 << 14  # receipts that are created together, unless one batch has more
 
 
 class IssuedReceipts(NamedTuple):

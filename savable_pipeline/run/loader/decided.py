@@ -30,7 +30,7 @@ from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
 
-_PARTS = 1 << 30  # of all that a Blend gives, in weights that have no smaller integers
+_PARTS = 1 << 30  # the sum of weights that have no smaller integers
 
 Excluded: TypeAlias = str | tuple[str, str]  # a key, or a source and a key
 

@@ -6,11 +6,11 @@
     batch     ■   ■   ■   ■   ■   ■               tail="stop": ends at slot 4      tail="pad": at slot 6
 
 A round takes one batch of every lane, a step one slot on each rank. With `tail="stop"` the epoch ends before the first
-round that some lane has no batch for; with `tail="pad"` after the last slot that holds a sample, rounded up to a step.
+round for which a lane has no batch. With `tail="pad"` it ends after the last slot with a sample, rounded up to a step.
 
-Where the lengths of lanes cannot be counted beforehand, each rank proposes an end from what its lanes know of their
-next batches, and the smallest ("stop") or largest ("pad") proposal holds: as far as one round, and then they vote
-again, in the last step of the round before.
+If the lengths of lanes cannot be counted in advance, the ranks vote. Each rank proposes an end by what its lanes know
+of their next batches, and the smallest ("stop") or largest ("pad") proposal applies. A vote reaches as far as one
+round. The next vote is in the last step of that round.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def proposed_end(position: Position, prefetcher: Prefetcher) -> int:
 def _rounds(position: Position, lane: int, prefetcher: Prefetcher) -> int:
     """How many rounds of the epoch a lane has batches for, as far as it is known."""
     slot, more = _next_slot(position, lane), position.lanes[lane].more
-    if slot < position.end:  # of the round before: the next step begins there and reaches beyond it
+    if slot < position.end:  # of the round before, in which the next step starts
         slot, more = slot + position.lane_count, prefetcher.peek(position).more
     return slot // position.lane_count + bool(more)
 

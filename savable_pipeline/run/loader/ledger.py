@@ -46,7 +46,7 @@ _SHARDS = ".shards"  # the setting in a fingerprint that each reader has
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One time that a sample was given to a rank."""
+    """One time that a sample was yielded to a rank."""
 
     source: str
     """The name of its source in a `Blend`; "" without one."""
@@ -59,15 +59,15 @@ class Sighting:
     world_size: int
     """The number of ranks at that time."""
     lost: bool
-    """Whether the model that saw the sample was thrown away: the run was later resumed from a place before it."""
+    """Whether the model that saw the sample is lost, because the run was later resumed from an earlier position."""
     again: bool = False
-    """Whether it was given again, since it was in flight: `SavableLoader(acknowledge=True)`."""
+    """Whether it was repeated because it was in flight: `SavableLoader(acknowledge=True)`."""
     outcome: str = ""
     """What became of it: "trained", "dropped: REASON", "given again", or "" where nothing was acknowledged."""
 
     @classmethod
     def of(cls, source: str, recorded: RecordedBatch, *, lost: bool, outcome: str) -> Sighting:
-        """The record of a batch that was given."""
+        """The record of a batch that was yielded."""
         batch, start = recorded.batch, recorded.start
         position = (batch.epoch, batch.slot, recorded.step, start.rank, start.world_size)
         return cls(source, *position, lost, bool(batch.again), outcome)
@@ -104,10 +104,10 @@ class Ledger:
     def find(
         self, keys: Iterable[str], *, source: str | None = None, data: str | None = None
     ) -> dict[str, list[Sighting] | None]:
-        """When the samples with these keys were given.
+        """When the samples with these keys were yielded.
 
-        The keys are read where the run read its data and as it read them. What was given after a place from which the
-        run was later resumed is marked as `lost`.
+        The keys are read from the data of the run, opened as the run opened them. Batches after a position from which
+        the run was later resumed are marked as `lost`.
 
         Args:
             keys: Keys of samples.
@@ -116,7 +116,7 @@ class Ledger:
 
         Returns:
             For each key, in the order of `keys`: None if no sample has it, else a record for each time that a sample
-            with it was given, source by source and file of the ledger by file; an empty list if none was. A record has
+            with it was yielded, by source and then by file of the ledger. The list may be empty. A record has
             `source`, `epoch`, `slot`, `step`, `rank`, `world_size`, `lost`, `again` and `outcome`.
 
         Raises:
@@ -130,9 +130,9 @@ class Ledger:
         return {key: None if recorded is None else _sightings(self._files, recorded) for key, recorded in found.items()}
 
     def batch(self, pipeline: PipelineFunction, *, slot: int, epoch: int = 0) -> Any:
-        """Make a batch of the run again, byte for byte as it was given.
+        """Rebuild a batch of the run, byte for byte as it was yielded.
 
-        The lane runs from its last state in the ledger, so at most 1,000 batches are passed over first.
+        The lane runs from its last state in the ledger, so it skips at most 1,000 batches first.
 
         Args:
             pipeline: The run's pipeline function. Settings and data must be those of the run; shards may have been
@@ -141,10 +141,10 @@ class Ledger:
             epoch: Its epoch. Default: 0, the only epoch of an endless run.
 
         Returns:
-            The batch, as the pipeline's last stage made it.
+            The batch, as the pipeline's last stage built it.
 
         Raises:
-            SavableError: No such batch was given, or the pipeline makes it of other samples than the ledger names.
+            SavableError: No such batch was yielded, or the pipeline builds it of other samples than the ledger names.
             CheckpointMismatchError: Settings or data are not those of the run.
         """
         return rebuild_batch(pipeline, self._files, epoch, slot).batch
@@ -154,7 +154,7 @@ def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
     """Each time that a sample was yielded, in order, with what became of it."""
     rows = [_rows(each, bits) for _, each, bits in found]
     outcomes = _acknowledged(ledger, {batch for named in rows for batch, _ in named})
-    last: dict[_Row, int] = {}  # the last start in which each was given
+    last: dict[_Row, int] = {}  # the last start in which each was yielded
     last_time: dict[tuple[int, _Row], int] = {}  # the last time in a start
     for time, ((_, each, _), named) in enumerate(zip(found, rows, strict=True)):
         for row in named:
@@ -219,7 +219,7 @@ def _chosen(ledger: LedgerFiles, source: str | None, data: str | None) -> list[L
 def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dataset:
     """Open the samples of a source, numbered as in the last start that used it.
 
-    Raises `SavableError` if the files hold other samples than the run read, as each answer would be wrong.
+    Raises `SavableError` if the files have other samples than the run read, because each answer would be wrong.
     """
     start = next(start for start in reversed(ledger.starts) if source.tag in [each.tag for each in start.sources])
     saved = unpack_fingerprint(start.fingerprint)

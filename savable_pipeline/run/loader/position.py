@@ -251,7 +251,7 @@ class Observer:
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
         """Check own entries of a loaded state, and return a function that adopts them.
 
-        The state is None if the run moves to an earlier position or decides anew, which nothing rejects. Raises
+        The state is None if the run moves to an earlier position or decides again, which nothing rejects. Raises
         `CheckpointMismatchError` if entries are missing.
         """
 

@@ -49,7 +49,7 @@ class Prefetcher:
         self._backend = backend
         self._slot = -1  # the next to hand out; -1 before the first
         self._epoch = 0  # that it is of
-        self._received: deque[Delivery] = deque()  # the batches of the slots from there on that have come
+        self._received: deque[Delivery] = deque()  # received batches of the slots from there on
         self._again: dict[bytes, Any] = {}  # tickets of batches that are rebuilt, by their `Remake`
         self._remakes = 0
         self._requests: deque[Any] = deque()  # tickets of the slots after these

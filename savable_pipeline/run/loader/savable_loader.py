@@ -241,10 +241,10 @@ class SavableLoader:
         If it raises, nothing has changed.
 
         Args:
-            state: A state that holds this rank's lanes.
+            state: A state that has this rank's lanes.
             allow: Names of fields that may differ from the saved ones, as `CheckpointMismatchError` names them. With
                 "shards", new shards that sort after all old ones join at the epoch after the last that any lane has
-                begun: that takes the state of all lanes (`global_state_dict`). With "joins", a `Join` may be added or
+                started. This needs the state of all lanes (`global_state_dict`). With "joins", a `Join` may be added or
                 exchanged.
 
         Raises:

@@ -27,7 +27,7 @@ class Acknowledge:
     """`acknowledge=True` of a `SavableLoader`, with a bound.
 
     Args:
-        max_in_flight: Most rows given here and not acknowledged here: `next` waits, and raises after the workers'
+        max_in_flight: Most rows yielded here and not acknowledged here. `next` waits, and raises after the workers'
             `timeout`. None: any number.
 
     Raises:

@@ -76,8 +76,8 @@ class StatefulDataset(IterableDataset[Any]):
         self._pinned = _pinned(self._settings)
         self._run: Run | None = None
         self._iteration = -1
-        # The number of epochs begun, and the seed of the workers that began the last one, as one number: a worker reads
-        # and writes both at once, and all workers that are started together write the same.
+        # The number of started epochs, and the seed of the workers that started the last one, as one number. So a
+        # worker reads and writes both at once. All workers that are started together write the same number.
         self._begun = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> StatefulDataset:
@@ -115,13 +115,13 @@ class StatefulDataset(IterableDataset[Any]):
         run, pinned = self._run_of(state["iteration"]), dict(self._pinned)
         run.load_state_dict(state)
         moved = [name for name in pinned if is_hub(name) and self._pinned.get(name) != pinned[name]]
-        if moved and get_worker_info():  # the process that makes the workers of later epochs has no part in this
+        if moved and get_worker_info():  # the process that starts the workers of later epochs does not load the state
             raise CheckpointMismatchError(
                 f"{moved[0]} has changed since the state was saved. Name the commit "
                 f"{addresses_of(self._pinned).get(moved[0], moved[0])}, or use a SavableLoader, which keeps it."
             )
         self._run, self._iteration = run, state["iteration"]
-        if run.epoch > self._iteration:  # saved after the last batch: this pass ends, the next one gives that epoch
+        if run.epoch > self._iteration:  # saved after the last batch: the next iterator yields that epoch
             run.end_epoch()
         self._begun[0] = self._packed(self._iteration + 1)
 
@@ -152,7 +152,7 @@ class StatefulDataset(IterableDataset[Any]):
         return self._rank + self._world_size * worker, self._world_size * workers
 
     def _next_iteration(self) -> int:
-        """The number of the epoch that begins, the same in all workers that were started together."""
+        """The number of the epoch that starts, the same in all workers that were started together."""
         begun, seed = divmod(int(self._begun[0]), 1 << _SEED_BITS)
         info = get_worker_info()
         if info is None:

@@ -69,18 +69,18 @@ class States:
 
     @cached_property
     def fingerprint(self) -> PipelineFingerprint:
-        """What a state must agree on. It holds the index of the shards open."""
+        """What a state must agree on. As long as it is cached, the index of the shards stays open."""
         found = fingerprint(self._local.last_stage, seed=self._settings.seed, lanes=self._settings.lanes)
         return replace(found, addresses={**found.addresses, **addresses_of(self._local.pinned)})
 
     @cached_property
     def packed(self) -> bytes:
-        """The same as bytes."""
+        """The fingerprint as bytes."""
         return pack_fingerprint(self.fingerprint)
 
     @cached_property
     def _packed_changed(self) -> bytes:
-        """The same in an epoch that was begun with other settings."""
+        """The packed fingerprint in an epoch that was started with other settings."""
         found = self.fingerprint
         return pack_fingerprint(replace(found, environment={**found.environment, _CHANGED: "yes"}))
 
@@ -298,7 +298,7 @@ def _all_lanes(state: Mapping[str, Any]) -> dict[int, LaneState]:
 
 
 def _begun(lanes: Mapping[int, LaneState], facts: RunFacts, local: LocalLanes) -> dict[str, int]:
-    """The last epoch that any lane has begun of each reader, by its branch."""
+    """The last epoch of each reader that any lane has started, by its branch."""
     begun: dict[str, int] = {}
     for lane in lanes.values():
         for reader in _readers(local.looked_at(lane, facts)).values():

@@ -3,9 +3,9 @@
 `Stats` has sums, percentiles of the last times (`Recent`), and the slowest sample and shard of the timed batches
 (`Slowest`). It warns when the trainer waits too much for data.
 
-`SourceLosses` warns once about a source of which much is skipped, by the counters that come with each batch. It ends a
-run that gets nothing from a source. That depends only on the states of the lanes (`dropped`), so a resumed run ends at
-the same step, and not because a source that had samples before the checkpoint has none for a while after it.
+`SourceLosses` warns once about a source of which many samples are skipped, by the counters of each batch. It ends a run
+that gets no sample of a source. That depends only on the states of the lanes (`dropped`), so a resumed run ends at the
+same step. It does not end if a source had samples only before the checkpoint.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class Slowest:
 _ENOUGH = 1000  # samples of a source before its share is looked at
 _MUCH = 0.1  # of a source's samples, or tokens
 _MOST_DROPPED = 10_000  # dropped samples of a source that yields none end the run, or all of its first epoch
-_EPOCHS = 5  # the same, where other ranks have a part of that epoch, or a buffer holds some of it: e**-5
+_EPOCHS = 5  # epochs instead of one, if other ranks or a buffer have a part of it: e**-5
 _SHOWN = 5  # reasons in a message
 _MISSING = "Check the names of parts in the encoder with `savable info PATH`"  # most skipped ones are "no ..."
 _CURES = {

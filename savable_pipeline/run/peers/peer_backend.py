@@ -10,8 +10,8 @@ The first rank is at most `prefetch` answers ahead of the slowest peer. Each ans
 before it, so that a rank which asks for something else is noticed. At the first batch after a start, all compare its
 bytes.
 
-A peer that ends ends all, and so does one that gives no sign of life for `timeout` seconds while another waits for it:
-each raises an error with its rank. A rank that waits in `next`, for a peer or for its own workers, gives such signs.
+If a peer ends, or sends no sign of life for `timeout` seconds while another waits for it, each rank raises an error
+that names it. A rank that waits in `next`, for a peer or for its own workers, sends such signs.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class PeerBackend:
         self._check(self._readers)
         raised, other, compares = None, key, self._compares and key[0] == "batch"
         if (upstream := self._upstream) is not None:
-            # Before its vote, a first rank may wait for that of another group, which replaces a worker after a timeout.
+            # Before its vote, a first rank may wait for another first rank, which replaces a worker after a timeout.
             self._wait(lambda: [] if upstream.inbox else [upstream], timeouts=2 if key[0] == "vote" else 1)
             (_, other, compares), message, descriptors = upstream.inbox.popleft()
             found: Any = upstream.reader.read(message, descriptors)[1]
@@ -186,7 +186,7 @@ class PeerBackend:
     def _wait(self, missing: Callable[[], list[Peer]], *, timeouts: int = 1) -> None:
         """Wait until no peer is missing.
 
-        Raises `WorkerError` on all ranks if one ended, or gives no sign of life for so many timeouts.
+        Raises `WorkerError` on all ranks if one ended, or sent no sign of life for so many timeouts.
         """
         start, limit = time.monotonic(), self._timeout * timeouts
         while peers := missing():

@@ -307,7 +307,7 @@ def _never(name: str, current: PipelineFingerprint) -> str:
 
 
 def _plain(field: str, value: Any) -> Any:
-    """Return a setting as a state holds it: tuples and sets become lists.
+    """Return a setting as a state stores it: tuples and sets become lists.
 
     Raises ValueError if it is not plain.
     """

@@ -57,7 +57,7 @@ class LaneState(msgspec.Struct):
 def pack_state(state: msgspec.Struct) -> bytes:
     """Return a struct as numbered, checksummed bytes.
 
-    Raises TypeError for a value that MessagePack cannot hold, `StateError` for an integer beyond 64 bits.
+    Raises TypeError for a value that MessagePack cannot store, `StateError` for an integer beyond 64 bits.
     """
     try:
         body = msgspec.msgpack.encode(state)
@@ -73,8 +73,8 @@ def fresh_lane(lane: int, epoch: int, facts: RunFacts) -> bytes:
     """The packed state of a lane before its first batch of an epoch.
 
         slot 5 of 8 lanes     0 1 2 3 4            5 6 7
-                              begun: their own     fresh: the run's facts have the chunk sizes, the units in which the
-                              states say `cut`     shares of all lanes are cut in this epoch
+                              started: their       fresh: the run's facts have the chunk sizes, in which the shares of
+                              states have `cut`    all lanes are cut in this epoch
 
     When a run continues in mid-epoch with other settings, such as another batch size or `tail`, the shares of all lanes
     must stay cut as they were, or a fresh lane would read samples of another lane.
@@ -182,7 +182,7 @@ class OfSource(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why something was left out; "" if this is no counter of that."""
+        """Why samples were skipped; "" if this counts something else."""
         return self.counter.removeprefix(_SKIPPED) if self.counter.startswith(_SKIPPED) else ""
 
 

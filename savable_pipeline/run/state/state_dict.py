@@ -118,7 +118,7 @@ def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, Lan
 
 
 def read_facts(state: Mapping[str, Any]) -> RunFacts:
-    """What holds for all lanes of a flat dict. Raises `StateError` if it is damaged."""
+    """The facts of all lanes in a flat dict. Raises `StateError` if they are damaged."""
     return unpack_state(state.get(FACTS), RunFacts, FACTS)
 
 

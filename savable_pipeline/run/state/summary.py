@@ -33,7 +33,7 @@ class StateSummary:
     numbers: dict[str, int]
     settings: dict[str, Any]
     environment: dict[str, str]
-    lanes: dict[int, dict[str, Any]]  # by lane, `stage.field: value`; {} for a lane that has not begun
+    lanes: dict[int, dict[str, Any]]  # by lane, `stage.field: value`; {} for a lane that has not started
     lane_bytes: dict[int, int]
 
 
@@ -120,7 +120,7 @@ def _facts_as_settings(facts: RunFacts) -> dict[str, str]:
 
 
 def _in_flight(state: Mapping[str, Any]) -> dict[str, str]:
-    """How many rows are given and not acknowledged, the oldest, and how many of each lane, as a setting."""
+    """How many rows are yielded and not acknowledged, the oldest, and how many of each lane, as a setting."""
     rows = {lane: sum(each.open.bit_count() for each in found) for lane, found in read_flights(state).items() if found}
     if not rows:
         return {}
@@ -134,7 +134,7 @@ def _in_flight(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _row(lane: LaneState, stages: list[str]) -> dict[str, Any]:
-    """A lane's fields as `stage.field: value`, in the order of the data path; {} if the lane has not begun."""
+    """A lane's fields as `stage.field: value`, in the order of the data path; {} if the lane has not started."""
     if lane.stages is None:
         return {}
     path = list(_path(lane.stages, lane_name(lane.lane)))
