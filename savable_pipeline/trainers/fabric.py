@@ -50,7 +50,7 @@ def prepare(fabric: Fabric, loader: SavableLoader) -> TrainerLoader:
 
 
 def shared_sizes(strategy: Any) -> dict[str, int]:
-    """Return the size of the mesh of a strategy along which processes need the same batches, by name.
+    """Return the size of the dimension whose processes need the same batches, by name.
 
     Args:
         strategy: A strategy of Fabric or of Lightning's `Trainer`.

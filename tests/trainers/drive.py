@@ -96,17 +96,23 @@ def pipeline_for(trainer: str, folder: str | Path, kind: str, *, shuffle: bool =
     return ToyPipeline(str(Path(folder, "shards")), kind, shuffle=shuffle, encoder=encoder)
 
 
+def sharing(case: Case, mesh: Any = None) -> dict[str, Any]:
+    """The setting of a loader whose processes share batches, if those of the case do."""
+    if case.peers == 1 or ranks() == 1:
+        return {}
+    mesh = mesh or init_device_mesh("cpu", (ranks() // case.peers, case.peers), mesh_dim_names=("dp", "tp"))
+    return {"ranks": sp.Ranks.of(mesh, share=mesh.mesh_dim_names[-1])}
+
+
 def make_loader(case: Case, mesh: Any = None, **given: Any) -> sp.SavableLoader:
     pipeline = pipeline_for(case.trainer, case.folder, case.kind)
-    if case.peers > 1:
-        mesh = mesh or init_device_mesh("cpu", (ranks() // case.peers, case.peers), mesh_dim_names=("dp", "tp"))
-        given = {**given, "ranks": sp.Ranks.of(mesh, share=mesh.mesh_dim_names[-1])}
+    given |= sharing(case, mesh)
     return sp.SavableLoader(pipeline, seed=7, lanes=LANES, num_workers=case.workers, **given)
 
 
 def make_evaluation(case: Case) -> sp.SavableLoader:
     pipeline = pipeline_for(case.trainer, case.folder, "counted", shuffle=False)
-    return sp.SavableLoader(pipeline, seed=7, lanes=LANES, tail="pad", on_iter="restart")
+    return sp.SavableLoader(pipeline, seed=7, lanes=LANES, tail="pad", on_iter="restart", **sharing(case))
 
 
 def block(trainer: str) -> str:

@@ -230,7 +230,7 @@ class Ranks:
 
 
 def group_store(group: Any) -> Any:
-    """The store of a process group, or None for a group that torch.distributed does not know.
+    """The store of a process group; None if torch.distributed does not know it.
 
     Args:
         group: The group. Before torch 2.8 it has no method for its store.

@@ -69,7 +69,7 @@ class States:
 
     @cached_property
     def fingerprint(self) -> PipelineFingerprint:
-        """What a state must agree on. As long as it is cached, the index of the shards stays open."""
+        """What a state must agree on. It keeps the index of the shards open."""
         found = fingerprint(self._local.last_stage, seed=self._settings.seed, lanes=self._settings.lanes)
         return replace(found, addresses={**found.addresses, **addresses_of(self._local.pinned)})
 
