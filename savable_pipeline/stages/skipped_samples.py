@@ -24,7 +24,7 @@ from savable_pipeline.core.on_error import (
     reason_of,
     skips,
 )
-from savable_pipeline.data.dataset.ref import REF, count_of_source, skip_counters, tag_of
+from savable_pipeline.data.dataset.ref import REF, skip_counters, source_counter, tag_of
 from savable_pipeline.data.dataset.sample import JoinedParts, Sample
 from savable_pipeline.data.dataset.sample_source import SampleSource
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 EXCLUDED = Skip(REASON)
 _STAGE = "\n  stage Encode"
-_ALWAYS = 100  # errors of a lane up to which a fraction in `max_errors` has no effect
-_REMEMBERED = 1000  # lost samples that are remembered, so that a second piece of one is not counted again
+_ALWAYS = 100  # number of errors of a lane that are allowed whatever the fraction in `max_errors`
+_REMEMBERED = 1000  # lost samples to remember, so that a second piece of one is not counted again
 
 
 def check_limits(on_error: OnError, max_errors: int | float) -> None:
@@ -64,7 +64,7 @@ _Mark: TypeAlias = tuple[Any, ...]
 
 
 class SkippedSamples:
-    """The samples that one stage leaves out, counted in its `counts` by reason.
+    """Samples that one stage drops, counted in its `counts` by reason.
 
     `function` is the name of the encoder or filter in messages. Raises ValueError for wrong settings of `Encode`.
     """
@@ -82,16 +82,16 @@ class SkippedSamples:
         self._counts, self._ahead = counts, ahead
         self._lane, self._population = upstream.lane, upstream.population
         self._function, self._on_error, self._max_errors = function, on_error, max_errors
-        self.errors = 0  # samples left out because of an error
-        # by (index, epoch), why a sample is not tried again
+        self.errors = 0  # samples dropped because of an error
+        # why a sample is not tried again, by (index, epoch)
         self.avoided: dict[tuple[int, int], str] = {}
-        # by (index, epoch), why a sample that was counted as used is lost
+        # why a sample that was counted as used is lost, by (index, epoch)
         self._lost_reasons: dict[tuple[int, int], str] = {}
         self._by_source = SourceCounts(counts)
-        self._row = 0  # samples in a row without an item, of all sources, including excluded ones
+        self._row = 0  # consecutive samples without an item, of all sources, including excluded ones
         self._elements: list[Element] = []  # the elements of the call since `begin`
-        self._noted = 0  # how many of them are already taken into account in `_row`
-        self._counted: dict[str, int] = {}  # what was added to counters since `begin`
+        self._noted = 0  # number of these elements that `_row` already includes
+        self._counted: dict[str, int] = {}  # increments of counters since `begin`
 
     def begin(self, elements: list[Element]) -> _Mark:
         """Snapshot the counts before a call that may fail.
@@ -209,7 +209,7 @@ class SkippedSamples:
 
     def _uncounted(self, sample: Sample, reason: str) -> Skip:
         """Subtract the item of a lost sample from the counts, and remember the sample."""
-        self._counts.subtract(["items", count_of_source(sample.index, "items")])
+        self._counts.subtract(["items", source_counter(sample.index, "items")])
         self._lost_reasons[sample.index, sample.epoch] = reason
         if len(self._lost_reasons) > _REMEMBERED:
             del self._lost_reasons[next(iter(self._lost_reasons))]
@@ -244,7 +244,7 @@ class SkippedSamples:
         )
 
     def restore(self, stage: Stage, errors: int, avoided: Mapping[str, bytes]) -> None:
-        """Continue with the values of a saved state: see `save_state`."""
+        """Restore the result of `save_state`."""
         self.errors = errors
         for reason, refs in avoided.items():
             self.avoided.update(dict.fromkeys(saved_refs(stage, refs).tolist(), reason))
@@ -272,7 +272,7 @@ def _key_of(sample: Sample) -> str:
     """Return the key of a sample, or "?" if it cannot be read."""
     try:
         return sample.key
-    except ShardError:  # the header with the key is unreadable, too
+    except ShardError:  # the header with the key may be unreadable too
         return "?"
 
 
@@ -295,7 +295,7 @@ def max_empty_samples(population: int) -> int:
 
 @cache
 def _names_of(tag: int) -> tuple[str, str]:
-    """The counters of a source's items and tokens."""
+    """Return the names of the counters of a source's items and tokens."""
     return f"source/{tag}/items", f"source/{tag}/tokens"
 
 
@@ -351,10 +351,10 @@ class SourceCounts:
         index, epoch = next(sample_refs(ref))[:2]
         counted = Counter(skip_counters(reason, index))
         if not asked:
-            counted[count_of_source(index, f"skipped/{reason}")] = 1
+            counted[source_counter(index, f"skipped/{reason}")] = 1
             for what, number in (("first", int(not epoch)), ("skipped_tokens", tokens)):
                 if number:
-                    counted[count_of_source(index, what)] = number
+                    counted[source_counter(index, what)] = number
         self._counts.update(counted)
         row = self.rows[tag_of(index)] = self.rows.get(tag_of(index), 0) + 1
         return counted, row

@@ -131,7 +131,7 @@ class OnDevice:
 
     @property
     def dataset(self) -> Any:
-        """Raises AttributeError, as for the loader."""
+        """Raise AttributeError, as for the loader."""
         refuse_dataset()
 
     def skip(self, slots: int) -> None:
@@ -213,7 +213,7 @@ class OnDevice:
 class _Progress(NamedTuple):
     """Position of the trainer, in one value that an interrupt cannot split."""
 
-    yielded: Position  # of the loader after the last batch yielded
+    yielded: Position  # position of the loader after the last batch yielded
     ahead: tuple[tuple[_Moved, Position], ...] = ()  # batches not yielded yet, with the loader's position after each
 
     @property

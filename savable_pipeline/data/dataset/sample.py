@@ -1,6 +1,6 @@
 """`Sample`: mapping from extension to bytes that are read on access.
 
-`JoinedParts`: where a joined sample reads from: its own dataset, and beside it samples of others, by name.
+`JoinedParts`: the parts of a joined sample, from its own dataset and from samples of others, by name.
 
 own sample      jpg, json                       sample["jpg"]
 "captions"      txt                             sample["captions.txt"]
@@ -22,12 +22,12 @@ from savable_pipeline.data.dataset.decoding import (
     Box,
     Colour,
     PixelSize,
-    converted,
-    decoded_part,
+    convert_image,
+    decode_part,
+    decompress_part,
     field_value,
     image_region,
     npy_array,
-    unpacked,
 )
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of, untagged
 from savable_pipeline.data.dataset.sample_source import DetachedSample, SampleSource
@@ -59,11 +59,11 @@ OpenMedia = TypeVar("OpenMedia", "Video", "Audio")
 class Sample(msgspec.Struct, gc=False, eq=False):
     """Read-only mapping from extension ("jpg") to bytes, read on access.
 
-    What `[]` gives, `in`, `get`, iteration and `len` know, in every store: the members of a tar, the columns of a
-    table, `json` and the fields of a line of JSONL; a null is no part. Iteration names each part once; `[]` and `in`
-    take an extension in letters of any case, and the column's name of an image. `.image()`, `.text()` and `.json()`
-    decode the usual parts; `Sample.KINDS` has the extensions of an "image", a "video" and "audio". A missing part is a
-    KeyError; a shard that cannot be read is a `ShardError`, or behind a URL a `RemoteError`.
+    The parts are the members of a tar, the columns of a table, or `json` and the fields of a line of JSONL. A null is
+    not a part. Iteration names each part once. `[]` and `in` ignore the case of an extension, and also accept the
+    column's name of an image. `.image()`, `.text()` and `.json()` decode the usual parts. `Sample.KINDS` has the
+    extensions of an "image", a "video" and "audio". A missing part is a KeyError, an unreadable shard a `ShardError`,
+    and a server that fails a `RemoteError`.
 
     Attributes:
         origin: The dataset that the parts are read from.
@@ -111,7 +111,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     @property
     def ref(self) -> Ref:
-        """The origin of the sample."""
+        """Return the origin of the sample."""
         return Ref(self.origin.source ^ tag_of(self.index) << TAG_SHIFT, self.epoch, untagged(self.index))
 
     @property
@@ -178,14 +178,14 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         Bytes are for raw data that needs no decoding.
 
         Numbers have their own type: tokens of a `TokenReader` are (tokens,), a column of numbers is (), of lists of
-        numbers (any, …). In a worker it is read directly into the memory of the batch: `sp.stack` of such arrays as
-        tensors (`torch.from_numpy`) need not copy them, if their size in bytes is a multiple of 64.
+        numbers (any, …). In a worker, the part is read directly into the memory of the batch: `sp.stack` of such arrays
+        as tensors (`torch.from_numpy`) need not copy them, if their size in bytes is a multiple of 64.
 
         Args:
             extension: The name of the part.
 
         Raises:
-            TypeError: The part is a column of other values, or of lists of several lengths: `json` reads it.
+            TypeError: The part is a column of other values, or of lists of different lengths. Use `json` for it.
             ValueError: The part is an `npy` of Python objects, which are never unpickled, or is truncated.
         """
         found = self.origin.array(self._shard, self._row, extension)
@@ -197,7 +197,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
         PyAV, torchcodec, soundfile and Pillow read such files.
 
-        Of a tar only what is asked for is read; other parts are read whole. One thread at a time may read it.
+        From a tar, only requested bytes are read. Other parts are read whole. One thread at a time may read the file.
 
         Args:
             part: The name of the part.
@@ -230,7 +230,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         Args:
             extension: The name of the part; if it ends in `gz`, the part is decompressed first.
         """
-        return decoded_json(unpacked(extension, self[extension], self.origin.unpacked_bytes))
+        return decoded_json(decompress_part(extension, self[extension], self.origin.unpacked_bytes))
 
     def text(self, extension: str | None = None) -> str:
         """Decode a part as UTF-8, without a byte order mark (U+FEFF).
@@ -239,8 +239,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             extension: The name of the part; if it ends in `gz`, such as "txt.gz", the part is decompressed first. None:
                 the first of txt, text, caption and md that the sample has.
         """
-        part = extension or self._first(TEXT_PARTS)
-        return unpacked(part, self[part], self.origin.unpacked_bytes).decode("utf-8-sig")
+        part = extension or self._first_of(TEXT_PARTS)
+        return decompress_part(part, self[part], self.origin.unpacked_bytes).decode("utf-8-sig")
 
     def image(
         self,
@@ -259,93 +259,92 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
         Args:
             part: The name of the part. None: the first of `Sample.KINDS["image"]` that the sample has.
-            mode: The mode of the image, as of Pillow. None: "RGB", but a gray image of 16 bits, 32 bits or floats as it
-                is.
-            bits: 8 makes an image of 16 bits a channel one of 8, by v >> 8.
-            at_least: Width and height that suffice for the box, or a function that returns them, given the width and
-                height of the full image. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size where that is as large.
-            box: The region wanted, (left, upper, right, lower) in pixels of the full image, or a function as above.
-            background: The colour behind an image with alpha, unless the mode has alpha, as "RGBA" has.
-            exif: Turn and mirror the image by its EXIF orientation, as `PIL.ImageOps.exif_transpose` does; sizes and
-                boxes are then of the image as it is shown. False: the pixels as they are stored.
+            mode: Pillow's mode of the image. None: "RGB", but a gray image of 16 bits, 32 bits or floats is unchanged.
+            bits: 8 reduces 16 bits per channel to 8, by v >> 8.
+            at_least: Width and height that suffice for the box, or a function of the full image's width and height that
+                returns them. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size if that is large enough.
+            box: The region to return, (left, upper, right, lower) in pixels of the full image, or a function as above.
+            background: The color behind an image with alpha, unless the mode has alpha, like "RGBA".
+            exif: Turn and mirror the image by its EXIF orientation, as `PIL.ImageOps.exif_transpose` does. Sizes and
+                boxes are then those of the turned image. False: the pixels as stored.
 
         Returns:
-            With `at_least` or `box` the smallest image of whole pixels that covers the box, whose place in it is
-            `image.info["box"]`: `image.resize(size, box=image.info["box"])`.
+            The image. With `at_least` or `box`, it is the smallest image of whole pixels that covers the box, and
+            `image.info["box"]` is the box in it: `image.resize(size, box=image.info["box"])`.
 
         Raises:
             ValueError: The box is empty or reaches beyond the image; or a `mode` of 8 bits would lose bits without
-                `bits=8`, or is asked for of floats.
+                `bits=8`, or is requested for floats.
             OSError: The image is damaged.
         """
         if bits not in (None, 8):
             raise ValueError(f"bits={bits!r}. Pass 8, or None to lose no bits")
-        name = part or self._first(IMAGE_PARTS)
+        name = part or self._first_of(IMAGE_PARTS)
         opened = open_image(self[name], name)
         if at_least is None and box is None:
-            return converted(turned(*to_be_turned(opened, exif=exif)), mode, background, bits)
+            return convert_image(turned(*to_be_turned(opened, exif=exif)), mode, background, bits)
         return image_region(opened, mode, background, bits, at_least=at_least, box=box, exif=exif)
 
     def video(self, part: str | None = None) -> Video:
-        """Open a part as a video, of which no more is read and decoded than is asked for.
+        """Open a part as a video, which reads and decodes only requested frames.
 
         Args:
             part: The name of the part, or of a range (`ranges=` of `custom.ParquetReader`), or of an archive of images,
-                as an episode of LeRobot without videos has. None: the first video.
+                as in an episode of LeRobot without videos. None: the first video.
 
         Raises:
-            MediaError: The part is damaged, or no video.
+            MediaError: The part is damaged, or not a video.
             ImportError: PyAV, of the extra `media`, is not installed.
         """
         from savable_pipeline.data.media.video import Video
 
-        name = part or self._first(VIDEO_PARTS)
+        name = part or self._first_of(VIDEO_PARTS)
         if part_type(name) not in VIDEO_PARTS and not isinstance(file := self.open(name), RangeFile):
             from savable_pipeline.data.media.video import ImageFrames, is_archive
 
             if is_archive(file):
                 return ImageFrames(file, self._name_of(name))
-        return self._opened(Video, name)
+        return self._open_media(Video, name)
 
     def audio(self, part: str | None = None) -> Audio:
-        """Open a part as a sound, of which no more is read and decoded than is asked for.
+        """Open a part as audio, which reads and decodes only requested ranges.
 
         Args:
-            part: The name of the part, which may be a range, or a video. None: the first sound, then video.
+            part: The name of the part, which may be a range, or a video. None: the first audio part, or else video.
 
         Raises:
-            MediaError: The part is damaged, or has no sound.
+            MediaError: The part is damaged, or has no audio.
             ImportError: PyAV, of the extra `media`, is not installed.
         """
         from savable_pipeline.data.media.container import Audio
 
-        return self._opened(Audio, part or self._first((*AUDIO_PARTS, *VIDEO_PARTS)))
+        return self._open_media(Audio, part or self._first_of((*AUDIO_PARTS, *VIDEO_PARTS)))
 
     def media(self, part: str | None = None) -> MediaInfo:
         """Return length and size of a media part from its headers.
 
         Nothing is decoded. The size is that of the rotated image.
 
-        Where there is a table of `savable index --media`, or Energon's, no header is read either.
+        If a table of `savable index --media` or Energon has the part, its headers are not read either.
 
         Args:
-            part: The name of the part. None: the first video, sound or image.
+            part: The name of the part. None: the first video, audio or image.
 
         Raises:
-            MediaError: The part is damaged, or no media.
-            ShardError: The table is of other shards than there are now.
-            ImportError: PyAV, of the extra `media`, is not installed, and the part is no image.
+            MediaError: The part is damaged, or not media.
+            ShardError: The table is of other shards than the current ones.
+            ImportError: PyAV, of the extra `media`, is not installed, and the part is not an image.
 
         Example:
             >>> info = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False)).media("png")
             >>> (info.width, info.height, info.duration_s)
             (8, 8, None)
         """
-        name = part or self._first((*VIDEO_PARTS, *AUDIO_PARTS, *IMAGE_PARTS))
+        name = part or self._first_of((*VIDEO_PARTS, *AUDIO_PARTS, *IMAGE_PARTS))
         return self.origin.media(self._shard, self._row, name, self._name_of(name))
 
     def decoded(self, *, exif: bool = True) -> dict[str, Any]:
-        """Decode all parts, by the last word of their extension, and add `__key__`.
+        """Decode all parts, by the last component of their extension, and add `__key__`.
 
         json: as JSON; txt, text, caption, md, srt, vtt: str; an image: uint8 (height, width, 3), or a gray one of 16
         bits, 32 bits or floats (height, width); npy: an array; npz: a dict of arrays; any other: bytes. Nothing is
@@ -360,7 +359,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             {'__key__': 's000000', 'json': {'id': 0}, 'txt': 'picture 0', 'png': (8, 8, 3)}
         """
         most = self.origin.unpacked_bytes
-        found = {name: decoded_part(name, data, most, exif=exif) for name, data in self.items()}
+        found = {name: decode_part(name, data, most, exif=exif) for name, data in self.items()}
         return {"__key__": self.key, **found}
 
     def read_from(self, origin: SampleSource) -> Sample:
@@ -373,7 +372,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """
         return Sample(origin, self._shard, self._row, self.index, self.epoch)
 
-    def _opened(self, kind: type[OpenMedia], part: str) -> OpenMedia:
+    def _open_media(self, kind: type[OpenMedia], part: str) -> OpenMedia:
         file = self.open(part)
         begin_s, end_s = seconds_of(file)
         return kind(file, self._name_of(part), begin_s=begin_s, end_s=end_s)
@@ -381,7 +380,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def _name_of(self, part: str) -> str:
         return f"part {part!r} of sample {self.key!r} of {self.shard}"
 
-    def _first(self, extensions: tuple[str, ...]) -> str:
+    def _first_of(self, extensions: tuple[str, ...]) -> str:
         for extension in extensions:
             if extension in self:
                 return extension
@@ -405,8 +404,8 @@ class JoinedParts(msgspec.Struct, eq=False):
 
     `others` has the joined samples by name. None means that no sample has this key.
 
-    `fault` is what kept the key from being read: raised where a joined part is asked for. `skips`: whether samples that
-    lack one are skipped.
+    `fault` is the error of reading the key, which is raised when a joined part is requested. `skips` says whether
+    samples that lack a joined sample are skipped.
     """
 
     own: SampleSource
@@ -463,7 +462,10 @@ class JoinedParts(msgspec.Struct, eq=False):
         return self.own.offset(shard, row)
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """The sample's own, then those of each joined one behind its name."""
+        """Return the sample's own extensions, then those of joined samples.
+
+        The latter have the name of the joined dataset as prefix.
+        """
         if self.fault is not None:
             raise self.fault
         joined = [f"{name}.{part}" for name, other in self.others.items() if other is not None for part in other]
@@ -471,33 +473,33 @@ class JoinedParts(msgspec.Struct, eq=False):
 
     def has_part(self, shard: int, row: int, extension: str) -> bool:
         try:
-            found = self._joined(shard, row, extension)
+            found = self._find_joined(shard, row, extension)
         except KeyError:
             return False
         return self.own.has_part(shard, row, extension) if found is None else found[1] in found[0]
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        found = self._joined(shard, row, extension)
+        found = self._find_joined(shard, row, extension)
         return self.own.read(shard, row, extension) if found is None else found[0][found[1]]
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
-        found = self._joined(shard, row, extension)
+        found = self._find_joined(shard, row, extension)
         return self.own.array(shard, row, extension) if found is None else found[0].array(found[1])
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
-        found = self._joined(shard, row, extension)
+        found = self._find_joined(shard, row, extension)
         return self.own.open(shard, row, extension) if found is None else found[0].open(found[1])
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
-        found = self._joined(shard, row, extension)
+        found = self._find_joined(shard, row, extension)
         return self.own.head(shard, row, extension, limit) if found is None else found[0].head(found[1], limit)
 
     def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:
-        found = self._joined(shard, row, part)
+        found = self._find_joined(shard, row, part)
         return self.own.media(shard, row, part, name) if found is None else found[0].media(found[1])
 
-    def _joined(self, shard: int, row: int, extension: str) -> tuple[Sample, str] | None:
-        """The joined sample that has this part, and the part's name in it; None for a part of the sample's own.
+    def _find_joined(self, shard: int, row: int, extension: str) -> tuple[Sample, str] | None:
+        """Return the joined sample that has this part, and the part's name in it; None for an own part.
 
         Raises KeyError if no joined sample has it, `ShardError` if the sample has a part of that name itself.
         """

@@ -31,14 +31,14 @@ from urllib.parse import urljoin, urlsplit
 
 from savable_pipeline.data.remote.cache_files import flock, private_file, private_folder
 from savable_pipeline.data.remote.listing import Listing, shared_answer
-from savable_pipeline.data.shards.paths import NOT_THERE, HubAddress
+from savable_pipeline.data.shards.paths import NO_SUCH_PATH, HubAddress
 from savable_pipeline.errors import RemoteError, ShardError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_LONGEST_WAITS_S = 3600.0  # of one request, for a Hub that answers 429
-_RESET = re.compile(r";\s*t\s*=\s*(\d+)")  # of the header RateLimit: seconds until its window ends
+_LONGEST_WAITS_S = 3600.0  # most seconds that one request waits for a Hub that answers 429
+_RESET = re.compile(r";\s*t\s*=\s*(\d+)")  # seconds until the window ends, in the header RateLimit
 _MOST_FILES = 1024  # download URLs in memory
 
 
@@ -161,7 +161,8 @@ class Hub:
                 wait_s = float(self._wait_file().read_text()) - time.time()
                 if not 0 < wait_s <= _LONGEST_WAITS_S:
                     return
-                time.sleep(wait_s + SystemRandom().uniform(0, min(1.0, wait_s / 10)))  # not all in the same instant
+                # random, so that processes do not wake at the same instant
+                time.sleep(wait_s + SystemRandom().uniform(0, min(1.0, wait_s / 10)))
 
     def _pause_all(self, seconds: float) -> None:
         """Make all processes of the node wait for `seconds`, or as long as they must."""
@@ -220,14 +221,14 @@ def _final_error(address: str, error: Any) -> Exception:
     if isinstance(error, errors.RevisionNotFoundError):
         return ShardError(
             f"{address}: the dataset has no revision {named.revision!r}. See {page}/tree/main for branches and tags",
-            reason=NOT_THERE,
+            reason=NO_SUCH_PATH,
         )
     if isinstance(error, errors.EntryNotFoundError):
         return _not_found(address)
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
         return ShardError(
             f"{address}: no such dataset, or a private one ({status}). Check {page}, and set HF_TOKEN if it is private",
-            reason=NOT_THERE,
+            reason=NO_SUCH_PATH,
         )
     if status == 403:
         return RemoteError(f"{address}: the Hub refuses access (403). Accept the terms at {page}, and set HF_TOKEN")
@@ -235,7 +236,7 @@ def _final_error(address: str, error: Any) -> Exception:
 
 
 def _not_found(address: str) -> ShardError:
-    return ShardError(f"{address}: not found in the dataset at this commit", reason=NOT_THERE)
+    return ShardError(f"{address}: not found in the dataset at this commit", reason=NO_SUCH_PATH)
 
 
 def _origin(url: str) -> tuple[str, str | None, int]:

@@ -1,21 +1,21 @@
 """All formats, and the function that recognizes files by names and first bytes.
 
-A new format is a file, and its name in `FORMATS`. Where several could be meant, those with markers are asked first, in
-this order.
+A new format is a file, and its name in `FORMATS`. If several formats are possible, those with markers are tried first,
+in this order.
 
-    names ── wanted ──▶ whose first bytes are needed ── recognize ──▶ format, files, settings
+    names ── wanted ──▶ files whose first bytes are needed ── recognize ──▶ format, files, settings
 
-Both steps are pure: the same for a folder, a bucket, the Hub, a web server and every command. Of a web server, `names`
-are the addresses that were named and the markers that exist, of anything else all names without hidden ones.
-`tests/data/test_layouts.py` is the specification: layouts and what they are recognized as.
+Both steps are pure functions, the same for a folder, a bucket, the Hub, a web server and every command. On a web
+server, `names` are the named addresses and the markers that exist. Otherwise they are all names without hidden ones.
+`tests/data/test_layouts.py` is the specification: layouts and their recognized formats.
 
 1. A marker of another program decides: `index.json`, `meta/info.json`, `state.json`, `dataset_dict.json`.
-2. Tars are the dataset, whatever tables lie beside them.
-3. Beside images, audio or video, a table whose first row names one of the files is the dataset. Else the files are a
-   folder of samples, and a single other table is not read, with a warning.
-4. Else files of rows are the dataset, of one format; then tokens, tables and lists of JSON; then raw files.
+2. If there are tars, they are the dataset. Tables next to them are ignored.
+3. With images, audio or video, a table whose first row names one of the files is the dataset. Otherwise the files are
+   a folder of samples, and a single other table is skipped with a warning.
+4. Otherwise, files of rows of one format are the dataset, or else tokens, tables and lists of JSON, or else raw files.
 
-What could be meant otherwise is an error that lists what there is, and how to choose.
+Ambiguous files are an error that lists the formats found, and how to choose.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ CONTAINERS = {
     ".mds": "name the folder with its index.json",
 }
 """Files that hold many samples, which nothing here reads, and what to do with them."""
-_USUAL = (*FILE_FIELDS, "audio_filepath")  # fields that name files; the last one in manifests of NeMo
-_METADATA = "metadata.parquet"  # of HF's image folders; its rows name files
+_USUAL = (*FILE_FIELDS, "audio_filepath")  # fields that usually name files; the last one is of NeMo's manifests
+_METADATA = "metadata.parquet"  # table of HF's image folders, whose rows name files
 _MAGICS = {b"PAR1": PARQUET, b"ARROW1": ARROW}
-_SHOWN = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")  # of images for people
-_TABLES = {  # whose rows are not those of all their files
+# names of images for readers of a README
+_SHOWN = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")
+_TABLES = {  # tables with fewer rows than their folder has files
     re.compile(r"(?:.*/)?_delta_log/.*"): "Delta Lake",
     re.compile(r"(?:.*/)?metadata/[^/]*\.metadata\.json"): "Apache Iceberg",
 }
-_FEW, _HEAD = 16, 1 << 16  # tables of which so many bytes are looked at
+_FEW, _HEAD = 16, 1 << 16  # most tables that are inspected, and bytes of each
 _COCO = re.compile(rb'\s*\{[^[]*"(?:images|annotations|categories|info)"\s*:')
 _LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 _LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
@@ -90,7 +91,7 @@ def format_named(name: str) -> Format:
 
 
 def wanted(names: Sequence[str]) -> dict[str, int]:
-    """Return the files whose first bytes `recognize` needs, and how many of each.
+    """Return the files whose first bytes `recognize` needs, and how many bytes.
 
     Args:
         names: The names of all files, relative to the folder that was named.
@@ -160,13 +161,13 @@ def recognize(
 
 
 def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return those of some names that share their stem with no other, and are not for people."""
+    """Return the names whose stem is unique, without files for people."""
     stems = Counter(map(stem_of, names)) if some else {}
     return [name for name in some if stems[stem_of(name)] == 1 and not is_for_people(name)]
 
 
 def _by_format(names: Sequence[str], heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
-    """Return the files of each format that no marker needs to name: by their names, and JSON by how it begins."""
+    """Group files by format, using names, and the first bytes of JSON."""
     json_files = sorted(filter(JSON.has, heads))
     lists, lines = ([name for name in json_files if begin.match(heads[name])] for begin in (_LIST, _LINES))
     found: dict[Format, list[str]] = {}
@@ -181,7 +182,7 @@ def _by_format(names: Sequence[str], heads: Mapping[str, bytes]) -> dict[Format,
 
 
 def _naming(names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[Format, list[str]]) -> Recognized | None:
-    """Return the tables of one format whose first rows each name a file; None without."""
+    """Return the tables of one format whose first rows name files, or None."""
     known = {*names} if found else set()
     for form, files in found.items():
         if form is PARQUET and all(posixpath.basename(name).lower() == _METADATA for name in files):
@@ -193,7 +194,7 @@ def _naming(names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[For
 
 
 def _folder_with_tables(names: Sequence[str], tables: Mapping[Format, list[str]]) -> Recognized:
-    """Return the folder of samples. A single table beside it is not read."""
+    """Return the folder of samples. A single table next to it is not read."""
     folders = {posixpath.dirname(name) for name in names if is_media_file(name)}
     # A table of the name of a folder is about it, as img2dataset writes them.
     strays = [(form, name) for form, files in tables.items() for name in files if stem_of(name) not in folders]
@@ -222,7 +223,7 @@ def _check_apart(names: Sequence[str], heads: Mapping[str, bytes]) -> None:
 
 
 def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Recognized:
-    """Return the files of rows; else tokens, tables and lists of JSON that are alone; else raw files."""
+    """Return the files of rows, or else tokens, tables and lists of JSON, or else raw files."""
     rows = {form: files for form, files in found.items() if form not in (TOKENS, CSV, JSON)}
     if not rows and TOKENS in found:
         with_index = [name for name in names if not name.lower().endswith(".idx")]
@@ -239,7 +240,7 @@ def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Reco
 
 
 def _folder(names: Sequence[str]) -> Recognized:
-    """Return the parts of samples. Raises ValueError for files with many samples each, which are none."""
+    """Return the parts of samples. Raises ValueError if there are only files with many samples each."""
     skipped = no_samples(names)
     parts = sorted(name for name in names if name not in skipped)
     for name in _alone([name for name in parts if suffix_of(name) in CONTAINERS], parts):
@@ -255,10 +256,10 @@ def _ambiguous(found: Mapping[Format, Sequence[str]]) -> ValueError:
 
 
 def _fields_of(table: str, head: bytes, names: Collection[str]) -> tuple[str, ...]:
-    """Return the fields whose first rows name files of the folder.
+    """Return the fields whose first rows name files of the folder, as `file_fields`.
 
-    They are as `file_fields` has them: those that are usual, if there is one; else each, with its own part where
-    another has a file of its kind.
+    These are the usual fields, if there are any, and otherwise all fields. A field has its own part name if another
+    field has files of the same kind.
     """
     folder, found = posixpath.dirname(table), dict[str, str]()
     for row in _first_rows(table, head):
@@ -275,7 +276,7 @@ def _fields_of(table: str, head: bytes, names: Collection[str]) -> tuple[str, ..
 
 
 def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the rows that are whole in the first bytes of a table."""
+    """Yield the complete rows in the first bytes of a table."""
     text = head.removeprefix(MARK).decode("utf-8", "replace").lstrip()
     with contextlib.suppress(ValueError, csv.Error, RecursionError):
         if CSV.has(table):
@@ -287,14 +288,14 @@ def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _bare(names: Sequence[str]) -> list[str]:
-    """Return the files without a suffix, if others are for people alone."""
+    """Return the files without a suffix, if all others are for people."""
     own = [name for name in names if not name.endswith(".tar.idx") and not is_for_people(name)]
     found = [name for name in own if not posixpath.basename(name).startswith("_")]
     return [] if any("." in posixpath.basename(name) for name in found) else sorted(found)
 
 
 def _format_of(head: bytes) -> Format | None:
-    """Return the format that a file without a suffix begins as."""
+    """Return the format that the first bytes of a file without a suffix show."""
     if head[257:262] == b"ustar":
         return TARS
     found = next((form for magic, form in _MAGICS.items() if head.startswith(magic)), None)

@@ -1,4 +1,4 @@
-"""`Ledger`: when a run yielded samples, what became of them, and their batches.
+"""`Ledger`: when a run yielded samples, their outcomes, and their batches.
 
     start 1    yielded ── trained ── killed              trained, but lost: the model of the checkpoint has not seen it
     start 2    yielded again ── trained                  trained
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import open_any
-from savable_pipeline.data.dataset.shard_digests import begin_with, difference
+from savable_pipeline.data.dataset.shard_digests import difference, starts_with
 from savable_pipeline.data.shards.paths import Shards, commits_of
 from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.errors import SavableError
@@ -41,12 +41,12 @@ from savable_pipeline.stages.stage import Stage
 Found = list[tuple[str, RecordedBatch, int]]  # the source, the batch, and its rows as bits
 _Row = tuple[int, int]  # a batch, as receipts name it, and a row
 _KINDS = {reader.__name__: kind for kind, reader in READERS.items()}
-_SHARDS = ".shards"  # the setting in a fingerprint that each reader has
+_SHARDS = ".shards"  # setting in a fingerprint that each reader has
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One time that a sample was yielded to a rank."""
+    """One time that a sample was given to a rank."""
 
     source: str
     """The name of its source in a `Blend`; "" without one."""
@@ -59,15 +59,15 @@ class Sighting:
     world_size: int
     """The number of ranks at that time."""
     lost: bool
-    """Whether the model that saw the sample is lost, because the run was later resumed from an earlier position."""
+    """Whether the model that saw the sample was thrown away: the run was later resumed from a place before it."""
     again: bool = False
-    """Whether it was repeated because it was in flight: `SavableLoader(acknowledge=True)`."""
+    """Whether it was given again, since it was in flight: `SavableLoader(acknowledge=True)`."""
     outcome: str = ""
     """What became of it: "trained", "dropped: REASON", "given again", or "" where nothing was acknowledged."""
 
     @classmethod
     def of(cls, source: str, recorded: RecordedBatch, *, lost: bool, outcome: str) -> Sighting:
-        """The record of a batch that was yielded."""
+        """Build the record of a yielded batch."""
         batch, start = recorded.batch, recorded.start
         position = (batch.epoch, batch.slot, recorded.step, start.rank, start.world_size)
         return cls(source, *position, lost, bool(batch.again), outcome)
@@ -104,10 +104,10 @@ class Ledger:
     def find(
         self, keys: Iterable[str], *, source: str | None = None, data: str | None = None
     ) -> dict[str, list[Sighting] | None]:
-        """When the samples with these keys were yielded.
+        """When the samples with these keys were given.
 
-        The keys are read from the data of the run, opened as the run opened them. Batches after a position from which
-        the run was later resumed are marked as `lost`.
+        The keys are read where the run read its data and as it read them. What was given after a place from which the
+        run was later resumed is marked as `lost`.
 
         Args:
             keys: Keys of samples.
@@ -116,7 +116,7 @@ class Ledger:
 
         Returns:
             For each key, in the order of `keys`: None if no sample has it, else a record for each time that a sample
-            with it was yielded, by source and then by file of the ledger. The list may be empty. A record has
+            with it was given, source by source and file of the ledger by file; an empty list if none was. A record has
             `source`, `epoch`, `slot`, `step`, `rank`, `world_size`, `lost`, `again` and `outcome`.
 
         Raises:
@@ -130,9 +130,9 @@ class Ledger:
         return {key: None if recorded is None else _sightings(self._files, recorded) for key, recorded in found.items()}
 
     def batch(self, pipeline: PipelineFunction, *, slot: int, epoch: int = 0) -> Any:
-        """Rebuild a batch of the run, byte for byte as it was yielded.
+        """Make a batch of the run again, byte for byte as it was given.
 
-        The lane runs from its last state in the ledger, so it skips at most 1,000 batches first.
+        The lane runs from its last state in the ledger, so at most 1,000 batches are passed over first.
 
         Args:
             pipeline: The run's pipeline function. Settings and data must be those of the run; shards may have been
@@ -141,20 +141,20 @@ class Ledger:
             epoch: Its epoch. Default: 0, the only epoch of an endless run.
 
         Returns:
-            The batch, as the pipeline's last stage built it.
+            The batch, as the pipeline's last stage made it.
 
         Raises:
-            SavableError: No such batch was yielded, or the pipeline builds it of other samples than the ledger names.
+            SavableError: No such batch was given, or the pipeline makes it of other samples than the ledger names.
             CheckpointMismatchError: Settings or data are not those of the run.
         """
         return rebuild_batch(pipeline, self._files, epoch, slot).batch
 
 
 def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
-    """Each time that a sample was yielded, in order, with what became of it."""
+    """Return each time that a sample was yielded, in order, with its outcome."""
     rows = [_rows(each, bits) for _, each, bits in found]
     outcomes = _acknowledged(ledger, {batch for named in rows for batch, _ in named})
-    last: dict[_Row, int] = {}  # the last start in which each was yielded
+    last: dict[_Row, int] = {}  # the last start in which each row was yielded
     last_time: dict[tuple[int, _Row], int] = {}  # the last time in a start
     for time, ((_, each, _), named) in enumerate(zip(found, rows, strict=True)):
         for row in named:
@@ -179,7 +179,7 @@ def _rows(recorded: RecordedBatch, bits: int) -> list[_Row]:
 
 
 def _acknowledged(ledger: LedgerFiles, batches: Iterable[int]) -> dict[tuple[int, _Row], str]:
-    """The acknowledgement of each row of these batches, in each start."""
+    """Return the acknowledgement of each row of these batches, in each start."""
     wanted, found = set(batches), {}
     for began, record in ledger.acknowledged():
         for batch in wanted & record.rows.keys() if record.kind != "again" else ():
@@ -192,7 +192,7 @@ def _acknowledged(ledger: LedgerFiles, batches: Iterable[int]) -> dict[tuple[int
 def _find_keys(
     ledger: LedgerFiles, keys: Iterable[str], *, source: str | None = None, data: str | None = None
 ) -> dict[str, Found | None]:
-    """For each key, where and in which rows its sample was yielded; None if no sample has it.
+    """Return for each key where its sample was yielded, or None for an unknown key.
 
     `source`: only this source of a `Blend`. `data`: the new location of its samples. Raises `SavableError` for an
     unknown source, and for data that are not those of the run.
@@ -219,7 +219,7 @@ def _chosen(ledger: LedgerFiles, source: str | None, data: str | None) -> list[L
 def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dataset:
     """Open the samples of a source, numbered as in the last start that used it.
 
-    Raises `SavableError` if the files have other samples than the run read, because each answer would be wrong.
+    Raises `SavableError` if the files have other samples than the run read, because every answer would be wrong.
     """
     start = next(start for start in reversed(ledger.starts) if source.tag in [each.tag for each in start.sources])
     saved = unpack_fingerprint(start.fingerprint)
@@ -228,7 +228,7 @@ def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dat
     settings = {name.rpartition(".")[2]: value for name, value in fields.items() if name.rpartition(".")[0] == reader}
     files = data or source.files or source.address
     dataset = _opened(reader.rpartition("/")[2], files, settings, commits_of(saved.addresses))
-    if not begin_with(dataset.entries, settings["shards"]):
+    if not starts_with(dataset.entries, settings["shards"]):
         raise SavableError(
             f"{files}: not the samples of the run. Name them with --data.\n  "
             f"{difference(settings['shards'], dataset.entries)}"
@@ -237,7 +237,7 @@ def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dat
 
 
 def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]) -> str:
-    """The name of a source's reader in the run's settings, such as "web/ParquetReader".
+    """Return the name of a source's reader in the run's settings, such as "web/ParquetReader".
 
     Raises `SavableError` unless the source has one reader, of a kind that this file can open.
     """
@@ -267,7 +267,7 @@ def _opened(reader: str, files: Shards, settings: dict[str, Any], pinned: dict[s
 
 
 def _indices(dataset: Dataset, keys: Iterable[str]) -> dict[int, str]:
-    """The keys by the index of their sample. Reads the key of every sample."""
+    """Return the keys by the index of their sample. Reads the key of every sample."""
     wanted = set(keys)
     return {index: key for index, key in enumerate(dataset.all_keys()) if key in wanted}
 
@@ -308,7 +308,7 @@ def rebuild_batch(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, s
 
 
 def _facts(recorded: RecordedBatch, local: LocalLanes) -> RunFacts:
-    """The facts of the run at a batch, with the number of current shards that its lanes read in each epoch.
+    """Return the facts of the run at a batch, with the number of current shards that its lanes read in each epoch.
 
     Raises `CheckpointMismatchError` if anything but later shards differs.
     """

@@ -203,7 +203,7 @@ class Agent:
 
 
 _CHECK_S = 0.2  # between two checks for reports of workers
-_LOOKING_S = 0.005  # between two checks while a worker checks its shards on request
+_LOOKING_S = 0.005  # the same while a worker checks its shards on request
 
 
 def run_session(end: int, workers: int) -> None:

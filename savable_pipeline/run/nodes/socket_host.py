@@ -122,8 +122,9 @@ class SocketConnection:
         self.why = ""  # why its link is lost
         self.answers: list[tuple[int, WorkerAnswer]] = []
         self._host = host
-        self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]  # until it has a link
-        self.pid = 0  # until its first message
+        # frames to send once it has a link
+        self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]
+        self.pid = 0  # 0 until its first message
         self._fault = self._stack = ""
         self._looked = True
         self._status: WorkerStatus | None = None
@@ -273,8 +274,6 @@ class SocketHost(Host):
         self._has_begun = False  # whether any worker has started
         self._update_nodes()
 
-    # Nodes.
-
     def _update_nodes(self) -> None:
         """Connect new nodes, retry lost ones, and place waiting workers."""
         now = time.monotonic()
@@ -350,7 +349,7 @@ class SocketHost(Host):
         It continues to wait if no node answers, and ends if none has room.
         """
         while answering := [node for node in self._nodes if node.link is not None]:
-            first = self._rank % len(answering)  # where a rank has no share
+            first = self._rank % len(answering)  # for a rank without a share
             node = max([*answering[first:], *answering[:first]], key=self._room)
             if self._room(node) <= 0 and any(each.node and not each.end for each in self._connections):
                 worker.end = Ended(
@@ -362,8 +361,6 @@ class SocketHost(Host):
                 return
             except (OSError, EOFError) as error:
                 self._lose(node, wire.error_text(error))
-
-    # Workers.
 
     def begin(self, pinned: PinnedShards) -> SocketConnection:
         """Start a worker, on a node if one answers, else as soon as one does."""

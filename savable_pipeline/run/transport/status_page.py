@@ -20,7 +20,7 @@ import tempfile
 NOTHING = (1 << 64) - 1
 _PAGE = 4096
 _TEXT = 48  # the byte where the text starts
-STACK_SIGNAL = signal.SIGUSR2  # has a worker write its stack
+STACK_SIGNAL = signal.SIGUSR2  # makes a worker write its stack
 
 
 def begin_request(words: memoryview, number: int) -> None:

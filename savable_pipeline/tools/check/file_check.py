@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.dataset.decoding import image_doubts
+from savable_pipeline.data.dataset.decoding import image_warnings
 from savable_pipeline.data.media.media_info import media_fault
 from savable_pipeline.data.media.video import Video, frames_lacking
 from savable_pipeline.data.remote.session import Session
@@ -58,7 +58,7 @@ class Problem(msgspec.Struct, frozen=True):
     key: str = ""
     part: str = ""
     offset: int | None = None
-    index: int | None = None  # of the sample in the shard
+    index: int | None = None  # index of the sample in the shard
 
 
 class ShardReport(msgspec.Struct):
@@ -102,8 +102,8 @@ def check_file(root: Path, name: str, options: CheckSettings) -> ShardReport:
     if entry.fault:
         reason = "damaged shard" if (root / name).exists() else "missing shard"
         problems.append(Problem(reason, entry.fault.removeprefix(f"{name}: "), name))
-    elif file_format.fault_beside and (fault := file_format.fault_beside(root / name, table)):
-        problems.append(Problem(f"wrong {file_format.suffixes[0]}{file_format.for_others}", fault, name))
+    elif file_format.offsets_error and (fault := file_format.offsets_error(root / name, table)):
+        problems.append(Problem(f"wrong {file_format.suffixes[0]}{file_format.offsets_suffix}", fault, name))
     if table.note:
         problems.append(Problem("torn samples", table.note, name))
     if entry.samples:
@@ -156,7 +156,7 @@ def _check_store(store: RecordStore, name: str, counts: _FileCounts) -> Iterator
 
 def _check_frames(store: RecordStore, root: Path, name: str, counts: _FileCounts) -> Iterator[Problem]:
     """Yield a problem for each video of an episode with fewer frames than its row lists, without decoding."""
-    times: dict[str, NDArray[np.float64]] = {}  # of frames, by file
+    times: dict[str, NDArray[np.float64]] = {}  # times of frames, by file
     for row in range(store.entries[0].samples):
         for part in store.range_parts:  # type: ignore[attr-defined]
             try:
@@ -197,7 +197,7 @@ def _check_named_files(store: ColumnarStore, name: str, counts: _FileCounts) -> 
 
 def check_remote_file(folder: Path, name: str, url: str, options: CheckSettings) -> ShardReport:
     """Check a remote file: download it to an empty folder, and remove it afterwards."""
-    sidecars = {each for form in FORMATS for each in form.names_beside(name)}
+    sidecars = {each for form in FORMATS for each in form.sidecar_names(name)}
     session = Session.of()
     with tempfile.TemporaryDirectory(dir=folder) as temporary:  # two files may have one sidecar
         own = Path(temporary)
@@ -270,5 +270,5 @@ def part_fault(extension: str, data: bytes, counts: Counter[str]) -> str:
         return f"zero-filled: all {len(data)} bytes are zeros"
     fault = decode_error(extension, data) or utf8_error(extension, data)
     if not fault and part_type(extension) in IMAGE_PARTS:
-        counts.update(image_doubts(data))
+        counts.update(image_warnings(data))
     return fault

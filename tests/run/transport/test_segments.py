@@ -52,7 +52,7 @@ def test_pieces_are_contiguous_after_the_other_bytes() -> None:
     assert begun is not None
     begun[:] = b"x" * 1000
     del passed
-    large = [b"four", b"five" * 100_000]  # too large for the segment that was begun
+    large = [b"four", b"five" * 100_000]  # too large for the segment that was started
     assert [bytes(view) for view in passing(begun, pieces=large)] == [b"x" * 1000, b"".join(large)]
 
 
@@ -217,7 +217,7 @@ def pipeline(make_shards: Any) -> Any:
     return partial(images, str(make_shards([60, 60])))
 
 
-def test_kept_batches_do_not_change(pipeline: Any) -> None:
+def test_batches_that_the_trainer_still_views_do_not_change(pipeline: Any) -> None:
     with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2) as loader:
         kept = [batch for _, batch in zip(range(60), loader, strict=False)]
     for batch in kept:  # workers and loader are gone
