@@ -198,6 +198,21 @@ def test_the_state_is_the_refs_and_lengths_of_open_packs() -> None:
     }
 
 
+@pytest.mark.parametrize("policy", ["best_fit", "first_fit", "first_fit_decreasing", "sequential"])
+def test_a_saved_state_stays_the_same_while_later_packs_are_filled(policy: Any) -> None:
+    def shuffled() -> sp.OnlinePacker:
+        return packer([1 + number * 7 % 9 for number in range(60)], policy=policy)
+
+    stage = shuffled()
+    next(stage)
+    state = stage.save_state()
+    before, packs = msgspec.msgpack.encode(state), list(stage)
+    assert msgspec.msgpack.encode(state) == before
+    resumed = shuffled()
+    resumed.restore_state(state)
+    assert list(resumed) == packs
+
+
 def test_pack_has_the_refs_of_its_items_and_is_rebuilt_from_them() -> None:
     stage = packer([4, 6, 3])
     pack = next(stage)
