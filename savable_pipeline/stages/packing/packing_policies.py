@@ -59,7 +59,10 @@ class Piece(Element, kw_only=True, eq=False, gc=False):
 
 
 def saved_piece(piece: Piece) -> tuple[Any, ...]:
-    """Return a piece as a tuple for a state, without trailing fields that have their default values."""
+    """Return a piece as a tuple for a state.
+
+    Trailing fields with their default values are left out.
+    """
     fields = 6 if piece.rounds else 5 if piece.is_cut else 3 if piece.images else 2
     return (piece.ref, piece.length, piece.images, piece.start, piece.total, piece.rounds)[:fields]
 
