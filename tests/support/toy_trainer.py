@@ -1,9 +1,10 @@
-"""A trainer in a process of its own, which prints its children, then goes on.
+"""A trainer in a process of its own, which prints its children, then continues.
 
-It is started by `python -m tests.support.toy_trainer SHARDS METHOD HOW`.
-
-HOW: "run" takes batches until it is ended, and saves to SHARDS/../state.pt on Ctrl-C; "leave" takes three and returns
-without closing; "raise" lets an exception end the process.
+The command is `python -m tests.support.toy_trainer SHARDS METHOD HOW`. HOW is "run", which takes batches until it is
+ended,
+and saves to SHARDS/../state.pt on Ctrl-C; "leave", which takes three and returns without closing; or "raise", in which
+an
+exception ends the process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main(shards: str, method: str, how: str) -> None:
             take(loader, 1)
             time.sleep(0.01)
     except KeyboardInterrupt:
-        import torch  # here, so that the processes that are only killed need not import it
+        import torch  # imported here because processes that are only killed do not need it
 
         state = loader.state_dict()
         torch.save({"data": state, "next": take(loader, 3)}, Path(shards).parent / "state.pt")

@@ -1,4 +1,4 @@
-"""Sources of every kind that is read behind a URL, of twenty samples, and what their conversion must give."""
+"""Sources of twenty samples of every kind that is read from a URL, and the expected result of their conversion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORDS = [{"n": i, "text": "x" * 40 * i} for i in range(20)]
 
 
 def rows() -> pa.Table:
-    """Twenty rows, one of which has no picture that can be read."""
+    """Return twenty rows, one of which has an unreadable image."""
     pictures = [jpeg(i) if i != 7 else b"bad" for i in range(20)]
     return pa.table({"jpg": pa.array(pictures, pa.binary()), "txt": [f"row {i}" for i in range(20)]})
 
@@ -41,7 +41,7 @@ def write_arrow(folder: Path) -> Path:
 
 
 def write_tars(folder: Path) -> Path:
-    """Seven tars without an index."""
+    """Write seven tars without an index."""
     run_conversion(fill(folder.parent / "files", 20, **{"b/020.jpg": jpeg(1)}), folder, SMALL)
     shutil.rmtree(folder / ".nv-meta")
     return folder
@@ -82,7 +82,7 @@ def url_of(server: ToyServer, source: Path, scheme: str = "s3") -> str:
 
 
 def shards_in(folder: Path) -> dict[str, str]:
-    """What a conversion wrote; of its manifest all but where the source lies."""
+    """Return what a conversion wrote, without the source's location in the manifest."""
     found = snapshot(folder)
     manifest = json.loads((folder / ".nv-meta/savable.convert.json").read_text())
     return {
