@@ -17,7 +17,7 @@ from savable_pipeline import custom
 from savable_pipeline.data.stores.cached_samples import CachedFiles
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.pipeline import upstream
-from tests.support.draws import examples
+from tests.support.draws import scaled_examples
 from tests.support.random_stacks import Joining, stack, stacks
 from tests.support.shards import write_numbered_shards
 from tests.support.toy_server import serving_a_machine
@@ -79,7 +79,7 @@ LOST_PACKS = {
 }
 
 
-@examples(200, suite=25)
+@scaled_examples(200, suite=25)
 @example({"chosen": {**DECLARED, "tells": True, "candidates": None}, "all_fine": False, "before": 1, "skipped": 24})
 @example({"chosen": {**DECLARED, "tells": True, "candidates": 8}, "all_fine": False, "before": 0, "skipped": 24})
 @example(

@@ -46,7 +46,7 @@ class Agent:
             self.process.stdout.close()
 
 
-def new_key(folder: Path) -> Path:
+def write_key(folder: Path) -> Path:
     """Write a new key to a file."""
     file = folder / "nodes.key"
     file.touch(mode=0o600)
@@ -57,7 +57,7 @@ def new_key(folder: Path) -> Path:
 @contextmanager
 def agents(folder: Path, *workers: int) -> Iterator[tuple[list[Agent], Path]]:
     """Start agents with these numbers of workers, and yield them and the file of their key."""
-    key_file = new_key(folder)
+    key_file = write_key(folder)
     made: list[Agent] = []
     try:
         made.extend(Agent(key_file, each) for each in workers)
@@ -67,6 +67,6 @@ def agents(folder: Path, *workers: int) -> Iterator[tuple[list[Agent], Path]]:
             agent.end()
 
 
-def remote(made: list[Agent], key_file: Path, **settings: Any) -> sp.SocketWorkers:
+def socket_workers(made: list[Agent], key_file: Path, **settings: Any) -> sp.SocketWorkers:
     """Return the workers of these agents, as an argument of a loader."""
     return sp.SocketWorkers([agent.address for agent in made], key_file=key_file, **settings)

@@ -21,7 +21,7 @@ from savable_pipeline.run.loader.ledger import rebuild_batch
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.trainer_loader import TrainerLoader
-from tests.support.exact_search import compared, with_enough
+from tests.support.exact_search import compared, sufficient_sizes
 from tests.support.processes import descendants, workers
 from tests.support.streams import through_a_file
 from tests.support.toy_chains import toy
@@ -48,7 +48,7 @@ def check_disturbed(
     """Check that a disturbed run gives each slot the batch of the undisturbed run."""
     if grows:  # a folder of files is one shard, and its state is rejected if files were added
         chosen = {**chosen, "subset": None, "store": "tar" if chosen["store"] == "folder" else chosen["store"]}
-    sizes = with_enough(sizes, chosen, LANES)
+    sizes = sufficient_sizes(sizes, chosen, LANES)
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as root:
         plan = []

@@ -13,17 +13,17 @@ from hypothesis import HealthCheck, Phase, settings
 IS_LONG = settings().max_examples > 100
 
 
-def draws(count: int) -> range:
+def scaled_range(count: int) -> range:
     """Return `range(count)`, scaled by the profile's number of examples, per hundred."""
     return range(count * settings().max_examples // 100)
 
 
-def few(count: int, **more: Any) -> settings:
+def few_examples(count: int, **more: Any) -> settings:
     """Return settings for `count` examples, or in a long search for the number of the profile."""
     return settings(max_examples=settings().max_examples if IS_LONG else count, deadline=None, **more)
 
 
-def examples(count: int, *, suite: int | None = None, shrink: bool = True) -> settings:
+def scaled_examples(count: int, *, suite: int | None = None, shrink: bool = True) -> settings:
     """Return settings for `count` examples, scaled by the profile's number, per hundred.
 
     Without `shrink`, a failure is reported as found, because shrinking would start many processes. `suite` is the
@@ -31,5 +31,5 @@ def examples(count: int, *, suite: int | None = None, shrink: bool = True) -> se
     of examples in the suite.
     """
     phases = (Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else []))
-    most = len(draws(count)) if IS_LONG or suite is None else suite
+    most = len(scaled_range(count)) if IS_LONG or suite is None else suite
     return settings(max_examples=most, deadline=None, suppress_health_check=list(HealthCheck), phases=phases)

@@ -63,10 +63,10 @@ pipelines = st.fixed_dictionaries(
         "filters": st.sampled_from([(), ("samples",), ("items",), ("samples", "items")]),
         "own": st.sampled_from([(), (), ("samples",), ("items",), ("batches",), ("samples", "items", "batches")]),
     }
-).map(lambda chosen: possible(chosen))
+).map(lambda chosen: make_compatible(chosen))
 
 
-def possible(chosen: dict[str, Any]) -> dict[str, Any]:
+def make_compatible(chosen: dict[str, Any]) -> dict[str, Any]:
     """Return the settings, changed so that they are valid together.
 
     Windows of tokens have no keys to join by, a packing function gets no long items, and only chains have filters.
@@ -78,14 +78,14 @@ def possible(chosen: dict[str, Any]) -> dict[str, Any]:
     return {**chosen, "max_length": max(9, chosen["max_length"])} if chosen["pack"] == "function" else chosen
 
 
-def with_an_end(chosen: dict[str, Any]) -> dict[str, Any]:
+def finite_settings(chosen: dict[str, Any]) -> dict[str, Any]:
     """Return the settings for a finite run that omits nothing. A schedule has no end."""
     weights = "fixed" if chosen["weights"] in ("step", "linear") else chosen["weights"]
     nothing: dict[str, Any] = {"drop_last": False, "skip": 0, "subset": None, "join": None, "filters": ()}
     return {**chosen, **nothing, "weights": weights}
 
 
-def with_enough(sizes: list[int], chosen: dict[str, Any], lanes: int) -> list[int]:
+def sufficient_sizes(sizes: list[int], chosen: dict[str, Any], lanes: int) -> list[int]:
     """Return sizes with which each lane gets samples that are not omitted, even in file order.
 
     In file order, all passes of a lane may be equal. So a lane has at least two blocks, which are not both skipped
@@ -101,7 +101,7 @@ def with_enough(sizes: list[int], chosen: dict[str, Any], lanes: int) -> list[in
 
 
 @contextmanager
-def written(sizes: list[int], chosen: dict[str, Any], **settings: Any) -> Iterator[Any]:
+def written_pipeline(sizes: list[int], chosen: dict[str, Any], **settings: Any) -> Iterator[Any]:
     """Write shards, and yield a pipeline over them, a function or a chain. The folder is removed at the end."""
     with tempfile.TemporaryDirectory() as folder:
         WRITERS[chosen["store"]](Path(folder, "data"), sizes)
@@ -113,37 +113,37 @@ def check_endless(sizes: list[int], chosen: dict[str, Any], seed: int, lanes: in
     """Check every cut of 20 steps of an endless run, and a chain, in one process with all numbers of ranks."""
     worlds = [world for world in (1, 2, 3, 4) if lanes % world == 0]
     wide: dict[str, Any] = {"steps": 20, "world_sizes": worlds, "chains": 1, **settings}
-    with written(with_enough(sizes, chosen, lanes), chosen) as pipeline:
-        _compared(assert_exact_resume(pipeline, seed=seed, lanes=lanes, **wide))
+    with written_pipeline(sufficient_sizes(sizes, chosen, lanes), chosen) as pipeline:
+        _count_resumes(assert_exact_resume(pipeline, seed=seed, lanes=lanes, **wide))
 
 
 def check_chains(sizes: list[int], chosen: dict[str, Any], seed: int, **settings: Any) -> None:
     """Check chains of resumes of an endless run in 0 to 3 workers."""
     wide: dict[str, Any] = {"workers": (0, 1, 2, 3), "world_sizes": (1, 2, 3, 4), **settings}
-    with written(with_enough(sizes, chosen, lanes=12), chosen) as pipeline:
-        _compared(assert_exact_resume(pipeline, seed=seed, steps=20, chains=1, after=1, **wide))
+    with written_pipeline(sufficient_sizes(sizes, chosen, lanes=12), chosen) as pipeline:
+        _count_resumes(assert_exact_resume(pipeline, seed=seed, steps=20, chains=1, after=1, **wide))
 
 
 def check_finite(size: int, chosen: dict[str, Any], epochs: float, seed: int, tail: Any, **settings: Any) -> None:
     """Check every cut of a run of `epochs` epochs and of the epochs after them, with either tail, and chains."""
-    chosen = with_an_end({**chosen, "block_size": min(chosen["block_size"] or 4, 4)})
+    chosen = finite_settings({**chosen, "block_size": min(chosen["block_size"] or 4, 4)})
     if tail == "pad":  # a user's own stage of batches does not pad the tail
         chosen["own"] = tuple(kind for kind in chosen["own"] if kind != "batches")
     wide: dict[str, Any] = {"workers": (0, 1, 2), "world_sizes": (1, 2, 3), "after": 2, "chains": 2, "steps": 40}
-    with written([size, 1, 3], chosen, epochs=epochs) as pipeline:
-        _compared(assert_exact_resume(pipeline, seed=seed, lanes=6, tail=tail, **{**wide, **settings}))
+    with written_pipeline([size, 1, 3], chosen, epochs=epochs) as pipeline:
+        _count_resumes(assert_exact_resume(pipeline, seed=seed, lanes=6, tail=tail, **{**wide, **settings}))
 
 
-def _compared(resumes: int) -> None:
+def _count_resumes(resumes: int) -> None:
     compared["resumes"] += resumes
     compared["pipelines"] += 1
 
 
 def check_once(sizes: list[int], chosen: dict[str, Any], lanes: int, seed: int) -> None:
     """Check that an epoch gives each sample once over all lanes."""
-    chosen = {**with_an_end(chosen), "fan_out": 0, "own": (), "weights": "fixed"}
+    chosen = {**finite_settings(chosen), "fan_out": 0, "own": (), "weights": "fixed"}
     given = Counter[int]()
-    with written(sizes, chosen, epochs=1) as pipeline:
+    with written_pipeline(sizes, chosen, epochs=1) as pipeline:
         for lane in range(lanes):
             for batch in pipeline(sp.Lane(lane, lanes, seed)):
                 given.update(numbers(batch))
@@ -158,7 +158,7 @@ exclusions = st.fixed_dictionaries({"cut": st.integers(0, 20), "share": st.sampl
 
 
 @contextmanager
-def _drawn(samples: int, share: float, seed: int) -> Iterator[tuple[frozenset[int], str]]:
+def _drawn_exclusions(samples: int, share: float, seed: int) -> Iterator[tuple[frozenset[int], str]]:
     """Draw numbers of samples, and write a file that names them."""
     drawn = random.Random(seed)
     gone = frozenset(number for number in range(samples) if drawn.random() < share)
@@ -184,8 +184,8 @@ def check_excluded_from_a_cut_on(
 ) -> None:
     """Check an endless run that excludes samples from a cut on: none of them comes, and it resumes exactly."""
     chosen = _with_keys(chosen)
-    sizes = with_enough([*sizes, 80 * lanes], chosen, lanes)
-    with written(sizes, chosen) as build, _drawn(sum(sizes), share, seed) as (gone, file):
+    sizes = sufficient_sizes([*sizes, 80 * lanes], chosen, lanes)
+    with written_pipeline(sizes, chosen) as build, _drawn_exclusions(sum(sizes), share, seed) as (gone, file):
         loader = partial(sp.SavableLoader, seed=seed, lanes=lanes)
         plain = loader(build)
         for _ in range(cut):
@@ -207,7 +207,7 @@ def check_excluded_from_a_cut_on(
         again = loader(partial(build, exclude=file))
         again.load_state_dict(state)
         assert [numbers(next(again)) for _ in range(half)] == list(map(numbers, batches[half:]))
-    _compared(2)
+    _count_resumes(2)
 
 
 def _check_counts(stats: dict[str, Any]) -> None:
@@ -234,10 +234,10 @@ def check_excluded_in_an_epoch(
 ) -> None:
     """Check that a lane gives each other sample of its epoch as often as before, and counts the excluded ones."""
     lane = lane or sp.Lane(1, 3, seed)
-    chosen = {**with_an_end(_with_keys(chosen)), "own": ()}
+    chosen = {**finite_settings(_with_keys(chosen)), "own": ()}
     with (
-        written([size, 1, 30], chosen, epochs=1) as pipeline,
-        _drawn(size + 31, share, seed) as (gone, file),
+        written_pipeline([size, 1, 30], chosen, epochs=1) as pipeline,
+        _drawn_exclusions(size + 31, share, seed) as (gone, file),
     ):
         build = partial(pipeline, lane)
         every = Counter(number for batch in build() for number in numbers(batch))
@@ -252,4 +252,4 @@ def check_excluded_in_an_epoch(
         if not chosen["fan_out"] and chosen["pack"] != "sequential" and chosen["too_long"] != "split":
             counted = sum(each.counts["skipped/excluded"] for each in upstream(own))
             assert counted == sum(every[number] - given[number] for number in gone)
-    _compared(1)
+    _count_resumes(1)

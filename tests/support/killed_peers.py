@@ -26,8 +26,8 @@ import savable_pipeline as sp
 from savable_pipeline.errors import SavableError
 from savable_pipeline.stages.batch_difference import digest
 from tests.support.forked_ranks import FORK, fork_ranks
-from tests.support.peer_threads import alone
-from tests.support.streams import take
+from tests.support.peer_threads import unshared_loader
+from tests.support.streams import next_hashes
 from tests.support.toy_peers import descendants, groups_of
 
 STEPS, LONGEST_S = 12, 1.2  # steps of a run, and the longest time before a kill
@@ -56,7 +56,7 @@ def main(folder: str, shards: str, state: str, size: str, seed: str) -> None:
         timer.start()
     with Path(folder, f"{rank}.batches").open("w") as file, suppress(SavableError, RuntimeError):
         ranks = sp.Ranks.of(data, share=shared)
-        loader = alone(Path(shards), ranks=ranks, num_workers=workers, workers=sp.Workers(timeout=8))
+        loader = unshared_loader(Path(shards), ranks=ranks, num_workers=workers, workers=sp.Workers(timeout=8))
         if Path(state).exists():
             loader.load_state_dict(torch.load(state))
         for taken in range(STEPS):
@@ -78,7 +78,7 @@ def _run(*arguments: str) -> int:
     return 0
 
 
-def _apart(call: Callable[..., int], *arguments: Any) -> int:
+def _run_in_process(call: Callable[..., int], *arguments: Any) -> int:
     """Return the exit code of a function in a process of its own, so that this one has no threads."""
     process = FORK.Process(target=lambda: sys.exit(call(*arguments)))
     process.start()
@@ -100,14 +100,14 @@ def chain(shards: str, seed: int) -> int:
         state = Path(folder, "state.pt")
         for size in (4, 2, 1):
             (run := Path(folder, str(size))).mkdir()
-            _apart(_run, str(run), shards, str(state), str(size), str(drawn.randrange(1 << 30)))
+            _run_in_process(_run, str(run), shards, str(state), str(size), str(drawn.randrange(1 << 30)))
             seen += batches_of(run)
-        resumed = alone(Path(shards))
+        resumed = unshared_loader(Path(shards))
         if state.exists():
             resumed.load_state_dict(torch.load(state))
     start = resumed.state_dict()["slot"]
-    seen += enumerate(take(resumed, 3), start)
-    expected = take(alone(Path(shards)), max(slot for slot, _ in seen) + 1)
+    seen += enumerate(next_hashes(resumed, 3), start)
+    expected = next_hashes(unshared_loader(Path(shards)), max(slot for slot, _ in seen) + 1)
     wrong = [f"slot {slot}" for slot, found in seen if found != expected[slot]]
     print(seed, len(seen), "batches, saved at", start, *wrong, flush=True)
     return int(bool(wrong))
@@ -115,4 +115,4 @@ def chain(shards: str, seed: int) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(sum(_apart(chain, sys.argv[1], seed) for seed in range(int(sys.argv[2]), int(sys.argv[3]))))
+    sys.exit(sum(_run_in_process(chain, sys.argv[1], seed) for seed in range(int(sys.argv[2]), int(sys.argv[3]))))

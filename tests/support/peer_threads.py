@@ -60,14 +60,14 @@ def sharing_of(ranks: Sequence[int], store: Any = None) -> list[Sharing]:
     return [Sharing(index, tuple(ranks), store) for index in range(len(ranks))]
 
 
-def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T | Exception]:
+def run_in_threads(calls: Sequence[Callable[[], T]]) -> list[T | Exception]:
     """Return what each call returned or raised, in a thread of its own."""
     with ThreadPoolExecutor(len(calls)) as threads:
-        futures = [threads.submit(_caught, call) for call in calls]
+        futures = [threads.submit(_catch, call) for call in calls]
         return [future.result(TIMEOUT_S * 3) for future in futures]
 
 
-def _caught(call: Callable[[], T]) -> T | Exception:
+def _catch(call: Callable[[], T]) -> T | Exception:
     try:
         return call()
     except Exception as error:
@@ -90,7 +90,7 @@ def pipeline(shards: str, lane: sp.Lane, *, epochs: int | None = None) -> custom
     return sp.Batcher(sp.ShuffleBuffer(items, size=10), size=4)
 
 
-def loaders(
+def peer_loaders(
     shards: Path, peers: int, *, epochs: int | None = None, rank: int = 0, world_size: int = 1, **settings: Any
 ) -> list[sp.SavableLoader]:
     """Return the loaders of the peers of one data-parallel rank."""
@@ -99,11 +99,11 @@ def loaders(
         ranks = sp.Ranks(rank, world_size)
         ranks.sharing, ranks.name, ranks.builds = sharing, sharing.ranks[sharing.number], sharing.number == 0
         workers = {"workers": sp.Workers(timeout=TIMEOUT_S), "ranks": ranks}
-        found.append(alone(shards, epochs=epochs, **{**workers, **settings}))
+        found.append(unshared_loader(shards, epochs=epochs, **{**workers, **settings}))
     return found
 
 
-def alone(shards: Path, *, epochs: int | None = None, **settings: Any) -> sp.SavableLoader:
+def unshared_loader(shards: Path, *, epochs: int | None = None, **settings: Any) -> sp.SavableLoader:
     """Return a loader that does not share, or with the sharing in `settings`."""
     made_by = partial(pipeline, str(shards), epochs=epochs)
     return sp.SavableLoader(made_by, **{"seed": 5, "lanes": 4, "ranks": (0, 1), **settings})

@@ -52,17 +52,17 @@ def workers(loader: sp.SavableLoader) -> list[int]:
         return []
     while not all(worker.started for worker in pool._workers):
         pool._poll(0.05)
-    return started(loader)
+    return started_workers(loader)
 
 
-def started(loader: Any) -> list[int]:
+def started_workers(loader: Any) -> list[int]:
     """Return the process ids of those of a loader's workers that have started."""
     pool = loader.__savable_run__().backend
     connections = [worker.connection for worker in pool._workers] if isinstance(pool, Pool) else []
     return [each.pid for each in connections if isinstance(each, ProcessConnection) and each.pid]
 
 
-def notice_deaths(loader: sp.SavableLoader, deaths: int) -> None:
+def wait_for_deaths(loader: sp.SavableLoader, deaths: int) -> None:
     """Wait until a loader has noticed so many deaths. The last batches may all come from other workers."""
     pool = loader._run.backend
     assert isinstance(pool, Pool)

@@ -68,7 +68,7 @@ class Joining(sp.TaskEncoder):
         return {"gap": self.gap, "fans_out": self.fans_out}
 
 
-class Telling(Joining):
+class MeasuringJoining(Joining):
     """The same encoder, which also measures samples without encoding if a sample has one item."""
 
     def length_of(self, sample: sp.Sample) -> int | None:
@@ -108,12 +108,12 @@ def seldom_zero(item: Any) -> bool:
     return bool(item["drawn"] % 4)
 
 
-def alone(lengths: list[int]) -> list[list[int]]:
+def one_item_packs(lengths: list[int]) -> list[list[int]]:
     """Return packs of one item each, in reverse order: a packing function."""
     return [[at] for at in reversed(range(len(lengths)))]
 
 
-def thirds(items: list[Any], rng: sp.Rng) -> list[list[Any]]:
+def random_triples(items: list[Any], rng: sp.Rng) -> list[list[Any]]:
     """Return packs of three items in random order: a function for an `ItemPacker`."""
     items = [items[at] for at in rng.permutation(len(items))]
     return [items[at : at + 3] for at in range(0, len(items), 3)]
@@ -158,7 +158,7 @@ def stack(
 ) -> Any:
     """Return the stages of a lane. `held_bytes` must not change their batches."""
     if encoder is None:
-        encoder = (Telling if chosen["tells"] else Joining)(chosen["gap"], fans_out=chosen["fans_out"])
+        encoder = (MeasuringJoining if chosen["tells"] else Joining)(chosen["gap"], fans_out=chosen["fans_out"])
 
     def with_steps(stage: Any, steps: list[Any]) -> Any:
         for name, setting in steps:
@@ -191,8 +191,8 @@ def _step(stage: Any, name: str, setting: Any, held_bytes: int) -> Any:
         return sp.ShuffleBuffer(stage, size=setting, max_buffer_bytes=held_bytes)
     if name == "pack":
         policy, most = setting
-        how: Any = {"max_length": most, "policy": alone if policy == "function" else policy, "open_packs": 3}
+        how: Any = {"max_length": most, "policy": one_item_packs if policy == "function" else policy, "open_packs": 3}
         return sp.OnlinePacker(stage, too_long="truncate", max_buffer_bytes=held_bytes, **how)
     if name == "choose":
-        return custom.ItemPacker(stage, size=setting, select=thirds, max_buffer_bytes=held_bytes)
+        return custom.ItemPacker(stage, size=setting, select=random_triples, max_buffer_bytes=held_bytes)
     return Filter(stage, seldom_zero) if name == "filter" else Swapped(stage)

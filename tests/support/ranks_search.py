@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import savable_pipeline as sp
 from tests.support.shards import write_numbered_shards
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_pipelines import toy_pipeline
 
 LANES = 6
@@ -61,7 +61,7 @@ def check(pipeline: Any, draw: random.Random) -> None:
     cuts = [draw.randint(0, 5) for _ in range(4)]
     workers = [draw.choice([0, 0, 1, 2]) for _ in cuts]
     with sp.SavableLoader(pipeline, seed=3, lanes=LANES) as loader:
-        expected = [take(loader, 10_000) for _ in range(2)]
+        expected = [next_hashes(loader, 10_000) for _ in range(2)]
     found: list[list[Any]] = [[]]
     state: Any = None
     while len(found) < 3:
@@ -70,7 +70,7 @@ def check(pipeline: Any, draw: random.Random) -> None:
             if state is not None:
                 loader.load_state_dict(state)
             epoch = state["epoch"] if state is not None else 0
-            found[-1] += take(loader, wanted)
+            found[-1] += next_hashes(loader, wanted)
             state = loader.global_state_dict()
             if state["epoch"] > epoch:
                 found.append([])

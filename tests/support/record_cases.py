@@ -178,7 +178,7 @@ CASES: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def told(name: str, data: bytes) -> str:
+def comparable(name: str, data: bytes) -> str:
     """Return what is compared of a part: for encoded pixels their decoded values, because Pillow's releases differ."""
     if name.endswith((".png", ".tif")):
         with Image.open(io.BytesIO(data)) as image:
@@ -186,6 +186,6 @@ def told(name: str, data: bytes) -> str:
     return data.decode() if name.endswith(".json") else hashlib.sha256(data).hexdigest()[:16]
 
 
-def told_all(parts: dict[str, bytes]) -> dict[str, Any]:
+def comparable_parts(parts: dict[str, bytes]) -> dict[str, Any]:
     """Return all members of shards, or parts of samples, by name, as `comparable` returns them."""
-    return {name: told(name, data) for name, data in parts.items()}
+    return {name: comparable(name, data) for name, data in parts.items()}

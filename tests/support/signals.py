@@ -39,7 +39,7 @@ class SignalAt:
         return self
 
 
-def got(batches: Iterable[Any], most: int, tracer: Any = None) -> int:
+def count_until_interrupt(batches: Iterable[Any], most: int, tracer: Any = None) -> int:
     """Return how many batches, at most `most`, the body of a loop gets until Ctrl-C."""
     count, before = 0, sys.gettrace()
     try:

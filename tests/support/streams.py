@@ -9,7 +9,7 @@ from typing import Any
 from savable_pipeline.stages.batch_difference import digest
 
 
-def take(batches: Iterable[Any], n: int) -> list[str]:
+def next_hashes(batches: Iterable[Any], n: int) -> list[str]:
     """Return the hashes of the next `n` batches, or of fewer at the end."""
     return [digest(batch) for _, batch in zip(range(n), batches, strict=False)]
 

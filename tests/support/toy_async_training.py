@@ -99,18 +99,18 @@ class Trainer:
                 while has_more and len(running) <= IN_FLIGHT:
                     batch = next(self._loader, None)
                     has_more = batch is not None
-                    running |= {pool.submit(begun.extended) for begun in self._begun(batch or {})}
+                    running |= {pool.submit(begun.extended) for begun in self._new_rollouts(batch or {})}
                 ended, running = wait(running, return_when=FIRST_COMPLETED) if running else (set(), running)
                 parts = [each.result() for each in ended]
                 running |= {pool.submit(rollout.extended) for rollout in parts if rollout.parts}
-                finished += self._fresh([rollout for rollout in parts if not rollout.parts])
+                finished += self._recent([rollout for rollout in parts if not rollout.parts])
                 while len(finished) >= TRAINED_TOGETHER or (finished and not (has_more or running)):
                     self._update(finished[:TRAINED_TOGETHER])
                     finished = finished[TRAINED_TOGETHER:]
                     if self.model.updates == kill_at:
                         raise Killed
 
-    def _begun(self, batch: Any) -> list[Rollout]:
+    def _new_rollouts(self, batch: Any) -> list[Rollout]:
         """Return a new rollout for each valid row. Every ninth prompt has a long one."""
         rows = zip(batch.get("prompt", ()), batch.get("receipts", ()), batch.get("x", ()), strict=True)
         version, weight = self.model.updates, self.model.layer.weight.detach().clone()
@@ -120,7 +120,7 @@ class Trainer:
             if receipt[0] >= 0
         ]
 
-    def _fresh(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def _recent(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the rollouts that are recent enough, and drop the others."""
         stale = [each for each in rollouts if self.model.updates - each.version > OLDEST]
         for each in stale:

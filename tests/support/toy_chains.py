@@ -10,9 +10,9 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from tests.support.own_stages import FewOfMany, Numbered, Swapped
 from tests.support.toy_pipelines import (
-    AtRandom,
     InPairs,
-    TellingEncoder,
+    MeasuringEncoder,
+    RandomPacks,
     ToyEncoder,
     by_parity,
     toy_pipeline,
@@ -65,7 +65,7 @@ def toy_chain(
     filters: Collection[str] = (),
 ) -> sp.Pipeline:
     """Return a pipeline with the settings of `toy_pipeline`; `filters` are "samples" and "items", where to filter."""
-    encoder = (TellingEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)
+    encoder = (MeasuringEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)
     cost = sp.attention_cost(hidden=1, per_image=3)
 
     def samples(shuffle: bool = shuffle, epochs: float | None = epochs) -> Any:
@@ -104,7 +104,7 @@ def toy_chain(
         chain = chain.bucket(bounds, group=group, size=sizes, drop_last=drop_last, **same)
         return chain.then(Numbered) if "batches" in own else chain
     if pack == "items":
-        select = AtRandom(drops=skip > 0)
+        select = RandomPacks(drops=skip > 0)
         chain = chain.then(custom.ItemPacker, size=4 * open_packs + 1, select=select, max_buffer_bytes=max_buffer_bytes)
     elif pack is not None:
         function = pack == "function"

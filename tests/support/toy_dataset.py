@@ -52,35 +52,35 @@ class NumberDataset:
         return [Sample(self, 0, 0, index, epoch) for index, epoch in refs.tolist()]  # type: ignore[arg-type]
 
 
-def known(name: str) -> tuple[Any, ...]:
+def dataset_key(name: str) -> tuple[Any, ...]:
     """Return the identity by which the lanes of a process share the dataset of these tars."""
     return ("tar", name, "raise", None, 1 << 30, ("cache", "None"), ("cache_bytes", "None"))
 
 
 def readers(sizes: list[int], *, lanes: int = 1, seed: int = 0, **settings: Any) -> Callable[[int], sp.TarShardReader]:
     """Return a function that makes the reader of a lane, over shards of these sizes."""
-    shared: dict[Any, Any] = {known("numbers"): NumberDataset(sizes)}
+    shared: dict[Any, Any] = {dataset_key("numbers"): NumberDataset(sizes)}
     return lambda lane: sp.TarShardReader(
         "numbers", sp.Lane(lane, lanes, seed, worker=WorkerContext(shared=shared)), **settings
     )
 
 
-def pairs(refs: RefArray) -> list[tuple[int, int]]:
+def index_epoch_pairs(refs: RefArray) -> list[tuple[int, int]]:
     """Return refs as (index, epoch)."""
     return [(int(index), int(epoch)) for index, epoch in refs.tolist()]
 
 
-def drained(stage: custom.Stage, chunk: int = 1000) -> list[tuple[int, int]]:
+def drain(stage: custom.Stage, chunk: int = 1000) -> list[tuple[int, int]]:
     """Return everything that `take(chunk)` yields until the end."""
     given = []
     while len(refs := stage.take(chunk)):
-        given += pairs(refs)
+        given += index_epoch_pairs(refs)
     return given
 
 
-def first(stage: custom.Stage, n: int, chunk: int = 1000) -> list[tuple[int, int]]:
+def take_refs(stage: custom.Stage, n: int, chunk: int = 1000) -> list[tuple[int, int]]:
     """Return the first `n` refs of a stage, taken `chunk` at a time."""
     given: list[tuple[int, int]] = []
     while len(given) < n:
-        given += pairs(stage.take(min(chunk, n - len(given))))
+        given += index_epoch_pairs(stage.take(min(chunk, n - len(given))))
     return given

@@ -163,7 +163,7 @@ def faulty_stage_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     return FaultyStage(number_pipeline(shards, lane))
 
 
-def builds_only_here(process: int, shards: str, lane: sp.Lane) -> custom.Stage:
+def fails_in_other_processes(process: int, shards: str, lane: sp.Lane) -> custom.Stage:
     """A pipeline that raises in every process except `process`."""
     if os.getpid() != process:
         raise RuntimeError("no licence for this process")

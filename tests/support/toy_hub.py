@@ -191,7 +191,7 @@ def _entry(root: Path, path: Path) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def hub_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyHub]:
+def local_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyHub]:
     """Yield a Hub for `hf://`, with its own cache, in a folder."""
     (folder / "commits").mkdir()
     hub = ToyHub(folder / "commits")

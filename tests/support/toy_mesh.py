@@ -22,7 +22,7 @@ from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.context_parallel import cut_context, join_context
 from task_encoders.parts.token_packing import batch_tokens, document, pack_tokens, padded_length
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 
 SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 4}
 STEPS, AFTER = 5, 4
@@ -66,7 +66,7 @@ def run(shards: str, folder: Path, how: str, layout: str) -> dict[str, Any]:
     """Train a few steps, save, and continue; then run a finite epoch, in "pp" on the first stage alone."""
     ranks, peers = find_groups(how, layout)
     loader = sp.SavableLoader(partial(packed_pipeline, shards), ranks=ranks, **SETTINGS)
-    seen: dict[str, Any] = {"peer": dist.get_rank(peers), "before": take(loader, STEPS)}
+    seen: dict[str, Any] = {"peer": dist.get_rank(peers), "before": next_hashes(loader, STEPS)}
     seen["state"], seen["global"] = loader.state_dict(), loader.global_state_dict()
     if how == "mesh":
         import torch.distributed.checkpoint as dcp
@@ -77,7 +77,7 @@ def run(shards: str, folder: Path, how: str, layout: str) -> dict[str, Any]:
     if layout == "cp":
         seen["joined"] = [digest(exchanged(batch, peers)) for batch in batches]
     finite = sp.SavableLoader(partial(packed_pipeline, shards, epochs=1), ranks=ranks, **SETTINGS)
-    seen["epoch"] = take(finite, 1000) if layout != "pp" or seen["peer"] == 0 else None
+    seen["epoch"] = next_hashes(finite, 1000) if layout != "pp" or seen["peer"] == 0 else None
     return seen
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import savable_pipeline as sp
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.savable_loader import run_of
-from tests.support.peer_threads import alone
-from tests.support.streams import take
+from tests.support.peer_threads import unshared_loader
+from tests.support.streams import next_hashes
 
 
 def descendants(pid: int) -> list[int]:
@@ -39,7 +39,7 @@ def groups_of(size: int) -> tuple[Any, Any]:
 def in_groups(shards: str, size: int, **settings: Any) -> sp.SavableLoader:
     """Return a loader of ranks of which `size` consecutive ones share batches."""
     data, shared = groups_of(size)
-    return alone(Path(shards), ranks=sp.Ranks.of(data, share=shared), **settings)
+    return unshared_loader(Path(shards), ranks=sp.Ranks.of(data, share=shared), **settings)
 
 
 def in_mesh(shards: str, **settings: Any) -> sp.SavableLoader:
@@ -47,19 +47,19 @@ def in_mesh(shards: str, **settings: Any) -> sp.SavableLoader:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return alone(Path(shards), ranks=sp.Ranks.of(mesh, share=("tp",)), **settings)
+    return unshared_loader(Path(shards), ranks=sp.Ranks.of(mesh, share=("tp",)), **settings)
 
 
 def train(shards: str, how: str, workers: str) -> dict[str, Any]:
     """Take some batches, save, and take more; then run one epoch, at whose end the ranks vote."""
     make = in_mesh if how == "mesh" else lambda shards, **settings: in_groups(shards, int(how), **settings)
     with make(shards, num_workers=int(workers)) as loader:
-        seen: dict[str, Any] = {"before": take(loader, 6)}
+        seen: dict[str, Any] = {"before": next_hashes(loader, 6)}
         seen["state"], seen["global"] = loader.state_dict(), loader.global_state_dict()
-        seen["after"] = take(loader, 4)
+        seen["after"] = next_hashes(loader, 4)
         seen["links"] = [reader.is_local for reader in run_of(loader).backend._readers]  # type: ignore[attr-defined]
     with make(shards, num_workers=int(workers), epochs=1) as finite:
-        seen["epoch"] = take(finite, 1000)
+        seen["epoch"] = next_hashes(finite, 1000)
     return seen
 
 
@@ -71,7 +71,7 @@ def die(shards: str, victim: str, workers: str, kind: str = "SIGKILL") -> dict[s
     store: Any = dist.distributed_c10d._get_default_store()
     timeout = sp.Workers(timeout=STOPPED_TIMEOUT_S if kind == "SIGSTOP" else 600)
     with in_groups(shards, dist.get_world_size(), num_workers=int(workers), workers=timeout) as loader:
-        seen: dict[str, Any] = {"batches": take(loader, 3)}
+        seen: dict[str, Any] = {"batches": next_hashes(loader, 3)}
         if dist.get_rank() == int(victim):
             torch.save(seen, f"{shards}/../{victim}.pt")
             store.set("victim", str(os.getpid()))
@@ -79,7 +79,7 @@ def die(shards: str, victim: str, workers: str, kind: str = "SIGKILL") -> dict[s
         started = time.monotonic()
         try:
             while True:
-                seen["batches"] += take(loader, 1)
+                seen["batches"] += next_hashes(loader, 1)
         except SavableError as error:
             seen["error"] = str(error)
         seen["state"], seen["waited_s"] = loader.state_dict(), time.monotonic() - started

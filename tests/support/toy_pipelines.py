@@ -61,7 +61,7 @@ class ToyEncoder(sp.TaskEncoder):
         return {"skip": self.skip, "fan_out": self.fan_out}
 
 
-class TellingEncoder(ToyEncoder):
+class MeasuringEncoder(ToyEncoder):
     """The same encoder, which also measures samples without encoding if they have one item."""
 
     def length_of(self, sample: sp.Sample) -> int | None:
@@ -111,7 +111,7 @@ class InPairs:
         return {"most": self.most}
 
 
-class AtRandom:
+class RandomPacks:
     """A chooser of random packs of different sizes, with generators of several kinds."""
 
     def __init__(self, *, drops: bool) -> None:
@@ -175,7 +175,7 @@ def toy_pipeline(
     of stages, "samples", "items" and "batches", after which a user's own stage of that kind follows. Nothing is encoded
     twice, because ranks of some tests are threads, which share the global generators.
     """
-    encoder = (TellingEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)
+    encoder = (MeasuringEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)
     cost = sp.attention_cost(hidden=1, per_image=3)
 
     def reader(shuffle: bool = shuffle, epochs: float | None = epochs) -> custom.SampleStage:
@@ -217,7 +217,7 @@ def toy_pipeline(
         same: Any = {} if candidates is None else {"same_bucket": True, "candidates": candidates}
         return batched(custom.BucketBatcher(stage, bounds=bounds, group=group, size=sizes, drop_last=drop_last, **same))
     if pack == "items":
-        select = AtRandom(drops=skip > 0)
+        select = RandomPacks(drops=skip > 0)
         stage = custom.ItemPacker(stage, size=4 * open_packs + 1, select=select, max_buffer_bytes=max_buffer_bytes)
     elif pack is not None:
         stage = sp.OnlinePacker(

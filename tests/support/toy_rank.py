@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import savable_pipeline as sp
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -33,7 +33,7 @@ def main(shards: str, into: str) -> None:
 
     # A finite run to its end, twice, and a step of the third epoch; with workers at two ranks, without at four.
     with sp.SavableLoader(finite, num_workers=1 if world_size == 2 else 0, **SETTINGS) as loader:
-        seen["epochs"] = [take(loader, 1000), take(loader, 1000), take(loader, 1)]
+        seen["epochs"] = [next_hashes(loader, 1000), next_hashes(loader, 1000), next_hashes(loader, 1)]
         seen["end"] = {**loader.state_dict()}
 
     # Checkpoints of torch.distributed.checkpoint, which fill a template of the own state with the saved one.
@@ -47,18 +47,18 @@ def main(shards: str, into: str) -> None:
             dcp.load(state, checkpoint_id=checkpoint)
             loader.load_state_dict(state["data"])
         else:
-            take(loader, STEPS)
+            next_hashes(loader, STEPS)
             seen[f"global_{name}"] = loader.global_state_dict()
             seen[f"own_{name}"] = loader.state_dict()
             dist.barrier()
             dcp.save({"data": loader.state_dict()}, checkpoint_id=checkpoint)
-        seen[name] = take(loader, 6 if name == "endless" else 1000)
-        seen[f"{name}_next"] = [] if name == "endless" else take(loader, 1000)
+        seen[name] = next_hashes(loader, 6 if name == "endless" else 1000)
+        seen[f"{name}_next"] = [] if name == "endless" else next_hashes(loader, 1000)
 
     # Evaluations that the ranks stop at different batches.
     for name, pipeline in (("counted", counted), ("packed", finite)):
         with sp.SavableLoader(pipeline, on_iter="restart", tail="pad", num_workers=rank % 2, **SETTINGS) as loader:
-            seen[f"passes_{name}"] = [take(loader, n) for n in (1 + rank, 1000, 2 * rank, 1, 1000)]
+            seen[f"passes_{name}"] = [next_hashes(loader, n) for n in (1 + rank, 1000, 2 * rank, 1, 1000)]
     torch.save(seen, folder / f"rank{rank}_of_{world_size}.pt")
     dist.destroy_process_group()
 

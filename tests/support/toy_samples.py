@@ -48,7 +48,7 @@ def plain_png(width: int, height: int, shade: int = 0) -> bytes:
     return png(np.full((height, width, 3), shade))
 
 
-def words(text: str) -> list[int]:
+def word_lengths(text: str) -> list[int]:
     """Return the lengths of the words, as tokens."""
     return [len(word) for word in text.split()]
 
@@ -61,7 +61,7 @@ def item(encoder: Any, given: Sample) -> dict[str, Any]:
     return made
 
 
-def plain(made: dict[str, Any]) -> dict[str, Any]:
+def without_pixels(made: dict[str, Any]) -> dict[str, Any]:
     """Return everything except pixels, with tensors as lists."""
     kept = {name: value for name, value in made.items() if name not in ("image", "patches")}
     return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in kept.items()}

@@ -15,19 +15,19 @@ from typing import Any
 import zstandard
 
 from savable_pipeline.tools.convert import Options, Report, jobs, run_conversion
-from tests.support.toy_files import fill, jpeg, write_lines
+from tests.support.toy_files import jpeg, write_captioned_images, write_lines
 from tests.support.toy_records import write_arrow_litdata, write_captioned_litdata, write_captioned_mds
 
 Write = Callable[..., Path]  # from a folder and the number of samples (default 8) to the source
 
 
 def records(count: int) -> list[dict[str, Any]]:
-    """Return objects that name the images of `fill`, in order."""
+    """Return objects that name the images of `write_captioned_images`, in order."""
     return [{"image": "000.jpg" if i % 2 else "b/001.jpg", "n": i} for i in range(count)]
 
 
 def files(folder: Path, count: int = 8) -> Path:
-    return fill(folder, count)
+    return write_captioned_images(folder, count)
 
 
 def mds(folder: Path, count: int = 8, **settings: Any) -> Path:
@@ -39,17 +39,17 @@ def litdata(folder: Path, count: int = 8, **settings: Any) -> Path:
 
 
 def jsonl(folder: Path, count: int = 8) -> Path:
-    return write_lines(fill(folder, 2) / "a.jsonl", *records(count))
+    return write_lines(write_captioned_images(folder, 2) / "a.jsonl", *records(count))
 
 
 def array(folder: Path, count: int = 8) -> Path:
-    (fill(folder, 2) / "a.json").write_text(json.dumps(records(count)))
+    (write_captioned_images(folder, 2) / "a.json").write_text(json.dumps(records(count)))
     return folder / "a.json"
 
 
 def table(folder: Path, count: int = 8, *, separator: str = ",", name: str = "t.csv") -> Path:
     lines = ["image,n", *(f"{record['image']},{record['n']}" for record in records(count))]
-    (fill(folder, 2) / name).write_text("\n".join(lines).replace(",", separator) + "\n")
+    (write_captioned_images(folder, 2) / name).write_text("\n".join(lines).replace(",", separator) + "\n")
     return folder / name
 
 
@@ -64,7 +64,7 @@ def packed(write: Write, ending: str, folder: Path, count: int = 8) -> Path:
 
 
 def tars(folder: Path, count: int = 8) -> Path:
-    run_conversion(fill(folder / "files", count), folder / "tars", Options(shard_samples=4))
+    run_conversion(write_captioned_images(folder / "files", count), folder / "tars", Options(shard_samples=4))
     return folder / "tars"
 
 
@@ -152,7 +152,7 @@ def convert_in_halves(source: Path, target: Path, **settings: Any) -> Report:
     return run_conversion(source, target, HALVES, reshard="tars" in source.name, **settings)
 
 
-def ranges_written(monkeypatch: Any) -> set[str]:
+def watch_written_ranges(monkeypatch: Any) -> set[str]:
     """Return the names of the ranges that are written from now on, as a set that grows."""
     names, write = set[str](), jobs.write_range
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from savable_pipeline.stages.batch_difference import digest
-from tests.support.peer_threads import alone
+from tests.support.peer_threads import unshared_loader
 
 
 class BaseDataLoader:
@@ -45,7 +45,7 @@ def main(folder: str, shards: str) -> None:
     from savable_pipeline.trainers.torchtitan import SavableDataLoader
 
     def make(*, ranks: Any, infinite: bool, tokenizer: None, seq_len: int, local_batch_size: int) -> Any:
-        return alone(Path(shards), ranks=ranks, num_workers=1)
+        return unshared_loader(Path(shards), ranks=ranks, num_workers=1)
 
     dist.init_process_group("gloo")
     config = SavableDataLoader.Config(make=make, convert=lambda batch: (batch, batch["id"]))
