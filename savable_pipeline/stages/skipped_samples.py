@@ -181,7 +181,7 @@ class SkippedSamples:
         self.avoided[index, epoch] = reason
 
     def avoided_again(self, sample: Sample) -> None:
-        """Skip a sample that must not be tried again."""
+        """Skip a sample that failed earlier and must not be tried again."""
         reason = self.avoided[sample.index, sample.epoch]
         self._lost(sample, reason, "avoided since it failed before")
 

@@ -558,9 +558,9 @@ def class_of(key: str) -> str:
 def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
     """Return the names of classes in order of their numbers.
 
-    They are in a list, in a file (a JSON list, or lines), or from another root.
+    `classes` is a list of them, a file with a JSON list or lines, or the folder of a data set with the same classes.
 
-    Raises ValueError for what is no such list, `ShardError`.
+    Raises ValueError if it is none of these, `ShardError`.
     """
     found: Any = classes
     if isinstance(classes, str | os.PathLike):

@@ -272,7 +272,7 @@ class Slowest:
 
 _ENOUGH = 1000  # samples of a source before its fraction is checked
 _MUCH = 0.1  # fraction of a source's samples, or tokens
-# so many dropped samples of a source without any usable one end the run, or all of its first epoch
+# a run ends if a source has no usable one among this number of samples, or in its first epoch
 _MOST_DROPPED = 10_000
 # epochs to wait if other ranks or a buffer have a part of the first epoch: the probability of a mistake is e**-5
 _EPOCHS = 5
