@@ -87,7 +87,7 @@ class Stats(Observer):
             self._window = now, self._wait_s
 
     def _count_samples(self, step: BatchStep) -> None:
-        """Count the samples of a batch, without refs if there is a single source."""
+        """Count the samples of a batch per source. With a single source, their refs are not read."""
         samples = step.delivery.samples
         if len(self._sources()) != 1:
             tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
