@@ -58,9 +58,9 @@ class _Live:
 
     def collect(self) -> None:
         """Collect the counters of the stages."""
-        fresh = take_counts(self.stages)
-        self.dropped = with_counts(self.dropped, fresh)
-        self.counts.update(fresh)
+        if fresh := take_counts(self.stages):
+            self.dropped = with_counts(self.dropped, fresh)
+            self.counts.update(fresh)
 
 
 class Remake(msgspec.Struct, frozen=True, array_like=True):
@@ -186,7 +186,7 @@ class LaneRunner:
         if not more:
             self.verify_delivered()
         live.lane.unused = 0
-        live.state = self._save(live, more)
+        live.state = live.early[1] if live.early is not None else self._pack(live, more)
         return batch, ref, more
 
     def verify_delivered(self) -> None:
@@ -240,9 +240,6 @@ class LaneRunner:
                 return False
             live.early = (batch, before)
         return True
-
-    def _save(self, live: _Live, more: bool) -> bytes:
-        return live.early[1] if live.early is not None else self._pack(live, more)
 
     def _pack(self, live: _Live, more: bool) -> bytes:
         live.collect()
