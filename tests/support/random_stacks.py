@@ -6,7 +6,7 @@ with separators.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypothesis import strategies as st
@@ -155,8 +155,9 @@ def stack(
     held_bytes: int = 1 << 30,
     encoder: sp.TaskEncoder | None = None,
     on_error: Any = "raise",
+    read: Callable[[str, sp.Lane], Any] = sp.TarShardReader,
 ) -> Any:
-    """Return the stages of a lane. `held_bytes` must not change their batches."""
+    """Return the stages of a lane. `held_bytes` must not change their batches. `read` builds the first stages."""
     if encoder is None:
         encoder = (MeasuringJoining if chosen["tells"] else Joining)(chosen["gap"], fans_out=chosen["fans_out"])
 
@@ -166,7 +167,7 @@ def stack(
         return stage
 
     def branch(buffer: int | None, steps: list[Any]) -> Any:
-        samples: Any = sp.TarShardReader(shards, lane)
+        samples = read(shards, lane)
         return with_steps(
             sp.Encode(
                 samples if buffer is None else sp.ShuffleBuffer(samples, size=buffer), encoder, on_error=on_error
