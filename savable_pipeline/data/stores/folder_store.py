@@ -157,7 +157,7 @@ def open_folder(files: Shards, form: Format, *, tolerant: bool = False, looked_a
 
 
 def is_known(root: Path) -> bool:
-    """Return whether there is an index of a folder that has not changed since."""
+    """Return whether a folder has an index and has not changed since it was indexed."""
     both = itertools.product((None, "last"), (False, True))
     forms = [by_settings(FOLDER, {"key_end": end, "allow_outside": outside}) for end, outside in both]
     return any(_fresh(root, path, form) for form in forms for path in index_places(root, form.index_name))

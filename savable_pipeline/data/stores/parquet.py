@@ -291,7 +291,7 @@ class ParquetStore(ColumnarStore):
         return rows, decoded()
 
     def _dictionary_bytes(self, shard: int, column: Any) -> int:
-        """Return the bytes of a column's dictionary, or 0 without one. Any number of rows may repeat its values.
+        """Return the bytes of a column's dictionary, or 0 if there is none. Any number of rows may repeat its values.
 
         The page header is a Thrift struct that starts with its type and its decompressed size.
         """

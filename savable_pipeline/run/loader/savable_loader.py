@@ -411,7 +411,7 @@ class SavableLoader:
         Rows to repeat count, too, such as those of a loaded state.
 
         Returns:
-            `rows`, and `oldest`, a receipt, or None without any.
+            `rows`, and `oldest`, a receipt, or None if there are no rows.
 
         Raises:
             ValueError: The loader has no `acknowledge=True`.
