@@ -84,7 +84,7 @@ class RunFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def digest(self) -> int:
-        """Hash of the facts that decide a lane's batches in any epoch; 0 if there are none.
+        """Hash of the facts that decide a lane's batches in any epoch; 0 for none.
 
         Each lane's state has it.
         """

@@ -387,9 +387,8 @@ class Run:
         return Trace(self.ranks.slot(batch.step), batch.lane, rows)
 
     def last_step(self) -> tuple[int, int]:
-        """Return the slot and the lane of the last batch. Raises ValueError if there is none."""
-        batch = history_of(self.position).lagged()
-        return self.ranks.slot(batch.step), batch.lane
+        """Return slot and lane of the last batch. Raises ValueError if there is none."""
+        return self.ranks.slot((batch := history_of(self.position).lagged()).step), batch.lane
 
 
 def history_of(position: Position) -> History:
