@@ -232,9 +232,7 @@ def make_index(
     progress(0, len(missing))
     with ScannedTables(path) as scanned:
         for done, table in enumerate(_scanned(root, missing, form, processes, each), 1):
-            if (
-                form.write_offsets and not table.entry.fault
-            ):  # checked before it is recorded as scanned, because a restart would not scan it again
+            if form.write_offsets and not table.entry.fault:  # first: after a restart, scanned files are not scanned
                 form.write_offsets(root / table.entry.name, table)
             scanned.add(table)
             progress(done, len(missing))
