@@ -1,4 +1,4 @@
-"""Writer of consecutive shards, each of at most so many bytes and samples.
+"""Consecutive shards of limited bytes and samples.
 
     add ─ ShardFile ─ full ─▶ finished(table)      each shard is closed before the next one starts
 
@@ -138,9 +138,8 @@ class ShardSeries:
     def add(self, key: str, parts: Mapping[str, PartData]) -> None:
         """Append a sample to the open shard, or to the next one if it does not fit."""
         size = sample_bytes(key, {extension: len(data) for extension, data in parts.items()})
-        if (shard := self._shard) is not None and (
-            shard.size + size > self._room or shard.samples == self._max_samples
-        ):
+        shard = self._shard
+        if shard is not None and (shard.size + size > self._room or shard.samples == self._max_samples):
             self.finish()
         if self._shard is None:
             name = self._name(self._number)
