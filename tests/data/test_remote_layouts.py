@@ -16,7 +16,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.data.remote.session import Session, close_scratch
 from savable_pipeline.data.shards.paths import list_files
-from savable_pipeline.data.stores.opening import find_source
+from savable_pipeline.data.stores.opening import find_source, index_any
 from tests.data.test_layouts import LAYOUTS, Layout
 from tests.support.toy_hub import ToyHub, hub_here
 from tests.support.toy_server import ToyServer, serving, use_as_s3
@@ -125,6 +125,8 @@ def test_a_web_folder_opens_by_a_marker_or_an_index(layout: Layout, bucket: Path
         assert re.search(r"web servers cannot be listed\. Name the shards, as in .*, or upload the index", before), (
             before
         )
+    if layout.kind and layout.kind != "folder":
+        index_any(folder, processes=1)
     index = (folder / ".nv-meta" / f"savable.{layout.kind}.index").exists() or layout.kind == "tar"
     if index and layout.kind != "folder":
         names = re.search("jpg|wav", str(local)) and layout.kind in ("csv", "jsonl", "json", "parquet")

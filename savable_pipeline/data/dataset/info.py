@@ -22,11 +22,6 @@ from savable_pipeline.data.shards.metadata import read_counts, read_split, split
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.shards.tar_format import TarIndex
-from savable_pipeline.data.stores.columnar_store import ColumnarStore
-from savable_pipeline.data.stores.jsonl import JsonlStore
-from savable_pipeline.data.stores.record_store import FileStore
-from savable_pipeline.data.stores.tar_store import TarStore
 from savable_pipeline.errors import ShardError
 
 
@@ -85,8 +80,7 @@ def dataset_info(shards: Shards, **settings: Any) -> Info:
     """
     dataset = open_any(shards, inspect=True, **settings)
     unread: list[ShardError] = []
-    # the index of JSONL has no fields
-    sizes, looked_at = dataset.part_sizes(in_rows=isinstance(dataset.store, JsonlStore), unread=unread)
+    sizes, looked_at = dataset.part_sizes(in_rows=dataset.store.parts_in_rows, unread=unread)
     nulls, faults = _nulls(dataset, looked_at)
     media, media_faults = _media(dataset)
     if unread:
@@ -112,11 +106,9 @@ def dataset_info(shards: Shards, **settings: Any) -> Info:
 
 
 def _dotted(dataset: Dataset, parts: set[str]) -> list[list[str]]:
-    """The parts of samples of tars all of which have a dot; of the index, whose other shards may have other `parts`."""
-    index = dataset.store.found.index if isinstance(dataset.store, TarStore) else None
-    layouts = index.layouts if isinstance(index, TarIndex) else []
-    found = {tuple(layout.position) for layout in layouts if all("." in part for part in layout.position)}
-    return [list(each) for each in sorted(found) if parts.issuperset(each)]
+    """The parts of samples all of which have a dot; of the index, whose other shards may have other `parts`."""
+    sets = [each for each in dataset.store.part_sets() if all("." in part for part in each)]
+    return sorted(each for each in sets if parts.issuperset(each))
 
 
 def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
@@ -131,13 +123,11 @@ def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
 def _nulls(dataset: Dataset, looked_at: int) -> tuple[dict[str, int], list[str]]:
     """How many of the samples that are looked at have a null in a column; and what readers do not give."""
     store = dataset.store
-    if not isinstance(store, ColumnarStore):
-        return {}, [text for text in [store.rejects_warning()] if text]
     nulls, named = Counter[str](), Counter[str]()
     for shard, row in dataset.some():
         nulls.update(store.nulls(shard, row))
-        named.update({file.column for file in store.named_files(shard, row)})
-    faults = [
+        named.update(store.columns_without_bytes(shard, row))
+    faults = [text for text in [store.rejects_warning()] if text] + [
         f"the column {column!r}: {count:,} of {looked_at:,} rows have a path and no bytes, which is an error when they "
         f"are read; {store.cure}"
         for column, count in sorted(named.items())
@@ -163,8 +153,7 @@ def split_counts(dataset: Dataset) -> dict[str, int]:
     if root is None:
         return {}
     counts = {entry.name: entry.samples for entry in dataset.entries}
-    indexed = store.found.index.shards.names if isinstance(store, FileStore | TarStore) else ()
-    known = {*counts, *indexed, *(read_counts(root) or ())}
+    known = {*counts, *store.indexed_names, *(read_counts(root) or ())}
     splits = {name: read_split(root, name, known) for name in split_names(root)}
     return {
         name: sum(counts[shard] - len(split.excluded.get(shard, ())) for shard in split.shards if shard in counts)

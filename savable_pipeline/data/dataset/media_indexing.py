@@ -69,7 +69,7 @@ def index_media(
         _make(path, indexed, processes or os.cpu_count() or 1, progress)
         return path
 
-    path = in_first_place(indexed.root, media_table_name(form.index_kind), make)
+    path = in_first_place(indexed.root, media_table_name(form.index_kind), make, near=(indexed.root / META).is_dir())
     return path, _faults(path, indexed)
 
 

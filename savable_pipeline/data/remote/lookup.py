@@ -308,12 +308,12 @@ class RemoteFolder:
         """File of the index."""
         return self.cached.folder / "index"
 
-    def beside(self, name: str) -> Path:
+    def sidecar_path(self, name: str) -> Path:
         """Where the local copy lies of what lies beside the files under this name."""
         return self.cached.folder / "beside" / name
 
 
-def held(version: Path) -> ShardCache:
+def open_protected(version: Path) -> ShardCache:
     """Open a version in the cache and protect it from eviction."""
     create_flags(version)
     cached = ShardCache(version)
@@ -332,7 +332,7 @@ def unread_version(found: RemoteShards, folder: Path) -> ShardCache:
     except (OSError, ValueError, ShardError):
         entries = zip(found.names, found.sizes.tolist(), strict=True)
         write_index(version / "index", (ShardTable(ShardEntry(*each, 0, 0), b"") for each in sorted(entries)), _UNREAD)
-    cached = held(version)
+    cached = open_protected(version)
     cached.forget_changed()
     return cached
 
@@ -357,9 +357,9 @@ def with_stamps(
     """
     stamps = list(found.stamps) or [""] * len(found.names)
     companions = {}
-    if form is not None and form.beside[1]:
+    if form is not None and form.sidecar[1]:
         numbers = [*numbers]
-        own = form.beside[0]
+        own = form.sidecar[0]
         companions = {n: form.companion(found.names[n]) for n in numbers if found.names[n].lower().endswith(own)}
     unknown = [number for number in numbers if found.sizes[number] < 0 or not stamps[number]]
     stats = session.stats(found.root, [found.names[number] for number in unknown], needed=True)
@@ -382,7 +382,7 @@ def stamps_of(url: str, names: list[str], session: Session) -> dict[str, tuple[i
     return session.stats(url, names, needed=True)
 
 
-def place_of_object(url: str, session: Session) -> tuple[RemoteFolder, str]:
+def cache_entry_for(url: str, session: Session) -> tuple[RemoteFolder, str]:
     """Return where one object of any kind is cached, and its stamp.
 
     Raises `ShardError`, `RemoteError`.

@@ -159,7 +159,7 @@ class ByteSource:
     def expect(self, places: list[tuple[int, int]]) -> None:
         """Announces reads of these offsets and sizes."""
 
-    def beside(self, suffix: str, name: str = "") -> Path | None:
+    def sidecar(self, suffix: str, name: str = "") -> Path | None:
         """Return a local sidecar of a file, with this suffix, or None without one.
 
         Given the file's `name` below its folder: what is called `suffix` in that folder.
@@ -197,8 +197,8 @@ class LocalFile(ByteSource):
                 raise OSError(f"{self._path}: it was replaced while it was read. Start again")
             return os.pread(file.fileno(), size, offset)
 
-    def beside(self, suffix: str, name: str = "") -> Path | None:
-        """See `ByteSource.beside`."""
+    def sidecar(self, suffix: str, name: str = "") -> Path | None:
+        """See `ByteSource.sidecar`."""
         path = self._path.parents[name.count("/")] / suffix if name else self._path.with_suffix(suffix)
         return path if path.exists() else None
 

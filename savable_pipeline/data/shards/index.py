@@ -366,24 +366,15 @@ class Format:
     """What tells the index for these settings from that for others, such as `key_end=last`."""
     reader: str = ""
     """The name of the format whose reader reads it too, if it has none of its own."""
-    scan_folder: Callable[[Path], ShardTable] | None = None
-    """Returns what the index says of a folder that is one shard, in place of `read`."""
-    open_index: Callable[..., IndexedFiles] | None = None
-    """Opens the index of such a folder."""
-    index: type[ShardIndex] = BlobIndex
-    all_used: bool = True
-    """Whether an epoch reads every byte of a file."""
     whole: bool = False
     """Whether remote files are downloaded to index them, and their stamps are not asked for at each start."""
     no_rows: bytes = b""
     """The rows in the index of a file that cannot be read."""
-    no_digest: int = 0
-    beside: tuple[str, str] = ("", "")
+    sidecar: tuple[str, str] = ("", "")
     """Files with the first suffix may have one beside them, with the second."""
-    for_others: str = ""
-    """What follows the name of a file in that of one which other programs read beside it."""
-    leave_beside: Callable[[Path, ShardTable], None] | None = None
-    fault_beside: Callable[[Path, ShardTable], str] | None = None
+    index: ClassVar[type[ShardIndex]] = BlobIndex
+    for_others: ClassVar[str] = ""
+    """What follows the name of a file in that of one which other programs read: see `write_for_others`."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Format) and self.index_kind == other.index_kind
@@ -431,9 +422,9 @@ class Format:
         """Whether a name is that of such a file that is compressed."""
         return bool(self.packed) and name.lower().endswith(self.packed)
 
-    def names_beside(self, name: str) -> list[str]:
-        """What may lie beside a file."""
-        own, other = self.beside
+    def sidecars(self, name: str) -> list[str]:
+        """Return the names of the files that may belong to a file."""
+        own, other = self.sidecar
         companion = [self.companion(name)] if other and name.lower().endswith(own) else []
         return [*companion, *([name + self.for_others] if self.for_others else [])]
 
@@ -442,7 +433,7 @@ class Format:
 
         A sidecar of all files is in their folder.
         """
-        own, other = self.beside
+        own, other = self.sidecar
         return name[: len(name) - len(own)] + other if own else other
 
     def index_at(self, path: Path) -> ShardIndex:
@@ -457,8 +448,6 @@ class Format:
 
         Raises OSError where the process may open no more files, and `RemoteError` of a network disk.
         """
-        if self.scan_folder is not None:
-            return self.scan_folder(root)
         size = 0
 
         def read() -> ShardTable:
@@ -487,8 +476,14 @@ class Format:
 
     def unreadable(self, name: str, size: int, fault: str) -> ShardTable:
         """The table of a file of which nothing can be read."""
-        entry = ShardEntry(name, size, 0, self.no_digest, encodable(f"{name}: {fault}"))
-        return ShardTable(entry, self.no_rows)
+        return ShardTable(ShardEntry(name, size, 0, 0, encodable(f"{name}: {fault}")), self.no_rows)
+
+    def write_for_others(self, path: Path, table: ShardTable) -> None:
+        """Write what other programs read beside a file that was indexed."""
+
+    def fault_for_others(self, path: Path, table: ShardTable) -> str:
+        """Return what is wrong in it, or ""."""
+        return ""
 
 
 class IndexedFiles:

@@ -216,10 +216,14 @@ def make_index(
     processes: int | None = None,
     each: EachShard | None = None,
     progress: Progress = lambda done, total: None,
+    for_others: bool = False,
 ) -> None:
-    """Write the index at `path`, with the tables of it that are still right."""
+    """Write the index at `path`, with the tables of it that are still right.
+
+    With `for_others`, also what other programs read beside the files.
+    """
     for name in names:
-        check_utf8(str(root / name), name)
+        check_utf8(f"{root}/{name}", name)
     for stale in path.parent.glob(f"{path.name}.*.tmp"):  # of a process that was killed; the lock is ours
         stale.unlink(missing_ok=True)
     with ScannedTables(path) as scanned:
@@ -233,10 +237,8 @@ def make_index(
     progress(0, len(missing))
     with ScannedTables(path) as scanned:
         for done, table in enumerate(_scanned(root, missing, form, processes, each), 1):
-            if (
-                form.leave_beside and not table.entry.fault
-            ):  # before it is noted as scanned: whoever goes on after a kill scans it no more
-                form.leave_beside(root / table.entry.name, table)
+            if for_others and not table.entry.fault:  # first: a process that resumes does not scan it again
+                form.write_for_others(root / table.entry.name, table)
             scanned.add(table)
             progress(done, len(missing))
             if time.monotonic() - logged > _LOG_EVERY_S:

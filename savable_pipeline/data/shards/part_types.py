@@ -30,6 +30,7 @@ JSON_PARTS = ("json",)
 VIDEO_PARTS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "ogv", "mpg", "mpeg", "flv", "wmv", "3gp")
 # (No "ts": in more folders that is TypeScript than an MPEG transport stream; name the part of one.)
 AUDIO_PARTS = ("flac", "wav", "mp3", "ogg", "opus", "m4a", "aac", "oga", "aiff", "aif", "wma", "amr", "w64", "au")
+MEDIA_PARTS = frozenset((*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
 # What a part may be, whatever its extension says; never one for which Pillow starts another program (EPS: Ghostscript).
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")  # of more than 8 bits a channel

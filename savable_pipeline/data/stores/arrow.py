@@ -75,6 +75,5 @@ ARROW = Format(
     claims=_is_saved,
     listed=_data_files,
     by_settings=partial(with_ranges, _open_ranged),
-    all_used=False,  # columns that are not asked for are not read
     no_rows=bytes(16),
 )

@@ -248,9 +248,9 @@ class CachedBlocks(DownloadedFiles):
             self._checked.discard(shard)
             raise
 
-    def beside(self, name: str) -> Path | None:
-        """See `ShardFiles.beside`: a local copy, downloaded if it is not here."""
-        path = self.remote.beside(name)
+    def sidecar(self, name: str) -> Path | None:
+        """See `ShardFiles.sidecar`: a local copy, downloaded if it is not here."""
+        path = self.remote.sidecar_path(name)
         with _fetching.setdefault(path, threading.Lock()):  # several files may have it beside them
             if path not in self._checked_sidecars and whole_version(path) is None:
                 stat = self._call("stat", self.remote.url, name)

@@ -29,7 +29,14 @@ import numpy as np
 from savable_pipeline.core.wording import counted
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
 from savable_pipeline.data.shards.index import FileBlob
-from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is_url, text_format
+from savable_pipeline.data.stores.table_store import (
+    FILE_FIELDS,
+    FIRST_ROWS,
+    TableStore,
+    folders_in,
+    is_url,
+    text_format,
+)
 
 _SEPARATORS = ",;\t|"
 _BLOCK = 1 << 20
@@ -216,11 +223,11 @@ class _Column:
     name: str
     cells: int  # that are not empty
     paths: list[str]  # those of them that are no URLs
-    there: int  # those of them that are files
+    existing: int  # those of them that are files
 
     @property
     def names_files(self) -> bool:
-        return bool(self.name in FILE_FIELDS and self.paths) or (self.there > 0 and 2 * self.there >= self.cells)
+        return bool(self.name in FILE_FIELDS and self.paths) or (self.existing > 0 and 2 * self.existing >= self.cells)
 
     @property
     def endings(self) -> set[str]:
@@ -242,14 +249,18 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
     refuse_row(name, (cell for cell in store.header(0) if _is_file(root, cell)))
     columns = [_look(column, head, root) for column in store.header(0)]
     found = [column for column in columns if column.names_files]
+    if not found:  # as the `clips/` of Common Voice
+        few = [[_look(column, head[:FIRST_ROWS], each) for column in store.header(0)] for each in folders_in(root)]
+        below = [naming for each in few if (naming := [column for column in each if column.names_files])]
+        found = below[0] if len(below) == 1 else []
     urls = next((column.name for column in columns if column.cells and 2 * len(column.paths) <= column.cells), "")
     fields = _as_fields(found)
     warnings = [
-        f"{name}: the column {column.name!r} names {counted(column.there, 'file')} in {counted(len(head), 'row')} and "
-        "is taken for text; if it names files, give "
+        f"{name}: the column {column.name!r} names {counted(column.existing, 'file')} in {counted(len(head), 'row')} "
+        "and is taken for text; if it names files, give "
         + " ".join(f"--file-field {each}" for each in [*fields, column.name])
         for column in columns
-        if column.there and column not in found
+        if column.existing and column not in found
     ]
     return fields, warnings, "" if found else urls
 

@@ -27,7 +27,8 @@ import json
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from savable_pipeline.core.wording import counted, listed
@@ -44,7 +45,7 @@ from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
 from savable_pipeline.data.stores.sample_names import is_for_people, is_media_file, no_samples, stem_of, suffix_of
 from savable_pipeline.data.stores.shar import SHAR
-from savable_pipeline.data.stores.table_store import FILE_FIELDS, JSON, MARK
+from savable_pipeline.data.stores.table_store import FILE_FIELDS, FIRST_ROWS, JSON, MARK
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.data.stores.token_store import TOKENS
 
@@ -63,9 +64,10 @@ _METADATA = "metadata.parquet"  # of HF's image folders; its rows name files
 _MAGICS = {b"PAR1": PARQUET, b"ARROW1": ARROW}
 _SHOWN = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")  # of images for people
 _TABLES = {  # whose rows are not those of all their files
-    re.compile(r"(?:.*/)?_delta_log/.*"): "Delta Lake",
+    re.compile(r"(?:.*/)?_delta_log/[^/]*\.json"): "Delta Lake",
     re.compile(r"(?:.*/)?metadata/[^/]*\.metadata\.json"): "Apache Iceberg",
 }
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")  # the suffixes after that of a format
 _FEW, _HEAD = 16, 1 << 16  # tables of which so many bytes are looked at
 _COCO = re.compile(rb'\s*\{[^[]*"(?:images|annotations|categories|info)"\s*:')
 _LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
@@ -95,14 +97,15 @@ def wanted(names: Sequence[str]) -> dict[str, int]:
     Args:
         names: The names of all files, relative to the folder that was named.
     """
+    endings = _by_ending(names)
     markers = {marker for form in FORMATS for marker in form.markers}
-    texts = [name for name in names if JSON.has(name) or JSONL.has(name) or CSV.has(name)]
-    found = {name: LARGEST_INDEX for name in texts if name in markers}
-    if any(map(TARS.has, names)):
+    json_files = _ending(endings, JSON.has)
+    found = {name: LARGEST_INDEX for name in json_files if name in markers}
+    if any(map(TARS.has, endings)):
         return found
-    if not any(map(is_media_file, names)):
-        texts = [*filter(JSON.has, texts)]
-    alone = _alone(texts, names) or _bare(names)
+    has_media = any(map(is_media_file, endings))
+    texts = [*json_files, *_ending(endings, JSONL.has), *_ending(endings, CSV.has)] if has_media else json_files
+    alone = _alone(texts, names) or _bare(endings)
     return {**dict.fromkeys(sorted(alone)[:_FEW], _HEAD), **found}
 
 
@@ -129,28 +132,29 @@ def recognize(
         return Recognized(form, form.files(names, heads))
     if INDEX in heads and (other := index_format(heads)) not in ("", "mds", "litdata"):
         raise ValueError(f"Mosaic Streaming shards of the format {other}, not mds. To read them, {OTHER}")
-    text = "\n".join(names)
+    text, endings = "\n".join(names), _by_ending(names)
     for form in FORMATS:
         if form.choose is not None and form.choose[0] in text and (files := form.choose[1](names)):
-            if rest := [name for name in names if TARS.has(name) and name not in files]:
+            if rest := [name for name in _ending(endings, TARS.has) if name not in files]:
                 raise _ambiguous({form: files, TARS: rest})
             return Recognized(form, files)
-    tars = sorted(filter(TARS.has, names)) or sorted(filter(TARS.packs, names))
-    media = sum(is_media_file(name) and not name.lower().startswith(_SHOWN) for name in names)
+    tars = sorted(_ending(endings, TARS.has) or _ending(endings, TARS.packs))
+    media_files = _ending(endings, is_media_file)
+    media = sum(not name.lower().startswith(_SHOWN) for name in media_files)
     if media > len(tars) and tars:
-        raise _ambiguous({TARS: tars, FOLDER: [*filter(is_media_file, names)]})
+        raise _ambiguous({TARS: tars, FOLDER: media_files})
     if tars:
         return Recognized(TARS, tars)
-    _check_several(names)
-    found = _by_format(names, heads)
-    if not found and not media and (bare := _bare(names)):
+    _check_several(endings)
+    found = _by_format(names, endings, heads)
+    if not found and not media and (bare := _bare(endings)):
         kinds = {*map(_format_of, filter(None, map(heads.get, bare)))}
         return _folder(names) if len(kinds) != 1 or None in kinds else Recognized(kinds.pop() or FOLDER, bare)
     able = [form for form in found if set(settings) <= set(form.settings)] if settings else []
     if len(able) == 1:
         return Recognized(able[0], found[able[0]])
-    tables = {form: files for form in found if form is not TOKENS and (files := _alone(found[form], names))}
-    if any(map(is_media_file, names)) and not (settings and set(settings) <= set(FOLDER.settings)):
+    if media_files and not (settings and set(settings) <= set(FOLDER.settings)):
+        tables = {form: files for form in found if form is not TOKENS and (files := _alone(found[form], names))}
         if naming := _naming(names, heads, tables):
             return naming
         if media:
@@ -159,13 +163,32 @@ def recognize(
     return _without_media(names, found)
 
 
+def _by_ending(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names by their endings, such as `.jsonl` or `.jsonl.gz`."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_ending_of(name), []).append(name)
+    return found
+
+
+def _ending_of(name: str) -> str:
+    ending = suffix_of(name)
+    return suffix_of(name[: -len(ending)]) + ending if ending in _COMPRESSED else ending
+
+
+def _ending(endings: Mapping[str, list[str]], matches: Callable[[str], bool]) -> list[str]:
+    return [name for ending, some in endings.items() if matches(ending) for name in some]
+
+
 def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return those of some names that share their stem with no other, and are not for people."""
     stems = Counter(map(stem_of, names)) if some else {}
     return [name for name in some if stems[stem_of(name)] == 1 and not is_for_people(name)]
 
 
-def _by_format(names: Sequence[str], heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
+def _by_format(
+    names: Sequence[str], endings: Mapping[str, list[str]], heads: Mapping[str, bytes]
+) -> dict[Format, list[str]]:
     """Return the files of each format that no marker needs to name: by their names, and JSON by how it begins."""
     json_files = sorted(filter(JSON.has, heads))
     lists, lines = ([name for name in json_files if begin.match(heads[name])] for begin in (_LIST, _LINES))
@@ -173,10 +196,11 @@ def _by_format(names: Sequence[str], heads: Mapping[str, bytes]) -> dict[Format,
     for form in FORMATS:
         if form in (TARS, FOLDER) or form.reader or form.choose or INDEX in form.markers:
             continue
-        files = lists if form is JSON else form.files(names, {})
-        files = sorted([*files, *lines]) if form is JSONL else files
-        if files := files or [*filter(form.packs, names)]:
-            found[form] = files
+        by_ending = all(suffix == _ending_of(suffix) for suffix in form.suffixes)
+        files = lists if form is JSON else _ending(endings, form.has) if by_ending else form.files(names, {})
+        files = [*files, *lines] if form is JSONL else files
+        if files := files or _ending(endings, form.packs):
+            found[form] = sorted(files)
     return found
 
 
@@ -189,6 +213,15 @@ def _naming(names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[For
         fields = [_fields_of(table, heads.get(table, b""), known) for table in files]
         if all(fields):
             return Recognized(form, files, {"file_fields": fields[0]})
+        below = {table: naming for table in files if (naming := _fields_below(table, heads, known))}
+        if len(below) > len({*map(posixpath.dirname, below)}):
+            raise ValueError(
+                f"{len(below)} tables name files in a folder beside them, {listed([*below])}. Name one of them, as "
+                "several may name the same files"
+            )
+        if below:
+            unread = [table for table in files if table not in below]
+            return Recognized(form, [*below], {"file_fields": next(iter(below.values()))}, unread)
     return None
 
 
@@ -254,17 +287,28 @@ def _ambiguous(found: Mapping[Format, Sequence[str]]) -> ValueError:
     return ValueError(f"several kinds of files, {listed(kinds)}. Pass {choice}, or name those of one by a glob")
 
 
-def _fields_of(table: str, head: bytes, names: Collection[str]) -> tuple[str, ...]:
-    """Return the fields whose first rows name files of the folder.
+def _fields_below(table: str, heads: Mapping[str, bytes], names: Collection[str]) -> tuple[str, ...]:
+    """Return the fields whose first rows name media files of one folder beside a table, such as `clips/`."""
+    if table not in heads:
+        return ()
+    folder = posixpath.join(posixpath.dirname(table), "")
+    below = {name[len(folder) :].partition("/")[0] for name in names if name.startswith(folder) and is_media_file(name)}
+    naming = [*filter(None, (_fields_of(table, heads[table], names, each) for each in sorted(below)))]
+    return naming[0] if len(naming) == 1 else ()
+
+
+def _fields_of(table: str, head: bytes, names: Collection[str], below: str = "") -> tuple[str, ...]:
+    """Return the fields whose first rows name files of the folder, or media files of a folder `below` it.
 
     They are as `file_fields` has them: those that are usual, if there is one; else each, with its own part where
     another has a file of its kind.
     """
-    folder, found = posixpath.dirname(table), dict[str, str]()
-    for row in _first_rows(table, head):
+    folder, found = posixpath.join(posixpath.dirname(table), below), dict[str, str]()
+    for row in islice(_first_rows(table, head), FIRST_ROWS if below else None):
         for field, value in row.items():
             path = value[0] if isinstance(value, list) and value else value
-            if field and isinstance(path, str) and posixpath.normpath(posixpath.join(folder, path)) in names:
+            is_path = bool(field) and isinstance(path, str) and (not below or is_media_file(path))
+            if is_path and posixpath.normpath(posixpath.join(folder, path)) in names:
                 found.setdefault(field, path)
     usual = [field for field in _USUAL if field in found]
     suffixes = [suffix_of(path) for path in found.values()]
@@ -286,11 +330,15 @@ def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _bare(names: Sequence[str]) -> list[str]:
+def _bare(endings: Mapping[str, list[str]]) -> list[str]:
     """Return the files without a suffix, if others are for people alone."""
-    own = [name for name in names if not name.endswith(".tar.idx") and not is_for_people(name)]
-    found = [name for name in own if not posixpath.basename(name).startswith("_")]
-    return [] if any("." in posixpath.basename(name) for name in found) else sorted(found)
+    if any(_is_data(name) for ending, some in endings.items() if ending for name in some):
+        return []
+    return sorted(filter(_is_data, endings.get("", ())))
+
+
+def _is_data(name: str) -> bool:
+    return not (name.endswith(".tar.idx") or is_for_people(name) or posixpath.basename(name).startswith("_"))
 
 
 def _format_of(head: bytes) -> Format | None:
@@ -301,14 +349,15 @@ def _format_of(head: bytes) -> Format | None:
     return found or (JSON if _LIST.match(head) else JSONL if _LINES.match(head) else None)
 
 
-def _check_several(names: Sequence[str]) -> None:
+def _check_several(endings: Mapping[str, list[str]]) -> None:
     """Raise ValueError for several datasets, and for tables of several versions."""
+    json_files = _ending(endings, JSON.has)
     for pattern, program in _TABLES.items():
-        if any(map(pattern.fullmatch, names)):
+        if any(map(pattern.fullmatch, json_files)):
             raise ValueError(f"a table of {program}, whose files have rows of older versions. To read it, {OTHER}")
-    folders = {posixpath.dirname(name) for name in names if name.lower().endswith((".mds", ".bin"))}
-    folders &= {posixpath.dirname(name) for name in names if name.endswith(f"/{INDEX}")}
-    folders |= {name.removesuffix(f"/{INFO}") for name in names if name.endswith(f"/{INFO}")}
+    folders = {posixpath.dirname(name) for name in _ending(endings, lambda ending: ending in (".mds", ".bin"))}
+    folders &= {posixpath.dirname(name) for name in json_files if name.endswith(f"/{INDEX}")}
+    folders |= {name.removesuffix(f"/{INFO}") for name in json_files if name.endswith(f"/{INFO}")}
     if folders:
         raise ValueError(
             f"{counted(len(folders), 'folder')} of records, {listed(sorted(folders))}. Name one, or mix by sp.blend"

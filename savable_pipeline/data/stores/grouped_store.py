@@ -240,6 +240,11 @@ class GroupedStore(FileStore):
         Raises `ShardError`.
         """
 
+    def next_readable(self, shard: int, row: int, reason: str) -> int:
+        """See `StoreFacts.next_readable`: of a damaged group, the first row of the next one."""
+        ends = self.group_ends(shard) if reason == "damaged shard" else []
+        return ends[bisect_right(ends, row)] if ends else row + 1
+
     @property
     def most_decoded(self) -> int:
         """The bytes in memory beyond which a group is refused."""

@@ -151,6 +151,8 @@ class JsonlStore(TextStore):
         """The same: a field is a part of its line."""
         return self.offset(shard, row)
 
+    parts_in_rows = True
+
     def part_sizes(self) -> dict[str, Rows] | None:
         """The sizes of the lines, with their ends; None where the index is here in part."""
         if not self.files.has_all_rows():
@@ -171,8 +173,8 @@ class JsonlStore(TextStore):
         try:
             value = decoded_json(line)
         except (ValueError, RecursionError) as error:
-            place = f"row {row}, at byte {self.offset(shard, row)}"
-            raise self.damaged(shard, place, f"invalid JSON: {error}", reason="malformed JSON") from error
+            where = f"row {row}, at byte {self.offset(shard, row)}"
+            raise self.damaged(shard, where, f"invalid JSON: {error}", reason="malformed JSON") from error
         fields = value if isinstance(value, dict) else {}
         self._last = line, fields
         return fields

@@ -82,7 +82,7 @@ class KaldiStore(TableStore):
             names, raw = self.entries.names, b""
             if path in names:
                 raw = self.files.read(number := names.index(path), 0, int(self.entries.sizes[number]))
-            elif (companion := self.files.beside(path)) is not None:  # of one file that is checked by itself
+            elif (companion := self.files.sidecar(path)) is not None:  # of one file that is checked by itself
                 raw = companion.read_bytes()
             self._tables[path] = dict(map(_pair, raw.decode().split("\n")))
         return self._tables[path]
@@ -105,7 +105,7 @@ def _files(names: Sequence[str]) -> list[str]:
 
 def _has_samples(file: ByteSource, name: str) -> bool:
     folder, base = posixpath.split(name)
-    return base == SEGMENTS or (base == RECORDINGS and file.beside(posixpath.join(folder, SEGMENTS), name) is None)
+    return base == SEGMENTS or (base == RECORDINGS and file.sidecar(posixpath.join(folder, SEGMENTS), name) is None)
 
 
 def _lines(file: ByteSource) -> tuple[str, FileBlob]:
@@ -134,6 +134,6 @@ KALDI = Format(
     *(_TABLES, _read, KaldiStore, NAMING_SETTINGS),
     is_same=_is_same,
     choose=(RECORDINGS, _files),
-    beside=(RECORDINGS, SEGMENTS),
+    sidecar=(RECORDINGS, SEGMENTS),
     no_rows=bytes(8),
 )

@@ -69,7 +69,7 @@ class LeRobotStore(RangedRows, ParquetStore):
     `columns`.
     """
 
-    base = ""
+    base, all_used = "", True
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
         if settings.pop("columns", None) is not None:

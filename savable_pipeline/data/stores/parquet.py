@@ -276,13 +276,13 @@ class ParquetStore(ColumnarStore):
 
         def decoded() -> Iterator[Any]:
             few = file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
-            size, said = 0, sum(column.total_uncompressed_size for column in used)
-            while max(size, said) <= most and (batch := next(few, None)) is not None:
+            size, declared = 0, sum(column.total_uncompressed_size for column in used)
+            while max(size, declared) <= most and (batch := next(few, None)) is not None:
                 size += batch.nbytes
                 yield batch
-            if max(size, said) > most:
-                what = "cache_bytes" if most == self.most_decoded else "unpacked_bytes"
-                more = f"Write smaller row groups, or raise {what}="
+            if max(size, declared) > most:
+                setting = "cache_bytes" if most == self.most_decoded else "unpacked_bytes"
+                more = f"Write smaller row groups, or raise {setting}="
                 raise ValueError(f"it decodes to more than {human_bytes(most)}. {more}")
 
         return rows, decoded()
@@ -296,7 +296,7 @@ class ParquetStore(ColumnarStore):
             return 0
         head = self.file(shard).read_at(column.dictionary_page_offset, _DICTIONARY_HEAD)
         found = re.match(rb"\x15[^\x80-\xff]\x15([\x80-\xff]{0,4}[^\x80-\xff])", head, re.DOTALL)
-        return 0 if found is None else sum((byte & 127) << 7 * place for place, byte in enumerate(found[1])) // 2
+        return 0 if found is None else sum((byte & 127) << 7 * digit for digit, byte in enumerate(found[1])) // 2
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The columns that are decoded of the row groups with these rows."""
@@ -388,7 +388,6 @@ PARQUET = Format(
     {"partial": True},
     is_same=is_as_indexed,
     by_settings=partial(with_ranges, RangedParquetStore),
-    all_used=False,  # columns that are not asked for are not read
 )
 PARQUET_OF_FILES = dataclasses.replace(PARQUET, store=NamingParquetStore)
 """The same, of tables that name files, such as those of HF's image folders."""

@@ -149,9 +149,9 @@ def checked_range(
     return MediaRange(path, begin_s, end_s)
 
 
-def _no_range(store: FileStore, shard: int, row: int, what: str) -> ShardError:
+def _no_range(store: FileStore, shard: int, row: int, reason: str) -> ShardError:
     """The error for a row whose range cannot be one."""
-    return store.damaged(shard, f"row {row}", f"no range of a file: {what}", reason="malformed range")
+    return store.damaged(shard, f"row {row}", f"no range of a file: {reason}", reason="malformed range")
 
 
 class RangedTable(RangedRows):
@@ -160,6 +160,8 @@ class RangedTable(RangedRows):
     None stands for the begin and the end of a file. There is no range where the path is null. Raises ValueError for a
     column of `ranges` that the first file does not have.
     """
+
+    all_used = False  # of long files, rows name some ranges
 
     def __init__(self, found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> None:
         self._ranges, self.range_parts = ranges, tuple(ranges)
@@ -200,14 +202,13 @@ def with_ranges(store: Callable[..., Any], form: Format, settings: dict[str, Any
 def with_media(form: Format, media: tuple[str, ...] = _ENDINGS, *, samples_below: str = "", **changes: Any) -> Format:
     """The format of folders of tables with the files that their rows name.
 
-    Of a set whose tables have samples below one folder, those elsewhere have rows alone, and an epoch reads all files.
+    Of a set whose tables have samples below one folder, those elsewhere have rows alone.
     """
     return dataclasses.replace(
         form,
         suffixes=(*form.suffixes, *media),
         read=partial(_read_table_or_media, form, samples_below),
         is_same=partial(_is_unchanged, form),
-        all_used=bool(samples_below),  # of long files, rows name some ranges
         **changes,
     )
 

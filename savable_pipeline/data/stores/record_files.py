@@ -280,7 +280,7 @@ def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, store
         functools.partial(store, kind=kind),
         ("key", "blocks", "unpacked_bytes", "validate_hash"),
         is_same=functools.partial(is_as_listed, kind),
-        beside=("", INDEX),
+        sidecar=("", INDEX),
         markers=(INDEX,),
         claims=functools.partial(_is_format, name),
         listed=kind.names,
@@ -328,7 +328,7 @@ def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: 
 
 def _listed_file(kind: RecordKind, file: ByteSource, name: str) -> ListedFile | None:
     """What index.json says of a file; None if that is not here, or does not name it. Raises ValueError."""
-    index = file.beside(INDEX, name)
+    index = file.sidecar(INDEX, name)
     if index is None:
         return None
     stat = index.stat()

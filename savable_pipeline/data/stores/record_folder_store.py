@@ -130,7 +130,7 @@ class RecordFolderStore(GroupedStore):
     def listed_order(self) -> list[int]:
         """The shards in the order in which index.json names them."""
         number = {name: shard for shard, name in enumerate(self.entries.names)}
-        index = self.files.beside(INDEX)
+        index = self.files.sidecar(INDEX)
         listed = [] if index is None else self.kind.names({INDEX: index.read_bytes()})
         return [next(number[name] for name in names if name in number) for names in listed]
 
@@ -151,7 +151,7 @@ class RecordFolderStore(GroupedStore):
 
     @cached_property
     def _hashes(self) -> dict[str, dict[str, str]]:
-        index = self.files.beside(INDEX)
+        index = self.files.sidecar(INDEX)
         listed = [] if index is None else self.kind.listed(index.read_bytes())
         return {file.name: file.hashes for several in listed for file in several}
 

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import FileBlob, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.part_types import is_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
+from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.data.stores.shard_files import LocalFiles, StoreFile
 from savable_pipeline.errors import SavableError, ShardError
 
@@ -36,7 +37,52 @@ if TYPE_CHECKING:
     from savable_pipeline.data.stores.cached_blocks import CachedBlocks
 
 
-class RecordStore(Protocol):
+class StoreFacts(Protocol):
+    """What commands ask of a store besides its samples, to which most stores have nothing to say.
+
+    `keys_in_shards` says whether the shards alone decide the keys, and no setting. `parts_in_rows` says whether the
+    index lacks the parts of rows.
+    """
+
+    keys_in_shards: ClassVar[bool] = False
+    parts_in_rows: ClassVar[bool] = False
+
+    @property
+    def indexed_names(self) -> Sequence[str]:
+        """The names of all shards of the index, of which the store may have some."""
+        return ()
+
+    @property
+    def cure(self) -> str:
+        """What to do about rows that name files without their bytes."""
+        return ""
+
+    def part_sets(self) -> list[list[str]]:
+        """Return the names of parts that samples have together, as far as the index has them."""
+        return []
+
+    def nulls(self, shard: int, row: int, /) -> list[str]:
+        """Return the columns of a row that are null, and so are no part."""
+        return []
+
+    def columns_without_bytes(self, shard: int, row: int, /) -> set[str]:
+        """Return the columns of a row that name files without their bytes."""
+        return set()
+
+    def rejects(self) -> list[Reject]:
+        """Return the files that are no parts of samples."""
+        return []
+
+    def validate(self, shard: int, /) -> None:
+        """Raise `ShardError` for a shard that has another hash than its index."""
+        return
+
+    def next_readable(self, shard: int, row: int, reason: str, /) -> int:
+        """Return the next row to read after one that raised an error with this reason."""
+        return row + 1
+
+
+class RecordStore(StoreFacts, Protocol):
     """Base of a store of your own, for `custom.RecordReader`.
 
     A sample is named by its shard, a number, and its row there; the same shard and row always return the same bytes.
@@ -278,6 +324,7 @@ def hash_some(digest: Any, file: ByteSource, size: int, blocks: int) -> int:
 class FileStore(RecordStore):
     """Base of stores with indexed files of one format, local or remote."""
 
+    all_used: ClassVar[bool] = True  # whether an epoch reads every byte of a file
     range_parts: Collection[str] = ()  # the parts that are ranges of other files: see ranges.py
 
     def __init__(self, found: IndexedFiles) -> None:
@@ -293,7 +340,7 @@ class FileStore(RecordStore):
             return LocalFiles(found)
         from savable_pipeline.data.stores.cached_blocks import CachedBlocks  # here: most files lie on a disk
 
-        return CachedBlocks(found.remote, found, all_used=found.form.all_used)
+        return CachedBlocks(found.remote, found, all_used=self.all_used)
 
     def file(self, shard: int) -> StoreFile:
         """A file as formats read it."""
@@ -325,6 +372,11 @@ class FileStore(RecordStore):
         Raises `ShardError`.
         """
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
+
+    @property
+    def indexed_names(self) -> Sequence[str]:
+        """See `StoreFacts.indexed_names`."""
+        return self.found.index.shards.names
 
     @cached_property
     def prefetch_refs(self) -> int:

@@ -8,14 +8,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from savable_pipeline.data.shards.part_types import (
-    AUDIO_PARTS,
-    IMAGE_PARTS,
-    SUBTITLE_PARTS,
-    TEXT_PARTS,
-    VIDEO_PARTS,
-    part_type,
-)
+from savable_pipeline.data.shards.part_types import MEDIA_PARTS, SUBTITLE_PARTS, TEXT_PARTS, part_type
 from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
 from savable_pipeline.data.shards.tar import split_name
 
@@ -24,7 +17,6 @@ Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]  # True, name
 
 _PEOPLE = ("readme", "license", "notice", "citation", "changelog")
 _ROWS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc")
-_MEDIA = frozenset(f".{name}" for name in (*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
 
 
 class Reject(msgspec.Struct, frozen=True):
@@ -109,7 +101,7 @@ def suffix_of(name: str) -> str:
 
 def is_media_file(name: str) -> bool:
     """Whether a name is that of an image, audio or video."""
-    return suffix_of(name) in _MEDIA
+    return suffix_of(name)[1:] in MEDIA_PARTS
 
 
 def is_for_people(name: str) -> bool:

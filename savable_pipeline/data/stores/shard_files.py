@@ -115,7 +115,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
     def entry(self, shard: int) -> tuple[str, int]:
         """Name and size in bytes of a file, as indexed."""
 
-    def beside(self, name: str) -> Path | None:
+    def sidecar(self, name: str) -> Path | None:
         """Return a local sidecar of the files under this name, or None."""
         return None
 
@@ -272,9 +272,9 @@ class StoreFile(ByteSource):
         begins, sizes = np.array(places, dtype=np.int64).reshape(-1, 2).T
         self._files.prefetch_bytes(self._shard, begins, np.minimum(begins + sizes, self.size), soon=True)
 
-    def beside(self, suffix: str, name: str = "") -> Path | None:
-        """See `ByteSource.beside`."""
-        return self._files.beside(suffix if name else str(PurePosixPath(self._whole_name).with_suffix(suffix)))
+    def sidecar(self, suffix: str, name: str = "") -> Path | None:
+        """See `ByteSource.sidecar`."""
+        return self._files.sidecar(suffix if name else str(PurePosixPath(self._whole_name).with_suffix(suffix)))
 
 
 class LocalFiles(ShardFiles):
@@ -326,8 +326,8 @@ class LocalFiles(ShardFiles):
             raise
         return descriptor
 
-    def beside(self, name: str) -> Path | None:
-        """See `ShardFiles.beside`."""
+    def sidecar(self, name: str) -> Path | None:
+        """See `ShardFiles.sidecar`."""
         path = self._found.root / name
         return path if path.exists() else None
 
@@ -352,8 +352,8 @@ class LocalFiles(ShardFiles):
         if shard not in self._checked:
             found.check_rows(shard)
             if not found.is_as_indexed(shard, LocalFile(path, descriptor)):
-                sidecar = found.form.beside[1]
-                file = f"the shard or its {sidecar} was" if sidecar else "the shard was"
+                ending = found.form.sidecar[1]
+                file = f"the shard or its {ending} was" if ending else "the shard was"
                 raise ShardError(
                     f"{path}: {file} rewritten since it was indexed, at the same size. Remove {found.index_path} and "
                     "start again, or restore the old shard",

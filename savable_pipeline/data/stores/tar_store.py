@@ -38,6 +38,7 @@ from savable_pipeline.data.shards.part_types import find_part, is_part
 from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.shards.tar import members, split_name
+from savable_pipeline.data.stores.record_store import StoreFacts
 from savable_pipeline.data.stores.shard_files import LocalFiles, ShardFiles
 from savable_pipeline.errors import SavableError, ShardError
 
@@ -229,7 +230,7 @@ def _files_of(found: IndexedFiles) -> ShardFiles:
     return CachedFiles(found)
 
 
-class TarStore:
+class TarStore(StoreFacts):
     """`RecordStore` of tars: an index locates samples, and `TarParts` reads them.
 
     `root` has the metadata. Rows are those of the index.
@@ -237,7 +238,7 @@ class TarStore:
     What others do better is bound here, not wrapped: a wrapper around `read` would cost as much as a tenth of it.
     """
 
-    unit = "byte offset"
+    unit, keys_in_shards = "byte offset", True
     decoded_bytes = 0
     key_column: str | None = None
 
@@ -261,6 +262,15 @@ class TarStore:
         """See `IndexedFiles.table`."""
         self.files.fetch_rows(self.found.numbers[[shard]])
         return self.found.table(shard)
+
+    @property
+    def indexed_names(self) -> Sequence[str]:
+        """See `StoreFacts.indexed_names`."""
+        return self.found.index.shards.names
+
+    def part_sets(self) -> list[list[str]]:
+        """See `StoreFacts.part_sets`."""
+        return [[*layout.position] for layout in self._rows.index.layouts]
 
     def rejects_warning(self) -> str:
         """See `RecordStore.rejects_warning`: links that the index counts."""
@@ -355,18 +365,35 @@ def warning_of_links(address: str, index: tar_format.TarIndex, numbers: Iterable
     )
 
 
-TARS = Format(
+class _TarFormat(Format):
+    """Tars have an index of their own, and offsets beside them that Energon reads."""
+
+    __slots__ = ()
+
+    index, for_others = tar_format.TarIndex, ".idx"
+
+    def unreadable(self, name: str, size: int, fault: str) -> ShardTable:
+        """See `Format.unreadable`."""
+        table = super().unreadable(name, size, fault)
+        table.entry = msgspec.structs.replace(table.entry, digest=xxh3_64().intdigest())
+        return table
+
+    def write_for_others(self, path: Path, table: ShardTable) -> None:
+        """See `Format.write_for_others`."""
+        tar_format.write_tar_idx(path, table)
+
+    def fault_for_others(self, path: Path, table: ShardTable) -> str:
+        """See `Format.fault_for_others`."""
+        return tar_format.tar_idx_fault(path, table)
+
+
+TARS = _TarFormat(
     TAR,
     (TARS_END,),
     tar_format.read_table,
     TarStore,
     is_same=tar_format.is_as_indexed,
     packed=PACKED_TARS,
-    index=tar_format.TarIndex,
     whole=True,
     no_rows=msgspec.msgpack.encode(tar_format.TarColumns(b"")),
-    no_digest=xxh3_64().intdigest(),
-    for_others=".idx",
-    leave_beside=tar_format.write_tar_idx,
-    fault_beside=tar_format.tar_idx_fault,
 )

@@ -89,7 +89,7 @@ class Documents:
 
 def idx_of(file: ByteSource) -> Path | None:
     """The `.idx` of a `.bin`; None without one."""
-    return file.beside(_IDX) if file.name.lower().endswith(".bin") else None
+    return file.sidecar(_IDX) if file.name.lower().endswith(".bin") else None
 
 
 def read_table(file: ByteSource, name: str) -> ShardTable:
@@ -107,8 +107,8 @@ def digest_of(file: ByteSource) -> int:
     digest = xxh3_64()
     _update(digest, file)
     if (idx := idx_of(file)) is not None:
-        with opened(idx) as beside:
-            _update(digest, beside)
+        with opened(idx) as sidecar:
+            _update(digest, sidecar)
     return digest.intdigest()
 
 
@@ -243,37 +243,37 @@ class TokenStore(FileStore):
         """The bytes of the tokens, as they lie in the file."""
         if extension != TOKENS_PART:
             find_part(extension, [TOKENS_PART])
-        return self.files.read(shard, *self._place(shard, row))
+        return self.files.read(shard, *self._extent(shard, row))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.generic]:
         """The tokens: (tokens,) of the type that they have in the file."""
         if extension != TOKENS_PART:
             find_part(extension, [TOKENS_PART])
-        begin, size = self._place(shard, row)
+        begin, size = self._extent(shard, row)
         array = empty_bytes(size)
         self.files.read_into(array, shard, begin)
         return array.view(self._layouts[shard].dtype)
 
     def sizes(self, shard: int, row: int) -> dict[str, int]:
         """See `RecordStore.sizes`."""
-        return {TOKENS_PART: self._place(shard, row)[1]}
+        return {TOKENS_PART: self._extent(shard, row)[1]}
 
     def offset(self, shard: int, row: int) -> int:
         """The number of the sample's first token in its file."""
         layout = self._layouts[shard]
-        return (self._place(shard, row)[0] - layout.begin) // np.dtype(layout.dtype).itemsize
+        return (self._extent(shard, row)[0] - layout.begin) // np.dtype(layout.dtype).itemsize
 
     def part_sizes(self) -> dict[str, Rows] | None:
         """The sizes of documents; None for windows, which are all alike."""
         if self.length is not None:
             return None
         counts = enumerate(self.entries.samples.tolist())
-        sizes = [self._place(shard, row)[1] for shard, count in counts for row in range(count)]
+        sizes = [self._extent(shard, row)[1] for shard, count in counts for row in range(count)]
         return {TOKENS_PART: np.array(sizes, dtype=np.int64)}
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """The documents or windows."""
-        begins, sizes = np.array([self._place(shard, row) for row in rows.tolist()], dtype=np.int64).T
+        begins, sizes = np.array([self._extent(shard, row) for row in rows.tolist()], dtype=np.int64).T
         return begins, begins + sizes
 
     def _layout(self, shard: int, dtype: str | None) -> TokenLayout:
@@ -326,7 +326,7 @@ class TokenStore(FileStore):
             return f"{size} bytes are no whole number of {dtype}; copy it again, or give the right dtype="
         return ""
 
-    def _place(self, shard: int, row: int) -> tuple[int, int]:
+    def _extent(self, shard: int, row: int) -> tuple[int, int]:
         """Offset and size in bytes of a sample. Raises `ShardError` if the index of its documents is not right."""
         layout = self._layouts[shard]
         if shard not in self._checked:
@@ -350,14 +350,14 @@ class TokenStore(FileStore):
 
     def _check(self, shard: int) -> None:
         """Raises `ShardError` unless the file, and its `.idx`, are as they were indexed."""
-        place, file = self.where(shard), self.file(shard)
+        where, file = self.where(shard), self.file(shard)
         try:
             idx = idx_of(file) if self._layouts[shard].layout_kind == INDEXED and self.length is None else None
             if idx is not None:
                 self.files.watch_view(~shard, idx)
                 if digest_of(file) != self.entries.digests[shard]:
                     raise ShardError(
-                        f"{place}: it or its .idx was rewritten after indexing. Start again, or restore the old file",
+                        f"{where}: it or its .idx was rewritten after indexing. Start again, or restore the old file",
                         reason="changed shard",
                     )
                 self._documents[shard] = with_handles(lambda: with_retries(idx, partial(read_documents, idx)))
@@ -365,7 +365,7 @@ class TokenStore(FileStore):
             raise self.damaged(shard, "index", str(error)) from error
         except OSError as error:
             raise ShardError(
-                f"{error.filename or place}: {error.strerror}. It was there when indexed: restore it",
+                f"{error.filename or where}: {error.strerror}. It was there when indexed: restore it",
                 reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
             ) from error
         self._checked.add(shard)
@@ -391,5 +391,5 @@ TOKENS = Format(
     {"documents_or": 1024},
     is_same=is_as_indexed,
     no_rows=_NO_LAYOUT,
-    beside=(".bin", _IDX),
+    sidecar=(".bin", _IDX),
 )
