@@ -62,7 +62,7 @@ class ChatEncoder(MixedEncoder):
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 if it does not contribute to the
     loss. A batch of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed
     `lengths`, int64 (B,), the tokens of each. A batch of packs has `cu_seqlens`, int32 (segments + 1,), where each
-    conversation and each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
+    conversation and each row's padding starts among the B * T tokens; and `max_seqlen`, int, the longest of them.
 
     With `vision`, an item also has `patches`, uint8 (p, 3, patch, patch); `grids`, int64 (tiles, 2), the rows and
     columns of patches in each tile; and `tile_counts`, int64 (images,). A batch has `patches`, float32 and normalized,

@@ -38,7 +38,7 @@ class LanguageModelingEncoder(MixedEncoder):
     An item has `tokens` and `labels`, int64 (n,): a label is the next token, -100 if it does not contribute to the
     loss. A batch of B rows has `tokens`, `labels` and `position_ids`, int64 (B, T), and of B items that are not packed
     `lengths`, int64 (B,), the tokens of each. A batch of packs has `cu_seqlens`, int32 (segments + 1,), where each
-    document and each row's padding begins among the B * T tokens; and `max_seqlen`, int, the longest of them.
+    document and each row's padding starts among the B * T tokens; and `max_seqlen`, int, the longest of them.
 
     A sample is skipped as "no txt" (the name of the part or the prompt) or as "empty", and a piece of a long document
     as "no target" if none of its tokens contributes to the loss.

@@ -82,7 +82,7 @@ def own_interpreters(children: ForkedChildren) -> Iterator[None]:
 
 @pytest.fixture
 def make_shards(tmp_path: Path) -> MakeShards:
-    """Writes shards of numbered samples, as `write_numbered_shards`, and gives their folder."""
+    """Write shards of numbered samples, as `write_numbered_shards` does, and return their folder."""
 
     def make(sizes: list[int], folder: str = "shards", **extra: Any) -> Path:
         write_numbered_shards(tmp_path / folder, sizes, **extra)

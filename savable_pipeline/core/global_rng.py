@@ -70,7 +70,7 @@ def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | No
 
 
 class DrawFound(BaseException):
-    """Ends a row of calls that drew unseeded. The row is repeated with seeds."""
+    """Interrupts a row of calls that drew unseeded. The row is repeated with seeds."""
 
 
 class Seeding:
@@ -171,7 +171,10 @@ class Seeding:
 
 @lru_cache(maxsize=2)
 def _states(process: int, has_torch: bool) -> list[tuple[list[partial[Any]], Any]]:
-    """Return functions that set states of this process, each with the `_outputs` after it. Seeding takes longer."""
+    """Return functions that set states of this process, each with the `_outputs` after it.
+
+    Seeding would take longer.
+    """
     states, torch = [], imported("torch") if has_torch else None
     for key in [derive_key("watch", process, time.time_ns(), number) for number in range(_STATES)]:
         starts = [partial(random.setstate, random.Random(key).getstate()), partial(np.random.seed, key & 0xFFFFFFFF)]

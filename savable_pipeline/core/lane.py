@@ -140,7 +140,7 @@ class Lane:
 
     @property
     def in_thread(self) -> bool:
-        """Whether a worker thread runs the lane, while other threads run other lanes."""
+        """Return whether a worker thread runs the lane, and other threads other lanes."""
         return isinstance(self.worker.shared, ThreadValues)
 
     def own(self, value: T) -> T:

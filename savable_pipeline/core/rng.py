@@ -69,7 +69,7 @@ class Rng(msgspec.Struct, gc=False, eq=False):
 
     @property
     def key(self) -> int:
-        """The 64-bit key of this generator."""
+        """Return the 64-bit key of this generator."""
         if self._key is None:
             self._key = xxh3_64_intdigest(_PARTS.pack(*self.parts), self._base)
         return self._key
@@ -198,7 +198,7 @@ def _log(x: float) -> float:
 
 
 def _polynomial(x: float, coefficients: tuple[float, ...]) -> float:
-    """Evaluate a polynomial, whose coefficients begin with the highest power."""
+    """Evaluate a polynomial, with the coefficient of the highest power first."""
     total = 0.0
     for coefficient in coefficients:
         total = total * x + coefficient

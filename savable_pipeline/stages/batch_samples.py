@@ -42,7 +42,7 @@ class BatchSamples(msgspec.Struct, frozen=True):
             return ref
         if ref and isinstance(ref[0], tuple):  # a user's own batch has no number
             return cls._of_nested(ref)
-        try:  # the usual case, a batch of single items; numpy would take four times as long
+        try:  # the usual case is a batch of single items; numpy would take four times as long
             flat = struct.pack(f"<{3 * len(ref[1:])}q", *chain.from_iterable(ref[1:]))
         except (TypeError, struct.error):  # packs, pieces, or a ref of a user's own stage
             return cls._of_nested(ref)

@@ -34,12 +34,12 @@ from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import SettingRule
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
-_TRIED = 100  # samples to try for an item that fills up a batch
+_TRIED = 100  # samples to try when looking for an item for padding rows
 _NAMED = 2  # items of a batch whose samples an error names
 
 
 class _Samples(TaskEncoder):
-    """Stands for the encoder of a pipeline without one: a batch is the list of its samples."""
+    """Default encoder of a pipeline without one: a batch is the list of its samples."""
 
     global_rng = False
 
@@ -52,8 +52,8 @@ class EncoderBatches(ChunkedStage, BatchStage):
 
     A subclass chooses the items of the next batch.
 
-    `encoder=None` takes the encoder upstream; if there is none, a batch is the list of its samples. Where the run pads,
-    batches are filled up with an item of their own, and `filler` makes those of a lane that has no more.
+    `encoder=None` uses the encoder upstream. Without one, a batch is the list of its samples. If the run pads, batches
+    are padded with repeated items, and `filler` builds batches for a lane that has no more.
     """
 
     ref: ItemRef = ()
@@ -136,7 +136,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
         return "".join(f"; item {i} is of {sample_names(self, refs[i])}" for i in about if i < len(refs))
 
     def _gave(self, refs: list[ItemRef]) -> None:
-        """Count a batch of the items with these refs, yielded or skipped, and set `ref`."""
+        """Count a yielded or skipped batch of the items with these refs, and set `ref`."""
         self.ref = (self._count, *refs)
         self._count += 1
 
@@ -156,7 +156,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
             self._first = self._first or ref
 
     def _restore_first(self, saved: Any) -> None:
-        """Restore the ref of the lane's first item, unless it is excluded now."""
+        """Restore the ref of the lane's first item, unless it is now excluded."""
         self._first = None if saved is None else as_ref(saved)
         if self._first is not None and self.info.excluded.left_of(self._first) != self._first:
             self._first = None  # an excluded item must not be in padding rows either
@@ -254,7 +254,7 @@ class Batcher(EncoderBatches):
     """Yields batches: `encoder.batch(items, rng)` of `size` items or packs each.
 
     With `SavableLoader(tail="pad")` every batch has `size` rows and, beside the encoder's keys, "valid": bool (size,),
-    False for filler rows, which repeat an item.
+    False for padding rows, which repeat an item.
 
     Args:
         source: A stage of items, packs or samples.
@@ -285,14 +285,14 @@ class Batcher(EncoderBatches):
         check_count("Batcher", "size", size)
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self.size = size
-        self._held = ItemBuffer(self)  # of the next batch
-        self._leaves_out = source.info.gives_excluded  # of excluded samples, if no `Encode` has left them out
+        self._held = ItemBuffer(self)  # items of the next batch
+        self._leaves_out = source.info.gives_excluded  # drop excluded samples, if no `Encode` has done so
         set_batch_size(source, size)
 
     def describe(self) -> StageInfo:
         """Describe batches without excluded samples.
 
-        They are left out by this stage if no `Encode` has done it.
+        This stage drops them if no `Encode` has done so.
         """
         return replace(super().describe(), gives_excluded=False)
 
@@ -308,7 +308,10 @@ class Batcher(EncoderBatches):
         return self.size
 
     def _gave(self, refs: list[ItemRef]) -> None:
-        """Also drop the items of the batch. More may be held if the state was saved with a larger `size`."""
+        """Also drop the items of the batch from the buffer.
+
+        More may be buffered if the state was saved with a larger `size`.
+        """
         super()._gave(refs)
         self._held.drop(len(refs))
 
@@ -333,13 +336,13 @@ class Batcher(EncoderBatches):
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 
     def _fill(self, n: int) -> list[Any]:
-        """Return the next `n` items, or fewer at the end. Items that are skipped may be unmade."""
+        """Return the next `n` items, or fewer at the end. Items that are only skipped may be unbuilt."""
         while len(items := self._held.values(n, skips=self.lane.skips)) < n and self._take(n):
             pass
         return items
 
     def _take(self, n: int) -> bool:
-        """Take items until `n` are held. Returns False at the end."""
+        """Take items until `n` are buffered. Returns False at the end."""
         if not self._leaves_out:
             return self._held.fill(n) > 0
         elements = take_elements(self.source, n - len(self._held))

@@ -37,11 +37,11 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 Group: TypeAlias = Any  # an int, a str, None, or a tuple of these
 BucketKey: TypeAlias = tuple[Group, int]  # a group, and the number of the bucket in it
-BatchSize: TypeAlias = int | Sequence[int]  # items of a batch: of every bucket, or of each
+BatchSize: TypeAlias = int | Sequence[int]  # items per batch: for every bucket, or for each
 
-FIRST_FULL = 4  # full batches to hold before the first one is yielded
-STEPS = 32  # of the shared random numbers
-WIDER = 16  # for each batch that a bucket holds, it is wider by 1 / (WIDER · candidates) of all
+FIRST_FULL = 4  # full batches to buffer before the first one is yielded
+STEPS = 32  # number of steps of the shared random numbers
+WIDER = 16  # each buffered batch widens a bucket by 1 / (WIDER · candidates) of all
 COUNTED = 256  # times `candidates`: the number of batches after which all counts are halved
 _BATCH = 1 << 20  # the unit in which batches are counted is 1 / _BATCH of a batch
 
@@ -130,7 +130,7 @@ class BucketSizes:
         size: Any = self._given
         if self._of_group is not None:
             return {"bounds": self.bounds, "max_tokens": None, **function_settings("size", self._of_group)}
-        # sorted, because the order does not matter; as a list, because keys need not be texts
+        # sorted, because the order does not matter; a list, because keys need not be strings
         if isinstance(size, Mapping):
             size = sorted(([plain_group(group), each] for group, each in size.items()), key=repr)
         return {"bounds": self.bounds, "size": size, "max_tokens": self._max_tokens}
@@ -182,7 +182,7 @@ def plain_group(group: Any) -> Group:
 
 
 class BucketRule:
-    """Chooses the next bucket of a lane that holds up to `candidates` full batches.
+    """Rule for the next bucket of a lane with up to `candidates` full batches.
 
     `key` is equal in all lanes.
     """
@@ -190,25 +190,25 @@ class BucketRule:
     def __init__(self, *, key: int, candidates: int, sizes: BucketSizes) -> None:
         self._ranks = SharedRanks(key=key, steps=STEPS)
         self._candidates, self._sizes = candidates, sizes
-        self._came: dict[BucketKey, int] = {}  # items that came to each bucket
+        self._came: dict[BucketKey, int] = {}  # number of items that went to each bucket
         self._total = 0  # the sum in units of `_BATCH`
 
     def room(self, n: int) -> int:
-        """Return how many full batches to hold before batch n.
+        """Return how many full batches to buffer before batch n.
 
         They are few at first, so that the first batch comes soon.
         """
         return min(self._candidates, FIRST_FULL + n)
 
     def came(self, bucket: BucketKey) -> None:
-        """Count an item that came to a bucket."""
+        """Count an item that goes to a bucket."""
         self._came[bucket] = self._came.get(bucket, 0) + 1
         self._total += self._parts(bucket)
         if self._total >= COUNTED * self._candidates * _BATCH:
             self.restore([(bucket, count // 2) for bucket, count in self._came.items()])
 
     def _parts(self, bucket: BucketKey) -> int:
-        """Return the part of a batch that an item is, in units of `_BATCH`."""
+        """Return the fraction of a batch that an item is, in units of `_BATCH`."""
         return max(1, _BATCH // self._sizes.of(*bucket))
 
     def choose(self, n: int, held: Mapping[BucketKey, int], full: Collection[BucketKey]) -> BucketKey:
@@ -235,7 +235,7 @@ class BucketRule:
         return widths
 
     def counts(self) -> list[tuple[BucketKey, int]]:
-        """Return the number of items that came to each bucket, for `restore`."""
+        """Return the number of items that went to each bucket, for `restore`."""
         return list(self._came.items())
 
     def restore(self, counts: Sequence[tuple[BucketKey, int]]) -> None:
@@ -333,9 +333,9 @@ class BucketBatcher(EncoderBatches):
             )
         if group is not None and not isinstance(group, str):
             check_function("BucketBatcher", "group", group)
-        # that hold items, in the order in which they got their first item
+        # buckets with items, in the order in which they got their first item
         self._buckets: dict[BucketKey, ItemBuffer] = {}
-        self._taken = ItemBuffer(self)  # an item of the source that is in no bucket yet
+        self._taken = ItemBuffer(self)  # an item of the source that is not in a bucket yet
         self._by_source = SourceCounts(self.counts)
         self.same_bucket, self.candidates = same_bucket, candidates
         self.in_step = "BucketBatcher(same_bucket=True)" if same_bucket else ""
@@ -356,7 +356,7 @@ class BucketBatcher(EncoderBatches):
         return 0 if key[1] == self._sizes.buckets else self._size(key)
 
     def _next_bucket(self) -> BucketKey | None:
-        """Return the bucket of the next batch, whose items are made; None at the end."""
+        """Return the bucket of the next batch, whose items are built, or None at the end."""
         while (key := self._fill()) is not None:
             if self._make_items(key):
                 return key
@@ -369,7 +369,7 @@ class BucketBatcher(EncoderBatches):
         return held.made == len(held) or all(self._is_skipped(held[i]) or self._make(key, i) for i in due)
 
     def _is_skipped(self, element: Element) -> bool:
-        """Return whether an element need not be built, because its batch is skipped and it cannot be lost."""
+        """Return whether an element need not be built, because its batch is skipped and the element cannot be lost."""
         return self.lane.skips and is_certain(self.source, element.ref)
 
     def _gave(self, refs: list[ItemRef]) -> None:
@@ -382,11 +382,11 @@ class BucketBatcher(EncoderBatches):
                 self._buckets[self._due_key] = held
 
     def more(self) -> bool:
-        """Return whether another batch will come. To find out, it fills a bucket."""
+        """Return whether another batch will come. This fills a bucket."""
         return self._next_bucket() is not None
 
     def _fill(self) -> BucketKey | None:
-        """Take items until enough batches are full, and return the bucket of the next batch; None at the end."""
+        """Take items until enough batches are full, and return the bucket of the next batch, or None at the end."""
         room = 1 if self._rule is None else self._rule.room(self._count)
         full = {key: each for key, held in self._buckets.items() if (each := len(held) // self._size(key))}
         count = sum(full.values())

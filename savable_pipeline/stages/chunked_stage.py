@@ -1,9 +1,10 @@
-"""`ChunkedStage`: what this library's stages need of each other, beyond `Stage`.
+"""`ChunkedStage`: the interface between this library's stages, beyond `Stage`.
 
-    take_from(source, n)            refs of samples, or elements: which come next
-    make_elements(source, [...])    their values, along the chain of stages: each asks the one before it for the parts
+    take_from(source, n)            refs of samples, or elements: the next ones
+    make_elements(source, [...])    builds their values along the chain of stages: each stage asks its source for the
+    inputs
 
-The functions here do for a user's own stage what the methods do for one of the library.
+The functions of this file accept a user's own stages too, and use their `__next__` and `fetch` instead.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from savable_pipeline.stages.task_encoder import Skip
 
 
 class ChunkedStage(Stage):
-    """Base of this library's stages: what they need of each other, beyond `Stage`.
+    """Base of this library's stages, with methods for several elements at a time.
 
-    A stage writes `take` and, if it changes or merges elements, `make`. Of a user's own stage, which has neither,
-    `take_from`, `make_elements` and `is_certain` do the same.
+    A stage defines `take` and, if it changes or merges elements, `make`. For a user's own stage, which has neither, the
+    functions `take_from`, `make_elements` and `is_certain` do the same.
 
-    In `__next__` the stage makes an element before it moves past it. So an element that cannot be made now is met again
-    by the next call, also of a stage restored from a state in between. `take` leaves elements unmade, unless `_makes`.
+    `__next__` builds an element before the stage moves past it. If building fails, the next call tries the same
+    element, and so does a stage restored from a state in between. `take` returns unbuilt elements, unless `_makes` is
+    set.
     """
 
     ref: ItemRef = ()
@@ -53,7 +55,7 @@ class ChunkedStage(Stage):
         try:
             while elements := take_elements(self, 1):
                 (element,) = elements
-                if type(element.value) is not Skip:  # else it is lost
+                if type(element.value) is not Skip:  # a `Skip` is a lost element
                     self.ref, self.sizes, self.measured = element.ref, element.sizes, element.measured
                     return element.value
         finally:
@@ -62,27 +64,27 @@ class ChunkedStage(Stage):
 
     @abstractmethod
     def take(self, n: int) -> Any:
-        """Take the next elements, 1 to `n` of them; none only at the end.
+        """Return the next 1 to `n` elements, or none at the end.
 
-        Samples are refs, unmade: REF (any,). Items and batches are a list of `Element`, which may be unmade:
-        `make_elements` makes them when they are needed.
+        Samples are returned as refs, REF (any,). Items and batches are a list of `Element`, which may be unbuilt.
+        `make_elements` builds them when they are needed.
 
         Args:
             n: The most elements to take.
         """
 
     def make(self, elements: Sequence[Element]) -> None:
-        """Set the values of elements, or a `Skip` for one that can no longer be made.
+        """Set the values of elements, or a `Skip` for one that can no longer be built.
 
-        Of a pack that has lost items, ref and sizes are then those of what is left.
+        If a pack has lost items, its ref and sizes become those of the remaining items.
 
         Args:
-            elements: Unmade elements.
+            elements: Unbuilt elements.
         """
         make_elements(self, elements)
 
     def fetch(self, ref: Any) -> Any:
-        """Make an earlier element again; a `Skip` if that is no longer possible."""
+        """Rebuild an earlier element, or return a `Skip` if that is no longer possible."""
         element = Element(ref if isinstance(ref, Ref) else as_ref(ref))
         self.make([element])
         return element.value
@@ -97,12 +99,12 @@ class ChunkedStage(Stage):
 
 
 def rules_of(stage: Stage) -> Mapping[str, SettingRule]:
-    """How settings of a stage are compared otherwise than by equality."""
+    """Return the rules for settings that are not compared by equality."""
     return stage.setting_rules if isinstance(stage, ChunkedStage) else {}
 
 
 def take_from(stage: Stage, n: int) -> Any:
-    """Take the next elements, 1 to `n`, or one of a user's own stage."""
+    """Take the next elements, 1 to `n`, or one from a user's own stage."""
     if isinstance(stage, ChunkedStage):
         return stage.take(n)
     samples = stage.yields == "samples"
@@ -114,7 +116,7 @@ def take_from(stage: Stage, n: int) -> Any:
 
 
 def last_element(stage: Stage, value: Any) -> Element:
-    """The element that a stage's `__next__` returned last."""
+    """Return the element that a stage's `__next__` returned last."""
     source = stage
     while isinstance(source, PassThrough):
         source = source.source
@@ -124,7 +126,7 @@ def last_element(stage: Stage, value: Any) -> Element:
 
 
 def take_elements(stage: Stage, n: int) -> list[Element]:
-    """Take the next elements, 1 to `n`, samples opened; none only at the end."""
+    """Take the next 1 to `n` elements with opened samples, or none at the end."""
     taken = take_from(stage, n)
     if isinstance(taken, list):
         return taken
@@ -134,7 +136,7 @@ def take_elements(stage: Stage, n: int) -> list[Element]:
 
 
 def maker_of(stage: Stage) -> Stage:
-    """The stage that makes the elements of a stage: itself or one before it."""
+    """Return the stage that builds the elements of a stage: itself or one before it."""
     while type(stage).fetch in _DEFAULTS and getattr(type(stage), "make", None) in (None, ChunkedStage.make):
         stage = stage.source
     return stage
@@ -144,7 +146,7 @@ _DEFAULTS = (Stage.fetch, ChunkedStage.fetch)
 
 
 def make_elements(stage: Stage, elements: Sequence[Element]) -> None:
-    """Set the values of elements of a stage, as its `make` does, or by its `fetch`."""
+    """Set the values of elements of a stage, by its `make`, or its `fetch`."""
     stage = maker_of(stage)
     if isinstance(stage, ChunkedStage) and type(stage).make is not ChunkedStage.make:
         stage.make(elements)
@@ -154,18 +156,24 @@ def make_elements(stage: Stage, elements: Sequence[Element]) -> None:
 
 
 def is_certain(stage: Stage, ref: ItemRef) -> bool:
-    """Whether an element cannot end in a `Skip`; False for an own stage with `fetch`."""
+    """Return whether an element cannot become a `Skip`.
+
+    The result is False for a user's own stage with `fetch`.
+    """
     stage = maker_of(stage)
     return isinstance(stage, ChunkedStage) and stage.is_certain(ref)
 
 
 def is_one_to_one(stage: Stage) -> bool | None:
-    """Whether a stage yields one element for each of its source; None if it merges."""
+    """Return whether a stage yields one element per element of its source.
+
+    The result is None for a stage with several sources.
+    """
     return stage.one_to_one if isinstance(stage, ChunkedStage) else None
 
 
 def count_of(stage: Stage, lane: int, epoch: int) -> int | None:
-    """The number of elements in a pass of a lane; None if not known beforehand."""
+    """Return the number of elements in a pass of a lane, or None if unknown."""
     if (counted := getattr(stage, "count_of", None)) is not None:
         return cast("int | None", counted(lane, epoch))
     return count_of(stage.source, lane, epoch) if is_one_to_one(stage) else None

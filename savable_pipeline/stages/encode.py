@@ -48,8 +48,8 @@ _LIST = (
     "each, yield them, or return iter(...)"
 )
 _NONE = "it returned None; return an item or Skip(reason)"
-_MOST_OPENED = 10_000  # samples that were taken unmade and are kept open
-_AHEAD = 16  # the least number of refs to take from the source at a time
+_MOST_OPENED = 10_000  # most samples to keep open that were taken without encoding
+_AHEAD = 16  # least number of refs to take from the source at a time
 
 
 class EncodeState(msgspec.Struct):
@@ -119,8 +119,9 @@ class Encode(ChunkedStage, ItemStage):
         self.one_to_one = encoder.one_to_one
         self.keyed = KeyedEncoder(encoder, source.lane, check=check)
         self._plain: set[type] = set()  # types of items so far, without `Skip` and iterators
-        self._opened: dict[ItemRef, tuple[Sample, Size | None]] = {}  # samples taken unmade, with declared sizes
-        self._fan: FanOut | None = None  # the parts of the next sample, if it fans out
+        # samples taken without encoding, with declared sizes
+        self._opened: dict[ItemRef, tuple[Sample, Size | None]] = {}
+        self._fan: FanOut | None = None  # the parts of the next sample, if it has several items
 
     def describe(self) -> StageInfo:
         """Describe items of the encoder, without excluded samples."""
@@ -242,7 +243,7 @@ class Encode(ChunkedStage, ItemStage):
         return (sample.index, sample.epoch) in self._skipped.avoided
 
     def _add_plain(self, item: Any) -> None:
-        """Remember the type of an item. Warn once per process about a list of dicts, which is collated badly."""
+        """Record the type of an item. Warn once per process about a list of dicts, which collates badly."""
         self._plain.add(type(item))
         dicts = type(item) is list and item and all(isinstance(part, dict) for part in item)
         if dicts and not (_has(self._encoder, "batch") or _has(self._encoder, "pack")):
@@ -261,7 +262,7 @@ class Encode(ChunkedStage, ItemStage):
 
     @property
     def _part(self) -> int:
-        """The number of yielded parts of the next sample."""
+        """Return the number of yielded parts of the next sample."""
         return 0 if self._fan is None else self._fan.count
 
     def _take_parts(self, elements: list[Element], n: int) -> None:
@@ -269,7 +270,7 @@ class Encode(ChunkedStage, ItemStage):
         fan, skipped, seeding = self._fan, self._skipped, self.keyed.seeding
         assert fan is not None
         if fan.made is None and self._is_left_out(fan.sample):
-            self._fan = None  # it began before the state was saved; the rest is dropped
+            self._fan = None  # it started before the state was saved; the rest is dropped
             return
         self._report_sample(fan.sample)
         try:
@@ -343,7 +344,7 @@ class Encode(ChunkedStage, ItemStage):
 
     @property
     def _makes_all(self) -> bool:
-        """Whether each sample becomes one item, or raises an error."""
+        """Return whether each sample becomes one item, or raises an error."""
         return bool(self.one_to_one) and self.on_error == "raise"
 
     def is_certain(self, ref: ItemRef) -> bool:
@@ -446,7 +447,7 @@ class KeyedEncoder:
         self.encoder, self._name = encoder, type(encoder).__name__
         self._run_seed, self._purpose = lane.seed, purpose
         self._bases: dict[int, int] = {}
-        self._open: FanOut | None = None  # the iterator of the item that was rebuilt last
+        self._open: FanOut | None = None  # iterator of the item that was rebuilt last
 
     def due_encode(self) -> EncodeCall:
         """Return the function that encodes the next samples.

@@ -46,7 +46,7 @@ def lane_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
     Raises ValueError if it is neither an encoder nor such a function.
     """
     if is_maker(encoder):
-        own = lane.shared(("encoder", encoder), lane.own(encoder))  # in threads, each has its own
+        own = lane.shared(("encoder", encoder), lane.own(encoder))  # in threads, each lane has its own
         check_encoder(stage, own)
         return cast(TaskEncoder, own)
     check_encoder(stage, encoder)

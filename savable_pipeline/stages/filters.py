@@ -23,7 +23,7 @@ from savable_pipeline.stages.pipeline import sample_names
 from savable_pipeline.stages.skipped_samples import SkippedSamples, absent_reason, max_empty_samples, too_many_errors
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state, saved_refs
 
-_MAX_ERRORS = 0.1  # the share of what a lane has tried that may be skipped because of errors
+_MAX_ERRORS = 0.1  # largest fraction of a lane's elements that may be skipped because of errors
 _DROPS = "{} dropped {}. Change its condition."
 _NOTHING = "it returned None; return True or False"
 
@@ -31,7 +31,7 @@ _NOTHING = "it returned None; return True or False"
 class FilterCounts(msgspec.Struct):
     """Counts of tried, passed and failed samples of a filter.
 
-    `row` counts those since the last one passed.
+    `row` counts tried samples since the last one that passed.
     """
 
     tried: SavedCount = 0
@@ -136,7 +136,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
                         if passed[-1]:
                             given.append(Element((sample.index, sample.epoch, 0)))
                         elif passed[-1] is None:
-                            break  # a later draw must not undo what is counted now
+                            break  # a later draw must not undo this count
                 ahead.next += 1
             except DrawFound:  # the row has no effect, and is repeated
                 self._skipped.roll_back(before)
@@ -144,9 +144,9 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             except SavableError:
                 if not given or len(passed) > ahead.next - first:  # a thread could not repeat the row
                     raise
-                # those before it are given first, as without reading ahead; the next call tries it again
+                # Yield the samples before it first, as without reading ahead. The next call tries it again.
             except BaseException:
-                self._skipped.roll_back(before)  # the call returns no sample: undo it as a whole
+                self._skipped.roll_back(before)  # the call returns no sample, so undo all of it
                 raise
             self._skipped.end(self.info.tags)
             self._count(passed)
@@ -181,7 +181,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             raise EncodeError(_DROPS.format(self._name, f"{counts.row:,} in a row"))
 
     def _end(self) -> None:
-        """Raise `EncodeError` if this was a pass of all samples, and nothing was kept."""
+        """Raise `EncodeError` if this was a pass over all samples, and none passed."""
         counts = self._tally
         if counts.tried and not counts.kept and self.lane.count == 1:
             raise EncodeError(_DROPS.format(self._name, f"all {counts.tried:,} of an epoch"))

@@ -1,15 +1,15 @@
 """`ItemBuffer`: elements that a stage has taken and not yet returned.
 
 refs     r3  r7  r8  r9     saved in a state
-sizes    s3  s7  ·   ·      saved too, if they are known, because later stages may depend on them
+sizes    s3  s7  ·   ·      also saved if known, because later stages may depend on them
 values   a   ·   b   ·      in memory, or · UNMADE: rebuilt from the ref when it is needed
 bytes    40  0   52  0      of values in memory, counted for the whole process if there is a limit
 
 If an element can no longer be built, because its sample is now excluded or missing, a `Skip` is returned instead. The
-stage upstream has counted it, and the caller must leave it out.
+stage upstream has counted it, and the caller must drop it.
 
-The limit applies to the bytes of all values in memory that the stages of a process hold, over all lanes. A value beyond
-it is dropped, and rebuilt when it is needed.
+The limit applies to the bytes of all values in the buffers of a process, over all lanes. A value that exceeds it is
+dropped, and rebuilt when it is needed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RefsT = TypeVar("RefsT", RefArray, list[ItemRef])
 # types without parts, and types of numbers
 _LEAVES = {int, float, str, bytes, bool, type(None)}
 _NUMBERS = {int, float, bool}
-_MEASURED = 16  # parts of a longer list that are measured, to estimate the size of the list
+_MEASURED = 16  # parts of a longer list to measure, to estimate the size of the list
 
 
 class ItemBuffer:
@@ -86,14 +86,14 @@ class ItemBuffer:
         note_buffer(stage, self)
         self._elements: list[Element] = []
         self._share: BudgetShare | None = None
-        self._is_restored = False  # and no parts were rebuilt since
+        self._is_restored = False  # whether a state was restored, and no parts were rebuilt since
         if max_bytes is not None:
             budget = stage.source.lane.shared("held items", MemoryBudget, by_threads=True)
             self._share = BudgetShare(budget, max_bytes=max_bytes)
 
     @property
     def _owner(self) -> Stage:
-        """The stage that holds the elements."""
+        """Return the stage that owns the buffer."""
         stage = self._stage()
         assert stage is not None, "a stage that calls its buffer is alive"
         return stage
@@ -102,12 +102,12 @@ class ItemBuffer:
         return len(self._elements)
 
     def __getitem__(self, at: int) -> Element:
-        """Return the element at a position, made or not."""
+        """Return the element at a position, built or not."""
         return self._elements[at]
 
     @property
     def made(self) -> int:
-        """The number of elements in memory."""
+        """Return the number of elements with values in memory."""
         return sum([1 for element in self._elements if element.value is not UNMADE])
 
     def refs(self, n: int | None = None) -> list[ItemRef]:
@@ -119,11 +119,11 @@ class ItemBuffer:
         return [element.ref for element in self._elements[:n]]
 
     def save(self) -> list[tuple[ItemRef, tuple[Size, ...] | None]]:
-        """Return ref and sizes of each element, in order: for `save_state`."""
+        """Return ref and sizes of each element, in order, for `save_state`."""
         return saved_elements(self._elements)
 
     def restore(self, saved: Any) -> None:
-        """Replace all elements by those of a saved state, which are not made.
+        """Replace all elements by those of a saved state, without their values.
 
         Elements of a source that was removed since are left out, and counted.
 
@@ -149,7 +149,7 @@ class ItemBuffer:
         for element in sorted(missing, key=attrgetter("ref")):
             make_elements(self._owner.source, [element])
             if type(element.value) is Skip:
-                element.value = UNMADE  # the `Skip` comes again when the element is taken
+                element.value = UNMADE  # the `Skip` is returned again when the element is taken
             elif self._share is not None:
                 self._share.count([element])
                 if not element.is_made:
@@ -159,17 +159,17 @@ class ItemBuffer:
         """Append elements.
 
         Args:
-            elements: Elements that `take` of a stage returned; they may be unmade.
+            elements: Elements that `take` of a stage returned, with or without values.
         """
         self._elements += elements
         if self._share is not None:
             self._share.count(elements)
 
     def fill(self, n: int) -> int:
-        """Take elements from the source until `n` are held or it ends.
+        """Take elements from the source until `n` are buffered or it ends.
 
         Args:
-            n: The number of elements to hold.
+            n: The number of elements to buffer.
 
         Returns:
             The number of elements taken.
@@ -201,7 +201,7 @@ class ItemBuffer:
         return element.value, element.ref
 
     def remove(self, at: int, *, last_fills: bool = False) -> Element:
-        """Remove an element, and return it, made or not.
+        """Remove an element, and return it with or without its value.
 
         Args:
             at: The position of the element, from 0, or -1 for the last.
@@ -280,7 +280,7 @@ class ItemBuffer:
 
 
 def note_buffer(stage: Stage, buffer: Any) -> None:
-    """Let `made_items` of a stage include what a buffer has `made`."""
+    """Let `made_items` of a stage include the elements in memory of a buffer."""
     vars(stage).setdefault("_buffers", weakref.WeakSet()).add(buffer)
 
 
@@ -295,9 +295,8 @@ def made_items(stage: Stage) -> int:
 def known_refs(stage: Stage, refs: RefsT) -> RefsT:
     """Return the saved refs whose source is still upstream of the stage.
 
-    The others are counted as dropped.
-
-    Excluded samples are removed from items and packs too; single samples are dropped when they are encoded.
+    The others are counted as dropped. Excluded samples are removed from items and packs too. Single samples are dropped
+    when they are encoded.
     """
     tags = stage.info.tags
     if isinstance(refs, np.ndarray):
@@ -324,7 +323,7 @@ def saved_elements(elements: Iterable[Element]) -> list[tuple[ItemRef, tuple[Siz
 
 
 def restored_elements(stage: Stage, saved: Any) -> list[Element]:
-    """Return the remaining elements of a state, unmade.
+    """Return the remaining elements of a state, without values.
 
     Raises `CheckpointMismatchError` if they are damaged.
     """
@@ -346,7 +345,7 @@ def restored_elements(stage: Stage, saved: Any) -> list[Element]:
 def is_whole(stage: Stage, ref: ItemRef) -> bool:
     """Return whether `known_refs` leaves a saved ref unchanged.
 
-    Otherwise count all of it as dropped.
+    Otherwise all of it is counted as dropped.
     """
     left = known_refs(stage, [ref])
     if left and left != [ref]:
@@ -370,7 +369,7 @@ class RefBuffer:
 
     @property
     def array(self) -> RefArray:
-        """The refs, in order: REF (held,)."""
+        """Return the buffered refs in order: REF (any,)."""
         return self._slots[: self._filled]
 
     def save(self) -> bytes:
@@ -380,7 +379,7 @@ class RefBuffer:
     def restore(self, saved: object) -> None:
         """Replace all refs by those of a saved state.
 
-        Refs of removed sources are left out, and counted.
+        Refs of removed sources are dropped and counted.
         """
         stage = self._stage()
         assert stage is not None, "a stage that calls its buffer is alive"
@@ -434,12 +433,12 @@ class SamplesAhead:
 
     @property
     def left(self) -> RefArray:
-        """The refs of the samples that are not done: REF (any,)."""
+        """Return the refs of the samples that are not done: REF (any,)."""
         return self.refs[self.next :]
 
     @property
     def done(self) -> int:
-        """The number of samples of the lane that are done."""
+        """Return the number of samples of the lane that are done."""
         return self._taken - len(self.refs) + self.next
 
     def load(self, source: SampleStage, n: int, *, keep: int) -> bool:
@@ -467,7 +466,7 @@ class SamplesAhead:
 
 
 class MemoryBudget:
-    """The bytes that all lanes of a process hold, over all threads."""
+    """Bytes in the buffers of all lanes of a process, over all threads."""
 
     def __init__(self) -> None:
         self.used = 0
@@ -475,13 +474,13 @@ class MemoryBudget:
 
 
 class BudgetShare:
-    """The bytes of made elements that one stage holds.
+    """Bytes of the built elements of one stage.
 
     They are released when the stage is garbage-collected.
     """
 
     _bytes = 0  # a class attribute, because Ctrl-C may end `__init__` before its first line
-    elements = 0  # the number of counted elements
+    elements = 0  # number of counted elements
 
     def __init__(self, budget: MemoryBudget, *, max_bytes: int) -> None:
         self._budget, self._max_bytes = budget, max_bytes
@@ -549,7 +548,7 @@ def _sum_of(parts: list[Any]) -> int:
     """Estimate the size of all parts together."""
     kinds = {type(parts[0]), type(parts[-1]), type(parts[len(parts) // 2])} if parts else _NUMBERS
     if kinds <= _NUMBERS:
-        return 32 * len(parts)  # with the pointer; a small int has less
+        return 32 * len(parts)  # an estimate for any number, including its pointer
     step = len(parts) // _MEASURED
     some = parts[: step * _MEASURED : step] if step > 1 else parts
     measure = sys.getsizeof if _LEAVES.issuperset(map(type, some)) else size_of

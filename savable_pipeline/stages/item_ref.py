@@ -7,14 +7,14 @@
     pack      (number, ItemRef, …)         the number of the pack in its lane, then the refs of its items
     batch     (number, ItemRef, …)         the number of the batch in its lane, then the refs of its items or packs
 
-An element is what flows from stage to stage: a ref, the sizes of what it names, and its value once that is made:
+Stages exchange elements. An element is a ref, the sizes of its items, and its value once it is built:
 
-    ref    (7, 0, 0)      (3, (7, 0, 0), (9, 0, 0))     what a state keeps of it
-    sizes  ((700, 1),)    ((700, 1), (324, 0))          (length, images) of each item, where they are known
-    value  an item        a pack, or UNMADE             made again from the ref when it is needed
+    ref    (7, 0, 0)      (3, (7, 0, 0), (9, 0, 0))     saved in a state
+    sizes  ((700, 1),)    ((700, 1), (324, 0))          (length, images) of each item, if known
+    value  an item        a pack, or UNMADE             rebuilt from the ref when it is needed
 
-Stages hold and reorder elements without looking at the value. Samples, which nobody has read yet, flow in an array of
-refs alone (`RefArray`): a buffer of 10,000 is in each state, and copied as bytes.
+Stages buffer and reorder elements without looking at the value. Samples that were not read yet are exchanged as an
+array of refs (`RefArray`), because a buffer of 10,000 is in each state, and is copied as bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from savable_pipeline.stages.cost import Size
 ItemRef: TypeAlias = tuple[Any, ...]
 """The ref of an item, a pack or a batch: `stage.fetch(ref)` makes it again. See the table above."""
 SizeT = TypeVar("SizeT")
-UNMADE: Any = msgspec.UNSET  # in place of a value
+UNMADE: Any = msgspec.UNSET  # placeholder for a value that is not built
 
 
 def as_ref(ref: Any) -> ItemRef:
@@ -52,10 +52,7 @@ def as_ref(ref: Any) -> ItemRef:
 
 
 def left_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, left: ItemRef) -> tuple[SizeT, ...] | None:
-    """Select the sizes of the items that remain in a pack.
-
-    It is None if they are not known.
-    """
+    """Return the sizes of the items that remain in a pack, or None if unknown."""
     if left == ref or sizes is None:
         return sizes
     if len(sizes) != len(ref) - 1:
@@ -66,9 +63,8 @@ def left_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, left: ItemRef) -> 
 def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
     """Remove samples whose index `is_gone` from the ref of an item or pack.
 
-    It is None if nothing remains.
-
-    The ref of a user's own stage, of another form than in the table above, is left whole or not at all.
+    The result is None if nothing remains. A ref in another form, as a user's own stage may use it, is returned
+    unchanged or dropped as a whole.
     """
     inner = [part for part in ref if isinstance(part, tuple)]
     if not inner:
@@ -82,18 +78,21 @@ def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
 
 
 def batch_number(ref: ItemRef) -> ItemRef:
-    """The number of a batch, alone in a tuple; a user's own batch may have none."""
+    """Return the number of a batch in a tuple.
+
+    The tuple is empty for a user's batch without a number.
+    """
     return ref[:1] if ref and type(ref[0]) is int else ()
 
 
 def batch_rows(ref: ItemRef) -> tuple[ItemRef, ItemRef]:
-    """The number of a batch, alone in a tuple or none, and the refs of its rows."""
+    """Return the result of `batch_number`, and the refs of the batch's rows."""
     number = batch_number(ref)
     return number, ref[len(number) :]
 
 
 def sample_refs(ref: ItemRef) -> Iterator[ItemRef]:
-    """(index, epoch, part) of each sample in an item, a pack or a batch."""
+    """Yield (index, epoch, part) of each sample in an item, a pack or a batch."""
     inner = [part for part in ref if isinstance(part, tuple)]
     if not inner:
         yield ref
@@ -102,12 +101,12 @@ def sample_refs(ref: ItemRef) -> Iterator[ItemRef]:
 
 
 def sample_indices(ref: ItemRef) -> Iterator[int]:
-    """The index of each sample in an item, a pack or a batch."""
+    """Yield the index of each sample in an item, a pack or a batch."""
     return (sample[0] for sample in sample_refs(ref))
 
 
 class Element(msgspec.Struct, gc=False):
-    """An element on its way through a lane.
+    """Ref, sizes and value of an item, a pack or a batch.
 
     `counted_bytes` is the size of its value in the memory budget. `measured` has the encoder whose `length` was
     called with the value, and the result, so that no later stage calls it again.
@@ -121,5 +120,5 @@ class Element(msgspec.Struct, gc=False):
 
     @property
     def is_made(self) -> bool:
-        """Whether its value is in memory."""
+        """Return whether its value is in memory."""
         return self.value is not UNMADE

@@ -72,7 +72,7 @@ def check_mapped(stage: str, function: object, *, most: int) -> int:
         raise ValueError(f"{stage} takes a function, not {function!r}{hint}")
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # of a builtin, such as `dict`'s methods
+    except ValueError:  # a builtin, such as a method of `dict`, has no signature
         return 1
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     needed = sum(each.default is each.empty for each in positional)

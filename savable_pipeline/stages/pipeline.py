@@ -56,7 +56,7 @@ def named_pipeline(text: str) -> PipelineFunction:
     return pipeline
 
 
-_NAMED = 3  # samples of a pack that are named
+_NAMED = 3  # samples of a pack to name
 
 
 def sample_names(stage: Stage, ref: ItemRef) -> str:

@@ -73,7 +73,7 @@ def read(
     per_sample: Sequence[Any] = (),
     replace: Mapping[Any, Any] | None = None,
 ) -> SamplePipeline:
-    """Begin a pipeline of the samples in files of any format.
+    """Start a pipeline of the samples in files of any format.
 
     They are tars, tables (Parquet, Arrow, JSONL, CSV, lists of JSON), token files, folders of MDS or LitData, or a
     folder of photos or other plain files. The format is recognized by the names of the files, which are opened when the
@@ -162,7 +162,7 @@ def mixture(
     exclude: str | os.PathLike[str] | None = None,
     stride: int = 8,
 ) -> SamplePipeline:
-    """Begin a pipeline: the datasets of a YAML file.
+    """Start a pipeline of the datasets of a YAML file.
 
     The file has their weights or repetitions; see `custom.read_mixture`.
 
@@ -195,7 +195,7 @@ def mixture(
 
 def _mixture(lane: Lane, one_pass: bool, path: Any, split: str | None, **options: Any) -> Stage:
     """Build the `Blend` of one lane."""
-    from savable_pipeline.stages.blending.mixture_file import read_mixture  # late, because it imports yaml
+    from savable_pipeline.stages.blending.mixture_file import read_mixture  # imported late, because it imports yaml
 
     datasets = lane.shared(("mixture", str(path), split), lambda: read_mixture(path, split=split))
     return datasets.samples(lane, epochs=1 if one_pass and not datasets.is_scheduled else None, **options)

@@ -3,8 +3,9 @@
     sp.read("shards/")   .shuffle(1000)   .encode(encoder)   .pack(max_length=8192)   .batch(4)
     └── SamplePipeline ──────────────┘    └── ItemPipeline ───────────────────────┘   └ BatchPipeline
 
-A value opens nothing. Each method returns a new value, one step longer; the class says what its elements are, as the
-classes of stages do, so that a type checker, and the line itself, refuse steps in a wrong order.
+A value opens nothing. Each method returns a new value with one more step. The class of a value says whether its
+elements are samples, items or batches, as the classes of stages do, so that a type checker and the method call itself
+reject steps in a wrong order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, St
 from savable_pipeline.stages.stage_settings import check_function, short, tree
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
-ALONE = ""  # the name of the only source of a step
+ALONE = ""  # name of the only source of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ class Pipeline:
             excluded = last.info.excluded if last.yields == "samples" else ()
             done: Any = object()
             while True:
-                with as_in_a_worker(set(KINDS)):  # the caller's generators stay as they are
+                with as_in_a_worker(set(KINDS)):  # the caller's generators stay unchanged
                     element: Any = next(last, done)
                 if element is done:
                     return
@@ -188,7 +189,7 @@ class Pipeline:
         """Return the first elements of a pass, and close the files.
 
         Args:
-            n: How many; fewer where the pass has fewer.
+            n: The number of elements, or fewer if the pass has fewer.
 
         Example:
             >>> [sample.key for sample in sp.read("shards/", shuffle=False).take(2)]
@@ -200,7 +201,7 @@ class Pipeline:
         """Return the number of elements of a single pass. Opens the files.
 
         Raises:
-            TypeError: It cannot be known before they are made.
+            TypeError: It cannot be known before the elements are built.
         """
         count = count_of(self.step.build(Lane(), one_pass=True), 0, 0)
         if count is None:
@@ -229,11 +230,11 @@ class Pipeline:
 
         Args:
             stage: A class derived from `SampleStage`, `ItemStage` or `BatchStage`.
-            *arguments: What it takes after its source.
-            **options: The same, by name.
+            *arguments: Further arguments, after the source.
+            **options: Keyword arguments.
 
         Raises:
-            ValueError: It is no such class.
+            ValueError: `stage` is not such a class.
 
         Example:
             >>> class Even(custom.PassThrough, custom.SampleStage):
@@ -251,7 +252,7 @@ class Pipeline:
             "Pass a function to .map or .filter."
         )
 
-    if not TYPE_CHECKING:  # a type checker knows which steps there are
+    if not TYPE_CHECKING:  # a type checker knows the existing steps
 
         def __getattr__(self, name: str) -> NoReturn:
             if name in self._advice:
@@ -286,7 +287,7 @@ class ItemPipeline(Pipeline):
         """Shuffle items in a buffer: `sp.ShuffleBuffer`.
 
         Args:
-            size: Items held in the buffer.
+            size: The number of items in the buffer.
             max_buffer_bytes: As for `sp.ShuffleBuffer`.
         """
         check_count("ShuffleBuffer", "size", size)
@@ -296,8 +297,8 @@ class ItemPipeline(Pipeline):
         """Drop items for which `keep(item)` is false. They are counted as "filtered".
 
         Args:
-            keep: Says whether an item stays, by the item alone.
-            on_error: For an item of which it raises, as for `sp.Encode`.
+            keep: Returns whether to yield an item, which must depend on the item alone.
+            on_error: For an item for which `keep` raises, as for `sp.Encode`.
 
         Example:
             >>> numbers = sp.read("shards/", shuffle=False).map(lambda sample: sample.json()["id"])
@@ -324,15 +325,15 @@ class ItemPipeline(Pipeline):
         """Join items into packs of at most `max_length` tokens: `sp.OnlinePacker`.
 
         Args:
-            max_length: Most tokens of a pack.
-            policy: As for `sp.OnlinePacker`; so are the others.
-            open_packs: Most packs open.
-            max_images: Most images in a pack.
-            max_cost: Most `cost` in a pack.
+            max_length: The most tokens of a pack.
+            policy: As for `sp.OnlinePacker`, like the other arguments.
+            open_packs: The most open packs.
+            max_images: The most images in a pack.
+            max_cost: The most `cost` in a pack.
             cost: `cost(length, images)`.
             too_long: What happens to longer items.
-            max_buffer_bytes: Most bytes of items in all open packs of a process.
-            encoder: Measures, cuts and packs.
+            max_buffer_bytes: The most bytes of items in all open packs of a process.
+            encoder: Measures, cuts and packs items.
         """
         options = _options(locals())
         check_packing(options)
@@ -344,9 +345,9 @@ class ItemPipeline(Pipeline):
         """Give the ranks of a step packs of about equal cost: `sp.Balance`.
 
         Args:
-            candidates: Packs that each lane holds.
+            candidates: The number of waiting packs in each lane.
             cost: `cost(length, images)`, such as `sp.attention_cost(hidden=2048)`.
-            max_buffer_bytes: As for `sp.Balance`; so is `encoder`.
+            max_buffer_bytes: As for `sp.Balance`, like `encoder`.
             encoder: Measures items.
         """
         options = _options(locals())
@@ -358,9 +359,9 @@ class ItemPipeline(Pipeline):
         """Combine `size` items or packs into batches: `sp.Batcher`.
 
         Args:
-            size: Items or packs of a batch.
-            drop_last: As for `sp.Batcher`; so is `encoder`.
-            encoder: Makes the batches.
+            size: The number of items or packs in a batch.
+            drop_last: As for `sp.Batcher`, like `encoder`.
+            encoder: Builds the batches.
         """
         check_count("Batcher", "size", size)
         return self._then(BatchPipeline, Batcher, size=size, drop_last=drop_last, encoder=encoder)
@@ -381,13 +382,13 @@ class ItemPipeline(Pipeline):
 
         Args:
             bounds: The greatest length of each bucket.
-            size: As for `custom.BucketBatcher`; so are the others.
-            max_tokens: In place of `size`.
+            size: As for `custom.BucketBatcher`, like the other arguments.
+            max_tokens: The most tokens of a padded batch, instead of `size`.
             group: Only items of one group share a batch.
-            drop_last: Whether rests are dropped.
-            same_bucket: Whether the ranks of a step take batches of the same bucket.
-            candidates: Full batches that a lane holds for that.
-            encoder: Measures items and makes the batches.
+            drop_last: Whether to drop the remaining items at the end.
+            same_bucket: Whether the ranks of a step should get batches of the same bucket.
+            candidates: The number of full batches in each lane for `same_bucket`.
+            encoder: Measures items and builds the batches.
         """
         options = _options(locals())
         check_count("BucketBatcher", "candidates", candidates)
@@ -410,10 +411,10 @@ class SamplePipeline(Pipeline):
     )
 
     def shuffle(self, size: int) -> Self:
-        """Shuffle samples in a buffer, which holds only their refs: `sp.ShuffleBuffer`.
+        """Shuffle samples in a buffer, which has only their refs: `sp.ShuffleBuffer`.
 
         Args:
-            size: Samples held in the buffer of each lane.
+            size: The number of samples in the buffer of each lane.
         """
         check_count("ShuffleBuffer", "size", size)
         return self._then(type(self), ShuffleBuffer, size=size)
@@ -429,15 +430,15 @@ class SamplePipeline(Pipeline):
 
         They are counted as "filtered".
 
-        A long filter belongs into the encoder, as a `Skip`, or into a file for `exclude=`: this one runs in each epoch.
+        The filter runs in each epoch. Put a slow one into the encoder, as a `Skip`, or into a file for `exclude=`.
 
         Args:
-            keep: Says whether a sample stays, by the sample and `rng` alone.
-            on_error: For a sample of which it raises, as for `sp.Encode`.
-            global_rng: As `TaskEncoder.global_rng`.
+            keep: Returns whether to yield a sample, which must depend on the sample and `rng` alone.
+            on_error: For a sample for which `keep` raises, as for `sp.Encode`.
+            global_rng: See `TaskEncoder.global_rng`.
 
         Raises:
-            ValueError: It is no such function.
+            ValueError: It is not such a function.
 
         Example:
             >>> even = sp.read("shards/", shuffle=False).filter(lambda sample: sample.json()["id"] % 2 == 0)
@@ -462,20 +463,20 @@ class SamplePipeline(Pipeline):
 
         An item is a dict, a tensor, or any other value except None.
 
-        A `Skip` leaves the sample out, a generator makes several items of it. Batches stack them as torch's
-        `default_collate`; to pack them, write a `TaskEncoder`.
+        A `Skip` drops the sample, and a generator yields several items. Batches stack items as torch's
+        `default_collate` does. To pack items, write a `TaskEncoder`.
 
         Args:
             function: Depends on the sample and `rng` alone. Its name, and the arguments that a `functools.partial`
                 binds, are compared when a state is loaded.
-            on_error: As for `sp.Encode`; so are `max_errors` and `check`.
-            max_errors: Most samples that a lane may skip because of errors.
-            check: Share of samples to encode twice. None: the first 8 of a process.
-            global_rng: As `TaskEncoder.global_rng`; so is `one_to_one`.
-            one_to_one: Whether it makes exactly one item of every sample.
+            on_error: As for `sp.Encode`, like `max_errors` and `check`.
+            max_errors: The most samples that a lane may skip because of errors.
+            check: The fraction of samples to encode twice. None: the first 8 of a process.
+            global_rng: See `TaskEncoder.global_rng`.
+            one_to_one: Whether the function returns exactly one item for every sample.
 
         Raises:
-            ValueError: It is no such function.
+            ValueError: It is not such a function.
 
         Example:
             >>> def crop(sample, rng):
@@ -500,12 +501,12 @@ class SamplePipeline(Pipeline):
         Args:
             encoder: The encoder; or a function that makes it, once a process, for one that is too large to be sent to
                 workers.
-            on_error: As for `sp.Encode`; so are the others.
-            max_errors: Most samples that a lane may skip because of errors.
-            check: Share of samples to encode twice. None: the first 8 of a process.
+            on_error: As for `sp.Encode`, like the other arguments.
+            max_errors: The most samples that a lane may skip because of errors.
+            check: The fraction of samples to encode twice. None: the first 8 of a process.
 
         Raises:
-            ValueError: It is neither.
+            ValueError: `encoder` is neither.
         """
         if not is_maker(encoder):
             check_encoder(".encode", encoder)
@@ -522,19 +523,19 @@ class SamplePipeline(Pipeline):
         rate: int | None = None,
         on_error: OnError = "raise",
     ) -> ItemPipeline:
-        """Make an item of each clip of a video, of audio or of both.
+        """Encode each clip of a video, of audio or of both as an item.
 
         An item is a dict of "frames", "times_s" and "audio".
 
         Args:
             clips: Which clips to take.
-            video: The name of the part; True: the first video; False: none.
-            audio: The name of the part; True: the first sound; False: none.
-            rate: Samples of the sound in a second, in Hz. None: its own.
+            video: The name of the part; True: the first video part; False: no video.
+            audio: The name of the part; True: the first audio part; False: no audio.
+            rate: The sampling rate to which audio is resampled, in Hz. None: unchanged.
             on_error: As for `sp.Encode`.
 
         Raises:
-            ValueError: Neither video nor audio is taken.
+            ValueError: Both `video` and `audio` are False.
 
         Example:
             ```python
@@ -548,9 +549,9 @@ class SamplePipeline(Pipeline):
         """Combine samples into lists, or by the `batch` of an encoder: `sp.Batcher`.
 
         Args:
-            size: Samples of a batch.
-            drop_last: As for `sp.Batcher`; so is `encoder`.
-            encoder: Makes the batches.
+            size: The number of samples in a batch.
+            drop_last: As for `sp.Batcher`, like `encoder`.
+            encoder: Builds the batches.
         """
         check_count("Batcher", "size", size)
         return self._then(BatchPipeline, Batcher, size=size, drop_last=drop_last, encoder=encoder)

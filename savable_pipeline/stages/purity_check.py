@@ -25,8 +25,8 @@ from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 T = TypeVar("T")
-_FIRST = 8  # without a share, the number of samples of a process, and of items of a sample, that are checked
-_LONGEST_S = 1.0  # without a share, items that take longer are not built twice
+_FIRST = 8  # without a share, this many samples of a process, and items of a sample, are checked
+_LONGEST_S = 1.0  # without a share, slower items are not built twice
 # The random word of a sample that decides whether it is checked. `Rng.numpy` and similar methods use words -1 to -3.
 _WORD = -4
 
@@ -48,11 +48,11 @@ class PurityCheck:
 
     def __init__(self, encoder: TaskEncoder, share: float | None, seeding: Seeding, lane: Lane) -> None:
         check_share(share)
-        self._most_parts = _FIRST if share is None else math.inf  # of a sample that are checked
-        self.remaining = self._most_parts if share != 0 else 0  # samples to check
+        self._most_parts = _FIRST if share is None else math.inf  # most parts of a sample to check
+        self.remaining = self._most_parts if share != 0 else 0  # number of samples that remain to be checked
         self._longest_s = _LONGEST_S if share is None else math.inf
         self._encoder, self._seeding, self._in_threads = encoder, seeding, lane.in_thread
-        self._limit = int((1.0 if share is None else share) * 2.0**64)  # samples with a smaller word are checked
+        self._limit = int((1.0 if share is None else share) * 2.0**64)  # samples with a smaller random word are checked
 
     def __call__(self, sample: Sample, rng: Rng) -> Any:
         """Encode `sample`, twice if it is checked. Raises `EncodeError` if the two results differ."""
@@ -64,7 +64,7 @@ class PurityCheck:
             return result
         self.remaining -= is_checked
         second_rng = rng.restarted()
-        if hasattr(result, "pass_over"):  # a wrapped iterator would lose this method
+        if hasattr(result, "pass_over"):  # a wrapped iterator would lack this method
             return result
         if hasattr(result, "__next__"):
             other = self._repeat(sample, second_rng, lambda: self._encoder.encode(sample, second_rng))
@@ -133,4 +133,4 @@ def _leaves(result: Any) -> list[tuple[str, Any]]:
         return []
 
 
-_DONE: Any = object()  # the end of an iterator
+_DONE: Any = object()  # marks the end of an iterator

@@ -33,21 +33,22 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
 
     The source's next ref replaces the yielded one.
 
-    It holds at most the lane's part of the first epoch, by the index, so that it does not mix many epochs of small
-    data. This bound is fixed for the run. A buffer behind a blend, packs or an encoder without `one_to_one` has none.
+    The buffer has at most the lane's part of the first epoch, by the index, so that it does not mix many epochs of
+    small data. This bound is fixed for the run. A buffer after a blend, packs or an encoder without `one_to_one` has
+    none.
 
     At the end of a finite source the rest of the buffer follows in random order. Draw n is word n of a key of the lane,
-    one draw per ref, so that the order does not depend on how many refs are taken at a time. A held ref takes 12 bytes,
-    in memory and in a state. After `Encode` it shuffles items, such as the consecutive pieces of one document.
+    one draw per ref, so that the order does not depend on how many refs are taken at a time. A ref takes 12 bytes,
+    in memory and in a state. After `Encode` the stage shuffles items, such as the consecutive pieces of one document.
 
     Args:
         source: A stage of samples, or of items.
-        size: Most refs held in the buffer.
-        max_buffer_bytes: Only for items: most bytes of items in all buffers and open packs of a process; items beyond
-            that, or after a restore, are made again. None: 1 GiB.
+        size: The most refs in the buffer.
+        max_buffer_bytes: Only for items: the most bytes of items in all buffers and open packs of a process. Items
+            beyond that, or after a restore, are rebuilt. None: 1 GiB.
 
     Raises:
-        ValueError: `size` is below 1, or `max_buffer_bytes` is given for samples.
+        ValueError: `size` is below 1, or `max_buffer_bytes` is passed for samples.
 
     Example:
         >>> samples = sp.ShuffleBuffer(sp.TarShardReader("shards/", sp.Lane(seed=7), epochs=1), size=100)
@@ -74,16 +75,16 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         else:
             raise ValueError("max_buffer_bytes applies only after Encode. Remove it.")
         self._draws = 0
-        self._ahead = 0, np.empty(0, np.int64)  # number of the first draw, and the places of it and the next ones
+        self._ahead = 0, np.empty(0, np.int64)  # number of the next computed draw, and the slots of it and later ones
 
     @cached_property
     def _key(self) -> int:
-        """The key of the random numbers."""
+        """Return the key of the random numbers."""
         return self.info.key("shuffle")
 
     @property
     def capacity(self) -> int:
-        """The number of refs in a full buffer.
+        """Return the number of refs in a full buffer.
 
         It is at most the lane's share of the first epoch.
         """
@@ -91,7 +92,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
 
     @cached_property
     def _most(self) -> int:
-        """The most samples that the lane may have in the first epoch, according to the index; 0 if unknown.
+        """Return the most samples that the lane may have in the first epoch, or 0 if unknown.
 
         It is unknown if a sample may become several items.
         """
@@ -110,11 +111,11 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
                 self.lane.unused -= len(more)  # samples in the buffer do not count as read without a batch
 
     def _slot(self) -> int:
-        """Draw the slot of the next element, whether or not a fresh one takes its slot."""
+        """Draw the slot of the next element, whether or not a new one takes its slot."""
         return (word(self._key, self._draws) >> 32) * len(self._buffer) >> 32
 
     def _slots(self, n: int) -> NDArray[np.int64]:
-        """The places of the next `n` elements to give out of a full buffer: int64 (n,), computed ahead for many."""
+        """Draw the slots of the next `n` elements of a full buffer: int64 (n,), computed in advance for many."""
         at = self._draws - self._ahead[0]
         if at < 0 or at + n > len(self._ahead[1]):
             ahead = below(words(self._key, self._draws, max(n, _AHEAD)), self.capacity)

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 EXCLUDED = Skip(REASON)
 _STAGE = "\n  stage Encode"
-_ALWAYS = 100  # errors of a lane up to which a fraction in `max_errors` has no effect
-_REMEMBERED = 1000  # lost samples that are remembered, so that a second piece of one is not counted again
+_ALWAYS = 100  # number of errors of a lane that are allowed whatever the fraction in `max_errors`
+_REMEMBERED = 1000  # lost samples to remember, so that a second piece of one is not counted again
 
 
 def check_limits(on_error: OnError, max_errors: int | float) -> None:
@@ -64,7 +64,7 @@ _Mark: TypeAlias = tuple[Any, ...]
 
 
 class SkippedSamples:
-    """The samples that one stage leaves out, counted in its `counts` by reason.
+    """Samples that one stage drops, counted in its `counts` by reason.
 
     `function` is the name of the encoder or filter in messages. Raises ValueError for wrong settings of `Encode`.
     """
@@ -82,16 +82,16 @@ class SkippedSamples:
         self._counts, self._ahead = counts, ahead
         self._lane, self._population = upstream.lane, upstream.population
         self._function, self._on_error, self._max_errors = function, on_error, max_errors
-        self.errors = 0  # samples left out because of an error
-        # by (index, epoch), why a sample is not tried again
+        self.errors = 0  # samples dropped because of an error
+        # why a sample is not tried again, by (index, epoch)
         self.avoided: dict[tuple[int, int], str] = {}
-        # by (index, epoch), why a sample that was counted as used is lost
+        # why a sample that was counted as used is lost, by (index, epoch)
         self._lost_reasons: dict[tuple[int, int], str] = {}
         self._by_source = SourceCounts(counts)
-        self._row = 0  # samples in a row without an item, of all sources, including excluded ones
+        self._row = 0  # consecutive samples without an item, of all sources, including excluded ones
         self._elements: list[Element] = []  # the elements of the call since `begin`
-        self._noted = 0  # how many of them are already taken into account in `_row`
-        self._counted: dict[str, int] = {}  # what was added to counters since `begin`
+        self._noted = 0  # number of these elements that `_row` already includes
+        self._counted: dict[str, int] = {}  # increments of counters since `begin`
 
     def begin(self, elements: list[Element]) -> _Mark:
         """Snapshot the counts before a call that may fail.
@@ -244,7 +244,7 @@ class SkippedSamples:
         )
 
     def restore(self, stage: Stage, errors: int, avoided: Mapping[str, bytes]) -> None:
-        """Continue with the values of a saved state: see `save_state`."""
+        """Restore the result of `save_state`."""
         self.errors = errors
         for reason, refs in avoided.items():
             self.avoided.update(dict.fromkeys(saved_refs(stage, refs).tolist(), reason))
@@ -272,7 +272,7 @@ def _key_of(sample: Sample) -> str:
     """Return the key of a sample, or "?" if it cannot be read."""
     try:
         return sample.key
-    except ShardError:  # the header with the key is unreadable, too
+    except ShardError:  # the header with the key may be unreadable too
         return "?"
 
 
@@ -295,7 +295,7 @@ def max_empty_samples(population: int) -> int:
 
 @cache
 def _names_of(tag: int) -> tuple[str, str]:
-    """The counters of a source's items and tokens."""
+    """Return the names of the counters of a source's items and tokens."""
     return f"source/{tag}/items", f"source/{tag}/tokens"
 
 

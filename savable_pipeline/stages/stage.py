@@ -173,16 +173,13 @@ class Stage:
 
     @cached_property
     def info(self) -> StageInfo:
-        """The result of `describe`: lane, depth, encoder and further facts.
-
-        It is called once.
-        """
+        """Cached result of `describe`: lane, depth, encoder and further facts."""
         return self.describe()
 
     def describe(self) -> StageInfo:
         """Build `info` from the source's `info`, with a larger depth.
 
-        A `Blend` has it called again when it names the branch.
+        A `Blend` calls it again after naming the branch.
         """
         info = self.source.info
         return replace(info, depth=info.depth + 1, declared=False)
@@ -345,7 +342,7 @@ def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructTyp
 
 
 def saved_refs(stage: Stage, raw: object) -> RefArray:
-    """Return the refs that a state holds as bytes, as REF (n,).
+    """Parse the refs that a state has as bytes, and return them as REF (n,).
 
     Raises `CheckpointMismatchError` for anything else.
     """
@@ -380,5 +377,5 @@ class PassThrough(Stage):
 
     @property
     def ref(self) -> ItemRef:  # type: ignore[override]
-        """The ref of the source's last element."""
+        """Return the ref of the source's last element."""
         return self.source.ref

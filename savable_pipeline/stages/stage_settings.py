@@ -71,7 +71,7 @@ def check_function(stage: str, argument: str, function: object) -> None:
         )
 
 
-_SHOWN = 60  # characters of a setting that are printed
+_SHOWN = 60  # most characters of a setting to print
 
 
 def tree(stage: str, sources: Iterable[str] = ()) -> str:
@@ -100,7 +100,7 @@ def called(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def short(value: Any) -> str:
-    """Print a value: the beginning of a long one, and only the length of a long list."""
+    """Print a value: the start of a long one, and only the length of a long list."""
     if isinstance(value, list | tuple) and (len(value) > 4 or any(isinstance(part, list | tuple) for part in value)):
         return f"{len(value)} of them"
     shown = repr(value)

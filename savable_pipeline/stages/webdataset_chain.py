@@ -30,7 +30,8 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 ReadShards = Callable[..., SamplePipeline]
 
 _logger = logging.getLogger(__name__)
-_SHARD_LISTS = {"SimpleShardList": False, "ResampledShards": True, "ResampledShardList": True}  # name: whether endless
+# whether the list of shards is endless
+_SHARD_LISTS = {"SimpleShardList": False, "ResampledShards": True, "ResampledShardList": True}
 _SPLITTERS = {"split_by_node", "split_by_worker", "single_node_only", "non_empty", "check_empty", "Cached"}
 _OPENERS = {"tarfile_samples", "cached_tarfile_samples", "StreamingOpen", "FileCache", "url_opener"}
 _OPENERS |= {"tar_file_expander", "group_by_keys"}
@@ -53,8 +54,8 @@ _OWN = (
     "If it stands for a stage of webdataset, pass replace={it: stage}."
 )
 _PICKLED = {"pyd", "pickle", "pkl", "pth"}  # suffixes of parts that webdataset unpickles
-_LISTED = 32  # the settings of a longer list have only its length
-_FIRST = 8  # the number of samples on which stages of `per_sample` are checked
+_LISTED = 32  # a longer list is described by its length
+_FIRST = 8  # number of samples on which stages of `per_sample` are checked
 
 
 def read_webdataset(
@@ -89,13 +90,13 @@ class _Chain:
     select_files: Callable[[str], bool] | None = None
     opened: bool = False  # whether the stage that opens shards was added
     buffers: list[int] = field(default_factory=list)  # sizes of shuffle buffers of samples
-    stages: list[Any] = field(default_factory=list)  # that handle one sample at a time
+    stages: list[Any] = field(default_factory=list)  # stages that handle one sample at a time
     checked: bool = False  # whether one of these stages is in `per_sample`
     has_fan_out: bool = False
     item_buffers: list[int] = field(default_factory=list)  # sizes of shuffle buffers of items
-    batch: tuple[int, Any, bool] | None = None  # size, collation, whether the last one may be smaller
-    batch_stages: list[Any] = field(default_factory=list)  # after batching
-    branches: list[_Chain] = field(default_factory=list)  # the datasets of a mix
+    batch: tuple[int, Any, bool] | None = None  # size, collation, and whether the last batch may be smaller
+    batch_stages: list[Any] = field(default_factory=list)  # stages after batching
+    branches: list[_Chain] = field(default_factory=list)  # datasets of a mix
     mix: dict[str, Any] = field(default_factory=dict)  # options of `Blend`
 
     def add_dataset(self, dataset: Any) -> None:

@@ -131,7 +131,7 @@ class OnDevice:
 
     @property
     def dataset(self) -> Any:
-        """Raises AttributeError, as for the loader."""
+        """Raise AttributeError, as for the loader."""
         refuse_dataset()
 
     def skip(self, slots: int) -> None:

@@ -182,7 +182,7 @@ class SavableData:
 
         Args:
             resume_from_checkpoint: The folder of a checkpoint. True: the newest complete one. None (default) or False:
-                start from the beginning.
+                start from the start.
             *args: As for the trainer.
             **kwargs: As for the trainer.
 

@@ -329,7 +329,7 @@ class Step:
 
     @property
     def in_training(self) -> bool:
-        """Whether a batch was started and is not completed."""
+        """Return whether a batch was started and is not completed."""
         return bool(self._counts.current.ready != self._counts.current.completed)
 
     def update(self) -> None:
@@ -355,7 +355,7 @@ class Step:
 
     @property
     def _automatic(self) -> bool:
-        """Whether Lightning steps the optimizer.
+        """Return whether Lightning steps the optimizer.
 
         Otherwise the model does, and decides when a batch is processed.
         """

@@ -1,15 +1,15 @@
 """`TrainerLoader`: a loader whose state follows the trainer's progress.
 
     yielded   1   2   3   4   5    counted here, since the run started or was resumed
-    begun     1   2   3   4        counted by the trainer, which fetches 1 batch ahead
+    started     1   2   3   4        counted by the trainer, which fetches 1 batch ahead
     trained   1   2                the optimizer has stepped on these, so a state saved now is that after batch 2
 
 A trainer may fetch batches ahead of those it trains on. Lightning does, by one batch, if the loader has no length. At
 any moment of a step, the saved state of all ranks is that after the last batch that the optimizer has stepped on.
 
-Just after a batch is returned, the trainer does not count it as begun yet, so one more batch may be ahead. If even more
-batches are ahead, the trainer has skipped some by itself, although the state already says where to resume. That is an
-error.
+Just after a batch is returned, the trainer does not count it as started yet, so one more batch may be ahead. If even
+more batches are ahead, the trainer has skipped some by itself, although the state already says where to resume. That is
+an error.
 
 An integration creates a `TrainerLoader` with the trainer's counters (`trained`, `begun`), its largest number of batches
 ahead (`most_ahead`) and a function that moves a batch to its device (`to_device`). It passes the object to the trainer
@@ -46,7 +46,7 @@ class TrainerLoader:
             trainer trains on each batch before it takes the next one.
         begun: Returns the number of batches that it has started to train on, from the same start, if gradients of
             several batches are accumulated: up to 16 with those fetched ahead. None (default): the same as `trained`.
-        most_ahead: How many batches the trainer may have fetched beyond those begun (default 0).
+        most_ahead: How many batches the trainer may have fetched beyond those started (default 0).
         to_device: Moves a batch to the trainer's device. None (default): batches are not moved.
         carries: Whether the trainer carries gradients over the end of an epoch (default False). Then batches without a
             step at that moment are only repeated if it calls `give_back()`, after it has dropped the gradients.
@@ -62,7 +62,7 @@ class TrainerLoader:
         >>> batches = TrainerLoader(sp.SavableLoader(pipeline, seed=7), trained=lambda: trained, most_ahead=1)
         >>> ahead = iter(batches)
         >>> first = next(ahead)
-        >>> batches.state_dict()["slot"]  # given, but not trained on
+        >>> batches.state_dict()["slot"]  # yielded, but not trained on
         0
         >>> trained = 1
         >>> batches.state_dict()["slot"]
@@ -266,7 +266,7 @@ class TrainerLoader:
 
     @property
     def dataset(self) -> Any:
-        """Raises AttributeError, as for the loader."""
+        """Raise AttributeError, as for the loader."""
         refuse_dataset()
 
     def skip(self, slots: int) -> None:
@@ -326,8 +326,8 @@ class _YieldedBatch(NamedTuple):
     before: Position  # of the loader before the batch
     skipped: list[SlotSpan]  # slots skipped between the previous batch and this one
     number: int  # counted from 1, since the run started or was resumed
-    start: int  # the trainer's count of begun batches before batch 1
-    begun: int  # the trainer's count of begun batches when this one was yielded
+    start: int  # the trainer's count of started batches before batch 1
+    begun: int  # the trainer's count of started batches when this one was yielded
 
 
 class _LazyIterator:
@@ -352,19 +352,16 @@ class _LazyIterator:
             raise
 
 
-# What integrations check.
-
-
 def refuse_acknowledging(loader: Any) -> None:
     """Raise ValueError for a loader that waits for acknowledgements of rows.
 
     No trainer acknowledges them.
 
     Args:
-        loader: What a trainer is to take batches from.
+        loader: The loader of a trainer.
 
     Raises:
-        ValueError: It does.
+        ValueError: The loader waits for acknowledgements.
     """
     if isinstance(loader, SavableLoader) and settings_of(loader).acknowledge:
         raise ValueError("acknowledge=True is for your own training loop. Remove it for a trainer.")
@@ -418,10 +415,10 @@ def restarting(loaders: Any) -> Any:
         loaders: A loader, or a container of loaders; other kinds pass.
 
     Returns:
-        What was given.
+        The loaders.
 
     Raises:
-        ValueError: A loader was made without `on_iter="restart"`: it would continue where an evaluation was broken off.
+        ValueError: A loader was created without `on_iter="restart"`, so it would continue an interrupted evaluation.
     """
     for loader in each(loaders):
         if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":

@@ -87,7 +87,7 @@ class Message:
 
     @property
     def is_answer(self) -> bool:
-        """Whether this is an answer that contributes to the loss."""
+        """Return whether this is an answer that contributes to the loss."""
         return self.role == "assistant" and self.trained
 
 

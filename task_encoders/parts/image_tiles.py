@@ -117,7 +117,7 @@ class ImageTiles(ABC):
 
     @property
     def takes_scaled(self) -> bool:
-        """Whether `tiles` may get a `ScaledImage`.
+        """Return whether `tiles` may get a `ScaledImage`.
 
         It may not if a subclass overrides `tiles` but inherits `at_least`.
         """

@@ -130,8 +130,8 @@ STAGES = [
         "faults told",
         "A sample for which a filter's function raised is lost without an error if others before it were kept.",
         _STAGES + "filters.py",
-        "                    raise\n                # those before it",
-        "                    raise\n                kept.append(None)\n                ahead.next += 1\n                # those before it",
+        "                    raise\n                # Yield the samples before it",
+        "                    raise\n                kept.append(None)\n                ahead.next += 1\n                # Yield the samples before it",
         ("tests/stages/test_filters.py",),
         caught_by="tests/stages/test_filters.py::test_error_of_a_filter_is_raised_or_skipped_and_retried[False]",
     ),
@@ -482,7 +482,7 @@ RUN = [
         "exact resume",
         "A lane whose stage cannot say whether more comes is saved behind the batch that was made to find out.",
         _RUN + "engine/lane_runner.py",
-        "            before = self._pack(live, True)  # packed before `next`, which may change what `save_state` returned\n"
+        "            before = self._pack(live, True)  # packed before `next`, which may change the result of `save_state`\n"
         "            batch = next(live.stage, _DRY)\n",
         "            batch = next(live.stage, _DRY)\n            before = self._pack(live, True)\n",
         ("tests/run/engine/test_lane_runner.py", "tests/run/loader/test_loader_state.py", "tests/stages/test_stage.py"),

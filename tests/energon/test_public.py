@@ -136,7 +136,7 @@ def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[Path], Path]], Path]:
-    """Writes the data of a case once."""
+    """Write the data of a case once."""
     return cache(lambda write_data: write_data(tmp_path_factory.mktemp("data")))
 
 

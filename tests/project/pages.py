@@ -1,6 +1,6 @@
 """The pages for people, as tests see them: their code blocks, and the folder in which these run.
 
-A block begins with its language; a comment on the line above says why one is not run:
+A block starts with its language; a comment on the line above says why one is not run:
 
     ```python                       run, after the others of its page, in one namespace
     ```python title="train.py"      the same, and written to that file, as a block of any language is

@@ -18,7 +18,7 @@ _CLAIM = re.compile(r"^\| .+ \| none\b.*|^Not available here: (?:[^.]|\.\b)+\.",
 
 
 def named(*names: str) -> Callable[[], bool]:
-    """Whether one of these is in `sp`: `Reader`, `TaskEncoder.method`, or `SavableLoader(argument)`."""
+    """Return whether one of these is in `sp`: `Reader`, `TaskEncoder.method`, or `SavableLoader(argument)`."""
 
     def is_here() -> bool:
         return any(_exists(name) for name in names)
@@ -27,7 +27,7 @@ def named(*names: str) -> Callable[[], bool]:
 
 
 def opens(path: str) -> Callable[[], bool]:
-    """Whether such a path or URL is read; one that is not is an error that says so."""
+    """Return whether such a path or URL is read; one that is not is an error that says so."""
 
     def is_here() -> bool:
         try:

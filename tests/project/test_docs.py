@@ -43,7 +43,7 @@ NOT_RUN = {
     "docs/trainers/vision-language.md": 2,
 }
 FOR_CONTRIBUTORS = {"docs/own-format.md"}  # pages whose code is to be a part of the library
-# Pages that begin in an empty folder and need nothing that they do not make.
+# Pages that start in an empty folder and need nothing that they do not make.
 FROM_NOTHING = {"docs/tutorials/images.md", "docs/tutorials/language-model.md", "docs/tutorials/multi-gpu.md"}
 RUN = [
     pytest.param(page, marks=pytest.mark.landing if name_of(page) in FROM_NOTHING else ())
@@ -269,7 +269,7 @@ def _texts_of_the_code() -> list[str]:
 
 
 def _is_written_so(message: str, text: str) -> bool:
-    """Whether the words of a message, between what differs, stand in this order in a text."""
+    """Return whether the words of a message, between what differs, stand in this order in a text."""
     place = 0
     for words in message.split("…"):
         found = text.find(words.strip(" :;"), place)

@@ -62,12 +62,12 @@ def arguments(value: Callable) -> set[str]:
 
 
 def is_record(value: Callable) -> bool:
-    """Whether this is a named tuple or a struct, whose fields are its arguments."""
+    """Return whether this is a named tuple or a struct, whose fields are its arguments."""
     return isinstance(value, griffe.Class) and bool({"NamedTuple", "msgspec.Struct"} & set(map(str, value.bases)))
 
 
 def _is_documented_by_base(method: griffe.Function, owner: griffe.Class) -> bool:
-    """Whether a base of a class says what a method is for."""
+    """Return whether a base of a class says what a method is for."""
     return any(method.name in base.members and base[method.name].docstring for base in owner.mro())
 
 

@@ -20,7 +20,7 @@ RECIPES = {recipe.name: recipe for recipe in train_encoders.RECIPES}
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], quickstart.Recipe]:
-    """Gives a recipe by its name, its shards and tokenizer made, with a tenth of the data."""
+    """Return a recipe by its name, its shards and tokenizer made, with a tenth of the data."""
     pytest.importorskip("sklearn", reason="the extra [quickstart]")
     few = encoder_data.digits()[:180]
     monkeypatch.setattr(encoder_data, "digits", lambda: few)

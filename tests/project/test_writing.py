@@ -75,13 +75,10 @@ MOST = {  # what the last change had reached
 }
 MOST_IN = {  # the same per folder, so that changes of two folders do not conflict; a folder at 0 is not in it
     "savable_pipeline/data/remote": {
-        BANNED: 3,
-    },
-    "savable_pipeline/data/shards": {
-        BANNED: 27,
+        BANNED: 2,
     },
     "savable_pipeline/data/stores": {
-        BANNED: 21,
+        BANNED: 19,
     },
     "savable_pipeline/stages": {
         BANNED: 33,

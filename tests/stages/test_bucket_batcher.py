@@ -342,7 +342,7 @@ def check_once(shards: str, count: int, how: dict[str, Any], lanes: int, ranks: 
             assert [(batch["id"].tolist(), batch["valid"].tolist()) for batch in own] == alone
     runs = [Run(LoaderSettings(partial(padded, shards, how), ranks=(rank, ranks), **run)) for rank in range(ranks)]
     found = []
-    while (step := _take_step(runs))[0].epoch == 0:  # then the next pass is begun
+    while (step := _take_step(runs))[0].epoch == 0:  # then the next pass is started
         assert len(step) == ranks
         found += [(entry.batch["id"].tolist(), entry.batch["valid"].tolist()) for entry in step]
     assert found[: len(alone)] == alone and not any(any(valid) for _, valid in found[len(alone) :])

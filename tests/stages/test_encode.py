@@ -42,7 +42,7 @@ class Made(sp.TaskEncoder):
 
 @pytest.fixture
 def encoded(make_shards: Any) -> Callable[..., sp.Encode]:
-    """Makes the `Encode` of the samples 0, 1, 2, … in file order."""
+    """Build the `Encode` of the samples 0, 1, 2, … in file order."""
     folder = make_shards([4, 6])
 
     def build(

@@ -172,7 +172,7 @@ def _with_keys(chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stays_in_order(chosen: dict[str, Any]) -> bool:
-    """Whether each lane gives items in the order in which its samples were dealt."""
+    """Return whether each lane gives items in the order in which its samples were dealt."""
     regrouped = chosen["pack"] or chosen["candidates"] or {"items", "batches"} & set(chosen["own"])
     return not regrouped and chosen["blend"] in (None, "samples")
 

@@ -39,7 +39,7 @@ def write_example_speech(folder: Path) -> None:
 
 def write_example_films(folder: Path) -> None:
     """6 samples: `mp4`, 4 s of 64 × 48 pixels at 10 frames a second, with a tone; `txt`."""
-    from tests.support.media_files import video_bytes  # here: most examples need no film
+    from tests.support.media_files import video_bytes  # here: most examples need no video
 
     film = video_bytes(40, fps=10, audio="aac")
     write_tar(folder / "0.tar", [(f"film{n}.{x}", d) for n in range(6) for x, d in (("mp4", film), ("txt", b"a film"))])

@@ -42,7 +42,7 @@ class World:
         self._planned = 0
 
     def has(self, trouble: str) -> bool:
-        """Whether this goes wrong now."""
+        """Return whether this goes wrong now."""
         drawn = self.draw.random() < self.troubles.get(trouble, 0.0)
         self.seen[trouble] += drawn
         return drawn
@@ -98,7 +98,7 @@ class FakeConnection:
             self._back = self._world.carry((number, answer), self._arrives, self._back)
 
     def _goes_on(self) -> bool:
-        """Whether the worker is there at this message; it may die of it now, or a little later."""
+        """Return whether the worker is there at this message; it may die of it now, or a little later."""
         self._silent = self._silent or self._world.has("silent")
         if self._alive and self._world.has("dies later"):
             self._world.after(self._world.draw.random(), self.die)

@@ -102,7 +102,7 @@ class FaultyProxy:
     def _send(self, target: socket.socket, found: bytes) -> None:
         for at in range(0, len(found), _PIECE):
             target.sendall(found[at : at + _PIECE])
-            if (rate := self.bytes_per_s) is not None:  # the test may lift the limit meanwhile
+            if (rate := self.bytes_per_s) is not None:  # the test may lift the limit in the meantime
                 time.sleep(len(found[at : at + _PIECE]) / rate)
 
     def cut(self) -> None:

@@ -29,7 +29,7 @@ def fork_ranks(module: str, world_size: int, *arguments: str) -> list[int | None
     ]
     for process in ranks:
         process.start()
-    # Only now: its threads may hold a lock, which a process that is forked meanwhile would wait for without an end.
+    # Only now: its threads may hold a lock, which a process that is forked until then would wait for without an end.
     store: Any = vars(dist)["TCPStore"]("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for _, told in ports:
         told.send(store.port)

@@ -40,7 +40,7 @@ def run(trainer: str, script: str, folder: Path) -> None:
 
 
 def run_twice(trainer: str, folder: Path) -> None:
-    """Raises SystemExit unless it ends, saves, and goes on from there for ten steps."""
+    """Raise SystemExit unless it ends, saves, and goes on from there for ten steps."""
     folder.mkdir(parents=True)
     write_captioned_shards(folder / "shards")
     script = block(trainer)

@@ -37,7 +37,7 @@ class DictStore:
         return value
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all have been written."""
+        """Return whether all have been written."""
         return all(key in self.values for key in keys)
 
     def add(self, key: str, number: int) -> int:

@@ -56,7 +56,7 @@ def chosen(draw: random.Random) -> dict[str, Any]:
 
 
 def check(pipeline: Any, draw: random.Random) -> None:
-    """Raises AssertionError if a run that is cut and resumed differs from one that is not."""
+    """Raise AssertionError if a run that is cut and resumed differs from one that is not."""
     cuts = [draw.randint(0, 5) for _ in range(4)]
     workers = [draw.choice([0, 0, 1, 2]) for _ in cuts]
     with sp.SavableLoader(pipeline, seed=3, lanes=LANES) as loader:

@@ -63,7 +63,7 @@ def ray_cluster(nodes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayClus
 
 
 def is_writing(node: Any, folder: Path) -> bool:
-    """Whether a process of a node has a shard open below a folder."""
+    """Return whether a process of a node has a shard open below a folder."""
     return bool(writer(node, folder))
 
 

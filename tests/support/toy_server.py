@@ -49,7 +49,7 @@ class ToyServer(ThreadingHTTPServer):
         self.link_bytes = 0  # that the limited link has carried
         self._link_free_at = 0.0
         self.changes = True  # whether objects come and go: if not, a bucket is looked at once
-        self._listed: dict[tuple[str, str], list[tuple[str, int, str]]] = {}  # by bucket and prefix, when last begun
+        self._listed: dict[tuple[str, str], list[tuple[str, int, str]]] = {}  # by bucket and prefix, when last started
         self.lock = threading.Lock()
 
     @property
@@ -72,7 +72,7 @@ class ToyServer(ThreadingHTTPServer):
         return rows[first : first + PAGE], first + PAGE < len(rows)
 
     def wait_for_link(self, size: int) -> None:
-        """Returns when the link, which all answers share in small turns, has carried so many more bytes."""
+        """Return when the link, which all answers share in small turns, has carried so many more bytes."""
         with self.lock:
             self._link_free_at = max(time.monotonic(), self._link_free_at) + size / self.link_bytes_per_s
             self.link_bytes += size

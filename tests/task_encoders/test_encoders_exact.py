@@ -226,7 +226,7 @@ IN_WORKERS = {"mixed classes", "packed chat with videos and sounds"}  # by torch
 
 @pytest.fixture(scope="module")
 def shards_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[], list[dict[str, Any]]]], str]:
-    """Writes samples once."""
+    """Write samples once."""
 
     @cache
     def written(samples: Callable[[], list[dict[str, Any]]]) -> str:

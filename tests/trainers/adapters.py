@@ -33,7 +33,7 @@ from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
 
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
-    """Makes a loader of 18 batches an epoch."""
+    """Build a loader of 18 batches an epoch."""
     write_training_shards(tmp_path / "shards")
 
     def loader(kind: str = "counted", **settings: Any) -> sp.SavableLoader:

@@ -10,7 +10,7 @@ safetensors. Cut files stand for a loss of power, after which what was not synce
 what the run that never stopped saw from one of its checkpoints on, each batch and each loss, or it ends with an error:
 "right" and "refused". Anything else is "apart": the model is of one checkpoint and the data are of another.
 
-The arguments are the trainer, a folder, and a stride: every which change is tried, beginning with a random one.
+The arguments are the trainer, a folder, and a stride: it tries every n-th change, from a random one on.
 """
 
 from __future__ import annotations

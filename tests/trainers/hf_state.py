@@ -136,7 +136,7 @@ def test_gradients_carried_over_an_epochs_end_survive_a_checkpoint(
     killed = trainer(tmp_path / "run", make("packed"), asks, enable_jit_checkpoint=True, **settings)
     asks.trainer = killed
     killed.train()
-    assert len(killed.model.seen) > EPOCH  # the step behind the epoch's end was begun, and not ended
+    assert len(killed.model.seen) > EPOCH  # the step behind the epoch's end was started, and not ended
     saved = tmp_path / f"run/checkpoint-{of_epoch}"
     resumed = trainer(tmp_path / "run", make("packed"), **settings)
     resumed.train(resume_from_checkpoint=str(saved))

@@ -30,7 +30,7 @@ EPOCH = 18  # batches
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Makes a function that makes a loader: of 18 batches an epoch, or endless."""
+    """Build a function that makes a loader: of 18 batches an epoch, or endless."""
     folder = tmp_path_factory.mktemp("data")
     write_training_shards(folder / "shards")
 

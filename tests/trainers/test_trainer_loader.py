@@ -28,7 +28,7 @@ PIPELINES = {"endless": toy_pipeline, "counted": counted_pipeline, "packed": par
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest, make_shards: Any) -> Any:
-    """Makes a loader: endless, finite with a length (36 batches; the default), finite without one (24)."""
+    """Build a loader: endless, finite with a length (36 batches; the default), finite without one (24)."""
     pipeline = partial(PIPELINES[getattr(request, "param", "counted")], str(make_shards([36, 36])))
     return lambda **settings: sp.SavableLoader(pipeline, seed=3, lanes=6, **settings)
 
@@ -304,7 +304,7 @@ def test_interrupted_step_is_repeated_from_its_first_batch(make: Any) -> None:
         for _ in islice(trainer.moments(), broken_off):
             pass
         done = trainer.trained
-        trainer.begun = trainer.trained  # counted anew
+        trainer.begun = trainer.trained  # counted again
         found = [batch for _, batch, _ in islice(trainer.moments(), 9) if batch]
         assert found == expected[done : done + 3], broken_off
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCABULARY = 259  # the bytes, then the ids of padding, beginning and end
+VOCABULARY = 259  # the bytes, then the ids of padding, start and end
 _DROPOUT = 0.1  # draws from torch's global generator, so a checkpoint must have its state
 
 

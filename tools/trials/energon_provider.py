@@ -67,7 +67,7 @@ def train(folder: Path, name: str, rank: int, world: int, workers: int, begin: i
         rank: The rank.
         world: The number of ranks.
         workers: The number of worker processes.
-        begin: The first slot.
+        start: The first slot.
         end: The slot before which to stop.
     """
     from tests.energon.public import megatron_lm, megatron_lm_provider

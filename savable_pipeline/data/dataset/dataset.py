@@ -1,4 +1,4 @@
-"""`Dataset`: samples of a record store by ref.
+"""`Dataset`: samples of a record store by ref, with splits and field names.
 
 It has the splits, field names and error policy of a dataset.
 """
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _UNNAMED = derive_key("source", "")
-MISSING_FILE = "missing file"  # the reason of the error for a row that names a file which is not there
-_LOOKED_AT = 1000  # samples, to tell the sizes of parts
+MISSING_FILE = "missing file"  # reason of the error for a row that names a missing file
+_LOOKED_AT = 1000  # number of samples to examine for the sizes of parts
 _UNTAGGED = np.uint64((1 << TAG_SHIFT) - 1)
 
 
@@ -49,9 +49,9 @@ class Dataset:
 
     `open_dataset` opens one.
 
-    `source` names it in refs. `on_error` and `quarantine` are for the stages that read it: what to do about a fault,
-    and the file that lists what was skipped. `faults` are those of the whole, such as a folder that cannot be listed.
-    `unpacked_bytes` are the most that a compressed part may become.
+    `source` names it in refs. `on_error` and `quarantine` are for the stages that read it: what to do about an error,
+    and the file that lists skipped samples. `faults` are errors of the whole dataset, such as a folder that cannot be
+    listed. `unpacked_bytes` is the most that a compressed part may decompress to.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Dataset:
         self.source = derive_key("source", source) if source else _UNNAMED
         self.on_error = on_error
         self._faults = list(faults)
-        self.names: dict[int, str] = {}  # of the `Blend` sources that read it, by tag: what `Sample.source` gives
+        self.names: dict[int, str] = {}  # names of the `Blend` sources that read it, by tag, for `Sample.source`
         self.quarantine = None if quarantine is None else Quarantine(quarantine)
         self.address = clean_address(store.address) if "://" in store.address else store.address
         self.entries = ShardList.of(store.entries)
@@ -76,7 +76,7 @@ class Dataset:
         self.count = int(self.firsts[-1])
         if not self.count:
             raise ShardError(f"{self.address}: no sample in {len(self.entries)} shards")
-        # What samples ask for: bound here, since a wrapper around `read` would cost as much as a tenth of it.
+        # Methods that samples call are bound here, because a wrapper around `read` would cost a tenth of it.
         self.read, self.array, self.head, self.key = store.read, store.array, store.head, store.key
         self.open = store.open
         self.offset, self.extensions, self.verify = store.offset, store.extensions, store.verify
@@ -110,7 +110,7 @@ class Dataset:
             self.read, self.array = read, array
 
     def first_shards(self, shards: int) -> Dataset:
-        """The dataset of the first so many shards, with the same store."""
+        """Return the dataset of the first `shards` shards, with the same store."""
         fewer = copy.copy(self)
         fewer.entries = self.entries.first(shards)
         fewer.firsts = self.firsts[: shards + 1]
@@ -120,16 +120,17 @@ class Dataset:
 
     @cached_property
     def known_media(self) -> KnownMedia:
-        """Media facts that are known without opening the files.
+        """Cached facts about media, known without opening the files.
 
         Raises `ShardError` for a table of other shards.
         """
-        from savable_pipeline.data.media.media_table import KnownMedia  # here: most datasets are not asked
+        # imported here, because most datasets need no media facts
+        from savable_pipeline.data.media.media_table import KnownMedia
 
         return KnownMedia(self.store, self.entries)
 
     def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:
-        """What the headers of a part say; see `KnownMedia.media`."""
+        """Return the facts in the headers of a part. See `KnownMedia.media`."""
         return self.known_media.media(shard, row, find_part(part, self.extensions(shard, row)), name)
 
     @property
@@ -141,7 +142,7 @@ class Dataset:
         return self.store.prefetch_refs
 
     def prefetch(self, refs: RefArray) -> None:
-        """Announces that the samples of these refs will be read."""
+        """Announce that the samples of these refs will be read."""
         self.store.prefetch(self._indices(refs))
 
     def open_samples(self, refs: RefArray, *, request: bool = True) -> list[Sample]:
@@ -162,7 +163,7 @@ class Dataset:
         return shards, self.store.rows(shards, indices - self.firsts[shards])
 
     def _indices(self, refs: RefArray) -> Rows:
-        """The numbers of the samples of these refs, without their tags."""
+        """Return the numbers of the samples of these refs, without their tags."""
         indices = (refs["index"] & _UNTAGGED).astype(np.int64)
         if len(indices) and indices.max() >= self.count:
             raise CheckpointMismatchError(
@@ -171,7 +172,7 @@ class Dataset:
         return indices
 
     def manifest(self) -> list[list[Any]]:
-        """Name, samples and hash of each shard."""
+        """Return name, samples and hash of each shard."""
         return self.entries.rows()
 
     def digest(self) -> bytes:
@@ -184,7 +185,7 @@ class Dataset:
 
     @property
     def faults(self) -> list[tuple[str, str]]:
-        """Name and error of each shard that could not be fully indexed.
+        """Return name and error of each shard that could not be fully indexed.
 
         An error of the whole dataset has no name.
         """
@@ -194,21 +195,20 @@ class Dataset:
 
     @cached_property
     def field_map(self) -> FieldMap:
-        """Names that `dataset.yaml` gives to parts.
+        """Return the names that `dataset.yaml` gives to parts.
 
-        Raises `ShardError` if the file is wrong.
+        Raises `ShardError` if the file is invalid.
         """
         return {} if self.root is None else read_field_map(self.root)
 
     def part_sizes(
         self, *, in_rows: bool = False, unread: list[ShardError] | None = None
     ) -> tuple[dict[str, Rows], int]:
-        """Return the sizes of parts in bytes, by extension.
+        """Return the sizes of parts by extension, and the number of examined samples.
 
-        The second result is the number of samples examined: all, or about 1,000.
-
-        Some, spread evenly, where the store would have to read them all; `in_rows`, in any case. Raises `ShardError`;
-        those of samples with a missing file are added to `unread`, if it is given.
+        All samples are examined, or about 1,000 evenly spread ones if the store would have to read them all, and always
+        with `in_rows`. Raises `ShardError`. If `unread` is passed, errors of samples with a missing file are added to
+        it.
         """
         sizes = None if in_rows else self.store.part_sizes()
         if sizes is not None:
@@ -233,13 +233,15 @@ class Dataset:
         return list(zip(shards.tolist(), rows.tolist(), strict=True))
 
     def shard_name(self, shard: int) -> str:
-        """The name of a shard relative to the root."""
+        """Return the name of a shard relative to the root."""
         return self.entries.names[shard]
 
     def select(self, split: str | None, subset: Subset | None, *, in_order: bool = False) -> Selection | None:
-        """The samples of a split and a subset; None if these are all. Raises `ShardError`.
+        """Return the samples of a split and a subset, or None for all.
 
-        `in_order` counts them in the order in which the split lists its shards; else they are sorted by name.
+        Raises `ShardError`.
+
+        `in_order` numbers them in the order in which the split lists its shards. Otherwise shards are sorted by name.
         """
         if split is None and subset is None:
             return None
@@ -258,17 +260,17 @@ class Dataset:
         return Selection(names, self.firsts, shards=shards, excluded=excluded, subset=subset, keys=keys)
 
     def all_keys(self) -> Iterator[str]:
-        """The key of each sample in its order, read one after the other."""
+        """Yield the key of each sample in order."""
         for shard in range(len(self.entries)):
             yield from self.keys_of(shard)
 
     def keys_of(self, shard: int) -> Iterator[str]:
-        """The same of the samples of one shard."""
+        """Yield the key of each sample of one shard."""
         rows = self.locate(np.arange(self.firsts[shard], self.firsts[shard + 1]))[1]
         return (self.key(shard, row) for row in rows.tolist())
 
     def _rows_of(self, keys: Mapping[str, set[str]]) -> dict[str, Rows]:
-        """The places in their shard of the samples with these keys, by shard name."""
+        """Return the positions in their shard of the samples with these keys, by shard name."""
         found: dict[str, Rows] = {}
         for shard, name in enumerate(self.entries.names if keys else ()):
             wanted = keys.get(name)

@@ -1,16 +1,16 @@
 """Decoding of the parts of a sample by extension.
 
-Nothing is unpickled, and no more is allocated than the part has.
+Nothing is unpickled, and no part allocates more than its own size.
 
-Of images also a region, decoded no larger than is needed; alpha over a background; what pixels do not show. A JPEG is
-decoded at 1/2, 1/4 or 1/8 of its size, by its DCT:
+An image may be decoded in part, only as large as needed, with its alpha over a background. A JPEG is decoded at 1/2,
+1/4 or 1/8 of its size, by its DCT:
 
-    full image     1001 × 701, of which the box (0, 0, 1001, 701) is wanted, at least 400 × 300
-    decoded        501 × 351 by a half, where the full image takes the box (0, 0, 500.5, 350.5)
+    full image     1001 × 701, of which the box (0, 0, 1001, 701) is needed, at least 400 × 300
+    decoded        501 × 351 by a half, in which the full image is the box (0, 0, 500.5, 350.5)
 
-Sizes and boxes are of the image as it is shown: turned by its EXIF orientation. Of one mirrored from left to right, the
-full image takes the box (0.5, 0, 501, 350.5). A whole JPEG is decoded by simplejpeg where the extra `fast` brought it:
-the pixels of Pillow, sooner.
+Sizes and boxes are those of the image as displayed: turned by its EXIF orientation. If it is mirrored from left to
+right, the full image is the box (0.5, 0, 501, 350.5). With the extra `fast`, simplejpeg decodes a whole JPEG faster,
+with the same pixels as Pillow.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ PixelSize: TypeAlias = tuple[float, float]
 Box: TypeAlias = tuple[float, float, float, float]
 """Left, upper, right and lower, in pixels of the full image."""
 
-_MODES = ("RGB", "L")  # of CMYK, Pillow and libjpeg-turbo mean different colours
-_SCALES = (8, 4, 2)  # the parts of a JPEG's size that Pillow's `draft` decodes
+_MODES = ("RGB", "L")  # not CMYK, for which Pillow and libjpeg-turbo have different colors
+_SCALES = (8, 4, 2)  # divisors of a JPEG's size to which Pillow's `draft` can decode
 ALPHA, DEEP, TURNED = "alpha", "deep", "turned"
 
 
@@ -74,7 +74,8 @@ def unpacked(extension: str, data: bytes, most: int) -> bytes:
 
     Raises ValueError for damage, and for more than `most` bytes.
     """
-    if extension[-2:].lower() != "gz" or part_type(extension) != "gz":  # of each part that is decoded: at once
+    # the first check is fast, because this runs for each decoded part
+    if extension[-2:].lower() != "gz" or part_type(extension) != "gz":
         return data
     try:
         return decompressed(data, "gz", most)
@@ -83,13 +84,10 @@ def unpacked(extension: str, data: bytes, most: int) -> bytes:
 
 
 def decoded_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exif: bool = True) -> Any:
-    """Decode a part by the last word of its extension.
+    """Decode a part by the last component of its extension.
 
-    For "seg.png" it is an image, rotated with `exif`. Raises what the decoders raise.
-
-    An image is uint8 (height, width, 3), or one of more bits that is gray (height, width).
-
-    What is compressed may become `most` bytes.
+    For "seg.png" it is an image, rotated with `exif`. Raises errors of the decoders. An image is uint8 (height, width,
+    3), or gray (height, width) if it has more bits. Compressed data may decompress to `most` bytes.
     """
     kind = part_type(extension)
     if kind in JSON_PARTS:
@@ -130,7 +128,7 @@ def npy_array(data: bytes | memoryview) -> NDArray[Any]:
 
 
 def _arrays(data: bytes, most: int) -> Mapping[str, NDArray[Any]]:
-    """The arrays of an `npz` file, by name. Raises ValueError if what is compressed in it becomes more than `most`."""
+    """Return the arrays of an `npz` file, by name. Raises ValueError if they decompress to more than `most` bytes."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         inside = [each for each in archive.infolist() if each.filename.endswith(".npy")]
         stored = [each for each in inside if each.compress_type == zipfile.ZIP_STORED]
@@ -143,7 +141,7 @@ def _arrays(data: bytes, most: int) -> Mapping[str, NDArray[Any]]:
 
 
 def _inflated(archive: zipfile.ZipFile, each: zipfile.ZipInfo) -> bytes:
-    """An entry, never more than it announces."""
+    """Decompress an entry, and never more than its declared size."""
     with archive.open(each) as file:
         return file.read(each.file_size)
 
@@ -181,9 +179,8 @@ def has_alpha(image: Image.Image) -> bool:
 def converted(image: Image.Image, mode: str | None, background: Colour, bits: int | None = None) -> Image.Image:
     """Decode an image in this mode.
 
-    One with alpha is composited on the background, unless the mode has alpha itself.
-
-    Without a mode RGB, or where an image of more bits is gray, all its bits. Raises as `eight_bits`.
+    An image with alpha is composited on the background, unless the mode has alpha itself. The default mode is RGB, or
+    all bits of a gray image with more than 8 bits. Raises errors of `eight_bits`.
     """
     if is_deep(image) and mode not in DEEP_MODES:
         if mode is None and bits is None and image.mode in DEEP_MODES:
@@ -194,9 +191,9 @@ def converted(image: Image.Image, mode: str | None, background: Colour, bits: in
     if mode.endswith(("A", "a")) or not has_alpha(image):
         if image.mode != mode:
             return image.convert(mode)
-        image.load()  # `convert` would copy it: a tenth of a JPEG's time, at 12 megapixels a third
+        image.load()  # `convert` would copy the image, which takes a tenth to a third of a JPEG's time
         return image
-    from PIL import Image  # imported here: it takes time and memory
+    from PIL import Image  # imported here, because the import takes time and memory
 
     canvas = Image.new("RGBA", image.size, background)
     canvas.alpha_composite(image.convert("RGBA"))
@@ -204,12 +201,12 @@ def converted(image: Image.Image, mode: str | None, background: Colour, bits: in
 
 
 def jpeg_pixels(image: Image.Image, data: bytes) -> NDArray[np.uint8] | None:
-    """Decode a plain JPEG to uint8 (height, width, 3).
+    """Decode a plain JPEG to uint8 (height, width, 3), or return None.
 
     None means that Pillow must decode it.
 
-    `image` is what Pillow makes of the header of `data`. What is damaged in the least is left to Pillow, so that
-    results and errors do not depend on what is installed.
+    `image` is Pillow's result for the header of `data`. Pillow decodes any damaged file, so that results and errors do
+    not depend on installed packages.
     """
     simplejpeg = _simplejpeg()
     if simplejpeg is None or image.format != "JPEG" or image.mode not in _MODES:
@@ -272,7 +269,7 @@ def image_region(
 
 
 def _numbers(name: str, value: Any, count: int) -> list[float]:
-    """These numbers. Raises ValueError unless they are as many."""
+    """Convert numbers to floats. Raises ValueError unless there are `count` of them."""
     try:
         numbers = [float(number) for number in value]
     except (TypeError, ValueError):
@@ -283,12 +280,15 @@ def _numbers(name: str, value: Any, count: int) -> list[float]:
 
 
 def _scale(size: PixelSize, needed: PixelSize) -> int:
-    """The strongest scale at which a region of this size has the needed pixels still."""
+    """Return the largest divisor at which a region of this size has the needed pixels."""
     return next((scale for scale in _SCALES if size[0] >= scale * needed[0] and size[1] >= scale * needed[1]), 1)
 
 
 def _drafted(image: Image.Image, scale: int) -> tuple[float, float]:
-    """Have an image decoded at this part of its size, if its format can; pixels decoded for one of the full image."""
+    """Let an image be decoded at this fraction of its size, if its format can.
+
+    Returns the decoded pixels per pixel of the full image, horizontally and vertically.
+    """
     if scale == 1:
         return 1.0, 1.0
     width, height = image.size
@@ -297,12 +297,12 @@ def _drafted(image: Image.Image, scale: int) -> tuple[float, float]:
 
 
 def image_doubts(data: bytes) -> list[str]:
-    """Return `ALPHA`, `DEEP` or `TURNED` for a valid image file.
+    """Return which of `ALPHA`, `DEEP` and `TURNED` apply to a valid image file.
 
     Nothing is decoded.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about odd metadata and large images, which load all the same
+        warnings.simplefilter("ignore")  # warnings about odd metadata and large images, which still load
         with open_image(data) as image:
             return [*_doubts(image)]
 

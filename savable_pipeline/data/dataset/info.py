@@ -31,43 +31,45 @@ class PartInfo:
 
     samples: int
     size: int
-    empty: int = 0  # those samples whose part has no bytes
+    empty: int = 0  # number of samples with an empty part
 
     @property
     def mean(self) -> float:
-        """The mean size in bytes."""
+        """Return the mean size in bytes."""
         return self.size / self.samples
 
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """A dataset in numbers; sizes are in bytes."""
+    """Statistics of a dataset. Sizes are in bytes."""
 
     root: str  # a folder or a URL
     shards: Sequence[ShardEntry]
     parts: dict[str, PartInfo]  # by extension, the most frequent first
     first_key: str
-    first_parts: dict[str, int]  # by extension: size
-    splits: dict[str, int]  # by name: samples of its shards
-    looked_at: int  # samples that `parts` counts: all, or some where all would have to be read
-    nulls: dict[str, int] = field(default_factory=dict)  # by column: those of them that have a null there
-    media: dict[str, MediaTotals] = field(default_factory=dict)  # by extension, where there is a table of media
-    dotted: list[list[str]] = field(default_factory=list)  # of tars: parts of samples that have none without a dot
-    faults: list[str] = field(default_factory=list)  # that a reader would raise, and what the store says of its files
+    first_parts: dict[str, int]  # sizes by extension
+    splits: dict[str, int]  # number of samples by name of the split
+    looked_at: int  # samples that `parts` counts: all, or some if all would have to be read
+    nulls: dict[str, int] = field(default_factory=dict)  # number of these samples with a null, by column
+    media: dict[str, MediaTotals] = field(default_factory=dict)  # by extension, if there is a table of media
+    # for tars: the parts of samples in which every part has a dot
+    dotted: list[list[str]] = field(default_factory=list)
+    # errors that a reader would raise, and warnings of the store about its files
+    faults: list[str] = field(default_factory=list)
 
     @property
     def samples(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return sum(entry.samples for entry in self.shards)
 
     @property
     def size(self) -> int:
-        """The bytes of all shards."""
+        """Return the bytes of all shards."""
         return sum(entry.size for entry in self.shards)
 
     @property
     def warnings(self) -> list[str]:
-        """About what readers do not give, and samples that are not as the others."""
+        """Return warnings about skipped content and about samples that differ."""
         counts = {extension: part.samples for extension, part in self.parts.items()}
         dotted = dotted_parts(self.looked_at, counts, part_sets=self.dotted)
         return [*self.faults, *lacking_parts(self.looked_at, counts), *dotted]
@@ -112,7 +114,7 @@ def _dotted(dataset: Dataset, parts: set[str]) -> list[list[str]]:
 
 
 def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
-    """The numbers in the table of media; and why it cannot be used, if so."""
+    """Return the totals in the table of media, and why the table cannot be used, if so."""
     try:
         table = dataset.known_media.table
         return {} if table is None else {name: MediaTotals.of(rows) for name, rows in table.by_part().items()}, []
@@ -121,7 +123,7 @@ def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
 
 
 def _nulls(dataset: Dataset, looked_at: int) -> tuple[dict[str, int], list[str]]:
-    """How many of the samples that are looked at have a null in a column; and what readers do not give."""
+    """Return how many of the examined samples have a null in a column, and warnings about skipped content."""
     store = dataset.store
     nulls, named = Counter[str](), Counter[str]()
     for shard, row in dataset.some():

@@ -46,7 +46,7 @@ from savable_pipeline.core.keyed_random import GAMMA
 from savable_pipeline.core.wording import NAMES_SHOWN, listed
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.shards.byte_source import FileVersion, WholeFile
-from savable_pipeline.data.shards.indexing import in_first_of
+from savable_pipeline.data.shards.indexing import first_writable
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import SavableError, ShardError
@@ -57,8 +57,8 @@ _MAGIC = b"SAVKEY01"
 _HEADER = struct.Struct("<16sQQQQ16x")
 _BEGIN = len(_MAGIC) + 8 + _HEADER.size
 _NONE = (1 << 64) - 1
-_AT_ONCE = 1 << 16  # keys read at a time
-_CHECK = 48  # the bit where the check of a place begins
+_AT_ONCE = 1 << 16  # keys to read at a time
+_CHECK = 48  # the lowest bit of the check bits in an entry of `places`
 
 
 class KeyIndex:
@@ -89,12 +89,12 @@ class KeyIndex:
     def find(self, keys: Sequence[str] | Sequence[bytes]) -> Rows:
         """Return the index of the sample with each key, or -1: int64 (keys,).
 
-        Of several samples with one key it is the first. Raises `ShardError` if the index is damaged there.
+        If several samples have one key, it is the first. Raises `ShardError` if the index is damaged there.
         """
         high, low = _halves(b"".join(map(_hashed, keys)))
         found = np.full(len(keys), -1, np.int64)
         wanted, at = np.arange(len(keys)), np.searchsorted(self._high, high)
-        while True:  # once, unless hashes of several keys have one first half
+        while True:  # usually one iteration, unless hashes share their first half
             alike = at < self._count
             wanted, at = wanted[alike], at[alike]
             alike = self._high[at] == high[wanted]
@@ -106,7 +106,7 @@ class KeyIndex:
             wanted, at = wanted[~equal], at[~equal] + 1
 
     def _numbers(self, at: Rows) -> Rows:
-        """The numbers of the samples at these places of the index: int64 (places,)."""
+        """Return the numbers of the samples at these positions of the index: int64 (positions,)."""
         places = self._places[at]
         numbers = places & np.uint64((1 << _CHECK) - 1)
         if (numbers >= self._count).any() or (_checked(self._low[at], numbers) != places).any():
@@ -115,7 +115,7 @@ class KeyIndex:
 
 
 def key_index(dataset: Dataset) -> KeyIndex:
-    """Open the index of a dataset's keys, built first if there is none.
+    """Open the index of a dataset's keys, and build it if it is missing.
 
     Raises `ShardError` if a key cannot be read.
     """
@@ -127,13 +127,13 @@ def key_index(dataset: Dataset) -> KeyIndex:
     paths = [*near, *paths] if near and near[0].parent.is_dir() else [*paths, *near]
 
     def open_or_build(path: Path) -> KeyIndex:
-        found = _known(path, manifest)  # another process may have built it while this one waited
+        found = _known(path, manifest)  # another process may have built it during the wait
         if found is None:
             _write(path, dataset, manifest)
         return found or KeyIndex(path, manifest)
 
     known = next(filter(None, (_known(path, manifest) for path in paths)), None)
-    return known or in_first_of(paths, f"{dataset.address}: no place to write an index of its keys", open_or_build)
+    return known or first_writable(paths, f"{dataset.address}: no place to write an index of its keys", open_or_build)
 
 
 def _known(path: Path, manifest: bytes) -> KeyIndex | None:
@@ -150,7 +150,7 @@ def _write(path: Path, dataset: Dataset, manifest: bytes) -> None:
         for shard, row in zip(shards.tolist(), rows.tolist(), strict=True):
             hashes += _hashed(dataset.key(shard, row))
     high, low = _halves(hashes)
-    order = np.lexsort((low, high))  # stable: of equal keys, the first sample comes first
+    order = np.lexsort((low, high))  # stable, so that the first sample with a key comes first
     high, low = high[order], low[order]
     again = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
     twice = (int(order[again[0]]), int(order[again[0] + 1])) if len(again) else (_NONE, _NONE)
@@ -164,36 +164,35 @@ def _hashed(key: str | bytes) -> bytes:
 
 
 def _halves(hashes: bytes | bytearray) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """The two halves of 16-byte hashes: uint64 (hashes,) each."""
+    """Return the two halves of 16-byte hashes: uint64 (hashes,) each."""
     pairs = np.frombuffer(hashes, ">u8").reshape(-1, 2).astype(np.uint64)
     return pairs[:, 0], pairs[:, 1]
 
 
 def _checked(low: NDArray[np.uint64], numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """Numbers of samples, with 16 bits above them that depend on the number and the hash."""
+    """Return numbers of samples, with 16 bits above them that depend on the number and the hash."""
     plain = numbers.astype(np.uint64)
     mixed = (low ^ (plain * np.uint64(GAMMA))) * np.uint64(GAMMA)
     checked: NDArray[np.uint64] = plain | (mixed >> np.uint64(_CHECK) << np.uint64(_CHECK))
     return checked
 
 
-_SECONDS = 1.0  # between two looks at the file
-_LARGEST = 1 << 40  # bytes
-_FOUND_AT_ONCE = 1 << 14  # keys looked up at a time
+_SECONDS = 1.0  # seconds between two checks of the file
+_LARGEST = 1 << 40  # in bytes
+_FOUND_AT_ONCE = 1 << 14  # keys to look up at a time
 
 
 class ExcludeFile:
     """Samples of `dataset` that the file at `path` names.
 
-    `numbers` has their indices.
-
-    Keys that no sample has, and lines without a key, are a warning with their number. Raises ValueError for a line that
-    is no key and no JSON, `SavableError` if the file cannot be read, `ShardError` if the keys of the samples cannot.
+    `numbers` has their indices. A warning counts keys that no sample has, and lines without a key. Raises ValueError
+    for a line that is neither a key nor JSON, `SavableError` if the file cannot be read, `ShardError` if the keys of
+    the samples cannot.
     """
 
     def __init__(self, path: str | os.PathLike[str], dataset: Dataset) -> None:
         self.path = Path(path).absolute()
-        self._stamp, self._looked_at = self._stamp_now(), time.monotonic()  # before it is read
+        self._stamp, self._looked_at = self._stamp_now(), time.monotonic()  # set before it is read
         content = self._read()
         self._content = _digest(content)
         of_shards: dict[str, set[str]] = {}
@@ -201,7 +200,7 @@ class ExcludeFile:
         found: set[int] = set()
         unknown = _Unknown()
         read = partial(_keys_in, self.path, content, of_shards, unnamed)
-        _take_keys(dataset, read, found, unknown.add)  # which reads the lines, those of single shards too
+        _take_keys(dataset, read, found, unknown.add)  # this reads the lines, including those for single shards
         unknown.add([os.fsencode(text) for text in _take_of_shards(dataset, of_shards, found)])
         self.numbers = frozenset(found)
         if unknown.count:
@@ -217,7 +216,7 @@ class ExcludeFile:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that depend only on the excluded samples.
+        """Return 16 hexadecimal digits that depend only on the excluded samples.
 
         The order of lines and unknown keys do not matter.
         """
@@ -259,32 +258,32 @@ def _digest(data: bytes) -> str:
 
 
 class _Unknown:
-    """Counts the keys that no sample has, each once, and keeps the first five: there may be millions."""
+    """Number of distinct keys that no sample has, and the first five. There may be millions."""
 
     def __init__(self) -> None:
         self._hashes = array("Q")
         self._first: list[bytes] = []
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Count these."""
+        """Add keys."""
         self._hashes.extend(map(xxh3_64_intdigest, keys))
         self._first = sorted({*self._first, *heapq.nsmallest(2 * NAMES_SHOWN, set(keys))})[:NAMES_SHOWN]
 
     @cached_property
     def count(self) -> int:
-        """How many there are, once all have been added."""
+        """Return their number, once all have been added."""
         ordered = np.sort(np.frombuffer(self._hashes, np.uint64))  # np.unique takes ten times as long
         return len(ordered) and 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
 
     def listed(self) -> str:
-        """The first five, sorted, and the number of the others."""
+        """Format the first five, sorted, and the number of the others."""
         return listed(map(os.fsdecode, self._first), self.count)
 
 
 def _keys_in(path: Path, content: bytes, of_shards: dict[str, set[str]], unnamed: set[int]) -> Iterator[bytes]:
-    """The keys in a file, line by line; those of one shard are added to `of_shards`, by its name.
+    """Yield the keys in a file, line by line. Keys of one shard are added to `of_shards`, by its name.
 
-    The numbers of the lines with neither are added to `unnamed`.
+    The numbers of lines without a key are added to `unnamed`.
     """
     for number, raw in enumerate(io.BytesIO(content.removeprefix(BOM_UTF8)), 1):
         line = raw.removesuffix(b"\n").removesuffix(b"\r")
@@ -302,7 +301,7 @@ def _keys_in(path: Path, content: bytes, of_shards: dict[str, set[str]], unnamed
 
 
 def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
-    """Shard and key in a line of JSON."""
+    """Parse shard and key in a line of JSON."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -316,7 +315,7 @@ def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
 
 
 def numbers_of(dataset: Dataset, keys: Sequence[str]) -> tuple[list[int], set[str]]:
-    """The numbers of all samples with these keys, and the keys that no sample has."""
+    """Return the numbers of all samples with these keys, and unknown keys."""
     found: set[int] = set()
     unknown: list[bytes] = []
     _take_keys(dataset, lambda: map(os.fsencode, keys), found, unknown.extend)
@@ -326,7 +325,10 @@ def numbers_of(dataset: Dataset, keys: Sequence[str]) -> tuple[list[int], set[st
 def _take_keys(
     dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: Callable[[list[bytes]], None]
 ) -> None:
-    """Add the numbers of all samples with the keys that `read` gives to `found`; `unknown` gets keys of no sample."""
+    """Add to `found` the numbers of all samples with the keys that `read` returns.
+
+    `unknown` gets keys that no sample has.
+    """
     keys = read()
     first = next(keys, None)
     if first is None:
@@ -345,7 +347,10 @@ def _take_keys(
 def _take_by_reading(
     dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: Callable[[list[bytes]], None]
 ) -> None:
-    """The same without an index: all keys of the dataset are read, and of each in the file 8 bytes are kept."""
+    """Do the same as `_take_keys` without an index.
+
+    All keys of the dataset are read, and 8 bytes of each key in the file are in memory.
+    """
     wanted = np.sort(np.frombuffer(array("Q", map(xxh3_64_intdigest, read())), np.uint64))
     alike: dict[int, bytes] = {}  # keys of the dataset that may be among them, by number
     start = 0
@@ -367,7 +372,7 @@ def _chunks(keys: Iterator[bytes]) -> Iterator[list[bytes]]:
 
 
 def _take_of_shards(dataset: Dataset, of_shards: dict[str, set[str]], found: set[int]) -> Iterator[str]:
-    """The same for keys of single shards, by the shard's name."""
+    """Do the same as `_take_keys` for keys of single shards, by the shard's name. Yield unknown keys."""
     numbers = {entry.name: shard for shard, entry in enumerate(dataset.entries)}
     for name, keys in of_shards.items():
         missing = set(keys)

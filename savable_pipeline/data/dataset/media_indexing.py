@@ -1,9 +1,8 @@
-"""Building of the media table of a dataset.
+"""Building of a dataset's media table from the headers of its media parts.
 
-It reads the headers of every media part in several processes.
-
-Nothing is decoded. A part whose headers cannot be read is listed, and stays in the table as broken. Shards that the
-table has already are kept; what was read before the command was stopped is in a file beside it (see index_making.py).
+Several processes read them, and nothing is decoded. A part whose headers cannot be read is listed, and is broken in the
+table. Existing entries of shards are reused. The results of an interrupted command are in a file next to the table (see
+index_making.py).
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from savable_pipeline.data.shards.index_making import (
     Progress,
     ScannedTables,
     each_shard,
-    here_or_in_several,
+    serial_then_parallel,
     write_index,
 )
-from savable_pipeline.data.shards.indexing import in_first_place, media_table_name, open_files
+from savable_pipeline.data.shards.indexing import at_first_writable, media_table_name, open_files
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.data.shards.part_types import part_type
 from savable_pipeline.data.shards.paths import Shards, is_remote
@@ -38,8 +37,8 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.opening import find_source, store_of
 from savable_pipeline.errors import MediaError, SavableError, ShardError
 
-_ALONE_S = 2.0  # that one process reads before it starts others
-_MOST_FAULTS = 100  # broken parts that are listed with their error
+_ALONE_S = 2.0  # seconds that one process reads alone before others start
+_MOST_FAULTS = 100  # most broken parts that are listed with their error
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +54,8 @@ def index_media(
 ) -> tuple[Path, MediaFaults]:
     """Build the media table of indexed files in `processes` processes.
 
-    None means one per core.
-
-    Returns its path, and what could not be read. Raises `ShardError`, also for files behind a URL; ImportError without
-    PyAV, if there is audio or video.
+    None means one per core. Returns its path, and the unreadable parts and shards. Raises `ShardError`, also for remote
+    files; ImportError without PyAV, if there is audio or video.
     """
     refuse_remote(files)
     source = find_source(files)
@@ -69,12 +66,12 @@ def index_media(
         _make(path, indexed, processes or os.cpu_count() or 1, progress)
         return path
 
-    path = in_first_place(indexed.root, media_table_name(form.index_kind), make, near=(indexed.root / META).is_dir())
+    path = at_first_writable(indexed.root, media_table_name(form.index_kind), make, near=(indexed.root / META).is_dir())
     return path, _faults(path, indexed)
 
 
 def refuse_remote(files: Shards) -> None:
-    """Raises `ShardError` for files behind a URL."""
+    """Raise `ShardError` for remote files."""
     if is_remote(files):
         raise ShardError(
             f"{files}: `savable index --media` reads local files. Run it there, and upload its table to {META}"
@@ -82,7 +79,7 @@ def refuse_remote(files: Shards) -> None:
 
 
 def _make(path: Path, indexed: IndexedFiles, processes: int, progress: Progress) -> None:
-    """Writes the table at `path`, whose lock is held."""
+    """Write the table at `path`. The caller has locked it."""
     for stale in path.parent.glob(f"{path.name}.*.tmp"):
         stale.unlink(missing_ok=True)
     shards = indexed.index.shards
@@ -115,14 +112,14 @@ def _table_at(path: Path) -> BlobIndex | None:
 
 
 def _is_the_same(then: ShardEntry, now: dict[str, ShardEntry]) -> bool:
-    """Whether the table's entry of a shard, which was read, is of the shard that there is now."""
+    """Return whether a table's entry is about the current version of a shard."""
     entry = now.get(then.name)
     found = entry is not None and (entry.size, entry.samples, entry.digest) == (then.size, then.samples, then.digest)
     return found and not then.fault
 
 
 def _scanned(indexed: IndexedFiles, names: list[str], processes: int) -> Iterator[ShardTable]:
-    """The table's rows of each of these shards: in this process, and after some seconds in several."""
+    """Yield the table rows of each of these shards, from this process, and after some seconds from several."""
     scan, task = _Scan(indexed.form, indexed.index_path, indexed.root), partial(_scan, indexed.form, indexed.index_path)
 
     def in_processes(remaining: list[str]) -> Iterator[ShardTable]:
@@ -130,11 +127,11 @@ def _scanned(indexed: IndexedFiles, names: list[str], processes: int) -> Iterato
             for other, answer in answers:
                 yield scan.died(other) if answer is None else msgspec.msgpack.decode(answer, type=ShardTable)
 
-    return here_or_in_several(names, scan, in_processes, _ALONE_S) if processes > 1 else map(scan, names)
+    return serial_then_parallel(names, scan, in_processes, _ALONE_S) if processes > 1 else map(scan, names)
 
 
 def _scan(form: Format, index_path: Path, root: Path, name: str) -> ShardTable:
-    """The table's rows of a shard of the one index that a child process reads."""
+    """Return the table rows of a shard, in a child process that reads a single index."""
     return _opened(form, index_path, root)(name)
 
 
@@ -152,7 +149,7 @@ class _Scan:
         self._dataset = Dataset(store_of(files, inspect=True))
 
     def __call__(self, name: str) -> ShardTable:
-        """The table's rows of a shard, whose fault is that of its entry."""
+        """Return the table rows of a shard. Its fault is that of its entry."""
         entry = self._entry(name)
         try:
             return ShardTable(entry, packed(_of_samples(self._dataset, self._index.number(name))))
@@ -160,20 +157,20 @@ class _Scan:
             return self._failed(entry, str(error))
 
     def died(self, name: str) -> ShardTable:
-        """The table of a shard over which a process died."""
+        """Return the table of a shard on which a process crashed."""
         return self._failed(self._entry(name), "the process that read its headers died; was there too little memory?")
 
     def _entry(self, name: str) -> ShardEntry:
         return msgspec.structs.replace(self._index.shards[self._index.number(name)], fault="")
 
     def _failed(self, entry: ShardEntry, fault: str) -> ShardTable:
-        """(It has rows that fit: a shard is all there or has a fault.)"""
+        """Return a table with empty rows, because a shard is complete or has a fault."""
         reason = fault.removeprefix(f"{self._root}/").removeprefix(f"{entry.name}: ")
         return ShardTable(msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {reason}")), packed(()))
 
 
 def _of_samples(dataset: Dataset, shard: int) -> Iterator[list[tuple[str, Known]]]:
-    """What the headers say of the parts of each sample of a shard."""
+    """Yield the headers of the parts of each sample of a shard."""
     ranges = getattr(dataset.store, "range_parts", ())
     for row in dataset.locate(np.arange(dataset.firsts[shard], dataset.firsts[shard + 1]))[1].tolist():
         parts = dataset.extensions(shard, row)
@@ -182,7 +179,7 @@ def _of_samples(dataset: Dataset, shard: int) -> Iterator[list[tuple[str, Known]
 
 
 def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:
-    """What of these shards the table at `path` lacks, and has as broken."""
+    """Return which of these shards are missing in the table at `path`, and which parts are broken."""
     table = BlobIndex(path, KIND)
     numbers = table.numbers(indexed.entries.names)
     faults = [table.shards.faults[number] for number in numbers.tolist() if number in table.shards.faults]
@@ -205,4 +202,4 @@ def _fault_of(dataset: Dataset, number: int, part: str) -> str:
         dataset.open_samples(refs)[0].media(part)
     except (MediaError, SavableError) as error:
         return encodable(str(error))
-    return f"{part!r} of sample {number}"  # it is as it was when it was read: not reached
+    return f"{part!r} of sample {number}"  # reached only if the part changed since it was read

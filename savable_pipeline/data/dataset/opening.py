@@ -1,7 +1,7 @@
-"""Opens the dataset of a store; and `open_dataset`, for people.
+"""Opens the dataset of a store. `open_dataset` is the public function.
 
-`open_dataset` gives the samples of a dataset by number and by key, as in a list, and as torch's datasets have them, for
-notebooks and other loaders. Stages read a `Dataset`, by refs.
+`open_dataset` returns the samples of a dataset by number and by key, as a list or as torch's datasets do, for notebooks
+and other loaders. Stages read a `Dataset`, by refs.
 """
 
 from __future__ import annotations
@@ -44,10 +44,8 @@ def open_any(
 ) -> Dataset:
     """Open the dataset of files that a user names.
 
-    See `open_store` for `how`.
-
-    `unpacked_bytes` is that of all readers. Raises `ShardError`, `RemoteError`, and ValueError for a setting that files
-    of this format do not have.
+    See `open_store` for `how`. `unpacked_bytes` is a setting of all readers. Raises `ShardError`, `RemoteError`, and
+    ValueError for a setting that files of this format do not have.
     """
     faults: list[tuple[str, str]] = []
 
@@ -94,15 +92,15 @@ def open_dataset(
 
     Use it to inspect data, or with torch's own `DataLoader`.
 
-    A slice is again such a sequence, and reads nothing. It may be pickled: another process opens the shards again. Keys
-    are found by an index, made when the first is asked for: that reads the header of every sample once, or the column
-    of the keys. Of several samples with one key, the first is returned.
+    A slice is such a sequence too, and reads nothing. It can be pickled, and another process opens the shards again.
+    The first look-up of a key builds an index of keys, which reads the header of every sample once, or the column of
+    the keys. If several samples have one key, the first is returned.
 
     Args:
         shards: As for the reader of such files: `sp.TarShardReader`, `custom.ParquetReader`, `custom.ArrowReader`,
             `custom.JsonlReader`, `custom.CsvReader`, `custom.JsonReader`, `custom.FolderReader`.
-        transform: Called with each sample that is asked for, such as `sp.Sample.decoded`. None: a `Sample`, which reads
-            its parts when they are asked for.
+        transform: Called with each requested sample, such as `sp.Sample.decoded`. None: a `Sample`, which reads its
+            parts on access.
         columns: As for `custom.ParquetReader`.
         key: As for `custom.ParquetReader`.
         ranges: As for `custom.ParquetReader`.
@@ -119,7 +117,7 @@ def open_dataset(
         A sequence of samples, with IndexError for a missing number and KeyError for a missing key.
 
     Raises:
-        ValueError: Files of this kind do not have a setting.
+        ValueError: Files of this format do not have a setting.
         ShardError: Shards cannot be read.
         RemoteError: A server cannot be reached.
 
@@ -150,9 +148,9 @@ def open_dataset(
 
 
 class _Opened:
-    """The dataset, as this process has opened it: a forked or unpickled copy opens it anew.
+    """The dataset in this process. A forked or unpickled copy opens it again.
 
-    It has the shards that the first process found, also where others were added after them.
+    It has the shards that the first process found, even if others were added after them.
     """
 
     def __init__(
@@ -162,20 +160,20 @@ class _Opened:
         known: int | None = None,
         commits: PinnedShards | None = None,
     ) -> None:
-        self._arguments, self._commits = arguments, {} if commits is None else commits  # of datasets of the Hub
-        self._manifest, self._known = manifest, known  # what the first process found; `known` shards
+        self._arguments, self._commits = arguments, {} if commits is None else commits  # commits of datasets of the Hub
+        self._manifest, self._known = manifest, known  # manifest of the first process, and number of known shards
         self._dataset = self._open()
         self._manifest, self._known = self._dataset.digest(), len(self._dataset.entries)
         self._keys: KeyIndex | None = None
         self._process = os.getpid()
-        self._inherited: Dataset | None = None  # kept as it is: the process that opened it will close it
+        self._inherited: Dataset | None = None  # stays referenced, because the process that opened it will close it
 
     def pinned(self, pinned: PinnedShards) -> _Opened:
-        """The same with the shards that are pinned."""
+        """Return the same samples of the pinned shards."""
         commits = {name: pinned.setdefault(name, commit) for name, commit in self._commits.items()}
-        if commits != self._commits:  # a run that is resumed began with others
+        if commits != self._commits:  # a resumed run started with other commits
             return _Opened(self._arguments, commits=commits).pinned(pinned)
-        dataset = pin(self.dataset, f"opened {self._arguments[:2]!r}", pinned)  # through whichever cache
+        dataset = pin(self.dataset, f"opened {self._arguments[:2]!r}", pinned)  # independent of the cache
         if dataset is self._dataset:
             return self
         return _Opened(self._arguments, dataset.digest(), len(dataset.entries), commits)
@@ -211,7 +209,7 @@ class _Opened:
 
 
 class Samples(Sequence[Any]):
-    """What `open_dataset` gives: a sequence of samples, which `numbers` names."""
+    """Result of `open_dataset`: a sequence of the samples with these `numbers`."""
 
     def __init__(self, opened: _Opened, transform: Transform | None, numbers: range | None = None) -> None:
         self._opened = opened
@@ -220,12 +218,12 @@ class Samples(Sequence[Any]):
 
     @property
     def dataset(self) -> Dataset:
-        """The dataset as the stages read it."""
+        """Return the dataset as the stages read it."""
         return self._opened.dataset
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all samples, as they are."""
+        """Return whether these are all samples, unchanged."""
         return self._transform is None and self._numbers == range(self._opened.dataset.count)
 
     def pinned(self, pinned: PinnedShards) -> Samples:
@@ -237,7 +235,7 @@ class Samples(Sequence[Any]):
 
     @property
     def keys(self) -> KeyIndex:
-        """The index of the keys of the whole dataset, made if there is none."""
+        """Return the index of the dataset's keys, and build it if it is missing."""
         return self._opened.keys
 
     def __len__(self) -> int:
@@ -249,14 +247,14 @@ class Samples(Sequence[Any]):
         return self.__getitems__([which])[0]
 
     def __getitems__(self, which: Sequence[Any]) -> list[Any]:
-        """Several samples at once, as torch's `DataLoader` asks for them."""
+        """Return several samples at once, as torch's `DataLoader` requests them."""
         found = [self._number(each) for each in which]
         refs = np.array([(number, 0) for number in found], REF)
         samples = self.dataset.open_samples(refs)
         return samples if self._transform is None else [self._transform(sample) for sample in samples]
 
     def _number(self, which: Any) -> int:
-        """The number of a sample in the dataset. Raises IndexError, KeyError, or TypeError for neither."""
+        """Return the number of a sample in the dataset. Raises IndexError, KeyError, or TypeError for another type."""
         if isinstance(which, str):
             number = int(self.keys.find([which])[0])
             if number not in self._numbers:

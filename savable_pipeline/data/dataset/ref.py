@@ -1,4 +1,4 @@
-"""`Ref`, the origin of an item, and the tags of sources in its index."""
+"""`Ref`: origin of an item; the tags of sources in its index."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-# A ref in a buffer or a state: 12 bytes, so that a large buffer stays small.
+# A ref in a buffer or a state has 12 bytes, so that a large buffer stays small.
 REF = np.dtype([("index", "<u8"), ("epoch", "<u4")])
 RefArray: TypeAlias = NDArray[np.void]
-# The upper bits of an index are the tag of its source in a `Blend`: 15 of them, so that it fits a signed integer.
+# The upper 15 bits of an index are the tag of its source in a `Blend`. So it fits a signed integer.
 TAG_SHIFT = 48
 TAGS = 1 << 15
 
@@ -37,12 +37,12 @@ class Ref(NamedTuple):
 
 
 def tag_of(index: int) -> int:
-    """The tag of the source in the index of a ref; 0 where there is no `Blend`."""
+    """Return the tag of the source in the index of a ref, 0 without a `Blend`."""
     return index >> TAG_SHIFT
 
 
 def count_of_source(index: int, event: str) -> str:
-    """The name of a stage's counter of an event, by the source of this index."""
+    """Return the name of a stage's counter of an event, by the source of this index."""
     return f"source/{tag_of(index)}/{event}"
 
 
@@ -55,5 +55,5 @@ def skip_counters(reason: str, index: int) -> tuple[str, str]:
 
 
 def untagged(index: int) -> int:
-    """The index of a ref in its own dataset."""
+    """Return the index of a ref in its own dataset."""
     return index & ((1 << TAG_SHIFT) - 1)

@@ -1,6 +1,6 @@
 """`Sample`: mapping from extension to bytes that are read on access.
 
-`JoinedParts`: where a joined sample reads from: its own dataset, and beside it samples of others, by name.
+`JoinedParts`: the parts of a joined sample, from its own dataset and from samples of others, by name.
 
 own sample      jpg, json                       sample["jpg"]
 "captions"      txt                             sample["captions.txt"]
@@ -59,11 +59,11 @@ OpenMedia = TypeVar("OpenMedia", "Video", "Audio")
 class Sample(msgspec.Struct, gc=False, eq=False):
     """Read-only mapping from extension ("jpg") to bytes, read on access.
 
-    What `[]` gives, `in`, `get`, iteration and `len` know, in every store: the members of a tar, the columns of a
-    table, `json` and the fields of a line of JSONL; a null is no part. Iteration names each part once; `[]` and `in`
-    take an extension in letters of any case, and the column's name of an image. `.image()`, `.text()` and `.json()`
-    decode the usual parts; `Sample.KINDS` has the extensions of an "image", a "video" and "audio". A missing part is a
-    KeyError; a shard that cannot be read is a `ShardError`, or behind a URL a `RemoteError`.
+    The parts are the members of a tar, the columns of a table, or `json` and the fields of a line of JSONL. A null is
+    not a part. Iteration names each part once. `[]` and `in` ignore the case of an extension, and also accept the
+    column's name of an image. `.image()`, `.text()` and `.json()` decode the usual parts. `Sample.KINDS` has the
+    extensions of an "image", a "video" and "audio". A missing part is a KeyError, an unreadable shard a `ShardError`,
+    and a server that fails a `RemoteError`.
 
     Attributes:
         origin: The dataset that the parts are read from.
@@ -111,7 +111,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     @property
     def ref(self) -> Ref:
-        """The origin of the sample."""
+        """Return the origin of the sample."""
         return Ref(self.origin.source ^ tag_of(self.index) << TAG_SHIFT, self.epoch, untagged(self.index))
 
     @property
@@ -178,14 +178,14 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         Bytes are for raw data that needs no decoding.
 
         Numbers have their own type: tokens of a `TokenReader` are (tokens,), a column of numbers is (), of lists of
-        numbers (any, …). In a worker it is read directly into the memory of the batch: `sp.stack` of such arrays as
-        tensors (`torch.from_numpy`) need not copy them, if their size in bytes is a multiple of 64.
+        numbers (any, …). In a worker, the part is read directly into the memory of the batch: `sp.stack` of such arrays
+        as tensors (`torch.from_numpy`) need not copy them, if their size in bytes is a multiple of 64.
 
         Args:
             extension: The name of the part.
 
         Raises:
-            TypeError: The part is a column of other values, or of lists of several lengths: `json` reads it.
+            TypeError: The part is a column of other values, or of lists of different lengths. Use `json` for it.
             ValueError: The part is an `npy` of Python objects, which are never unpickled, or is truncated.
         """
         found = self.origin.array(self._shard, self._row, extension)
@@ -197,7 +197,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
         PyAV, torchcodec, soundfile and Pillow read such files.
 
-        Of a tar only what is asked for is read; other parts are read whole. One thread at a time may read it.
+        From a tar, only requested bytes are read. Other parts are read whole. One thread at a time may read the file.
 
         Args:
             part: The name of the part.
@@ -259,23 +259,22 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
         Args:
             part: The name of the part. None: the first of `Sample.KINDS["image"]` that the sample has.
-            mode: The mode of the image, as of Pillow. None: "RGB", but a gray image of 16 bits, 32 bits or floats as it
-                is.
-            bits: 8 makes an image of 16 bits a channel one of 8, by v >> 8.
-            at_least: Width and height that suffice for the box, or a function that returns them, given the width and
-                height of the full image. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size where that is as large.
-            box: The region wanted, (left, upper, right, lower) in pixels of the full image, or a function as above.
-            background: The colour behind an image with alpha, unless the mode has alpha, as "RGBA" has.
-            exif: Turn and mirror the image by its EXIF orientation, as `PIL.ImageOps.exif_transpose` does; sizes and
-                boxes are then of the image as it is shown. False: the pixels as they are stored.
+            mode: Pillow's mode of the image. None: "RGB", but a gray image of 16 bits, 32 bits or floats is unchanged.
+            bits: 8 reduces 16 bits per channel to 8, by v >> 8.
+            at_least: Width and height that suffice for the box, or a function of the full image's width and height that
+                returns them. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size if that is large enough.
+            box: The region to return, (left, upper, right, lower) in pixels of the full image, or a function as above.
+            background: The color behind an image with alpha, unless the mode has alpha, like "RGBA".
+            exif: Turn and mirror the image by its EXIF orientation, as `PIL.ImageOps.exif_transpose` does. Sizes and
+                boxes are then those of the turned image. False: the pixels as stored.
 
         Returns:
-            With `at_least` or `box` the smallest image of whole pixels that covers the box, whose place in it is
-            `image.info["box"]`: `image.resize(size, box=image.info["box"])`.
+            The image. With `at_least` or `box`, it is the smallest image of whole pixels that covers the box, and
+            `image.info["box"]` is the box in it: `image.resize(size, box=image.info["box"])`.
 
         Raises:
             ValueError: The box is empty or reaches beyond the image; or a `mode` of 8 bits would lose bits without
-                `bits=8`, or is asked for of floats.
+                `bits=8`, or is requested for floats.
             OSError: The image is damaged.
         """
         if bits not in (None, 8):
@@ -287,14 +286,14 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return image_region(opened, mode, background, bits, at_least=at_least, box=box, exif=exif)
 
     def video(self, part: str | None = None) -> Video:
-        """Open a part as a video, of which no more is read and decoded than is asked for.
+        """Open a part as a video, which reads and decodes only requested frames.
 
         Args:
             part: The name of the part, or of a range (`ranges=` of `custom.ParquetReader`), or of an archive of images,
-                as an episode of LeRobot without videos has. None: the first video.
+                as in an episode of LeRobot without videos. None: the first video.
 
         Raises:
-            MediaError: The part is damaged, or no video.
+            MediaError: The part is damaged, or not a video.
             ImportError: PyAV, of the extra `media`, is not installed.
         """
         from savable_pipeline.data.media.video import Video
@@ -308,13 +307,13 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return self._opened(Video, name)
 
     def audio(self, part: str | None = None) -> Audio:
-        """Open a part as a sound, of which no more is read and decoded than is asked for.
+        """Open a part as audio, which reads and decodes only requested ranges.
 
         Args:
-            part: The name of the part, which may be a range, or a video. None: the first sound, then video.
+            part: The name of the part, which may be a range, or a video. None: the first audio part, or else video.
 
         Raises:
-            MediaError: The part is damaged, or has no sound.
+            MediaError: The part is damaged, or has no audio.
             ImportError: PyAV, of the extra `media`, is not installed.
         """
         from savable_pipeline.data.media.container import Audio
@@ -326,15 +325,15 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
         Nothing is decoded. The size is that of the rotated image.
 
-        Where there is a table of `savable index --media`, or Energon's, no header is read either.
+        If a table of `savable index --media` or Energon has the part, its headers are not read either.
 
         Args:
-            part: The name of the part. None: the first video, sound or image.
+            part: The name of the part. None: the first video, audio or image.
 
         Raises:
-            MediaError: The part is damaged, or no media.
-            ShardError: The table is of other shards than there are now.
-            ImportError: PyAV, of the extra `media`, is not installed, and the part is no image.
+            MediaError: The part is damaged, or not media.
+            ShardError: The table is of other shards than the current ones.
+            ImportError: PyAV, of the extra `media`, is not installed, and the part is not an image.
 
         Example:
             >>> info = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False)).media("png")
@@ -345,7 +344,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return self.origin.media(self._shard, self._row, name, self._name_of(name))
 
     def decoded(self, *, exif: bool = True) -> dict[str, Any]:
-        """Decode all parts, by the last word of their extension, and add `__key__`.
+        """Decode all parts, by the last component of their extension, and add `__key__`.
 
         json: as JSON; txt, text, caption, md, srt, vtt: str; an image: uint8 (height, width, 3), or a gray one of 16
         bits, 32 bits or floats (height, width); npy: an array; npz: a dict of arrays; any other: bytes. Nothing is
@@ -405,8 +404,8 @@ class JoinedParts(msgspec.Struct, eq=False):
 
     `others` has the joined samples by name. None means that no sample has this key.
 
-    `fault` is what kept the key from being read: raised where a joined part is asked for. `skips`: whether samples that
-    lack one are skipped.
+    `fault` is the error of reading the key, which is raised when a joined part is requested. `skips` says whether
+    samples that lack a joined sample are skipped.
     """
 
     own: SampleSource
@@ -463,7 +462,10 @@ class JoinedParts(msgspec.Struct, eq=False):
         return self.own.offset(shard, row)
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """The sample's own, then those of each joined one behind its name."""
+        """Return the sample's own extensions, then those of joined samples.
+
+        The latter have the name of the joined dataset as prefix.
+        """
         if self.fault is not None:
             raise self.fault
         joined = [f"{name}.{part}" for name, other in self.others.items() if other is not None for part in other]
@@ -497,7 +499,7 @@ class JoinedParts(msgspec.Struct, eq=False):
         return self.own.media(shard, row, part, name) if found is None else found[0].media(found[1])
 
     def _joined(self, shard: int, row: int, extension: str) -> tuple[Sample, str] | None:
-        """The joined sample that has this part, and the part's name in it; None for a part of the sample's own.
+        """Return the joined sample that has this part, and the part's name in it; None for an own part.
 
         Raises KeyError if no joined sample has it, `ShardError` if the sample has a part of that name itself.
         """

@@ -55,7 +55,7 @@ class SampleSource(Protocol):
 
 
 class DetachedSample(msgspec.Struct, eq=False):
-    """Replaces the dataset of a sample that was pickled: holds the parts themselves."""
+    """Replaces the dataset of a pickled sample, and has the parts themselves."""
 
     source: int
     _key: str
@@ -98,6 +98,7 @@ class DetachedSample(msgspec.Struct, eq=False):
         return data[:limit], len(data)
 
     def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:
-        from savable_pipeline.data.media.media_info import media_info  # here: most samples are not asked
+        # imported here, because most samples need no media facts
+        from savable_pipeline.data.media.media_info import media_info
 
         return media_info(self.open(shard, row, part), name, part)

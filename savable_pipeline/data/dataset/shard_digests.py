@@ -3,15 +3,15 @@
     up to 1,024 shards    [[name, samples, digest], …]
     more                  {"shards": 2500, "samples": …, "last": name, "groups": 3 × 16 bytes, in base64}
 
-The second is a hash of each 1,024 shards in their order: 16 kB for a million. Shards that were added behind all others
-leave the groups before them as they were, so that it is still told whether a dataset begins with those of a state.
+The second form has a hash of each 1,024 shards in order: 16 kB for a million. Shards that are added at the end leave
+earlier groups unchanged, so it still shows whether a dataset starts with the shards of a state.
 
-`pin`: a run reads the shards that it began with, in each process that opens them, and however late that opens them.
+`pin`: a run reads the shards that it started with, in each process, however late that opens them.
 
-the trainer opens a, b           pinned: a b         (as a state keeps them)
+the trainer opens a, b           pinned: a b         (as in a state)
 shard c is added
-a new worker finds a, b, c       reads a, b          what was pinned comes first; c waits for the next start
-a new worker finds a, c          an error            names c, and says that a shard is gone
+a new worker finds a, b, c       reads a, b          the pinned shards come first; c waits for the next start
+a new worker finds a, c          an error            says that a shard is missing
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from savable_pipeline.errors import ShardError
 log = logging.getLogger(__name__)
 
 GROUP = 1024
-_HASH = 16  # bytes
-_SHOWN = 5  # shards listed in a message before the rest is only counted
+_HASH = 16  # in bytes
+_SHOWN = 5  # shards that a message lists before it only counts them
 
 _Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[^\0]*\Z")]
 Summary: TypeAlias = "list[list[Any]] | dict[str, Any]"  # plain, as a state returns it
@@ -43,8 +43,8 @@ Summary: TypeAlias = "list[list[Any]] | dict[str, Any]"  # plain, as a state ret
 class _Groups(msgspec.Struct, frozen=True):
     shards: Count
     samples: Count
-    last: str  # the name of the last shard
-    groups: bytes  # a hash of each 1,024 shards, and of the rest
+    last: str  # name of the last shard
+    groups: bytes  # a hash of each 1,024 shards, and of the remaining ones
 
     def __post_init__(self) -> None:
         if len(self.groups) != -(-self.shards // GROUP) * _HASH:
@@ -52,7 +52,7 @@ class _Groups(msgspec.Struct, frozen=True):
 
 
 def summary(shards: ShardList) -> Summary:
-    """What a state keeps of these shards."""
+    """Return the summary of these shards for a state."""
     if len(shards) <= GROUP:
         return shards.rows()
     found: dict[str, Any] = msgspec.to_builtins(_groups(shards))
@@ -60,22 +60,22 @@ def summary(shards: ShardList) -> Summary:
 
 
 def kind_of_summary(saved: Any) -> Any:
-    """The type that `msgspec.convert` must find in what a state keeps."""
+    """Return the type that `msgspec.convert` must find in a summary."""
     return _Groups if isinstance(saved, dict) else list[tuple[_Name, SavedCount, int]]
 
 
 def count(saved: Summary) -> int:
-    """The number of the shards."""
+    """Return the number of the shards."""
     return len(saved) if isinstance(saved, list) else int(saved["shards"])
 
 
 def sample_count(saved: Summary) -> int:
-    """The number of samples in the shards."""
+    """Return the number of samples in the shards."""
     return sum(int(row[1]) for row in saved) if isinstance(saved, list) else int(saved["samples"])
 
 
 def begin_with(shards: ShardList, saved: Summary) -> bool:
-    """Whether the first of these shards are those that were saved."""
+    """Return whether the first of these shards are the saved ones."""
     if count(saved) > len(shards):
         return False
     return summary(shards.first(count(saved))) == saved
@@ -105,9 +105,8 @@ def difference(saved: Summary, shards: ShardList) -> str:
 def pin(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
     """Return the dataset `name` with the pinned shards.
 
-    Pins all its shards if none are pinned.
-
-    Shards that come after all pinned ones are left out, with a warning. Raises `ShardError` for any other difference.
+    If none are pinned, all its shards are pinned. Shards after all pinned ones are ignored with a warning. Raises
+    `ShardError` for any other difference.
     """
     current = msgspec.msgpack.encode(summary(dataset.entries))
     packed = pinned.setdefault(name, current)
@@ -128,10 +127,10 @@ def pin(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
 
 
 def _with_media(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
-    """The dataset with what was known of its media when the run began. Raises `ShardError` where that is gone."""
+    """Return the dataset with the media facts from the start of the run. Raises `ShardError` if they are gone."""
     known = dataset.known_media.settings()
     before = msgspec.msgpack.decode(pinned.setdefault(f"{name} media", msgspec.msgpack.encode(known)))
-    if known and not before:  # a table was made since: this run goes on without it
+    if known and not before:  # a table was built since, and this run continues without it
         dataset.known_media = dataset.known_media.untabled()
     elif known != before:
         raise ShardError(
@@ -156,7 +155,7 @@ def _groups(shards: ShardList) -> _Groups:
 
 
 def _hash(shards: ShardList, first: int, end: int) -> bytes:
-    """A hash of the names, samples and digests of some shards in their order."""
+    """Return a hash of the names, samples and digests of some shards in order."""
     found = xxh3_128(shards.names.between(first, end))
     found.update(np.ascontiguousarray(shards.samples[first:end], dtype="<i8").data)
     found.update(np.ascontiguousarray(shards.digests[first:end], dtype="<u8").data)
@@ -175,5 +174,5 @@ def _named(saved: Sequence[Sequence[Any]], shards: ShardList) -> str:
 
 
 def _some(names: Sequence[str], total: int) -> str:
-    """`a, b, c, d, e and 7 more`."""
+    """Format `a, b, c, d, e and 7 more`."""
     return ", ".join(names) + (f" and {total - len(names):,} more" if total > len(names) else "")

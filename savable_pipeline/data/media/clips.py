@@ -53,11 +53,9 @@ class Clips:
         length_s: The length of a clip, in seconds.
         fps: Frames per second of a clip. Required for video.
         count: Clips of each sample. The possible starts are divided into as many equal ranges, and a clip starts at
-            random
-            in each, by the random numbers of that part alone. Clips of a short medium overlap. None (default): 1.
-        stride_s: Start clips at 0, `stride_s`, 2 · `stride_s`, …, as long as they fit, instead of at random. None
-            (default):
-            at random.
+            random in each, by the random numbers of that part alone. Clips of a short medium overlap. None (default):
+            1.
+        stride_s: Start clips at 0, `stride_s`, 2 · `stride_s`, …, as long as they fit. None (default): at random.
         align: "exact" (default): clips start where they were drawn. "keyframe": at the last keyframe at or before that
             time, which decodes less. Two clips of one sample may then be equal.
         size: Width and height to resize frames to. None (default): no resizing.

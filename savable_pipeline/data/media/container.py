@@ -442,7 +442,7 @@ class MediaStream:
 
     @property
     def _counts_frames(self) -> bool:
-        """Whether ticks count frames, as in AVI. Such a clock rounds no times."""
+        """Return whether ticks count frames, as in AVI. Such a clock rounds no times."""
         rate: Fraction | None = self._stream.average_rate
         return bool(rate is not None and rate * self._stream.time_base > _COUNTS)
 
@@ -476,7 +476,7 @@ class MediaStream:
 
     @property
     def _is_sought(self) -> bool:
-        """Whether the frames after a seek equal those of a full decode."""
+        """Return whether the frames after a seek equal those of a full decode."""
         return self._container.format.name not in _UNSOUGHT and not is_reordered(self._container, self._stream)
 
     def _sought(self, ticks: int) -> Iterator[Any]:
@@ -685,7 +685,7 @@ class Audio(MediaStream):
 
     @property
     def _is_counted(self) -> bool:
-        """Whether times count samples without gaps, and damaged frames are skipped."""
+        """Return whether times count samples without gaps, and damaged frames are skipped."""
         return self.codec == "flac" and self._container.format.name in ("flac", "ogg")
 
     @property

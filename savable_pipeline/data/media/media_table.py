@@ -2,9 +2,9 @@
 
     .nv-meta/savable.media.index     an index (see index.py), which has of each tar, in words of 8 bytes:
 
-    samples n │ rows m │ bytes of names │ begins: uint32 (n + 1,) │ rows: ROW (m,) │ names of parts: MessagePack
+    samples n │ rows m │ bytes of names │ starts: uint32 (n + 1,) │ rows: ROW (m,) │ names of parts: MessagePack
 
-The rows from begins[i] to begins[i + 1] belong to sample i: one for each of its parts of a kind in `MEDIA_PARTS`. The
+The rows from starts[i] to starts[i + 1] belong to sample i: one for each of its parts of a kind in `MEDIA_PARTS`. The
 file is mapped. Opening it reads no row, and finding a row reads only those of its shard. It has size, samples and
 digest of each of its shards, as in the index of the dataset, and is used for no other shards. If a shard was touched
 since, some of its headers are read again.

@@ -79,7 +79,7 @@ class CacheSpace:
         self._thread_lock = threading.Lock()  # all threads share the file's lock
         self._known: dict[Path, ShardCache] = {}
         self._full_until = 0.0
-        self._pending = 0  # bytes that threads of this process have reserved, and may not have written yet
+        self._pending = 0  # bytes that threads of this process have reserved and may not have written yet
         with self._locked():
             self._set_in_use(self._in_use())
 

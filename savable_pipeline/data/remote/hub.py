@@ -31,7 +31,7 @@ from urllib.parse import urljoin, urlsplit
 
 from savable_pipeline.data.remote.cache_files import flock, private_file, private_folder
 from savable_pipeline.data.remote.listing import Listing, shared_answer
-from savable_pipeline.data.shards.paths import NOT_THERE, HubAddress
+from savable_pipeline.data.shards.paths import NO_SUCH_PATH, HubAddress
 from savable_pipeline.errors import RemoteError, ShardError
 
 T = TypeVar("T")
@@ -220,14 +220,14 @@ def _final_error(address: str, error: Any) -> Exception:
     if isinstance(error, errors.RevisionNotFoundError):
         return ShardError(
             f"{address}: the dataset has no revision {named.revision!r}. See {page}/tree/main for branches and tags",
-            reason=NOT_THERE,
+            reason=NO_SUCH_PATH,
         )
     if isinstance(error, errors.EntryNotFoundError):
         return _not_found(address)
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
         return ShardError(
             f"{address}: no such dataset, or a private one ({status}). Check {page}, and set HF_TOKEN if it is private",
-            reason=NOT_THERE,
+            reason=NO_SUCH_PATH,
         )
     if status == 403:
         return RemoteError(f"{address}: the Hub refuses access (403). Accept the terms at {page}, and set HF_TOKEN")
@@ -235,7 +235,7 @@ def _final_error(address: str, error: Any) -> Exception:
 
 
 def _not_found(address: str) -> ShardError:
-    return ShardError(f"{address}: not found in the dataset at this commit", reason=NOT_THERE)
+    return ShardError(f"{address}: not found in the dataset at this commit", reason=NO_SUCH_PATH)
 
 
 def _origin(url: str) -> tuple[str, str | None, int]:

@@ -238,7 +238,7 @@ def _installed(folder: Path, fresh: Path, form: Format, pin: str) -> Path:
     version.mkdir(exist_ok=True)
     if pin:
         write_pin(version / "parts.pin", pin)
-    if pin and _has(version / "index", index, form):  # the same index, which may have more rows
+    if pin and _has(version / "index", index, form):  # the same index may be there already with more rows
         fresh.unlink()
         return version
     if pin:
@@ -295,21 +295,21 @@ class RemoteFolder:
 
     @property
     def metadata(self) -> Path:
-        """Folder with copies of the files in `.nv-meta`."""
+        """Return the folder with copies of the files in `.nv-meta`."""
         return self.cached.folder.parent / METADATA_FOLDER
 
     @property
     def index(self) -> ShardIndex:
-        """Index of the files, at least of those that are read."""
+        """Return the index of the files, or at least of those that are read."""
         return self.cached.layout.index
 
     @property
     def index_path(self) -> Path:
-        """File of the index."""
+        """Return the file of the index."""
         return self.cached.folder / "index"
 
-    def sidecar_path(self, name: str) -> Path:
-        """Where the local copy lies of what lies beside the files under this name."""
+    def sidecar(self, name: str) -> Path:
+        """Return the path of the local copy of a sidecar named `name`."""
         return self.cached.folder / "beside" / name
 
 

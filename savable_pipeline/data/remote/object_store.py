@@ -49,11 +49,11 @@ from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
-_TIMEOUT_S = 30.0  # without a byte of a request; less if the retries end sooner
-_LONGEST = 20  # times as long for a whole request, because requests are small
-_UPLOAD_PART = 16 << 20  # bytes; an object of 10,000 parts, the most there may be, has 160 GB
-_MISSING = FileNotFoundError  # obstore's NotFoundError is one
-_SIGNED = 64  # open stores of signed URLs, each with its connections
+_TIMEOUT_S = 30.0  # seconds without a byte of a request, or fewer if the retries end sooner
+_LONGEST = 20  # a whole request may take this many times the timeout, because requests are small
+_UPLOAD_PART = 16 << 20  # bytes; an object has at most 10,000 parts, so 160 GB
+_MISSING = FileNotFoundError  # the base class of obstore's NotFoundError
+_SIGNED = 64  # open stores of signed URLs, each with its own connections
 _FINAL = (
     obstore.exceptions.PermissionDeniedError,
     obstore.exceptions.UnauthenticatedError,
@@ -91,29 +91,29 @@ class Pace:
         self._clock = clock
         self._lock = threading.Lock()
         self._speed = _FIRST_SPEED
-        self._asking = 0  # requests under way
-        self._since = 0.0  # when requests were under way again, or the window started
+        self._asking = 0  # number of requests in progress
+        self._since = 0.0  # when the first request in progress started, or the window
         self._seconds, self._bytes = 0.0, 0  # of the window: time with requests before `_since`, and bytes received
 
     @property
     def at_once(self) -> int:
-        """Bytes that should be under way together."""
+        """Return the bytes to request at a time."""
         return max(_LEAST_AT_ONCE, int(self._speed * _AT_ONCE_S))
 
     @property
     def request(self) -> int:
-        """Bytes of one request."""
+        """Return the bytes of one request."""
         at_once = self.at_once
         return min(PIECE, max(at_once // 8, min(at_once // 4, _REQUEST)))
 
     @property
     def chunk(self) -> int:
-        """Bytes to pass on at a time. A failing request loses at most these."""
+        """Return the bytes to pass on at a time. A failing request loses at most these."""
         return min(_CHUNK, self.request // 16)
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[Callable[[int], None]]:
-        """Measure while a request is under way; yields the function that counts its bytes."""
+        """Yield a function that counts the bytes of a request, and measure its time."""
         with self._lock:
             if not self._asking:
                 self._since = self._clock()
@@ -254,7 +254,7 @@ class ObjectStore:
             raise RemoteError(f"{root}/{name}: no such bucket or container. Check its name, or create it") from error
 
     def rename(self, root: str, name: str, new: str) -> None:
-        """Give an object another name: the server copies it, and removes the first one."""
+        """Rename an object. The server copies it and removes the old one."""
         self._retried(f"{root}/{name}", partial(obstore.copy, self._store(root), name, new))
         self.erase(root, [name])
 
@@ -423,12 +423,12 @@ def _credentials() -> dict[str, Any]:
 
 
 def _missing_setting(url: str, error: Exception) -> str:
-    """Return what this machine or server lacks, and what to do; "" if unknown."""
+    """Return a missing setting of this machine or server and its fix, or ""."""
     text = str(error)
     if "Range request not supported" in text:
         return "the server does not support range requests. Copy the files to a disk or another server"
     name, variables = _CREDENTIALS.get(url.partition("://")[0], ("", ""))
-    if name and _FROM_MACHINE.search(text):  # obstore asks the machine last, if nothing else has credentials
+    if name and _FROM_MACHINE.search(text):  # obstore asks the cloud machine for credentials if all else fails
         return f"no {name} credentials found. Set {variables}"
     return ""
 
@@ -452,7 +452,7 @@ def _version(meta: Any) -> str:
 
 
 def _length_error(found: Any, url: str, sent: str) -> Exception:
-    """Return the error about a response that has not the requested length.
+    """Return the error about a response of unexpected length.
 
     It is not retried if the server compresses what it sends. (Objects that are stored compressed often have a
     Content-Encoding too, but arrive with the right length.)

@@ -33,7 +33,7 @@ from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.core.patience import retry_s
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.shards.paths import NOT_THERE, check_marker
+from savable_pipeline.data.shards.paths import NO_SUCH_PATH, check_marker
 from savable_pipeline.errors import RemoteError, ShardError
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Downloader:
     """
 
     def __init__(self, cache: Path, limit: int) -> None:
-        if importlib.util.find_spec("obstore") is None:  # finds it without importing it
+        if importlib.util.find_spec("obstore") is None:  # finds the package without importing it
             raise RemoteError("remote shards need obstore. Run `pip install obstore`")
         self.ended = self._was_stopped = False
         self._ticket = 0
@@ -143,7 +143,8 @@ class Downloader:
             self._child.close()
             return
         self.ended = True
-        self._child.kill()  # first, so that a thread that waits for an answer stops before the descriptor is reused
+        # killed first, so that a thread that waits for an answer stops before the descriptor is reused
+        self._child.kill()
         with self._receiving, self._sending:
             self._child.close()
 
@@ -266,7 +267,7 @@ class Session:
             found = {name: self._stats[root, name] for name in names}
         gone = next((name for name in names if found[name] is None), None)
         if needed and gone is not None:
-            raise ShardError(f"{root}/{gone}: no such object on the server", reason=NOT_THERE)
+            raise ShardError(f"{root}/{gone}: no such object on the server", reason=NO_SUCH_PATH)
         return {name: stat for name, stat in found.items() if stat is not None}
 
     def heads(self, root: str, most: Mapping[str, int]) -> dict[str, bytes]:

@@ -33,7 +33,7 @@ _WORD = re.compile(rf"(?:.*[/._ -]|.*\d|)({_WORDS})(?=[/._ \d-]|$)")
 _CARD = re.compile(rb"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
 _SHOWN = 12
 _MAGIC = "*?["
-_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$")  # no version, such as v1.5
+_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$")  # a file suffix, but not a version such as v1.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +79,7 @@ def list_remote(files: paths.Shards, session: Session) -> RemoteShards:
     web server, which cannot be listed, yields no names. Raises `ShardError` for nothing, and for an object that is
     named twice.
     """
-    specs = [spelled for spec in paths.spelled_out(files) for spelled in paths.expand_braces(spec)]
+    specs = [spelled for spec in paths.expand_specs(files) for spelled in paths.expand_braces(spec)]
     if not specs:
         raise ShardError("the list of shards is empty")
     objects = _objects(specs, session)
@@ -87,8 +87,8 @@ def list_remote(files: paths.Shards, session: Session) -> RemoteShards:
         if (folder := _below(root := specs[0].rstrip("/"), session)) is not None:
             return folder
         if specs[0] != root:
-            raise ShardError(f"{root}: no object has this prefix. Check the address", reason=paths.NOT_THERE)
-        objects = {root}  # reading it says what is missing
+            raise ShardError(f"{root}: no object has this prefix. Check the address", reason=paths.NO_SUCH_PATH)
+        objects = {root}  # reading it raises an error that names the missing object
     known: dict[str, tuple[int, str]] = {}  # by URL: size in bytes, and stamp
     for spec in specs:
         found = {spec: (-1, "")} if spec in objects else _matching(spec, session)
@@ -116,7 +116,7 @@ def select(listed: RemoteShards, form: Format, chosen: Sequence[str] | None, ses
             return replace(listed, names=())
         names = form.files(listed.names, {}) if chosen is None else chosen
     except ValueError as error:
-        raise ShardError(f"{root}: {error}", reason=paths.NOT_THERE) from error
+        raise ShardError(f"{root}: {error}", reason=paths.NO_SUCH_PATH) from error
     packed = [*filter(form.packs, listed.names)] if form.packed else []
     if packed and not listed.whole:
         raise ShardError(f"{root}/{packed[0]}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
@@ -138,7 +138,10 @@ def select(listed: RemoteShards, form: Format, chosen: Sequence[str] | None, ses
 
 
 def _below(root: str, session: Session) -> RemoteShards | None:
-    """Return all objects below a folder, None without any; of a web server, which cannot be listed, no names."""
+    """Return all objects below a folder, or None.
+
+    For a web server, which cannot be listed, there are no names.
+    """
     if root.startswith("http"):
         return RemoteShards.named(root, [], whole=True)
     found = session.listing(root).only(lambda name: not paths.is_hidden_path(name))
@@ -146,7 +149,7 @@ def _below(root: str, session: Session) -> RemoteShards | None:
 
 
 def _objects(specs: Sequence[str], session: Session) -> set[str]:
-    """Return the addresses of objects. What does not tell itself from a folder by its suffix is asked for."""
+    """Return the addresses of objects. If a suffix does not tell files from folders, the server is asked."""
     alone, found, asked = len(specs) == 1, set[str](), defaultdict[str, list[str]](list)
     for spec in specs:
         parts, has_suffix = urlsplit(spec).path.split("/"), _SUFFIX.search(spec) is not None
@@ -160,17 +163,17 @@ def _objects(specs: Sequence[str], session: Session) -> set[str]:
 
 
 def _matching(spec: str, session: Session) -> dict[str, tuple[int, str]]:
-    """Return the size and stamp of each object of a bucket that a folder or a glob stands for, by URL."""
+    """Return the size and stamp of each object in a folder or glob of a bucket, by URL."""
     folder, pattern = _folder(spec)
     if folder.startswith("http"):
         raise ShardError(f"{spec}: web servers cannot be listed. Name the shards, or a single folder")
     hidden, listing = paths.is_hidden_path(pattern or ""), [*session.listing(folder)]
-    for each in (pattern or "**", f"{pattern}/**"):  # the pattern may be of folders
+    for each in (pattern or "**", f"{pattern}/**"):  # the pattern may match folders
         matches = _matcher(each)
         found = [row for row in listing if matches(row[0]) and (hidden or not paths.is_hidden_path(row[0]))]
         if found:
             return {f"{folder}/{name}": (size, stamp) for name, size, stamp in found}
-    raise ShardError(f"{spec}: no shard matches. Check the pattern", reason=paths.NOT_THERE)
+    raise ShardError(f"{spec}: no shard matches. Check the pattern", reason=paths.NO_SUCH_PATH)
 
 
 def _below_root(known: Mapping[str, tuple[int, str]]) -> RemoteShards:
@@ -203,21 +206,24 @@ def _folder(spec: str) -> tuple[str, str | None]:
 
 
 def _matcher(pattern: str) -> Callable[[str], bool]:
-    """What tells whether a name matches a glob, part by part; `**` stands for any number of parts."""
+    """Return a function that tells whether a name matches a glob.
+
+    Components are matched one by one, and `**` matches any number of them.
+    """
     parts = pattern.split("/")
     if parts == ["**"]:
         return lambda name: True
     if "**" in parts:
         return lambda name: _matches(name.split("/"), parts)
-    # As many slashes as in the pattern: none of them is matched by a wildcard.
+    # A wildcard does not match a slash, so names need as many slashes as the pattern.
     match, slashes = re.compile(fnmatch.translate(pattern)).match, pattern.count("/")
     return lambda name: match(name) is not None and name.count("/") == slashes
 
 
 def _matches(parts: list[str], patterns: list[str]) -> bool:
-    """Return whether a name matches a glob, part by part.
+    """Return whether the components of a name match those of a glob.
 
-    `**` matches any number of parts.
+    `**` matches any number of components.
     """
     if not patterns or not parts:
         return not parts and all(pattern == "**" for pattern in patterns)
@@ -236,7 +242,7 @@ def _common_root(urls: Sequence[str]) -> str:
 
 
 def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Session) -> None:
-    """Raises `ShardError` for files of several splits below an address of the Hub, with the names to choose from."""
+    """Raise `ShardError` for files of several splits of a dataset of the Hub."""
     whole = not paths.HubAddress.of(root).path
     found = _of_card(session.call("card", root), suffix) if whole else {}
     found = found or _of_names(names, suffix)

@@ -1,11 +1,11 @@
 """`ByteSource`: bytes that are read at an offset, from a disk, memory or a URL.
 
-    LocalFile     a file on a disk that is open, such as one that is indexed
-    StoreFile     a file of a store, on a disk or behind a URL (shard_files.py)
-    part          some bytes of a source, such as a record, are a source again; so are bytes in memory
+    LocalFile     an open local file, such as one that is being indexed
+    StoreFile     a local or remote file of a store (shard_files.py)
+    part          some bytes of a source, such as a record, as a source; so are bytes in memory
     SourceFile    any of them as a seekable file, for Pillow, PyAV, pyarrow, csv and others
 
-`FileVersion`: what the system says of a file on a disk, which is another after each change.
+`FileVersion`: status of a local file, which differs after each change.
 `WholeFile`: all bytes of a file, in memory or a private copy that is mapped.
 """
 
@@ -26,45 +26,48 @@ from xxhash import xxh3_64_hexdigest
 from savable_pipeline.core.files import regular_file, replacing, user_cache, with_handles
 from savable_pipeline.core.patience import retry, with_retries
 
-IN_MEMORY_BYTES = 4 << 20  # of a file, up to which it is read and not mapped
-_HEAD = 24  # bytes of a file that tell its versions apart: those of an index have its checksum
-_COPIED = 1 << 22  # bytes at a time
-_BUFFER = 1 << 16  # bytes that small reads share; longer ones pass it by
+IN_MEMORY_BYTES = 4 << 20  # larger files are mapped instead of read
+_HEAD = 24  # first bytes of a file, which differ between versions: an index starts with its checksum
+_COPIED = 1 << 22  # bytes to copy at a time
+_BUFFER = 1 << 16  # bytes that small reads share; longer reads bypass this buffer
 
 
 class RecordError(ValueError):
-    """Why a part of a source, such as a record, cannot be read: `reason: detail`."""
+    """Error: a part of a source, such as a record, cannot be read.
+
+    Its text is `reason: detail`.
+    """
 
 
 class FileVersion(NamedTuple):
-    """What tells a file from what it was before, without reading it."""
+    """Version of a file, as far as its status shows."""
 
     inode: int
     size: int
     written_ns: int
-    changed_ns: int  # of the inode; it cannot be put back
-    rights: tuple[int, int, int, int]  # mode, owner, group, number of links: they explain another `changed_ns`
+    changed_ns: int  # change of the inode, which cannot be reset
+    # mode, owner, group, number of links: if these changed, they explain a new `changed_ns`
+    rights: tuple[int, int, int, int]
 
     @classmethod
     def of(cls, stat: os.stat_result) -> FileVersion:
-        """The version that has this status."""
+        """Return the version with this status."""
         rights = stat.st_mode, stat.st_uid, stat.st_gid, stat.st_nlink
         return cls(stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, rights)
 
     @property
     def newest_ns(self) -> int:
-        """When the file was written or put there, whichever came last."""
+        """Return when the file was last written or moved, whichever is later."""
         return max(self.written_ns, self.changed_ns)
 
 
 class WholeFile:
     """All bytes of a file, as `view`.
 
-    A small file is read. Of a large one, a copy in the user's cache is mapped.
+    A small file is read. For a large one, a copy in the user's cache is mapped.
 
-    Processes of a node share the copy, and nobody else writes there: overwriting or cutting the file changes no view. A
-    file that is `mapped` by itself is in the cache already, and still written. Raises OSError, ValueError for an empty
-    file.
+    Processes of a node share the copy, and no other program writes to it, so overwriting or truncating the file changes
+    no view. A file that is `mapped` directly is in the cache already. Raises OSError, ValueError for an empty file.
     """
 
     def __init__(self, path: Path, *, mapped: bool = False) -> None:
@@ -78,7 +81,7 @@ class WholeFile:
 
 
 def _copy_of(path: Path, file: BinaryIO, version: FileVersion) -> BinaryIO | None:
-    """Return a copy of this version of a file, made if there is none; None without room in the user's cache."""
+    """Return a copy of this version of a file, or None without space in the user's cache."""
     with contextlib.suppress(OSError):
         folder = Path(user_cache() or os.devnull) / "savable_pipeline" / "indexes"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,7 +92,8 @@ def _copy_of(path: Path, file: BinaryIO, version: FileVersion) -> BinaryIO | Non
                 shutil.copyfileobj(file, new, _COPIED)
                 if FileVersion.of(os.fstat(file.fileno())) != version:
                     raise OSError("it was written while it was copied")
-            for old in set(folder.glob(f"{prefix}*[!p]")) - {copy}:  # of other versions, but no `.tmp` of a process
+            # copies of other versions, but no process's unfinished `.tmp`
+            for old in set(folder.glob(f"{prefix}*[!p]")) - {copy}:
                 old.unlink(missing_ok=True)
         found = copy.open("rb")
         if os.fstat(found.fileno()).st_size == version.size:
@@ -100,7 +104,7 @@ def _copy_of(path: Path, file: BinaryIO, version: FileVersion) -> BinaryIO | Non
 
 
 class ByteSource:
-    """`size` bytes from `begin` on of what `read(offset, size)` reads.
+    """`size` bytes from `begin` of a source with the function `read(offset, size)`.
 
     Of a file, `name` is the last part of its name.
 
@@ -117,62 +121,65 @@ class ByteSource:
 
     @staticmethod
     def of(data: bytes) -> ByteSource:
-        """Bytes in memory."""
+        """Wrap bytes in memory."""
         return ByteSource(lambda offset, size: data[offset : offset + size], len(data))
 
     def read_at(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset` on; fewer where the source ends.
+        """Return `size` bytes from `offset` on, or fewer at the end of the source.
 
         Raises OSError, `ShardError`, `RemoteError`.
         """
         return self._read(self._begin + offset, max(0, min(size, self.size - offset)))
 
     def read(self) -> bytes:
-        """All of its bytes."""
+        """Return all bytes."""
         return self._read(self._begin, self.size)
 
     def head(self, size: int) -> bytes:
-        """Its first bytes, at most `size`."""
+        """Return at most `size` first bytes."""
         return self._read(self._begin, min(size, self.size))
 
     def part(self, offset: int, size: int) -> ByteSource:
-        """Some of its bytes. Raises `RecordError` if they would not lie in it."""
+        """Return a range of the source. Raises `RecordError` if it exceeds the source."""
         if offset < 0 or size < 0 or offset + size > self.size:
             raise RecordError(f"damaged record: {size} bytes from {offset} on, in {self.size}")
         return ByteSource(self._read, size, begin=self._begin + offset)
 
     def rest(self, offset: int) -> ByteSource:
-        """What follows `offset`."""
+        """Return the range from `offset` to the end."""
         return self.part(offset, self.size - offset)
 
     def uint32s(self, offset: int, count: int) -> tuple[int, ...]:
-        """Little-endian numbers of 32 bits, as formats of records have them.
+        """Return little-endian numbers of 32 bits.
 
         Raises `RecordError`.
         """
         return struct.unpack(f"<{count}I", self.part(offset, 4 * count).read())
 
     def open(self) -> BinaryIO:
-        """The source as a file. (Buffered: Pillow and others read a few bytes at a time.)"""
+        """Return the source as a file.
+
+        It is buffered, because Pillow and others read a few bytes at a time.
+        """
         return io.BufferedReader(SourceFile(self), _BUFFER)
 
     def expect(self, places: list[tuple[int, int]]) -> None:
-        """Announces reads of these offsets and sizes."""
+        """Announce reads of these offsets and sizes."""
 
     def sidecar(self, suffix: str, name: str = "") -> Path | None:
         """Return a local sidecar of a file, with this suffix, or None without one.
 
-        Given the file's `name` below its folder: what is called `suffix` in that folder.
+        If the file's `name` is passed, the sidecar is called `suffix` in the folder of that name.
         """
         return None
 
     def fileno(self) -> int:
-        """The descriptor of a file on a disk. Raises OSError for any other source."""
+        """Return the descriptor of a local file. Raises OSError for any other source."""
         raise OSError(f"{self.name}: not a file on a disk")
 
 
 class LocalFile(ByteSource):
-    """A file on a disk that is open: to be used as long as its descriptor is.
+    """Open local file, usable until its descriptor is closed.
 
     Reads also raise `RemoteError`.
     """
@@ -191,7 +198,7 @@ class LocalFile(ByteSource):
             return retry(self._path, error, lambda: self._pread_anew(offset, size))
 
     def _pread_anew(self, offset: int, size: int) -> bytes:
-        """The bytes by a descriptor of its own. Raises OSError where another file has taken its place."""
+        """Read bytes with a new descriptor. Raises OSError if the file was replaced."""
         with open(self._path, "rb", opener=regular_file) as file:
             if FileVersion.of(os.fstat(file.fileno()))[:3] != self._version[:3]:
                 raise OSError(f"{self._path}: it was replaced while it was read. Start again")
@@ -209,7 +216,7 @@ class LocalFile(ByteSource):
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[LocalFile]:
-    """A file on a disk, open meanwhile. Raises OSError."""
+    """Open a local file during a `with` block. Raises OSError."""
     descriptor = with_handles(lambda: with_retries(path, lambda: regular_file(path, os.O_RDONLY)))
     try:
         yield LocalFile(path, descriptor)
@@ -220,7 +227,7 @@ def opened(path: Path) -> Iterator[LocalFile]:
 class SourceFile(io.RawIOBase):
     """Seekable, read-only file over a source, without a descriptor or a copy.
 
-    What comes next of it is announced, `ahead` bytes: for those who read it from its begin to its end.
+    The next `ahead` bytes are announced, for sequential reads.
     """
 
     def __init__(self, source: ByteSource, ahead: int = 0) -> None:
@@ -245,9 +252,9 @@ class SourceFile(io.RawIOBase):
         return position
 
     def read(self, size: int | None = -1) -> bytes:
-        """At most `size` bytes from here on.
+        """Return at most `size` bytes from the current position.
 
-        Raises `ShardError`, also where the shard ends before the part does.
+        Raises `ShardError`, also if the shard is truncated.
         """
         remaining = max(0, self._source.size - self._position)
         wanted = remaining if size is None or size < 0 else min(size, remaining)
@@ -266,16 +273,16 @@ class SourceFile(io.RawIOBase):
         return self.read()
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        """Fill a buffer, uint8 (bytes,); gives how many bytes came."""
+        """Fill a buffer, uint8 (bytes,), and return the number of bytes read."""
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
 
 class RangeFile(io.BufferedReader):
-    """Whole file, of which `begin_s` to `end_s` belong to a sample.
+    """Whole file in which a sample has the seconds `begin_s` to `end_s`.
 
-    `fps` is the number of frames a second, None if unknown.
+    `fps` is the frame rate, None if unknown.
     """
 
     def __init__(self, source: ByteSource, begin_s: float, end_s: float | None, fps: float | None = None) -> None:
@@ -284,8 +291,8 @@ class RangeFile(io.BufferedReader):
 
 
 def seconds_of(file: BinaryIO) -> tuple[float, float | None]:
-    """Return from where to where an opened part belongs to its sample, in seconds.
+    """Return the first and the last second of an opened part that its sample has.
 
-    None stands for its end.
+    A last second of None means the end of the file.
     """
     return (file.begin_s, file.end_s) if isinstance(file, RangeFile) else (0.0, None)

@@ -4,17 +4,17 @@
     │ shards: ends │ sizes │ samples │ digests │ checks │ counts │ names │ padding
     │ rows
 
-    ends … counts   uint64 (shards,)   see `ShardList`; the names are in order; a checksum of each shard's rows, and how
-                                       many these are
-    rows            what the format says of each shard: `BlobIndex`; of tars see tar_format.py
+    ends … counts   uint64 (shards,)   see `ShardList`; the names are sorted; a checksum of each shard's rows, and their
+                                       number
+    rows            the format's data about each shard: `BlobIndex`; for tars see tar_format.py
 
 A shard's rows are consecutive, in the order of the shards. All arrays are little-endian. A shard's rows are checked
-when the shard is opened: to open an index takes no time for its samples, and hardly any for its shards, whose numbers
-and names are used where they lie.
+when the shard is opened. The numbers and names of shards are used without a copy, so opening an index takes hardly any
+time, however many samples and shards it has.
 
-    Format          what must be known of a kind of files: to recognize, index, check and open them
-    ShardIndex      an index that is open
-    IndexedFiles    some files of one, with their samples counted through all of them
+    Format          how to recognize, index, check and open files of a kind
+    ShardIndex      an open index
+    IndexedFiles    some files of an index, with samples numbered through all of them
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.shard_list import Count, Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.errors import ShardError
 
-FileBlob: TypeAlias = NDArray[np.uint64]  # what a format wants to know of a file: (any,)
-Read: TypeAlias = Callable[[int, int], bytes]  # the bytes of a copy of an index from one offset to before another
+FileBlob: TypeAlias = NDArray[np.uint64]  # data of a format about a file: (any,)
+Read: TypeAlias = Callable[[int, int], bytes]  # returns bytes `start` to `stop - 1` of an index
 
 MAGIC = b"SAVIDX05"
 TAR = "tar"
 _LFS = b"version https://git-lfs.github.com/spec/"
-PARTS = "parts"  # lies beside an index of which only some rows are here
-_FIRST = 24  # bytes, that tell how long the header is
+PARTS = "parts"  # name of the sidecar of an index of which only some rows are cached
+_FIRST = 24  # bytes that tell the header's length
 _ALIGN = 64
-_BLOCK = 1 << 22  # bytes copied at a time
-NUMBERS = 6  # of each shard
-_NUMBER = 8  # bytes of each
+_BLOCK = 1 << 22  # bytes to copy at a time
+NUMBERS = 6  # numbers of each shard
+_NUMBER = 8  # bytes of each number
 
 
 class Header(msgspec.Struct, array_like=True):
-    """What an index says of itself; its arrays follow.
+    """Header of an index, before its arrays.
 
-    `said` is what the format says of all files.
+    `format_data` is the format's data about all files.
     """
 
     shards: Count
-    names: Count  # bytes
+    names: Count  # in bytes
     faults: dict[int, str]  # by number of the shard
-    kind: str  # the name of the format
-    said: bytes = b""
+    kind: str  # name of the format
+    format_data: bytes = b""
 
 
 class ShardTable(msgspec.Struct):
-    """Content of an index about one file, from a scan, to be joined with others.
+    """Scanned content of one file, to be joined into an index.
 
-    `rows` are as the format has them: places, or of tars `TarColumns`. `note` is what to say of it that is no fault.
+    `rows` are in the format's encoding: a blob, or `TarColumns` for tars. `note` is a remark that is not a fault.
     """
 
     entry: ShardEntry
@@ -80,25 +80,25 @@ class ShardTable(msgspec.Struct):
 
 
 class RowsWriter(Protocol):
-    """The rows of one file after the other on their way into an index.
+    """Collects the rows of files in order, and writes them into an index.
 
-    `new_file` gives a file without a name.
+    `new_file` returns a file without a name.
     """
 
     def __init__(self, new_file: Callable[[], IO[bytes]], /) -> None: ...
 
     def add(self, rows: bytes, /) -> tuple[int, int]:
-        """Takes those of the next file; gives how many they are, and their checksum."""
+        """Add the rows of the next file, and return their number and checksum."""
 
-    def said(self) -> bytes:
-        """What is said of all files."""
+    def format_data(self) -> bytes:
+        """Return the format's data about all files."""
 
     def write(self, file: BinaryIO, /) -> None:
-        """Writes all of them, in arrays each of which begins at a multiple of 8 bytes."""
+        """Write all rows, as arrays that each start at a multiple of 8 bytes."""
 
 
-class PlaceWriter:
-    """The rows of a `BlobIndex`."""
+class BlobWriter:
+    """Writer of the rows of a `BlobIndex`."""
 
     def __init__(self, new_file: Callable[[], IO[bytes]]) -> None:
         self._blob = new_file()
@@ -108,8 +108,8 @@ class PlaceWriter:
         self._blob.write(rows)
         return len(rows) // 8, check_of(np.frombuffer(rows, "<u8"))
 
-    def said(self) -> bytes:
-        """Nothing."""
+    def format_data(self) -> bytes:
+        """Return nothing, because a blob has no data about all files."""
         return b""
 
     def write(self, file: BinaryIO) -> None:
@@ -120,14 +120,14 @@ class PlaceWriter:
 class ShardIndex(ABC):
     """An open index: `shards`, and the rows of each. Raises OSError, `ShardError`.
 
-    `shard_rows`, int64 (shards + 1,), is the first row of each shard, then the number of rows; `identity` tells this
-    index from one of other shards. `kind` is the name of the format; a `writer` writes the rows.
+    `shard_rows`, int64 (shards + 1,), is the first row of each shard, then the number of rows. `identity` differs for
+    an index of other shards. `kind` is the name of the format, and a `writer` writes the rows.
     """
 
-    writer: ClassVar[type[RowsWriter]] = PlaceWriter
+    writer: ClassVar[type[RowsWriter]] = BlobWriter
 
     def __init__(self, path: Path, kind: str) -> None:
-        in_parts = path.with_name(PARTS).exists()  # rows are still written into it
+        in_parts = path.with_name(PARTS).exists()  # a downloading process may still write rows into it
         self.file = with_handles(lambda: WholeFile(path, mapped=in_parts))
         self.view = self.file.view
         self.header, self.identity, self.shards, self.checks, counts, self.begin = _read_header(path, self.view)
@@ -136,36 +136,36 @@ class ShardIndex(ABC):
         self.shard_rows = np.concatenate([[0], np.cumsum(counts)])
 
     def check_end(self, path: Path, end: int) -> None:
-        """Raise `ShardError` unless the rows end where the file does."""
+        """Raise `ShardError` unless the rows end at the end of the file."""
         if end != len(self.view):
             raise ShardError(f"{path}: {len(self.view)} bytes, but the header says {end}")
 
     def number(self, name: str) -> int:
-        """The number of a shard. Raises KeyError without it."""
+        """Return the number of a shard. Raises KeyError if it is missing."""
         found = bisect.bisect_left(self.shards.names, name)
         if found == len(self.shards) or self.shards.names[found] != name:
             raise KeyError(name)
         return found
 
     def numbers(self, names: Sequence[str]) -> Rows:
-        """The numbers of these shards, int64 (names,).
+        """Return the numbers of these shards, int64 (names,).
 
-        Raises KeyError without one of them.
+        Raises KeyError if one is missing.
         """
         if len(names) == len(self.shards) and ShardNames.of(names).text == self.shards.names.text:
             return np.arange(len(names))
-        if len(names) < len(self.shards) // 16:  # bisecting them costs less than a table of all
+        if len(names) < len(self.shards) // 16:  # bisecting costs less than a table of all names
             return np.fromiter(map(self.number, names), np.int64, len(names))
         known = {name: number for number, name in enumerate(self.shards.names)}
         return np.fromiter(map(known.__getitem__, names), np.int64, len(names))
 
     def rows_of(self, number: int) -> range:
-        """The rows of a shard, by its number, as all below."""
+        """Return the rows of a shard, which is identified by its number in all methods."""
         return range(int(self.shard_rows[number]), int(self.shard_rows[number + 1]))
 
     @abstractmethod
     def is_whole(self, number: int) -> bool:
-        """Whether the rows of a shard match their checksum, and can be right."""
+        """Return whether the rows of a shard match their checksum and are valid."""
 
     @abstractmethod
     def rows_from(self, get: Read, shards: range) -> list[tuple[int, bytes]]:
@@ -177,11 +177,14 @@ class ShardIndex(ABC):
 
     @abstractmethod
     def table(self, number: int) -> ShardTable:
-        """The rows of one shard, which must be whole, to be written into another index."""
+        """Return the rows of one shard, to write them into another index.
+
+        They must be valid.
+        """
 
 
 class BlobIndex(ShardIndex):
-    """Index of files with some numbers each, `blob`, uint64, one a row."""
+    """Index of files with a `blob` of uint64 each. A row is one number."""
 
     def __init__(self, path: Path, kind: str) -> None:
         super().__init__(path, kind)
@@ -190,7 +193,7 @@ class BlobIndex(ShardIndex):
         self.check_end(path, end)
 
     def blob(self, number: int) -> FileBlob:
-        """The places of a file: uint64 (any,)."""
+        """Return the blob of a file: uint64 (any,)."""
         return self._blob[self.shard_rows[number] : self.shard_rows[number + 1]]
 
     def is_whole(self, number: int) -> bool:
@@ -215,9 +218,9 @@ class BlobIndex(ShardIndex):
 
 
 def check_of(*columns: NDArray[Any]) -> int:
-    """Return a checksum of the rows of a shard, however they are stored.
+    """Return a checksum of the rows of a shard, independent of their encoding.
 
-    They are columns of uint64, the second of uint32.
+    They are columns of uint64, but the second is uint32.
     """
     digest = xxh3_64()
     for array, kind in zip(columns, ("<u8", "<u4", "<u8"), strict=False):
@@ -228,9 +231,7 @@ def check_of(*columns: NDArray[Any]) -> int:
 def head_bytes(path: str, begin: bytes) -> int:
     """Return the number of bytes of an index before its rows.
 
-    If its first bytes, `begin`, are too few for that, return how many of them are needed.
-
-    Raises `ShardError`.
+    If the first bytes, `begin`, are too few to tell, return how many are needed. Raises `ShardError`.
     """
     length = int.from_bytes(begin[16:_FIRST], "little")
     if begin[:8] != MAGIC:
@@ -241,7 +242,7 @@ def head_bytes(path: str, begin: bytes) -> int:
 
 
 def kind_of(path: Path) -> str:
-    """The name of the format of the files of an index. Raises OSError, `ShardError`."""
+    """Return the name of the format of an index. Raises OSError, `ShardError`."""
     with path.open("rb") as file:
         begin = file.read(_FIRST)
         begin += file.read(min(int.from_bytes(begin[16:], "little"), path.stat().st_size))
@@ -252,7 +253,7 @@ def kind_of(path: Path) -> str:
 
 
 def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList, NDArray[np.uint64], Rows, int]:
-    """The header, its checksum, the shards, the checksums of their rows, how many these are, and where they begin."""
+    """Return the header, its checksum, the shards, the checksums and counts of their rows, and where rows start."""
     length = int.from_bytes(view[16:_FIRST], "little")
     if bytes(view[:8]) != MAGIC or _FIRST + length > len(view):
         raise ShardError(f"{path}: not an index of this version, or damaged")
@@ -278,7 +279,7 @@ def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList
 
 
 def _head(path: Path | str, view: memoryview, length: int) -> tuple[Header, int, int]:
-    """The header, of `length` bytes; where the numbers of the shards begin, and the rows."""
+    """Return the header of `length` bytes, and the offsets of the shards' numbers and of the rows."""
     try:
         header = msgspec.msgpack.decode(view[_FIRST : _FIRST + length], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -288,19 +289,19 @@ def _head(path: Path | str, view: memoryview, length: int) -> tuple[Header, int,
 
 
 def aligned(offset: int) -> int:
-    """Where what follows this offset begins."""
+    """Round an offset up to a multiple of 8."""
     return offset + -offset % _ALIGN
 
 
 def blocks_of(file: IO[bytes], kind: str) -> Iterator[NDArray[Any]]:
-    """The numbers in a file, some of them at a time."""
+    """Yield the numbers in a file in blocks."""
     file.seek(0)
     while block := file.read(_BLOCK):
         yield np.frombuffer(block, kind)
 
 
 def write_aligned(file: BinaryIO, arrays: Iterable[NDArray[Any]]) -> None:
-    """Writes arrays one behind the other, up to a multiple of 8 bytes."""
+    """Write arrays in sequence, padded to a multiple of 8 bytes."""
     written = 0
     for each in arrays:
         file.write(each.data)
@@ -317,12 +318,12 @@ def array_at(path: Path, view: memoryview, offset: int, kind: str, count: int) -
 
 
 def index_name(kind: str) -> str:
-    """The path of the index of files of a kind below their folder."""
+    """Return the path of the index for files of a kind, relative to their folder."""
     return INDEX_NAME if kind == TAR else f"{META}/savable.{kind}.index"
 
 
 def marker_object(heads: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The object in a marker; an empty one if there is none."""
+    """Return the JSON object in a marker, or {} without one."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = msgspec.json.decode(heads.get(name, b""))
         return found if isinstance(found, dict) else {}
@@ -333,48 +334,48 @@ def marker_object(heads: Mapping[str, bytes], name: str) -> dict[str, Any]:
 class Format:
     """A kind of files that samples are read from in place.
 
-    `stores.formats.FORMATS` has all of them. A format needs the first four fields. Each function is of a module, or a
-    `functools.partial` of one, because other processes get a format by pickle.
+    `stores.formats.FORMATS` has all of them. A format needs the first four fields. Each function must be at module
+    level, or a `functools.partial` of one, so that a format can be pickled for other processes.
     """
 
     name: str
     suffixes: tuple[str, ...]
-    """How the names of its files end."""
+    """Suffixes of its files."""
     read: Callable[[ByteSource, str], ShardTable]
-    """Returns what the index says of a file, by its bytes and its name; damage is the entry's fault, not an error."""
+    """Scans a file by its bytes and its name. Damage is the entry's fault instead of an error."""
     store: Callable[..., Any]
     """Opens the `RecordStore` of `IndexedFiles`, with settings by name."""
     settings: tuple[str, ...] = ()
     """The names of the settings that `store` takes from users."""
     inspect: Mapping[str, Any] = field(default_factory=dict)
-    """Settings for commands that look at files, and know none of the user's."""
+    """Settings for commands that inspect files without the user's settings."""
     is_same: Callable[[ByteSource, ShardIndex, int], bool] | None = None
-    """Returns whether a file of the right size still is the one with this number in an index. None: it is read."""
+    """Returns whether a file of the indexed size equals the one with this number. None: it is scanned."""
     packed: tuple[str, ...] = ()
-    """How the names of such files end when they are compressed, and cannot be read in place."""
+    """Suffixes of compressed files, which cannot be read in place."""
     markers: tuple[str, ...] = ()
-    """The names of files of other programs below the folder, which say what is in it."""
+    """Names of metadata files of other programs, relative to the folder."""
     claims: Callable[[Mapping[str, bytes]], bool] | None = None
-    """Returns whether the markers that exist, by name, say that the folder has this format."""
+    """Returns whether the existing markers, by name, claim this format."""
     listed: Callable[[Mapping[str, bytes]], list[tuple[str, ...]] | None] | None = None
     """Returns the names that each file may have, if the markers list them. Raises ValueError."""
     choose: tuple[str, Callable[[Sequence[str]], list[str]]] | None = None
-    """A text in the name of a telling file, and what returns the files of this format of all names."""
+    """A string in the name of a characteristic file, and a function that selects the files of this format."""
     by_settings: Callable[[Format, dict[str, Any]], Format] | None = None
-    """Returns the format for these settings, where they change what is indexed."""
+    """Returns the format for these settings, if they change the index."""
     variant: str = ""
-    """What tells the index for these settings from that for others, such as `key_end=last`."""
+    """Distinguishes the index for these settings, such as `key_end=last`."""
     reader: str = ""
     """The name of the format whose reader reads it too, if it has none of its own."""
     whole: bool = False
-    """Whether remote files are downloaded to index them, and their stamps are not asked for at each start."""
+    """Whether remote files are downloaded whole to index them. Then starts do not ask for their stamps."""
     no_rows: bytes = b""
     """The rows in the index of a file that cannot be read."""
     sidecar: tuple[str, str] = ("", "")
     """Files with the first suffix may have one beside them, with the second."""
     index: ClassVar[type[ShardIndex]] = BlobIndex
-    for_others: ClassVar[str] = ""
-    """What follows the name of a file in that of one which other programs read: see `write_for_others`."""
+    offsets_suffix: ClassVar[str] = ""
+    """What follows the name of a file in that of one which other programs read: see `write_offsets`."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Format) and self.index_kind == other.index_kind
@@ -384,26 +385,27 @@ class Format:
 
     @property
     def index_kind(self) -> str:
-        """What the index says that it is of."""
+        """Return the name of the format in the index."""
         return f"{self.name}.{self.variant}" if self.variant else self.name
 
     @property
     def index_name(self) -> str:
-        """The path of the index below the folder of the files."""
+        """Return the path of the index, relative to the folder of the files."""
         return index_name(self.index_kind)
 
     def files(self, names: Sequence[str], heads: Mapping[str, bytes]) -> list[str]:
-        """Return those of these names that are files of this format, sorted.
+        """Return the names that are files of this format, sorted.
 
-        Where a marker lists them, also those that do not exist. Raises ValueError if it cannot be read.
+        If a marker lists files, missing ones are included. Raises ValueError if it cannot be read.
         """
         listed = None if self.listed is None else self.listed(heads)
         if listed is None:
             return sorted(filter(self.has, names)) if self.choose is None else self.choose[1](names)
-        there, chosen = set(names), set[str]()
+        existing, chosen = set(names), set[str]()
         for each in listed:
-            written = max(each, key=len)  # compressed, where the others are what was unpacked
-            name = next((name for name in each if name in there), written)
+            # the longest alternative is the compressed one, and others are its decompressed copies
+            written = max(each, key=len)
+            name = next((name for name in each if name in existing), written)
             if not is_inside(name) or name in chosen:
                 fault = "named twice" if name in chosen else "outside the folder"
                 raise ValueError(f"{name}: {fault} by {' or '.join(self.markers)}. Copy the folder again")
@@ -415,38 +417,41 @@ class Format:
         return self if self.by_settings is None else self.by_settings(self, settings)
 
     def has(self, name: str) -> bool:
-        """Whether a name is that of such a file, in letters of any case."""
+        """Return whether a name has a suffix of this format, ignoring case."""
         return name.lower().endswith(self.suffixes)
 
     def packs(self, name: str) -> bool:
-        """Whether a name is that of such a file that is compressed."""
+        """Return whether a name has a suffix of this format's compressed files.
+
+        Case is ignored.
+        """
         return bool(self.packed) and name.lower().endswith(self.packed)
 
-    def sidecars(self, name: str) -> list[str]:
+    def sidecar_names(self, name: str) -> list[str]:
         """Return the names of the files that may belong to a file."""
         own, other = self.sidecar
         companion = [self.companion(name)] if other and name.lower().endswith(own) else []
-        return [*companion, *([name + self.for_others] if self.for_others else [])]
+        return [*companion, *([name + self.offsets_suffix] if self.offsets_suffix else [])]
 
     def companion(self, name: str) -> str:
         """Return the name of a file's sidecar.
 
-        A sidecar of all files is in their folder.
+        A sidecar shared by several files is in their folder.
         """
         own, other = self.sidecar
         return name[: len(name) - len(own)] + other if own else other
 
     def index_at(self, path: Path) -> ShardIndex:
-        """The index of files of this format at `path`.
+        """Open the index of files of this format at `path`.
 
         Raises OSError, `ShardError`, ValueError.
         """
         return self.index(path, self.index_kind)
 
     def scan(self, root: Path, name: str) -> ShardTable:
-        """What the index says of a file on a disk.
+        """Scan a local file for the index.
 
-        Raises OSError where the process may open no more files, and `RemoteError` of a network disk.
+        Raises OSError if no descriptor is left, and `RemoteError` for a network disk.
         """
         size = 0
 
@@ -466,9 +471,9 @@ class Format:
             return self.unreadable(name, size, error.strerror or str(error))
 
     def is_as_indexed(self, file: ByteSource, index: ShardIndex, number: int) -> bool:
-        """Whether a file of the right size is the one with this number in an index.
+        """Return whether a file is the one with this number in an index.
 
-        Raises OSError.
+        It must have the indexed size. Raises OSError.
         """
         if self.is_same is not None:
             return self.is_same(file, index, number)
@@ -478,21 +483,19 @@ class Format:
         """The table of a file of which nothing can be read."""
         return ShardTable(ShardEntry(name, size, 0, 0, encodable(f"{name}: {fault}")), self.no_rows)
 
-    def write_for_others(self, path: Path, table: ShardTable) -> None:
+    def write_offsets(self, path: Path, table: ShardTable) -> None:
         """Write what other programs read beside a file that was indexed."""
 
-    def fault_for_others(self, path: Path, table: ShardTable) -> str:
+    def offsets_error(self, path: Path, table: ShardTable) -> str:
         """Return what is wrong in it, or ""."""
         return ""
 
 
 class IndexedFiles:
-    """The files `names` of an index of this format, None: all.
+    """Files `names` of an index of this format (None: all).
 
-    `root` has their metadata.
-
-    Those behind a URL are at `remote`, a `RemoteFolder`. `tolerant`: the samples before a damage are taken. Sample `i`
-    is the `i`-th when they are read one after the other.
+    `root` has their metadata. Remote files are at `remote`, a `RemoteFolder`. With `tolerant`, the samples before
+    damage are used. Samples are numbered through all files.
     """
 
     def __init__(
@@ -515,25 +518,25 @@ class IndexedFiles:
             self.entries: ShardList = index.shards
         else:
             self.entries = index.shards.take(numbers)
-        self.numbers = numbers  # in the index, int64 (shards,)
-        self._whole: set[int] = set()  # files whose rows in the index match their checksums
+        self.numbers = numbers  # numbers in the index, int64 (shards,)
+        self._whole: set[int] = set()  # files whose index rows match their checksums
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
 
     @property
     def mean_bytes(self) -> float:
-        """The bytes of a sample, with what lies around it."""
+        """Return the mean bytes of a sample, including headers and padding."""
         return int(self.entries.sizes.sum()) / max(int(self.firsts[-1]), 1)
 
     def shards_of(self, indices: Rows) -> Rows:
-        """The shard of each of these samples."""
+        """Return the shard of each of these samples."""
         return np.searchsorted(self.firsts, indices, side="right") - 1
 
     def where(self, shard: int) -> str:
-        """What messages call the file of a shard: its path or its URL."""
+        """Return the path or URL of a shard's file, for messages."""
         return f"{self.address}/{self.entries.names[shard]}"
 
     def blob(self, shard: int) -> FileBlob:
-        """What the index says of a file that is no tar: uint64 (any,).
+        """Return the index blob of a file that is not a tar: uint64 (any,).
 
         Raises `ShardError` if it is damaged.
         """
@@ -544,26 +547,26 @@ class IndexedFiles:
         return self.index.blob(int(self.numbers[shard]))
 
     def table(self, shard: int) -> ShardTable:
-        """What the index says of a file, to be written into another.
+        """Return the rows of a file, to write them into another index.
 
-        Raises `ShardError` if it is damaged.
+        Raises `ShardError` if they are damaged.
         """
         self.check_rows(shard)
         return self.index.table(int(self.numbers[shard]))
 
     def check_rows(self, shard: int) -> None:
-        """Raises `ShardError` unless what the index says of a file is as it was written."""
+        """Raise `ShardError` unless the index rows of a file match their checksum."""
         if not self.index.is_whole(int(self.numbers[shard])):
             raise self.damaged(self.entries.names[shard])
 
     def is_as_indexed(self, shard: int, file: ByteSource) -> bool:
-        """Whether a file of the right size is the one that was indexed."""
+        """Return whether a file of the indexed size is the one that was indexed."""
         return self.form.is_as_indexed(file, self.index, int(self.numbers[shard]))
 
     def damaged(self, shard: str) -> ShardError:
-        """The error for a damaged index; `shard` names the file that it was needed for.
+        """Return the error for a damaged index, and remove the index from the cache.
 
-        One in the cache is removed.
+        `shard` is the number of the file that was to be read.
         """
         cure = f"Remove {self.index_path} and start again"
         if self.remote is not None:

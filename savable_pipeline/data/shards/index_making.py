@@ -1,14 +1,14 @@
-"""Builds the index of a folder's files, from what is new or was changed.
+"""Builds the index of a folder's files, scanning those that are new or changed.
 
-It is written shard by shard: what is kept in memory grows with the shards, not with their samples.
+It is written shard by shard, so memory grows with the number of shards, and not with that of samples.
 
     tables ──▶ rows: files without a name ──▶ the index, its header first
 
-`ScannedTables` are the tables of shards that were scanned, in a file until they are joined in an index:
+`ScannedTables` are the tables of scanned shards, in a file until they are joined in an index:
 
     length u64 │ length of the rows u64 │ xxh3_64 u64 │ table without rows: MessagePack │ rows │ length …
 
-What is in memory are names and places. Who is stopped leaves the file, and the next call goes on from there.
+Only names and offsets are in memory. An interrupted process leaves the file, and the next call resumes from it.
 """
 
 from __future__ import annotations
@@ -54,17 +54,16 @@ from savable_pipeline.errors import ShardError
 _HEAD = struct.Struct("<QQQ")
 log = logging.getLogger(__name__)
 
-Progress: TypeAlias = Callable[[int, int], None]  # of the files done, and of all
-_ALONE_S = 5.0  # that one process scans before it starts others
+Progress: TypeAlias = Callable[[int, int], None]  # gets the number of files done, and of all
+_ALONE_S = 5.0  # seconds that one process scans alone before others start
 _LOG_EVERY_S = 10.0
 
 
 def write_index(path: Path, tables: Iterable[ShardTable], form: Format | str) -> None:
-    """Write the index of these shards of a format in one step.
+    """Write the index of these shards of a format atomically.
 
-    See `replace_file`. For the rows of a `BlobIndex`, the name of the format is enough.
-
-    Raises ValueError unless they are in the order of their names.
+    See `replace_file`. For the rows of a `BlobIndex`, the name of the format is enough. Raises ValueError unless the
+    shards are sorted by name.
     """
     kind, index = (form, BlobIndex) if isinstance(form, str) else (form.index_kind, form.index)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,12 +73,12 @@ def write_index(path: Path, tables: Iterable[ShardTable], form: Format | str) ->
         for table in tables:
             columns.add(table.entry, *rows.add(table.rows))
         with replacing(path) as file:
-            file.write(index_begin(columns, kind, rows.said()))
+            file.write(index_begin(columns, kind, rows.format_data()))
             rows.write(file)
 
 
 class Columns:
-    """What an index says of each shard."""
+    """Columns of the index for the shards."""
 
     def __init__(self) -> None:
         self.names = bytearray()
@@ -88,9 +87,9 @@ class Columns:
         self.numbers = [array("Q") for _ in range(NUMBERS)]  # ends … counts
 
     def add(self, entry: ShardEntry, rows: int, check: int) -> None:
-        """Adds the next shard, of so many rows.
+        """Add the next shard, with this number of rows.
 
-        Raises ValueError unless its name comes after the last one's.
+        Raises ValueError unless its name sorts after the previous one.
         """
         if self.numbers[0] and entry.name <= self.last:
             raise ValueError(f"the shard {entry.name} after {self.last}: an index has its shards in the order of names")
@@ -103,12 +102,12 @@ class Columns:
             column.append(number)
 
 
-def index_begin(columns: Columns, kind: str, said: bytes) -> bytes:
+def index_begin(columns: Columns, kind: str, format_data: bytes) -> bytes:
     """Return the bytes of an index before its rows.
 
-    `said` is what the format stores about all files.
+    `format_data` is what the format stores about all files.
     """
-    header = Header(len(columns.numbers[0]), len(columns.names), columns.faults, kind, said)
+    header = Header(len(columns.numbers[0]), len(columns.names), columns.faults, kind, format_data)
     encoded = msgspec.msgpack.encode(header)
     found = bytearray(len(encoded).to_bytes(8, "little") + encoded)
     found += bytes(aligned(16 + len(found)) - 16 - len(found))
@@ -130,7 +129,7 @@ class ScannedTables:
         self._file = self._path.open("a+b")
         self._places: dict[str, int] = {}
         self._end = 0
-        self._find_left()
+        self._read_unfinished()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -142,7 +141,7 @@ class ScannedTables:
         return name in self._places
 
     def add(self, table: ShardTable) -> None:
-        """Writes a table; it is there for the next process as soon as this returns."""
+        """Write a table. The next process can use it as soon as this returns."""
         encoded, rows = msgspec.msgpack.encode(msgspec.structs.replace(table, rows=b"")), memoryview(table.rows)
         self._file.writelines(
             (_HEAD.pack(len(encoded), len(rows), xxh3_64_intdigest(rows, xxh3_64_intdigest(encoded))), encoded, rows)
@@ -160,20 +159,20 @@ class ScannedTables:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Deletes the file once an index has its tables, or where the disk is full; else the next process has it."""
+        """Delete the file if an index has its tables or the disk is full. Otherwise the next process reads it."""
         if kind is None or issubclass(kind, OSError):
             self._path.unlink(missing_ok=True)
         self._file.close()
 
-    def _find_left(self) -> None:
-        """Finds the tables that a stopped process left, and cuts off the one it was writing."""
+    def _read_unfinished(self) -> None:
+        """Find the tables of an interrupted process, and truncate an incomplete one."""
         while (found := self._read(self._end)) is not None:
             self._places[found[0].entry.name] = self._end
             self._end = found[1]
         self._file.truncate(self._end)
 
     def _read(self, offset: int) -> tuple[ShardTable, int] | None:
-        """The table at an offset, and the offset after it; None if none is whole there."""
+        """Return the table at an offset and the offset after it, or None if it is incomplete."""
         head = os.pread(self._file.fileno(), _HEAD.size, offset)
         if len(head) < _HEAD.size:
             return None
@@ -182,19 +181,19 @@ class ScannedTables:
         if start + count > os.fstat(self._file.fileno()).st_size:
             return None
         encoded = os.pread(self._file.fileno(), length, offset + _HEAD.size)
-        # Nobody else writes into this file while the lock is held, so that rows can be read where they are.
+        # This process has the lock, so no other process writes, and rows can be mapped.
         rows = np.memmap(self._file, np.uint8, "r", start, (count,)).data if count else b""
         if xxh3_64_intdigest(rows, xxh3_64_intdigest(encoded)) != digest:
             return None
         try:
             table = msgspec.msgpack.decode(encoded, type=ShardTable)
             return msgspec.structs.replace(table, rows=rows), start + count
-        except msgspec.DecodeError:  # of another release
+        except msgspec.DecodeError:  # written by another release
             return None
 
 
 def is_as_indexed(root: Path, index: ShardIndex, number: int, form: Format) -> bool:
-    """Return whether a file has the indexed size, and is the one that was indexed."""
+    """Return whether a file has its indexed size and content."""
     return index.is_whole(number) and with_handles(partial(_is_the_same, root, index, number, form))
 
 
@@ -227,35 +226,35 @@ def make_index(
     for stale in path.parent.glob(f"{path.name}.*.tmp"):  # of a process that was killed; the lock is ours
         stale.unlink(missing_ok=True)
     with ScannedTables(path) as scanned:
-        if len(scanned):  # by a process that was stopped
+        if len(scanned):  # tables of an interrupted process
             _join(root, path, form, scanned, _reusable(path, form, form.index.is_whole), ())
-    kept = _reusable(path, form, partial(_can_reuse, root, form, set(names) if tolerant else set()))
-    written = _of_writers(root, form, [name for name in names if name not in kept])
-    missing = [name for name in names if name not in kept and name not in written]
+    reused = _reusable(path, form, partial(_can_reuse, root, form, set(names) if tolerant else set()))
+    written = _of_writers(root, form, [name for name in names if name not in reused])
+    missing = [name for name in names if name not in reused and name not in written]
     log.info("indexing %d of %d shards in %s", len(missing), len(names), root)
     began = logged = time.monotonic()
     progress(0, len(missing))
     with ScannedTables(path) as scanned:
         for done, table in enumerate(_scanned(root, missing, form, processes, each), 1):
             if for_others and not table.entry.fault:  # first: a process that resumes does not scan it again
-                form.write_for_others(root / table.entry.name, table)
+                form.write_offsets(root / table.entry.name, table)
             scanned.add(table)
             progress(done, len(missing))
             if time.monotonic() - logged > _LOG_EVERY_S:
                 logged = time.monotonic()
                 log.warning("indexing %s: %d of %d shards after %.0f s", root, done, len(missing), logged - began)
-        _join(root, path, form, scanned, kept, written)
-    indexed = {*kept, *names}
+        _join(root, path, form, scanned, reused, written)
+    indexed = {*reused, *names}
     for joined in (root / WRITTEN).glob("*.index") if path == root / form.index_name else ():
         if joined.name.removesuffix(".index") in indexed:
             joined.unlink(missing_ok=True)
 
 
 def _join(
-    root: Path, path: Path, form: Format, scanned: ScannedTables, kept: Mapping[str, int], written: Collection[str]
+    root: Path, path: Path, form: Format, scanned: ScannedTables, reused: Mapping[str, int], written: Collection[str]
 ) -> None:
-    """Writes the index of the scanned files, of those `kept` from the one that is there, and those of writers."""
-    old = form.index_at(path) if kept else None
+    """Write the index of the scanned files, of those `kept` from the old index, and those of writers."""
+    old = form.index_at(path) if reused else None
 
     def table(name: str) -> ShardTable:
         if name in scanned:
@@ -263,28 +262,28 @@ def _join(
         if name in written:
             return _writers_index(root, name, form).table(0)
         assert old is not None
-        return old.table(kept[name])
+        return old.table(reused[name])
 
-    write_index(path, map(table, sorted({*scanned, *kept, *written})), form)
+    write_index(path, map(table, sorted({*scanned, *reused, *written})), form)
 
 
-def _reusable(path: Path, form: Format, keep: Callable[[ShardIndex, int], bool]) -> dict[str, int]:
-    """The files in the index at `path` that can be reused, with their numbers."""
+def _reusable(path: Path, form: Format, is_reusable: Callable[[ShardIndex, int], bool]) -> dict[str, int]:
+    """Return the files in the index at `path` that can be reused, with their numbers."""
     with contextlib.suppress(OSError, ValueError, ShardError):
         old = form.index_at(path)
-        return {name: number for number, name in enumerate(old.shards.names) if keep(old, number)}
+        return {name: number for number, name in enumerate(old.shards.names) if is_reusable(old, number)}
     return {}
 
 
 def _can_reuse(root: Path, form: Format, anyway: set[str], old: ShardIndex, number: int) -> bool:
-    """Whether an indexed file is unchanged, or is in `anyway` and undamaged."""
+    """Return whether an indexed file is unchanged, or is in `anyway` and undamaged."""
     if anyway and old.shards.names[number] in anyway:
         return old.is_whole(number)
     return number not in old.shards.faults and is_as_indexed(root, old, number, form)
 
 
 def _of_writers(root: Path, form: Format, names: list[str]) -> set[str]:
-    """The files that `sp.ShardWriter` finished, if they are still right: these need not be scanned."""
+    """Return the files that `sp.ShardWriter` finished and that are unchanged. They need no scan."""
     found = set()
     for name in names if (root / WRITTEN).is_dir() else ():
         with contextlib.suppress(OSError, ValueError, ShardError, IndexError):
@@ -301,17 +300,17 @@ def _writers_index(root: Path, name: str, form: Format) -> ShardIndex:
 def _scanned(
     root: Path, names: list[str], form: Format, processes: int | None, each: EachShard | None
 ) -> Iterator[ShardTable]:
-    """A table for each file, by `each`; without it in this process, and after some seconds in several."""
+    """Yield a table for each file, from `each`, or from this process and after some seconds from several."""
     count = processes or os.cpu_count() or 1
     if each is not None:
         return _scanned_elsewhere(root, each(form.scan, root, names))
     if count == 1:
         return (form.scan(root, name) for name in names)
 
-    def several(left: list[str]) -> Iterator[ShardTable]:
-        return _scanned_elsewhere(root, each_shard(form.scan, root, left, count))
+    def in_processes(remaining: list[str]) -> Iterator[ShardTable]:
+        return _scanned_elsewhere(root, each_shard(form.scan, root, remaining, count))
 
-    return here_or_in_several(names, partial(form.scan, root), several, _ALONE_S)
+    return serial_then_parallel(names, partial(form.scan, root), in_processes, _ALONE_S)
 
 
 def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Iterator[ShardTable]:
@@ -322,18 +321,18 @@ def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Ite
             yield msgspec.msgpack.decode(answer, type=ShardTable)
 
 
-Task: TypeAlias = Callable[[Path, str], msgspec.Struct]  # gets the folder and the name of a shard; can be pickled
+Task: TypeAlias = Callable[[Path, str], msgspec.Struct]  # gets the folder and the name of a shard; must be picklable
 J = TypeVar("J")
 T = TypeVar("T")
-NOTE = b"+"  # begins no MessagePack of a struct
-Answer: TypeAlias = tuple[str, bytes | None]  # name of a shard, and the task's result for it as MessagePack
+NOTE = b"+"  # the first byte of a note; no MessagePack of a struct starts with it
+Answer: TypeAlias = tuple[str, bytes | None]  # name of a shard, and the task's result as MessagePack
 EachShard: TypeAlias = Callable[[Task, Path, list[str]], Generator[Answer, None, None]]
 """What gives the answers for all shards: `each_shard`, or the machines of a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileJob:
-    """What to do for one shard, whose `size` tells a machine that has another one."""
+    """Task for one shard. Its `size` detects a machine that has another file."""
 
     task: Task
     root: Path
@@ -348,25 +347,28 @@ class FileJob:
 
 
 def each_shard(task: Task, root: Path, names: list[str], processes: int) -> Generator[Answer, None, None]:
-    """Yield the answers for all shards as they come.
+    """Yield the answers for all shards as they arrive.
 
-    An answer is None if the process died over the shard.
+    An answer is None if the process crashed on the shard.
     """
     jobs = [FileJob(task, root, name) for name in names]
     with contextlib.closing(each_job(f"{__name__}:serve", (), jobs, processes)) as answers:
         yield from ((job.name, answer) for job, answer in answers)
 
 
-def here_or_in_several(
-    names: list[str], here: Callable[[str], T], several: Callable[[list[str]], Iterable[T]], alone_s: float
+def serial_then_parallel(
+    names: list[str], serial: Callable[[str], T], parallel: Callable[[list[str]], Iterable[T]], alone_s: float
 ) -> Iterator[T]:
-    """Yield what `here` returns for each name, or after some seconds `several`."""
+    """Yield the results of `here`, and after `alone_s` seconds those of `several`.
+
+    `serial` gets one name, and `parallel` gets all remaining names.
+    """
     end = time.monotonic() + alone_s
     for done, name in enumerate(names):
         if len(names) - done > 1 and time.monotonic() > end:
-            yield from several(names[done:])
+            yield from parallel(names[done:])
             return
-        yield here(name)
+        yield serial(name)
 
 
 def each_job(
@@ -374,9 +376,8 @@ def each_job(
 ) -> Generator[tuple[J, bytes | None], None, None]:
     """Yield each job with the answers of `serve`, a function as for `ChildProcess`.
 
-    The answer is None if the process died over the job.
-
-    These are notes, which begin with `NOTE`, and then one answer, which does not.
+    The answers are notes, which start with `NOTE`, and then one result, which does not. The result is None if the
+    process crashed on the job.
     """
     waiting: queue.SimpleQueue[J] = queue.SimpleQueue()
     for job in jobs:
@@ -402,17 +403,17 @@ def each_job(
                     while (found := child.connection.recv_bytes()).startswith(NOTE):
                         answers.put((job, found))
                     answer = found
-                except (EOFError, OSError):  # it died, or was ended below
+                except (EOFError, OSError):  # the child crashed, or was ended below
                     child = None
                 answers.put((job, answer))
 
     try:
         for _ in range(min(processes, len(jobs))):
             threading.Thread(target=drive, daemon=True).start()
-        left = len(jobs)
-        while left:
+        remaining = len(jobs)
+        while remaining:
             yield (found := answers.get())
-            left -= found[1] is None or not found[1].startswith(NOTE)
+            remaining -= found[1] is None or not found[1].startswith(NOTE)
     finally:
         with lock:
             is_closed = True
@@ -421,13 +422,13 @@ def each_job(
 
 
 def serve(connection: Connection, jobs: Iterator[FileJob]) -> None:
-    """The child: does one job after the other."""
+    """Serve jobs one by one, in the child process."""
     for job in jobs:
         connection.send_bytes(job.do())
 
 
 def each_shard_by(engine: Engine) -> EachShard:
-    """Return `each_shard` for an engine, whose machines share the storage."""
+    """Return `each_shard` for an engine whose machines share the storage."""
 
     def each(task: Task, root: Path, names: list[str]) -> Generator[Answer, None, None]:
         root = root.absolute()

@@ -6,12 +6,12 @@ for one or there is a `.nv-meta`. A file is scanned again if its size has change
 and is not as it was: moving or touching a folder does not matter (see index_making.py). Of many files a mark says
 whether any folder has changed since all were looked at:
 
-    .nv-meta/savable.index.fresh     the index it is of │ each folder: inode, last changes │ Energon's files
+    .nv-meta/savable.index.fresh     identity of the index │ each folder: inode, last changes │ Energon's files
 
-A file that is added to a folder, removed or replaced changes the folder's time, so that looking at the folders tells as
-much as listing them and looking at a million files. What it cannot tell is that a shard was overwritten in its place:
-that is an error when the shard is opened, which drops the mark, so that the next start looks at all shards again. The
-mark is written only where the file system's own clock and folders were seen to tell such changes.
+Adding, removing or replacing a file changes the time of its folder, so checking the folders replaces checking a million
+files. It does not detect a shard that was overwritten in place. That is an error when the shard is opened, which drops
+the mark, so that the next start checks all shards. The mark is written only if the file system was found to record such
+changes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from savable_pipeline.errors import ShardError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MARKED_SHARDS = 4096  # fewer are looked at each time: it takes a tenth of a second
-_LEAST_BYTES = 40  # of a shard in an index
-_QUIET_NS = 2_000_000_000  # the coarsest clock of a file system
+MARKED_SHARDS = 4096  # with fewer shards, each is checked, which takes a tenth of a second
+_LEAST_BYTES = 40  # bytes of a shard in an index
+_QUIET_NS = 2_000_000_000  # the coarsest timestamp granularity of a file system
 
 
 def media_table_name(kind: str) -> str:
-    """The path of the table of media of files of a kind below their folder."""
+    """Return the path of the media table of a kind, relative to the files' folder."""
     return index_name("media" if kind == TAR else f"{kind}.media")
 
 
@@ -69,15 +69,15 @@ def index_places(root: Path, name: str, *, near: bool = True) -> Iterator[Path]:
         yield root / name
 
 
-def in_first_place(root: Path, name: str, make: Callable[[Path], T], *, near: bool) -> T:
+def at_first_writable(root: Path, name: str, make: Callable[[Path], T], *, near: bool) -> T:
     """Return `make(path)` for the index's first path that can be written.
 
-    See `index_places` and `in_first_of`.
+    See `index_places` and `first_writable`.
     """
-    return in_first_of(index_places(root, name, near=near), f"{root}: no place to write an index", make)
+    return first_writable(index_places(root, name, near=near), f"{root}: no place to write an index", make)
 
 
-def in_first_of(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -> T:
+def first_writable(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -> T:
     """Return `make(path)` for the first path that can be written, under its lock.
 
     Raises `ShardError` with the `fault` if there is none.
@@ -105,7 +105,7 @@ def in_first_of(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -
 class _Mark(msgspec.Struct, array_like=True):
     index: bytes
     folders: dict[str, FileVersion]
-    metadata: dict[str, FileVersion | None]  # None: there is no such file
+    metadata: dict[str, FileVersion | None]  # None means that the file does not exist
 
 
 def marked_index(root: Path, form: Format, *, tolerant: bool) -> ShardIndex | None:
@@ -122,19 +122,18 @@ def marked_index(root: Path, form: Format, *, tolerant: bool) -> ShardIndex | No
 
 
 def valid_mark(root: Path, form: Format) -> _Mark | None:
-    """Return the mark beside an index; None if a folder below it changed."""
-    with contextlib.suppress(OSError, ValueError):  # msgspec's errors are ValueErrors
+    """Return the mark next to an index, or None if a folder changed since."""
+    with contextlib.suppress(OSError, ValueError):  # msgspec's errors are subclasses of ValueError
         mark = msgspec.msgpack.decode(_mark_of(root / form.index_name).read_bytes(), type=_Mark)
         return mark if all(_look(root / name) == at for name, at in mark.folders.items()) else None
     return None
 
 
 def begin_look(root: Path, form: Format) -> int | None:
-    """Return the time by the file system's clock, in ns, to pass to `mark_fresh`.
+    """Return the file system's time in ns, to pass to `mark_fresh`.
 
-    Call it before looking at the shards.
-
-    None for an index of few shards, where no mark can be written, or the folders do not tell when a file was added.
+    Call it before checking the shards. It returns None for an index of few shards, and if no mark can be written, or if
+    folder times do not show that a file was added.
     """
     index = root / form.index_name
     folder = index.parent
@@ -158,13 +157,13 @@ def mark_fresh(root: Path, form: Format, index: ShardIndex, folders: Iterable[st
             replace_file(_mark_of(root / form.index_name), [msgspec.msgpack.encode(mark)])
 
 
-def let_rest() -> None:
+def wait_for_mtime_granularity() -> None:
     """Wait until folders that this process wrote to are old enough for a mark."""
     time.sleep(1.1 * _QUIET_NS / 1e9)
 
 
 def forget_mark(index_path: Path) -> None:
-    """Drops the mark of an index: the next start looks at all shards."""
+    """Drop the mark of an index, so that the next start checks all shards."""
     with contextlib.suppress(OSError):
         _mark_of(index_path).unlink()
 
@@ -174,7 +173,7 @@ def _mark_of(index_path: Path) -> Path:
 
 
 def _metadata(root: Path) -> dict[str, FileVersion | None]:
-    """Energon's files, which may list shards too. Raises `ShardError` if one of them is wrong."""
+    """Return the versions of Energon's files, which may list shards. Raises `ShardError` for a wrong one."""
     names = {*METADATA_FILES, *named_files(root)}
     return {name: _look(root / META / name) if (root / META / name).exists() else None for name in sorted(names)}
 
@@ -190,14 +189,14 @@ def open_files(
     tolerant: bool = False,
     unlistable: paths.Unlistable = paths.raise_it,
 ) -> IndexedFiles:
-    """Index the files that a user names, if they are new or were rewritten.
+    """Open the index of the files that a user names, scanning new and changed files.
 
-    Of a folder also those that should be there: Energon's list names them, and with `tolerant` the index. (A run that
-    goes on without files that were lost since it was indexed must still count them.)
+    For a folder, this includes files that should exist: those in Energon's list, and with `tolerant` those in the
+    index. (A run that tolerates lost files must still count them.)
 
-    Raises `ShardError` for a damaged file, and for a folder whose index names files that are gone. With `tolerant` the
-    samples before the damage are taken, and a file that was changed or lost since it was indexed stays in the index as
-    it was: a run that continues without it can then be resumed, and only reading its samples raises.
+    Raises `ShardError` for a damaged file, and for a folder whose index names files that are gone. With `tolerant`, the
+    samples before the damage are used, and a changed or lost file stays in the index as it was. A run that continues
+    without it can then be resumed, and only reading its samples raises.
     """
     if isinstance(files, str | os.PathLike):
         root = Path(files).absolute()
@@ -218,7 +217,7 @@ def open_files(
 
 def _look_at_all(listed: paths.ListedFiles, form: Format, *, tolerant: bool) -> IndexedFiles:
     root, began = listed.root, begin_look(listed.root, form)
-    if began is not None:  # the files were listed before, by another clock
+    if began is not None:  # the files were listed earlier, according to another clock
         began -= time.monotonic_ns() - listed.began_ns
 
     def looked_at(index: ShardIndex) -> None:
@@ -231,17 +230,17 @@ def _look_at_all(listed: paths.ListedFiles, form: Format, *, tolerant: bool) -> 
 
 
 def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = False) -> paths.ListedFiles:
-    """Return the files of a format among those that were listed.
+    """Return the files of a format among the listed ones.
 
-    They are below the deepest folder that has all of them.
-    Raises `ShardError` if there are none, for one that is compressed, and unless `missing_too` for one that is missing.
+    They are relative to the deepest folder that has all of them. Raises `ShardError` if there are none, for a
+    compressed one, and unless `missing_too` for a missing one.
     """
     root, heads = listed.root, listed.heads(dict.fromkeys(form.markers, paths.LARGEST_INDEX)) if listed.whole else {}
     try:
         names = form.files(listed.names, heads) if listed.chosen is None or form.variant else listed.chosen
         is_listed = form.listed is not None and form.listed(heads) is not None
     except ValueError as error:
-        raise ShardError(f"{root}: {error}", reason=paths.NOT_THERE) from error
+        raise ShardError(f"{root}: {error}", reason=paths.NO_SUCH_PATH) from error
     packed = [*filter(form.packs, listed.names)] if form.packed else []
     if packed and not listed.whole:
         raise ShardError(f"{root / packed[0]}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
@@ -249,8 +248,8 @@ def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = Fal
     if not names:
         but = f", but {len(packed)} compressed ones. {paths.PACKED_CURE}" if packed else ""
         but = but or ". sp.read(…) reads files of any kind, and `savable convert SRC DST` writes shards"
-        what = " or ".join(form.suffixes)
-        raise ShardError(f"{root}: no {what} file in this folder or below it{but}", reason=paths.NO_SHARD)
+        suffixes = " or ".join(form.suffixes)
+        raise ShardError(f"{root}: no {suffixes} file in this folder or below it{but}", reason=paths.NO_SHARD)
     if packed:
         log.warning("%s: %d compressed %s files are skipped. %s", root, len(packed), form.name, paths.PACKED_CURE)
     for name in listed.exact:
@@ -296,7 +295,7 @@ def open_index(
         return IndexedFiles(form, index, path, names, root, tolerant=tolerant)
 
     near = form.name == TAR or (root / META).is_dir()
-    return _checked(in_first_place(root, form.index_name, make, near=near))
+    return _checked(at_first_writable(root, form.index_name, make, near=near))
 
 
 def index_files(
@@ -308,7 +307,7 @@ def index_files(
     progress: Progress = lambda done, total: None,
     near: bool = True,
 ) -> tuple[Path, list[ShardEntry]]:
-    """Index the files that are new or were changed.
+    """Index the files that are new or changed.
 
     `each` reads them, or `processes` processes do (None: one a processor). If `near`, the index and what other programs
     read are written beside the files.
@@ -325,24 +324,24 @@ def index_files(
     def make(path: Path) -> tuple[Path, list[ShardEntry]]:
         make_index(root, path, names, form, processes=processes, each=each, progress=progress, for_others=near)
         index, wanted = form.index_at(path), set(names)
-        for name in names if near and form.for_others else ():
-            if not os.path.exists(f"{root}/{name}{form.for_others}"):  # noqa: PTH110  # it was indexed when it was read
+        for name in names if near and form.offsets_suffix else ():
+            if not os.path.exists(f"{root}/{name}{form.offsets_suffix}"):  # noqa: PTH110  # reading indexed it
                 number = index.number(name)
                 if number not in index.shards.faults and index.is_whole(number):
-                    form.write_for_others(root / name, index.table(number))
+                    form.write_offsets(root / name, index.table(number))
         shards = index.shards
         return path, [shards[number] for number in sorted(shards.faults) if shards.names[number] in wanted]
 
-    path, faults = in_first_place(root, form.index_name, make, near=near or form.name == TAR)
+    path, faults = at_first_writable(root, form.index_name, make, near=near or form.name == TAR)
     if path == root / form.index_name and len(names) >= MARKED_SHARDS:
         _mark(root, form)
     return path, faults
 
 
 def _mark(root: Path, form: Format) -> None:
-    """Marks the index that was just written as fresh, so that no start needs to look at all files again."""
+    """Mark the new index as fresh, so that the next start need not check all files."""
     if marked_index(root, form, tolerant=True) is None:
-        let_rest()
+        wait_for_mtime_granularity()
         _look_at_all(files_of(paths.list_files(root), form, missing_too=True), form, tolerant=True)
 
 
@@ -387,7 +386,7 @@ def _checked(found: IndexedFiles) -> IndexedFiles:
 
 
 def check_faults(address: str, files: ShardList, tolerant: bool) -> None:
-    """Raise `ShardError` for the first damaged file; with `tolerant` warn of each."""
+    """Raise `ShardError` for the first damaged file, or with `tolerant` warn of each."""
     for fault in files.faults.values():
         if not tolerant:
             raise ShardError(f"{address}/{fault}")
@@ -395,7 +394,7 @@ def check_faults(address: str, files: ShardList, tolerant: bool) -> None:
 
 
 class _FilesNow:
-    """Files as they are now: `sizes`, -1 for one that is not there, and when they were last written, in ns."""
+    """Current status of files: `sizes`, -1 if missing, and the time of their last write in ns."""
 
     def __init__(self, root: Path, names: list[str], form: Format) -> None:
         self.root, self.names, self.form = root, names, form
@@ -408,14 +407,14 @@ class _FilesNow:
             except OSError:
                 self.sizes[number] = self.written[number] = -1
             if form.sidecar[1] and name.lower().endswith(form.sidecar[0]):
-                self.written[number] = max(self.written[number], self._sidecar_written(name))
+                self.written[number] = max(self.written[number], self._sidecar_written_ns(name))
 
-    def _sidecar_written(self, name: str) -> int:
+    def _sidecar_written_ns(self, name: str) -> int:
         """When what lies beside a file was put there; one that was moved there is as old as before otherwise."""
         try:
             return FileVersion.of((self.root / self.form.companion(name)).stat()).newest_ns
         except OSError:
-            return time.time_ns()  # it may be gone
+            return time.time_ns()  # the sidecar may be deleted
 
     def are_as_in(self, index: ShardIndex, path: Path, numbers: Rows | None = None) -> bool:
         """Whether the index at `path` has all of them as they are.

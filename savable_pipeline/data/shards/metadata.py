@@ -8,12 +8,12 @@ The marks say which writers are not finished.
     .nv-meta/dataset.yaml                 field_map: {"image": "jpg,png", "caption": "json[caption]"}
                                           split_config, info_config: other files of `.nv-meta` than the two above
     .nv-meta/savable.convert.json         of a conversion: whether it is done
-    .nv-meta/savable.writer/00003-of-00016-open            there as long as a writer has not ended
-    .nv-meta/savable.writer/00003-of-00016-settings.json   of each part that was ever begun
+    .nv-meta/savable.writer/00003-of-00016-open            exists until the writer has finished
+    .nv-meta/savable.writer/00003-of-00016-settings.json   of each part that was ever started
 
-Energon's are read, never run: the modules, classes and loaders that `dataset.yaml` names. The samples of a dataset with
-`sample_loader` or `part_filter` have parts, but no fields. The files may come from anybody: a wrong one is a
-`ShardError` that names it, and a small file never becomes a large object.
+The modules, classes and loaders that `dataset.yaml` names are never run. The samples of a dataset with `sample_loader`
+or `part_filter` have parts, but no fields. The files are not trusted: an invalid one is a `ShardError` that names it,
+and a small file never becomes a large object.
 """
 
 from __future__ import annotations
@@ -32,31 +32,32 @@ from savable_pipeline.data.shards.paths import expand_braces, is_inside
 from savable_pipeline.errors import ShardError
 
 META = ".nv-meta"
-INDEX_NAME = f"{META}/savable.index"  # our own index of tars lies there too
-WRITTEN = f"{META}/savable.writer"  # there `sp.ShardWriter` leaves the rows of each shard, as `X.tar.index`
+INDEX_NAME = f"{META}/savable.index"  # our index of tars is in the same folder
+WRITTEN = f"{META}/savable.writer"  # folder in which `sp.ShardWriter` stores the rows of each shard, as `X.tar.index`
 COUNT_FILES = (".info.json", ".info.yaml")
 METADATA_FILES = (*COUNT_FILES, "split.yaml", "split.json", "dataset.yaml")
 FieldPath: TypeAlias = tuple[str, ...]  # an extension, then keys and indices inside the part
-FieldMap: TypeAlias = dict[str, list[FieldPath]]  # by field name: alternatives, the first that a sample has is taken
+# by field name: alternatives, of which the first that a sample has is used
+FieldMap: TypeAlias = dict[str, list[FieldPath]]
 
-_CODE = ("sample_loader", "part_filter")  # settings of dataset.yaml that are code, or come with it
+_CODE = ("sample_loader", "part_filter")  # settings of dataset.yaml that are code or require it
 _SPLITS, _FIELDS = METADATA_FILES[2:4], METADATA_FILES[4]
-_LIMIT = 1 << 28  # bytes of one of these files
-_LONGEST_PATTERN = 8192  # characters of an entry of a split
-_MOST_NAMES = 2_000_000  # that the entries of a split stand for
+_LIMIT = 1 << 28  # most bytes of a metadata file
+_LONGEST_PATTERN = 8192  # most characters of an entry of a split
+_MOST_NAMES = 2_000_000  # most names that the entries of a split expand to
 _FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 T = TypeVar("T")
 CONVERTED = f"{META}/savable.convert.json"
-OPEN = "open"  # ends the name of a writer's mark
+OPEN = "open"  # suffix of a writer's mark
 _PART = re.compile(r"(\d{5})-of-(\d{5})-settings\.json")
-_NAMED = 10  # parts
+_NAMED = 10  # most parts that a message names
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Shards of a split, without the excluded ones, and keys of excluded samples.
+    """Shards of a split without excluded ones, and keys of excluded samples.
 
-    `unknown` lists entries of `exclude` that name no shard of the dataset.
+    `unknown` has the entries of `exclude` that match no shard of the dataset.
     """
 
     shards: list[str]
@@ -65,7 +66,7 @@ class Split:
 
 
 def read_counts(root: Path) -> dict[str, int] | None:
-    """Samples of each shard from `.info.json` or `.info.yaml`; None without either.
+    """Return the samples of each shard in `.info.json` or `.info.yaml`, or None.
 
     Raises `ShardError`.
     """
@@ -80,15 +81,15 @@ def read_counts(root: Path) -> dict[str, int] | None:
 
 
 def split_names(root: Path) -> list[str]:
-    """The names of a dataset's splits. Raises `ShardError`."""
+    """Return the names of a dataset's splits. Raises `ShardError`."""
     path = _first(root, "split_config", _SPLITS)
     return [] if path is None else list(_split_parts(path, _load(path)))
 
 
 def read_split(root: Path, name: str, known: Iterable[str]) -> Split:
-    """The split `name` of a dataset with the shards `known`.
+    """Return the split `name` of a dataset with the shards `known`.
 
-    Raises `ShardError`, also if it names another shard.
+    Raises `ShardError`, also if it names an unknown shard.
     """
     path = _first(root, "split_config", _SPLITS)
     if path is None:
@@ -117,7 +118,7 @@ def read_split(root: Path, name: str, known: Iterable[str]) -> Split:
 
 
 def read_field_map(root: Path) -> FieldMap:
-    """The `field_map` of `dataset.yaml`; empty without one. Raises `ShardError`."""
+    """Return the `field_map` of `dataset.yaml`, or {}. Raises `ShardError`."""
     path, settings = root / META / _FIELDS, _settings(root)
     if unused := unused_settings(root):
         raise ShardError(
@@ -130,12 +131,15 @@ def read_field_map(root: Path) -> FieldMap:
 
 
 def named_files(root: Path) -> list[str]:
-    """The other files of `.nv-meta` that `dataset.yaml` names. Raises `ShardError`."""
+    """Return the other files of `.nv-meta` that `dataset.yaml` names.
+
+    Raises `ShardError`.
+    """
     return [name for key in ("info_config", "split_config") if (name := _named(root, key)) is not None]
 
 
 def unused_settings(root: Path) -> list[str]:
-    """The settings of `dataset.yaml` that are not applied, since they name code.
+    """Return the settings of `dataset.yaml` that are ignored because they name code.
 
     Raises `ShardError`.
     """
@@ -149,7 +153,7 @@ def _settings(root: Path) -> dict[str, Any]:
 
 
 def _named(root: Path, key: str) -> str | None:
-    """The name of a file of `.nv-meta` in `dataset.yaml`; None if there is none."""
+    """Return the name of a file of `.nv-meta` in `dataset.yaml`, or None."""
     name = _settings(root).get(key)
     if name is not None and not (isinstance(name, str) and is_inside(name)):
         raise ShardError(f"{root / META / _FIELDS}: `{key}` must be the name of a file in {META}, not {name!r}")
@@ -164,11 +168,11 @@ def _field_path(path: Path, option: str) -> FieldPath:
 
 
 def _shard_and_key(entry: str, shards: set[str]) -> tuple[str, str]:
-    """Shard and key of an entry such as `"a/0.tar/folder/key"`; both may hold slashes."""
+    """Split an entry such as `"a/0.tar/folder/key"` into shard and key, which may both have slashes."""
     for slash in re.finditer("/", entry):
         if entry[: slash.start()] in shards:
             return entry[: slash.start()], entry[slash.end() :]
-    return "", entry  # of a shard that is not there
+    return "", entry  # the entry names an unknown shard
 
 
 def _expand(path: Path, patterns: list[str]) -> Iterator[str]:
@@ -187,7 +191,7 @@ def _expand(path: Path, patterns: list[str]) -> Iterator[str]:
 
 
 def _first(root: Path, key: str, names: tuple[str, ...]) -> Path | None:
-    """The file that `dataset.yaml` names as `key`, or the first of `names` that is there, or None."""
+    """Return the file that `dataset.yaml` names as `key`, or the first existing one of `names`, or None."""
     name = _named(root, key)
     if name is not None:
         if not (root / META / name).is_file():
@@ -212,7 +216,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _yaml(raw: bytes) -> Any:
-    from savable_pipeline.data.shards.yaml_limits import load_yaml  # here: most datasets have no such file
+    # imported here, because most datasets have no such file
+    from savable_pipeline.data.shards.yaml_limits import load_yaml
 
     return load_yaml(raw)
 
@@ -239,13 +244,13 @@ class _Conversion(msgspec.Struct):
 def unfinished(folder: Path) -> str:
     """Return why samples may be missing from a folder of shards, and what to do.
 
-    It is "" if all writers of the folder have finished.
+    The result is "" if all writers of the folder have finished.
     """
     return _of_conversion(folder) or _of_writers(folder)
 
 
 def _of_conversion(folder: Path) -> str:
-    with contextlib.suppress(OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # msgspec's errors are subclasses of ValueError
         found = msgspec.json.decode((folder / CONVERTED).read_bytes(), type=_Conversion)
         if not found.done:
             return (

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 UPRIGHT = 1
-SWAPPED = (5, 6, 7, 8)  # x for y; then mirrored: from left to right, upside down
+SWAPPED = (5, 6, 7, 8)  # orientations that swap width and height
 MIRRORED_X, MIRRORED_Y = (2, 3, 6, 7), (3, 4, 7, 8)
 BACK = {orientation: orientation for orientation in range(1, 9)} | {6: 8, 8: 6}
 """The orientation that undoes another."""
@@ -27,45 +27,48 @@ BACK = {orientation: orientation for orientation in range(1, 9)} | {6: 8, 8: 6}
 _Side = TypeVar("_Side", bound=float)
 _TAG = 0x0112
 _WIDTH, _HEIGHT = 256, 257  # tags of TIFF
-_METADATA = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")  # in which Pillow finds it
-_TAIL = 1 << 14  # bytes at the end of a PNG in which EXIF is looked for
+# keys of `image.info` from which Pillow reads EXIF
+_METADATA = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
+_TAIL = 1 << 14  # last bytes of a PNG to search for EXIF
 
 
 def orientation_of(image: Image.Image) -> int:
     """Return the orientation, 1 to 8, in the header of an image.
 
-    It is 1 if there is none, or an unknown one.
+    It is 1 if the header has none, or an unknown one.
     """
     if image.format == "PNG" and "exif" not in image.info and (late := _late_exif(image)):
         image.info["exif"] = b"Exif\0\0" + late
-    if image.info.keys().isdisjoint(_METADATA) and image.format != "TIFF":  # most: not even asked
+    # true for most images, and saves the import below
+    if image.info.keys().isdisjoint(_METADATA) and image.format != "TIFF":
         return UPRIGHT
-    from PIL.Image import Image as Base  # here: it takes time and memory
+    from PIL.Image import Image as Base  # imported here, because the import takes time and memory
 
     try:
-        found: Any = Base.getexif(image).get(_TAG)  # a PNG's own would decode the image to see what follows its pixels
-    except Exception:  # whatever Pillow meets in odd metadata: the image loads all the same
+        # the class's own `getexif`, because a PNG's would decode the image to read metadata after the pixels
+        found: Any = Base.getexif(image).get(_TAG)
+    except Exception:  # Pillow may raise anything for odd metadata, but still load the image
         return UPRIGHT
     return int(found) if found in range(UPRIGHT, 9) else UPRIGHT
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Width and height of an image not decoded yet, as it is shown."""
-    tags = getattr(image, "tag_v2", None)  # of TIFF: some releases of Pillow have swapped the size already
+    """Return width and height of an undecoded image, as displayed."""
+    tags = getattr(image, "tag_v2", None)  # for TIFF, some releases of Pillow have already swapped the size
     return turned_size(image.size if tags is None else (tags[_WIDTH], tags[_HEIGHT]), orientation_of(image))
 
 
 def turned_size(size: tuple[_Side, _Side], orientation: int) -> tuple[_Side, _Side]:
-    """Return width and height of an image of this stored size, turned."""
+    """Return width and height after turning an image of this stored size."""
     return (size[1], size[0]) if orientation in SWAPPED else size
 
 
 def stored_box(
     box: tuple[float, float, float, float], shown: tuple[int, int], orientation: int
 ) -> tuple[float, float, float, float]:
-    """Where a box of an image that is shown in this size is stored.
+    """Return where a box of the displayed image is in the stored image.
 
-    With the orientation that undoes its own and the stored size, where a stored box is shown.
+    With the inverse orientation and the stored size, return where a stored box is displayed.
     """
     left, upper, right, lower = box
     if orientation in MIRRORED_X:
@@ -76,16 +79,14 @@ def stored_box(
 
 
 def to_be_turned(image: Image.Image, *, exif: bool) -> tuple[Image.Image, int]:
-    """Return the image, and the orientation in which it must be shown.
+    """Return the image, and the orientation that remains to be applied.
 
-    An image of TIFF is decoded, and turned already.
-
-    Without `exif`, an image is to be shown as it is stored.
+    A TIFF image is decoded, and turned already. Without `exif`, the orientation is 1.
     """
     if not hasattr(image, "tag_v2"):
         return image, orientation_of(image) if exif else UPRIGHT
     orientation = UPRIGHT if exif else orientation_of(image)
-    image.load()  # Pillow turns it, whoever asks
+    image.load()  # Pillow turns TIFF images when it loads them
     if orientation != UPRIGHT:
         image = image.copy()
         image.getexif()[_TAG] = BACK[orientation]
@@ -94,7 +95,7 @@ def to_be_turned(image: Image.Image, *, exif: bool) -> tuple[Image.Image, int]:
 
 
 def turned(image: Image.Image, orientation: int) -> Image.Image:
-    """Return the image as it is shown, decoded or not, without its orientation."""
+    """Return the image as displayed, without its orientation tag."""
     if orientation == UPRIGHT:
         return image
     from PIL.ImageOps import exif_transpose
@@ -103,14 +104,14 @@ def turned(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def turned_pixels(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """The same of stored pixels, uint8 (height, width, 3)."""
+    """Turn stored pixels, uint8 (height, width, 3)."""
     shown = pixels.swapaxes(0, 1) if orientation in SWAPPED else pixels
     right, down = -1 if orientation in MIRRORED_X else 1, -1 if orientation in MIRRORED_Y else 1
     return np.ascontiguousarray(shown[::down, ::right])
 
 
 def _late_exif(image: Image.Image) -> bytes:
-    """The EXIF that some programs write behind the pixels of a PNG; empty without."""
+    """Return the EXIF that some programs write after the pixels of a PNG, or b""."""
     file = cast(BinaryIO, getattr(image, "fp"))  # noqa: B009  of an image file
     begin = file.tell()
     try:
@@ -119,7 +120,7 @@ def _late_exif(image: Image.Image) -> bytes:
     finally:
         file.seek(begin)
     at = tail.rfind(b"eXIf")
-    if at < 4:  # most
+    if at < 4:  # true for most images
         return b""
     end = at + 4 + int.from_bytes(tail[at - 4 : at], "big")
     whole = zlib.crc32(tail[at:end]) == int.from_bytes(tail[end : end + 4], "big")

@@ -22,40 +22,40 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-# In the order in which a sample's image or text is looked for. Pillow decodes all of these images.
+# In the order of preference for a sample's image or text. Pillow decodes all of these images.
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm", "pgm", "pbm")
 TEXT_PARTS = ("txt", "text", "caption", "md")
-SUBTITLE_PARTS = ("srt", "vtt")  # texts, but no sample's own text: nobody wants times among the words of a caption
+SUBTITLE_PARTS = ("srt", "vtt")  # strings that are not a sample's own text, because times do not belong in a caption
 JSON_PARTS = ("json",)
 VIDEO_PARTS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "ogv", "mpg", "mpeg", "flv", "wmv", "3gp")
-# (No "ts": in more folders that is TypeScript than an MPEG transport stream; name the part of one.)
+# "ts" is not among them, because most such files are TypeScript instead of MPEG transport streams.
 AUDIO_PARTS = ("flac", "wav", "mp3", "ogg", "opus", "m4a", "aac", "oga", "aiff", "aif", "wma", "amr", "w64", "au")
-MEDIA_PARTS = frozenset((*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
-# What a part may be, whatever its extension says; never one for which Pillow starts another program (EPS: Ghostscript).
+# Formats are detected by content, but never one for which Pillow starts another program (EPS: Ghostscript).
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")  # of more than 8 bits a channel
-NARROWED = "narrowed"  # in an image's `info`: how it lost bits
-LARGEST_PIXELS = 178_956_970  # width × height of an image; Pillow's own limit, which programs switch off
-_NEARLY_ALL = 0.9  # of the samples
-_MANY_PARTS = 1000  # of one sample
-_RARE = 0.01  # of the samples
-_NUMBERED = re.compile(r"(0|[1-9][0-9]{0,2})\.")  # as in 0.jpg, 1.jpg, … of an interleaved document
+DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")  # modes with more than 8 bits per channel
+NARROWED = "narrowed"  # key of an image's `info` that says how it lost bits
+# largest width × height of an image; Pillow has the same limit, which programs can disable
+LARGEST_PIXELS = 178_956_970
+_NEARLY_ALL = 0.9  # fraction of the samples
+_MANY_PARTS = 1000  # number of parts of one sample
+_RARE = 0.01  # fraction of the samples
+_NUMBERED = re.compile(r"(0|[1-9][0-9]{0,2})\.")  # numbered parts such as 0.jpg, 1.jpg of an interleaved document
 _DOTS = "a key ends at the first dot of a file's name: rename files, or convert them with --key-end last"
-_ALIKE = {"jpeg": "jpg", "tiff": "tif"}  # two extensions of one kind of file
+_ALIKE = {"jpeg": "jpg", "tiff": "tif"}  # extensions of the same type
 
 
 def part_type(extension: str) -> str:
-    """The last part of an extension, in small letters: `seg.PNG` is a `png`."""
+    """Return the last component of an extension in lower case: `png` for `seg.PNG`."""
     return extension.lower().rpartition(".")[2]
 
 
 def is_part(extension: str, known: Collection[str]) -> bool:
-    """Whether one of `known` equals `extension` but for case."""
+    """Return whether one of `known` equals `extension`, ignoring case."""
     return extension in known or any(candidate.lower() == extension.lower() for candidate in known)
 
 
 def find_part(extension: str, known: Iterable[str]) -> str:
-    """The one of `known` that equals `extension` but for case.
+    """Return the one of `known` that equals `extension`, ignoring case.
 
     Raises KeyError that lists the known ones.
     """
@@ -74,7 +74,7 @@ def decode_error(extension: str, data: bytes, *, check_images: bool = True) -> s
 
 
 def utf8_error(extension: str, data: bytes) -> str:
-    """Return why bytes are no text despite their extension, or ""."""
+    """Return why bytes with a text extension are not UTF-8, or ""."""
     if part_type(extension) not in (*TEXT_PARTS, *SUBTITLE_PARTS):
         return ""
     try:
@@ -93,14 +93,12 @@ def _json_error(data: bytes) -> str:
 
 
 def open_image(data: bytes | BinaryIO, extension: str = "") -> Image.Image:
-    """Open an image of `IMAGE_FORMATS` or this extension's format, not decoded.
+    """Open an image, without decoding it.
 
-    Of a file no more is read than its header.
-
-    Raises `PIL.UnidentifiedImageError` for bytes of another format, `PIL.Image.DecompressionBombError` for more than
-    `LARGEST_PIXELS`.
+    Only the header is read. Raises `PIL.UnidentifiedImageError` for another format, and
+    `PIL.Image.DecompressionBombError` for more than `LARGEST_PIXELS`.
     """
-    from PIL import Image, UnidentifiedImageError  # imported here: it takes time and memory
+    from PIL import Image, UnidentifiedImageError  # imported here, because the import takes time and memory
 
     formats: tuple[str, ...] = IMAGE_FORMATS
     if extension and part_type(extension) not in IMAGE_PARTS:
@@ -121,7 +119,7 @@ def open_image(data: bytes | BinaryIO, extension: str = "") -> Image.Image:
 
 
 def _how_narrowed(image: Image.Image) -> str:
-    """How Pillow makes 8 bits a channel of colours of 16, for which it has no mode; "" for others."""
+    """Return how Pillow narrows 16-bit colors to 8 bits per channel, or "". It has no mode for 16 bits."""
     arguments = [tile.args for tile in getattr(image, "tile", ())]
     if any(";16" in str(each) for each in arguments):
         return "v >> 8"
@@ -130,14 +128,14 @@ def _how_narrowed(image: Image.Image) -> str:
 
 
 def is_deep(image: Image.Image) -> bool:
-    """Whether channels of an image that `open_image` opened have more than 8 bits."""
+    """Return whether channels of an image of `open_image` have more than 8 bits."""
     return image.mode in DEEP_MODES or NARROWED in image.info
 
 
 def eight_bits(image: Image.Image, bits: int | None) -> Image.Image:
-    """An image with 8 bits a channel; of 16, v >> 8 where `bits` is 8.
+    """Return an image with 8 bits per channel.
 
-    Raises ValueError for one that would lose bits of which nobody said so, and for floats.
+    Raises ValueError if bits would be lost without the user's consent, and for floats.
     """
     if not is_deep(image):
         return image
@@ -152,7 +150,7 @@ def eight_bits(image: Image.Image, bits: int | None) -> Image.Image:
     if NARROWED in image.info:
         return image
     import numpy as np
-    from PIL.Image import fromarray  # here: it takes time and memory
+    from PIL.Image import fromarray  # imported here, because the import takes time and memory
 
     values = np.asarray(image)
     if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
@@ -161,13 +159,14 @@ def eight_bits(image: Image.Image, bits: int | None) -> Image.Image:
 
 
 def _image_error(data: bytes) -> str:
-    from PIL import UnidentifiedImageError  # imported here: it takes time and memory
+    from PIL import UnidentifiedImageError  # imported here, because the import takes time and memory
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about odd metadata and large images, which load all the same
+            warnings.simplefilter("ignore")  # warnings about odd metadata and large images, which still load
             with open_image(data) as image:
-                image.draft(image.mode, (1, 1))  # of JPEG all codes are read, and an eighth of the pixels made
+                # for JPEG, all codes are read, but only an eighth of the pixels are computed
+                image.draft(image.mode, (1, 1))
                 image.load()
     except UnidentifiedImageError:
         return "unreadable image: not JPEG, PNG, WebP, GIF, BMP, TIFF or PPM"
@@ -191,13 +190,13 @@ def as_part(value: Any) -> bytes | None:
         return value
     if isinstance(value, str):
         return value.encode(errors="surrogatepass")
-    if type(value) is int:  # the most frequent by far, and four times as fast
+    if type(value) is int:  # the most frequent type, which this makes four times as fast
         return b"%d" % value
     return json.dumps(value, ensure_ascii=False, default=_plain).encode(errors="surrogatepass")
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for: bytes as base64, moments as ISO 8601, spans as seconds, decimals as text."""
+    """Convert a value that JSON lacks: bytes to base64, times to ISO 8601, durations to seconds, decimals to text."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if hasattr(value, "isoformat"):
@@ -208,18 +207,16 @@ def _plain(value: Any) -> Any:
 def are_merged(parts: Collection[str], counts: Mapping[str, int]) -> bool:
     """Return whether dots in names seem to have merged these parts into one sample.
 
-    Each has a dot, and most are in no other sample: not `seg.png` beside `jpg`, or in many samples. `counts`: samples
-    that have each part.
+    They have if each has a dot and most are in no other sample. So `seg.png` next to `jpg` is not merged. `counts` has
+    the number of samples with each part.
     """
     return all("." in part for part in parts) and 2 * sum(counts[part] == 1 for part in parts) > len(parts)
 
 
 def lacking_parts(samples: int, counts: Mapping[str, int]) -> list[str]:
-    """Warnings of samples that lack a part, one a line.
+    """Return warnings of samples that lack a part, one per line.
 
-    `counts`: samples that have each part.
-
-    `JPG`, `jpeg` and `jpg` are one part.
+    `counts` has the number of samples with each part. `JPG`, `jpeg` and `jpg` are one part.
     """
     alike = Counter[str]()
     for part, count in counts.items():
@@ -235,10 +232,10 @@ def lacking_parts(samples: int, counts: Mapping[str, int]) -> list[str]:
 def dotted_parts(
     samples: int, counts: Mapping[str, int], most_parts: int = 0, part_sets: Iterable[Collection[str]] = ()
 ) -> list[str]:
-    """Warnings of dots in names, one a line.
+    """Return warnings of dots in names, one per line.
 
-    `counts` as for `lacking_parts`, `most_parts`: of the sample with most, `part_sets`: the parts of samples that have
-    no part without a dot.
+    `counts` is as for `lacking_parts`. `most_parts` is the largest number of parts in a sample. `part_sets` has the
+    parts of samples in which every part has a dot.
     """
     found = []
     rare = [

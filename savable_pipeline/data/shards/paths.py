@@ -44,21 +44,22 @@ _ADDRESS = re.compile(
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FIXED = re.compile(r"(?<=^hf://datasets/)([^@]+)@[0-9a-f]{40}")
-_BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # but not in an address such as http://[::1]/
-_OF_TOOLS = ("Thumbs.db", "desktop.ini", "__MACOSX", "@eaDir", "_temporary")  # desktops, archives, a NAS and Spark
+_BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # a separator, unless it is in an address such as http://[::1]/
+# hidden names of desktops, archives, a NAS and Spark
+_OF_TOOLS = ("Thumbs.db", "desktop.ini", "__MACOSX", "@eaDir", "_temporary")
 _LEFTOVERS = ("cache-", "tmp")
-ALL = "."  # the name of the only shard where a folder is one
+ALL = "."  # name of the only shard if a folder is one shard
 TARS_END = ".tar"
 PACKED_CURE = "Unpack it, or run `savable convert`"
-PACKED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")  # how compressed tars end, in small letters
-NOT_THERE = "no such path"  # the reason of an error
-NO_SHARD = "no shard"  # of another
-SCHEMES = ("s3", "gs", "az", "http", "https", "hf")  # of URLs that can be read
-LARGEST_INDEX = 1 << 30  # bytes of an index.json, of another program
-_LONGEST_PATH = 4096  # characters
+PACKED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")  # lower-case suffixes of compressed tars
+NO_SUCH_PATH = "no such path"  # reason of an error
+NO_SHARD = "no shard"  # reason of an error
+SCHEMES = ("s3", "gs", "az", "http", "https", "hf")  # schemes of supported URLs
+LARGEST_INDEX = 1 << 30  # bytes of another program's index.json
+_LONGEST_PATH = 4096  # in characters
 _NUMBERS = re.compile(r"\{(-?\d{1,20})\d*\.\.(-?\d{1,20})\d*(?:\.\.(-?\d{1,20})\d*)?\}")
-_MOST_NAMES = 1_000_000  # that one pattern may stand for
-_MOST_CHARACTERS = 1 << 28  # of all of these
+_MOST_NAMES = 1_000_000  # most names that one pattern may expand to
+_MOST_CHARACTERS = 1 << 28  # most characters of all of these names
 _MOST_BRACES = 1000
 
 
@@ -68,19 +69,19 @@ def raise_it(error: ShardError) -> None:
 
 
 def as_names(shards: Shards) -> str | tuple[str, ...]:
-    """What a user gave as plain strings, which can be compared."""
+    """Return a user's paths as plain strings, which can be compared."""
     one = isinstance(shards, str | os.PathLike)
     return os.fspath(shards) if one else tuple(os.fspath(spec) for spec in shards)  # type: ignore[arg-type,union-attr]
 
 
 @dataclass(frozen=True, slots=True)
 class ListedFiles:
-    """The files that a user names on a disk.
+    """Local files that a user names.
 
     `names` are relative to `root`, sorted, without hidden ones. They are all files below a folder (`whole`), or named
-    by paths, globs and braces, and need not exist then. `exact` are those named by a path, `chosen` those that were
-    recognized, None: not yet. They are `complete` if they are all that there should be. `folders` are the folders that
-    were visited, `unlistable` the errors of others, and `began_ns` is when the look began, by the monotonic clock.
+    by paths, globs and braces, and may then be missing. `exact` are those named by a path. `chosen` are those that were
+    recognized, None if not yet. They are `complete` if no file is missing. `folders` are the visited folders,
+    `unlistable` the errors of others, and `began_ns` is the monotonic time of the start of the listing.
     """
 
     root: Path
@@ -125,7 +126,7 @@ def list_files(files: Shards) -> ListedFiles:
     They are named by a folder with its subfolders, globs, braces, paths, or a list of these. The root is the folder, or
     the deepest one that has all of them. Raises `ShardError` for nothing, and for a file that is named twice.
     """
-    specs = spelled_out(files)
+    specs = expand_specs(files)
     if not specs:
         raise ShardError("the list of shards is empty")
     if len(specs) == 1 and Path(specs[0]).is_dir():
@@ -143,7 +144,7 @@ def list_files(files: Shards) -> ListedFiles:
 
 
 def _listed_below(root: Path) -> ListedFiles:
-    """List a folder. A path that is relative would change its meaning with the working folder."""
+    """List a folder. A relative path becomes absolute, so that it survives a change of the working folder."""
     found = ListedFiles(root, [], whole=True, began_ns=time.monotonic_ns())
     for folder, folders, files in os.walk(root, onerror=lambda error: found.unlistable.append(_unlistable(error))):
         folders[:] = sorted(name for name in folders if not is_hidden(name))
@@ -164,28 +165,27 @@ def is_hidden(name: str) -> bool:
 
 
 def is_hidden_path(name: str) -> bool:
-    """Return whether a file, or a folder that it is in, is hidden."""
+    """Return whether a file or one of its folders is hidden."""
     return any(map(is_hidden, name.split("/")))
 
 
-def spelled_out(shards: Shards) -> list[str]:
-    """Return each path or URL by itself, spelled out.
+def expand_specs(shards: Shards) -> list[str]:
+    """Return each path or URL separately, without abbreviations.
 
-    `a::b` is split, and `~`, `$VAR` and `file://` are replaced.
-
-    Raises `ShardError` for what only other loaders read, and says what to write instead.
+    `a::b` is split, and `~`, `$VAR` and `file://` are replaced. Raises `ShardError` for syntax that only other loaders
+    support, and names the alternative.
     """
     specs = [os.fspath(spec) for spec in ([shards] if isinstance(shards, str | os.PathLike) else shards)]
-    parts = [part for spec in specs for part in ([spec] if _is_there(spec) else _BETWEEN.split(spec))]
-    return [_spelled_out(part) for part in parts]
+    parts = [part for spec in specs for part in ([spec] if _exists(spec) else _BETWEEN.split(spec))]
+    return [_expand_spec(part) for part in parts]
 
 
 def is_remote(shards: Shards) -> bool:
-    """Whether these are URLs.
+    """Return whether these are URLs.
 
     Raises `ShardError` for a mixture with files, and for an unsupported URL.
     """
-    specs = spelled_out(shards)
+    specs = expand_specs(shards)
     remote = [spec for spec in specs if "://" in spec]
     if remote and len(remote) < len(specs):
         raise ShardError(f"{clean_address(remote[0])}: mixed with local shards. Read remote and local ones separately")
@@ -201,8 +201,8 @@ def is_remote(shards: Shards) -> bool:
     return bool(remote)
 
 
-def _spelled_out(spec: str) -> str:
-    if _is_there(spec):
+def _expand_spec(spec: str) -> str:
+    if _exists(spec):
         return spec
     if spec.startswith("pipe:"):
         instead = _instead_of_pipe(spec)
@@ -215,12 +215,12 @@ def _spelled_out(spec: str) -> str:
     return os.path.expanduser(spec)  # noqa: PTH111  # a Path would lose a slash at the end and those of a URL
 
 
-def _is_there(spec: str) -> bool:
+def _exists(spec: str) -> bool:
     return "\0" not in spec and len(spec) < _LONGEST_PATH and os.path.lexists(spec)
 
 
 def _path_of_url(spec: str) -> str:
-    """The path of `file:///a`, `file://localhost/a` or `file:a`."""
+    """Return the path of `file:///a`, `file://localhost/a` or `file:a`."""
     address = spec.removeprefix("file:")
     if address.startswith("//"):
         host, slash, path = address[2:].partition("/")
@@ -236,9 +236,9 @@ def _instead_of_pipe(spec: str) -> str:
 
 
 def _expanded(spec: str, unlistable: list[ShardError]) -> Iterator[tuple[str, bool]]:
-    """Yield the absolute paths that a name, a glob or braces stand for, and whether a path is what was named.
+    """Yield the absolute paths of a name, glob or braces, and whether the user named the path itself.
 
-    Of a folder these are the paths of the files below it.
+    For a folder, these are the files below it.
     """
     if "://" in spec:
         url = clean_address(spec)
@@ -256,9 +256,9 @@ def _expanded(spec: str, unlistable: list[ShardError]) -> Iterator[tuple[str, bo
 
 
 def _matching(pattern: str, unlistable: list[ShardError]) -> list[str]:
-    """Return the absolute paths of the files that match a glob, without hidden ones; of folders, if no file matches.
+    """Return the absolute paths of files that match a glob, without hidden ones, or else of folders.
 
-    Raises `ShardError` for none.
+    Raises `ShardError` for no match.
     """
     parts = os.path.abspath(pattern).split("/")  # noqa: PTH100
     fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
@@ -266,7 +266,7 @@ def _matching(pattern: str, unlistable: list[ShardError]) -> list[str]:
     found = {os.path.abspath(match) for match in glob.glob(pattern, recursive=True)}  # noqa: PTH100, PTH207
     matches = sorted(each for each in found if any_name or not any(map(is_hidden, each.split("/")[fixed:])))
     if not matches:
-        raise ShardError(f"{pattern}: no file matches. Check the pattern", reason=NOT_THERE)
+        raise ShardError(f"{pattern}: no file matches. Check the pattern", reason=NO_SUCH_PATH)
     if files := [each for each in matches if not os.path.isdir(each)]:  # noqa: PTH112
         return files
     below = [with_handles(partial(_listed_below, Path(each))) for each in matches]
@@ -276,13 +276,13 @@ def _matching(pattern: str, unlistable: list[ShardError]) -> list[str]:
 
 def missing_error(path: Path) -> ShardError:
     """Return the error for a named file that does not exist."""
-    here = f" (current folder: {Path.cwd()})" if path.is_relative_to(Path.cwd()) else ""
+    current = f" (current folder: {Path.cwd()})" if path.is_relative_to(Path.cwd()) else ""
     why = "The environment has no such variable" if "$" in str(path) else "Check the path"
-    return ShardError(f"{path}: no such file or folder{here}. {why}", reason=NOT_THERE)
+    return ShardError(f"{path}: no such file or folder{current}. {why}", reason=NO_SUCH_PATH)
 
 
 def is_inside(name: str) -> bool:
-    """Whether a relative name stays inside the folder that it is relative to."""
+    """Return whether a relative name stays inside the folder that it is relative to."""
     return bool(name) and not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
 
 
@@ -296,11 +296,9 @@ def _unlistable(error: OSError) -> ShardError:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return the names that a pattern stands for, the last braces varying fastest.
+    """Expand the braces of a pattern, with the last braces varying fastest.
 
-    Braces that do not pair are text.
-
-    Raises `ShardError` if there are too many of them.
+    Unpaired braces are text. Raises `ShardError` for too many names.
     """
     if "{" not in pattern:
         return [pattern]
@@ -308,7 +306,8 @@ def expand_braces(pattern: str) -> list[str]:
     flat = [] if re.search(r"\{[^{}]*\{", pattern) else re.findall(r"\{[^{}]*\}", pattern)
     numbers = max(numbers, math.prod(map(_names_in, flat)))
     names, characters = [], 0
-    if numbers <= _MOST_NAMES and pattern.count("{") <= _MOST_BRACES:  # all numbers of a range are made at once
+    # braceexpand builds all numbers of a range at once, so check first
+    if numbers <= _MOST_NAMES and pattern.count("{") <= _MOST_BRACES:
         try:
             for name in braceexpand(pattern, escape=False):
                 names.append(name)
@@ -325,7 +324,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _names_in(braces: str) -> int:
-    """How many names braces stand for that have no others in them; of letters, one at least."""
+    """Return the number of names of braces without nested ones, at least 1 for letters."""
     found = _NUMBERS.fullmatch(braces)
     if found is None:
         return braces.count(",") + 1
@@ -334,7 +333,7 @@ def _names_in(braces: str) -> int:
 
 
 class HubAddress(NamedTuple):
-    """What an address of the Hub names: `path` is empty for the whole dataset."""
+    """Parts of an address of the Hub. `path` is "" for the whole dataset."""
 
     repo: str
     revision: str
@@ -342,7 +341,7 @@ class HubAddress(NamedTuple):
 
     @classmethod
     def of(cls, url: str) -> HubAddress:
-        """The parts of an address. Raises `ShardError` for one that names no dataset."""
+        """Split an address. Raises `ShardError` if it names no dataset."""
         found = _ADDRESS.fullmatch(url)
         if found is None:
             raise ShardError(
@@ -352,32 +351,32 @@ class HubAddress(NamedTuple):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the revision is a commit: what is there never changes."""
+        """Return whether the revision is a commit, whose content never changes."""
         return _COMMIT.fullmatch(self.revision) is not None
 
     @property
     def dataset(self) -> str:
-        """The address of the whole dataset at the revision."""
+        """Return the address of the whole dataset at the revision."""
         return f"{HUB}datasets/{self.repo}@{self.revision}"
 
     @property
     def download(self) -> str:
-        """The command that copies it to a disk."""
+        """Return the command that downloads it."""
         only = f" --include '{self.path}/*'" if self.path else ""
         name = self.repo.rpartition("/")[2]
         return f"hf download {self.repo} --repo-type dataset --revision {self.revision}{only} --local-dir {name}"
 
     def at(self, commit: str) -> str:
-        """The same address with a commit in place of a branch or a tag."""
+        """Return the address with a commit in place of a branch or tag."""
         return f"{HUB}datasets/{self.repo}@{commit}{'/' if self.path else ''}{self.path}"
 
     def below(self, name: str) -> str:
-        """The path in the dataset of a name relative to this address."""
+        """Return the path in the dataset of a name relative to this address."""
         return f"{self.path}/{name}" if self.path else name
 
 
 def is_hub(url: str) -> bool:
-    """Whether this is an address of the Hub."""
+    """Return whether this is an address of the Hub."""
     return url.startswith(HUB)
 
 
@@ -390,7 +389,7 @@ def without_commit(address: str) -> str:
 
 
 def commits_of(addresses: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the commits in the addresses of a state, by the name that was used.
+    """Return the commits in the addresses of a state, by the original address.
 
     This reverses `addresses_of`.
     """
@@ -400,6 +399,6 @@ def commits_of(addresses: Mapping[str, str]) -> dict[str, bytes]:
 def addresses_of(pinned: Mapping[str, bytes]) -> dict[str, str]:
     """Return the addresses of pinned datasets of the Hub, for a state.
 
-    They are by the name that was used.
+    The keys are the original addresses.
     """
     return {name: HubAddress.of(name).at(commit.decode()) for name, commit in pinned.items() if is_hub(name)}

@@ -1,11 +1,11 @@
 """`Selection`: the samples of a split and a subset, numbered in dataset order.
 
     dataset     0 1 2 3 │ 4 5 6 7 │ 8 9 …      three shards
-    selection   0   1   │         │ 2 3        places; refs keep the numbers of the dataset
+    selection   0   1   │         │ 2 3        positions; refs have the numbers of the dataset
 
-A subset is drawn from each shard by itself, with a key made of the shard's name without its format's ending: it is the
-same in every run, epoch and lane, from a tar and from a Parquet file of that name and those rows, and does not change
-when shards are added. Shares that do not overlap have no sample in common.
+A subset is drawn from each shard separately, with the shard's name without its format's suffix as the key. So it is the
+same in every run, epoch and lane, and for a tar and a Parquet file with equal names and rows. It does not change when
+shards are added. Ranges of fractions that do not overlap have no sample in common.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 
 Subset: TypeAlias = "float | int | tuple[float, float]"
-_CACHED_SHARDS = 512  # shards whose selected rows are kept in memory
-_ONE = 1 << 32  # a share of 1
+_CACHED_SHARDS = 512  # shards whose selected rows stay in memory
+_ONE = 1 << 32  # a fraction of 1
 
 
 def check_subset(reader: str, subset: Subset | None) -> None:
-    """Raise ValueError for a `subset` that is no fraction, range or count.
+    """Raise ValueError unless a `subset` is None, a fraction, a range or a count.
 
-    It may be None, a fraction (0.1), a range of fractions (0.1, 0.3), or a count (1000).
+    Examples are 0.1, (0.1, 0.3) and 1000.
     """
     low, high = subset if isinstance(subset, tuple) and len(subset) == 2 else (0.0, subset)
     if subset is None or (type(subset) is int and subset >= 1):
@@ -44,10 +44,9 @@ def check_subset(reader: str, subset: Subset | None) -> None:
 class Selection:
     """Some samples of a dataset with these shards.
 
-    `names` are those of the shards, `firsts` the numbers of their first samples.
-
-    `shards` names the shards to take, in this order (None: all), `excluded` the rows to leave out of each; `keys` are
-    what each shard is drawn by (None: its name). Raises `ShardError` if no sample is left.
+    `names` are those of the shards, `firsts` the numbers of their first samples. `shards` names the shards to use, in
+    this order (None: all). `excluded` has the rows to skip in each. `keys` seed the random choice from each shard
+    (None: its name). Raises `ShardError` if no sample remains.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Selection:
         self._excluded, self._drawn = excluded or {}, subset is not None
         counts = self._split_counts(shards)
         self._low, self._high = _drawn(self._keys, counts, subset)
-        self.order = _order(names, shards)  # int64 (shards,): the number in the dataset of each shard in turn
+        self.order = _order(names, shards)  # int64 (shards,): dataset numbers of the shards in order
         self.firsts = np.concatenate([[0], np.cumsum((self._high - self._low)[self.order])])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
         if not self.count:
@@ -75,7 +74,7 @@ class Selection:
         self._rows_of = functools.lru_cache(_CACHED_SHARDS)(self._selected_rows)
 
     def _split_counts(self, shards: list[str] | None) -> NDArray[np.int64]:
-        """The number of samples of each shard from which the subset is drawn."""
+        """Return the number of samples of each shard from which the subset is drawn."""
         taken = None if shards is None else set(shards)
         counts = [
             size - len(self._excluded.get(name, ())) if taken is None or name in taken else 0
@@ -95,7 +94,7 @@ class Selection:
         return part
 
     def locate(self, places: Rows) -> Rows:
-        """Return the numbers in the dataset of samples at places: int64 of the same shape."""
+        """Return the dataset numbers of samples at positions: int64 of the same shape."""
         shards = np.searchsorted(self.firsts, places, side="right") - 1
         found = places - self.firsts[shards]
         shards = self.order[shards]
@@ -107,7 +106,7 @@ class Selection:
         return located
 
     def _selected_rows(self, shard: int) -> Rows:
-        """The selected rows of a shard, counted from its first, ascending."""
+        """Return the selected rows of a shard, counted from its first, ascending."""
         name = self._names[shard]
         rows = np.delete(np.arange(self._sizes[shard]), self._excluded.get(name, []))
         if not self._drawn:
@@ -116,7 +115,7 @@ class Selection:
         return np.sort(rows[order[self._low[shard] : self._high[shard]]])
 
     def manifest(self) -> dict[str, Any]:
-        """Return the values on which a saved state must agree.
+        """Return the values that must equal those of a saved state.
 
         They are the numbers of shards and samples, and a hash of the selection.
         """
@@ -130,7 +129,7 @@ class Selection:
 
 
 def without_ending(name: str, endings: Sequence[str]) -> str:
-    """Return the name of a shard without its format's ending, the longest that fits.
+    """Return the name of a shard without its format's longest matching suffix.
 
     "a/train.001.tar" becomes "a/train.001".
     """
@@ -139,13 +138,13 @@ def without_ending(name: str, endings: Sequence[str]) -> str:
 
 
 def _order(names: list[str], first: list[str] | None) -> Rows:
-    """The numbers of the shards `first`, in that order, then of the others."""
+    """Return the numbers of the shards `first`, in that order, then of the others."""
     number = {name: i for i, name in enumerate(names)}
     return np.array([number[name] for name in dict.fromkeys([*(first or ()), *names])], dtype=np.int64)
 
 
 def _drawn(keys: list[str], counts: Rows, subset: Subset | None) -> tuple[Rows, Rows]:
-    """The range of each shard's samples, in the order of the shard's key, that a subset takes: first and end."""
+    """Return the range of each shard's samples in a subset: first and end, in an order keyed by the shard."""
     if subset is None:
         return np.zeros_like(counts), counts
     if type(subset) is int:
@@ -160,6 +159,9 @@ def _drawn(keys: list[str], counts: Rows, subset: Subset | None) -> tuple[Rows, 
 
 
 def _cut(counts: Rows, parts: NDArray[np.uint64], share: float) -> Rows:
-    """`share` of each count, rounded down after a random fraction is added, so that small shards add up right."""
+    """Return `share` of each count, rounded down after adding a random fraction.
+
+    So the total over small shards is right.
+    """
     cut: Rows = ((counts.astype(np.uint64) * np.uint64(round(share * _ONE)) + parts) >> np.uint64(32)).astype(np.int64)
     return cut

@@ -22,7 +22,7 @@ from savable_pipeline.errors import ShardError
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Rows: TypeAlias = NDArray[np.int64]  # rows of an index, or numbers of samples or shards
 _WORD = 1 << 64
-_AT_ONCE = 4096  # names
+_AT_ONCE = 4096  # names to decode at once
 
 
 class ShardEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +61,7 @@ class ShardNames(Sequence[str]):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> ShardNames:
-        """These names. Raises `ShardError` for one that has a zero byte, or is no UTF-8."""
+        """Build names. Raises `ShardError` for a zero byte, or invalid UTF-8."""
         if isinstance(names, ShardNames):
             return names
         encoded = []
@@ -90,7 +90,7 @@ class ShardNames(Sequence[str]):
         return str(self.text[self._begin(number) : int(self.ends[number]) - 1], "utf-8")
 
     def __iter__(self) -> Iterator[str]:
-        for first in range(0, len(self), _AT_ONCE):  # so many texts at once, not all
+        for first in range(0, len(self), _AT_ONCE):  # strings are decoded in groups, instead of all at once
             last = min(first + _AT_ONCE, len(self)) - 1
             yield from str(self.text[self._begin(first) : int(self.ends[last])], "utf-8").split("\0")[:-1]
 
@@ -118,7 +118,7 @@ class ShardNames(Sequence[str]):
         return next((self[i] for i in np.flatnonzero(suspect).tolist() if not is_inside(self[i])), None)
 
     def between(self, first: int, end: int) -> memoryview:
-        """The text of the names `first` to `end - 1`."""
+        """Return the text of the names `first` to `end - 1`."""
         return self.text[self._begin(first) : self._begin(end)]
 
     def _begin(self, number: int) -> int:
@@ -140,7 +140,7 @@ class ShardList(Sequence[ShardEntry]):
 
     @classmethod
     def of(cls, entries: Sequence[ShardEntry]) -> ShardList:
-        """The same shards as columns; of a digest, the lowest 64 bits."""
+        """Build columns of these shards. A digest is reduced to its lowest 64 bits."""
         if isinstance(entries, ShardList):
             return entries
         return cls(
@@ -180,26 +180,26 @@ class ShardList(Sequence[ShardEntry]):
     __hash__ = None  # type: ignore[assignment]  # equal to a list of the same entries
 
     def take(self, numbers: Rows) -> ShardList:
-        """The shards with these numbers, in this order."""
+        """Return the shards with these numbers, in this order."""
         names = ShardNames.of(map(self.names.__getitem__, numbers.tolist()))
         faults = {i: self.faults[number] for i, number in enumerate(numbers.tolist()) if number in self.faults}
         return ShardList(names, self.sizes[numbers], self.samples[numbers], self.digests[numbers], faults)
 
     def first(self, count: int) -> ShardList:
-        """The first so many shards, as they lie."""
+        """Return the first `count` shards."""
         end = int(self.names.ends[count - 1]) if count else 0
         names = ShardNames(self.names.text[:end], self.names.ends[:count])
         faults = {number: fault for number, fault in self.faults.items() if number < count}
         return ShardList(names, self.sizes[:count], self.samples[:count], self.digests[:count], faults)
 
     def rows(self) -> list[list[Any]]:
-        """Name, samples and digest of each."""
+        """Return name, samples and digest of each shard."""
         columns = zip(self.names, self.samples.tolist(), self.digests.tolist(), strict=True)
         return [list(row) for row in columns]
 
 
 def check_utf8(shard: str, name: str) -> None:
-    """Raise `ShardError` for a name or an extension that an index cannot store."""
+    """Raise `ShardError` for a name or extension that an index cannot store."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -4,9 +4,9 @@
     └─ first member of a sample                                 └─ the end
 
 A member may be preceded by GNU long-name ('L') or PAX ('x', 'g') blocks; its header then starts at the first of them.
-Only regular files count; links, directories and devices have no payload, whatever size their headers say (what is
-said of links: tar_format.py). Members that are no part of a sample (no dot in the name, hidden, metadata) are skipped.
-Formats: v7, ustar, GNU, PAX.
+Only regular files count. Links, directories and devices have no payload, even if their headers have a size (for
+warnings about links see tar_format.py). Members that are not part of a sample (no dot in the name, hidden, metadata)
+are skipped. Formats: v7, ustar, GNU, PAX.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _HARD, _SYMBOLIC = b"1", b"2"
 _NO_PAYLOAD = (_HARD, _SYMBOLIC, b"3", b"4", b"5", b"6")  # hard link, symbolic link, devices, directory, pipe
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL, _SPARSE = b"L", b"K", b"x", b"g", b"S"
 _EXTENDING = (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL)
-_PLACING = (b"path", b"linkpath", b"size")  # PAX records that matter here
+_PLACING = (b"path", b"linkpath", b"size")  # PAX records that are needed here
 _SHORTEST_END = 2 * BLOCK
-_LONGEST_END = 1 << 16  # bytes of zeros; GNU tar pads to 10 kB, or to a record of as many blocks as it is told
-_EXTENDED_LIMIT = 1 << 20  # a longer extended header is damage, not a name
+_LONGEST_END = 1 << 16  # most zero bytes at the end; GNU tar pads to 10 kB, or to the record size that the user sets
+_EXTENDED_LIMIT = 1 << 20  # a longer extended header is damage
 
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
-_METADATA = re.compile(r"__[^/]*__($|/)|(.*/)?\._", re.DOTALL)  # `._a` is macOS's
+_METADATA = re.compile(r"__[^/]*__($|/)|(.*/)?\._", re.DOTALL)  # `._a` is metadata of macOS
 
 
 class Member(NamedTuple):
@@ -46,12 +46,12 @@ class Member(NamedTuple):
     header: int
     payload: int
     size: int
-    regular: bool  # a file; not a folder, a link, ...
-    link: str = ""  # of a link: the name of the member that it leads to
+    regular: bool  # whether it is a file, and no folder or link
+    link: str = ""  # target of a link
 
     @property
     def end(self) -> int:
-        """The offset just after the padded payload."""
+        """Return the offset just after the padded payload."""
         return self.payload + padded(self.size)
 
 
@@ -65,19 +65,19 @@ class Extent:
 
 
 def padded(size: int) -> int:
-    """`size` rounded up to whole blocks."""
+    """Round `size` up to whole blocks."""
     return (size + BLOCK - 1) // BLOCK * BLOCK
 
 
 def is_metadata(name: str) -> bool:
-    """Whether a member's name says that it is metadata, and no part of a sample."""
+    """Return whether a member's name is that of metadata."""
     return bool(_METADATA.match(name))
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Return key and extension of a member's name, split at the first dot of its base.
+    """Split a member's name into key and extension, at the first dot of its base.
 
-    It is None if the member is not part of a sample.
+    The result is None if the member is not part of a sample.
     """
     if is_metadata(name):
         return None
@@ -88,9 +88,8 @@ def split_name(name: str) -> tuple[str, str] | None:
 def tar_compression(head: bytes) -> str | None:
     """Return how a tar is compressed, by its first block.
 
-    It is ".gz", ".bz2", ".xz" or ".zst".
-
-    "" for a plain one, whose name may begin with the same bytes; None for what is neither.
+    The result is ".gz", ".bz2", ".xz" or ".zst", "" for a plain tar, and None for other data. A plain tar's name may
+    start with the same bytes as a compressed one.
     """
     with contextlib.suppress(ShardError):
         _check("", 0, head[:BLOCK])
@@ -99,11 +98,9 @@ def tar_compression(head: bytes) -> str | None:
 
 
 def samples(path: str, fd: int, links: list[Member] | None = None) -> Iterator[Extent]:
-    """The samples of an open tar: runs of adjacent members with one key.
+    """Yield the samples of an open tar: runs of adjacent members with one key.
 
-    Raises `ShardError`.
-
-    Links that would be a part of a sample if they were files are added to `links`.
+    Links that would be parts of a sample if they were files are added to `links`. Raises `ShardError`.
     """
     sample: Extent | None = None
     for member, key, extension in of_samples(members(path, fd), links):
@@ -136,7 +133,7 @@ def of_samples(found: Iterable[Member], links: list[Member] | None = None) -> It
 
 
 def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
-    """The members of an open tar, from the header at `offset` on.
+    """Yield the members of an open tar from the header at `offset`.
 
     Raises `ShardError` that names the damaged byte.
     """
@@ -159,7 +156,7 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
         name = fields.get("path") or long_name or _header_name(header)
         regular = kind in _REGULAR and not name.endswith("/")
         size = int(fields["size"]) if "size" in fields else _number(path, offset, header, slice(124, 136))
-        if kind in _NO_PAYLOAD or (kind == b"\0" and not regular):  # a name with a slash at its end: a folder in v7
+        if kind in _NO_PAYLOAD or (kind == b"\0" and not regular):  # in v7, a name with a slash at its end is a folder
             size = 0
         payload = offset + BLOCK
         if payload + size > end_of_file:
@@ -190,9 +187,9 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
 
 
 def _check_end(path: str, fd: int, offset: int, end_of_file: int) -> None:
-    """Raises `ShardError` unless two blocks of zeros follow, and zeros up to a whole record, 64 KiB in all at most.
+    """Raise `ShardError` unless two zero blocks follow, and zeros up to a whole record of at most 64 KiB.
 
-    (More may be a shard that was filled with zeros from some point on.)
+    More zeros may be a shard whose content was lost from some offset on.
     """
     if end_of_file - offset < _SHORTEST_END:
         raise ShardError(
@@ -215,7 +212,7 @@ def _check(path: str, offset: int, header: bytes) -> None:
 
 
 def _sum(raw: bytes) -> int:
-    """The sum of at most 256 bytes: one half of their Adler-32, in a tenth of the time of `sum`."""
+    """Return the sum of at most 256 bytes, as half of their Adler-32, in a tenth of the time of `sum`."""
     return (adler32(raw) & 0xFFFF) - 1
 
 
@@ -226,12 +223,12 @@ def _no_header(path: str, offset: int, header: bytes, found: str) -> ShardError:
 
 
 def _number(path: str, offset: int, header: bytes, where: slice) -> int:
-    """The number in an octal field of a header, or in a base-256 one (first bit set)."""
+    """Parse an octal field of a header, or a base-256 one (first bit set)."""
     raw = header[where]
     if raw[0] & 0x80:
         return int.from_bytes(bytes([raw[0] & 0x7F]) + raw[1:], "big")
     digits = raw.lstrip(b" ").split(b"\0", 1)[0].rstrip(b" ") or b"0"
-    if digits.strip(b"01234567"):  # int() would take a sign or an underscore too
+    if digits.strip(b"01234567"):  # int() would accept a sign or an underscore too
         raise _no_header(path, offset, header, f"{raw!r} is not an octal number")
     return int(digits, 8)
 
@@ -253,9 +250,10 @@ def _extended(path: str, fd: int, payload: int, size: int) -> bytes:
 
 
 def _pax_records(path: str, offset: int, block: bytes) -> dict[str, str]:
-    """Return the records of a PAX header that say where the data of a member is.
+    """Return the records of a PAX header that locate a member's data.
 
-    A record is `length key=value\\n`. All others are dropped, as a tar may hold millions of them.
+    A record is the length, a blank, `key=value` and a newline. Others are dropped, because a tar may have millions of
+    them.
     """
     records = {}
     position = 0

@@ -52,7 +52,7 @@ from savable_pipeline.errors import ShardError
 LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
 log = logging.getLogger(__name__)
 
-_USUAL_END = 10_240 + 2 * BLOCK  # bytes of zeros at most, but for GNU tar's larger records
+_USUAL_END = 10_240 + 2 * BLOCK  # usual maximum of zero bytes at the end; GNU tar's records may be larger
 _OFFSET = 8  # bytes of an offset in X.tar.idx
 _RECORDS = (1 << 14, 1 << 15, 1 << 16)
 
@@ -68,10 +68,10 @@ class Links(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TarColumns(msgspec.Struct, array_like=True):
-    """What an index says of a tar; the arrays are little-endian bytes."""
+    """Index rows of a tar. The arrays are little-endian bytes."""
 
     starts: bytes  # uint64 (samples,)
-    end: int = 0  # the offset after the last member
+    end: int = 0  # offset after the last member
     layouts: list[LayoutParts] = []
     layout_of: bytes = b""  # uint32 (samples,)
     sizes: bytes = b""  # uint64 (members,)
@@ -79,26 +79,26 @@ class TarColumns(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, table: ShardTable) -> TarColumns:
-        """Those of a table."""
+        """Decode the columns of a table."""
         return msgspec.msgpack.decode(table.rows, type=cls)
 
     def table(self, entry: ShardEntry, note: str = "") -> ShardTable:
-        """The table with these rows."""
+        """Build a table with these rows."""
         return ShardTable(entry, msgspec.msgpack.encode(self), note)
 
 
 class TarIndexHeader(msgspec.Struct, array_like=True):
-    """What an index says of all tars."""
+    """Header of the index about all tars."""
 
     layouts: list[LayoutParts]
-    members: Count  # of every sample; 0: see `firsts`
-    size_bytes: int  # 4 or 8: of an element of `sizes`
-    sizes: Count  # the length of `sizes`
-    links: dict[int, Links] = {}  # by number of the shard; of one without any there is none
+    members: Count  # members of every sample; 0 if they differ, see `firsts`
+    size_bytes: int  # bytes of an element of `sizes`, 4 or 8
+    sizes: Count  # length of `sizes`
+    links: dict[int, Links] = {}  # by number of the shard, if it has links
 
 
 class TarWriter:
-    """The rows of a `TarIndex`."""
+    """Writer of the rows of a `TarIndex`."""
 
     def __init__(self, new_file: Callable[[], IO[bytes]]) -> None:
         self._starts, self._layout_of, self._sizes = new_file(), new_file(), new_file()
@@ -123,8 +123,8 @@ class TarWriter:
         self._shards += 1
         return len(starts), check_of(starts, layout_of, sizes)
 
-    def said(self) -> bytes:
-        """See `RowsWriter.said`."""
+    def format_data(self) -> bytes:
+        """See `RowsWriter.format_data`."""
         return msgspec.msgpack.encode(
             TarIndexHeader(list(self._layouts), self._members, 8 if self._wide else 4, self._parts, self._links)
         )
@@ -140,7 +140,7 @@ class TarWriter:
 
     @property
     def _members(self) -> int:
-        """The number of members of every sample; 0 if they differ."""
+        """Return the number of members of every sample, or 0 if they differ."""
         lengths = {len(layout) for layout in self._layouts}
         return lengths.pop() if len(lengths) == 1 else 0
 
@@ -168,15 +168,15 @@ class Layout:
 
 
 def open_index(path: Path) -> ShardIndex:
-    """The index at `path`, of files of whichever format. Raises OSError, `ShardError`."""
+    """Open the index at `path`, of files of any format. Raises OSError, `ShardError`."""
     kind = kind_of(path)
     return TarIndex(path) if kind == TAR else BlobIndex(path, kind)
 
 
 def _index_header(path: Path, header: Header) -> TarIndexHeader:
-    """What an index says of all tars. Raises `ShardError`."""
+    """Decode the header about all tars. Raises `ShardError`."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        tar = msgspec.msgpack.decode(header.said, type=TarIndexHeader)
+        tar = msgspec.msgpack.decode(header.format_data, type=TarIndexHeader)
         if tar.size_bytes in (4, 8) and all(tar.layouts) and all(number < header.shards for number in tar.links):
             return tar
     raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
@@ -207,11 +207,11 @@ class TarIndex(ShardIndex):
         self._places = self.begin, at_layouts, at_firsts, at_sizes
 
     def layout(self, row: int) -> Layout:
-        """The layout of the sample in `row`."""
+        """Return the layout of the sample in `row`."""
         return self.layouts[self.layout_of[row]] if self.layout_of else self.layouts[0]
 
     def extent(self, row: int, member: int, layout: Layout) -> tuple[int, int]:
-        """Offset and size in bytes of member number `member` of the sample in `row`."""
+        """Return offset and size in bytes of a member of the sample in `row`."""
         first = row * self.members if self.members else self.firsts[row]
         offset = self.starts[row] + layout.gaps[0]
         if not member:
@@ -221,7 +221,7 @@ class TarIndex(ShardIndex):
         return offset, self.sizes[first + member]
 
     def part_sizes(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """The sizes in bytes of the parts of these samples, by extension."""
+        """Return the sizes in bytes of the parts of these samples, by extension."""
         layouts = np.asarray(self.layout_of)[rows] if self.layout_of else np.zeros(len(rows), dtype=np.uint32)
         firsts = rows * self.members if self.members else np.asarray(self.firsts)[rows].astype(np.int64)
         sizes = np.asarray(self.sizes)
@@ -233,7 +233,7 @@ class TarIndex(ShardIndex):
         return {extension: np.concatenate(parts) for extension, parts in found.items()}
 
     def is_whole(self, number: int) -> bool:
-        """See `ShardIndex.is_whole`; no part is larger than the shard."""
+        """See `ShardIndex.is_whole`. A part larger than its shard is invalid too."""
         rows = self.rows_of(number)
         sizes = self._sizes_of(slice(rows.start, rows.stop))
         if sizes is None:
@@ -249,7 +249,7 @@ class TarIndex(ShardIndex):
         return np.asarray(self.layout_of)[rows.start : rows.stop]
 
     def _sizes_of(self, rows: slice) -> memoryview[int] | None:
-        """The sizes of the members of these samples, in order; None if `firsts` or `layouts` are damaged."""
+        """Return the sizes of the members of these samples, or None if `firsts` or `layouts` are damaged."""
         if self.members:
             used = np.unique(np.asarray(self.layout_of)[rows]).tolist() if self.layout_of else [0]
             fits = all(n < len(self.layouts) and len(self.layouts[n].gaps) == self.members for n in used)
@@ -334,9 +334,9 @@ class TarIndex(ShardIndex):
 
 
 def read_table(file: ByteSource, name: str) -> ShardTable:
-    """The table of a tar on a disk.
+    """Scan a local tar.
 
-    Damage becomes the `fault` of its entry; the samples before it are kept.
+    Damage becomes the `fault` of its entry, which still has the samples before it.
     """
     found, torn, fault, fd = ShardRows(name), _Torn(), "", file.fileno()
     try:
@@ -346,7 +346,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
         for member in members(name, fd, found.end):
             found.end = member.end
     except OSError as error:
-        if error.errno in NETWORK_ERRORS:  # it is scanned again
+        if error.errno in NETWORK_ERRORS:  # an error of the network, after which it is scanned again
             raise
         fault = f"{name}: {error.strerror}"
     except ShardError as error:
@@ -362,7 +362,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Return whether three samples of a tar are where the index says.
 
-    They are the first, a middle and the last one. The rows of the index must be whole.
+    They are the first, a middle and the last one. The rows of the index must be valid.
     """
     assert isinstance(index, TarIndex), index
     rows, name = index.rows_of(number), index.shards.names[number]
@@ -371,7 +371,7 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
 
 
 def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
-    """Warns if a tar that is read to its end looks as if samples were lost from it."""
+    """Warn if samples seem to be missing from a complete tar."""
     zeros = size - found.end
     if not found.starts or size - found.in_samples > max(size // 2, _USUAL_END):
         log.warning(
@@ -391,14 +391,15 @@ def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
 
 
 class _Torn:
-    """Finds samples whose files lie in two places, as of `tar cf x.tar *.jpg *.txt`: each place is taken for a sample.
+    """Finds samples whose files are in two runs, as of `tar cf x.tar *.jpg *.txt`.
 
-    Where both have a file of the same extension, they are samples that happen to have one key.
+    Each run looks like a sample of its own. If both runs have a file of the same extension, they are different samples
+    that share a key.
     """
 
     def __init__(self) -> None:
         self._extensions: dict[int, tuple[str, ...]] = {}  # by the hash of a key
-        self._alike: dict[tuple[str, ...], tuple[str, ...]] = {}  # one tuple for all samples that have these
+        self._alike: dict[tuple[str, ...], tuple[str, ...]] = {}  # one tuple for all samples with the same extensions
         self._count, self._first = 0, ""
 
     def add(self, extent: Extent) -> None:
@@ -420,7 +421,7 @@ class _Torn:
 
 
 class ShardRows:
-    """The samples found so far in a shard, as rows of the index."""
+    """Index rows of the samples found so far in a shard."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -430,13 +431,13 @@ class ShardRows:
         self.sizes: list[int] = []
         self.digest = xxh3_64()
         self.end = 0  # of the last member
-        self.in_samples = 0  # bytes of samples, with their headers
-        self.links: list[Member] = []  # that would be parts of samples if they were files
+        self.in_samples = 0  # bytes of samples, including headers
+        self.links: list[Member] = []  # links that would be parts of samples if they were files
 
     def add(self, extent: Extent) -> None:
-        """Add a sample, which must lie behind those before it.
+        """Add a sample, which must follow all earlier ones.
 
-        Raises `ShardError` for a name that is no UTF-8.
+        Raises `ShardError` for a name that is not UTF-8.
         """
         layout = _layout(extent)
         for extension, _ in layout if layout not in self.layouts else ():
@@ -450,7 +451,7 @@ class ShardRows:
             self.digest.update(f"{member.name}\0{member.payload}\0{member.size}\0".encode("utf-8", "surrogateescape"))
 
     def table(self, size: int, fault: str, note: str = "") -> ShardTable:
-        """The rows of a shard of `size` bytes."""
+        """Return the rows of a shard of `size` bytes."""
         rows = TarColumns(
             np.array(self.starts, dtype="<u8").tobytes(),
             self.end,
@@ -472,9 +473,8 @@ def _layout(extent: Extent) -> LayoutParts:
 def write_tar_idx(shard: Path, table: ShardTable) -> None:
     """Write `X.tar.idx`, unless the folder is read-only.
 
-    It has the offsets of the samples and of the end, as little-endian uint64.
-
-    A file with other offsets is replaced only if it is older than its shard.
+    It has the offsets of the samples and of the end, as little-endian uint64. A file with other offsets is replaced
+    only if it is older than its shard.
     """
     offsets = tar_idx(table)
     path = shard.with_suffix(".tar.idx")
@@ -487,15 +487,15 @@ def write_tar_idx(shard: Path, table: ShardTable) -> None:
 
 
 def tar_idx(table: ShardTable) -> bytes:
-    """The right content of `X.tar.idx`."""
+    """Return the valid content of `X.tar.idx`."""
     rows = TarColumns.of(table)
     return rows.starts + np.array([rows.end], dtype="<u8").tobytes()
 
 
 def tar_idx_fault(shard: Path, table: ShardTable) -> str:
-    """Return why the offsets next to a shard are not those of its samples, or "".
+    """Return how the offsets in .tar.idx differ from those of the samples, or "".
 
-    It is "" too if there are no offsets.
+    The result is also "" without such a file.
     """
     path = shard.with_suffix(".tar.idx")
     expected = tar_idx(table)
@@ -514,33 +514,33 @@ def tar_idx_fault(shard: Path, table: ShardTable) -> str:
     return f"{path.name} has another offset for sample {first} than the shard"
 
 
-RECORD = 20 * BLOCK  # a tar is padded to whole ones
-END = 2 * BLOCK  # bytes of zeros that end it at least
+RECORD = 20 * BLOCK  # a tar is padded to a multiple of this
+END = 2 * BLOCK  # least zero bytes at the end
 _LONGEST_PLAIN_NAME = 100  # a longer name takes two more blocks, as does one that is not ASCII
-_LARGEST_PLAIN = 8**11 - 1  # bytes of a member; a larger size takes two more blocks
+_LARGEST_PLAIN = 8**11 - 1  # a larger size in bytes takes two more blocks
 _EMPTY = tarfile.TarInfo().tobuf(tarfile.PAX_FORMAT)
-_SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # in a header
+_SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # positions in a header
 
 
 def header_bytes(name: str, size: int) -> int:
-    """The bytes of a member's headers."""
+    """Return the bytes of a member's headers."""
     return BLOCK if _is_plain(name, size) else 3 * BLOCK
 
 
 def sample_bytes(key: str, sizes: Mapping[str, int]) -> int:
-    """The bytes of a sample in a tar, from the sizes of its parts by extension."""
+    """Return the bytes of a sample in a tar, from the sizes of its parts by extension."""
     return sum(header_bytes(f"{key}.{extension}", size) + padded(size) for extension, size in sizes.items())
 
 
 def room_in(shard_bytes: int) -> int:
-    """The bytes for samples in a shard that grows no longer than `shard_bytes`."""
+    """Return the most bytes of samples in a shard of at most `shard_bytes`."""
     return shard_bytes // RECORD * RECORD - END
 
 
 def member_headers(name: str, size: int) -> bytes:
     """Return the headers of a member.
 
-    They are one block, and two before it for a name or size that does not fit.
+    They are one block, after two more for a name or size that does not fit.
     """
     if not _is_plain(name, size):
         info = tarfile.TarInfo(name)
@@ -559,16 +559,16 @@ def _is_plain(name: str, size: int) -> bool:
 
 
 class Chunked(Protocol):
-    """Bytes that come in pieces, so many together."""
+    """Bytes that arrive in pieces, with a known total size."""
 
     def __len__(self) -> int: ...
     def chunks(self) -> Iterable[bytes]: ...
 
 
 class ShardFile:
-    """A new shard at `path`, which the index will call `name`.
+    """New shard at `path`, called `name` in the index.
 
-    A context manager: it closes the file, whole or not.
+    It is a context manager that closes the file, complete or not.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -586,11 +586,10 @@ class ShardFile:
         self.close()
 
     def add(self, key: str, parts: Mapping[str, bytes | Chunked]) -> None:
-        """Append a sample of one part or more, as bytes or in pieces.
+        """Append a sample of at least one part, as bytes or in pieces.
 
-        Raises OSError, for a disk that is full say.
-
-        Its key must not be that of the sample before: the two would be one to readers.
+        Its key must differ from the previous one, because readers would merge the two. Raises OSError, for example for
+        a full disk.
         """
         assert parts and key != self.last_key, key
         self.last_key = key
@@ -608,7 +607,7 @@ class ShardFile:
         self.samples += 1
 
     def finish(self) -> ShardTable:
-        """End the tar, and see that it is on the disk; gives its rows of the index."""
+        """Complete the tar, sync it to the disk, and return its index rows."""
         zeros = END + -(self.size + END) % RECORD
         self._file.write(bytes(zeros))
         self._file.flush()
@@ -620,7 +619,7 @@ class ShardFile:
     def close(self) -> None:
         """Close the file as it is, without an error for bytes that do not fit on the disk.
 
-        The shard is not whole then.
+        The shard is incomplete then.
         """
         with contextlib.suppress(OSError):
             self._file.close()

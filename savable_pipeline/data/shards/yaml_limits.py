@@ -9,16 +9,16 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 _DEEPEST = 20
-_MOST_VALUES = 4_000_000  # of a file, aliases counted each time: a million shards need a fourth of it
-_LONGEST_NUMBER = 100  # characters: longer ones take a time that grows with their square
+_MOST_VALUES = 4_000_000  # values of a file, aliases included; a million shards need a fourth of it
+_LONGEST_NUMBER = 100  # characters; parsing a longer number takes a time that grows with the square of its length
 _LONG_NUMBER = re.compile(r"[-+]?(?:0[xb][0-9a-fA-F_]*|[0-9_:.]+)")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# By constructors of PyYAML, of scalars that are not what their tag says.
+# errors of PyYAML's constructors for scalars that contradict their tag
 _CONSTRUCTOR_ERRORS = (ValueError, IndexError, KeyError, AttributeError, TypeError, OverflowError)
 
 
 def load_yaml(raw: bytes) -> Any:
-    """The value of a file without aliases.
+    """Parse a file without aliases.
 
     Raises ValueError that says where it cannot be read.
     """
@@ -30,9 +30,9 @@ def load_yaml(raw: bytes) -> Any:
 
 
 def constructed(construct: Callable[[], Any]) -> Any:
-    """What `construct()` gives.
+    """Return the result of `construct()`.
 
-    Raises ValueError for a value that is not of the type that its tag says.
+    Raises ValueError for a value that contradicts its tag.
     """
     try:
         return construct()
@@ -43,13 +43,13 @@ def constructed(construct: Callable[[], Any]) -> Any:
 def check_yaml(raw: bytes, *, aliases: bool, most: int = _MOST_VALUES, loader: Any = _LOADER) -> None:
     """Raise ValueError or yaml.YAMLError for YAML that is too deep or too large.
 
-    The bounds are `most` values and 100 characters for a number. With `aliases=False`, aliases are errors too.
+    The limits are `most` values and 100 characters for a number. With `aliases=False`, aliases are errors too.
 
-    Checked event by event, before anything is made: on deep YAML the fast loader overflows the stack of the process.
+    It checks the events before anything is constructed, because deep YAML overflows the stack of the fast loader.
     """
     counts = [0]  # values so far in each open list or mapping, the outermost first
-    anchors: list[str | None] = []  # of those
-    sizes: dict[str, int] = {}  # values of what an anchor names
+    anchors: list[str | None] = []  # anchors of the open lists and mappings
+    sizes: dict[str, int] = {}  # values of each anchor's content
     for event in yaml.parse(raw, Loader=loader):
         anchor: str | None = getattr(event, "anchor", None)
         if isinstance(event, yaml.CollectionStartEvent):

@@ -1,9 +1,9 @@
-"""The format of Arrow IPC files and streams, and of the folders of HF `datasets`.
+"""The format of Arrow IPC files and streams, and of folders of HF `datasets`.
 
-    save_to_disk      state.json names the files; of a DatasetDict, dataset_dict.json names a folder for each split
-    the cache         dataset_info.json names the splits, whose files lie side by side; cache-*.arrow are results of map
+    save_to_disk      state.json names the files; for a DatasetDict, dataset_dict.json names a folder for each split
+    the cache         dataset_info.json names the splits, which share a folder; cache-*.arrow are results of map
 
-Its store imports pyarrow, which other files do without.
+Only its store imports pyarrow.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ def _open_ranged(found: IndexedFiles, **settings: Any) -> Any:
     return RangedArrowStore(found, **settings)
 
 
-STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"  # that HF `datasets` writes
+# names of the metadata files of HF `datasets`
+STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
 def _is_saved(heads: Mapping[str, bytes]) -> bool:
-    """Whether HF's `save_to_disk` wrote the folder."""
+    """Return whether HF's `save_to_disk` wrote the folder."""
     return "splits" in marker_object(heads, SPLITS) or "_data_files" in marker_object(heads, STATE)
 
 
 def _data_files(heads: Mapping[str, bytes]) -> list[tuple[str, ...]] | None:
-    """The files that HF `datasets` says are the data; None if it says nothing.
+    """Return the files that HF's metadata lists as data, or None without metadata.
 
-    Raises ValueError for several splits, one of which must be named.
+    Raises ValueError for several splits, because the user must choose one.
     """
     if SPLITS in heads:
         names = _split_names(marker_object(heads, SPLITS))

@@ -4,18 +4,18 @@ Buffers from files are not trusted: each access is bounded.
 
     string, binary                      their bytes
     numbers                             JSON, or an array of one number
-    lists of numbers, of one length a dimension     JSON, or an array
-    other lists, other structs, dates, …      JSON; moments and spans made from their integers, moments in UTC
+    lists of numbers, of one length per dimension     JSON, or an array
+    other lists, other structs, dates, …      JSON; times and durations are built from their integers, times in UTC
     null                                the sample has no such part
 
-Images, audio and films are as HF `datasets` writes them, structs of `bytes` and `path`, and lists of these:
+Images, audio and videos are structs of `bytes` and `path`, as HF `datasets` writes them, or lists of these:
 
     {bytes, path}                       the bytes; the part is named by the path's extension: png
     a list of them                      a part for each: 0.png, 1.png, …
-    {bytes: null, path}                 the file lies elsewhere: a `NamedFile`, and no part
-    bytes, in the column `image`        a part as if they had no path, if they begin as an image does; else as they are
+    {bytes: null, path}                 the file is elsewhere: a `NamedFile`, and no part
+    bytes, in the column `image`        a part as if without a path if they start like an image, else unchanged
 
-Bytes and paths may be of Arrow's view types, as Polars writes them, and one of the two of none where all are null.
+Bytes and paths may have Arrow's view types, as Polars writes them. One of the two may have the null type.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ _UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 T = TypeVar("T")
 _BYTES = ("binary", "large_binary", "binary_view", "null")
 _PATHS = ("string", "large_string", "string_view", "null")
-_IMAGES = ("image", "img", "image_bytes")  # names of columns of bytes, in small letters
-_MEDIA = frozenset(("jpg", "png", "gif", "bmp", "tiff", "flac", "ogg", "mp3", "webp", "wav"))  # that have no path
+_IMAGES = ("image", "img", "image_bytes")  # lower-case names of columns of image bytes
+# formats detected by their first bytes, for media without a path
+_MEDIA = frozenset(("jpg", "png", "gif", "bmp", "tiff", "flac", "ogg", "mp3", "webp", "wav"))
 
 
 class BrokenColumnError(ValueError):
-    """The buffers of a column do not hold what its type says."""
+    """Error: the buffers of a column contradict its type."""
 
 
 def _numbers(buffer: Any, kind: str) -> memoryview[Any]:
-    """The whole numbers of a kind in a buffer; none where there is no buffer."""
+    """Return the integers of a kind in a buffer, which may be None."""
     raw = memoryview(b"" if buffer is None else buffer).cast("B")
     found: memoryview[Any] = raw[: len(raw) // calcsize(kind) * calcsize(kind)].cast(kind)  # type: ignore[call-overload]
     return found
@@ -64,9 +65,9 @@ _JSON: Any = getattr(pa, "JsonType", ())  # pyarrow 19 and later
 
 
 class Validity:
-    """Rows of an array that are not null, read from its bits.
+    """Validity bits of an array, one per row.
 
-    Arrow's own look at a row follows its offsets too.
+    Arrow's own check of a row would also follow the row's offsets, which are not trusted.
     """
 
     def __init__(self, array: Any) -> None:
@@ -75,11 +76,11 @@ class Validity:
 
     @property
     def has_nulls(self) -> bool:
-        """Whether a row may be null."""
+        """Return whether a row may be null."""
         return self._bits is not None
 
     def of(self, row: int) -> bool:
-        """Whether a row is not null. Raises `BrokenColumnError`."""
+        """Return whether a row is not null. Raises `BrokenColumnError`."""
         if self._bits is None:
             return True
         row += self._first
@@ -89,9 +90,9 @@ class Validity:
             raise BrokenColumnError(f"row {row} is outside its column") from None
 
     def nulls(self, count: int) -> NDArray[np.bool_]:
-        """Which of the first `count` rows are null: bool (count,).
+        """Return which of the first `count` rows are null: bool (count,).
 
-        Rows that have no bit are none.
+        Rows without a validity bit count as not null.
         """
         found = np.zeros(count, np.bool_)
         if self._bits is not None:
@@ -102,7 +103,7 @@ class Validity:
 
 
 class Unread(Protocol):
-    """Arrays whose values are partly not in memory."""
+    """Arrays with values that are partly not in memory."""
 
     def reader(self, buffer: Any, /) -> Callable[[int, int], bytes] | None:
         """Return a function that reads bytes `first` to `last` of a buffer.
@@ -126,7 +127,7 @@ class BytesColumn:
     def __init__(self, array: Any, unread: Unread | None = None) -> None:
         if array.type in (pa.string_view(), pa.binary_view()):
             try:
-                array.validate(full=True)  # before Arrow follows the views, to wherever they point
+                array.validate(full=True)  # Validate before Arrow follows the views, because they may point anywhere.
             except pa.ArrowException as error:
                 raise BrokenColumnError(str(error)) from error
             array = array.cast(pa.large_binary())
@@ -135,10 +136,10 @@ class BytesColumn:
         self._has_nulls = self.validity.has_nulls
         self._offsets, self._data = _numbers(offsets, OFFSETS[str(array.type)]), _numbers(data, "B")
         self._read = None if unread is None else unread.reader(data)
-        self.rows = max(0, len(self._offsets) - 1 - self._first)  # that lie in it
+        self.rows = max(0, len(self._offsets) - 1 - self._first)  # rows that the offsets buffer covers
 
     def value(self, row: int) -> bytes | None:
-        """The bytes of a row; None for null. Raises `BrokenColumnError`."""
+        """Return the bytes of a row, or None for null. Raises `BrokenColumnError`."""
         byte_range = self._byte_range(row)
         if byte_range is None:
             return None
@@ -146,7 +147,7 @@ class BytesColumn:
         return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
 
     def head(self, row: int, size: int) -> bytes:
-        """The first bytes of a row, at most `size`; none for null.
+        """Return at most `size` first bytes of a row, or None for null.
 
         Raises `BrokenColumnError`.
         """
@@ -155,11 +156,14 @@ class BytesColumn:
         return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
 
     def has_part(self, row: int) -> bool:
-        """Whether `value` is not None, without its bytes. Raises `BrokenColumnError`."""
+        """Return whether a row has a value.
+
+        Raises `BrokenColumnError`.
+        """
         return self._byte_range(row) is not None
 
     def _byte_range(self, row: int) -> tuple[int, int] | None:
-        """Where the bytes of a row begin and end; None for null. Raises `BrokenColumnError`."""
+        """Return where the bytes of a row start and end, or None for null. Raises `BrokenColumnError`."""
         if self._has_nulls and not self.validity.of(row):
             return None
         row += self._first
@@ -182,7 +186,7 @@ class NumberColumn:
         self._values = _numbers(data, NUMBERS[str(array.type)])
 
     def value(self, row: int) -> bytes | None:
-        """The value of a row as JSON; None for null. Raises `BrokenColumnError`."""
+        """Return the value of a row as JSON, or None for null. Raises `BrokenColumnError`."""
         if self._has_nulls and not self._validity.of(row):
             return None
         row += self._first
@@ -192,11 +196,11 @@ class NumberColumn:
             raise BrokenColumnError(f"row {row} is outside its column") from None
 
     def array(self, row: int) -> NDArray[Any]:
-        """The value of a row, which is not null: ()."""
+        """Return the value of a row that is not null: ()."""
         return np.array(self._values[self._first + row], self._values.format)
 
     def has_part(self, row: int) -> bool:
-        """Whether `value` is not None. Raises `BrokenColumnError`."""
+        """Return whether a row has a value. Raises `BrokenColumnError`."""
         return self.value(row) is not None
 
 
@@ -209,7 +213,7 @@ class ValueColumn:
         self._converts = not isinstance(array.type, _JSON) and _needs_conversion(array.type)
 
     def value(self, row: int) -> bytes | None:
-        """The value of a row as JSON, or as it is if it is text or bytes; None for null.
+        """Return the value of a row: strings and bytes unchanged, others as JSON, or None.
 
         Raises `BrokenColumnError`.
         """
@@ -219,14 +223,14 @@ class ValueColumn:
         return f'"{found}"'.encode() if isinstance(found, str) else as_part(found)
 
     def array(self, row: int) -> NDArray[Any]:
-        """The numbers of a row, which is not null: (any, …) of their type.
+        """Return the numbers of a row that is not null: (any, …) of their type.
 
         Raises `BrokenColumnError`, TypeError.
         """
         return self._of_row(row, _numbers_of)
 
     def _of_row(self, row: int, make: Callable[[Any], T]) -> T:
-        """What is made of an array of this row alone."""
+        """Return the result of a function for an array of this row alone."""
         try:
             if not self._checked:
                 self._array.validate(full=True)
@@ -238,12 +242,12 @@ class ValueColumn:
             raise BrokenColumnError(f"row {row}: {error}") from error
 
     def has_part(self, row: int) -> bool:
-        """Whether `value` is not None. Raises `BrokenColumnError`."""
+        """Return whether a row has a value. Raises `BrokenColumnError`."""
         return self._of_row(row, lambda rows: not rows.null_count)
 
 
 def _numbers_of(rows: Any) -> NDArray[Any]:
-    """The numbers of an array of one row: of lists in it as many dimensions. Raises TypeError."""
+    """Return the numbers of a one-row array, with one dimension per level of lists. Raises TypeError."""
     shape = [1]
     while _is_list(rows.type) and not rows.null_count:
         lengths = {len(each) for each in rows} or {0}
@@ -261,7 +265,7 @@ def _numbers_of(rows: Any) -> NDArray[Any]:
 def _needs_conversion(kind: Any) -> bool:
     """Return whether a type contains times or JSON.
 
-    pyarrow returns times as pandas objects, and JSON as text.
+    pyarrow returns times as pandas objects and JSON as strings.
     """
     if kind.num_fields:
         return any(_needs_conversion(kind.field(i).type) for i in range(kind.num_fields))
@@ -298,7 +302,7 @@ def plain_value(value: Any) -> Any:
 class NamedFile:
     """File that a row names by a path, without its bytes.
 
-    `part` would be its name, "" if the path has no extension.
+    `part` is the name that the part would have, "" for a path without extension.
     """
 
     column: str
@@ -307,7 +311,7 @@ class NamedFile:
 
 
 class MediaColumn:
-    """A column of structs of `bytes` and `path`, such as images, or of bytes alone."""
+    """Column of media such as images: structs of `bytes` and `path`, or only bytes."""
 
     def __init__(self, array: Any, unread: Unread | None = None) -> None:
         self._bare = not pa.types.is_struct(array.type)
@@ -317,21 +321,24 @@ class MediaColumn:
         self._bytes = _bytes_column(data, self._rows, unread)
 
     def value(self, row: int) -> bytes | None:
-        """The bytes of a row; None for null. Raises `BrokenColumnError`."""
+        """Return the bytes of a row, or None for null. Raises `BrokenColumnError`."""
         return self._bytes.value(row) if self._validity.of(row) else None
 
     def has_part(self, row: int) -> bool:
-        """Whether `value` is not None, without its bytes. Raises `BrokenColumnError`."""
+        """Return whether a row has bytes.
+
+        Raises `BrokenColumnError`.
+        """
         return self._validity.of(row) and self._bytes.has_part(row)
 
     def is_null(self, row: int) -> bool:
-        """Whether a row has no bytes. Raises `BrokenColumnError`."""
+        """Return whether a row has no bytes. Raises `BrokenColumnError`."""
         return not (self._validity.of(row) and self._bytes.validity.of(row))
 
     def extension(self, row: int) -> str:
-        """Return the extension of a row's path, or the one that its bytes start like.
+        """Return the extension of a row's path, or the one detected from its first bytes.
 
-        It is "bin" if neither is known, and "" for bytes alone.
+        The result is "bin" if neither is known, and "" for a column of only bytes.
         """
         extension = extension_of((self._paths.value(row) or b"").decode(errors="replace"))
         if extension:
@@ -341,21 +348,21 @@ class MediaColumn:
 
     @cached_property
     def named(self) -> NDArray[np.int64]:
-        """The rows that have a path and no bytes."""
+        """Return the rows that have a path and no bytes."""
         nulls = self._bytes.validity.nulls(self._rows)
         if nulls.any():
             nulls &= ~self._validity.nulls(self._rows) & ~self._paths.validity.nulls(self._rows)
         return np.array([row for row in np.flatnonzero(nulls).tolist() if self._has_path(row)], np.int64)
 
     def file(self, row: int) -> str | None:
-        """The path of a row that has no bytes; None of any other."""
+        """Return the path of a row without bytes, or None for any other row."""
         i = int(np.searchsorted(self.named, row))
         return self._path(row) if i < len(self.named) and self.named[i] == row else None
 
     def _has_path(self, row: int) -> bool:
         try:
             return bool(self._path(row))
-        except BrokenColumnError:  # raised by `file`, when the row is read
+        except BrokenColumnError:  # `file` raises this error when the row is read
             return True
 
     def _path(self, row: int) -> str:
@@ -363,7 +370,7 @@ class MediaColumn:
 
 
 class MediaListColumn:
-    """A column of lists of structs of `bytes` and `path`. Raises `BrokenColumnError`."""
+    """Column of lists of structs of `bytes` and `path`. Raises `BrokenColumnError`."""
 
     def __init__(self, array: Any, unread: Unread | None = None) -> None:
         self._first, self._validity = array.offset, Validity(array)
@@ -376,14 +383,14 @@ class MediaListColumn:
         self._rows = min(len(array), available - self._first)
 
     def value(self, row: int) -> None:
-        """None: a list is no part by itself."""
+        """Return None, because a list is not a part by itself."""
 
     def has_part(self, row: int) -> bool:
-        """False, for that."""
+        """Return False, because a list is not a part by itself."""
         return False
 
     def elements(self, row: int) -> range:
-        """Where the elements of a row lie in `items`; none for null."""
+        """Return the range of a row's elements in `items`, which is empty for null."""
         if not self._validity.of(row):
             return range(0)
         row += self._first
@@ -400,12 +407,12 @@ class MediaListColumn:
         return range(begin, end)
 
     def is_null(self, row: int) -> bool:
-        """Whether a row is null, and not a list."""
+        """Return whether a row is null. An empty list is not."""
         return not self._validity.of(row)
 
     @cached_property
     def named(self) -> NDArray[np.int64]:
-        """The rows with an element that has a path and no bytes."""
+        """Return the rows with an element that has a path and no bytes."""
         if not len(self.items.named):
             return self.items.named
         return np.array([row for row in range(self._rows) if self._names_files(row)], np.int64)
@@ -413,12 +420,15 @@ class MediaListColumn:
     def _names_files(self, row: int) -> bool:
         try:
             return any(self.items.file(item) is not None for item in self.elements(row))
-        except BrokenColumnError:  # raised when the row is read
+        except BrokenColumnError:  # the error is raised when the row is read
             return True
 
 
 def _bytes_column(array: Any, rows: int, unread: Unread | None) -> BytesColumn:
-    """The column of bytes or of paths; of a type without values, in a file in which no row has any, so many nulls."""
+    """Return the column of bytes or of paths.
+
+    If no row of a file has a value, Arrow has the null type instead of bytes. The column then has as many nulls.
+    """
     if array is None or pa.types.is_null(array.type):
         array = pa.nulls(rows, pa.binary())
     return BytesColumn(array, unread)
@@ -428,7 +438,7 @@ Column = BytesColumn | NumberColumn | ValueColumn | MediaColumn | MediaListColum
 
 
 def column_of(name: str, array: Any, unread: Unread | None = None) -> Column:
-    """Return the column of this name for an array, of which values may be `unread`."""
+    """Return the column of this name for an array, whose values may be `unread`."""
     if is_media(array.type) or _is_image(name, array.type):
         return MediaColumn(array, unread)
     if str(array.type) in OFFSETS or array.type in (pa.string_view(), pa.binary_view()):
@@ -441,17 +451,17 @@ def column_of(name: str, array: Any, unread: Unread | None = None) -> Column:
 
 
 def holds_media(field: Any) -> bool:
-    """Whether a column of a schema holds images, audio or films, or lists of them."""
+    """Return whether a column of a schema has images, audio, videos, or lists of them."""
     return is_media(field.type) or is_media_list(field.type) or _is_image(field.name, field.type)
 
 
 def _is_image(name: str, kind: Any) -> bool:
-    """Whether a column holds the bytes of images, by its name."""
+    """Return whether a column has the bytes of images, by its name."""
     return name.lower() in _IMAGES and str(kind) in _BYTES[:-1]
 
 
 def is_media(kind: Any) -> bool:
-    """Whether a type is a struct of `bytes` and `path`, and of nothing else."""
+    """Return whether a type is a struct of exactly `bytes` and `path`."""
     if not pa.types.is_struct(kind) or kind.num_fields != 2:
         return False
     fields = _fields(kind)
@@ -464,7 +474,7 @@ def _fields(kind: Any) -> dict[str, str]:
 
 
 def is_media_list(kind: Any) -> bool:
-    """Whether a type is a list of structs of `bytes` and `path`."""
+    """Return whether a type is a list of structs of `bytes` and `path`."""
     return _is_list(kind) and is_media(kind.value_type)
 
 
@@ -473,27 +483,26 @@ def _is_list(kind: Any) -> bool:
 
 
 def extension_of(path: str) -> str:
-    """The extension of a path; "" without one that could be the name of a part."""
+    """Return the extension of a path, or "" if it cannot be the name of a part."""
     extension = path.rpartition(".")[2] if "." in path.rpartition("/")[2] else ""
     return extension if extension.isalnum() and len(extension) <= _LONGEST_EXTENSION else ""
 
 
-_NULL = "__HIVE_DEFAULT_PARTITION__"  # the folder of rows whose value is null
-PartSource: TypeAlias = "str | tuple[str, int]"  # of a part in a row: a column, or an element of a list in one
+_NULL = "__HIVE_DEFAULT_PARTITION__"  # Hive's folder name for rows whose partition value is null
+# where a part of a row is: a column, or a column of lists and the number of an element
+PartSource: TypeAlias = "str | tuple[str, int]"
 
 
 class NoBytesError(ValueError):
-    """A row names files, and does not hold their bytes."""
+    """Error: a row names files without their bytes."""
 
 
 class ArrowRows:
     """Rows in record batches of one schema.
 
-    `hidden` names a column that is read, but is no part.
-
-    `constants` are parts that all rows have, such as the values of partitions. A row that names a file without its
-    bytes raises `NoBytesError`; with `partial` it is given without that part, which `named_files` tells. Of the values
-    some may be `unread`.
+    The column `hidden` is read, but is not a part. `constants` are parts that all rows have, such as the values of
+    partitions. A row that names a file without its bytes raises `NoBytesError`. With `partial`, the row lacks that
+    part, and `named_files` returns it. Some values may be `unread`.
     """
 
     def __init__(
@@ -518,18 +527,19 @@ class ArrowRows:
         self._media = [name for name in names if isinstance(self._batches[0][name], MediaColumn)]
         self._lists = [name for name in names if isinstance(self._batches[0][name], MediaListColumn)]
         naming = {name: sum(len(b[name].named) for b in self._batches) for name in [*self._media, *self._lists]}
-        self._naming = {name: rows for name, rows in naming.items() if rows}  # that name a file without its bytes
+        # columns that name files without their bytes, and in which rows
+        self._naming = {name: rows for name, rows in naming.items() if rows}
         self._refuses = bool(self._naming) and not partial
 
     def __len__(self) -> int:
         return self._firsts[-1]
 
     def value(self, row: int, name: str) -> bytes | None:
-        """The bytes in a column of a row; None for null.
+        """Return the bytes in a column of a row, or None for null.
 
-        Raises KeyError without the column.
+        Raises KeyError if there is no such column.
         """
-        if row < self._firsts[1]:  # in most files, each group is one batch
+        if row < self._firsts[1]:  # in most files, each group is one batch, so the search below is skipped
             first: Column = self._batches[0][name]
             return first.value(row)
         column, row = self._column(row, name)
@@ -537,11 +547,11 @@ class ArrowRows:
         return found
 
     def read(self, row: int, extension: str) -> bytes:
-        """The bytes of a part. Raises KeyError without it, `NoBytesError`."""
+        """Return the bytes of a part. Raises KeyError if it is missing, `NoBytesError`."""
         if self._refuses:
             self._refuse(row)
         if extension in self._names:
-            one = row < self._firsts[1]  # as in `value`, without a call
+            one = row < self._firsts[1]  # inlined from `value`, because a call is slow
             found: bytes | None = self._batches[0][extension].value(row) if one else self.value(row, extension)
             if found is not None:
                 return found
@@ -554,7 +564,7 @@ class ArrowRows:
     def numbers(self, row: int, extension: str) -> NDArray[Any] | TypeError | None:
         """Return the numbers of a part, an error for other values, or None.
 
-        It is None for strings, for bytes, and for a missing part.
+        The result is None for strings, bytes and missing parts.
         """
         name = _named(extension, self._names)
         column, position = self._column(row, name) if name in self._names and not self._refuses else (None, 0)
@@ -566,13 +576,13 @@ class ArrowRows:
             return TypeError(f"the part {name!r} is not an array of numbers: {error}. Use sample.json({name!r})")
 
     def extensions(self, row: int) -> list[str]:
-        """The names of the parts that a row has. Raises `NoBytesError`."""
+        """Return the names of the parts that a row has. Raises `NoBytesError`."""
         if self._refuses:
             self._refuse(row)
         return [part for part, _ in self.parts(row)]
 
     def parts(self, row: int) -> Iterator[tuple[str, PartSource]]:
-        """The parts of a row, and the source of each."""
+        """Yield the parts of a row and the source of each."""
         for name in self._names:
             column, position = self._column(row, name)
             if column.has_part(position):
@@ -586,12 +596,12 @@ class ArrowRows:
     def nulls(self, row: int) -> list[str]:
         """Return the columns of a row that are null, or lists with a null.
 
-        Columns that name a file are skipped.
+        Columns that name files are skipped.
         """
         return [name for name in self._names if self._is_null(row, name)]
 
     def named_files(self, row: int) -> list[NamedFile]:
-        """The files that a row names without their bytes."""
+        """Return the files that a row names without their bytes."""
         return [
             NamedFile(name, path, extension and self._part_name(name, extension, number))
             for name in self._naming
@@ -600,7 +610,7 @@ class ArrowRows:
         ]
 
     def values(self, row: int) -> dict[PartSource, bytes]:
-        """The bytes of the parts of a row that are not null, by their source."""
+        """Return the bytes of the non-null parts of a row, by their source."""
         found: dict[PartSource, bytes | None] = {name: self.value(row, name) for name in self._batches[0]}
         for name in self._lists:
             found |= {source: self._at(row, source) for _, source in self._elements(row, name)}
@@ -608,13 +618,13 @@ class ArrowRows:
         return {source: value for source, value in found.items() if value is not None}
 
     def retain(self, row: int) -> RetainedRow:
-        """A row by itself, to be kept when these rows are given up."""
+        """Copy a row, to use it after these rows are evicted."""
         return RetainedRow(self, row)
 
     def fault(self, row: int) -> str:
         """Return which column names a file without its bytes, and in how many rows.
 
-        It is "" for a complete row.
+        The result is "" for a complete row.
         """
         for file in self.named_files(row) if self._refuses else ():
             some = f"{self._naming[file.column]:,} of {len(self):,} rows have a path and no bytes"
@@ -626,7 +636,7 @@ class ArrowRows:
             raise NoBytesError(fault)
 
     def _at(self, row: int, source: PartSource) -> bytes | None:
-        """The bytes at a source of a row."""
+        """Return the bytes at a source of a row."""
         if isinstance(source, str):
             return self.value(row, source)
         column, elements = self._list(row, source[0])
@@ -634,12 +644,12 @@ class ArrowRows:
         return found
 
     def _column(self, row: int, name: str) -> tuple[Any, int]:
-        """The column with a row, and the row's position in it."""
+        """Return the column with a row, and the row's position in the column."""
         batch = bisect_right(self._firsts, row) - 1
         return self._batches[batch][name], row - self._firsts[batch]
 
     def _list(self, row: int, name: str) -> tuple[Any, range]:
-        """The column of lists with a row, and where the row's elements lie."""
+        """Return the column of lists with a row, and the range of the row's elements."""
         column, row = self._column(row, name)
         return column, column.elements(row)
 
@@ -650,14 +660,14 @@ class ArrowRows:
         return _is_absent(column, position) if isinstance(column, MediaColumn) else column.value(position) is None
 
     def _elements(self, row: int, name: str) -> Iterator[tuple[str, PartSource]]:
-        """`0.jpg`, `1.jpg`, … for what a list of images holds in a row, and the source of each."""
+        """Yield `0.jpg`, `1.jpg`, … for the images in a list of a row, and the source of each."""
         column, elements = self._list(row, name)
         for i, element in enumerate(elements):
             if column.items.has_part(element):
                 yield self._part_name(name, column.items.extension(element), i), (name, i)
 
     def _paths(self, row: int, name: str) -> list[tuple[int | None, str]]:
-        """The paths in a column of a row that have no bytes; in a list, with the number of each."""
+        """Return the paths without bytes in a column of a row, each with its number in a list."""
         found: list[tuple[int | None, str | None]]
         if name in self._media:
             column, position = self._column(row, name)
@@ -668,7 +678,7 @@ class ArrowRows:
         return [(number, path) for number, path in found if path is not None]
 
     def _part_name(self, column: str, extension: str, number: int | None = None) -> str:
-        """`jpg` for the image in the only such column, `left.jpg` where there are several; in a list `0.jpg`."""
+        """Return `jpg` for the only column of images, `left.jpg` for one of several, `0.jpg` in a list."""
         alike = self._media if number is None else self._lists
         short = extension if number is None else f"{number}.{extension}"
         return short if alike == [column] and short not in self._names else f"{column}.{short}"
@@ -679,7 +689,7 @@ def _is_absent(column: MediaColumn, position: int) -> bool:
 
 
 class RetainedRow:
-    """A row whose group was given up: its parts, and their bytes."""
+    """Copy of a row of an evicted group: its parts and their bytes."""
 
     __slots__ = ("_fault", "_numbers", "_parts", "_values")
 
@@ -690,12 +700,12 @@ class RetainedRow:
 
     @property
     def size(self) -> int:
-        """The bytes that it takes in memory, about."""
+        """Return the approximate bytes in memory."""
         numbers = sum(each.nbytes for each in self._numbers.values() if not isinstance(each, TypeError))
         return 400 + sum(map(len, self._values.values())) + numbers
 
     def value(self, row: int, name: str) -> bytes | None:
-        """See `ArrowRows.value`; there is only this row."""
+        """See `ArrowRows.value`. `row` is ignored, because there is only one."""
         return self._values.get(name)
 
     def read(self, row: int, extension: str) -> bytes:
@@ -719,14 +729,14 @@ class RetainedRow:
 
 
 def _named(extension: str, names: Collection[str]) -> str:
-    """The one of `names` that equals `extension`, or does but for case; else the extension."""
+    """Return the name in `names` that equals `extension`, ignoring case, or else the extension."""
     if extension in names:
         return extension
     return next((name for name in names if name.lower() == extension.lower()), extension)
 
 
 def partition_values(name: str) -> dict[str, bytes]:
-    """The values in the folders of a file's name, as Hive writes them, but no null.
+    """Return the values in a path's Hive partition folders, without nulls.
 
     >>> from savable_pipeline.data.stores.arrow_columns import partition_values
     >>> partition_values("year=2024/lang=en/0.parquet")

@@ -1,8 +1,8 @@
-"""Arrow IPC files and streams: finds their record batches without pyarrow.
+"""Arrow IPC files and streams: find their record batches without pyarrow.
 
     [ "ARROW1" 0 0 ]  schema  batch 0  batch 1  …  end  [ footer "ARROW1" ]        in brackets: files only
 
-Of a file the footer says which batches it has, wherever they lie; of a stream they follow each other.
+The footer of a file lists its batches, which may be anywhere. In a stream, they follow each other.
 
     message   0xffffffff │ length i32 │ metadata: flatbuffer │ body
                                         ├ kind, length of the body
@@ -11,8 +11,8 @@ Of a file the footer says which batches it has, wherever they lie; of a stream t
               └ record batch   offset i64 │ bytes of metadata i32 │ 0 (4 bytes) │ bytes of its body i64
 
 Blob of a file in the index: the offset of the schema; of each batch, and the end of the last; the rows of each; a
-hash of the metadata of each, which says where every column begins. Where batches do not follow the schema's message
-one after the other (Polars writes none): 2⁶³ plus the offset of the footer, which has the schema too; the offset of
+hash of the metadata of each, which say where every column starts. If batches do not directly follow the schema's
+message (Polars writes no such message): 2⁶³ plus the offset of the footer, which also has the schema; the offset of
 each batch; the end of each; the rows; the hashes.
 """
 
@@ -36,7 +36,7 @@ MAGIC = b"ARROW1"
 _HEAD = len(MAGIC) + 2  # bytes before the first message
 _END = struct.Struct("<i6s")
 _LARGEST_FOOTER = 1 << 28
-_SCHEMA_FIELD, _DICTIONARIES, _BATCHES = 1, 2, 3  # fields
+_SCHEMA_FIELD, _DICTIONARIES, _BATCHES = 1, 2, 3  # numbers of the footer's fields
 _BLOCK = "<qi4xq"
 _FEATHER_1 = b"FEA1"
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Flatbuffer:
-    """A table in a flatbuffer. Reading outside of the bytes raises struct.error."""
+    """Table of a flatbuffer. Reads outside of its bytes raise struct.error."""
 
     def __init__(self, data: bytes, offset: int) -> None:
         self._data, self._start = data, offset
@@ -63,25 +63,25 @@ class Flatbuffer:
 
     @classmethod
     def root(cls, data: bytes) -> Flatbuffer:
-        """The table that the buffer begins with."""
+        """Return the root table of a buffer."""
         return cls(data, struct.unpack_from("<I", data, 0)[0])
 
     def has(self, field: int) -> bool:
-        """Whether a field is there."""
+        """Return whether a field is present."""
         return bool(self._offset(field))
 
     def number(self, field: int, kind: str) -> int:
-        """A field that is an integer; 0 where it is left out."""
+        """Return an integer field, 0 if absent."""
         offset = self._offset(field)
         return self._at(kind, self._start + offset) if offset else 0
 
     def table(self, field: int) -> Flatbuffer:
-        """A field that is a table."""
+        """Return a field that is a table."""
         offset = self._start + self._offset(field)
         return Flatbuffer(self._data, offset + self._at("<I", offset))
 
     def structs(self, field: int, layout: str) -> list[tuple[Any, ...]]:
-        """A field that is a vector of structs of this layout; none where it is left out."""
+        """Return a field that is a vector of structs of this layout, empty if absent."""
         if not self.has(field):
             return []
         offset = self._start + self._offset(field)
@@ -103,12 +103,12 @@ class Flatbuffer:
 
 
 class MessageError(ValueError):
-    """A message, or the footer, is not there, or cannot be right."""
+    """Error: a message or the footer is missing or invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """Footer of a file: offset, and bytes of metadata and body, of each record batch."""
+    """Footer of a file: offset, metadata bytes and body bytes of each record batch."""
 
     offset: int
     batches: list[tuple[int, int, int]]
@@ -118,7 +118,10 @@ class Footer:
 
 
 def read_footer(file: ByteSource) -> Footer:
-    """The footer of a file that begins with `MAGIC`. Raises `MessageError`, OSError."""
+    """Return the footer of a file that starts with `MAGIC`.
+
+    Raises `MessageError`, OSError.
+    """
     size = file.size
     end = file.read_at(max(0, size - _END.size), _END.size)
     if not end.endswith(MAGIC) or size < _HEAD + _END.size:
@@ -149,16 +152,16 @@ def _is_big_endian(schema: Flatbuffer) -> bool:
 
 
 def file_of_footer(tail: bytes) -> bytes:
-    """Return a file with only a footer, to read its schema from.
+    """Return a file that has only a footer, to read its schema from.
 
-    `tail` is a file's end from the offset of the footer.
+    `tail` is the original file from the offset of its footer.
     """
     return MAGIC + b"\0\0" + tail
 
 
 @dataclass(frozen=True, slots=True)
 class ArrowMessage:
-    """Message at `offset`: kind, bytes before and of the body, and rows of a batch."""
+    """Message at `offset`: kind, sizes of header and body, and rows of a batch."""
 
     offset: int
     kind: int
@@ -166,20 +169,20 @@ class ArrowMessage:
     body: int
     rows: int
     compressed: bool
-    digest: int  # of the metadata
-    is_big_endian: bool = False  # of a schema
+    digest: int  # hash of the metadata
+    is_big_endian: bool = False  # only known for a schema
 
     @property
     def end(self) -> int:
-        """The offset after the message."""
+        """Return the offset after the message."""
         return self.offset + self.head + self.body
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The places of a file, in words: uint64 each."""
+    """Index blob of a file by field, as uint64 words."""
 
-    schema: int  # the offset of its message, or of the footer
+    schema: int  # offset of the schema's message, or of the footer
     in_footer: bool
     begins: FileBlob  # (batches,)
     ends: FileBlob  # (batches,)
@@ -188,7 +191,7 @@ class Batches:
 
 
 def batches_of(blob: FileBlob) -> Batches:
-    """The places of a file by their meaning."""
+    """Split the index blob of a file into its fields."""
     schema = int(blob[0])
     if schema >= _IN_FOOTER:
         begins, ends, rows, digests = blob[1:].reshape(4, -1)
@@ -218,7 +221,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Return whether schema and three batches are where they were. Raises OSError.
+    """Return whether the schema and three batches are unchanged. Raises OSError.
 
     The batches are the first, a middle and the last one.
     """
@@ -242,7 +245,7 @@ def _digest(blob: FileBlob, schema: int | None) -> int:
 
 
 def read_message(file: ByteSource, offset: int) -> ArrowMessage:
-    """The message at `offset` of a file, its body not read.
+    """Return the message at `offset` of a file, without its body.
 
     Raises `MessageError`, OSError.
     """
@@ -270,7 +273,7 @@ def read_message(file: ByteSource, offset: int) -> ArrowMessage:
 
 
 def decoded_bytes(raw: memoryview, message: ArrowMessage) -> int:
-    """Return the bytes that the compressed buffers of a batch decode to.
+    """Return the decompressed size in bytes of a batch's buffers.
 
     `raw` is the message of the batch.
 
@@ -281,35 +284,37 @@ def decoded_bytes(raw: memoryview, message: ArrowMessage) -> int:
         header = Flatbuffer.root(bytes(raw[8 : message.head])).table(2)
         for offset, length in header.structs(2, "<qq"):
             if length:
-                total += max(length, struct.unpack_from("<q", raw, message.head + offset)[0])  # -1: not compressed
+                # a length of -1 means that the buffer is not compressed
+                total += max(length, struct.unpack_from("<q", raw, message.head + offset)[0])
     except struct.error as error:
         raise MessageError(f"damaged metadata at byte {message.offset}") from error
     return total
 
 
 class _Found:
-    """What was read of a file so far: its schema's message, or its footer; its batches."""
+    """Scan of a file so far: the message with the schema or the footer, and the batches."""
 
     def __init__(self) -> None:
         self.schema: ArrowMessage | None = None
         self.batches: list[ArrowMessage] = []
-        self.footer: tuple[int, int] | None = None  # its offset and its digest, where only it has all that is needed
+        # offset and digest of the footer, if only the footer has the complete schema
+        self.footer: tuple[int, int] | None = None
 
     @property
     def schema_digest(self) -> int | None:
-        """A hash of what says the schema; None where nothing does."""
+        """Return a hash of the schema's message or footer, or None without either."""
         if self.footer is not None:
             return self.footer[1]
         return None if self.schema is None else self.schema.digest
 
     def follow_each_other(self) -> bool:
-        """Whether the batches lie behind the schema's message, one after the other."""
+        """Return whether the batches directly follow the schema's message."""
         before = [self.schema, *self.batches]
         return all(a is not None and a.end == b.offset for a, b in zip(before, self.batches, strict=False))
 
 
 def _read_stream(file: ByteSource, found: _Found) -> str:
-    """Adds the messages of a stream to `found`. Returns its fault, if it has one. Raises `MessageError`."""
+    """Add the messages of a stream to `found` and return its fault, or "". Raises `MessageError`."""
     if file.read_at(0, len(_FEATHER_1)) == _FEATHER_1:
         return (
             "Feather version 1, which only old libraries read; write it as version 2 with one of them: "
@@ -333,7 +338,7 @@ def _read_stream(file: ByteSource, found: _Found) -> str:
 
 
 def _read_file(file: ByteSource, found: _Found) -> str:
-    """Adds the batches that the footer names to `found`. Returns the fault. Raises `MessageError`."""
+    """Add the batches in the footer to `found` and return the fault, or "". Raises `MessageError`."""
     footer = read_footer(file)
     found.schema = _leading_schema(file)
     if found.schema is None:
@@ -355,7 +360,7 @@ def _read_file(file: ByteSource, found: _Found) -> str:
 
 
 def _leading_schema(file: ByteSource) -> ArrowMessage | None:
-    """The message of the schema at the beginning of a file, where there is one."""
+    """Return the message of the schema at the start of a file, or None."""
     with contextlib.suppress(MessageError):
         message = read_message(file, 8)
         return message if message.kind == _SCHEMA else None
@@ -363,7 +368,7 @@ def _leading_schema(file: ByteSource) -> ArrowMessage | None:
 
 
 def _overlap(found: _Found) -> str:
-    """The fault of a file whose footer names bytes twice; none of its batches is taken then."""
+    """Return the fault of a footer whose batches overlap, or "". No batch of such a file is used."""
     batches = sorted(found.batches, key=lambda message: message.offset)
     for before, after in pairwise(batches):
         if after.offset < before.end:
@@ -375,7 +380,7 @@ def _overlap(found: _Found) -> str:
 
 
 def _unnamed(file: ByteSource, found: _Found) -> str:
-    """The fault of a file that has a batch behind another, or behind the schema, which its footer does not name."""
+    """Return the fault of a file with a batch that its footer does not list, or ""."""
     named = {message.offset for message in found.batches}
     ends = [message.end for message in (found.schema, *found.batches) if message is not None]
     for end in ends:

@@ -1,16 +1,16 @@
 """`ArrowStore`: the record store of Arrow IPC files and streams.
 
-Of what lies uncompressed in a file, only the bytes of the parts that are asked for are touched:
+Of an uncompressed file, only the bytes of requested parts are read:
 
-    in a worker             views of the file, which is memory-mapped: cut short meanwhile, it ends the worker
-    in any other process    each value is read when it is asked for (`UnreadBatch`): cut short, it is an error
+    in a worker             views of the memory-mapped file; if it is truncated in the meantime, the worker crashes
+    in any other process    each value is read on request (`UnreadBatch`); a truncated file is an error
 
-Of an unread batch, arrays view memory whose place tells where a value lies in the file:
+The arrays of an unread batch view memory in which each address corresponds to an offset in the file:
 
     in the file     head │ validity │ offsets │ values …      values: of strings and bytes, and of numbers in lists
     in memory       head │ validity │ offsets │ zeros …       zeros take no memory until something is written there
 
-To read each value costs a call of the system; in return, a file that was cut short is an error.
+Reading each value costs a system call.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from savable_pipeline.data.stores.ranges import RangedTable
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.errors import SavableError
 
-_WHOLE = 1 << 19  # bytes of values that are read at once: about as long as it takes to find the batch's columns
+_WHOLE = 1 << 19  # bytes of values to read at once; reading them takes about as long as locating the batch's columns
 _BINARY = ("binary", "large_binary")
-_OPEN = 256  # files
-_VIEW = 1 << 14  # bytes that a batch which is only viewed counts in the cache
-_SMALL = 1 << 16  # bytes up to which a batch is read whole; one that is not counts at least so many in the cache
+_OPEN = 256  # number of files with parsed schemas in memory
+_VIEW = 1 << 14  # bytes that the cache counts for a batch that is only a view
+_SMALL = 1 << 16  # batches up to this size are read whole, and each batch counts at least so many bytes in the cache
 
 
 class UnreadBatch:
-    """Bytes from `begin` to `end` of a shard.
+    """Record batch whose values are read on access: bytes `begin` to `end` of a shard.
 
     `raw` is their memory, uint8 (end - begin,).
     """
@@ -60,23 +60,22 @@ class UnreadBatch:
         zeros = mmap.mmap(-1, end - begin, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.raw = np.frombuffer(zeros, np.uint8)
         self._address = self.raw.ctypes.data
-        self._unread: set[int] = set()  # places of the buffers that are read by value
+        self._unread: set[int] = set()  # addresses of the buffers that are read by value
 
     def fill(self, begin: int, size: int) -> None:
-        """Reads bytes of the batch into the memory. Raises `ShardError`."""
+        """Read bytes of the batch into the memory. Raises `ShardError`."""
         self._files.read_into(self.raw[begin : begin + size], self._shard, self._begin + begin)
 
     def holds(self, columns: list[Any]) -> bool:
-        """Whether these arrays view the memory, and nothing else."""
+        """Return whether these arrays only view the batch's memory."""
         blob = [(self._offset_of(buffer), buffer.size) for column in columns for buffer in column.buffers() if buffer]
         return all(0 <= offset <= offset + size <= len(self.raw) for offset, size in blob)
 
     def buffers(self, columns: list[Any], *, whole: bool = False) -> list[tuple[int, int]]:
-        """Return offset and bytes of the buffers of these arrays that are read at once.
+        """Return offset and size of the buffers of these arrays that are read at once.
 
-        Other values are read one by one.
-
-        Of buffers of values, the smallest are read at once; if the arrays are wanted `whole`, all.
+        The smallest buffers of values are read at once, or all of them if the arrays are wanted `whole`. Other values
+        are read one by one.
         """
         pairs = [pair for column in columns for pair in _buffers(column, nested=False)]
         found = [(self._offset_of(buffer), buffer.size) for buffer, by_value in pairs if buffer and not by_value]
@@ -132,15 +131,15 @@ class UnreadBatch:
         return buffer.slice(begin, end - begin) if read is None else pa.py_buffer(read(begin, end))
 
     def _offset_of(self, buffer: Any) -> int:
-        """Where a buffer begins in the memory."""
+        """Return the offset of a buffer in the batch's memory."""
         offset: int = buffer.address - self._address
         return offset
 
 
 def _buffers(array: Any, *, nested: bool) -> Iterator[tuple[Any, bool]]:
-    """The buffers of an array; with each, whether values can be read from it one by one.
+    """Yield the buffers of an array, each with whether its values can be read one by one.
 
-    Strings in lists and structs cannot: Arrow checks that all are UTF-8.
+    Strings in lists and structs cannot, because Arrow checks that all of them are UTF-8.
     """
     kind, own = str(array.type), array.buffers()
     if kind in OFFSETS:
@@ -160,14 +159,14 @@ def _buffers(array: Any, *, nested: bool) -> Iterator[tuple[Any, bool]]:
 
 
 def _offset_type(kind: Any) -> str | None:
-    """The type of the offsets of lists and bytes; None of other arrays."""
+    """Return the offset type of lists and bytes, or None for other arrays."""
     if pa.types.is_large_list(kind) or str(kind) == "large_binary":
         return "<i8"
     return "<i4" if pa.types.is_list(kind) or str(kind) == "binary" else None
 
 
 def _bits(bits: Any, first: int, count: int) -> Any:
-    """The validity of some rows, from bit 0 on; None where all are valid."""
+    """Return the validity of some rows from bit 0 on, or None if all are valid."""
     if bits is None:
         return None
     used = np.frombuffer(bits, np.uint8)[first // 8 : (first + count + 7) // 8]
@@ -176,7 +175,7 @@ def _bits(bits: Any, first: int, count: int) -> Any:
 
 
 class _File:
-    """A file: its schema, its batches, the row after the last of each, and its map once there is one."""
+    """Open file: its schema, its batches, the end row of each, and its memory map if any."""
 
     def __init__(self, schema: Any, batches: Batches) -> None:
         self.schema, self.batches = schema, batches
@@ -187,8 +186,8 @@ class _File:
 class ArrowStore(ColumnarStore):
     """Rows of Arrow files, such as those of `Dataset.save_to_disk` and of HF's cache.
 
-    A folder with its subfolders, a glob, a brace pattern, one file, or a list of these; the other settings are those
-    of `ColumnarStore`. Raises `ShardError`, and ValueError for a column that is not there.
+    The files are named by a folder with its subfolders, a glob, a brace pattern, one file, or a list of these. The
+    other settings are those of `ColumnarStore`. Raises `ShardError`, and ValueError for a missing column.
     """
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
@@ -210,7 +209,7 @@ class ArrowStore(ColumnarStore):
         try:
             self.check_columns(shard, file.schema.names)
             if not self.files.behind_url:
-                self.files.read(shard, end - 1, 1)  # of a file that was cut short, the error says so
+                self.files.read(shard, end - 1, 1)  # raises the right error for a truncated file
             message = read_message(self.file(shard), begin)
             if message.digest != file.batches.digests[group]:
                 raise ValueError("another record batch than was indexed")
@@ -222,7 +221,7 @@ class ArrowStore(ColumnarStore):
             raise self.damaged(shard, f"record batch {group} at byte {begin}", text) from error
 
     def _batch(self, shard: int, begin: int, end: int, message: ArrowMessage, file: _File) -> DecodedGroup:
-        """A record batch: viewed, read, or to be read by value."""
+        """Return a record batch: as a view, read whole, or read by value."""
         remote = self.files.behind_url
         if not remote and is_replaced():
             return self._whole(self._view(shard, file)[begin:end], message, file, _VIEW)
@@ -232,7 +231,7 @@ class ArrowStore(ColumnarStore):
         unread = UnreadBatch(self.files, shard, begin, end)
         unread.fill(0, message.head)
         batch = self._selected(_batch(unread.raw.data, file.schema))
-        if not unread.holds(batch.columns):  # copied, to align it
+        if not unread.holds(batch.columns):  # pyarrow copied a buffer to align it
             return self._whole(memoryview(self.files.read(shard, begin, end - begin)), message, file, end - begin)
         blob = unread.buffers(batch.columns, whole=remote)
         size = end - begin if remote else max(_SMALL, sum(size for _, size in blob))
@@ -242,7 +241,10 @@ class ArrowStore(ColumnarStore):
         return DecodedGroup([batch], size, None if remote else unread)
 
     def _whole(self, raw: memoryview, message: ArrowMessage, file: _File, size: int) -> DecodedGroup:
-        """A record batch whose bytes are at hand, and take `size` bytes of memory where they are not compressed."""
+        """Return a record batch whose bytes are in memory.
+
+        `size` is their size unless they are compressed.
+        """
         size = decoded_bytes(raw, message) if message.compressed else size
         self._check_size(size)
         return DecodedGroup([self._selected(_batch(raw, file.schema))], size)
@@ -279,7 +281,7 @@ class ArrowStore(ColumnarStore):
         return pa.ipc.read_schema(pa.ipc.read_message(pa.BufferReader(raw)))
 
     def _view(self, shard: int, file: _File) -> memoryview:
-        """A file on a disk, mapped."""
+        """Return the memory map of a local file."""
         if file.view is not None:
             return file.view
         descriptor, path = self.files[shard], self.files.path(shard)
@@ -291,7 +293,10 @@ class ArrowStore(ColumnarStore):
         return file.view
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
-        """The batches with these rows; nothing where only some columns of them are read."""
+        """Return the byte ranges of the batches with these rows.
+
+        The result is empty if only some columns are read.
+        """
         if self.wanted is not None:
             return super().byte_ranges(shard, rows)
         file = self._file(shard)
@@ -304,4 +309,4 @@ def _batch(raw: memoryview, schema: Any) -> Any:
 
 
 class RangedArrowStore(RangedTable, ArrowStore):
-    """The rows of Arrow files whose columns name ranges of other files."""
+    """Rows of Arrow files with columns that name ranges of other files."""

@@ -1,11 +1,11 @@
 """Remote files, which the downloading process of a session puts into the cache.
 
-    DownloadedFiles    what the files of all kinds have in common: where they lie, requests, room in the cache
-    CachedBlocks       files of which the cache holds the blocks that were needed; of tars see cached_samples.py
+    DownloadedFiles    base of all remote files: their location, requests, space in the cache
+    CachedBlocks       files with some blocks in the cache; for tars see cached_samples.py
     DownloadBlocks     which rows are downloaded together
 
-A dataset that fits into the cache is downloaded in pieces of 8 MiB. One that does not is downloaded in the very runs
-that were announced, so that each byte is downloaded once an epoch whatever else the cache must hold.
+A dataset that fits into the cache is downloaded in pieces of 8 MiB. For a larger dataset, exactly the announced byte
+ranges are downloaded, so that each byte is downloaded once per epoch despite evictions.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.shard_files import ShardFiles, StoreFile, T
 from savable_pipeline.errors import RemoteError, ShardError
 
-TRIES = 100  # to read what was evicted, each time, before it could be read, after which reading fails
-_PREFETCH_REFS = 16, 2048  # refs announced ahead, at least and at most,
+TRIES = 100  # attempts to read a row that is evicted each time before it is read
+_PREFETCH_REFS = 16, 2048  # at least and at most this many refs are announced ahead,
 _PREFETCH_BYTES = 64 << 20  # and about this many bytes per lane
-_AHEAD = 1 << 20  # bytes that are downloaded with what is read, at most
-_CACHED_ROWS = 1 << 18  # whose blocks are remembered
-_fetching: dict[Path, threading.Lock] = {}  # what lies beside files
+_AHEAD = 1 << 20  # most bytes to download beyond a read
+_CACHED_ROWS = 1 << 18  # number of rows whose blocks are remembered
+_fetching: dict[Path, threading.Lock] = {}  # one lock per sidecar file
 
 Block: TypeAlias = tuple[int, int]  # rows of one shard: the first, and the one after the last
 
 
 class DownloadedFiles(ShardFiles):
-    """The base of files at a place in the cache."""
+    """Base of files at a location in the cache."""
 
     behind_url = True
 
     def __init__(self, remote: RemoteFolder, numbers: Rows, *, all_used: bool) -> None:
         super().__init__()
         self.remote, self._cached, self._limit = remote, remote.cached, remote.session.limit
-        self._numbers = numbers  # of the files in the cache's index
+        self._numbers = numbers  # numbers of the files in the cache's index
         fits = int(self._cached.shards.sizes[numbers].sum()) <= self._limit * PREFETCH_SHARE
         self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and fits)
-        self._checked: set[int] = set()  # files that were compared with the index
-        self._known_rows: set[int] = set()  # files whose rows in the index were compared with their checksum
-        self._asked: Downloader | None = None  # the process that knows what was announced
+        self._checked: set[int] = set()  # files that match the index
+        self._known_rows: set[int] = set()  # files whose index rows match their checksum
+        self._asked: Downloader | None = None  # the process that received the announced samples
 
     def refs_ahead(self, mean_bytes: float) -> int:
-        """The number of refs to announce ahead, of samples of this size."""
+        """Return the number of refs to announce ahead, for samples of this mean size."""
         ahead = int(min(_PREFETCH_BYTES, self._limit // 256) / max(mean_bytes, 1))
         return max(_PREFETCH_REFS[0], min(_PREFETCH_REFS[1], ahead))
 
     def path(self, shard: int) -> Path:
-        """The file in the cache."""
+        """Return the path of a file in the cache."""
         return self._cached.path(int(self._numbers[shard]))
 
     def open(self, shard: int) -> int:
-        """A new descriptor of the file in the cache."""
+        """Open a new descriptor of a file in the cache."""
         try:
             return self._cached.open(int(self._numbers[shard]))
         except OSError as error:
@@ -74,9 +74,9 @@ class DownloadedFiles(ShardFiles):
             raise RemoteError(f"{self.path(shard)}: {error.strerror}. Check that the cache is there") from error
 
     def is_valid(self, shard: int, row: int, stop: int) -> bool:
-        """Whether rows of the cache are as they were downloaded.
+        """Return whether cached rows match their checksums.
 
-        Else they are to be downloaded again, perhaps to a new file: what is open may have been deleted.
+        Otherwise they must be downloaded again, perhaps to a new file, because the open one may be deleted.
         """
         right = self._cached.is_valid(int(self._numbers[shard]), self[shard], row, stop)
         if not right:
@@ -89,15 +89,15 @@ class DownloadedFiles(ShardFiles):
         return self._cached.shards.names[number], int(self._cached.shards.sizes[number])
 
     def name(self, shard: int) -> str:
-        """The URL of a file."""
+        """Return the URL of a file."""
         return f"{self.remote.url}/{self._cached.shards.names[int(self._numbers[shard])]}"
 
     def _request(self, row: int, stop: int) -> tuple[str, str, str, int, int]:
-        """The begin of a request for rows of the cache."""
+        """Return the first fields of a request for rows of the cache."""
         return "rows", self.remote.url, str(self._cached.folder), row, stop
 
     def _check_room(self, shard: int, row: int, stop: int, tries: int = 0) -> None:
-        """Raises `RemoteError` if the cache cannot have so many rows at once; so too after so many `tries`."""
+        """Raise `RemoteError` if the cache has no room for these rows at once, or after too many `tries`."""
         start, past = self._cached.extent(row, stop)
         size = past // DISK_BLOCK * DISK_BLOCK - start // DISK_BLOCK * DISK_BLOCK + DISK_BLOCK
         least = size + self._limit if tries else size
@@ -113,7 +113,7 @@ class DownloadedFiles(ShardFiles):
             )
 
     def fetch_rows(self, numbers: Rows) -> None:
-        """See `ShardFiles.fetch_rows`. Rows that are damaged are fetched again."""
+        """See `ShardFiles.fetch_rows`. Damaged rows are fetched again."""
         parts = self._cached.layout.parts
         if parts is None:
             return
@@ -126,7 +126,7 @@ class DownloadedFiles(ShardFiles):
         self._known_rows.update(fresh)
 
     def has_all_rows(self) -> bool:
-        """Whether the whole index is in the cache."""
+        """Return whether the whole index is in the cache."""
         parts = self._cached.layout.parts
         return parts is None or not len(parts.all_absent())
 
@@ -140,6 +140,7 @@ class DownloadedFiles(ShardFiles):
         self.remote.session.prefetch(urgency, *request)
 
     def _look_whom_was_asked(self) -> None:
+        """Announce the samples again if the downloading process was replaced."""
         found = self.remote.session.connected()
         if found is not self._asked:
             self._asked = found
@@ -147,11 +148,10 @@ class DownloadedFiles(ShardFiles):
 
 
 class CachedBlocks(DownloadedFiles):
-    """The files of a place in the cache.
+    """Files at a location in the cache.
 
-    They are checked against what is `indexed`, if that is given; their bytes only if they are to be `looked_at`.
-
-    With `all_used` every byte is read once an epoch: if all fit into the cache, they are downloaded in pieces of 8 MiB.
+    They are compared with the index `indexed`, if any, and their bytes only if they are to be `looked_at`. With
+    `all_used`, an epoch reads every byte. If all files then fit into the cache, they are downloaded in pieces of 8 MiB.
     """
 
     def __init__(
@@ -165,17 +165,17 @@ class CachedBlocks(DownloadedFiles):
         numbers = np.arange(len(remote.cached.shards)) if indexed is None else indexed.numbers
         super().__init__(remote, numbers, all_used=all_used)
         self._indexed, self._looked_at = indexed, looked_at
-        self._checked_sidecars: set[Path] = set()  # that were found to be as they were downloaded
+        self._checked_sidecars: set[Path] = set()  # sidecars that match their download
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
-        """`size` bytes of a file from `offset` on, downloaded first where they are absent.
+        """Return `size` bytes of a file from `offset` on, after downloading missing ones.
 
-        Raises `ShardError` if the file is not as it was indexed or too short, `RemoteError`.
+        Raises `ShardError` if the file is too short or differs from the index, and `RemoteError`.
         """
         return self.guarded(shard, offset, size, lambda: super(CachedBlocks, self).read(shard, offset, size))
 
     def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
-        """Fills `array`, uint8 (bytes,), with bytes of a file.
+        """Fill `array`, uint8 (bytes,), with bytes of a file.
 
         Raises the errors of `read`.
         """
@@ -183,13 +183,13 @@ class CachedBlocks(DownloadedFiles):
         self.guarded(shard, offset, len(array), lambda: read_into(array, shard, offset))
 
     def has(self, shard: int, offset: int, size: int) -> bool:
-        """Whether these bytes of a file are here."""
+        """Return whether these bytes of a file are cached."""
         return bool((self._cached.present[self._rows(shard, offset, size)] & 1).all())
 
     def read_on(self, shard: int, offset: int, size: int, stop: int) -> bytes:
-        """Return the same as `read`, and download more if the bytes before are cached.
+        """Read bytes, and download more if the bytes before are cached.
 
-        That is as many bytes as are cached before, at most 1 MiB, and none after `stop`.
+        As many bytes as are cached directly before, at most 1 MiB, are downloaded in advance, and none after `stop`.
         """
         rows, present = self._rows(shard, offset, size), self._cached.present
         absent = rows.start + np.flatnonzero(present[rows] & 1 == 0)[:1]
@@ -197,21 +197,22 @@ class CachedBlocks(DownloadedFiles):
             return self.read(shard, offset, size)
         row, least = int(absent[0]), int(self._cached.firsts[self._numbers[shard]])
         block = self._cached.extent(least, least + 1)[1]
-        before = present[max(least, row - _AHEAD // block) : row][::-1] & 1  # the nearest first
+        before = present[max(least, row - _AHEAD // block) : row][::-1] & 1  # the nearest block comes first
         ahead = self._cached.extent(row, row + 1)[0] + block * int(np.cumprod(before).sum())
         return self.read(shard, offset, max(size, min(stop, ahead) - offset))[:size]
 
     def guarded(self, shard: int, offset: int, size: int, read: Callable[[], T]) -> T:
         """Return the result of `read` once the bytes are cached.
 
-        It is repeated if they were evicted during the read.
+        The read is repeated if the bytes were evicted in the meantime.
         """
         if shard not in self._checked:
             self._check(shard)
         rows = self._rows(shard, offset, size)
-        present, verified = self._cached.present[rows], self._cached.verified[rows]  # which is 0, or odd
+        # numbers that are 0 if absent and odd if present
+        present, verified = self._cached.present[rows], self._cached.verified[rows]
         for _ in range(TRIES):
-            before = present.tobytes()  # compared faster than arrays
+            before = present.tobytes()  # bytes compare faster than arrays
             if (verified.tobytes() == before and 0 not in before) or self._are_right(shard, rows):
                 try:
                     found = read()
@@ -226,13 +227,13 @@ class CachedBlocks(DownloadedFiles):
         raise AssertionError
 
     def _are_right(self, shard: int, rows: slice) -> bool:
-        """Whether these rows are here, as they were downloaded; each is looked at once a process."""
+        """Return whether these rows are cached and intact. Each is checked once per process."""
         present = self._cached.present[rows]
         fresh = rows.start + np.flatnonzero(self._cached.verified[rows] != present)
         return bool((present & 1).all()) and all(self.is_valid(shard, row, stop) for row, stop in runs(fresh))
 
     def _check(self, shard: int) -> None:
-        """Raises `ShardError` unless the file is the one that was indexed."""
+        """Raise `ShardError` unless the file is the one that was indexed."""
         self._checked.add(shard)  # first: the check reads the file
         try:
             if self._indexed is not None:
@@ -250,7 +251,7 @@ class CachedBlocks(DownloadedFiles):
 
     def sidecar(self, name: str) -> Path | None:
         """See `ShardFiles.sidecar`: a local copy, downloaded if it is not here."""
-        path = self.remote.sidecar_path(name)
+        path = self.remote.sidecar(name)
         with _fetching.setdefault(path, threading.Lock()):  # several files may have it beside them
             if path not in self._checked_sidecars and whole_version(path) is None:
                 stat = self._call("stat", self.remote.url, name)
@@ -288,7 +289,7 @@ class CachedBlocks(DownloadedFiles):
         return slice(row_from(number, offset + 1) - 1, row_from(number, offset + size))
 
     def _download(self, shard: int, rows: slice) -> None:
-        """Waits until these rows are downloaded, with the rest of their pieces if these are downloaded whole."""
+        """Wait until these rows are downloaded, with the rest of their pieces if these are downloaded whole."""
         absent = rows.start + np.flatnonzero(self._cached.present[rows] & 1 == 0)
         if not len(absent):
             return

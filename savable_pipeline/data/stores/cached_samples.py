@@ -1,16 +1,16 @@
 """`CachedFiles`: remote shards, read from the node's cache, downloaded in advance.
 
-prefetch(indices)  refs that the reader will give   ──▶ downloaded when nothing more urgent waits
-request(rows)      samples that were given           ──▶ downloaded soon
-a read             of a row that is not there        ──▶ downloaded now, while the read waits
+prefetch(indices)  refs that the reader will yield       ──▶ downloaded if nothing more urgent waits
+request(rows)      samples that were yielded             ──▶ downloaded soon
+a read             of a row that is not cached           ──▶ downloaded now, while the read waits
 
-Of samples of more than 8 MiB, such as films, only blocks are read (`LongSamples`):
+Of samples of more than 8 MiB, such as videos, only the needed blocks are read (`LongSamples`):
 
-    CACHE/DATASET/VERSION/N.tar           other samples of shard N, each here as a whole or not
-    CACHE/DATASET/VERSION/long/N.bytes    blocks of the same shard, at the same version of the server's
+    CACHE/DATASET/VERSION/N.tar           other samples of shard N, each cached as a whole or not at all
+    CACHE/DATASET/VERSION/long/N.bytes    blocks of the same shard, of the same version on the server
 
-A read brings the blocks that it touches; where it goes on behind what is here, as much at once as that is, 1 MiB at
-most. Nothing of a long sample is announced until a long part was read as a whole: from then on whole samples are.
+A read downloads its blocks. A read that continues after cached blocks downloads as many bytes again, at most 1 MiB.
+Long samples are announced only after a long part was read whole, and then as whole samples.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from savable_pipeline.data.stores.cached_blocks import TRIES, Block, CachedBlock
 from savable_pipeline.data.stores.shard_files import Locate, MemberReader, Read, T, Where
 from savable_pipeline.errors import ShardError
 
-LONG = PIECE  # bytes of a sample, with its headers, beyond which it is long
+LONG = PIECE  # a sample with more bytes, headers included, is long
 _TOUCH_S = 10.0
-_LOOK_S, _LOOK_SHARE = 1.0, 50  # between two looks whether all are present: seconds, and times what a look takes
-_CACHED_ROWS = 1 << 12  # that are known to be there
+# pause between two checks that all are present: seconds, and multiple of the time that a check takes
+_LOOK_S, _LOOK_SHARE = 1.0, 50
+_CACHED_ROWS = 1 << 12  # most rows to remember as cached
 
 
 class CachedFiles(DownloadedFiles):
-    """Tars behind a URL: of the cache, each row is a sample."""
+    """Remote tars in the cache, where each row is a sample."""
 
     def __init__(self, found: IndexedFiles) -> None:
         assert found.remote is not None, found.address
         super().__init__(found.remote, found.numbers, all_used=True)
         self._url, self._found = self.remote.url, found
         fits = self._blocks.in_pieces
-        self._nonempty = found.numbers[found.entries.samples > 0] if fits else None  # shards to find complete
-        self._complete_at = -1  # the count of evictions when they were; -1: they are not
-        self._look_at = 0.0  # when to look again whether they are
+        self._nonempty = found.numbers[found.entries.samples > 0] if fits else None  # shards that must be complete
+        self._complete_at = -1  # the count of evictions when all were complete, or -1
+        self._look_at = 0.0  # time of the next check for completeness
         self._prefetch_refs = self.refs_ahead(found.mean_bytes)
-        self._touch_at = 0.0  # when to touch the shards again
+        self._touch_at = 0.0  # time of the next update of the shards' last use
 
     @property
     def prefetch_refs(self) -> int:
@@ -61,7 +62,7 @@ class CachedFiles(DownloadedFiles):
         return 0 if self._complete_at >= 0 else self._prefetch_refs
 
     def open(self, shard: int) -> int:
-        """A new descriptor of a shard's file in the cache, once the index was checked."""
+        """Open a new descriptor of a shard's file in the cache, after checking the index."""
         self._check(shard)
         return super().open(shard)
 
@@ -76,9 +77,9 @@ class CachedFiles(DownloadedFiles):
         return self._long
 
     def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
-        """Return `read`, extended to download the row before, and again if it was evicted.
+        """Return `read`, extended to download the row first.
 
-        It is downloaded again if it is damaged too. A long sample is read by `long`.
+        The download is repeated if the row is evicted or damaged. `long` reads a long sample.
         """
         present, used, verified = self._cached.present.data, self._cached.used.data, self._cached.verified.data
 
@@ -104,7 +105,7 @@ class CachedFiles(DownloadedFiles):
         return guarded
 
     def located(self, rows: Locate) -> Locate:
-        """`rows`, made to fetch what is not here of the index first."""
+        """Return `rows`, extended to fetch missing index rows first."""
 
         def fetched(shards: Rows, places: Rows) -> Rows:
             self.fetch_rows(self._found.numbers[shards])
@@ -114,7 +115,7 @@ class CachedFiles(DownloadedFiles):
         return self._rows
 
     def prefetch(self, indices: Rows) -> None:
-        """Has these samples downloaded, and kept until they have been read."""
+        """Request the download of these samples, to be cached until they are read."""
         now = time.monotonic()
         if self._is_complete() and now < self._touch_at:
             return
@@ -131,20 +132,20 @@ class CachedFiles(DownloadedFiles):
             self._prefetch(Urgency.LATER, *self._request(*block), [], False)
 
     def _is_complete(self) -> bool:
-        """Whether every sample was found in the cache, and nothing was evicted since: then nothing is announced."""
+        """Return whether all samples are cached, so that nothing needs an announcement."""
         if self._complete_at != self._cached.evictions[0]:
             self._complete_at = -1
         return self._complete_at >= 0
 
     def _look(self, now: float) -> None:
-        """Looks, now and then, whether every sample is present."""
+        """Check now and then whether all samples are present."""
         if self._nonempty is not None and now >= self._look_at:
             evictions = self._cached.evictions[0]
             self._complete_at = evictions if self._cached.all_present(self._nonempty) else -1
             self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - now))
 
     def request(self, rows: Rows) -> None:
-        """Has those of these rows downloaded soon that are not present."""
+        """Request the download of the missing ones of these rows."""
         if self._is_complete():
             return
         rows = self._without_long(rows)
@@ -156,9 +157,9 @@ class CachedFiles(DownloadedFiles):
             self._prefetch(Urgency.SOON, *self._request(*block), rows_of_it, False)
 
     def peek(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
-        """Return bytes (offset, size) of a sample longer than a piece, without the cache.
+        """Return bytes (offset, size) of a long sample without caching it whole, or None.
 
-        It is None for a sample that is short enough to cache.
+        The result is None for a sample that is short enough to cache.
         """
         if not self._is_long(row):
             return None
@@ -173,7 +174,7 @@ class CachedFiles(DownloadedFiles):
         return stop - start > LONG
 
     def _without_long(self, rows: Rows) -> Rows:
-        """These rows without those of long samples that are absent, which are announced to `LongSamples`."""
+        """Return these rows without long samples that are absent, and announce those to `LongSamples`."""
         absent = rows[self._cached.present[rows] & 1 == 0]
         long = np.array([self._is_long(row) for row in absent.tolist()], dtype=bool)
         if not long.any():
@@ -182,18 +183,18 @@ class CachedFiles(DownloadedFiles):
         return np.setdiff1d(rows, absent[long])
 
     def _block(self, row: int) -> Block:
-        """The rows to download together with a row: its block, or the row alone if there was no space for the block."""
+        """Return the rows to download with a row: its block, or the row alone if the block had no space."""
         return (row, row + 1) if self._cached.used[row] == NO_SPACE else self._blocks.block_of(row)
 
     def _download(self, shard: int, row: int) -> None:
-        """Waits until a row is downloaded, with the rest of its block if there is space."""
+        """Wait until a row is downloaded, and the rest of its block if there is space."""
         self._check(shard)
         self._check_room(shard, row, row + 1)
         self._call(*self._request(*self._block(row)), [row], True)
 
 
 class LongSamples:
-    """Reads parts of long samples of `found`.
+    """Reader of parts of the long samples of `found`.
 
     `files` has them at `files.remote`. Rows are those of the index.
     """
@@ -205,7 +206,7 @@ class LongSamples:
         self._files, self._found, self._index, self._locate = files, found, found.index, locate
         self._cached = files.remote.cached
         self._checked_rows: set[int] = set()  # rows whose headers match the index
-        self.read_whole = False  # whether a part that is long itself was
+        self.read_whole = False  # whether a part that is long itself was read whole
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """See `TarParts.read`; also raises `RemoteError`."""
@@ -220,7 +221,7 @@ class LongSamples:
         return array
 
     def span(self, shard: int, row: int, extent: tuple[int, int]) -> bytes:
-        """The bytes at `extent`, (offset, size), of a shard.
+        """Return the bytes at `extent`, (offset, size), of a shard.
 
         Raises `ShardError`, `RemoteError`.
         """
@@ -228,18 +229,18 @@ class LongSamples:
         return self._blocks.read_on(shard, *extent, self._cached.extent(row, row + 1)[1])
 
     def at_hand(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
-        """The bytes at `extent` if they are here, else None."""
+        """Return the bytes at `extent` if they are cached, else None."""
         return self.span(shard, row, extent) if self._blocks.has(shard, *extent) else None
 
     def prefetch(self, rows: Rows) -> None:
-        """Start to download these samples, if any sample was read as a whole before."""
+        """Start to download these samples, if any sample was read whole before."""
         for row in rows.tolist() if self.read_whole else ():
             extent = np.array(self._cached.extent(row, row + 1))
             shard = int(np.searchsorted(self._found.numbers, self._cached.shard_of(row)))
             self._blocks.prefetch_bytes(shard, extent[:1], extent[1:])
 
     def _extent(self, row: int, extension: str) -> tuple[int, int]:
-        """Offset and size of a part that is read as a whole."""
+        """Return offset and size of a part that is read whole."""
         offset, size = self._locate(row, extension)
         self.read_whole = self.read_whole or size > LONG
         return offset, size
@@ -254,7 +255,7 @@ class LongSamples:
         return CachedBlocks(extent, self._found, looked_at=False)
 
     def _look(self, shard: int, row: int) -> None:
-        """Raises `ShardError` unless the first header of a sample says what the index does."""
+        """Raise `ShardError` unless the first header of a sample matches the index."""
         if row in self._checked_rows:
             return
         blocks, index, begin = self._blocks, self._index, self._index.starts[row]

@@ -1,6 +1,6 @@
 """`ColumnarStore`: base of Parquet and Arrow: a row is a sample, a column a part.
 
-row groups, or record batches ─ each decoded once (`GroupedStore`) ─ a row's columns as bytes
+row groups, or record batches ─ each decoded once (`GroupedStore`) ─ columns of a row as bytes
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks, GroupedStore
 from savable_pipeline.errors import ShardError
 
-if TYPE_CHECKING:  # with pyarrow, which who reads tars need not have
+if TYPE_CHECKING:  # pyarrow is not needed to read tars
     from savable_pipeline.data.stores.arrow_columns import NamedFile, Unread
 
 T = TypeVar("T")
 COLUMNAR_SETTINGS = ("columns", "key", "blocks", "partial", "ranges", "unpacked_bytes")
-NO_BYTES = "path without bytes"  # the reason that counters and reports have for such rows
+NO_BYTES = "path without bytes"  # the reason that counters and reports show for such rows
 _NO_COLUMN = "missing column"
 
 
 class DecodedGroup(NamedTuple):
-    """Record batches of a group, their bytes in memory, and a reader of the rest."""
+    """Record batches of a group, their bytes in memory, and a reader for the rest."""
 
     batches: list[Any]
     bytes: int
@@ -49,7 +49,7 @@ class ColumnSettings(TypedDict, total=False):
 
 
 class ColumnarStore(GroupedStore):
-    """Rows of columnar files, of which `columns` become parts (None: all).
+    """Base of stores of columnar files, with `columns` as parts (None: all).
 
     The values of partitions (`year=2024/`) are parts too.
 
@@ -72,11 +72,11 @@ class ColumnarStore(GroupedStore):
 
     @abstractmethod
     def decode(self, shard: int, group: int) -> DecodedGroup:
-        """The rows of a group. Raises `ShardError`."""
+        """Return the rows of a group. Raises `ShardError`."""
 
     @property
     def cure(self) -> str:
-        """What to do about rows that name files without their bytes."""
+        """Return what to do about rows that name files without their bytes."""
         source = self.where(0) if len(self.entries) == 1 else self.address
         return (
             f"no file is opened that a row names: `savable convert {source} DST --files-from FOLDER` writes their "
@@ -85,11 +85,11 @@ class ColumnarStore(GroupedStore):
 
     @abstractmethod
     def schema(self, shard: int) -> Any:
-        """The columns of a file, an Arrow schema. Raises `ShardError`."""
+        """Return the columns of a file as an Arrow schema. Raises `ShardError`."""
 
     @property
     def wanted(self) -> list[str] | None:
-        """The columns to decode; None: all."""
+        """Return the columns to decode, or None for all."""
         if self.columns is None:
             return None
         return list(dict.fromkeys([*self.columns, *([] if self.key_column is None else [self.key_column])]))
@@ -105,7 +105,7 @@ class ColumnarStore(GroupedStore):
         return found
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
-        """See `RecordStore.array`. Numbers, and nested lists of them, are as stored.
+        """See `RecordStore.array`. Numbers and nested lists of numbers are as stored.
 
         Raises TypeError for a part that is not numbers, text or bytes.
         """
@@ -123,7 +123,10 @@ class ColumnarStore(GroupedStore):
         return self._of_row(shard, row, lambda rows, position: rows.extensions(position))
 
     def nulls(self, shard: int, row: int) -> list[str]:
-        """The columns of a row that hold a null, and so are no part. Raises `ShardError`."""
+        """Return the columns of a row that have a null, so are not parts.
+
+        Raises `ShardError`.
+        """
         return self._of_row(shard, row, lambda rows, position: rows.nulls(position))
 
     def columns_without_bytes(self, shard: int, row: int) -> set[str]:
@@ -135,16 +138,16 @@ class ColumnarStore(GroupedStore):
         return super().next_readable(shard, row, "damaged shard")
 
     def named_files(self, shard: int, row: int) -> list[NamedFile]:
-        """The files that a row names without their bytes. Raises `ShardError`."""
+        """Return the files that a row names without their bytes. Raises `ShardError`."""
         return self._of_row(shard, row, lambda rows, position: rows.named_files(position))
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
-        """See `FileStore.value`: of a column that is read."""
+        """See `FileStore.value`, for a column that is read."""
         found: bytes | None = self._of_row(shard, row, lambda rows, position: rows.value(position, name))
         return found
 
     def _of_row(self, shard: int, row: int, ask: Callable[[Any, int], T]) -> T:
-        """What the decoded group with a row, and its place there, are asked for. Raises `ShardError`."""
+        """Call `ask` with the decoded group of a row and the row's position in it. Raises `ShardError`."""
         rows, position = self.find(shard, row)
         try:
             return ask(rows, position)
@@ -152,9 +155,9 @@ class ColumnarStore(GroupedStore):
             raise self._broken_row(shard, row, error) from error
 
     def media_named(self, parts: Collection[str]) -> list[str]:
-        """Return the columns of images that may have one of these parts.
+        """Return the columns of images that may contain one of these parts.
 
-        There are none if each is the name of another column.
+        The result is empty if each part is the name of another column.
         """
         from savable_pipeline.data.stores.arrow_columns import holds_media
 
@@ -175,7 +178,7 @@ class ColumnarStore(GroupedStore):
             raise ShardError(f"{self.where(shard)}: {fault}", reason=_NO_COLUMN)
         counts = Counter(known)
         twice = next((name for name in (known if self.wanted is None else self.wanted) if counts[name] > 1), None)
-        if twice is not None:  # either could be meant
+        if twice is not None:  # the user could mean either column
             raise ShardError(
                 f"{self.where(shard)}: {counts[twice]} columns are named {twice!r}. Rename them, or choose by columns=",
                 reason="columns of one name",
@@ -192,7 +195,7 @@ class ColumnarStore(GroupedStore):
         shard = next(iter(np.flatnonzero(self.entries.samples).tolist()), None)
         try:
             known = None if shard is None else self.schema(shard).names
-        except ShardError:  # it is raised, or skipped, when a sample of the file is read
+        except ShardError:  # the error is raised, or skipped by policy, when a sample of the file is read
             return
         if shard is not None and known is not None:
             try:
@@ -213,7 +216,7 @@ class ColumnarStore(GroupedStore):
             rows = ArrowRows(batches, constants=constants, hidden=hidden, partial=self.partial, unread=unread)
         except ValueError as error:
             raise self.damaged(shard, f"row group {group}", str(error)) from error
-        except KeyError as error:  # pyarrow has no class for arrays of each type
+        except KeyError as error:  # pyarrow has no class for arrays of some types
             raise ShardError(
                 f"{self.where(shard)}: pyarrow does not read a column's type, such as interval[months]. Pass columns=",
                 reason="unreadable column",

@@ -1,9 +1,9 @@
 """The format of CSV and TSV files, and its store: a row is a sample.
 
     image,caption
-    a.jpg,a cat           →      {"image": "a.jpg", "caption": "a cat"}     texts; an empty cell is null
+    a.jpg,a cat           →      {"image": "a.jpg", "caption": "a cat"}     strings; an empty cell is null
 
-Blob of a file in the index: the offset of each row below the header that is not blank, then the end of the file.
+Blob of a file in the index: the offset of each non-blank row below the header, then the end of the file.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from savable_pipeline.data.stores.table_store import (
 
 _SEPARATORS = ",;\t|"
 _BLOCK = 1 << 20
-_as_json = encode_basestring  # of a text
-_WIDE = 1 << 17  # bytes of a cell that Python reads
-_LOOKED_AT = 1000  # rows by which columns that name files are told
+_as_json = encode_basestring  # encodes a string as JSON
+_WIDE = 1 << 17  # most bytes of a cell
+_LOOKED_AT = 1000  # rows that are inspected to find the columns that name files
 
 Row: TypeAlias = list[str]
 
 
 def _found_rows(file: ByteSource) -> tuple[str, FileBlob]:
-    """The fault of a file, and the rows before it."""
+    """Return the fault of a file, or "", and the offsets of the rows before the fault."""
     fault, begins = "", array("Q")
     try:
         with _wide_fields():
             begins.extend(_row_begins(file))
     except ValueError as error:
         fault = str(error)
-    if not (fault and begins):  # else the last row ends somewhere behind the fault
+    if not (fault and begins):  # otherwise the last row may end after the fault
         begins.append(file.size)
     return fault, np.frombuffer(begins, "<u8")
 
 
 def _row_begins(file: ByteSource) -> Iterator[int]:
-    """Where the rows below the header begin. Raises ValueError, which begins with `:LINE`, for what is no table."""
+    """Yield where the rows below the header start. Raises ValueError, which starts with `:LINE`, for invalid rows."""
     rows = _rows(io.BufferedReader(SourceFile(file), _BLOCK), file.name)
     _, _, header = next(rows, (0, 1, []))
     if not any(header):
@@ -82,7 +82,7 @@ def _row_begins(file: ByteSource) -> Iterator[int]:
 
 
 def named(header: Row) -> Row:
-    """Return the names of columns.
+    """Return the names of columns, as pandas names them.
 
     A column without a name is called as pandas does, because pandas has often written it.
 
@@ -94,7 +94,7 @@ def named(header: Row) -> Row:
 
 
 def refuse_row(name: str, values: Iterable[str]) -> None:
-    """Raise ValueError for a first line that is a row and not the names of columns."""
+    """Raise ValueError if the first line is a row instead of the names of columns."""
     if value := next(iter(values), None):
         raise ValueError(
             f"{name}: the first line has {value!r}, not column names. Put a line such as image,caption before it"
@@ -102,7 +102,7 @@ def refuse_row(name: str, values: Iterable[str]) -> None:
 
 
 def _rows(file: Any, name: str) -> Iterator[tuple[int, int, Row]]:
-    """The rows that are not blank, each with the byte and the line at which it begins. Raises ValueError."""
+    """Yield the rows that are not blank, each with its first byte and line. Raises ValueError."""
     text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
     lines = _Counted(text)
     begin, line = 0, 1
@@ -126,7 +126,7 @@ def _rows(file: Any, name: str) -> Iterator[tuple[int, int, Row]]:
 
 
 class _Counted(Iterator[str]):
-    """The lines of a text, and how many bytes those given have."""
+    """Lines of a text, with the number of bytes of those that were yielded."""
 
     def __init__(self, text: Iterable[str]) -> None:
         self._text, self.bytes = iter(text), 0
@@ -138,13 +138,13 @@ class _Counted(Iterator[str]):
 
 
 def separator_of(head: str, name: str) -> str:
-    """What parts the cells of a file `name` whose first line is this."""
+    """Return the separator of a file `name` whose first line is `head`."""
     return "\t" if ".tsv" in name.lower() else max(_SEPARATORS, key=head.count)
 
 
 @contextlib.contextmanager
 def _wide_fields() -> Iterator[None]:
-    """Cells of any length, where Python reads 131,072 characters."""
+    """Allow cells of any length. Python's limit is 131,072 characters."""
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     try:
         yield
@@ -154,7 +154,7 @@ def _wide_fields() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The first row of a file: its columns, their names as JSON has them, and what parts cells."""
+    """First row of a file: its columns, their names as JSON, and the separator of cells."""
 
     columns: Row
     names: list[str]
@@ -162,16 +162,16 @@ class _Header:
 
 
 class CsvStore(TableStore):
-    """The rows of CSV and TSV files; `json` has the texts of their cells."""
+    """Rows of CSV and TSV files. Their part `json` has the cells as strings."""
 
     def usual_fields(self) -> Iterable[str]:
-        """Those that `file_columns` finds in the first file."""
+        """Return the columns that `file_columns` finds in the first file."""
         self.name_files(())
         name = self.entries.names[0].rpartition("/")[2]
         return file_columns(self, name)[0] if self.entries.samples[0] else ()
 
     def header(self, shard: int) -> Row:
-        """The names of the columns of a file."""
+        """Return the names of the columns of a file."""
         return self._headers(shard).columns
 
     def body(self, shard: int, raw: bytes, begin: int) -> bytes:
@@ -184,7 +184,7 @@ class CsvStore(TableStore):
         return dict(zip(self._headers(shard).columns, (cell or None for cell in row), strict=True)), body
 
     def _cells(self, shard: int, raw: bytes, begin: int) -> tuple[Row, bytes]:
-        """The cells of a row, and its JSON. Raises `RecordError`, `ShardError`."""
+        """Return the cells of a row and its JSON. Raises `RecordError`, `ShardError`."""
         header = self._known.get(shard) or self._headers(shard)
         try:
             with _wide_fields() if len(raw) > _WIDE else contextlib.nullcontext():
@@ -218,7 +218,7 @@ class CsvStore(TableStore):
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """What the first rows hold in a column."""
+    """Statistics of a column in the first rows."""
 
     name: str
     cells: int  # that are not empty
@@ -237,11 +237,11 @@ class _Column:
 def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]:
     """Return the columns that name files, warnings, and a column of URLs.
 
-    The latter is only looked for if no column names files.
+    The column of URLs is only searched for if no column names files.
 
-    Judged by the first rows of the first file: those with one of the usual names, and those where half of the cells
-    that are not empty are paths of files, or more. Messages call the table `name`. Raises ValueError if a name of a
-    column is the path of a file.
+    The first rows of the first file decide. A column names files if it has one of the usual names, or if at least half
+    of its non-empty cells are paths of files. Messages call the table `name`. Raises ValueError if the name of a column
+    is the path of a file.
     """
     root, head = store.root_of(0), list(_first_rows(store))
     if not root:
@@ -266,7 +266,7 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
 
 
 def _first_rows(store: CsvStore) -> Iterator[dict[str, str | None]]:
-    """The first rows that are samples, at most 1,000."""
+    """Yield the first rows that are samples, at most 1,000."""
     count, begins = 0, store.blob(0).tolist()
     for begin, raw in zip(begins, store.rows_in_order(0), strict=True):
         if raw and begin < begins[-1]:
@@ -290,7 +290,9 @@ def _is_file(root: str, cell: str) -> bool:
 
 
 def _as_fields(columns: list[_Column]) -> list[str]:
-    """The columns as `file_fields` has them: their parts are named after a column whose endings one before it has."""
+    """Return the columns as `file_fields`. If two columns have the same extensions, the second gives its name to its
+    parts.
+    """
     fields, taken = [], set[str]()
     for column in columns:
         fields.append(column.name if taken.isdisjoint(column.endings) else f"{column.name}={column.name}")

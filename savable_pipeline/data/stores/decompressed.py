@@ -1,4 +1,4 @@
-"""Content of compressed files, records and parts, of bounded size.
+"""Content of compressed files, records and parts, of limited size.
 
 It is unpacked by pieces, so that a few bytes which become gigabytes are refused before they have taken them.
 """
@@ -14,21 +14,21 @@ import zlib
 from collections.abc import Callable
 from typing import IO, Any
 
-NEEDED = {"zst", "rows"}  # kinds that need a package
+NEEDED = {"zst", "rows"}  # kinds that need an optional package
 MORE = "Pass a larger unpacked_bytes= if that is right"
-UNPACKED_BYTES = 1 << 30  # that compressed bytes in memory may become, unless the option of this name says more
-_PIECE = 1 << 20  # bytes that are unpacked at a time
-_ZST_STEP = 1 << 10  # bytes of a file that are read for it: zstd makes at most 32 MiB of its own
+UNPACKED_BYTES = 1 << 30  # default limit of decompressed bytes; the option of this name raises it
+_PIECE = 1 << 20  # bytes to decompress at a time
+_ZST_STEP = 1 << 10  # compressed bytes to read at a time, from which zstd makes at most 32 MiB
 
 
 class DamagedError(ValueError):
-    """Compressed data that cannot be read to their end; an OSError is of the disk."""
+    """Error: compressed data are damaged. Errors of the disk are OSError."""
 
 
 def needed_package(kind: str) -> Any:
-    """The package that a kind of compression, or "rows" of Arrow, needs.
+    """Return the package that a kind of compression, or "rows" of Arrow, needs.
 
-    Raises ValueError if it is not here.
+    Raises ValueError if it is not installed.
     """
     package = "zstandard" if kind == "zst" else "pyarrow"
     try:
@@ -39,7 +39,7 @@ def needed_package(kind: str) -> Any:
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a file of streams of gz, bz2, xz or zst, one after the other.
+    """Decompressed content of concatenated gz, bz2, xz or zst streams.
 
     Raises `DamagedError`.
 
@@ -57,13 +57,14 @@ class Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer with what comes next; gives how many bytes came."""
+        """Fill a buffer with the next bytes, and return their number."""
         try:
             found = self._file.read(min(len(buffer), _PIECE))
         except EOFError:
             raise DamagedError("its compressed data are cut short") from None
         except (zlib.error, lzma.LZMAError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            # an error of the disk has a number, an error of the data has none
+            if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise DamagedError(str(error)) from error
         if self._line_bytes is not None:
@@ -81,7 +82,7 @@ class Unpacked(io.RawIOBase):
 
 
 class _ZstFile:
-    """Frames of zstd: zstandard's own file does not say that one is cut."""
+    """Frames of zstd. Unlike zstandard's own file, this one detects a truncated frame."""
 
     def __init__(self, packed: IO[bytes]) -> None:
         self._packed, self._new = packed, needed_package("zst").ZstdDecompressor().decompressobj
@@ -89,7 +90,10 @@ class _ZstFile:
         self._in = self._out = b""
 
     def read(self, size: int) -> bytes:
-        """At most so many bytes. Raises EOFError where a frame is cut, OSError for damage."""
+        """Return at most `size` bytes.
+
+        Raises EOFError for a truncated frame, OSError for damage.
+        """
         zstandard = needed_package("zst")
         while not self._out and (data := self._in or self._packed.read(_ZST_STEP)):
             self._frame = self._frame or self._new()
@@ -105,11 +109,11 @@ class _ZstFile:
 
 
 def decompressed(data: bytes, kind: str, most: int = UNPACKED_BYTES, size: int | None = None) -> bytes:
-    """Return the content of bytes compressed by gz, bz2 or zst.
+    """Return the decompressed content of bytes in gz, bz2 or zst.
 
-    It has at most `most` bytes, and `size` if that is known.
+    The content has at most `most` bytes, and exactly `size` if that is known.
 
-    Raises `DamagedError`, also for more than that, of which no more than a piece is unpacked.
+    Raises `DamagedError`, also for more than `most` bytes, without decompressing them all.
 
     >>> import gzip
     >>> from savable_pipeline.data.stores.decompressed import decompressed
@@ -118,7 +122,8 @@ def decompressed(data: bytes, kind: str, most: int = UNPACKED_BYTES, size: int |
     """
     if size is not None and size > most:
         raise DamagedError(f"{size} bytes when decompressed, more than {most}. {MORE}")
-    file, content = Unpacked(io.BytesIO(data), kind), io.BytesIO()  # whose content is copied nowhere, unlike a list's
+    # `BytesIO.getvalue` does not copy, unlike joining a list
+    file, content = Unpacked(io.BytesIO(data), kind), io.BytesIO()
     while piece := file.read(_PIECE):
         content.write(piece)
         if size is not None and content.tell() > size:

@@ -1,17 +1,17 @@
-"""Samples of a folder of files: names with one path up to the first dot are one.
+"""Samples of a folder of files: files whose paths are equal up to the first dot.
 
 Each file is a part of its sample.
 
     a/cat.jpg  a/cat.txt  a/dog.seg.png      →      a/cat: jpg, txt      a/dog: seg.png
 
-With `key_end="last"` they share it up to the last dot: a/dog.seg.png is a/dog.seg: png. The samples are sorted by key.
-Classes are the top folders, numbered in the order of their names, as torchvision's ImageFolder does:
+With `key_end="last"` the key ends at the last dot: a/dog.seg.png is a/dog.seg: png. The samples are sorted by key.
+Classes are the top folders, numbered in the order of their names, as in torchvision's ImageFolder:
 
     cat/0.jpg   dog/1.jpg   dog/small/2.jpg      →      with classes cls 0, 1, 1: of ["cat", "dog"]
 
-The folder is one shard, "."; its places in the index are the length of a `FolderTable`, and the table as MessagePack.
-No file is opened for it. A folder's time changes when a file is added to it, removed or renamed: while none has, the
-table is right but for files that were overwritten, which are an error when they are read.
+The folder is one shard, ".". Its blob in the index is the length of a `FolderTable`, and the table as MessagePack.
+Indexing opens no file. A folder's time changes when a file is added, removed or renamed. If no folder's time changed,
+the table is valid except for overwritten files, which raise an error when they are read.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
-from savable_pipeline.data.shards.indexing import in_first_place, index_places
+from savable_pipeline.data.shards.indexing import at_first_writable, index_places
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS, are_merged, find_part
-from savable_pipeline.data.shards.paths import ALL, Shards, is_hidden, spelled_out
+from savable_pipeline.data.shards.paths import ALL, Shards, expand_specs, is_hidden
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.data.shards.tar import is_metadata, split_name
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -52,41 +52,42 @@ log = logging.getLogger(__name__)
 CLASS = "cls"
 SPLITS = frozenset(("train", "training", "val", "valid", "validation", "dev", "test", "eval"))
 _KIND = {name: kind for kind, names in enumerate((IMAGE_PARTS, AUDIO_PARTS, VIDEO_PARTS)) for name in names}
-_LONGEST_LIST = 1 << 24  # bytes of a file of names
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe put in place of a file is not waited for
-_FIRST, _LAST = "\0first", "\0last"  # in messages: how `key_end` is set
-_LOOKED_AT = 4096  # files; of more, the times of folders are believed
-_QUIET_NS = 2_000_000_000  # the coarsest clock of a file system
-_MANY = 8  # parts of a sample of which most are not found elsewhere by chance
+_LONGEST_LIST = 1 << 24  # most bytes of a file of class names
+# O_NONBLOCK, so that opening a pipe in place of a file does not wait
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_FIRST, _LAST = "\0first", "\0last"  # placeholders in messages for the setting of `key_end`
+_LOOKED_AT = 4096  # with more files than this, unchanged times of folders replace listing them
+_QUIET_NS = 2_000_000_000  # the coarsest timestamp granularity of a file system
+_MANY = 8  # so many parts in common are rarely a coincidence
 
 
 class FolderTable(msgspec.Struct, frozen=True, array_like=True):
-    """The files of a folder, in the order of their samples."""
+    """Files of a folder, in the order of their samples."""
 
-    names: memoryview  # as of `ShardNames`; with their ends, int64 (files,)
+    names: memoryview  # as in `ShardNames`: the names and their ends, int64 (files,)
     ends: memoryview
     sizes: memoryview  # int64 (files,), in bytes
-    times: memoryview  # int64 (files,): when each was written last, in ns
-    firsts: memoryview  # int64 (samples + 1,): the first file of each sample, then the number of files
+    times: memoryview  # int64 (files,): last write of each, in ns
+    firsts: memoryview  # int64 (samples + 1,): first file of each sample, then the number of files
     rejected: list[Reject]
-    hidden: int  # hidden files and folders
-    doubt: str  # why names seem to be meant otherwise, or ""; `_FIRST` and `_LAST` stand for how keys end
+    hidden: int  # number of hidden files and folders
+    doubt: str  # why names may be misread, or ""; `_FIRST` and `_LAST` stand for the setting of `key_end`
     folders: dict[str, FileVersion]
-    began_ns: int  # when the first was listed
+    began_ns: int  # when the listing started
 
     @classmethod
     def of(cls, blob: FileBlob) -> FolderTable:
-        """The table in these places. Raises ValueError."""
+        """Decode a table from an index blob. Raises ValueError."""
         return msgspec.msgpack.decode(blob[1:].data.cast("B")[: int(blob[0])], type=cls)
 
     def blob(self) -> bytes:
-        """The table as places."""
+        """Encode the table as an index blob."""
         encoded = msgspec.msgpack.encode(self)
         return len(encoded).to_bytes(8, "little") + encoded + bytes(-len(encoded) % 8)
 
     @property
     def files(self) -> ShardNames:
-        """The names of the files, relative to the folder."""
+        """Return the names of the files, relative to the folder."""
         return ShardNames(self.names, np.frombuffer(self.ends, "<i8"))
 
     def fault(self, root: str, option: str) -> str:
@@ -144,11 +145,12 @@ def _read(file: ByteSource, name: str) -> ShardTable:
 
 
 def open_folder(files: Shards, form: Format, *, tolerant: bool = False, looked_at: bool = False) -> IndexedFiles:
-    """The index of one folder, made if it is not right; with `looked_at` anew.
+    """Open the index of one folder, and build it if it is missing or outdated.
 
-    If it is `tolerant`, an index stays whose files were changed or lost since. Raises `ShardError`.
+    With `looked_at`, the folder is listed again. A `tolerant` call keeps an index whose files were changed or lost.
+    Raises `ShardError`.
     """
-    specs = spelled_out(files)
+    specs = expand_specs(files)
     if len(specs) != 1 or not Path(specs[0]).is_dir():
         raise ShardError(f"{listed(specs)}: raw files are read as one folder. Name it, or mix several by sp.blend")
     root = Path(specs[0]).absolute()
@@ -167,7 +169,7 @@ def open_folder(files: Shards, form: Format, *, tolerant: bool = False, looked_a
             known = BlobIndex(path, form.index_kind)
         return IndexedFiles(form, known, path, None, root, tolerant=tolerant)
 
-    return in_first_place(root, form.index_name, make, near=False)
+    return at_first_writable(root, form.index_name, make, near=False)
 
 
 def is_known(root: Path) -> bool:
@@ -178,11 +180,11 @@ def is_known(root: Path) -> bool:
 
 
 def _known(path: Path, form: Format) -> BlobIndex | None:
-    """The index that is there; None for a damaged one too."""
+    """Return the existing index, or None if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, ShardError):
         index = BlobIndex(path, form.index_kind)
         if index.is_whole(0):
-            FolderTable.of(index.blob(0))  # raises for one of another release
+            FolderTable.of(index.blob(0))  # raises for an index of another release
             return index
     return None
 
@@ -193,19 +195,22 @@ def _fresh(root: Path, path: Path, form: Format) -> BlobIndex | None:
 
 
 def _stays(index: BlobIndex, table: ShardTable, tolerant: bool) -> bool:
-    """Whether an index stays that is there: it has this table, but for the time; or has files that are lost."""
+    """Return whether an existing index remains valid: it equals the table, or `tolerant` allows lost files."""
     ours, theirs = FolderTable.of(np.frombuffer(table.rows, "<u8")), FolderTable.of(index.blob(0))
     if tolerant and theirs.folders[""].inode == ours.folders[""].inode:  # not another folder of the same path
         sizes_now = dict(zip(ours.files, np.frombuffer(ours.sizes, "<i8").tolist(), strict=True))
         sizes = np.frombuffer(theirs.sizes, "<i8").tolist()
         if any(sizes_now.get(name) != size for name, size in zip(theirs.files, sizes, strict=True)):
             return True
-    few = len(ours.sizes) // 8 <= _LOOKED_AT  # of more, the time says that their folders may be believed
+    # with more files, the newer time of the table lets later opens trust the folders' times
+    few = len(ours.sizes) // 8 <= _LOOKED_AT
     return few and msgspec.structs.replace(ours, began_ns=0) == msgspec.structs.replace(theirs, began_ns=0)
 
 
 @dataclass(slots=True)
 class _File:
+    """One file of the folder."""
+
     extension: str
     name: str
     size: int
@@ -214,7 +219,7 @@ class _File:
 
 
 class _Walk:
-    """What is met on the way through a folder."""
+    """Files and errors found by walking a folder."""
 
     def __init__(self, root: str, *, allow_outside: bool) -> None:
         self.root, self.allow_outside = root, allow_outside
@@ -223,7 +228,7 @@ class _Walk:
         self.folders: dict[str, FileVersion] = {}
 
     def files(self) -> Iterator[tuple[str, os.stat_result | None, str]]:
-        """Name, status and fault of every file below the root, in no particular order."""
+        """Yield name, status and fault of every file below the root, in arbitrary order."""
         folders = [""]
         while folders:
             folder = folders.pop()
@@ -234,7 +239,7 @@ class _Walk:
                     name = f"{folder}{entry.name}"
                     fault = self._link_fault(entry) if entry.is_symlink() else ""
                     if is_hidden(entry.name):
-                        self.hidden += name != ".nv-meta"  # where the index lies
+                        self.hidden += name != ".nv-meta"  # the index is in .nv-meta
                     elif entry.is_dir() and not fault:
                         folders.append(f"{name}/")
                     elif entry.is_file() and not fault:
@@ -285,7 +290,7 @@ def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTab
 def _samples(
     met: list[tuple[str, os.stat_result | None, str]], rejected: list[Reject], key_end_last: bool
 ) -> dict[str, list[_File]]:
-    """The files by key; what is no part of a sample becomes a reject."""
+    """Group files by key. Files that are not parts of samples become rejects."""
     samples: dict[str, list[_File]] = {}
     for name, status, fault in met:
         parts = split_name(without_dots(name) if key_end_last else name)
@@ -302,12 +307,12 @@ def _samples(
 
 
 def _twins(samples: dict[str, list[_File]]) -> str:
-    """What to say of samples that seem to have two files of one kind by chance; "" if there are none.
+    """Return a warning of samples that seem to have two files of one kind by chance, or "".
 
-    They are the parts of one sample if half of the samples that have the more frequent extension have both.
+    Two extensions belong to one sample if half of the samples that have the more frequent one have both.
     """
     having = Counter(file.extension for files in samples.values() for file in files)
-    found: dict[tuple[str, str], list[tuple[str, str]]] = {}  # names by extensions
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}  # names, by pair of extensions
     for files in samples.values():
         plain = sorted((file.extension, file.name) for file in files if file.extension.lower() in _KIND)
         for (one, name), (other, second) in itertools.combinations(plain, 2):
@@ -329,9 +334,9 @@ def _twins(samples: dict[str, list[_File]]) -> str:
 
 
 def _merged(samples: dict[str, list[str]]) -> str:
-    """What to say of samples, parts by key, that dots in names seem to have merged: `are_merged`; "" for none.
+    """Return a warning of samples that dots in file names seem to have merged, or "". See `are_merged`.
 
-    Of many parts the same ones are looked for in the sample's own folder alone: in each, names may begin anew.
+    A sample with many parts is compared only with samples of its own folder, because names may restart in each folder.
     """
     if not any("." in part for parts in samples.values() for part in parts):
         return ""
@@ -357,7 +362,7 @@ def _merged(samples: dict[str, list[str]]) -> str:
 
 
 def tar_key(key: str) -> str:
-    """Return the key of a sample in a tar, which ends at the first dot.
+    """Return the key that a sample has in a tar, where it ends at the first dot.
 
     a.b/c.d becomes a.b/c_d.
     """
@@ -366,17 +371,16 @@ def tar_key(key: str) -> str:
 
 
 def without_dots(name: str) -> str:
-    """A file's name in which the last dot is the only one."""
+    """Return a file's name with all dots but the last replaced."""
     stem, dot, extension = name.rpartition(".")
     return f"{tar_key(stem)}{dot}{extension}"
 
 
 class FolderStore(RecordStore):
-    """The files of a folder and those below it.
+    """Files of a folder and its subfolders.
 
-    `key_end` says which dot of a name ends the key; None: the first, unless that seems to merge samples, which is a
-    `ShardError`. With `classes` the top folder of a sample is its part `cls`, as its number among them. Raises
-    `ShardError`.
+    `key_end` says which dot of a name ends the key. None means the first, and raises `ShardError` if that seems to
+    merge samples. With `classes`, each sample has a part `cls`, the number of its top folder. Raises `ShardError`.
     """
 
     unit = "file"
@@ -391,28 +395,28 @@ class FolderStore(RecordStore):
             each.cast("q") for each in (self.table.sizes, self.table.times, self.table.firsts, self.table.ends)
         )
         self._last = key_end == "last"
-        self._row: tuple[int, str, dict[str, int]] = -1, "", {}  # the sample asked for last: key, and files by part
+        self._row: tuple[int, str, dict[str, int]] = -1, "", {}  # the last requested sample: key, and files by part
         if key_end is None and (fault := self.table.fault(self.address, 'key_end="{0}" (--key-end {0})')):
             raise ShardError(fault)
         self.classes = [] if classes is False else self._numbered(classes)
         self._class_numbers = {name: number for number, name in enumerate(self.classes)}
-        if self.classes:  # other numbers are other samples
+        if self.classes:  # the digest includes the class names, because other class numbers are other samples
             (entry,) = self.entries
             digest = entry.digest ^ xxh3_64_intdigest("\0".join(self.classes).encode("utf-8", "surrogateescape"))
             self.entries = ShardList.of([msgspec.structs.replace(entry, digest=digest)])
             log.info("%s: %s: %s", self.address, counted(len(self.classes), "class", "classes"), listed(self.classes))
 
     def key(self, shard: int, row: int) -> str:
-        """The path from the folder on, up to the dot that ends the key."""
+        """Return the path within the folder, up to the dot that ends the key."""
         return self._sample(row)[1]
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """The ends of the files' names; sorted, with `cls` among them."""
+        """Return the sorted extensions of the sample's files, and `cls`."""
         files = self.files(row)
         return sorted([*files, CLASS]) if self._class(row) else [*files]
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """The bytes of a file.
+        """Return the bytes of a file.
 
         Raises `ShardError` if it was changed since the folder was indexed.
         """
@@ -422,7 +426,7 @@ class FolderStore(RecordStore):
         return self._other(row, extension)
 
     def _other(self, row: int, extension: str) -> bytes:
-        """The class, or a part by its name in letters of another case."""
+        """Return the class, or a part whose name differs only in case."""
         name = find_part(extension, self.extensions(0, row))
         if name == CLASS and (found := self._class(row)):
             return b"%d" % self._class_numbers[found]
@@ -462,7 +466,7 @@ class FolderStore(RecordStore):
         return {extension: np.array(sizes, np.int64) for extension, sizes in found.items()}
 
     def rejects_warning(self) -> str:
-        """How many files are no parts, and why."""
+        """Return a warning with the number of files that are not parts, and why."""
         rejected = self.table.rejected
         if not rejected:
             return ""
@@ -474,24 +478,24 @@ class FolderStore(RecordStore):
         return self.table.rejected
 
     def files(self, row: int) -> dict[str, int]:
-        """The numbers of a sample's files, by part."""
+        """Return the numbers of a sample's files, by part."""
         return self._sample(row)[2]
 
     def size(self, number: int) -> int:
-        """The bytes of a file."""
+        """Return the size of a file in bytes."""
         return self._sizes[number]
 
     def path(self, number: int) -> str:
-        """A file's name, relative to the folder."""
+        """Return a file's name, relative to the folder."""
         begin = self._ends[number - 1] if number else 0
         return str(self.table.names[begin : self._ends[number] - 1], "utf-8")
 
     def _class(self, row: int) -> str:
-        """The class of a sample; "" for one without."""
+        """Return the class of a sample, or ""."""
         return class_of(self._sample(row)[1]) if self.classes and CLASS not in self._sample(row)[2] else ""
 
     def _numbered(self, classes: Literal[True] | Sequence[str] | str | os.PathLike[str]) -> list[str]:
-        """The names of the classes, by their number. Raises `ShardError` where a sample has none."""
+        """Return the names of the classes in order of their numbers. Raises `ShardError` for an unused class."""
         top = sorted({name.partition("/")[0] for name in self.table.folders} - {""})
         names = top if classes is True else class_names(classes)
         used = {name.partition("/")[0] for name in self.table.files if "/" in name}
@@ -522,9 +526,10 @@ class FolderStore(RecordStore):
         try:
             wanted = self._sizes[number]
             data = os.read(descriptor, wanted)
-            while len(data) < wanted and (more := os.read(descriptor, wanted - len(data))):  # Linux gives 2 GB at once
+            # Linux returns at most 2 GB at once
+            while len(data) < wanted and (more := os.read(descriptor, wanted - len(data))):
                 data += more
-            self._check(number, descriptor)  # after it: what was written meanwhile is told too
+            self._check(number, descriptor)  # after the read, so that a write during the read is detected
         except OSError as error:
             raise self._unreadable(number, error) from error
         finally:
@@ -541,7 +546,7 @@ class FolderStore(RecordStore):
         return with_handles(lambda: os.open(path, _FLAGS))
 
     def _check(self, number: int, descriptor: int) -> None:
-        """Raises `ShardError` unless the file is as it was when the folder was indexed."""
+        """Raise `ShardError` unless the file is as it was when the folder was indexed."""
         stat, size = os.fstat(descriptor), self._sizes[number]
         if stat.st_size != size or stat.st_mtime_ns != self._times[number]:
             self._forget()
@@ -560,18 +565,18 @@ class FolderStore(RecordStore):
         )
 
     def _forget(self) -> None:
-        """Drop the index, so that the next start looks at all files; not where a run goes on without a few."""
+        """Delete the index, so that the next start checks all files, unless the run tolerates lost files."""
         if not self.found.tolerant:
             self.found.index_path.unlink(missing_ok=True)
 
 
 def class_of(key: str) -> str:
-    """The name of the top folder of a sample; "" without one."""
+    """Return the name of a sample's top folder, or ""."""
     return key.partition("/")[0] if "/" in key else ""
 
 
 def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
-    """Return the names of classes by their number.
+    """Return the names of classes in order of their numbers.
 
     They are in a list, in a file (a JSON list, or lines), or from another root.
 

@@ -1,21 +1,21 @@
 """All formats, and the function that recognizes files by names and first bytes.
 
-A new format is a file, and its name in `FORMATS`. Where several could be meant, those with markers are asked first, in
-this order.
+A new format is a file, and its name in `FORMATS`. If several formats are possible, those with markers are tried first,
+in this order.
 
-    names ── wanted ──▶ whose first bytes are needed ── recognize ──▶ format, files, settings
+    names ── wanted ──▶ files whose first bytes are needed ── recognize ──▶ format, files, settings
 
-Both steps are pure: the same for a folder, a bucket, the Hub, a web server and every command. Of a web server, `names`
-are the addresses that were named and the markers that exist, of anything else all names without hidden ones.
-`tests/data/test_layouts.py` is the specification: layouts and what they are recognized as.
+Both steps are pure functions, the same for a folder, a bucket, the Hub, a web server and every command. On a web
+server, `names` are the named addresses and the markers that exist. Otherwise they are all names without hidden ones.
+`tests/data/test_layouts.py` is the specification: layouts and their recognized formats.
 
 1. A marker of another program decides: `index.json`, `meta/info.json`, `state.json`, `dataset_dict.json`.
-2. Tars are the dataset, whatever tables lie beside them.
-3. Beside images, audio or video, a table whose first row names one of the files is the dataset. Else the files are a
-   folder of samples, and a single other table is not read, with a warning.
-4. Else files of rows are the dataset, of one format; then tokens, tables and lists of JSON; then raw files.
+2. If there are tars, they are the dataset. Tables next to them are ignored.
+3. With images, audio or video, a table whose first row names one of the files is the dataset. Otherwise the files are
+   a folder of samples, and a single other table is skipped with a warning.
+4. Otherwise, files of rows of one format are the dataset, or else tokens, tables and lists of JSON, or else raw files.
 
-What could be meant otherwise is an error that lists what there is, and how to choose.
+Ambiguous files are an error that lists the formats found, and how to choose.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ CONTAINERS = {
     ".mds": "name the folder with its index.json",
 }
 """Files that hold many samples, which nothing here reads, and what to do with them."""
-_USUAL = (*FILE_FIELDS, "audio_filepath")  # fields that name files; the last one in manifests of NeMo
-_METADATA = "metadata.parquet"  # of HF's image folders; its rows name files
+_USUAL = (*FILE_FIELDS, "audio_filepath")  # fields that usually name files; the last one is of NeMo's manifests
+_METADATA = "metadata.parquet"  # table of HF's image folders, whose rows name files
 _MAGICS = {b"PAR1": PARQUET, b"ARROW1": ARROW}
 _SHOWN = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")  # of images for people
 _TABLES = {  # whose rows are not those of all their files
@@ -92,7 +92,7 @@ def format_named(name: str) -> Format:
 
 
 def wanted(names: Sequence[str]) -> dict[str, int]:
-    """Return the files whose first bytes `recognize` needs, and how many of each.
+    """Return the files whose first bytes `recognize` needs, and how many bytes.
 
     Args:
         names: The names of all files, relative to the folder that was named.
@@ -181,7 +181,7 @@ def _ending(endings: Mapping[str, list[str]], matches: Callable[[str], bool]) ->
 
 
 def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return those of some names that share their stem with no other, and are not for people."""
+    """Return the names whose stem is unique, without files for people."""
     stems = Counter(map(stem_of, names)) if some else {}
     return [name for name in some if stems[stem_of(name)] == 1 and not is_for_people(name)]
 
@@ -205,7 +205,7 @@ def _by_format(
 
 
 def _naming(names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[Format, list[str]]) -> Recognized | None:
-    """Return the tables of one format whose first rows each name a file; None without."""
+    """Return the tables of one format whose first rows name files, or None."""
     known = {*names} if found else set()
     for form, files in found.items():
         if form is PARQUET and all(posixpath.basename(name).lower() == _METADATA for name in files):
@@ -226,7 +226,7 @@ def _naming(names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[For
 
 
 def _folder_with_tables(names: Sequence[str], tables: Mapping[Format, list[str]]) -> Recognized:
-    """Return the folder of samples. A single table beside it is not read."""
+    """Return the folder of samples. A single table next to it is not read."""
     folders = {posixpath.dirname(name) for name in names if is_media_file(name)}
     # A table of the name of a folder is about it, as img2dataset writes them.
     strays = [(form, name) for form, files in tables.items() for name in files if stem_of(name) not in folders]
@@ -255,7 +255,7 @@ def _check_apart(names: Sequence[str], heads: Mapping[str, bytes]) -> None:
 
 
 def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Recognized:
-    """Return the files of rows; else tokens, tables and lists of JSON that are alone; else raw files."""
+    """Return the files of rows, or else tokens, tables and lists of JSON, or else raw files."""
     rows = {form: files for form, files in found.items() if form not in (TOKENS, CSV, JSON)}
     if not rows and TOKENS in found:
         with_index = [name for name in names if not name.lower().endswith(".idx")]
@@ -272,7 +272,7 @@ def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Reco
 
 
 def _folder(names: Sequence[str]) -> Recognized:
-    """Return the parts of samples. Raises ValueError for files with many samples each, which are none."""
+    """Return the parts of samples. Raises ValueError if there are only files with many samples each."""
     skipped = no_samples(names)
     parts = sorted(name for name in names if name not in skipped)
     for name in _alone([name for name in parts if suffix_of(name) in CONTAINERS], parts):
@@ -300,8 +300,8 @@ def _fields_below(table: str, heads: Mapping[str, bytes], names: Collection[str]
 def _fields_of(table: str, head: bytes, names: Collection[str], below: str = "") -> tuple[str, ...]:
     """Return the fields whose first rows name files of the folder, or media files of a folder `below` it.
 
-    They are as `file_fields` has them: those that are usual, if there is one; else each, with its own part where
-    another has a file of its kind.
+    These are the usual fields, if there are any, and otherwise all fields. A field has its own part name if another
+    field has files of the same kind.
     """
     folder, found = posixpath.join(posixpath.dirname(table), below), dict[str, str]()
     for row in islice(_first_rows(table, head), FIRST_ROWS if below else None):
@@ -319,7 +319,7 @@ def _fields_of(table: str, head: bytes, names: Collection[str], below: str = "")
 
 
 def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the rows that are whole in the first bytes of a table."""
+    """Yield the complete rows in the first bytes of a table."""
     text = head.removeprefix(MARK).decode("utf-8", "replace").lstrip()
     with contextlib.suppress(ValueError, csv.Error, RecursionError):
         if CSV.has(table):
@@ -342,7 +342,7 @@ def _is_data(name: str) -> bool:
 
 
 def _format_of(head: bytes) -> Format | None:
-    """Return the format that a file without a suffix begins as."""
+    """Return the format that the first bytes of a file without a suffix show."""
     if head[257:262] == b"ustar":
         return TARS
     found = next((form for magic, form in _MAGICS.items() if head.startswith(magic)), None)

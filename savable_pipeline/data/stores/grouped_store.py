@@ -2,13 +2,13 @@
 
     file ─ groups of rows ─ each decoded once, into `DecodedBlocks` ─ rows
 
-The groups that a process holds decoded are bounded in bytes, for all lanes and stores together:
+All lanes and stores of a process share one limit for the bytes of decoded groups:
 
-    blocks     whole row groups; the one with the fewest rows still to be read is evicted first
-    retained   rows of evicted groups that a shuffle buffer will still yield
+    blocks     whole row groups; the one with the fewest announced rows is evicted first
+    retained   announced rows of evicted groups, which a shuffle buffer will still yield
 
-Without retained rows, a group would be decoded again for each of its rows that stays in a buffer for long.
-`AwaitedRows` are the rows of each group that were announced, and are still to be read.
+Without retained rows, a group would be decoded again for each row that stays in a buffer for long. `AwaitedRows` are
+the announced rows of each group that were not read yet.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.errors import ShardError
 
-_MOST = 4_000_000  # rows awaited, beyond which those awaited before are forgotten: they were passed over
+_MOST = 4_000_000  # most awaited rows; the oldest are dropped, because their reads were skipped
 RowGroup: TypeAlias = tuple[int, int]  # a shard, and the number of a row group in it
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DECODED_BYTES = 1 << 30
-_MOST_DECODED = 4 << 30  # bytes of a group, beyond which it is refused unless the cache is as large
+_MOST_DECODED = 4 << 30  # a group that decodes to more bytes is rejected, unless the cache is larger
 
 
 class AwaitedRows:
-    """Sets of rows by their group; its length is the number of all rows.
+    """Announced rows by group. The length counts all rows.
 
     A group without rows takes no room.
     """
@@ -52,7 +52,7 @@ class AwaitedRows:
         return self._count
 
     def announce(self, shard: int, rows: Rows, ends: list[int]) -> None:
-        """These rows of a shard, whose groups end at `ends`, will be read."""
+        """Announce that these rows of a shard, whose groups end at `ends`, will be read."""
         if self._count + len(rows) > _MOST:
             self._rows.clear()
             self._count = 0
@@ -64,9 +64,9 @@ class AwaitedRows:
             self._count += len(awaited) - before
 
     def done(self, group: RowGroup, row: int) -> None:
-        """This row of a group is read, and awaited no more.
+        """Record that an announced row was read.
 
-        (Called for each part: without a detour.)
+        This is called for each part, so it makes no further calls.
         """
         awaited = self._rows.get(group)
         if awaited is not None and row in awaited:
@@ -76,11 +76,11 @@ class AwaitedRows:
                 del self._rows[group]
 
     def count(self, group: RowGroup) -> int:
-        """The number of rows awaited of a group."""
+        """Return the number of announced rows of a group."""
         return len(self._rows.get(group, ()))
 
     def take(self, group: RowGroup) -> list[int]:
-        """The rows awaited of a group, which are forgotten here."""
+        """Remove and return the announced rows of a group."""
         rows = sorted(self._rows.pop(group, ()))
         self._count -= len(rows)
         return rows
@@ -90,9 +90,9 @@ class AwaitedRows:
 
 
 class AwaitedOfGroup:
-    """Rows of a group that must still be read.
+    """Rows of a group that are still to be read.
 
-    The group is decoded as `rows`, and its first row has the number `first`.
+    The decoded group is `rows`, and its first row has the number `first`.
     """
 
     def __init__(self, awaited: AwaitedRows, group: RowGroup, first: int) -> None:
@@ -103,7 +103,7 @@ class AwaitedOfGroup:
         return self._awaited.count(self._group)
 
     def take(self) -> Iterator[tuple[int, Any, int]]:
-        """Return number, row and bytes of each row that is not damaged.
+        """Yield number, row and size of each row that is not damaged.
 
         Damaged rows raise when they are read.
         """
@@ -114,7 +114,7 @@ class AwaitedOfGroup:
 
 
 class DecodedBlocks(Generic[T]):
-    """At most `limit` bytes of decoded blocks and retained rows.
+    """Cache of at most `limit` bytes of decoded blocks and retained rows.
 
     Retained rows have at most half of it.
 
@@ -135,13 +135,13 @@ class DecodedBlocks(Generic[T]):
         self.decoded = 0
         self._blocks: OrderedDict[Hashable, tuple[T, int, AwaitedOfGroup | None]] = OrderedDict()
         self._retained: OrderedDict[Hashable, dict[int, tuple[Any, int]]] = OrderedDict()  # by block, then by row
-        self._read: tuple[Hashable, int] = None, 0  # the retained row that was asked for last
+        self._read: tuple[Hashable, int] = None, 0  # the last requested retained row
         self._block_bytes = self._retained_bytes = 0
         self._warned = False
 
     @property
     def bytes(self) -> int:
-        """The bytes of all blocks and retained rows."""
+        """Return the bytes of all blocks and retained rows."""
         return self._block_bytes + self._retained_bytes
 
     def get(self, key: Hashable, decode: Callable[[], tuple[T, int]], awaited: AwaitedOfGroup | None = None) -> T:
@@ -155,7 +155,7 @@ class DecodedBlocks(Generic[T]):
         return self._add(key, *decode(), awaited) if found is None else found
 
     def cached(self, key: Hashable) -> T | None:
-        """The block called `key`; None if it is not there."""
+        """Return the cached block `key`, or None."""
         found = self._blocks.get(key)
         if found is None:
             return None
@@ -163,9 +163,9 @@ class DecodedBlocks(Generic[T]):
         return found[0]
 
     def retained(self, key: Hashable, row: int) -> Any:
-        """A retained row of the block `key`; None if there is none.
+        """Return a retained row of the block `key`, or None.
 
-        It is kept until another one is asked for.
+        It stays retained until another one is requested.
         """
         rows = self._retained.get(key)
         found = None if rows is None else rows.get(row)
@@ -186,7 +186,7 @@ class DecodedBlocks(Generic[T]):
         return block
 
     def _give_up(self) -> None:
-        """Gives up the block of which the fewest rows are awaited; of several, the one used longest ago."""
+        """Evict the block of which the fewest rows are awaited; of several, the one used longest ago."""
         key = min(self._blocks, key=lambda key: len(self._blocks[key][2] or ()))
         _, size, awaited = self._blocks.pop(key)
         self._block_bytes -= size
@@ -219,23 +219,27 @@ class DecodedBlocks(Generic[T]):
 
 
 class GroupedStore(FileStore):
-    """Decodes groups into `blocks`, and retains awaited rows of evicted groups."""
+    """Base of stores that decode groups of rows.
+
+    Announced rows of evicted groups are retained.
+    """
 
     def __init__(self, found: IndexedFiles, blocks: DecodedBlocks[Any] | None) -> None:
         super().__init__(found)
         self.blocks: DecodedBlocks[Any] = DecodedBlocks(DECODED_BYTES) if blocks is None else blocks
-        self._me = object()  # in the cache's keys: a number could be another store's, later
+        self._me = object()  # part of the cache's keys; unlike a number, it is never reused by another store
         self.awaited = AwaitedRows()
-        self._last: tuple[int, int, Any, int] = -1, 0, None, 0  # shard, row, rows and place of the row found last
-        self._broken: dict[tuple[int, int], str] = {}  # damaged groups, and what is wrong with them
+        # the last row found: shard, row, its group's rows, and its position in them
+        self._last: tuple[int, int, Any, int] = -1, 0, None, 0
+        self._broken: dict[tuple[int, int], str] = {}  # errors of damaged groups
 
     @abstractmethod
     def group_ends(self, shard: int) -> list[int]:
-        """The row after the last of each group of a file."""
+        """Return the row after the last one of each group of a file."""
 
     @abstractmethod
     def decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
-        """The rows of a group, `expected` many, and their bytes in memory.
+        """Return the rows of a group, `expected` many, and their bytes in memory.
 
         Raises `ShardError`.
         """
@@ -247,11 +251,11 @@ class GroupedStore(FileStore):
 
     @property
     def most_decoded(self) -> int:
-        """The bytes in memory beyond which a group is refused."""
+        """Return the most bytes that a group may decode to."""
         return max(self.blocks.limit, _MOST_DECODED)
 
     def find(self, shard: int, row: int) -> tuple[Any, int]:
-        """The decoded group with a row, and the row's place in it."""
+        """Return the decoded group with a row, and the row's position in it."""
         last = self._last
         if last[1] == row and last[0] == shard:
             return last[2], last[3]
@@ -281,7 +285,7 @@ class GroupedStore(FileStore):
             self.awaited.announce(shard, rows, self.group_ends(shard))
 
     def _decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
-        if (shard, group) in self._broken:  # found once: decoding it again for each row would take hours
+        if (shard, group) in self._broken:  # decoding a damaged group again for each row would take hours
             raise ShardError(self._broken[shard, group])
         try:
             return self.decoded(shard, group, expected)

@@ -1,7 +1,7 @@
 """The format of JSONL files, and its stores: a line is a sample.
 
-Blob of a file in the index: the offset of each line that is not blank, then the end of the file. Blank lines, of
-spaces too, lie at the end of the line before them.
+Blob of a file in the index: the offset of each non-blank line, then the end of the file. Blank lines count to the
+line before them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from savable_pipeline.data.stores.table_store import (
 
 _CHUNK = 1 << 20
 LONGEST_LINE = 1 << 30
-_FEW = 64  # bytes of a line that are looked at first, to see whether it is blank
-_MANY = 1 << 20  # bytes of offsets that are kept in memory
+_FEW = 64  # first bytes of a line to inspect, to see whether it is blank
+_MANY = 1 << 20  # most bytes of offsets to keep in memory
 
 
 def line_offsets(file: ByteSource) -> FileBlob:
     """Return the offsets of lines with text, then the end: uint64 (lines + 1,).
 
-    Those of many lines are in a temporary file that is mapped.
+    For a long file, the offsets are in a memory-mapped temporary file.
     """
     offset, is_start = 0, True
     with tempfile.SpooledTemporaryFile(_MANY) as found:
@@ -67,11 +67,14 @@ def _is_blank(file: ByteSource, start: int) -> bool:
 
 
 def _checked_lines(file: ByteSource) -> tuple[str, FileBlob]:
-    """The fault of a last line that has no newline and is no JSON; the lines without it. It was cut, if others are."""
+    """Return the fault of a truncated last line, or "", and the offsets of the lines before it.
+
+    The last line is truncated if it has no newline and is not JSON, and others are.
+    """
     offsets = line_offsets(file)
     begin, end = (int(offsets[-2]), int(offsets[-1])) if len(offsets) > 1 else (0, 0)
     last = file.read_at(begin, end - begin) if end - begin <= LONGEST_LINE else b"\n"
-    if not end or b"\n" in last:  # a whole line. What is wrong with it is an error when it is read
+    if not end or b"\n" in last:  # errors in a complete line are raised when the line is read
         return "", offsets
     try:
         decoded_json(without_mark(last, begin))
@@ -84,7 +87,7 @@ def _checked_lines(file: ByteSource) -> tuple[str, FileBlob]:
 
 
 def _may_be_jsonl(file: ByteSource, offsets: FileBlob) -> bool:
-    """Whether the first line is JSON, or the only one begins as an object or a list does."""
+    """Return whether the first line is JSON, or the only line starts like an object or a list."""
     begin, end = int(offsets[0]), int(offsets[1])
     first = without_mark(file.read_at(begin, min(end - begin, LONGEST_LINE)), begin)
     if len(offsets) == 2:
@@ -96,25 +99,25 @@ def _may_be_jsonl(file: ByteSource, offsets: FileBlob) -> bool:
 
 
 def _parts_of(fields: dict[str, Any]) -> list[str]:
-    """The names of the parts of a line with these fields."""
+    """Return the names of the parts of a line with these fields."""
     return [LINE, *(name for name, value in fields.items() if value is not None and name != LINE)]
 
 
 class JsonlStore(TextStore):
     """Lines of JSONL files as samples.
 
-    `key` names the field that holds the key of a line, which each line must have; else it is `FILE:ROW`. Fields that
-    are `needed` are looked for when they are read. Raises `ShardError`.
+    `key` names the field that is the key of a line, which each line must have. By default the key is `FILE:ROW`. Fields
+    that are `needed` are checked when a line is read. Raises `ShardError`.
     """
 
     def __init__(self, found: IndexedFiles, *, key: str | None = None, needed: tuple[str, ...] = ()) -> None:
         super().__init__(found, key=key)
-        self._last: tuple[bytes, dict[str, Any]] = b"", {}  # the line whose fields were asked for last
+        self._last: tuple[bytes, dict[str, Any]] = b"", {}  # the last requested line and its fields
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """Return the line, as `json`, or a field of its object.
 
-        A string is returned as it is, other values as JSON.
+        A string is returned unquoted, other values as JSON.
         """
         line = self._line(shard, row)
         if extension == LINE:
@@ -128,7 +131,7 @@ class JsonlStore(TextStore):
     def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
         """See `RecordStore.array`.
 
-        Raises TypeError for a field that is not text: its bytes would be those of JSON.
+        Raises TypeError for a field that is not a string, because its bytes would be JSON.
         """
         if extension != LINE:
             found = self._fields(shard, row, self._line(shard, row)).get(extension)
@@ -140,7 +143,7 @@ class JsonlStore(TextStore):
         return super().array(shard, row, extension)
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """`json`, then the fields of the line; one that is null is no part, as in tables."""
+        """Return `json` and the non-null fields of the line."""
         return _parts_of(self._fields(shard, row, self._line(shard, row)))
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
@@ -148,13 +151,13 @@ class JsonlStore(TextStore):
         return as_part(self._fields(shard, row, self._line(shard, row))[name])
 
     def part_offset(self, shard: int, row: int, extension: str) -> int:
-        """The same: a field is a part of its line."""
+        """Return the offset of the line, which contains its fields."""
         return self.offset(shard, row)
 
     parts_in_rows = True
 
     def part_sizes(self) -> dict[str, Rows] | None:
-        """The sizes of the lines, with their ends; None where the index is here in part."""
+        """Return the line sizes with line ends, or None if index rows are missing."""
         if not self.files.has_all_rows():
             return None
         sizes = [np.diff(self.blob(shard).astype(np.int64)) for shard in range(len(self.entries))]
@@ -162,11 +165,11 @@ class JsonlStore(TextStore):
 
     def _line(self, shard: int, row: int) -> bytes:
         raw, begin = self.raw(shard, row, LONGEST_LINE)
-        line = raw.partition(b"\n")[0].rstrip(b"\r")  # lines of spaces may follow
+        line = raw.partition(b"\n")[0].rstrip(b"\r")  # blank lines may follow
         return line if begin else without_mark(line, begin)
 
     def _fields(self, shard: int, row: int, line: bytes) -> dict[str, Any]:
-        """The fields of the object in a line; none if it is no object. Raises `ShardError` if it is no JSON."""
+        """Return the fields of the object in a line, or {} for another value. Raises `ShardError` for invalid JSON."""
         last = self._last
         if last[0] == line:
             return last[1]
@@ -181,24 +184,24 @@ class JsonlStore(TextStore):
 
 
 class LinesStore(TableStore):
-    """The lines of JSONL files, with the files that they name as parts."""
+    """Lines of JSONL files, with the files that they name as parts."""
 
     def body(self, shard: int, raw: bytes, begin: int) -> bytes:
         """See `TableStore.body`."""
         line, end, rest = raw.partition(b"\n")
-        if rest.strip():  # but for blank lines there is nothing before the next row
+        if rest.strip():  # only blank lines may come before the next row
             raise self.damaged(shard, f"byte {begin}", "several lines, where one was indexed", reason="changed shard")
         return without_mark(line + end, begin)
 
 
 class RangedJsonlStore(RangedTable, JsonlStore):
-    """The lines of JSONL files whose fields name ranges of other files."""
+    """Lines of JSONL files with fields that name ranges of other files."""
 
 
 def open_lines(found: IndexedFiles, **settings: Any) -> JsonlStore | LinesStore:
     """Open the store of JSONL files.
 
-    Their fields are parts. With settings of named files, these files are.
+    The fields are parts. With settings of named files, the named files are.
     """
     if settings.keys().isdisjoint(NAMING_SETTINGS):
         return JsonlStore(found, **settings)

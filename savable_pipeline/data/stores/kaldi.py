@@ -1,4 +1,4 @@
-"""The format of Kaldi's data folders, a line of which is an utterance.
+"""The format of Kaldi's data folders, where a line is an utterance.
 
     wav.scp     REC wav/a.wav                     →  key UTT; a part wav; json: {"id": UTT, "audio": "wav/a.wav",
     segments    UTT REC 1.5 3.0, if there is one       "text": …, "speaker": …, "start": 1.5, "end": 3.0}
@@ -26,7 +26,7 @@ from savable_pipeline.data.stores.ranges import MediaRange
 from savable_pipeline.data.stores.table_store import NAMING_SETTINGS, NamedPart, TableStore, is_same_text, read_rows
 
 RECORDINGS, SEGMENTS = "wav.scp", "segments"
-_FIELDS = {"text": "text", "speaker": "utt2spk", "language": "utt2lang"}  # by the tables that have them
+_FIELDS = {"text": "text", "speaker": "utt2spk", "language": "utt2lang"}  # fields, and the tables that have them
 _TABLES = (RECORDINGS, SEGMENTS, *_FIELDS.values())
 _IN_ARCHIVE = re.compile(r".*\.ark:\d+")
 
@@ -35,15 +35,15 @@ class KaldiStore(TableStore):
     """The utterances of Kaldi's folders, with the settings of `TableStore`."""
 
     def __init__(self, found: IndexedFiles, **settings: Any) -> None:
-        self._tables: dict[str, dict[str, str]] = {}  # by the path of each
+        self._tables: dict[str, dict[str, str]] = {}  # by path
         super().__init__(found, **settings)
 
     def usual_fields(self) -> Iterable[str]:
-        """The recording."""
+        """Return the field of the recording."""
         return ("audio",)
 
     def key(self, shard: int, row: int) -> str:
-        """What the line begins with."""
+        """Return the first word of the line."""
         return _pair(self.raw(shard, row)[0].decode())[0]
 
     def body(self, shard: int, raw: bytes, begin: int) -> bytes:
@@ -67,7 +67,7 @@ class KaldiStore(TableStore):
         return json.dumps(fields, ensure_ascii=False).encode()
 
     def files_of(self, shard: int, fields: dict[str, Any]) -> list[NamedPart]:
-        """See `NamingStore.files_of`: of a segment, a range."""
+        """See `NamingStore.files_of`. The file of a segment is a range."""
         found = super().files_of(shard, fields)
         if "start" not in fields:
             return found
@@ -76,22 +76,23 @@ class KaldiStore(TableStore):
         return [each._replace(size=len(encoded), range=encoded, seconds=seconds) for each in found]
 
     def _table(self, folder: str, name: str) -> dict[str, str]:
-        """The lines of a table of a folder, by what they begin with."""
+        """Return the lines of a table of a folder, by their first word."""
         path = posixpath.join(folder, name)
         if path not in self._tables:
             names, raw = self.entries.names, b""
             if path in names:
                 raw = self.files.read(number := names.index(path), 0, int(self.entries.sizes[number]))
-            elif (companion := self.files.sidecar(path)) is not None:  # of one file that is checked by itself
+            # a single file is checked alone, and its tables are sidecars
+            elif (companion := self.files.sidecar(path)) is not None:
                 raw = companion.read_bytes()
             self._tables[path] = dict(map(_pair, raw.decode().split("\n")))
         return self._tables[path]
 
 
 def _pair(line: str) -> tuple[str, str]:
-    """Return the key of a line and its value; "" for each that it lacks.
+    """Return the key and the value of a line, "" for each that is missing.
 
-    Kaldi splits at ASCII's spaces alone: a text may contain U+2028 or a space of another script.
+    Kaldi splits only at ASCII spaces, because a text may contain U+2028 or a space of another script.
     """
     key, value = [*re.split(r"[ \t\r\f\v]+", line.strip(" \t\r\f\v\n"), maxsplit=1), ""][:2]
     return key, value

@@ -2,8 +2,8 @@
 
 Its videos and frames are in files of many episodes.
 
-    meta/info.json                            the features, and how files are called
-    meta/episodes/chunk-000/file-000.parquet  a row an episode: parts such as `tasks` and `length`, and where it lies in
+    meta/info.json                            the features, and templates of file names
+    meta/episodes/chunk-000/file-000.parquet  a row per episode: parts such as `tasks` and `length`, and the location of
     videos/KEY/chunk-000/file-000.mp4         each video: a range of seconds, a part KEY
     data/chunk-000/file-000.parquet           its frames: rows; each column is a part: an array of numbers, a ZIP
                                               archive of images, or JSON
@@ -34,12 +34,12 @@ from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
 from savable_pipeline.data.stores.ranges import MediaRange, RangedRows, checked_range, with_media
 
 INFO = "meta/info.json"
-_FIELD = re.compile(r"\{(video_key|chunk_index|file_index)(?::0(\d)d)?\}")  # of a template of LeRobot
-_NUMBERS = {np.dtype(code).name for code in "?bhiqBHIQefd"}  # features that are arrays
+_FIELD = re.compile(r"\{(video_key|chunk_index|file_index)(?::0(\d)d)?\}")  # placeholder in a path template of LeRobot
+_NUMBERS = {np.dtype(code).name for code in "?bhiqBHIQefd"}  # dtypes of features that are arrays
 
 
 class EpisodeRange(MediaRange, frozen=True, kw_only=True):
-    """Range of an episode, with `fps` frames a second, some of which may be missing."""
+    """Range of an episode at `fps` frames per second, some of which may be missing."""
 
     end_s: float
     fps: float
@@ -64,9 +64,8 @@ class LeRobotStore(RangedRows, ParquetStore):
 
     A key is the number of the episode, unless `key` names another column.
 
-    `array` gives the frames' numbers as they are stored, (frames, …); their bytes are a `.npy`. The bytes of images are
-    a ZIP archive of them, see `ImageFrames`, those of anything else JSON. Raises `ShardError`, and ValueError for
-    `columns`.
+    `array` returns the numbers of frames as they are stored, (frames, …), and `read` returns them as `.npy`. Images are
+    in a ZIP archive, see `ImageFrames`, and other values are JSON. Raises `ShardError`, and ValueError for `columns`.
     """
 
     base, all_used = "", True
@@ -88,7 +87,7 @@ class LeRobotStore(RangedRows, ParquetStore):
         return [name for name in super().extensions(shard, row) if "/" not in name or name in self.range_parts]
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """See `RecordStore.read`; of frames, a `.npy`, an archive of images or JSON."""
+        """See `RecordStore.read`. Frames are a `.npy`, an archive of images or JSON."""
         if extension not in self.frame_parts:
             return super().read(shard, row, extension)
         frames = self._frames(shard, row, extension)
@@ -101,7 +100,7 @@ class LeRobotStore(RangedRows, ParquetStore):
         return file.getvalue()
 
     def _archive(self, shard: int, row: int, extension: str, images: Iterable[Mapping[str, Any] | None]) -> bytes:
-        """A ZIP archive of the images of frames, in order, whose comment says how many are in a second."""
+        """Return a ZIP archive of the images of frames, in order, with the frame rate as its comment."""
         file = io.BytesIO()
         with zipfile.ZipFile(file, "w") as archive:
             archive.comment = str(self._info.fps).encode()
@@ -121,7 +120,7 @@ class LeRobotStore(RangedRows, ParquetStore):
         return feature == "index" or self._dtype(feature) in _NUMBERS
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
-        """See `RecordStore.array`; of frames, their values."""
+        """See `RecordStore.array`. For frames, these are their values."""
         if extension not in self.frame_parts or not self._has_numbers(extension):
             return super().array(shard, row, extension)
         frames = self._frames(shard, row, extension)
@@ -130,11 +129,11 @@ class LeRobotStore(RangedRows, ParquetStore):
         return array
 
     def row_groups(self, shard: int) -> tuple[list[int], int]:
-        """See `RecordStore.row_groups`: of tables of episodes alone."""
+        """See `RecordStore.row_groups`. Only tables of episodes have them."""
         return super().row_groups(shard) if self.entries.samples[shard] else ([], 0)
 
     def check_columns(self, shard: int, known: list[str]) -> None:
-        """See `ColumnarStore.check_columns`: of tables of episodes alone."""
+        """See `ColumnarStore.check_columns`. Only tables of episodes are checked."""
         if self.entries.samples[shard]:
             super().check_columns(shard, known)
 
@@ -151,21 +150,24 @@ class LeRobotStore(RangedRows, ParquetStore):
         names = self.entries.names
         number = bisect_left(names, INFO)
         if number == len(names) or names[number] != INFO:
-            return _Info({}, "", 1)  # one file of the folder is looked at alone
+            return _Info({}, "", 1)  # a single file of the folder was opened
         try:
             return msgspec.json.decode(self.files.read(number, 0, int(self.entries.sizes[number])), type=_Info)
         except msgspec.DecodeError as error:
             raise self.damaged(number, "the features", str(error)) from error
 
     def _number(self, shard: int, row: int, name: str, kind: type[Number]) -> Number:
-        """The number in a column of a row. Raises `ShardError` if there is none."""
+        """Return the number in a column of a row. Raises `ShardError` if there is none."""
         try:
             return msgspec.json.decode(self.value(shard, row, name) or b"", type=kind)
         except (KeyError, msgspec.DecodeError) as error:
             raise self.damaged(shard, f"row {row}", f"{name!r} is not a number: {error}") from error
 
     def _path(self, shard: int, row: int, template: str, where: str, part: str = "") -> str:
-        """The path that a template gives for a row; which never is a template of Python, that could do more."""
+        """Return the path that a template yields for a row.
+
+        The template is never passed to `str.format`, which can read attributes.
+        """
 
         def filled(field: re.Match[str]) -> str:
             found = part if field[1] == "video_key" else str(self._number(shard, row, where + field[1], int))
@@ -174,10 +176,11 @@ class LeRobotStore(RangedRows, ParquetStore):
         return _FIELD.sub(filled, template)
 
     def _frames(self, shard: int, row: int, feature: str) -> NDArray[Any]:
-        """The values of a feature in the frames of an episode: (frames, …). Raises `ShardError`."""
+        """Return the values of a feature in the frames of an episode: (frames, …). Raises `ShardError`."""
         data = self.file_named(shard, row, self._path(shard, row, self._info.data_path, "data/"))
         first, end = (self._number(shard, row, f"dataset_{name}_index", int) for name in ("from", "to"))
-        begin = first - int(self._column(data, 0, "index")[0])  # rows count from the first frame of the file on
+        # indexes count all frames, so subtract that of the file's first frame
+        begin = first - int(self._column(data, 0, "index")[0])
         if not 0 <= begin < begin + end - first <= self.group_ends(data)[-1]:
             raise self.damaged(shard, f"row {row}", f"frames {first} to {end}, which {self.where(data)} does not have")
         stop = begin + end - first
@@ -186,7 +189,7 @@ class LeRobotStore(RangedRows, ParquetStore):
         return self._rows(data, feature, begin, stop)
 
     def _rows(self, data: int, feature: str, begin: int, stop: int) -> NDArray[Any]:
-        """The values of a feature in rows of a file of frames."""
+        """Return the values of a feature in rows of a file of frames."""
         ends, parts = self.group_ends(data), []
         for group in range(bisect_right(ends, begin), bisect_left(ends, stop) + 1):
             start = ends[group - 1] if group else 0
@@ -194,7 +197,7 @@ class LeRobotStore(RangedRows, ParquetStore):
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _column(self, data: int, group: int, feature: str) -> NDArray[Any]:
-        """The values of a feature in a row group, kept decoded with other blocks."""
+        """Return the values of a feature in a row group, cached with other decoded blocks."""
 
         def decoded() -> tuple[NDArray[Any], int]:
             batches, size = self.batches(data, group, [feature])
@@ -209,14 +212,14 @@ class LeRobotStore(RangedRows, ParquetStore):
 
 
 def _objects(column: Any) -> NDArray[Any]:
-    """The values of an Arrow column, whatever they are: object (rows,)."""
+    """Return the values of an Arrow column of any type: object (rows,)."""
     found = np.empty(len(column), object)
     found[:] = column.to_pylist()
     return found
 
 
 def _values(column: Any) -> NDArray[Any]:
-    """The numbers of an Arrow column, and of lists in it that are all as long: (rows, …). Raises ValueError."""
+    """Return the numbers of an Arrow column, or of lists of equal lengths: (rows, …). Raises ValueError."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -234,7 +237,10 @@ def _values(column: Any) -> NDArray[Any]:
 
 
 def _is_lerobot(heads: Mapping[str, bytes]) -> bool:
-    """Whether the features say version 3. Raises ValueError for another: tables without videos would be half of it."""
+    """Return whether the metadata say version 3. Raises ValueError for another version.
+
+    Otherwise its tables would be read as Parquet, without their videos.
+    """
     version = str(marker_object(heads, INFO).get("codebase_version", ""))
     if version and not version.startswith("v3."):
         raise ValueError(

@@ -1,17 +1,17 @@
-"""Opens the files that a user names, wherever they are.
+"""Opens the files that a user names, local or remote.
 
 They are named by a folder, file, glob, list, URL, bucket or address of the Hub.
 
     find_source("shards/")                         ──▶ Source: where the files are, and their format
     open_store("shards/")                          ──▶ the store of their samples, indexed first if needed
-    open_store("rows/", format="jsonl", key="id")      of a format that the user names, with settings of its store
+    open_store("rows/", format="jsonl", key="id")      a format and settings that the user passes
     open_store(source, inspect=True)                   for commands that look at files, and know no settings
 
-`info`, `check`, `preview` and `convert` open with `inspect=True`: what cannot be read without a setting is read with a
-usual one, rows that name files without their bytes come without these parts, and little is kept decoded.
+`info`, `check`, `preview` and `convert` open with `inspect=True`. A missing setting then has its usual value, rows that
+name files without their bytes lack these parts, and the cache of decoded groups is small.
 
-Everything that reads files comes through here, and `formats.py` alone says what they are. A store counts its samples
-in `entries` (one a file: name, bytes, samples), reads them by (shard, row), and has `row_groups`; see `RecordStore`. A
+Every reader of files uses this module, and `formats.py` alone decides their format. A store counts its samples in
+`entries` (one per file: name, bytes, samples), reads them by (shard, row), and has `row_groups`; see `RecordStore`. A
 `Source` can be pickled, and opened again in another process.
 """
 
@@ -48,11 +48,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Cache: TypeAlias = tuple[str | os.PathLike[str] | None, int | None]  # its folder and bytes; None: the defaults
+# folder and bytes of the cache; None means the default
+Cache: TypeAlias = tuple[str | os.PathLike[str] | None, int | None]
 
 
 Asked: TypeAlias = tuple[str, tuple[str, ...]]
-Heads: TypeAlias = Callable[[Mapping[str, int]], Mapping[str, bytes]]  # of names and most bytes → their first bytes
+# from names and most bytes to read, to the first bytes
+Heads: TypeAlias = Callable[[Mapping[str, int]], Mapping[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def find_source(
     """
     if paths.is_remote(files):
         return _remote_source(files, format, settings, {} if pinned is None else pinned, cache)
-    specs = paths.spelled_out(files)
+    specs = paths.expand_specs(files)
     if len(specs) == 1 and Path(specs[0]).is_dir():
         root = Path(specs[0]).absolute()
         if format in ("", TAR) and valid_mark(root, TARS) and not any((root / name).exists() for name in _markers("")):
@@ -109,15 +111,15 @@ def find_source(
     found = paths.list_files(files)
     recognized = _recognized(str(found.root), found.names, found.heads, (format, (*settings,)))
     if not found.whole and not format and recognized.format is FOLDER:
-        recognized = Recognized(_by_suffixes(found), [])  # whose error says what to do
+        recognized = Recognized(_by_suffixes(found), [])  # the error of this format says what to do
     _check_suffix(files, found.names if format and found.exact else (), recognized.format)
     found = replace(found, chosen=None if format else recognized.files or None)
     return Source(files, recognized.format, recognized.settings, found)
 
 
 def _markers(format: str) -> list[str]:
-    """Return the markers of a format, and of those that its reader reads too; of all formats for ""."""
-    formats.format_named(format or TAR)  # raises ValueError
+    """Return the markers of a format and of those that its reader also reads, or all for ""."""
+    formats.format_named(format or TAR)  # raises ValueError for an unknown name
     return [name for form in formats.FORMATS if format in ("", form.name, form.reader) for name in form.markers]
 
 
@@ -134,19 +136,19 @@ def _recognized(where: str, names: Sequence[str], heads: Heads, asked: Asked) ->
 
 
 def _by_suffix(name: str, default: Format = TARS) -> Format:
-    """Return the format whose files, or compressed files, have such names."""
+    """Return the format for a name's suffix, with or without compression."""
     plain = (form for form in formats.FORMATS if not form.reader and form.choose is None)
     return next((form for form in plain if form.has(name) or form.packs(name)), default)
 
 
 def _by_suffixes(found: paths.ListedFiles) -> Format:
-    """Return the format that all of these names have, and of a missing file that of its name."""
+    """Return the format that fits all of these names, or the name of a missing file."""
     forms = {_by_suffix(name, FOLDER) if (found.root / name).exists() else TARS for name in found.names}
     return forms.pop() if len(forms) == 1 else FOLDER
 
 
 def _check_suffix(files: paths.Shards, names: Sequence[str], chosen: Format) -> None:
-    """Raise `ShardError` for one file whose name is that of another format."""
+    """Raise `ShardError` for one file whose suffix is that of another format."""
     other = _by_suffix(names[0], chosen) if len(names) == 1 else chosen
     if other is not chosen and not chosen.has(names[0]):
         raise ShardError(f"{files}: a file of the kind {other.name}, not {chosen.name}. sp.read(…) reads any kind")
@@ -155,7 +157,7 @@ def _check_suffix(files: paths.Shards, names: Sequence[str], chosen: Format) -> 
 def _remote_source(
     files: paths.Shards, format: str, settings: Collection[str], pinned: dict[str, bytes], cache: Cache
 ) -> Source:
-    from savable_pipeline.data.remote.session import Session  # here: most files are on a disk
+    from savable_pipeline.data.remote.session import Session  # imported only for remote files
 
     session = Session.of(*cache)
     asked = format, tuple(sorted(settings))
@@ -165,7 +167,7 @@ def _remote_source(
 
 
 def _look_up(files: paths.Shards, asked: Asked, session: Session) -> tuple[RemoteShards, Recognized]:
-    """Return the objects that URLs name, and what they are. The session remembers it until its next opening."""
+    """Return the objects that URLs name, and their format. The session caches it until its next opening."""
     return session.once((paths.as_names(files), asked), lambda: _looked_up(files, asked, session))
 
 
@@ -183,7 +185,7 @@ def _looked_up(files: paths.Shards, asked: Asked, session: Session) -> tuple[Rem
     where = os.fspath(files) if isinstance(files, str | os.PathLike) else root
     recognized = _recognized(where, names, partial(session.heads, root), asked)
     if recognized.format is FOLDER and listed.whole and not listed.names:
-        recognized = Recognized(TARS, [])  # whose error says what a web server needs
+        recognized = Recognized(TARS, [])  # the error of this format says what a web server needs
     if recognized.format is FOLDER:
         raise ShardError(f"{where}: raw files are read from disks alone. Copy them to a disk, or write them as tars")
     _check_suffix(files, names if format and not listed.whole else (), recognized.format)
@@ -191,9 +193,10 @@ def _looked_up(files: paths.Shards, asked: Asked, session: Session) -> tuple[Rem
 
 
 def remote_files(source: Source, form: Format) -> RemoteShards:
-    """Return the files of a remote source that are read as this format.
+    """Return the files of a remote source that this format reads.
 
-    They are listed again at each opening."""
+    They are listed again at each opening.
+    """
     from savable_pipeline.data.remote.urls import select
 
     assert source.session is not None
@@ -203,9 +206,9 @@ def remote_files(source: Source, form: Format) -> RemoteShards:
 
 
 def _on_server(url: str, session: Session, indexes: Mapping[str, Format], markers: Sequence[str]) -> list[str]:
-    """Return which indexes and markers exist in a folder of a web server, which cannot be listed.
+    """Return which indexes and markers exist in a folder of a web server.
 
-    The index that was there the last time is asked for alone, and noted in the cache.
+    A web server cannot list a folder. If the cache notes an index, only that one is requested.
     """
     from savable_pipeline.data.remote.cache_files import private_folder, read_pin, write_pin
 
@@ -221,20 +224,20 @@ def _on_server(url: str, session: Session, indexes: Mapping[str, Format], marker
 
 
 def at_commit(files: paths.Shards, pinned: dict[str, bytes], session: Session) -> paths.Shards:
-    """Return the same files, of the Hub at the commits that are `pinned`.
+    """Return the same files, with those of the Hub at the commits that are `pinned`.
 
-    Those that are not pinned are found, and pinned. A branch or a tag may move under a run:
+    Missing commits are looked up and added to `pinned`. A branch or a tag may move during a run:
 
     hf://datasets/org/name/data          named by the user, and a reader's setting
-    hf://datasets/org/name@main          what is pinned: found once, sent to workers, in the state
-    hf://datasets/org/name@1f0c…/data    what is opened, everywhere
+    hf://datasets/org/name@main          the pinned name: resolved once, sent to workers, in the state
+    hf://datasets/org/name@1f0c…/data    opened, in every process
 
-    Raises `ShardError` for a dataset or a revision that does not exist, `RemoteError`.
+    Raises `ShardError` for a dataset or a revision that does not exist, and `RemoteError`.
     """
-    specs = paths.spelled_out(files)
+    specs = paths.expand_specs(files)
     if not any(map(paths.is_hub, specs)):
         return files
-    if importlib.util.find_spec("huggingface_hub") is None:  # finds it without importing it
+    if importlib.util.find_spec("huggingface_hub") is None:  # finds the package without importing it
         raise RemoteError("hf:// needs huggingface_hub. Run `pip install huggingface_hub`")
     fixed = [_fixed(paths.HubAddress.of(spec), pinned, session) if paths.is_hub(spec) else spec for spec in specs]
     return fixed[0] if isinstance(files, str | os.PathLike) and len(fixed) == 1 else fixed
@@ -306,7 +309,7 @@ def open_indexed(
         return open_folder(source.files, form, tolerant=tolerant)
     if source.session is None:
         return open_files(source.listed or source.files, form, tolerant=tolerant, unlistable=unlistable)
-    from savable_pipeline.data.stores.remote_indexing import open_remote  # here: most files are on a disk
+    from savable_pipeline.data.stores.remote_indexing import open_remote  # imported only for remote files
 
     found = remote_files(source, form)
     remote, names = open_remote(source.files, found, form, source.session, tolerant=tolerant)
@@ -335,7 +338,7 @@ def index_any(
     source = find_source(files)
     form = source.format
     if source.session is not None:
-        from savable_pipeline.data.stores.remote_indexing import index_remote  # here: most files are on a disk
+        from savable_pipeline.data.stores.remote_indexing import index_remote  # imported only for remote files
 
         return index_remote(source.files, remote_files(source, form), form, source.session, progress, engine)
     if form.name == FOLDER.name:

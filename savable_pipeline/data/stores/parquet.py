@@ -1,12 +1,12 @@
 """The format of Parquet files, and the record store that reads them.
 
-What their footers say is read without a thread, so that a fork is safe, and looked at: can it be true? Blob of a file
-in the index: for each row group its rows, then for each the bytes that it decodes to.
+Footers are read in the calling thread, so that a fork is safe, and validated. Blob of a file in the index: the rows of
+each row group, then the bytes that each decodes to.
 
     a new file ── its footer ──▶ a child process, which parses it first ── rows and bytes of its row groups ──▶ index
 
-Some footers end the process in which pyarrow parses them. That must not be a trainer's: only files whose footers the
-child survived are in the index, and a file is checked to have its indexed footer when it is opened.
+Some footers crash the process in which pyarrow parses them. A trainer must not crash, so the index has only files
+whose footers the child parsed, and opening a file compares its footer with the indexed one.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from savable_pipeline.errors import SavableError
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _LARGEST_FOOTER = 1 << 29
 _MOST_ROWS = 1 << 40
-_SIGNATURE = 28  # bytes behind a footer that can be read, of a file with encrypted columns
+_SIGNATURE = 28  # bytes after a footer that can be read, in a file with encrypted columns
 _NOT_ENCRYPTED = "Write the file without encryption"
-_RATIO = 64  # times its bytes in the file, which a row group may decode to, whatever is the limit
-_DICTIONARY_HEAD = 32  # bytes, the first of a page of a dictionary, that say how many it has
-_IDLE_S = 10  # after which the child process ends
+_RATIO = 64  # a row group may always decode to this multiple of its bytes in the file
+_DICTIONARY_HEAD = 32  # first bytes of a dictionary page, which contain its size
+_IDLE_S = 10  # idle seconds after which the child process ends
 
 _Groups: TypeAlias = tuple[list[int], list[int]]  # rows and bytes of each row group
-_children: dict[int, ChildProcess] = {}  # by the process that has started it
+_children: dict[int, ChildProcess] = {}  # by the ID of the process that started it
 _asking = threading.Lock()
 
 
 class ParquetFooterError(ValueError):
-    """The footer of a file is missing, or cannot be true."""
+    """Error: the footer of a file is missing or invalid."""
 
 
 def read_table(file: ByteSource, name: str) -> ShardTable:
-    """Entry and row groups of a file; damage is the entry's fault."""
+    """Return entry and row groups of a file. Damage is the fault of the entry."""
     try:
         footer = read_footer(file)
         rows, sizes = _groups_by_child(footer, file.size)
@@ -72,7 +72,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
 
 
 def read_footer(file: ByteSource) -> bytes:
-    """The bytes of a file's footer. Raises `ParquetFooterError`, OSError."""
+    """Return the bytes of a file's footer. Raises `ParquetFooterError`, OSError."""
     size = file.size
     tail = file.read_at(max(0, size - 8), 8)
     if tail[4:] == _ENCRYPTED:
@@ -86,7 +86,7 @@ def read_footer(file: ByteSource) -> bytes:
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Whether a file has the footer that it had. Raises OSError."""
+    """Return whether a file still has its indexed footer. Raises OSError."""
     try:
         return xxh3_64_intdigest(read_footer(file)) == int(index.shards.digests[number])
     except ParquetFooterError:
@@ -94,7 +94,7 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
 
 
 def parsed_footer(footer: bytes) -> Any:
-    """A footer as pyarrow's `FileMetaData`; the rest of the file is not read.
+    """Parse a footer as pyarrow's `FileMetaData`, without reading more of the file.
 
     Raises pyarrow's errors.
     """
@@ -123,7 +123,7 @@ def columns_of(group: Any, wanted: list[str] | None) -> list[Any]:
 
 
 def _is_of(path: str, names: set[str]) -> bool:
-    """Whether a leaf is one of these columns, or below one; there may be dots in their names."""
+    """Return whether a leaf column is one of these, or nested in one. Names may contain dots."""
     return path in names or any(path[:end] in names for end, sign in enumerate(path) if sign == ".")
 
 
@@ -133,7 +133,10 @@ def _bytes_of(column: Any) -> tuple[int, int]:
 
 
 def _groups_by_child(footer: bytes, size: int) -> _Groups:
-    """What `_groups` returns or raises, in a child process. Raises `ParquetFooterError` if that ends it, twice."""
+    """Return or raise the result of `_groups` in a child process.
+
+    Raises `ParquetFooterError` if the child crashes twice.
+    """
     if importlib.util.find_spec("pyarrow") is None:
         raise ImportError("Parquet files need pyarrow. Run `pip install pyarrow`")
     with _asking:
@@ -152,7 +155,7 @@ def _groups_by_child(footer: bytes, size: int) -> _Groups:
 
 
 def serve_groups(connection: Connection, footers: Iterator[tuple[bytes, int]]) -> None:
-    """Parse footers, as the child process of `_groups_by_child`."""
+    """Parse footers, in the child process of `_groups_by_child`."""
     signal.alarm(_IDLE_S)
     for footer, size in footers:
         signal.alarm(0)
@@ -164,18 +167,18 @@ def serve_groups(connection: Connection, footers: Iterator[tuple[bytes, int]]) -
 
 
 def _groups(footer: bytes, size: int) -> _Groups:
-    """Rows and bytes of each row group. Raises `ParquetFooterError` where they cannot be right."""
-    import pyarrow as pa  # here, so that who reads tars need not have it
+    """Return rows and bytes of each row group. Raises `ParquetFooterError` if they are invalid."""
+    import pyarrow as pa  # imported here, because pyarrow is not needed to read tars
 
     try:
         metadata = parsed_footer(footer)
-        if len(footer) - metadata.serialized_size == _SIGNATURE:  # pyarrow aborts when it is asked for such a column
+        if len(footer) - metadata.serialized_size == _SIGNATURE:  # pyarrow aborts when such a column is requested
             raise ParquetFooterError(f"encrypted columns. {_NOT_ENCRYPTED}")
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         rows = [group.num_rows for group in groups]
         sizes = [group.total_byte_size for group in groups]
         fault = next((fault for group in groups if (fault := _column_fault(group, size))), "")
-        with contextlib.suppress(pa.ArrowException):  # which is raised again, by name, where a row is read
+        with contextlib.suppress(pa.ArrowException):  # a read of such a column raises this error again, with its name
             metadata.schema.to_arrow_schema()
     except ParquetFooterError:
         raise
@@ -196,32 +199,32 @@ def _column_fault(group: Any, size: int) -> str:
     return ""
 
 
-_OPEN = 16  # files whose footers are kept parsed
-_BATCH = 8192  # rows decoded at a time
+_OPEN = 16  # number of files whose parsed footers stay in memory
+_BATCH = 8192  # number of rows to decode at a time
 
 
 class ParquetStore(ColumnarStore):
     """Rows of Parquet files as samples.
 
-    Row groups are decoded whole and kept in `blocks`; the other settings are those of `ColumnarStore`. Raises
-    `ShardError`, and ValueError for a column that is not there.
+    Row groups are decoded whole and cached in `blocks`. The other settings are those of `ColumnarStore`. Raises
+    `ShardError`, and ValueError for a missing column.
     """
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
         self._ends: dict[int, list[int]] = {}
         self._open: OrderedDict[int, Any] = OrderedDict()
-        self._column_bytes: dict[int, list[Rows]] = {}  # of each row group of a shard: int64 (columns, 2)
+        self._column_bytes: dict[int, list[Rows]] = {}  # int64 (columns, 2) for each row group of a shard
         super().__init__(found, **settings)
         self.decoded_bytes = self.blocks.limit
 
     def group_rows(self, shard: int) -> list[int]:
-        """The rows of each row group of a file."""
+        """Return the number of rows of each row group of a file."""
         blob = self.blob(shard)
         rows: list[int] = blob[: len(blob) // 2].tolist()
         return rows
 
     def group_bytes(self, shard: int) -> list[int]:
-        """The bytes that each row group of a file decodes to, as its footer says."""
+        """Return the decoded size in bytes of each row group, as the footer says."""
         blob = self.blob(shard)
         sizes: list[int] = blob[len(blob) // 2 :].tolist()
         return sizes
@@ -242,11 +245,10 @@ class ParquetStore(ColumnarStore):
         return DecodedGroup(*self.batches(shard, group, self.wanted))
 
     def batches(self, shard: int, group: int, columns: list[str] | None) -> tuple[list[Any], int]:
-        """Some columns (None: all) of a row group, and their bytes in memory.
+        """Return columns (None: all) of a row group, and their bytes in memory.
 
-        Raises `ShardError`.
-
-        In this thread: pyarrow starts none, so that processes may be forked.
+        It decodes in the calling thread, and pyarrow starts no other, so that processes may be forked. Raises
+        `ShardError`.
         """
         import pyarrow as pa
 
@@ -255,7 +257,7 @@ class ParquetStore(ColumnarStore):
             file = self._file(shard)
             self.check_columns(shard, file.schema_arrow.names)
             rows, few = self._bounded(shard, group, file, columns)
-            while some := [*islice(few, max(1, _BATCH // rows))]:  # each batch costs as much as many rows
+            while some := [*islice(few, max(1, _BATCH // rows))]:  # each batch costs as much time as many rows
                 batches += some if len(some) == 1 else pa.Table.from_batches(some).combine_chunks().to_batches()
         except SavableError:
             raise
@@ -264,15 +266,16 @@ class ParquetStore(ColumnarStore):
         return batches, sum(batch.nbytes for batch in batches)
 
     def _bounded(self, shard: int, group: int, file: Any, columns: list[str] | None) -> tuple[int, Iterator[Any]]:
-        """Batches of a row group, and the rows of each: so few that one more does not take much beyond the limit.
+        """Return batches of a row group, and the number of rows of each.
 
-        A dictionary of one value of 1 MB: 8192 rows of it are 8 GB, in a file of 300 bytes.
+        Each has so few rows that one more batch hardly exceeds the limit. Example: 8192 rows that repeat a dictionary's
+        value of 1 MB decode to 8 GB, from a file of 300 bytes.
         """
         used = columns_of(file.metadata.row_group(group), columns)
         stored = sum(column.total_compressed_size for column in used)
         most = min(self.most_decoded, max(self.unpacked_bytes, _RATIO * stored))
         value = max((self._dictionary_bytes(shard, column) for column in used), default=0)
-        rows = max(1, min(_BATCH, most // (2 * max(1, value))))  # buffers are copied as they grow
+        rows = max(1, min(_BATCH, most // (2 * max(1, value))))  # half, because buffers are copied as they grow
 
         def decoded() -> Iterator[Any]:
             few = file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
@@ -288,9 +291,9 @@ class ParquetStore(ColumnarStore):
         return rows, decoded()
 
     def _dictionary_bytes(self, shard: int, column: Any) -> int:
-        """The bytes of a column's dictionary, whose values any number of rows may repeat; 0 without one.
+        """Return the bytes of a column's dictionary, or 0 without one. Any number of rows may repeat its values.
 
-        The head of its page is a struct of Thrift, whose first numbers are its type, then its bytes when unpacked.
+        The page header is a Thrift struct that starts with its type and its decompressed size.
         """
         if not column.has_dictionary_page:
             return 0
@@ -299,7 +302,7 @@ class ParquetStore(ColumnarStore):
         return 0 if found is None else sum((byte & 127) << 7 * digit for digit, byte in enumerate(found[1])) // 2
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
-        """The columns that are decoded of the row groups with these rows."""
+        """Return byte ranges of the decoded columns of the row groups with these rows."""
         ranges = self._column_bytes.get(shard)
         if ranges is None:
             metadata = self._file(shard).metadata
@@ -322,7 +325,7 @@ class ParquetStore(ColumnarStore):
             raise self.damaged(shard, "the schema", " ".join(str(error).split())) from error
 
     def _file(self, shard: int) -> Any:
-        """The file, its footer parsed; of which no more is read than that."""
+        """Return the opened file with its parsed footer."""
         import pyarrow.parquet as pq
 
         found = self._open.pop(shard, None)
@@ -337,7 +340,9 @@ class ParquetStore(ColumnarStore):
 
 
 def _weakly(files: ShardFiles, shard: int) -> Callable[[int, int], bytes]:
-    """What reads a file, and does not keep `files` alive: a circle of references through C++ is never collected.
+    """Return a function that reads a file without a strong reference to `files`.
+
+    A reference cycle through C++ would never be collected:
 
     files ──▶ store ──▶ pq.ParquetFile ── C++ ──▶ SourceFile ╌╌ weak ╌╌▶ files
     """
@@ -352,14 +357,14 @@ def _weakly(files: ShardFiles, shard: int) -> Callable[[int, int], bytes]:
 
 
 class RangedParquetStore(RangedTable, ParquetStore):
-    """The rows of Parquet files whose columns name ranges of other files."""
+    """Rows of Parquet files with columns that name ranges of other files."""
 
 
 class NamingParquetStore(NamingStore, ParquetStore):
-    """The rows of Parquet files, as JSON, with the files that they name as parts."""
+    """Rows of Parquet files, as JSON, with the files that they name as parts."""
 
     def usual_fields(self) -> list[str]:
-        """The columns that HF `datasets` takes for names of files in `metadata.parquet`."""
+        """Return the columns that HF `datasets` uses for file names in `metadata.parquet`."""
         names = (name.rpartition("file_name") for name in self.schema(0).names)
         return [f"{stem}file_name={stem.rstrip('_')}" for stem, found, rest in names if found and not rest]
 

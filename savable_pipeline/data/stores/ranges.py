@@ -3,9 +3,9 @@
     corpus/train.parquet    path "wav/a.wav", start 12.5, end 14.0
     corpus/wav/a.wav        an entry of the same index, without samples: pinned and verified like a shard
 
-A row chooses among the files of the dataset, by a path from its table's folder on; nothing that it says opens others.
-`RangedRows` is what a store of tables has whose rows name ranges: `RangedTable` of Parquet, Arrow and JSONL by columns,
-and LeRobot's store (lerobot.py).
+A row chooses among the files of the dataset, by a path relative to its table's folder. It cannot open other files.
+`RangedRows` is the base of stores of tables with rows that name ranges: `RangedTable` of Parquet, Arrow and JSONL by
+columns, and LeRobot's store (lerobot.py).
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.record_store import FileStore, hash_some
 from savable_pipeline.errors import ShardError
 
-RangeColumns: TypeAlias = Mapping[str, tuple[str, str | None, str | None]]  # of a part: those of path, begin and end
-_SAMPLED = 1 << 16  # bytes that are compared of the begin, the middle and the end of a file
+# by part: the columns of path, start and end
+RangeColumns: TypeAlias = Mapping[str, tuple[str, str | None, str | None]]
+_SAMPLED = 1 << 16  # bytes to compare at the start, the middle and the end of a file
 _ENDINGS = tuple(f".{name}" for name in (*AUDIO_PARTS, *VIDEO_PARTS))
 
 
@@ -46,40 +47,39 @@ class MediaRange(msgspec.Struct, frozen=True):
 
 
 def _digest(file: ByteSource) -> int:
-    """A hash of the begin, the middle and the end of a file that rows name ranges of."""
+    """Return a hash of the start, the middle and the end of a file with named ranges."""
     return hash_some(xxh3_64(), file, _SAMPLED, 2)
 
 
 class RangedRows(FileStore):
     """Rows with parts that are ranges of other files.
 
-    Their bytes are the result of `range_of`, as JSON.
-
-    `open` gives the whole file, with the seconds. It comes before the store of the table among the bases of a class.
+    The bytes of such a part are the result of `range_of`, as JSON. `open` returns the whole file with the seconds. This
+    class comes before the store of the table among the bases of a class.
     """
 
-    base: str | None = None  # the folder that paths are relative to; None: that of the table
-    last_parts: Collection[str] = ()  # parts behind all others
+    base: str | None = None  # the folder that paths are relative to; None means that of the table
+    last_parts: Collection[str] = ()  # parts to list after all others
 
     @abstractmethod
     def range_of(self, shard: int, row: int, part: str) -> MediaRange | None:
-        """The range of a part of a row; None where it has none. Raises `ShardError`."""
+        """Return the range of a part of a row, or None. Raises `ShardError`."""
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """The parts of the table, then the ranges, and the last parts."""
+        """Return the parts of the table, then the ranges, then `last_parts`."""
         named = [part for part in self.range_parts if self.range_of(shard, row, part) is not None]
         plain = [part for part in super().extensions(shard, row) if part not in self.range_parts]  # type: ignore[safe-super]
         return [*(part for part in plain if part not in self.last_parts), *named, *self.last_parts]
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """See `RecordStore.read`; of a range, path and seconds."""
+        """See `RecordStore.read`. The bytes of a range are its path and seconds."""
         part = self._range_part(extension)
         if part is None:
             return super().read(shard, row, extension)  # type: ignore[safe-super]
         return msgspec.json.encode(self._range(shard, row, part))
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
-        """See `RecordStore.open`; of a range, the whole file."""
+        """See `RecordStore.open`. For a range, this is the whole file."""
         part = self._range_part(extension)
         if part is None:
             return super().open(shard, row, extension)
@@ -90,9 +90,9 @@ class RangedRows(FileStore):
         return RangeFile(source, found.begin_s, found.end_s, getattr(found, "fps", None))
 
     def file_named(self, shard: int, row: int, path: str) -> int:
-        """The number of the file that a row names.
+        """Return the number of the file that a row names.
 
-        Raises `ShardError` for all that is not of the dataset.
+        Raises `ShardError` for a file outside of the dataset.
         """
         names = self.entries.names
         base = posixpath.dirname(names[shard]) if self.base is None else self.base
@@ -124,7 +124,7 @@ class RangedRows(FileStore):
 
     @cached_property
     def _inside(self) -> set[int]:
-        """Files that are no links out of the dataset."""
+        """Return the numbers of files that are not links out of the dataset."""
         return set()
 
     def _range_part(self, extension: str) -> str | None:
@@ -142,7 +142,10 @@ class RangedRows(FileStore):
 def checked_range(
     store: FileStore, shard: int, row: int, path: str, begin_s: float | None, end_s: float | None
 ) -> MediaRange:
-    """The range that a row of a table says, if it can be one. Raises `ShardError`."""
+    """Return the range that a row of a table names.
+
+    Raises `ShardError` if it is invalid.
+    """
     begin_s = begin_s or 0.0
     if not 0 <= begin_s < (float("inf") if end_s is None else end_s):
         raise _no_range(store, shard, row, f"{path!r} from {begin_s} s to {end_s} s")
@@ -150,18 +153,18 @@ def checked_range(
 
 
 def _no_range(store: FileStore, shard: int, row: int, reason: str) -> ShardError:
-    """The error for a row whose range cannot be one."""
+    """Return the error for a row with an invalid range."""
     return store.damaged(shard, f"row {row}", f"no range of a file: {reason}", reason="malformed range")
 
 
 class RangedTable(RangedRows):
     """Rows with columns or fields for path, start and end of each of the `ranges`.
 
-    None stands for the begin and the end of a file. There is no range where the path is null. Raises ValueError for a
-    column of `ranges` that the first file does not have.
+    None stands for the start and the end of a file. A null path means no range. Raises ValueError for a column of
+    `ranges` that the first file lacks.
     """
 
-    all_used = False  # of long files, rows name some ranges
+    all_used = False  # rows name some ranges of long files
 
     def __init__(self, found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> None:
         self._ranges, self.range_parts = ranges, tuple(ranges)
@@ -200,9 +203,10 @@ def with_ranges(store: Callable[..., Any], form: Format, settings: dict[str, Any
 
 
 def with_media(form: Format, media: tuple[str, ...] = _ENDINGS, *, samples_below: str = "", **changes: Any) -> Format:
-    """The format of folders of tables with the files that their rows name.
+    """Return the format of folders of tables with the files that their rows name.
 
-    Of a set whose tables have samples below one folder, those elsewhere have rows alone.
+    With `samples_below`, only tables below that folder have samples. Tables elsewhere only have rows. An epoch then
+    reads all files.
     """
     return dataclasses.replace(
         form,

@@ -1,18 +1,18 @@
-"""Files of records that an index.json names: MDS and LitData.
+"""Files of records that an index.json lists: MDS and LitData.
 
     count u32 │ offsets u32 (count + 1,) │ … │ record │ record │ …      records; each may be compressed by itself
-    … │ Arrow IPC, a row a record │ its size u32 │ "LDARW01" 0
+    … │ Arrow IPC, a row per record │ its size u32 │ "LDARW01" 0
 
 The last is LitData's. Either may be compressed as a whole. Numbers are little-endian.
 
-Blob of a file in the index: which of these it is, its compression, the bytes of its content and one (0: not known),
-the bytes of its schema, the schema; then the offsets, or where the rows of Arrow are.
+Blob of a file in the index: its kind, its compression, the bytes of its content plus one (0: unknown), the bytes of
+its schema, the schema; then the offsets, or where the rows of Arrow are.
 
 The fields of a record are parts of a sample: values become the part `json`, everything else a part of its own.
 
     {"image": JPEG, "caption": "a cat", "vector": array}      →      jpg, npy, json: {"caption": "a cat"}
 
-Where two fields would be parts of one name, the second has its field's name before it: `jpg`, `second.jpg`.
+If two fields would be parts with one name, the second is prefixed with its field's name: `jpg`, `second.jpg`.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from savable_pipeline.data.stores.record_store import hash_some
 INDEX = "index.json"
 _MEDIA = frozenset(("jpg", "png", "gif", "flac", "ogg", "mp3", "pdf", "npy", "mkv", "webp", "wav", "avi", "mp4"))
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-_NPY_HEADER = 256  # bytes at most, but for arrays of many dimensions
+_NPY_HEADER = 256  # most bytes of the header, unless an array has many dimensions
 _HEAD = 16
 INSTEAD = "Read it with its own library, and write its samples with sp.ShardWriter"
 RECORDS, ROWS, WHOLE = range(3)
 PACKED = ("", "gz", "bz2", "zst")
 _MOST_RECORDS = 1 << 32
-_FRAMED, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"  # of LitData: compressed by batch, and rows
-_SAMPLED_BYTES, _BLOCKS = 1 << 12, 8  # bytes that are compared at this many places of a file
+_FRAMED, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"  # first bytes of LitData's files: compressed by batch, and rows
+_SAMPLED_BYTES, _BLOCKS = 1 << 12, 8  # bytes to compare at each of this many positions of a file
 
 T = TypeVar("T")
-_ARROW = b"ARROW1"  # how a file of Arrow begins; a stream does not
-_NOTHING = object()  # in the place of bytes, which are parts of their own
+_ARROW = b"ARROW1"  # first bytes of an Arrow file; a stream has no such bytes
+_NOTHING = object()  # placeholder for bytes, which are parts of their own
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A field that JSON can hold."""
+    """Field that JSON can represent."""
 
     name: str
     value: Any
@@ -80,22 +80,25 @@ class Blob:
 def raw(name: str, extension: str, data: ByteSource) -> Blob:
     """Return bytes as a part.
 
-    With the extension "", it follows from their start, else it is `bin`.
+    The extension "" is replaced by the detected one, or by `bin`.
     """
     return Blob(name, extension or media_of(data.head(_HEAD), _MEDIA), data.size, data.read)
 
 
 def array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: ByteSource) -> Blob:
-    """An array as `npy`. Raises `RecordError` if the bytes do not fill the shape."""
+    """Return an array as `npy`.
+
+    Raises `RecordError` if the bytes do not fill the shape.
+    """
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != data.size:
         raise RecordError(f"damaged record: {name}: {data.size} bytes for {dtype} of shape {shape}")
     return Blob(name, "npy", data.size + _NPY_HEADER, lambda: npy(np.frombuffer(data.read(), dtype).reshape(shape)))
 
 
 def scalar(kind: str, data: bytes) -> Any:
-    """The number that bytes of this dtype begin with.
+    """Return the number of this dtype at the start of bytes.
 
-    Raises ValueError and IndexError for too few.
+    Raises ValueError and IndexError if there are too few bytes.
     """
     return np.frombuffer(data, kind)[0].item()
 
@@ -103,11 +106,11 @@ def scalar(kind: str, data: bytes) -> Any:
 def pixels(name: str, data: ByteSource) -> Blob:
     """Return a Pillow image as PNG, or as TIFF for modes that PNG lacks.
 
-    It has width, height, length of its mode, mode, and rows.
+    The data are its width, height, length of its mode, mode, and rows.
     """
     width, height, length = data.uint32s(0, 3)
     mode = data.part(12, min(length, 16)).read().decode("ascii", "replace")
-    if (width + 7) // 8 * height > data.size:  # before Pillow allocates them
+    if (width + 7) // 8 * height > data.size:  # checked before Pillow allocates the rows
         raise RecordError(f"damaged record: {name}: {data.size} bytes for {width} × {height} pixels")
     extension = "png" if mode in _PNG_MODES else "tif"
     bound = 2 * data.size + height + 4096
@@ -120,7 +123,7 @@ def pixels(name: str, data: ByteSource) -> Blob:
 
 
 def _image(name: str, extension: str, mode: str, size: tuple[int, int], data: ByteSource) -> bytes:
-    from PIL import Image  # imported here: it takes time and memory
+    from PIL import Image  # imported here, because the import takes time and memory
 
     file = io.BytesIO()
     try:
@@ -133,7 +136,7 @@ def _image(name: str, extension: str, mode: str, size: tuple[int, int], data: By
 def several(name: str, data: ByteSource, make: Callable[[str, ByteSource], Blob], *, begin: int) -> list[Blob]:
     """Return a list of blobs as the parts 0.jpg, 1.jpg, …
 
-    Their number is at `begin`, then come their sizes and bytes.
+    The data at `begin` are their number, then their sizes, then their bytes.
     """
     (count,) = data.uint32s(begin, 1)
     sizes = data.uint32s(begin + 4, count)
@@ -149,7 +152,7 @@ def several(name: str, data: ByteSource, make: Callable[[str, ByteSource], Blob]
 def as_json(values: Any) -> bytes:
     """Return JSON in UTF-8, with Python's `NaN` and `Infinity`.
 
-    Raises `RecordError` for what JSON cannot hold.
+    Raises `RecordError` for values that JSON cannot represent.
     """
     try:
         return json.dumps(values, ensure_ascii=False).encode()
@@ -158,7 +161,7 @@ def as_json(values: Any) -> bytes:
 
 
 def parts_of(fields: list[Value | Blob]) -> dict[str, Blob]:
-    """The parts of a record by extension, sorted. Raises `RecordError`."""
+    """Return the parts of a record by extension, sorted. Raises `RecordError`."""
     values = {field.name: field.value for field in fields if isinstance(field, Value)}
     parts: dict[str, Blob] = {}
     if values:
@@ -180,54 +183,54 @@ def _clean(name: str) -> str:
 
 
 def npy(values: np.ndarray[Any, Any]) -> bytes:
-    """An array in the format of `numpy.save`."""
+    """Return an array in the format of `numpy.save`."""
     file = io.BytesIO()
     np.lib.format.write_array(file, values, allow_pickle=False)
     return file.getvalue()
 
 
 class Schema(Protocol):
-    """The fields of the records of a file; made of JSON by msgspec.
+    """Fields of the records of a file; msgspec decodes it from JSON.
 
-    `each` is how each is compressed by itself.
+    `each` is the compression of single records.
     """
 
     @property
     def each(self) -> str: ...
 
     def fields(self, record: ByteSource, /) -> list[Value | Blob]:
-        """The fields of a record. Raises `RecordError`."""
+        """Return the fields of a record. Raises `RecordError`."""
 
 
 class ListedFile(msgspec.Struct, frozen=True):
-    """File that index.json names.
+    """File that index.json lists.
 
-    `packed` is how it is compressed as a whole, and `schema` is JSON.
+    `packed` is the compression of the whole file, and `schema` is JSON.
     """
 
     name: str
     samples: int
     schema: bytes
-    size: int | None = None  # bytes; None: not said
+    size: int | None = None  # in bytes, None if unknown
     packed: str = ""
-    content: int | None = None  # bytes when decompressed, if that is said
+    content: int | None = None  # decompressed size in bytes, None if unknown
     fault: str = ""  # why it cannot be read
-    hashes: dict[str, str] = {}  # of its bytes, by algorithm
+    hashes: dict[str, str] = {}  # hashes of its bytes, by algorithm
 
 
 @dataclass(frozen=True, slots=True)
 class RecordKind:
-    """Kind of folders with an index.json, and the reader of it.
+    """Kind of folder with an index.json, and its reader.
 
-    Each file has alternatives that may be in its place.
+    A listed file may have alternative names.
     """
 
     listed: Callable[[bytes], list[tuple[ListedFile, ...]]]
     schema: type[Schema]
-    chunked: bool = False  # whether there are rows of Arrow
+    chunked: bool = False  # whether files may have rows of Arrow
 
     def names(self, heads: Mapping[str, bytes]) -> list[tuple[str, ...]]:
-        """The names that each file may have: the first of them that is there is read.
+        """Return the names that each file may have. The first that exists is read.
 
         Raises ValueError.
         """
@@ -243,7 +246,7 @@ class RecordKind:
 class RecordLayout:
     """Meaning of the numbers in the index of a file.
 
-    `offsets` are uint64 (records + 1,), and of rows in Arrow start and end.
+    `offsets` are uint64 (records + 1,). For Arrow rows, they are start and end of the data.
     """
 
     unit: int
@@ -256,7 +259,7 @@ class RecordLayout:
 def index_format(heads: Mapping[str, bytes]) -> str:
     """Return the format in index.json, or "".
 
-    It is mds or another format of Mosaic Streaming, or litdata.
+    Examples are mds, other formats of Mosaic Streaming, and litdata.
     """
     found = marker_object(heads, INDEX)
     if isinstance(found.get("chunks"), list) and isinstance(found.get("config"), dict):
@@ -272,7 +275,7 @@ def _is_format(name: str, heads: Mapping[str, bytes]) -> bool:
 
 
 def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, store: Any) -> Format:
-    """The format of such folders, whose index.json is the marker."""
+    """Return the format of such folders, with index.json as the marker."""
     return Format(
         name,
         suffixes,
@@ -288,7 +291,7 @@ def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, store
 
 
 def as_listed(index: bytes, form: type[T], name: str) -> T:
-    """A decoded index.json. Raises ValueError."""
+    """Decode an index.json. Raises ValueError."""
     try:
         return msgspec.json.decode(index, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -315,7 +318,7 @@ def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: 
     Raises OSError.
     """
     assert isinstance(index, BlobIndex), index
-    if number in index.shards.faults:  # nothing is known of it, and nothing read
+    if number in index.shards.faults:  # a file with a fault has no indexed data to compare, and is not read
         return True
     entry = index.shards[number]
     layout = layout_of(index.blob(number), entry.samples)
@@ -327,7 +330,7 @@ def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: 
 
 
 def _listed_file(kind: RecordKind, file: ByteSource, name: str) -> ListedFile | None:
-    """What index.json says of a file; None if that is not here, or does not name it. Raises ValueError."""
+    """Return the entry of a file in index.json, or None without one. Raises ValueError."""
     index = file.sidecar(INDEX, name)
     if index is None:
         return None
@@ -343,7 +346,7 @@ def _listed(listed: Callable[[bytes], Any], index: Path, size: int, written_ns: 
 
 
 def _table(kind: RecordKind, file: ByteSource, listed: ListedFile) -> ShardTable:
-    """Entry and places of a file of which this is listed. Raises ValueError."""
+    """Return entry and index blob of a listed file. Raises ValueError."""
     if listed.size not in (None, file.size):
         raise ValueError(f"{file.size} bytes, but {listed.size} by {INDEX}. Copy it again")
     if not 0 <= listed.samples < _MOST_RECORDS:
@@ -358,7 +361,7 @@ def _table(kind: RecordKind, file: ByteSource, listed: ListedFile) -> ShardTable
 
 
 def layout_of(blob: FileBlob, samples: int) -> RecordLayout:
-    """What the index says of a file."""
+    """Decode the index blob of a file."""
     layout, packed, known, length = blob[:4].tolist()
     begin = 4 + -(-length // 8)
     end = begin + {RECORDS: samples + 1, ROWS: 2, WHOLE: 0}[layout]
@@ -367,7 +370,7 @@ def layout_of(blob: FileBlob, samples: int) -> RecordLayout:
 
 
 def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, FileBlob]:
-    """What is in a file that is not compressed as a whole, and its offsets.
+    """Return the layout and the offsets of a decompressed file.
 
     Raises ValueError.
     """
@@ -387,13 +390,13 @@ def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, Fi
 
 
 def known_hash(hashes: Iterable[str]) -> str | None:
-    """The first of these algorithms, of hashlib or xxhash, that can be computed here."""
+    """Return the first of these algorithms that hashlib or xxhash has."""
     known = {*hashlib.algorithms_available, *xxhash.algorithms_available}
     return next((name for name in hashes if name in known and not name.startswith("shake")), None)
 
 
 def wrong_hash(hashes: Mapping[str, str], algorithm: str, pieces: Iterable[bytes]) -> str:
-    """What is wrong with the bytes of a file whose hashes are these; "" if nothing is."""
+    """Return how the bytes of a file differ from these hashes, or ""."""
     if algorithm not in hashes:
         return f"index.json has no {algorithm} of it, but {', '.join(hashes) or 'no hash'}"
     hasher: Any = getattr(xxhash, algorithm)() if algorithm in xxhash.algorithms_available else hashlib.new(algorithm)
@@ -407,7 +410,7 @@ def wrong_hash(hashes: Mapping[str, str], algorithm: str, pieces: Iterable[bytes
 
 @dataclass(frozen=True, slots=True)
 class RecordBlock:
-    """The records of `data`: `offsets` are uint64 (records + 1,)."""
+    """Records in `data`, where `offsets` are uint64 (records + 1,)."""
 
     data: bytes
     offsets: FileBlob
@@ -417,32 +420,32 @@ class RecordBlock:
         return len(self.offsets) - 1
 
     def fields(self, position: int) -> list[Value | Blob]:
-        """The fields of a record. Raises `RecordError`."""
+        """Return the fields of a record. Raises `RecordError`."""
         return self.schema.fields(record_in(ByteSource.of(self.data), self.offsets, position))
 
     def retain(self, position: int) -> RecordBlock:
-        """A record by itself, at place 0, to be kept when those around it are given up.
+        """Return a block with only this record, at position 0.
 
-        Raises `RecordError`.
+        It stays valid when this block is evicted. Raises `RecordError`.
         """
         data = record_in(ByteSource.of(self.data), self.offsets, position).read()
         return RecordBlock(data, np.array([0, len(data)], np.uint64), self.schema)
 
     @property
     def size(self) -> int:
-        """Its bytes in memory."""
+        """Return the bytes in memory."""
         return len(self.data) + self.offsets.nbytes
 
 
 def record_in(content: ByteSource, offsets: FileBlob, position: int) -> ByteSource:
-    """The record at a place. Raises `RecordError` if it is not in the content."""
+    """Return the record at a position. Raises `RecordError` if it exceeds the content."""
     first, end = int(offsets[position]), int(offsets[position + 1])
     return content.part(first, end - first)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordTable:
-    """Rows of Arrow: dicts of texts, numbers, bytes and lists.
+    """Rows of Arrow: dicts of strings, numbers, bytes and lists.
 
     What is bytes is a part, the rest is values.
 
@@ -457,7 +460,7 @@ class RecordTable:
 
     def fields(self, position: int) -> list[Value | Blob]:
         """See `RecordBlock.fields`."""
-        from savable_pipeline.data.stores.arrow_columns import plain_value  # here, since it imports pyarrow
+        from savable_pipeline.data.stores.arrow_columns import plain_value  # imported here, because it imports pyarrow
 
         columns = zip(self.table.column_names, self.table.columns, strict=True)
         row = {name: plain_value(column[position]) for name, column in columns}
@@ -477,11 +480,11 @@ class RecordTable:
 
 
 def table_of(data: bytes, expected: int, most: int) -> RecordTable:
-    """The rows of a file or a stream of Arrow.
+    """Return the rows of an Arrow file or stream.
 
-    Raises ValueError for damage, and for more than `most` bytes of them.
+    Raises ValueError for damage, and for more than `most` bytes.
     """
-    import pyarrow as pa  # imported here: it is needed for such chunks alone
+    import pyarrow as pa  # imported here, because only Arrow chunks need it
 
     if (size := _decoded_bytes(data)) > most:
         raise ValueError(f"rows in Arrow of {size} bytes, more than {most}. {MORE}")
@@ -489,7 +492,7 @@ def table_of(data: bytes, expected: int, most: int) -> RecordTable:
         source = pa.py_buffer(data)
         reader = pa.ipc.open_file(source) if data.startswith(_ARROW) else pa.ipc.open_stream(source)
         table = reader.read_all()
-        table.validate(full=True)  # before anything follows its offsets
+        table.validate(full=True)  # Validate before anything follows its offsets.
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise ValueError(f"damaged rows in Arrow: {error}") from error
     if table.num_rows != expected:
@@ -498,7 +501,7 @@ def table_of(data: bytes, expected: int, most: int) -> RecordTable:
 
 
 def _decoded_bytes(data: bytes) -> int:
-    """The bytes that compressed batches say that they decode to."""
+    """Return the decoded size in bytes that compressed batches declare."""
     file = ByteSource.of(data)
     found = arrow_table(file, "damaged rows in Arrow")
     if found.entry.fault:
@@ -511,7 +514,7 @@ def _decoded_bytes(data: bytes) -> int:
 
 
 def _without_bytes(value: Any, name: str, blobs: list[Value | Blob]) -> Any:
-    """A value without the bytes in it, which are added to `blobs`, by the names on the way to them."""
+    """Return a value without the bytes in it, which are added to `blobs` under their paths."""
     if isinstance(value, bytes):
         blobs.append(raw(name, "", ByteSource.of(value)))
         return _NOTHING

@@ -1,7 +1,7 @@
 """`RecordFolderStore`: the store of folders with an index.json: MDS and LitData.
 
 not compressed, or each record by itself    a record is read at its offset in the index
-a shard, a chunk, rows of Arrow             a group of rows, unpacked once (`GroupedStore`)
+a compressed file, rows of Arrow            a group of rows, decompressed once (`GroupedStore`)
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from savable_pipeline.data.stores.record_files import (
 )
 from savable_pipeline.errors import ShardError
 
-_AT_ONCE = 1 << 20  # bytes of a record that are read together, whichever parts are asked for
-_FEW = 1 << 14  # where no part may be asked for
-_PIECE = 1 << 23  # bytes of a file that are hashed at a time
-_LIKELY = 3  # times as many bytes as it has that a compressed file holds, if nobody says
+_AT_ONCE = 1 << 20  # a record up to this size is read at once, for all of its parts
+_FEW = 1 << 14  # the same, if only its values are needed
+_PIECE = 1 << 23  # bytes of a file to hash at a time
+_LIKELY = 3  # estimated compression ratio of a file whose decompressed size is unknown
 
 
 class RecordFolderStore(GroupedStore):
-    """The records of a folder with an index.json.
+    """Records of a folder with an index.json.
 
-    `key` names the field that holds the key of a record, which each must have; else it is `FILE:ROW`. What is unpacked
-    is kept in `blocks`, at once at most `unpacked_bytes`. Raises `ShardError`, and ValueError where a package is
-    missing that it needs. The bytes of a file must have the hash of the algorithm `validate_hash` when it is opened.
+    `key` names the field that is the key of a record, which each must have. By default it is `FILE:ROW`. Decompressed
+    records are cached in `blocks`, at most `unpacked_bytes` for one file. The bytes of a file must have the hash of the
+    algorithm `validate_hash` when it is opened. Raises `ShardError`, and ValueError for a missing package.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class RecordFolderStore(GroupedStore):
     ) -> None:
         super().__init__(found, blocks)
         self.kind, self._algorithm = kind, validate_hash
-        self._wrong: dict[int, str] = {}  # files whose bytes were compared with their hash, and what is wrong with them
+        self._wrong: dict[int, str] = {}  # files whose hash was compared, and how they differ
         self.key_column, self._most = key, unpacked_bytes
         self._schemas: dict[bytes, Schema] = {}
         self._layouts: dict[int, RecordLayout] = {}
-        self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the record read last
-        self.files.fetch_rows(found.numbers)  # at once
+        self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the last record read
+        self.files.fetch_rows(found.numbers)  # all at once, because it is little
         kinds = {tuple(self.blob(shard)[:2].tolist()) for shard in np.flatnonzero(self.entries.samples).tolist()}
         self._grouped = any(unit != RECORDS for unit, _ in kinds)
         self.decoded_bytes = self.blocks.limit if self._grouped else 0
-        for unit, packed in kinds:  # a damaged index is told of later
+        for unit, packed in kinds:  # a damaged index raises later, when its file is read
             needs = "rows" if unit == ROWS else PACKED[packed] if packed < len(PACKED) else ""
             if needs in NEEDED:
                 needed_package(needs)
@@ -95,7 +95,7 @@ class RecordFolderStore(GroupedStore):
             raise self._broken_record(shard, row, error) from error
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """`json`, which holds the values, and the parts that images, arrays and bytes are."""
+        """Return `json`, which has the values, and the parts for images, arrays and bytes."""
         return list(self._record(shard, row)[1])
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
@@ -106,9 +106,7 @@ class RecordFolderStore(GroupedStore):
     def record(self, shard: int, row: int, at_once: int = _FEW) -> list[Value | Blob]:
         """Return the fields of a record.
 
-        A record of more bytes than `at_once` is read in pieces.
-
-        Raises `RecordError`, `ShardError`.
+        A record of more than `at_once` bytes is read in pieces. Raises `RecordError`, `ShardError`.
         """
         layout = self._known(shard)
         if layout.unit != RECORDS:
@@ -128,16 +126,16 @@ class RecordFolderStore(GroupedStore):
         return schema.fields(record)
 
     def listed_order(self) -> list[int]:
-        """The shards in the order in which index.json names them."""
+        """Return the shards in the order of index.json."""
         number = {name: shard for shard, name in enumerate(self.entries.names)}
         index = self.files.sidecar(INDEX)
         listed = [] if index is None else self.kind.names({INDEX: index.read_bytes()})
         return [next(number[name] for name in names if name in number) for names in listed]
 
     def validate(self, shard: int, algorithm: str | None = None) -> None:
-        """Read all of a file, and raise `ShardError` for another hash than index.json has.
+        """Read a whole file, and raise `ShardError` if its hash differs from index.json.
 
-        Without an algorithm, one of those that are said: none may be.
+        Without an algorithm, one with a hash in index.json is used, if any.
         """
         if shard not in self._wrong:
             hashes = self._hashes.get(self.entries.names[shard], {})
@@ -156,7 +154,7 @@ class RecordFolderStore(GroupedStore):
         return {file.name: file.hashes for several in listed for file in several}
 
     def row_groups(self, shard: int) -> tuple[list[int], int] | None:
-        """See `RecordStore.row_groups`; of a folder without anything to unpack: none."""
+        """See `RecordStore.row_groups`. A folder without compression has none."""
         entry = self.entries[shard]
         if not self._grouped:
             return None
@@ -193,7 +191,7 @@ class RecordFolderStore(GroupedStore):
         return rows, rows.size
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
-        """The records; of what is unpacked as a whole the file."""
+        """Return byte ranges of the records, or of a file that is decompressed whole."""
         layout, size = self._known(shard), int(self.entries.sizes[shard])
         if layout.unit == RECORDS:
             begins, ends = layout.offsets[rows], layout.offsets[rows + 1]
@@ -202,7 +200,7 @@ class RecordFolderStore(GroupedStore):
         return np.minimum(begins, size).astype(np.int64), np.minimum(ends, size).astype(np.int64)
 
     def _record(self, shard: int, row: int) -> tuple[list[Value | Blob], dict[str, Blob]]:
-        """The fields and the parts of a record. Raises `ShardError`."""
+        """Return the fields and the parts of a record. Raises `ShardError`."""
         last = self._found
         if last[1] == row and last[0] == shard:
             return last[2], last[3]

@@ -1,10 +1,10 @@
 """Folders with an index.json: MDS of Mosaic Streaming, and LitData.
 
-    size uint32, of each column of MDS without a size of its own │ column │ column │ …
+    size uint32, of each column of MDS without a fixed size │ column │ column │ …
     size uint32, of each leaf of LitData │ leaf │ leaf │ …
 
-(Version 2 of MDS, from its facts.) `data_spec` says which leaf of LitData has which place in the dicts and lists of an
-item. Columns and leaves of pickles are refused: unpickling runs what the data name.
+(Version 2 of MDS, from its facts.) `data_spec` says where each leaf of LitData is in the dicts and lists of an item.
+Columns and leaves of pickles are rejected, because unpickling runs code from the data.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from savable_pipeline.data.stores.record_files import (
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-_Decode: TypeAlias = Callable[[str, str, ByteSource], Sequence[Value | Blob]]  # of name, setting and bytes of a field
+# decodes the name, the setting and the bytes of a field
+_Decode: TypeAlias = Callable[[str, str, ByteSource], Sequence[Value | Blob]]
 _CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
-_PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst"}  # its compressions, as called here
+_PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst"}  # our names of MDS's compressions
 
 
 class _FileInfo(msgspec.Struct):
     basename: str
     bytes: int
-    hashes: dict[str, str] = {}  # of the file's bytes, by algorithm
+    hashes: dict[str, str] = {}  # hashes of the file's bytes, by algorithm
 
 
 class _Shard(msgspec.Struct):
@@ -63,15 +64,15 @@ class _Shards(msgspec.Struct):
 
 
 class MdsColumns(msgspec.Struct, frozen=True):
-    """The `Schema` of an MDS shard."""
+    """`Schema` of an MDS shard."""
 
     names: tuple[str, ...]
     encodings: tuple[str, ...]
     sizes: tuple[int | None, ...]
-    each: str = ""  # how each sample is compressed by itself: never
+    each: str = ""  # compression of single samples, which MDS does not have
 
     def fields(self, record: ByteSource) -> list[Value | Blob]:
-        """The columns of a sample. Raises `RecordError`."""
+        """Return the columns of a sample. Raises `RecordError`."""
         unsized = sum(not size for size in self.sizes)
         lengths, offset = iter(record.uint32s(0, unsized)), 4 * unsized
         found: list[Value | Blob] = []
@@ -83,7 +84,10 @@ class MdsColumns(msgspec.Struct, frozen=True):
 
 
 def _listed_shards(index: bytes) -> list[tuple[ListedFile, ...]]:
-    """The files that an index.json names, each as it is, else compressed. Raises ValueError for what is not read."""
+    """Return the files in an index.json, each uncompressed, else compressed.
+
+    Raises ValueError for unsupported settings.
+    """
     shards = as_listed(index, _Shards, "MDS").shards
     return [_forms_of_shard(shard) for shard in shards]
 
@@ -123,7 +127,7 @@ def _columns(shard: _Shard) -> MdsColumns:
 
 
 def _array(name: str, settings: str, data: ByteSource) -> list[Value | Blob]:
-    """An array whose type and shape are in the encoding, `ndarray:float32:2,3`, or before its values."""
+    """Decode an array whose type and shape are in the encoding, `ndarray:float32:2,3`, or before its values."""
     kind, _, dimensions = settings.partition(":")
     offset = 0
     if not kind:
@@ -141,7 +145,7 @@ def _array(name: str, settings: str, data: ByteSource) -> list[Value | Blob]:
 
 
 def _field(kinds: Mapping[str, _Decode], name: str, kind: str, data: ByteSource) -> Sequence[Value | Blob]:
-    """Return the fields that the bytes of one are. Raises `RecordError`."""
+    """Decode the bytes of one field, which may become several fields. Raises `RecordError`."""
     plain, _, setting = kind.partition(":")
     try:
         return kinds[plain](name, setting, data)
@@ -173,7 +177,8 @@ _COLUMNS: dict[str, _Decode] = {
     "ndarray": _array,
     **_values({"str": bytes.decode, "json": json.loads, "int": functools.partial(scalar, "<i8")}),
     **_values({"str_int": lambda data: int(data.decode()), "str_float": lambda data: float(data.decode())}),
-    **_values({"str_decimal": lambda data: str(Decimal(data.decode()))}),  # a text: JSON has no such decimals
+    # a string, because JSON has no exact decimals
+    **_values({"str_decimal": lambda data: str(Decimal(data.decode()))}),
     **_values({kind: functools.partial(scalar, kind) for kind in _SCALARS}),
 }
 
@@ -182,12 +187,12 @@ _MDS = RecordKind(_listed_shards, MdsColumns)
 MDS = format_of_kind("mds", (".mds", *(f".mds.{kind}" for kind in _PACKED)), _MDS, RecordFolderStore)
 
 
-_NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "?")  # by their codes
-_NAMES = "f4 f4 f8 f8 c8 c8 c16 c16 f2 f2 - u1 i1 i2 i2 i4 i4 i8 i8 ? u2"  # - of what NumPy lacks
-_TORCH = _NAMES.split()  # by its codes
+_NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "?")  # by LitData's codes
+_NAMES = "f4 f4 f8 f8 c8 c8 c16 c16 f2 f2 - u1 i1 i2 i2 i4 i4 i8 i8 ? u2"  # "-" for types that NumPy lacks
+_TORCH = _NAMES.split()  # by LitData's codes
 _LEVELS = (None, "chunk", "sample")
 _LEAF = None
-_BINARY = 0x20  # the greatest first byte of binary JSON; a text begins with a printable one
+_BINARY = 0x20  # the greatest first byte of binary JSON; JSON as text starts with a printable character
 
 
 class _Chunk(msgspec.Struct):
@@ -210,14 +215,14 @@ class _Chunks(msgspec.Struct):
 
 
 class Tree(msgspec.Struct, frozen=True):
-    """The `Schema` of LitData: formats of the leaves, and their tree as nested pairs."""
+    """`Schema` of LitData: formats of the leaves, and their tree as nested pairs."""
 
     formats: tuple[str, ...]
-    spec: Any  # names of a dict or None of a list, and its children; or _LEAF
-    each: str = ""  # how each item is compressed by itself
+    spec: Any  # pairs of the dict's names (None for a list) and the children; or _LEAF
+    each: str = ""  # compression of single items
 
     def fields(self, record: ByteSource) -> list[Value | Blob]:
-        """The fields of an item. Raises `RecordError`."""
+        """Return the fields of an item. Raises `RecordError`."""
         sizes = record.uint32s(0, len(self.formats))
         offset = 4 * len(sizes)
         leaves: list[Sequence[Value | Blob]] = []
@@ -229,15 +234,15 @@ class Tree(msgspec.Struct, frozen=True):
         return [*blobs, *(Value(name, value) for name, value in _items(self.spec, values))]
 
     def names(self) -> list[str]:
-        """The name of each leaf: those on the way to it, joined by underscores."""
+        """Return the name of each leaf: the keys of its path, joined by underscores."""
         return ["_".join(path) or "item" for path in _paths(self.spec)]
 
 
-_NOTHING = object()  # in the place of a leaf that is a part of its own
+_NOTHING = object()  # placeholder for a leaf that is a part of its own
 
 
 def _assembled(spec: Any, leaves: Iterator[Sequence[Value | Blob]]) -> Any:
-    """The values of an item in their dicts and lists, without the leaves that are parts of their own."""
+    """Return the values of an item as dicts and lists, without leaves that are parts of their own."""
     if spec is _LEAF:
         fields = next(leaves)
         return fields[0].value if fields and isinstance(fields[0], Value) else _NOTHING
@@ -251,7 +256,7 @@ def _assembled(spec: Any, leaves: Iterator[Sequence[Value | Blob]]) -> Any:
 
 
 def _items(spec: Any, values: Any) -> list[tuple[str, Any]]:
-    """The values of an item by name: those of a tuple by number, one by itself as `item`."""
+    """Return the values of an item by name: by number for a tuple, `item` for a single value."""
     if values is _NOTHING:
         return []
     if isinstance(values, dict):
@@ -269,9 +274,9 @@ def _paths(spec: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def _listed_chunks(index: bytes) -> list[tuple[ListedFile, ...]]:
-    """The files that an index.json names, each as it is written, else as LitData's own reader leaves it, decompressed.
+    """Return the files in an index.json, each as written, else decompressed as LitData's reader leaves it.
 
-    Raises ValueError for what is not read.
+    Raises ValueError for unsupported settings.
     """
     found = as_listed(index, _Chunks, "LitData")
     config = found.config
@@ -297,7 +302,7 @@ def _forms_of_chunk(chunk: _Chunk, config: _Config, schema: bytes) -> tuple[List
 
 
 def _spec(loaded: Any) -> Any:
-    """The tree of torch's `treespec_dumps`: a version, and nodes of type, context and children."""
+    """Parse the tree of torch's `treespec_dumps`: a version, and nodes of type, context and children."""
     if loaded is None:
         return _LEAF
     version, node = loaded
@@ -343,7 +348,10 @@ def _json(data: bytes) -> Any:
 
 
 def _with_header(torch: bool, name: str, _: str, data: ByteSource) -> list[Value | Blob]:
-    """An array behind the code of its type, its dimensions and its shape: big-endian for torch, else little-endian."""
+    """Decode an array after its type code, number of dimensions and shape.
+
+    These are big-endian for torch and little-endian for NumPy.
+    """
     order = ">u4" if torch else "<u4"
     code, dimensions = np.frombuffer(data.part(0, 8).read(), order).tolist()
     shape = np.frombuffer(data.part(8, 4 * dimensions).read(), order).tolist()

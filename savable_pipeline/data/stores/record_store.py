@@ -1,14 +1,14 @@
 """`RecordStore`: the protocol of a store, by which a `Dataset` finds samples.
 
-    entries      name, bytes, samples, digest of each shard     what is there, and what a saved state must agree on
+    entries      name, bytes, samples, digest of each shard     what exists, and what must equal a saved state's
     key          ┐
     extensions   ├ of (shard, row)                              one sample
     read         ┘
 
-A store knows nothing of order, lanes or randomness. Its samples are numbered 0, 1, 2, … through all its shards; a shard
-is one file of the store, a table, or anything that is replaced as a whole. A store must have the four names above and
-`address`; all other names below have defaults, which a store may replace by better ones. `FileStore` is what the stores
-of all files have in common that are read in place: entries, checked files, messages.
+A store knows nothing of order, lanes or randomness. Its samples are numbered 0, 1, 2, … through all its shards. A shard
+is one file, a table, or anything that is replaced as a whole. A store must define the four names above and `address`.
+All other names have defaults, which a store may override. `FileStore` is the base of stores that read files in place:
+entries, checked files, messages.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ class RecordStore(StoreFacts, Protocol):
         return
 
     def verify_yielded(self) -> None:
-        """Check the data read for batches given since the last look.
+        """Check the data read for batches yielded since the last check.
 
         Called where a run pauses or ends, and when it is saved, also from another thread: look at once.
 
@@ -310,9 +310,9 @@ class RecordStore(StoreFacts, Protocol):
 
 
 def hash_some(digest: Any, file: ByteSource, size: int, blocks: int) -> int:
-    """Add some bytes of a file to a hash.
+    """Add the size and some bytes of a file to a hash.
 
-    They are `size` at its start, at its end, and where so many blocks start between.
+    They are `size` bytes at the start, at the end, and at so many positions between.
     """
     places = [(max(0, file.size - size) * block // blocks, size) for block in range(blocks + 1)]
     file.expect(places)
@@ -338,12 +338,12 @@ class FileStore(RecordStore):
         found = self.found
         if found.remote is None:
             return LocalFiles(found)
-        from savable_pipeline.data.stores.cached_blocks import CachedBlocks  # here: most files lie on a disk
+        from savable_pipeline.data.stores.cached_blocks import CachedBlocks  # imported only for remote files
 
         return CachedBlocks(found.remote, found, all_used=self.all_used)
 
     def file(self, shard: int) -> StoreFile:
-        """A file as formats read it."""
+        """Return a file as formats read it."""
         return StoreFile(self.files, shard)
 
     def verify(self, slot: int) -> None:
@@ -355,7 +355,7 @@ class FileStore(RecordStore):
         self.files.verify_yielded()
 
     def blob(self, shard: int) -> FileBlob:
-        """What the index says of a file: uint64 (any,)."""
+        """Return the index blob of a file: uint64 (any,)."""
         self.files.fetch_rows(self.found.numbers[[shard]])
         return self.found.blob(shard)
 
@@ -401,8 +401,8 @@ class FileStore(RecordStore):
     def key(self, shard: int, row: int) -> str:
         """Return the key of a row: a column or field, or else `a.parquet:17`.
 
-        Raises `ShardError` for null, and for no UTF-8. (Another key in its place could be that of another row, and a
-        `Join` would mix the two up.)
+        Raises `ShardError` for null and invalid UTF-8. (A substitute could equal the key of another row, and a `Join`
+        would mix them up.)
         """
         name, found, fault = self.key_column, None, "is missing or null"
         if name is None:
@@ -422,7 +422,7 @@ class FileStore(RecordStore):
     def has_part(self, shard: int, row: int, extension: str) -> bool:
         """See `RecordStore.has_part`.
 
-        A second name of a part, such as the column of an image, works too.
+        Alternative names of a part also work, such as the column of an image.
         """
         try:
             return super().has_part(shard, row, extension) or bool(self.head(shard, row, extension, 0))
@@ -430,14 +430,14 @@ class FileStore(RecordStore):
             return False
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
-        """What a column, or a field, of a row holds; None for null.
+        """Return the value of a column or field of a row, or None for null.
 
-        Raises KeyError without it, `ShardError`.
+        Raises KeyError if it is missing, `ShardError`.
         """
         raise KeyError(name)
 
     def damaged(self, shard: int, where: str, fault: str, *, reason: str = "damaged shard") -> ShardError:
-        """The error for a file that does not hold at `where` what it should."""
+        """Return the error for a file whose content at `where` is damaged."""
         return ShardError(
             f'{self.where(shard)}: {where}: {fault}. The file is damaged: restore it, or pass on_error="skip"',
             reason=reason,

@@ -1,12 +1,12 @@
 """Index of remote files of any format: the dataset's own, or one in the cache.
 
-What the dataset's own index says holds until a file is found to be another; then that file is indexed again, here.
-Where there is none, files that are no tars are asked for their stamps at each start: those that changed, or are new,
+A dataset's own index is trusted until one of its files is found changed. That file is then indexed in the cache.
+Without an index, the server is asked for the stamps of all files except tars at each start, and changed and new files
 are indexed again.
 
-A tar is downloaded whole and scanned on the disk; of another file only the bytes that its format's index needs are
-fetched, through the cache: of a Parquet file its footer, of a JSONL file all. What was scanned is in a file until all
-is there, and what was downloaded stays in the cache, if all of it fits: who is stopped goes on from there.
+A tar is downloaded whole and scanned on the disk. Of other files, only the bytes that an index needs are fetched,
+through the cache: the footer of a Parquet file, all of a JSONL file. Scanned tables are stored until all files are
+indexed, and downloaded bytes stay in the cache if they fit, so that an interrupted start resumes from there.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from savable_pipeline.data.stores.cached_blocks import CachedBlocks
 from savable_pipeline.data.stores.shard_files import StoreFile
 from savable_pipeline.errors import ShardError
 
-_AT_ONCE = 8  # files that are read at a time
+_AT_ONCE = 8  # number of files to read at a time
 log = logging.getLogger(__name__)
 
 
 class WholeScans:
-    """Files that are downloaded whole to be scanned, below `aside`.
+    """Scanner that downloads whole files into the folder `aside`.
 
-    A file is NAME, and the server's version of it NAME.pin.
+    A file is NAME, and its version on the server is NAME.pin.
     """
 
     def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
@@ -68,9 +68,9 @@ class WholeScans:
         self._found, self._form, self._session = found, form, session
 
     def scan(self, number: int) -> ShardTable:
-        """The table of a file, in any thread.
+        """Return the table of a file, in any thread.
 
-        Raises `ShardError` for one that is not as it was, `RemoteError`.
+        Raises `ShardError` for a file that changed, `RemoteError`.
         """
         name, size, path = self._found.names[number], int(self._found.sizes[number]), self._path(number)
         if whole_version(path) is None or path.stat().st_size != size:
@@ -78,7 +78,7 @@ class WholeScans:
         return self._form.scan(self.aside, name)
 
     def drop(self, number: int) -> None:
-        """Lets go of what is here of a file."""
+        """Delete the local copy of a file."""
         self._path(number).unlink(missing_ok=True)
 
     def pin(self, number: int, version: str = "") -> str:
@@ -91,9 +91,9 @@ class WholeScans:
         return pinned_version(self._path(number))
 
     def moved(self, fresh: Path, version: Path, scanned: list[int]) -> ShardCache:
-        """Return the version in this folder with the index at `fresh`.
+        """Create the version in this folder with the index at `fresh`.
 
-        It gets what is cached of the files `scanned`.
+        It gets the cached bytes of the files `scanned`.
         """
         cached = _with_index(version, fresh)
         for number in scanned:
@@ -103,7 +103,7 @@ class WholeScans:
         return cached
 
     def _adopt(self, cached: ShardCache, number: int) -> None:
-        """Moves a file into the cache, and marks all its rows as present."""
+        """Move a file into the cache, and mark all its rows as present."""
         path = self._path(number)
         if path.stat().st_size == cached.shards.sizes[number]:
             path.replace(cached.path(number))
@@ -116,20 +116,20 @@ class WholeScans:
 
 
 class PartScans:
-    """Files that are read through the cache to be scanned.
+    """Scanner that reads files through the cache.
 
-    Their version has no index at first, and becomes that of the index.
+    Their cache version has no index at first, and becomes that of the index.
     """
 
     def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
         self._cached = unread_version(found, folder)
-        session.call("forget", str(self._cached.folder))  # it may know an earlier one of this name, moved since
+        session.call("forget", str(self._cached.folder))  # it may know an earlier folder of this name that was moved
         self._folder = RemoteFolder(found.root, self._cached, session)
         self._form, self.aside = form, self._cached.folder
 
     def scan(self, number: int) -> ShardTable:
         """See `WholeScans.scan`."""
-        files = CachedBlocks(self._folder)  # of this thread
+        files = CachedBlocks(self._folder)  # one reader per thread
         return self._form.read(StoreFile(files, number), self._cached.shards.names[number])
 
     def drop(self, number: int) -> None:
@@ -155,13 +155,14 @@ class PartScans:
 
 
 def _with_index(version: Path, fresh: Path) -> ShardCache:
+    """Return the version with its new index."""
     version.mkdir(exist_ok=True)
     fresh.replace(version / "index")
     (version / "parts").unlink(missing_ok=True)
     return open_protected(version)
 
 
-RemoteScans: TypeAlias = WholeScans | PartScans  # of files of which names and sizes are known, by their numbers
+RemoteScans: TypeAlias = WholeScans | PartScans  # scanner of files with known names and sizes, by number
 
 
 def scans_of(found: RemoteShards, form: Format, folder: Path, session: Session) -> RemoteScans:
@@ -186,15 +187,16 @@ class RemoteScan:
 
 
 def scan_remotely(file: RemoteScan) -> tuple[ShardTable, str]:
-    """The table of a file, and the server's version of it.
+    """Return the table of a file, and its version on the server.
 
-    Raises `ShardError` if it has another size by now.
+    Raises `ShardError` if its size changed.
     """
     with scratch() as (folder, session):
         found = RemoteShards(file.url, [file.name], np.array([file.size]), [file.stamp])
         scans = scans_of(found, file.form, folder / "dataset", session)
         table = scans.scan(0)
-        return msgspec.structs.replace(table, rows=bytes(table.rows)), scans.pin(0)  # a view cannot be sent
+        # convert to bytes, because a view cannot be sent
+        return msgspec.structs.replace(table, rows=bytes(table.rows)), scans.pin(0)
 
 
 def scanned_elsewhere(
@@ -202,7 +204,7 @@ def scanned_elsewhere(
 ) -> Generator[ShardTable, None, None]:
     """Yield the tables of these files, scanned by the machines of an engine.
 
-    What they read is pinned here.
+    The versions of the files are pinned on this machine.
     """
     stamps = found.stamps or [""] * len(found.names)
     jobs = (RemoteScan(form, found.root, found.names[n], int(found.sizes[n]), stamps[n]) for n in numbers)
@@ -216,7 +218,7 @@ def scanned_elsewhere(
 def scan_locally(
     scans: RemoteScans, numbers: list[int], unreadable: Callable[[int, ShardError], ShardTable]
 ) -> Generator[ShardTable, None, None]:
-    """Yield the tables of these files, several of which are read at a time.
+    """Yield the tables of these files, reading several at a time.
 
     `unreadable` returns the table of a file that fails.
     """
@@ -252,10 +254,9 @@ def open_remote(
 ) -> tuple[RemoteFolder, Sequence[str]]:
     """Return where the files `found` are cached, and their names.
 
-    Files that were found to be other than indexed are indexed again, unless `tolerant`: then they stay as they were.
-    With `anew` they are in any case, and the server is asked for the size of each. `progress` is told of files that are
-    read to be indexed: here, or by the machines of an `engine`. Raises `RemoteError`, and `ShardError`, also for a
-    damaged file, or one gone from an indexed prefix, unless `tolerant`.
+    Files that differ from the index are indexed again, unless `tolerant`. With `anew`, all files are indexed again, and
+    the server is asked for the size of each. `progress` counts the files that are indexed, by this machine or by those
+    of an `engine`. Raises `RemoteError`, and unless `tolerant` `ShardError` for a damaged file or one that was deleted.
     """
     with locked_dataset(found, form, session, counts=anew) as (found, folder, own):
         if anew:
@@ -265,12 +266,12 @@ def open_remote(
         if own is not None and not tolerant:
             _note_replaced(own, found)
         making = _Making(form, folder, session, tolerant, anew, engine, progress)
-        stays = tolerant and not anew and not form.whole  # as it was, whatever has become of the files
+        stays = tolerant and not anew and not form.whole  # keep the index, even if files changed
         if own is not None and _knows(own.index, found, tolerant, making.changed(own), sizes=not stays):
             cached = open_protected(own.folder)
         else:
             found, cached = making.index_of(files, found, own)
-        session.call("forget", str(cached.folder))  # another opening of it has perhaps left what was replaced since
+        session.call("forget", str(cached.folder))  # another opening may have deleted the replaced version
         session.forget()
         return RemoteFolder(found.root, cached, session), found.names
 
@@ -283,7 +284,7 @@ def index_remote(
     progress: Progress = lambda done, total: None,
     engine: Engine | None = None,
 ) -> tuple[Path, list[ShardEntry]]:
-    """Index remote files in the cache, unless the index next to them fits.
+    """Index remote files in the cache, unless their own index is valid.
 
     The machines of an `engine` read them, if there is one.
 
@@ -295,7 +296,10 @@ def index_remote(
 
 
 def _with_missing(found: RemoteShards, index: ShardIndex, tolerant: bool) -> RemoteShards:
-    """The files of a prefix, with those of its index that are gone. Raises `ShardError` for them unless `tolerant`."""
+    """Return the files of a prefix with those of the index that are gone.
+
+    Raises `ShardError` for deleted files unless `tolerant`.
+    """
     indexed = index.shards.names
     if ShardNames.of(found.names).text == indexed.text:
         return found
@@ -310,7 +314,7 @@ def _with_missing(found: RemoteShards, index: ShardIndex, tolerant: bool) -> Rem
 
 
 def _note_replaced(own: Version, found: RemoteShards) -> None:
-    """Notes the files of which bytes are here, but of another version than the one that was listed."""
+    """Record which cached files have another version than was listed."""
     stamps = dict(zip(found.names, found.stamps, strict=True)) if found.stamps else {}
     pins = [path for path in own.folder.glob("*.pin") if path.stem.isdecimal()] if stamps else []
     listed = [(int(path.stem), read_pin(path), stamps.get(own.index.shards.names[int(path.stem)])) for path in pins]
@@ -320,7 +324,7 @@ def _note_replaced(own: Version, found: RemoteShards) -> None:
 
 
 def _knows(index: ShardIndex, found: RemoteShards, tolerant: bool, changed: set[str], *, sizes: bool = True) -> bool:
-    """Whether an index has all the files, at their present sizes, and unless `tolerant` without a fault."""
+    """Return whether an index has all files with their present sizes and, unless `tolerant`, without faults."""
     if changed and not changed.isdisjoint(found.names):
         return False
     try:
@@ -335,8 +339,9 @@ def _knows(index: ShardIndex, found: RemoteShards, tolerant: bool, changed: set[
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """Makes the index of files in the `folder` of their dataset: of what was known before, and what is read of others,
-    and of those that were found to be others than before.
+    """Builds the index of remote files in the `folder` of their dataset.
+
+    It reuses rows of earlier indexes, and scans new files and those that changed.
     """
 
     form: Format
@@ -369,12 +374,12 @@ class _Making:
             return found, open_protected(before.folder)
         cached = self._build(found, before, own)
         point(pointer, Version(cached.folder, cached.layout.index, stamp, stamps))
-        for stale in self.folder.glob("new-*"):  # of files as they were when a call was stopped
+        for stale in self.folder.glob("new-*"):  # old versions of files, left by an interrupted call
             shutil.rmtree(stale, ignore_errors=True)
         if self.form.whole:
             cached.changed[:] = 0
         pins = {number: cached.pin(number) for number in np.flatnonzero(cached.changed).tolist()}
-        cached.forget_changed()  # the bytes that are here may be damaged
+        cached.forget_changed()  # cached bytes of changed files may be damaged
         for number, pin in pins.items():
             cached.pin(number, pin)
         return found, cached
@@ -382,13 +387,13 @@ class _Making:
     def changed(self, version: Version | None) -> set[str]:
         """Return the names of files that differ from this version.
 
-        There are none if files stay as they were.
+        The result is empty if the index is kept regardless.
         """
         return changed_shards(version.folder) if version is not None and (self.anew or not self.tolerant) else set()
 
     def _build(self, found: RemoteShards, before: Version | None, own: Version | None) -> ShardCache:
         base = before or own
-        if base is None:  # perhaps fewer files were indexed, to which others were added since
+        if base is None:  # an earlier index may have fewer files
             found = with_stamps(found, self.session, range(len(found.names)))
             base = newest_version(self.folder, "made-*.json", self.form)
         known = {} if base is None else self._known(base, found, self.changed(base))
@@ -410,11 +415,12 @@ class _Making:
         if base is not None and any(
             read_pin(version / f"{n}.pin") not in ("", read_pin(base.folder / f"{m}.pin")) for n, m in known.items()
         ):
-            version = version.with_name(f"{version.name}-{_hash(base.folder.name)}")  # that one has other bytes of them
+            # the existing version has bytes of other files
+            version = version.with_name(f"{version.name}-{_hash(base.folder.name)}")
         return scans.moved(fresh, version, missing)
 
     def _known(self, base: Version, found: RemoteShards, changed: set[str]) -> dict[int, int]:
-        """Of the files that are as they were in an index, the numbers in it by those here; their rows are here."""
+        """Return the numbers of unchanged files in an earlier index, by their new numbers. Their rows are cached."""
         numbers = {name: number for number, name in enumerate(found.names)}
         known = {}
         for old, entry in enumerate(base.index.shards):
@@ -430,7 +436,7 @@ class _Making:
         return {number: old for number, old in known.items() if base.index.is_whole(old)}
 
     def _scan(self, scans: RemoteScans, found: RemoteShards, missing: list[int], scanned: ScannedTables) -> None:
-        """Adds the tables of these files to those that an interrupted call has left."""
+        """Scan these files, unless an interrupted call has scanned them already."""
         form, size = self.form, int(found.sizes[missing].sum())
         fits = self.engine is None and size <= self.session.limit
         to_scan = {found.names[n]: n for n in missing if not _is_scanned(scanned, found.names[n], int(found.sizes[n]))}
@@ -468,7 +474,7 @@ class _Making:
                 self.progress(done, len(missing))
 
     def _version(self, fresh: Path, pins: dict[int, str]) -> Path:
-        """The folder of the version with this index. It is another if one is there that was read of other files."""
+        """Return the folder for this index, under another name if it exists for other versions of the files."""
         version = self.folder / self.form.index_at(fresh).identity.hex()
         if any(pin and read_pin(version / f"{number}.pin") not in ("", pin) for number, pin in pins.items()):
             return version.with_name(f"{version.name}-{_hash(sorted(pins.items()))}")
@@ -476,7 +482,7 @@ class _Making:
 
 
 def _is_scanned(scanned: ScannedTables, name: str, size: int) -> bool:
-    """Whether an interrupted call has left the table of a file, which was whole and has the same size now."""
+    """Return whether an interrupted call stored a complete table of a file of this size."""
     if name not in scanned:
         return False
     entry = scanned[name].entry

@@ -8,19 +8,27 @@ from typing import TypeAlias
 
 import msgspec
 
-from savable_pipeline.data.shards.part_types import MEDIA_PARTS, SUBTITLE_PARTS, TEXT_PARTS, part_type
+from savable_pipeline.data.shards.part_types import (
+    AUDIO_PARTS,
+    IMAGE_PARTS,
+    SUBTITLE_PARTS,
+    TEXT_PARTS,
+    VIDEO_PARTS,
+    part_type,
+)
 from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
 from savable_pipeline.data.shards.tar import split_name
 
-Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]  # True, names, a file of these, another folder
+Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]  # True, names, a file of names, or another folder
 
 
 _PEOPLE = ("readme", "license", "notice", "citation", "changelog")
 _ROWS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc")
+_MEDIA = frozenset(f".{name}" for name in (*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
 
 
 class Reject(msgspec.Struct, frozen=True):
-    """File or line that is skipped, the key of its sample if any, and the reason."""
+    """Skipped file or line, the key of its sample if any, and the reason."""
 
     file: str
     key: str
@@ -29,13 +37,13 @@ class Reject(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, file: str, key: str, fault: str) -> Reject:
-        """The reject for a fault, `reason: detail`."""
+        """Build a reject for a fault, `reason: detail`."""
         reason, _, detail = fault.partition(": ")
         return cls(file, printable(key), reason, printable(detail))
 
 
 def is_tar(name: str) -> bool:
-    """Whether a name is that of a tar, compressed or not, in letters of any case."""
+    """Return whether a name has a suffix of tars, compressed or not, ignoring case."""
     return name.lower().endswith((TARS_END, *PACKED_TARS))
 
 
@@ -54,9 +62,9 @@ def name_fault(key: str, extension: str) -> str:
 
 
 def parts_fault(key: str, parts: list[tuple[str, str, int, str]]) -> tuple[str, str]:
-    """The first fault of a sample's parts and the file that has it; "" for none.
+    """Return the first fault of a sample's parts and the file that has it, or "".
 
-    Of each part the extension, the file, its size in bytes, and the fault found before.
+    A part is its extension, the file, the size in bytes, and any earlier fault.
     """
     files: dict[str, str] = {}
     for extension, path, size, fault in parts:
@@ -70,13 +78,13 @@ def parts_fault(key: str, parts: list[tuple[str, str, int, str]]) -> tuple[str, 
 
 
 def size_fault(extension: str, size: int) -> str:
-    """Why a part of this size cannot be right; empty if it can."""
+    """Return why a part of this size is invalid, or ""."""
     is_text = extension.lower() in TEXT_PARTS or part_type(extension) in SUBTITLE_PARTS
     return "" if size or is_text else "empty file"
 
 
 def printable(name: str) -> str:
-    """The name, with bytes that are not UTF-8 and control characters as escapes."""
+    """Return the name with control characters and bytes that are not UTF-8 escaped."""
     if name.isascii() and name.isprintable():
         return name
     escaped = "".join(c if c.isprintable() or c > "\x9f" else f"\\x{ord(c):02x}" for c in name)
@@ -84,9 +92,9 @@ def printable(name: str) -> str:
 
 
 def outside(root: str, path: str) -> bool:
-    """Return whether `path` leads outside of `root`, itself a real path, by links too.
+    """Return whether `path` leads outside of the real path `root`, following links.
 
-    Hugging Face's cache is CACHE/snapshots/COMMIT, whose files are links into CACHE/blobs.
+    Hugging Face's cache is CACHE/snapshots/COMMIT, with files that are links into CACHE/blobs.
     """
     real, (cache, snapshots, _) = os.path.realpath(path), root.partition("/snapshots/")
     inside = [root, f"{cache}/blobs"] if snapshots else [root]
@@ -94,32 +102,32 @@ def outside(root: str, path: str) -> bool:
 
 
 def suffix_of(name: str) -> str:
-    """The end of a name from its last dot on, in small letters."""
+    """Return the lower-case suffix of a name, from its last dot."""
     base = name.rpartition("/")[2]
     return base[base.rfind(".") :].lower() if "." in base else ""
 
 
 def is_media_file(name: str) -> bool:
-    """Whether a name is that of an image, audio or video."""
-    return suffix_of(name)[1:] in MEDIA_PARTS
+    """Return whether a name is that of an image, audio or video."""
+    return suffix_of(name) in _MEDIA
 
 
 def is_for_people(name: str) -> bool:
-    """Whether a file at the top of a folder is for people: its README, or its license."""
+    """Return whether a top-level file is for people, such as a README or a license."""
     return "/" not in name and name.lower().startswith(_PEOPLE)
 
 
 def stem_of(name: str) -> str:
-    """The path of a file up to its first dot."""
+    """Return the path of a file up to its first dot."""
     folder, slash, base = name.rpartition("/")
     return f"{folder}{slash}{base.partition('.')[0]}"
 
 
 def no_samples(names: Iterable[str]) -> set[str]:
-    """Of the names in a folder of raw files, those that are no parts of samples.
+    """Return the names in a folder of raw files that are not parts of samples.
 
-    They are what is for people, and beside media tables that share their stem with nothing, and img2dataset's
-    statistics of a folder: 00000_stats.json beside 00000.parquet.
+    These are files for people. With media, they are also tables that share their stem with no other file, and
+    img2dataset's statistics (00000_stats.json for 00000.parquet).
     """
     names = [*names]
     stems: dict[str, int] = {}

@@ -1,13 +1,13 @@
-"""The format of Lhotse Shar: a cut is a sample, with what each field has of it.
+"""The format of Lhotse Shar: a sample is a cut with its fields.
 
     cuts.000000.jsonl.gz     {"id": "a", …}                   →   key a; json: the cut
     recording.000000.tar     a.flac, a.json                       flac, recording.json
     features.000000.tar      a.llc, a.json                        features.llc, features.json
     target.000000.jsonl.gz   {"cut_id": "a", "target": …}         target.json
 
-A tar has two members for each cut, in the order of the cuts: data and manifest, `.nodata` and `.nometa` where the cut
-has none. All files are entries of the index; only those of cuts have samples. Blob of a tar in the index: the length of
-its members as MessagePack, then these.
+A tar has two members per cut, in the order of the cuts: data and manifest, or `.nodata` and `.nometa` for a cut
+without them. All files are entries of the index, but only those of cuts have samples. Blob of a tar in the index: the
+length of its members as MessagePack, then these.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from savable_pipeline.data.stores.record_store import FileStore, hash_some
 from savable_pipeline.errors import ShardError
 
 _NAME = re.compile(r"((?:.*/)?)([^/.]+)\.(\d+)\.(?:tar|jsonl|jsonl\.gz)")  # folder, field and number
-_SAMPLED = 1 << 12, 8  # bytes at each of some places of a tar
+_SAMPLED = 1 << 12, 8  # bytes to compare at each of some positions of a tar
 _CUTS, _AUDIO, _NOTHING = "cuts", "recording", ("nodata", "nometa")
-_Content: TypeAlias = bytes | tuple[int, int, int]  # a line; or shard, offset and size of a member
+_Content: TypeAlias = bytes | tuple[int, int, int]  # a line; or shard, offset and size of a tar member
 
 
 class _Line(msgspec.Struct):
@@ -43,7 +43,7 @@ class _Line(msgspec.Struct):
 
 
 class SharStore(FileStore):
-    """The cuts of Lhotse Shar, with their audio and other fields.
+    """Cuts of Lhotse Shar, with their audio and other fields.
 
     Lines are decompressed a file at a time.
     """
@@ -58,11 +58,11 @@ class SharStore(FileStore):
             self._fields.setdefault((folder, number), {})[field] = shard
 
     def key(self, shard: int, row: int) -> str:
-        """The id of the cut."""
+        """Return the id of the cut."""
         return self._rows(shard)[row][0][0].removesuffix(".json")
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """`json`, then the parts of each field."""
+        """Return `json`, then the parts of each field."""
         return list(self._parts(shard, row))
 
     def sizes(self, shard: int, row: int) -> dict[str, int]:
@@ -77,9 +77,9 @@ class SharStore(FileStore):
         return part if isinstance(part, bytes) else self.files.read(*part)
 
     def _parts(self, shard: int, row: int) -> dict[str, _Content]:
-        """Return what each field has of a cut.
+        """Return the data of a cut in each field.
 
-        Raises `ShardError` for what is of another one.
+        Raises `ShardError` for data of another cut.
         """
         key, found = self.key(shard, row), dict[str, _Content]()
         folder, _, number = _named(self.entries.names[shard])
@@ -93,7 +93,7 @@ class SharStore(FileStore):
         return found
 
     def _rows(self, shard: int) -> list[list[tuple[str, _Content]]]:
-        """Return what a file has of each cut: a line, or two members, named by the id.
+        """Return the data of each cut in a file: a line, or two members with the cut's id.
 
         Raises `ShardError`.
         """
@@ -161,7 +161,7 @@ def _read(file: ByteSource, name: str) -> ShardTable:
 
 
 def _is_same(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Return whether lines are those that were indexed; of a tar some bytes are compared."""
+    """Return whether lines are as indexed. For a tar, only some bytes are compared."""
     assert isinstance(index, BlobIndex), index
     if not index.shards.names[number].endswith(".tar"):
         return xxh3_64_intdigest(file.read()) == int(index.shards.digests[number])

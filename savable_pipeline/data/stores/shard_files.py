@@ -1,16 +1,16 @@
 """`ShardFiles`: the open files of a store.
 
-On a disk: `LocalFiles`; behind a URL: see cached_blocks.py.
+`LocalFiles` are on a disk. For remote files see cached_blocks.py.
 
-A shard that is overwritten in place changes under whoever has it open. So `LocalFiles` pins what each was when this
-process first opened it, looks at each open shard once a second (`fstat`: about 0.6 µs), and at one that is
-closed once more before that: a batch is given only if nothing that it may have been read from had changed a second
-ago. What was given since is looked at where a run pauses or ends.
+A shard that is overwritten in place changes under a process that has it open. Therefore `LocalFiles` pins the status
+of each shard when this process first opens it, checks each open shard once a second (`fstat`: about 0.6 µs), and checks
+a shard again before closing it. A batch is yielded only if none of its shards had changed a second ago. Later batches
+are checked when a run pauses or ends.
 
-    size, or time of the last write      another: the shard was overwritten
-    time of the last change of the inode another: explained by mode, owner or links that changed with it; else some
-                                         bytes are compared with the index, since whoever writes can put the other time
-                                         back: other bytes are an error, equal ones a warning
+    size, or time of the last write       changed: the shard was overwritten
+    time of the last change of the inode  changed: explained by mode, owner or links that changed with it. Otherwise
+                                          some bytes are compared with the index, because a writer can reset the other
+                                          time: different bytes are an error, equal ones a warning
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
 
-OPEN_SHARDS = 256  # descriptors kept open by one dataset in one process
-_LOOK_S, _LOOK_SHARE = 1.0, 50  # between two looks: seconds, and times what a look takes (on a network disk)
+OPEN_SHARDS = 256  # most descriptors that one dataset keeps open in a process
+# pause between checks: seconds, and multiple of a check's duration, which is long on a network disk
+_LOOK_S, _LOOK_SHARE = 1.0, 50
 _SLOTS_SHOWN = 20
 
 Where = TypeVar("Where")  # names a part of a sample
 T = TypeVar("T")
-Locate: TypeAlias = Callable[[Rows, Rows], Rows]  # of shards, and places in them → rows of the index
-Read: TypeAlias = Callable[[int, int, Where], T]  # of shard, row, and where in the sample
+Locate: TypeAlias = Callable[[Rows, Rows], Rows]  # from shards, and positions in them, to rows of the index
+Read: TypeAlias = Callable[[int, int, Where], T]  # from shard, row, and location in the sample, to the value
 
 
 class MemberReader(Protocol):
-    """Reads parts of samples by shard and row.
+    """Reader of parts of samples by shard and row.
 
-    They are bytes, uint8 (bytes,), or bytes (offset, size) of the shard.
+    Parts are bytes, uint8 (bytes,), or the bytes at (offset, size) of the shard.
     """
 
     def read(self, shard: int, row: int, extension: str, /) -> bytes: ...
@@ -83,12 +84,12 @@ class ShardFiles(dict[int, Descriptor], ABC):
         return descriptor
 
     def close_oldest(self) -> None:
-        """Closes the shard that was opened first, once no thread reads it any more."""
-        with contextlib.suppress(RuntimeError, StopIteration):  # another thread has just opened or closed a shard
+        """Close the shard that was opened first, once no thread reads it."""
+        with contextlib.suppress(RuntimeError, StopIteration):  # another thread just opened or closed a shard
             self._close(next(iter(self)))
 
     def _close(self, shard: int) -> Descriptor | None:
-        """No longer keeps a shard open; its descriptor, None if another thread was first."""
+        """Forget the descriptor of a shard and return it, or None if another thread was first."""
         return self.pop(shard, None)
 
     @property
@@ -97,23 +98,23 @@ class ShardFiles(dict[int, Descriptor], ABC):
         return 0
 
     def refs_ahead(self, mean_bytes: float) -> int:
-        """The number of refs to announce ahead, of samples of this size."""
+        """Return the number of refs to announce ahead, for samples of this mean size."""
         return 0
 
     @abstractmethod
     def open(self, shard: int) -> int:
-        """A new descriptor of a shard that was checked.
+        """Open a new descriptor of a checked shard.
 
-        Raises `ShardError`, `RemoteError`, or OSError without one.
+        Raises `ShardError`, `RemoteError`, or OSError if no descriptor is left.
         """
 
     @abstractmethod
     def path(self, shard: int) -> Path:
-        """The local file of a shard."""
+        """Return the local file of a shard."""
 
     @abstractmethod
     def entry(self, shard: int) -> tuple[str, int]:
-        """Name and size in bytes of a file, as indexed."""
+        """Return name and size in bytes of a file, as indexed."""
 
     def sidecar(self, name: str) -> Path | None:
         """Return a local sidecar of the files under this name, or None."""
@@ -122,17 +123,17 @@ class ShardFiles(dict[int, Descriptor], ABC):
     def prefetch(self, indices: Rows) -> None:
         """Announce that these samples will be read.
 
-        Files on a disk need nothing.
+        Local files need no announcement.
         """
 
     def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:
         """Announce reads of these bytes of a file.
 
-        Each range is from one of `begins` to one of `ends`.
+        The ranges are pairs of `begins` and `ends`.
         """
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
-        """`size` bytes of a shard from `offset` on.
+        """Return `size` bytes of a shard from `offset` on.
 
         Raises `ShardError` if it cannot be read or is too short.
         """
@@ -144,9 +145,9 @@ class ShardFiles(dict[int, Descriptor], ABC):
         return data if len(data) == size else data + self.rest(shard, offset + len(data), size - len(data))
 
     def read_again(self, shard: int, offset: int, size: int, error: OSError) -> bytes:
-        """Repeat a read that failed, with the file opened again.
+        """Repeat a read that failed, after opening the file again.
 
-        It may return fewer bytes. Raises the errors of `read`, and `RemoteError` of a network disk.
+        It may return fewer bytes. Raises the errors of `read`, and `RemoteError` for a network disk.
         """
 
         def act() -> bytes:
@@ -159,14 +160,14 @@ class ShardFiles(dict[int, Descriptor], ABC):
             raise self.unreadable(shard, last) from last
 
     def reopen(self, shard: int) -> None:
-        """Open a shard again, checked.
+        """Open and check a shard again.
 
-        A thread that reads from it keeps the old descriptor for as long as it reads.
+        A thread that is reading from it keeps the old descriptor.
         """
         self[shard] = Descriptor(with_handles(lambda: self.open(shard)))
 
     def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
-        """Fills `array`, uint8 (bytes,), with bytes of a shard.
+        """Fill `array`, uint8 (bytes,), with bytes of a shard.
 
         Raises the errors of `read`.
         """
@@ -178,11 +179,11 @@ class ShardFiles(dict[int, Descriptor], ABC):
             array[:] = np.frombuffer(ShardFiles.read(self, shard, offset, len(array)), np.uint8)
 
     def read_on(self, shard: int, offset: int, size: int, stop: int) -> bytes:
-        """The same as `read`, of a file that may be read on, up to `stop`."""
+        """Read bytes. Remote files may download in advance, up to `stop`."""
         return self.read(shard, offset, size)
 
     def rest(self, shard: int, offset: int, missing: int) -> bytes:
-        """Return the rest of a read, `missing` bytes at `offset`. Raises `ShardError`.
+        """Return the rest of a short read, `missing` bytes at `offset`.
 
         Linux returns at most 2 GB at once.
         """
@@ -202,12 +203,12 @@ class ShardFiles(dict[int, Descriptor], ABC):
         return b"".join(parts)
 
     def unreadable(self, shard: int, error: OSError) -> ShardError:
-        """The error for a shard that cannot be read."""
+        """Return the error for a shard that cannot be read."""
         message = f"{self.path(shard)}: {error.strerror}. Check the disk or the network"
         return ShardError(message, reason="unreadable shard")
 
     def watch_view(self, number: int, path: Path) -> None:
-        """Watch a mapped file too: a shard, or at the number `~shard` its sidecar."""
+        """Watch a memory-mapped file: a shard, or under the number `~shard` its sidecar."""
 
     def verify(self, slot: int) -> None:
         """Raise `ShardError` if a shard changed before the batch of this slot is yielded.
@@ -219,7 +220,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
         """Raise `ShardError` if a shard changed under batches since the last check."""
 
     def request(self, rows: Rows) -> None:
-        """Announces that these rows will be read next; a disk needs no word of it."""
+        """Announce that these rows will be read next. Local files need no announcement."""
 
     def peek(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
         """Return bytes (offset, size) of a sample too long to download, or None.
@@ -232,23 +233,22 @@ class ShardFiles(dict[int, Descriptor], ABC):
         """Fetch the missing index rows of shards with these numbers."""
 
     def located(self, rows: Locate) -> Locate:
-        """`rows`, made to wait until the index has the rows that it gives."""
+        """Return `rows`, extended to wait for missing index rows."""
         return rows
 
     def has_all_rows(self) -> bool:
-        """Whether the index has the rows of all shards."""
+        """Return whether the index has the rows of all shards."""
         return True
 
     def long_parts(self, parts: MemberReader, extent: Callable[[int, str], tuple[int, int]]) -> MemberReader:
-        """Return a reader of parts of samples too long to download, else `parts`."""
+        """Return a reader of parts of samples too long to download, or `parts`."""
         return parts
 
     def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
         """Return `read`, extended to wait for the bytes of the row.
 
-        It is repeated if they are evicted in the meantime.
-
-        Of a row that is not there, and too long to be downloaded as a whole, `long` in its place.
+        The read is repeated if they are evicted in the meantime. `long` reads a missing row that is too long to
+        download whole.
         """
         return read
 
@@ -256,7 +256,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
 class StoreFile(ByteSource):
     """File of `files`, as formats read it.
 
-    It is checked when it is opened, and usable as long as they are.
+    It is checked when it is opened, and usable as long as `files`.
     """
 
     __slots__ = ("_files", "_shard", "_whole_name")
@@ -278,21 +278,21 @@ class StoreFile(ByteSource):
 
 
 class LocalFiles(ShardFiles):
-    """The shards of a folder, each pinned as it was when this process first opened it."""
+    """Shards of a folder, pinned as they were when this process first opened them."""
 
     def __init__(self, found: IndexedFiles) -> None:
         super().__init__()
         self._found = found
-        self._checked: set[int] = set()  # shards whose rows in the index, and some of whose samples, were checked
+        self._checked: set[int] = set()  # shards whose index rows and sampled bytes were checked
         self._pins: dict[int, FileVersion] = {}
         self._changed: list[Path] = []
-        self._warned: set[int] = set()  # of which there was a warning
-        self._slots: dict[int, None] = {}  # of the batches since the last look
+        self._warned: set[int] = set()  # shards with a warning
+        self._slots: dict[int, None] = {}  # slots of the batches since the last check
         self._look_at = 0.0
-        self._viewed: dict[int, Path] = {}  # files that are mapped: used also while no descriptor of them is kept
+        self._viewed: dict[int, Path] = {}  # mapped files, which are used even without an open descriptor
 
     def path(self, shard: int) -> Path:
-        """The file of a shard."""
+        """Return the path of a shard."""
         return self._found.root / self._found.entries.names[shard]
 
     def entry(self, shard: int) -> tuple[str, int]:
@@ -300,9 +300,9 @@ class LocalFiles(ShardFiles):
         return self._found.entries.names[shard], int(self._found.entries.sizes[shard])
 
     def open(self, shard: int) -> int:
-        """A new descriptor of a shard.
+        """Open a new descriptor of a shard.
 
-        Raises `ShardError` if it is gone or was changed since it was indexed.
+        Raises `ShardError` if it is missing or changed since it was indexed.
         """
         path = self.path(shard)
         try:
@@ -334,13 +334,13 @@ class LocalFiles(ShardFiles):
     def watch_view(self, number: int, path: Path) -> None:
         """See `ShardFiles.watch_view`."""
         self._viewed[number] = path
-        if number < 0:  # a shard was pinned when it was opened
+        if number < 0:  # a shard itself was pinned when it was opened
             self._pin(number, path.stat(), None)
 
     def _check(self, shard: int, descriptor: int, path: Path) -> None:
-        """Raises `ShardError` unless size and some samples are as indexed, and the file that it was before.
+        """Raise `ShardError` unless a shard's size and some samples are as indexed, and it is the pinned file.
 
-        (The first sample, one in the middle and the last: the rest of the shard is not read.)
+        These are the first sample, one in the middle and the last.
         """
         found, stat = self._found, os.fstat(descriptor)
         size = int(found.entries.sizes[shard])
@@ -352,8 +352,8 @@ class LocalFiles(ShardFiles):
         if shard not in self._checked:
             found.check_rows(shard)
             if not found.is_as_indexed(shard, LocalFile(path, descriptor)):
-                ending = found.form.sidecar[1]
-                file = f"the shard or its {ending} was" if ending else "the shard was"
+                sidecar = found.form.sidecar[1]
+                file = f"the shard or its {sidecar} was" if sidecar else "the shard was"
                 raise ShardError(
                     f"{path}: {file} rewritten since it was indexed, at the same size. Remove {found.index_path} and "
                     "start again, or restore the old shard",
@@ -367,7 +367,7 @@ class LocalFiles(ShardFiles):
             )
 
     def _close(self, shard: int) -> Descriptor | None:
-        """No longer keeps a shard open, and takes a last look at it."""
+        """Forget the descriptor of a shard, after a last check of the file."""
         descriptor = super()._close(shard)
         if descriptor is not None:
             self._look_at_open([(shard, descriptor)])
@@ -385,21 +385,22 @@ class LocalFiles(ShardFiles):
             self._look("")
 
     def _look(self, unless_unused: str) -> None:
-        """Looks at open shards, and at files that are mapped only. Raises `ShardError` if one has changed.
+        """Check open shards, and files that are only mapped. Raises `ShardError` for a change.
 
-        Once a shard has changed, no batch is right any more: it is named each time. Another thread may open and close
-        shards, and note slots, meanwhile.
+        The error repeats at each check, because no later batch is right either. Other threads may open and close
+        shards, and add slots, during the check.
         """
         noted, began = list(self._slots), time.monotonic()
         if not self._changed:
             self._look_at_open(self.copy().items())
             for number, path in list(self._viewed.items()):
-                with contextlib.suppress(OSError):  # gone, or another file in its place: what is mapped stays as it is
+                # the file was deleted or replaced, but the mapped content is unchanged
+                with contextlib.suppress(OSError):
                     if number not in self and (stat := path.stat()).st_ino == self._pins[number].inode:
                         self._look_closer(number, stat, None)
             self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - began))
         if not self._changed:
-            for slot in noted:  # alone: another thread may have noted more, or looked too
+            for slot in noted:  # remove only these, because another thread may have added more
                 self._slots.pop(slot, None)
             return
         raise ShardError(
@@ -409,7 +410,7 @@ class LocalFiles(ShardFiles):
         )
 
     def _look_at_open(self, shards: Iterable[tuple[int, Descriptor]]) -> None:
-        """Looks at some of the open shards: pairs of shard and descriptor."""
+        """Check some of the open shards, pairs of shard and descriptor."""
         fstat, pins = os.fstat, self._pins
         for shard, descriptor in shards:
             was = pins[shard]
@@ -417,7 +418,7 @@ class LocalFiles(ShardFiles):
                 stat = fstat(descriptor)
             except OSError:
                 if self.get(shard) is descriptor:
-                    self.reopen(shard)  # which compares the file with its pin
+                    self.reopen(shard)  # compares the file with its pin
                 continue
             same = (
                 stat.st_ctime_ns == was.changed_ns and stat.st_mtime_ns == was.written_ns and stat.st_size == was.size
@@ -430,13 +431,13 @@ class LocalFiles(ShardFiles):
             self._changed.append(self._path_of(number))
 
     def _pin(self, number: int, stat: os.stat_result, descriptor: int | None) -> bool:
-        """Remembers a file that was opened; False if it is another than when it was opened before."""
+        """Record the status of an opened file, and return False if it differs from the recorded one."""
         now = FileVersion.of(stat)
         was = self._pins.setdefault(number, now)
         return was.inode == now.inode and self._is_same(number, now, descriptor)
 
     def _is_same(self, number: int, now: FileVersion, descriptor: int | None) -> bool:
-        """Whether a file holds what it did, as far as can be seen; then it is remembered as it is now."""
+        """Return whether a file seems to have the same content, and record its new status if so."""
         was = self._pins[number]
         if (now.size, now.written_ns) != (was.size, was.written_ns):
             return False
@@ -447,9 +448,9 @@ class LocalFiles(ShardFiles):
         return True
 
     def _holds_the_same(self, number: int, descriptor: int | None) -> bool:
-        """Whether some bytes of a shard are as the index says, of what lies beside one: of both together.
+        """Return whether some bytes of a shard, or of it and its sidecar, are as indexed, with a warning.
 
-        Without a descriptor, of one that is closed. That they are is a warning.
+        Without a descriptor, the file is opened.
         """
         shard, own = number if number >= 0 else ~number, -1
         try:
@@ -472,12 +473,12 @@ class LocalFiles(ShardFiles):
         return True
 
     def _path_of(self, number: int) -> Path:
-        """The file of a number, of which `~shard` is that of what lies beside a shard."""
+        """Return the file of a number, where `~shard` is the sidecar of a shard."""
         return self._viewed.get(number) or self.path(number)
 
 
 def _open_without_atime(path: Path) -> int:
-    """A descriptor whose reads do not update the file's access time, if permitted: that costs a tenth of a read."""
+    """Open a file without updating its access time if permitted. The update costs a tenth of a read."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
         return os.open(path, flags | getattr(os, "O_NOATIME", 0))
@@ -486,6 +487,6 @@ def _open_without_atime(path: Path) -> int:
 
 
 def _numbers(slots: list[int]) -> str:
-    """`3, 99 and 8 more up to 401`."""
+    """Format slots, such as `3, 99 and 8 more up to 401`."""
     more = f" and {len(slots) - _SLOTS_SHOWN} more up to {slots[-1]}" if len(slots) > _SLOTS_SHOWN else ""
     return ", ".join(map(str, slots[:_SLOTS_SHOWN])) + more

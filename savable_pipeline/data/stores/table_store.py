@@ -1,13 +1,13 @@
-"""Tables of text with rows that are samples, and lists of JSON.
+"""Tables of text with rows that are samples, and JSON lists.
 
     {"image": "img/cat.jpg", "text": "a cat"}      →      jpg, json       of a `TableStore`
     {"image": ["a.jpg", "b.jpg"]}                  →      0.jpg, 1.jpg, json
 
-The files that fields name are in the folder of the table, or in another one that is named. Nothing outside of it is
-read, wherever a path or a link leads.
+The files that fields name are relative to the folder of the table, or to another folder that the user names. Nothing
+outside of it is read, even if a path or a link points there.
 
-Blob of a file in the index: the offset of each row, then of the end of the last. To index a list of JSON, such as
-LLaVA's own, it is read as a whole.
+Blob of a file in the index: the offset of each row, then the end of the last. A JSON list, such as LLaVA's, is read
+whole to index it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.data.stores.sample_names import outside, parts_fault
 from savable_pipeline.errors import ShardError
 
-_COMPARED = 1 << 16  # bytes of a line that are compared
+_COMPARED = 1 << 16  # bytes of a line to compare
 MARK = b"\xef\xbb\xbf"
 LINE = "json"  # the part that is the whole row
-# The fault of a file, "" for none, and the offsets of its rows and of their end: uint64 (rows + 1,).
+# The fault of a file or "", and the offsets of its rows and of their end: uint64 (rows + 1,).
 Find: TypeAlias = Callable[[ByteSource], tuple[str, FileBlob]]
 NAMING_SETTINGS = ("file_fields", "files_from", "allow_outside", "pinned")
 TABLE_SETTINGS = ("key", *NAMING_SETTINGS)
@@ -80,7 +80,7 @@ def is_same_text(file: ByteSource, index: ShardIndex, number: int) -> bool:
 
 
 def _digest(file: ByteSource, offsets: FileBlob) -> int:
-    """A hash of the places of rows, of the first of them, one in the middle and the last, and of what is before."""
+    """Return a hash of the offsets of rows and of the first, a middle and the last row."""
     digest = xxh3_64(offsets.data)
     digest.update(file.read_at(0, min(int(offsets[0]), _COMPARED)) if len(offsets) > 1 else b"")
     lines = len(offsets) - 1
@@ -97,9 +97,9 @@ def without_mark(line: bytes, begin: int) -> bytes:
 
 
 class TextStore(FileStore):
-    """The rows of files of text.
+    """Rows of text files.
 
-    `key` names the field that holds the key of a row; else it is `FILE:ROW`.
+    `key` names the field that is the key of a row. By default it is `FILE:ROW`.
     """
 
     unit = "byte offset"
@@ -110,22 +110,22 @@ class TextStore(FileStore):
         self._starts: dict[int, memoryview] = {}  # by shard
 
     def offset(self, shard: int, row: int) -> int:
-        """The offset of the row in its file, in bytes."""
+        """Return the offset of the row in its file, in bytes."""
         return int(self.blob(shard)[row])
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
-        """The rows."""
+        """Return the byte ranges of the rows."""
         offsets = self.blob(shard).view(np.int64)
         return offsets[rows], offsets[rows + 1]
 
     def raw(self, shard: int, row: int, most: int = 1 << 62) -> tuple[bytes, int]:
-        """The bytes of a row, up to the next one, and where they begin.
+        """Return the bytes from a row to the next one, and where they start.
 
-        Raises `ShardError`, also for over `most`.
+        Raises `ShardError`, also for more than `most` bytes.
         """
         starts = self._starts.get(shard)
         if starts is None:
-            self.files[shard]  # checks the file, and what the index says of it
+            self.files[shard]  # checks the file and its index rows
             starts = self._starts[shard] = self.blob(shard).data
         begin, end = starts[row], starts[row + 1]
         if end - begin > most:
@@ -136,9 +136,9 @@ class TextStore(FileStore):
 def text_format(
     name: str, suffixes: tuple[str, ...], find: Find, store: Callable[..., Any], packed: Iterable[str] = (), **more: Any
 ) -> Format:
-    """Return the format of text files with rows that `find` finds.
+    """Return the format of text files in which `find` finds the rows.
 
-    `packed` are endings of compressed files.
+    `packed` are suffixes of compressed files.
     """
     packings = tuple(f"{end}.{kind}" for end in packed for kind in ("gz", "zst", "xz", "bz2"))
     settings = {"settings": TABLE_SETTINGS, "packed": packings, "no_rows": bytes(8), **more}
@@ -159,7 +159,7 @@ class NamedPart(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """A row: its fields, its JSON, and the files that it names, by part."""
+    """Row: its fields, its JSON, and the files that it names, by part."""
 
     fields: dict[str, Any]
     body: bytes
@@ -167,11 +167,11 @@ class TableRow(NamedTuple):
 
 
 class NamingStore(FileStore):
-    """Rows that name files: their parts are the row, as JSON, and the files.
+    """Rows that name files, with the row as JSON and the files as parts.
 
-    `file_fields` name files, as "field" or "field=part"; None: the usual ones. They are relative to `files_from`, or to
-    the folder of the table, and must be as old as the index, or as `pinned` (in ns since 1970), unless that is False. A
-    class that derives from it has `row_of`, and its base that reads the rows behind this one.
+    `file_fields` name files, as "field" or "field=part". None means the usual fields. Paths are relative to
+    `files_from`, or to the folder of the table. The files must be as old as the index, or as `pinned` (in ns since
+    1970), unless that is False. A subclass defines `row_of`, and its next base is the store of the rows.
     """
 
     def __init__(
@@ -190,30 +190,30 @@ class NamingStore(FileStore):
         index_ns = found.index_path.stat().st_mtime_ns if pinned is True and found.remote is None else None
         self._newest_ns = index_ns if isinstance(pinned, bool) else pinned
         self._roots: dict[int, str] = {}
-        self._last_row: tuple[int, int, TableRow] | None = None  # shard and row asked for last, and the row
+        self._last_row: tuple[int, int, TableRow] | None = None  # shard and row of the last request, and the row
         self.name_files(self.usual_fields() if file_fields is None else file_fields)
 
     def name_files(self, fields: Iterable[str]) -> None:
-        """Take these fields, as "field" or "field=part", as those that name files."""
+        """Set the fields that name files, as "field" or "field=part"."""
         self.fields = tuple(fields)
         self._named = [(field, part) for field, _, part in (each.partition("=") for each in self.fields)]
         self._last_row = None
         self._roots.clear()
 
     def usual_fields(self) -> Iterable[str]:
-        """The fields that name files where none are given."""
+        """Return the fields that name files by default."""
         return FILE_FIELDS
 
     @abstractmethod
     def row_of(self, shard: int, row: int) -> tuple[dict[str, Any], bytes]:
-        """The fields of a row, and its JSON. Raises `RecordError`, `ShardError`."""
+        """Return the fields of a row, and its JSON. Raises `RecordError`, `ShardError`."""
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
         """See `FileStore.value`."""
         return as_part(self._row(shard, row).fields[name])
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """`json`, and the files, sorted."""
+        """Return `json` and the files' parts, sorted."""
         return sorted([LINE, *self._row(shard, row).files])
 
     def sizes(self, shard: int, row: int) -> dict[str, int]:
@@ -223,11 +223,11 @@ class NamingStore(FileStore):
         return dict(sorted(sizes.items()))
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """The JSON, or the bytes of a file."""
+        """Return the JSON, or the bytes of a file."""
         return self.head(shard, row, extension, -1)[0]
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
-        """See `RecordStore.open`; of a range, the whole file."""
+        """See `RecordStore.open`. For a range, this is the whole file."""
         part = self._part(shard, row, extension)
         if isinstance(part, bytes):
             return io.BytesIO(part)
@@ -243,7 +243,7 @@ class NamingStore(FileStore):
         return found.body if name == LINE else found.files[name]
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
-        """See `RecordStore.head`; of a range, what says so, as JSON."""
+        """See `RecordStore.head`. For a range, this is its description as JSON."""
         part = self._part(shard, row, extension)
         if isinstance(part, NamedPart) and part.range:
             part = part.range
@@ -255,7 +255,7 @@ class NamingStore(FileStore):
         return with_retries(Path(self.root_of(shard)), read)
 
     def files_of(self, shard: int, fields: dict[str, Any]) -> list[NamedPart]:
-        """The files that a row with these fields names, in their order.
+        """Return the files that a row with these fields names, in order.
 
         Raises `RecordError`, `ShardError`.
         """
@@ -306,7 +306,7 @@ class NamingStore(FileStore):
         return found
 
     def row_error(self, shard: int, row: int, error: RecordError) -> ShardError:
-        """The error for what is wrong with a row."""
+        """Return the error for an invalid row."""
         at = f", at byte {self.offset(shard, row)}" if self.unit == "byte offset" else ""
         return ShardError(
             f"{self.where(shard)}: row {row}{at}: {error}. Fix the row or the files that it names, or pass "
@@ -330,7 +330,10 @@ class NamingStore(FileStore):
                 raise RecordError(f"not a file's name: the field {name!r} holds {paths!r}"[:200])
 
     def _named_part(self, shard: int, field: str, name: str, prefix: str) -> NamedPart:
-        """A file that a field of a row names. Raises `RecordError`, and `ShardError` where no table can name one."""
+        """Return the file that a field of a row names.
+
+        Raises `RecordError`, and `ShardError` if the whole table cannot name files.
+        """
         where, root = f"the field {field!r} names {name[:200]!r}", self.root_of(shard)
         if is_url(name):
             raise RecordError(f"{A_URL}: {where}")
@@ -349,7 +352,7 @@ class NamingStore(FileStore):
             status = with_retries(Path(root, name), Path(root, name).stat)
         except RecordError:
             raise
-        except (ValueError, OSError) as error:  # not there, or no name for a file: too long, or with a NUL
+        except (ValueError, OSError) as error:  # the file is missing, or the name is too long or has a NUL
             raise RecordError(f"missing file: {where}, not in the folder of files_from= or the table") from error
         if not stat.S_ISREG(status.st_mode):
             raise RecordError(f"not a regular file: {where}")
@@ -365,7 +368,7 @@ class NamingStore(FileStore):
                 f"{path}: {error.strerror}, but {self.where(shard)} names it", reason="missing file"
             ) from error
         found = os.fdopen(descriptor, "rb")
-        status = os.fstat(found.fileno())  # a file may be dated in the future, but its inode cannot
+        status = os.fstat(found.fileno())  # a file's own time may be in the future, but not that of its inode
         if self._newest_ns is not None and min(status.st_mtime_ns, status.st_ctime_ns) > self._newest_ns:
             found.close()
             if not self.found.tolerant:
@@ -378,22 +381,22 @@ class NamingStore(FileStore):
 
 
 class TableStore(NamingStore, TextStore):
-    """The rows of tables.
+    """Rows of tables.
 
-    They are named by a folder with its subfolders, a glob, a brace pattern, one file, or a list of these. `key` names
-    the field that holds the key of a row; else it is `FILE:ROW`. The other settings are those of `NamingStore`. Raises
-    `ShardError`.
+    The tables are named by a folder with its subfolders, a glob, a brace pattern, one file, or a list of these. `key`
+    names the field that is the key of a row. By default it is `FILE:ROW`. The other settings are those of
+    `NamingStore`. Raises `ShardError`.
     """
 
     @abstractmethod
     def body(self, shard: int, raw: bytes, begin: int) -> bytes:
-        """The JSON of a row, from its bytes, which begin there. Raises `RecordError`."""
+        """Return the JSON of a row, from its bytes at `begin`. Raises `RecordError`."""
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """The JSON, or the bytes of a file."""
+        """Return the JSON, or the bytes of a file."""
         if extension != LINE:
             return super().read(shard, row, extension)
-        try:  # most: its files need not be looked at
+        try:  # in most cases, the files of the row are not needed
             return self.body(shard, *self.raw(shard, row)).strip()
         except RecordError as error:
             raise self.row_error(shard, row, error) from error
@@ -410,7 +413,7 @@ class TableStore(NamingStore, TextStore):
             yield block[begin - first : end - first]
 
     def parsed(self, shard: int, raw: bytes, begin: int) -> tuple[dict[str, Any], bytes]:
-        """The fields and the JSON of a row, from its bytes, which begin there.
+        """Return the fields and the JSON of a row, from its bytes at `begin`.
 
         Raises `RecordError`, `ShardError`.
         """
@@ -436,12 +439,12 @@ def folders_in(folder: str) -> list[str]:
 
 
 def is_url(text: str) -> bool:
-    """Whether a field holds an address of the web."""
+    """Return whether a field is a web address."""
     return text.startswith(("http://", "https://", "s3://", "gs://", "ftp://"))
 
 
 def _elements(file: ByteSource) -> tuple[str, FileBlob]:
-    """Where each element of the list in a file begins, and the last ends; of one that is no whole list, its fault."""
+    """Return the fault of a JSON list, or "", and where its elements and their end are."""
     data, begins = file.read(), []
     end = len(MARK) if data.startswith(MARK) else 0
     try:
@@ -450,13 +453,13 @@ def _elements(file: ByteSource) -> tuple[str, FileBlob]:
         advice = "Write null for NaN, or one object a line (JSONL)" if re.search(rb"\b(NaN|Infinity)\b", data) else ""
         return f"not a whole list of objects: {error}{advice and f'. {advice}'}", np.zeros(1, "<u8")
     for element in map(bytes, elements):
-        begins.append(data.index(element, end))  # only commas and blanks lie between two elements
+        begins.append(data.index(element, end))  # only commas and blanks are between two elements
         end = begins[-1] + len(element)
     return "", np.array([*begins, end], "<u8")
 
 
 class JsonArrayStore(TableStore):
-    """The elements of lists in JSON files."""
+    """Elements of lists in JSON files."""
 
     def body(self, shard: int, raw: bytes, begin: int) -> bytes:
         """See `TableStore.body`."""

@@ -1,16 +1,16 @@
-"""`TarStore`: the record store of tar shards, wherever their bytes lie.
+"""`TarStore`: the record store of tar shards, local or remote.
 
-    TarRows    where the parts of a sample lie, by the index
+    TarRows    where the parts of a sample are, by the index
     TarParts   reads them from open tars, each with one positioned read
-    TarStore   both, with what downloads or reads ahead: a `RecordStore`
+    TarStore   both, with downloads or reads ahead: a `RecordStore`
 
-On a disk the kernel is asked to read samples ahead (`posix_fadvise`) as their refs enter the buffer: twice the rate
-with parts of 25 kB that are not in memory (tools/bench/reading.py cold). A call costs 1 to 10 µs a sample, so none is
-made where a look at some blocks finds them in memory, nor for small samples, which the kernel reads ahead by itself.
-None either for samples of more than 8 MiB: of a film perhaps two seconds are wanted, and in one that is read as a whole
-the kernel soon reads ahead.
+As refs enter the buffer, the kernel is asked to read their samples ahead from a disk (`posix_fadvise`). This doubles
+the rate for parts of 25 kB that are not in memory (tools/bench/reading.py cold). A call costs 1 to 10 µs per sample.
+Therefore no call is made if some probed blocks are in memory, for small samples, which the kernel reads ahead by
+itself, and for samples of more than 8 MiB. Often only two seconds of a long video are needed, and the kernel soon
+reads ahead in one that is read whole.
 
-Links to other files of their tar are no parts, as to webdataset; they are counted, and told of with the cure:
+Links to other files of their tar are not parts, as in webdataset. A warning counts them and names the fix:
 
     a.jpg │ a.txt │ b.jpg │ b.txt → a.txt │ c.jpg → a.jpg      a: jpg, txt; b: jpg
 """
@@ -42,13 +42,13 @@ from savable_pipeline.data.stores.record_store import StoreFacts
 from savable_pipeline.data.stores.shard_files import LocalFiles, ShardFiles
 from savable_pipeline.errors import SavableError, ShardError
 
-_BLOCKS_TRIED = 16  # blocks that are looked at to tell whether all are in memory
-_LONG = 8 << 20  # bytes of a sample, such as a film, of which perhaps a little alone is read
-SMALL = 16_384  # mean bytes of a sample, below which nothing is announced
+_BLOCKS_TRIED = 16  # blocks to test to estimate whether all are in memory
+_LONG = 8 << 20  # bytes of a long sample such as a video, of which often only a part is read
+SMALL = 16_384  # samples with fewer bytes on average are not announced
 
 
 def readahead(rows: TarRows, files: ShardFiles, indices: Rows) -> None:
-    """Asks the kernel to read these samples, one call per contiguous run.
+    """Ask the kernel to read these samples ahead, one call per contiguous run.
 
     Shards that cannot be opened are left out.
     """
@@ -86,7 +86,7 @@ def in_memory(files: ShardFiles, runs: list[tuple[int, int, int]]) -> bool:
 
 
 class TarRows:
-    """Where the samples of tars lie: each is a row of the index.
+    """Locations of the samples of tars. Each sample is a row of the index.
 
     Raises `ShardError` if there is none.
     """
@@ -102,7 +102,7 @@ class TarRows:
             raise ShardError(f"{found.address}: no sample in {len(found.entries)} shards. {why}")
 
     def rows(self, shards: Rows, places: Rows) -> Rows:
-        """The rows in the index of the samples at these places of these shards."""
+        """Return the index rows of the samples at these positions of these shards."""
         rows: Rows = self.first_rows[shards] + places
         return rows
 
@@ -119,16 +119,16 @@ class TarRows:
         return starts[rows + first].astype(np.int64), ends.astype(np.int64)
 
     def layout(self, row: int) -> tar_format.Layout:
-        """The layout of a sample. Raises `ShardError` if the index is damaged."""
+        """Return the layout of a sample. Raises `ShardError` if the index is damaged."""
         try:
             return self.index.layout(row)
         except IndexError:
             raise self.found.damaged("a shard") from None
 
     def extent(self, row: int, extension: str) -> tuple[int, int]:
-        """Offset and size in bytes of one part of a sample.
+        """Return offset and size in bytes of one part of a sample.
 
-        Raises KeyError without the part.
+        Raises KeyError if the part is missing.
         """
         layout = self.layout(row)
         member = layout.position.get(extension)
@@ -137,11 +137,11 @@ class TarRows:
         return self.index.extent(row, member, layout)
 
     def offset(self, shard: int, row: int) -> int:
-        """The offset in bytes of a sample's first header in its shard."""
+        """Return the offset in bytes of a sample's first header in its shard."""
         return self.index.starts[row]
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """The extensions of a sample, in their order in the tar."""
+        """Return the extensions of a sample, in the order of the tar."""
         return list(self.layout(row).position)
 
     def has_part(self, shard: int, row: int, extension: str) -> bool:
@@ -149,7 +149,7 @@ class TarRows:
         return is_part(extension, self.layout(row).position)
 
     def sizes(self, shard: int, row: int) -> dict[str, int]:
-        """The size in bytes of each part of a sample, by extension."""
+        """Return the size in bytes of each part of a sample, by extension."""
         layout = self.layout(row)
         return {extension: self.index.extent(row, member, layout)[1] for extension, member in layout.position.items()}
 
@@ -166,9 +166,9 @@ class TarRows:
 
 
 class TarParts:
-    """Reads from `files` as the index says.
+    """Reader of parts from `files`, located by the index.
 
-    Does not ask whether the bytes are there: see `ShardFiles.guard`.
+    It does not check whether bytes are cached, see `ShardFiles.guard`.
     """
 
     def __init__(self, rows: TarRows, files: ShardFiles) -> None:
@@ -181,12 +181,12 @@ class TarParts:
             self._first, self._gap, self._members = next(iter(layout.position)), layout.gaps[0], len(layout.gaps)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """The bytes of one part of a sample.
+        """Return the bytes of one part of a sample.
 
-        Raises KeyError, or `ShardError` if the shard no longer holds it.
+        Raises KeyError, or `ShardError` if the shard has changed.
         """
         descriptor = self._files[shard]
-        if extension == self._first:  # located without a call: calls cost half as much as the read
+        if extension == self._first:  # inlined, because a call would cost half as much as the read
             offset, size = self._starts[row] + self._gap, self._sizes[row * self._members]
         else:
             offset, size = self._extent(row, extension)
@@ -197,7 +197,7 @@ class TarParts:
         return data if len(data) == size else data + self._files.rest(shard, offset + len(data), size - len(data))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
-        """The bytes of one part, uint8 (bytes,), read to where batches are made.
+        """Return the bytes of one part, uint8 (bytes,), in the memory for batches.
 
         Raises the errors of `read`.
         """
@@ -207,11 +207,11 @@ class TarParts:
         return array
 
     def span(self, shard: int, row: int, extent: tuple[int, int]) -> bytes:
-        """The bytes at `extent`, (offset, size), of a shard. Raises `ShardError`."""
+        """Return the bytes at `extent`, (offset, size), of a shard. Raises `ShardError`."""
         return self._files.read(shard, *extent)
 
     def key(self, shard: int, row: int, path: str) -> str:
-        """The key of a sample, from the header of its first member; `path` is for errors.
+        """Return the key of a sample, from its first header. `path` is for errors.
 
         Raises `ShardError`.
         """
@@ -225,7 +225,7 @@ class TarParts:
 def _files_of(found: IndexedFiles) -> ShardFiles:
     if found.remote is None:
         return LocalFiles(found)
-    from savable_pipeline.data.stores.cached_samples import CachedFiles  # here: most shards lie on a disk
+    from savable_pipeline.data.stores.cached_samples import CachedFiles  # imported only for remote shards
 
     return CachedFiles(found)
 
@@ -235,7 +235,7 @@ class TarStore(StoreFacts):
 
     `root` has the metadata. Rows are those of the index.
 
-    What others do better is bound here, not wrapped: a wrapper around `read` would cost as much as a tenth of it.
+    Methods of its parts are bound as attributes, because a wrapper around `read` would cost up to a tenth of a read.
     """
 
     unit, keys_in_shards = "byte offset", True
@@ -273,12 +273,12 @@ class TarStore(StoreFacts):
         return [[*layout.position] for layout in self._rows.index.layouts]
 
     def rejects_warning(self) -> str:
-        """See `RecordStore.rejects_warning`: links that the index counts."""
+        """See `RecordStore.rejects_warning`. It counts links."""
         index = self._rows.index
         return warning_of_links(self.address, index, self.found.numbers.tolist()) if index.links else ""
 
     def prefetch(self, indices: Rows) -> None:
-        """Has these samples downloaded, or read ahead by the disk."""
+        """Request the download of these samples, or read them ahead from the disk."""
         if self.files.behind_url:
             self.files.prefetch(indices)
         else:
@@ -289,19 +289,19 @@ class TarStore(StoreFacts):
         return self._rows.extent(row, extension)[0]
 
     def part_sizes(self) -> dict[str, Rows] | None:
-        """See `RecordStore.part_sizes`; None where the index is here in part."""
+        """See `RecordStore.part_sizes`. The result is None if index rows are missing."""
         return self._rows.part_sizes() if self.files.has_all_rows() else None
 
     def row_groups(self, shard: int) -> None:
-        """None: nothing is decoded in groups."""
+        """Return None, because nothing is decoded in groups."""
 
     @property
     def prefetch_refs(self) -> int:
-        """The number of refs that `prefetch` should be given ahead of their use."""
+        """Return the number of refs to pass to `prefetch` ahead of their use."""
         return self.files.prefetch_refs
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
-        """See `RecordStore.open`: nothing is read before it is asked for.
+        """See `RecordStore.open`. Only requested bytes are read.
 
         Raises KeyError, or `ShardError`.
         """
@@ -309,7 +309,7 @@ class TarStore(StoreFacts):
         return ByteSource(lambda *extent: span(shard, row, extent), size, begin=begin).open()
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
-        """The first bytes of a part, at most `limit`, and its size.
+        """Return at most `limit` first bytes of a part, and its size.
 
         Raises KeyError, or `ShardError`.
         """
@@ -319,7 +319,7 @@ class TarStore(StoreFacts):
         return self._span(shard, row, extent) if head is None else head, size
 
     def key(self, shard: int, row: int) -> str:
-        """The key of a sample, read from the header of its first member.
+        """Return the key of a sample, read from its first header.
 
         Raises `ShardError`.
         """
@@ -329,14 +329,14 @@ class TarStore(StoreFacts):
             return self._key(shard, row, path)
         with tempfile.TemporaryFile() as file:
             file.write(headers)
-            file.truncate(int(self.found.entries.sizes[shard]))  # a hole where the payload would be
+            file.truncate(int(self.found.entries.sizes[shard]))  # a hole replaces the payload
             return key_at(path, file.fileno(), 0)
 
 
 def key_at(path: str, descriptor: int, offset: int) -> str:
-    """The key of the sample whose first header is at `offset` of an open shard.
+    """Return the key of the sample whose first header is at `offset` of an open shard.
 
-    Raises `ShardError` without one.
+    Raises `ShardError` if there is no such header.
     """
     first = next(members(path, descriptor, offset), None)
     parts = split_name(first.name) if first else None
@@ -346,7 +346,7 @@ def key_at(path: str, descriptor: int, offset: int) -> str:
 
 
 def links_warning(address: str, count: int, first: str) -> str:
-    """What to say of so many links in a dataset; `first` is the place and name of one."""
+    """Return a warning about `count` links in a dataset. `first` names one of them."""
     return (
         f"{address}: {counted(count, 'member is a link', 'members are links')} to other files of their tar, such as "
         f"{first}: these are no parts of samples, here as in webdataset and Energon; pack the files again with "
@@ -370,7 +370,7 @@ class _TarFormat(Format):
 
     __slots__ = ()
 
-    index, for_others = tar_format.TarIndex, ".idx"
+    index, offsets_suffix = tar_format.TarIndex, ".idx"
 
     def unreadable(self, name: str, size: int, fault: str) -> ShardTable:
         """See `Format.unreadable`."""
@@ -378,12 +378,12 @@ class _TarFormat(Format):
         table.entry = msgspec.structs.replace(table.entry, digest=xxh3_64().intdigest())
         return table
 
-    def write_for_others(self, path: Path, table: ShardTable) -> None:
-        """See `Format.write_for_others`."""
+    def write_offsets(self, path: Path, table: ShardTable) -> None:
+        """See `Format.write_offsets`."""
         tar_format.write_tar_idx(path, table)
 
-    def fault_for_others(self, path: Path, table: ShardTable) -> str:
-        """See `Format.fault_for_others`."""
+    def offsets_error(self, path: Path, table: ShardTable) -> str:
+        """See `Format.offsets_error`."""
         return tar_format.tar_idx_fault(path, table)
 
 

@@ -1,11 +1,11 @@
 """Token files and their store: a sample is a document, or a window of tokens.
 
-Read are Megatron's `.bin` with its `.idx`, `.npy`, and flat `.bin` or `.npy` of a type that is given.
+It reads Megatron's `.bin` with its `.idx`, `.npy`, and flat `.bin` or `.npy` of a type that the user passes.
 
     .idx   "MMIDIDX" 0 0 │ version u64 = 1 │ type u8 │ sequences u64 │ documents u64 │ lengths i32 (sequences,)
            │ pointers i64 (sequences,): bytes in the .bin │ firsts i64 (documents,): sequences, the last one the end
 
-Blob of a file in the index: what it is, the number of its type (0: to be given), the byte where tokens begin, tokens,
+Blob of a file in the index: its kind, the number of its type (0: to be passed), the byte where tokens start, tokens,
 documents, and tokens of a row (.npy of two dimensions).
 """
 
@@ -45,24 +45,24 @@ TYPES = ("", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "
 _MAGIC = b"MMIDIDX\0\0"
 _HEAD = struct.Struct("<9sQBQQ")
 _NO_LAYOUT = bytes(48)
-_IDX = ".idx"  # the suffix of what lies beside a .bin
-_LONGEST_HEADER = 1 << 14  # of a .npy
-_SAMPLED, _BLOCKS = 1 << 12, 64  # bytes that are compared at this many places of a file
-_CHECKED = 1 << 20  # sequences that are looked at together
+_IDX = ".idx"  # suffix of the sidecar of a .bin
+_LONGEST_HEADER = 1 << 14  # most bytes of the header of a .npy
+_SAMPLED, _BLOCKS = 1 << 12, 64  # bytes to compare at each of this many positions of a file
+_CHECKED = 1 << 20  # sequences to check at a time
 log = logging.getLogger(__name__)
 
 TOKENS_PART = "tokens"
 
 
 class TokenFileError(ValueError):
-    """A file of tokens, or its `.idx`, cannot be right."""
+    """Error: a file of tokens, or its `.idx`, is invalid."""
 
 
 class TokenLayout(NamedTuple):
-    """What the index says of a file."""
+    """Index blob of a file by field."""
 
     layout_kind: int = FLAT
-    kind: int = 0  # the number of its type; 0: to be given
+    kind: int = 0  # number of the token type; 0 if the user must pass it
     begin: int = 0
     tokens: int = 0
     documents: int = 0
@@ -70,13 +70,13 @@ class TokenLayout(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The name of the type of its tokens; "" where it is to be given."""
+        """Return the name of the token type, or "" if the user must pass it."""
         return TYPES[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Arrays of an `.idx`, mapped.
+    """Memory-mapped arrays of an `.idx`.
 
     `firsts` are the first sequences of documents, then the end.
     """
@@ -88,12 +88,12 @@ class Documents:
 
 
 def idx_of(file: ByteSource) -> Path | None:
-    """The `.idx` of a `.bin`; None without one."""
+    """Return the `.idx` of a `.bin`, or None."""
     return file.sidecar(_IDX) if file.name.lower().endswith(".bin") else None
 
 
 def read_table(file: ByteSource, name: str) -> ShardTable:
-    """Entry and layout of a file; damage is the entry's fault."""
+    """Return entry and layout of a file. Damage is the fault of the entry."""
     try:
         layout = _layout_in(file)
     except TokenFileError as error:
@@ -113,7 +113,7 @@ def digest_of(file: ByteSource) -> int:
 
 
 def read_documents(idx: Path) -> Documents:
-    """What an `.idx` says. Raises `TokenFileError`, OSError."""
+    """Return the arrays of an `.idx`. Raises `TokenFileError`, OSError."""
     with opened(idx) as file:
         head, idx_size = file.read_at(0, _HEAD.size), file.size
     if len(head) < _HEAD.size or not head.startswith(_MAGIC):
@@ -122,7 +122,7 @@ def read_documents(idx: Path) -> Documents:
     if version != 1 or not 0 < kind < 9:
         raise TokenFileError(f"{idx.name}: unknown version {version} or type {kind}. Write it again")
     needed = _HEAD.size + 12 * sequences + 8 * documents
-    if idx_size not in (needed, needed + sequences):  # with a byte of mode for each sequence
+    if idx_size not in (needed, needed + sequences):  # a file may have one more byte per sequence, its mode
         raise TokenFileError(f"{idx.name}: {idx_size} bytes, but its header says {needed}. Copy it again")
     raw = np.frombuffer(WholeFile(idx).view, np.uint8)
     ends = np.cumsum([_HEAD.size, 4 * sequences, 8 * sequences, 8 * documents]).tolist()
@@ -161,7 +161,7 @@ def _layout_in(file: ByteSource) -> TokenLayout:
 def _of_array(file: ByteSource, size: int) -> TokenLayout:
     head = io.BytesIO(file.read_at(0, min(size, _LONGEST_HEADER)))
     if not head.getvalue().startswith(np.lib.format.MAGIC_PREFIX):
-        return TokenLayout()  # bare numbers, as OLMo-core writes them, or damage: whoever gives a type knows
+        return TokenLayout()  # numbers without a header, as OLMo-core writes them, or damage; passing a type decides
     try:
         version = np.lib.format.read_magic(head)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -179,7 +179,7 @@ def _of_array(file: ByteSource, size: int) -> TokenLayout:
 
 
 def _check(idx: str, found: Documents, size: int) -> None:
-    """Raises `TokenFileError` unless sequences lie end to end in the `.bin`, and documents are made of all of them."""
+    """Raise `TokenFileError` unless sequences fill the `.bin` and documents consist of all of them."""
     width, end = np.dtype(found.dtype).itemsize, 0
     for first in range(0, len(found.lengths), _CHECKED):
         lengths = found.lengths[first : first + _CHECKED].astype(np.int64)
@@ -204,11 +204,11 @@ def _check(idx: str, found: Documents, size: int) -> None:
 class TokenStore(FileStore):
     """Documents, or windows of `length` tokens, of `.bin` and `.npy` files.
 
-    A `.bin` has an `.idx`, or is flat.
+    A `.bin` is flat or has an `.idx`.
 
-    Windows begin every `stride` tokens (None: `length`); a rest too short for one is no sample. `dtype` is the type of
-    the tokens in flat `.bin` files, and in `.npy` files without a header. `documents_or` is the `length` where a file
-    has no documents. Raises ValueError for wrong settings, `ShardError`.
+    Windows start every `stride` tokens (None: `length`). A remainder shorter than a window is dropped. `dtype` is the
+    type of the tokens in flat `.bin` files, and in `.npy` files without a header. `documents_or` is the `length` for a
+    file without documents. Raises ValueError for wrong settings, `ShardError`.
     """
 
     unit = "token"
@@ -224,7 +224,7 @@ class TokenStore(FileStore):
     ) -> None:
         check_token_settings(length, stride, dtype)
         super().__init__(found)
-        self.files.fetch_rows(found.numbers)  # at once: of each file a few numbers
+        self.files.fetch_rows(found.numbers)  # all at once, because each file has only a few numbers
         self._layouts = [self._layout(shard, dtype) for shard in range(len(self.entries))]
         if length is None and not all(each.layout_kind == INDEXED or each.row for each in self._layouts):
             length = documents_or
@@ -236,17 +236,17 @@ class TokenStore(FileStore):
         self._checked: set[int] = set()
 
     def extensions(self, shard: int, row: int) -> list[str]:
-        """`tokens`."""
+        """Return `tokens`."""
         return [TOKENS_PART]
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """The bytes of the tokens, as they lie in the file."""
+        """Return the bytes of the tokens, as stored in the file."""
         if extension != TOKENS_PART:
             find_part(extension, [TOKENS_PART])
         return self.files.read(shard, *self._extent(shard, row))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.generic]:
-        """The tokens: (tokens,) of the type that they have in the file."""
+        """Return the tokens: (tokens,) of the type in the file."""
         if extension != TOKENS_PART:
             find_part(extension, [TOKENS_PART])
         begin, size = self._extent(shard, row)
@@ -259,12 +259,12 @@ class TokenStore(FileStore):
         return {TOKENS_PART: self._extent(shard, row)[1]}
 
     def offset(self, shard: int, row: int) -> int:
-        """The number of the sample's first token in its file."""
+        """Return the number of the sample's first token in its file."""
         layout = self._layouts[shard]
         return (self._extent(shard, row)[0] - layout.begin) // np.dtype(layout.dtype).itemsize
 
     def part_sizes(self) -> dict[str, Rows] | None:
-        """The sizes of documents; None for windows, which are all alike."""
+        """Return the sizes of documents, or None for windows, whose sizes are equal."""
         if self.length is not None:
             return None
         counts = enumerate(self.entries.samples.tolist())
@@ -272,7 +272,7 @@ class TokenStore(FileStore):
         return {TOKENS_PART: np.array(sizes, dtype=np.int64)}
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
-        """The documents or windows."""
+        """Return the byte ranges of the documents or windows."""
         begins, sizes = np.array([self._extent(shard, row) for row in rows.tolist()], dtype=np.int64).T
         return begins, begins + sizes
 
@@ -288,7 +288,10 @@ class TokenStore(FileStore):
         return layout
 
     def _entry(self, shard: int, tolerant: bool) -> ShardEntry:
-        """The entry with the samples that the settings make. Raises `ShardError` unless `tolerant`, ValueError."""
+        """Return the entry with the number of samples for these settings.
+
+        Raises `ShardError` unless `tolerant`, ValueError.
+        """
         entry, layout = self.entries[shard], self._layouts[shard]
         if entry.fault:
             return entry
@@ -312,7 +315,7 @@ class TokenStore(FileStore):
         return self.entries.names[shard].lower().endswith(".npy")
 
     def _no_header(self, shard: int) -> str:
-        """Why an array without a header is not taken for bare numbers; "" if it is."""
+        """Return why an array without a header is not read as bare numbers, or ""."""
         if not self._layouts[shard].dtype:
             return "no header of NumPy: it is damaged; or it is bare numbers, as OLMo-core writes them: give dtype="
         if any(layout.layout_kind == ARRAY for layout in self._layouts):
@@ -320,14 +323,14 @@ class TokenStore(FileStore):
         return ""
 
     def _cut(self, shard: int) -> str:
-        """The fault of a flat file that ends within a token."""
+        """Return the fault of a flat file that ends within a token."""
         size, dtype = self.entries[shard].size, self._layouts[shard].dtype
         if size % np.dtype(dtype).itemsize:
             return f"{size} bytes are no whole number of {dtype}; copy it again, or give the right dtype="
         return ""
 
     def _extent(self, shard: int, row: int) -> tuple[int, int]:
-        """Offset and size in bytes of a sample. Raises `ShardError` if the index of its documents is not right."""
+        """Return offset and size in bytes of a sample. Raises `ShardError` for an invalid index."""
         layout = self._layouts[shard]
         if shard not in self._checked:
             self._check(shard)
@@ -349,7 +352,7 @@ class TokenStore(FileStore):
         return begin, stop - begin
 
     def _check(self, shard: int) -> None:
-        """Raises `ShardError` unless the file, and its `.idx`, are as they were indexed."""
+        """Raise `ShardError` unless the file and its `.idx` are as indexed."""
         where, file = self.where(shard), self.file(shard)
         try:
             idx = idx_of(file) if self._layouts[shard].layout_kind == INDEXED and self.length is None else None
@@ -372,7 +375,7 @@ class TokenStore(FileStore):
 
 
 def check_token_settings(length: int | None, stride: int | None, dtype: str | None) -> None:
-    """Raises ValueError for a wrong setting of a `TokenStore`."""
+    """Raise ValueError for a wrong setting of a `TokenStore`."""
     for name, value in [("length", length), ("stride", stride)]:
         if value is not None and value < 1:
             raise ValueError(f"TokenReader: {name} must be at least 1, not {value}")

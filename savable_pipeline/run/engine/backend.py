@@ -33,13 +33,13 @@ class Backend(Protocol):
 
     @property
     def capacity(self) -> int:
-        """The number of requests that keep it busy; 0 if `answer` builds the batch."""
+        """Return how many requests keep it busy, or 0 if `answer` builds the batch."""
 
     def open(self) -> None:
-        """Open what starts workers: early, before this process has threads or uses a GPU."""
+        """Open the host of the workers, before this process has threads or uses a GPU."""
 
     def start(self) -> None:
-        """Start the workers unless they run. Opens what starts them if it is closed."""
+        """Start the workers unless they run, and the host if it is closed."""
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
         """Request the next batch of a lane at the position `state`; return a ticket.
@@ -54,7 +54,7 @@ class Backend(Protocol):
         """
 
     def agree(self, vote: Callable[[], int]) -> int:
-        """Return what `vote` returns, called on the rank that builds the batches."""
+        """Return the result of `vote`, called on the rank that builds the batches."""
         return vote()
 
     def forget_requests(self) -> None:
@@ -63,20 +63,20 @@ class Backend(Protocol):
     def verify_delivered(self) -> None:
         """Raise `ShardError` if a shard of delivered batches is known to have changed.
 
-        Waits for no worker.
+        This does not wait for workers.
         """
 
     def look(self) -> None:
         """Let all workers check their shards, then call `verify_delivered`.
 
-        Waits some seconds at most.
+        This waits some seconds at most.
         """
 
     def stop(self) -> None:
-        """Drop all requests and end the workers after a last look at their shards."""
+        """Drop all requests, and end the workers after a last check of their shards."""
 
     def close(self) -> None:
-        """Stop, and end what starts the workers. Safe to call twice."""
+        """Stop, and close the host of the workers. Safe to call twice."""
 
     def numbers(self) -> dict[str, int]:
         """Return counters by name.
@@ -98,8 +98,8 @@ class InProcess(Backend):
 
     def __init__(self, runner: LaneRunner) -> None:
         self._runner = runner
-        self._seeded: set[str] | None = None  # the global generators that the encoders seed
-        self._is_used = False  # since the last `stop`
+        self._seeded: set[str] | None = None  # global generators that the encoders seed
+        self._is_used = False  # whether it built a batch since the last `stop`
         self.fault = ""
 
     def open(self) -> None:
@@ -118,7 +118,7 @@ class InProcess(Backend):
         live = self._runner.at_position(lane, state)
         if live is not None and self._seeded is None:
             self._seeded = seeded_kinds(live)
-        # Building a lane may draw from any global generator; a lane that runs draws only from the seeded ones.
+        # Building a lane may draw from any global generator. A running lane draws only from the seeded ones.
         with as_in_a_worker(set(KINDS) if live is None else self._seeded or set()):
             return self._runner.deliver(lane, state, want)
 
@@ -136,7 +136,7 @@ class InProcess(Backend):
     look = verify_delivered
 
     def stop(self) -> None:
-        """Drop the lanes, after a last look at the shards."""
+        """Drop the lanes, after a last check of the shards."""
         is_used, self._is_used = self._is_used, False
         try:
             if is_used:
@@ -145,11 +145,11 @@ class InProcess(Backend):
             self.fault = str(error)
         finally:
             self._runner.forget()
-        if is_used and self.fault:  # outside of the handler, where the error under way is another one
+        if is_used and self.fault:  # raised outside of the handler, where the current exception is another one
             log_fault(self.fault)
 
     close = stop
 
     def numbers(self) -> dict[str, int]:
-        """Return zeros: there are no workers."""
+        """Return zeros, because there are no workers."""
         return dict.fromkeys(("ready_batches", "viewed_batches", "restarts", "num_workers", "moved_lanes"), 0)

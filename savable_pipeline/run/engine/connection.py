@@ -24,15 +24,15 @@ log = logging.getLogger(__name__)
 
 WorkerAnswer: TypeAlias = "Delivery | Failure | int"
 
-STARTED = 0  # the number of a worker's first message: its process id, or the `Failure` for which it cannot start
-END_WAIT_S = 5.0  # for what takes milliseconds: a last look at the shards, the end of a killed process
+STARTED = 0  # number of a worker's first message: its process ID, or the `Failure` that prevents its start
+END_WAIT_S = 5.0  # for actions that take milliseconds: a last check of the shards, the end of a killed process
 
 
 class Ended(NamedTuple):
     """End of a worker.
 
-    `how`: "ended by signal SIGKILL". `error`: set if every other worker would end alike. `lost`: the machine of the
-    worker, or the link to it, is gone, which the worker has not caused.
+    `how` is text such as "ended by signal SIGKILL". `error` is set if every other worker would end alike. `lost` means
+    that the worker's machine or the link to it is gone, which the worker has not caused.
     """
 
     worker: Connection
@@ -42,19 +42,19 @@ class Ended(NamedTuple):
 
 
 def is_raised() -> bool:
-    """Return whether the error that is being raised says that a shard changed."""
+    """Return whether the exception being raised says that a shard changed."""
     error = sys.exception()
     return isinstance(error, ShardError) and error.reason == "changed shard"
 
 
 def log_fault(fault: str) -> None:
-    """Log what a last look has found, unless the error that is being raised says it."""
+    """Log a fault of the last check, unless the exception being raised says it."""
     if not is_raised():
         log.error("%s", fault)
 
 
 class Connection(Protocol):
-    """One worker, as the pool sees it. Only a method that says so waits."""
+    """One worker, as the pool sees it. Only methods that say so wait."""
 
     @property
     def name(self) -> str:
@@ -65,16 +65,18 @@ class Connection(Protocol):
         """Number of batches whose memory it lends to this process."""
 
     def send(self, request: Request) -> None:
-        """Send a request. For a worker that has ended this does nothing."""
+        """Send a request. Do nothing if the worker has ended."""
 
     def receive(self) -> list[tuple[int, WorkerAnswer]]:
-        """Return what has arrived, each with its number: `STARTED` or `Request.number`.
+        """Return the messages that have arrived, each with its number.
 
-        Raises EOFError once nothing more can arrive.
+        The number is `STARTED` or `Request.number`.
+
+        Raises EOFError once no more can arrive.
         """
 
     def look(self) -> None:
-        """Have the worker check the shards of its lanes at once."""
+        """Ask the worker to check the shards of its lanes at once."""
 
     def has_looked(self) -> bool:
         """Return whether the worker has checked them since `look`."""
@@ -91,14 +93,14 @@ class Connection(Protocol):
     def stack(self) -> str:
         """Return the worker's Python stack, or that of its crash, or "".
 
-        Waits a second for a worker that hangs.
+        This waits a second for a worker that hangs.
         """
 
     def kill(self) -> bool:
-        """End the worker without a last look. False if it cannot be ended."""
+        """End the worker without a last check. Return False if it cannot be ended."""
 
     def close(self) -> None:
-        """Release what this process has of the worker, without waiting for its end.
+        """Release this process's resources of the worker, without waiting for its end.
 
         Safe to call twice.
         """
@@ -108,30 +110,27 @@ class Host(Protocol):
     """Starts workers, and waits for them."""
 
     def now(self) -> float:
-        """Return the seconds of the clock by which it waits."""
+        """Return the time of the clock that measures timeouts, in seconds."""
         return time.monotonic()
 
     def count(self, wanted: int) -> int:
-        """Return how many workers the pool is to have now, at least one.
+        """Return how many workers the pool should have now, at least one.
 
         `wanted` is the number in the loader's settings.
         """
         return wanted
 
     def begin(self, pinned: PinnedShards) -> Connection:
-        """Start a worker, which is to read these shards."""
+        """Start a worker that reads these shards."""
 
     def wait(self, seconds: float) -> tuple[Sequence[Connection], list[Ended]]:
-        """Wait up to so long for workers that have sent something or ended.
-
-        Returns both.
-        """
+        """Wait for workers that have sent messages or ended, and return both lists."""
 
     def end_workers(self) -> None:
-        """End all workers, after a last look if they can, and wait for their ends.
+        """End all workers, after a last check if possible, and wait for their ends.
 
-        Raises `WorkerError` for one that does not end.
+        Raises `WorkerError` for a worker that does not end.
         """
 
     def close(self) -> Any:
-        """End the workers, and what starts them."""
+        """End the workers, and release the resources that start them."""

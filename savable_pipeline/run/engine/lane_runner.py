@@ -46,14 +46,14 @@ class _Live:
     stages: list[Stage]  # in the order of the data path
     lane: Lane
     batches: int
-    dropped: dict[str, dict[str, int]]  # as its state has it
-    counts: Counter[str] = field(default_factory=Counter)  # of its stages, since the last delivery
-    state: bytes | None = None  # delivered with the last batch
-    early: tuple[Any, bytes] | None = None  # a batch made only to find out that there is one; the state before it
+    dropped: dict[str, dict[str, int]]  # as in its state
+    counts: Counter[str] = field(default_factory=Counter)  # counters of its stages since the last delivery
+    state: bytes | None = None  # state delivered with the last batch
+    early: tuple[Any, bytes] | None = None  # a batch built only to find out that it exists, and the state before it
 
     @property
     def stage(self) -> Stage:
-        """The last stage, which yields the batches."""
+        """Return the last stage, which yields the batches."""
         return self.stages[-1]
 
     def collect(self) -> None:
@@ -66,7 +66,8 @@ class _Live:
 class Remake(msgspec.Struct, frozen=True, array_like=True):
     """Request to rebuild a batch of a lane with `batches` before it.
 
-    `ref`: its ref in MessagePack; without one, the batch is padding. `size`: its rows with padding, 0 without.
+    `ref` is its ref in MessagePack. Without a ref, the batch is padding. `size` is the number of rows with padding, or
+    0 without padding.
     """
 
     lane: LaneState
@@ -75,16 +76,16 @@ class Remake(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def packed(self) -> bytes:
-        """What takes the place of a lane's state in a request."""
+        """Return the bytes that replace a lane's state in a request."""
         return msgspec.msgpack.encode(self)
 
 
 class LaneRunner:
     """Builds and restores lanes when they are needed, and builds their batches.
 
-    Stages record what they work on in `status`, the words of a `StatusPage`, if it is passed. `pinned` are the shards
-    of the run. Those of a dataset that is opened for the first time are added. `facts`, which may be set, are those
-    with which lanes are restored. A state comes from a lane with the same facts, so a lane that runs here has them.
+    Stages record their current work in `status`, the words of a `StatusPage`, if it is passed. `pinned` has the shards
+    of the run. Those of a dataset that is opened for the first time are added. Lanes are restored with `facts`, which
+    may be set. A state comes from a lane with the same facts, so running lanes have them.
     """
 
     def __init__(
@@ -99,9 +100,9 @@ class LaneRunner:
         self._worker = WorkerContext(shared, status, {} if pinned is None else pinned)
         self.facts = NO_FACTS
         self._live: dict[int, _Live] = {}
-        self._stores: dict[int, RecordStore] = {}  # that the lanes read from, those dropped since too
+        self._stores: dict[int, RecordStore] = {}  # stores that the lanes read from, including dropped lanes
         self._built_count = 0  # see `EVERY`
-        self._timing_due = 0.0  # when a batch may be timed again
+        self._timing_due = 0.0  # time from which a batch may be timed again
 
     def build(self, lane: int, epoch: int, facts: RunFacts = NO_FACTS, *, downloads: bool = True) -> tuple[Stage, Lane]:
         """Return the last stage of a fresh pipeline, and its lane.
@@ -120,10 +121,9 @@ class LaneRunner:
     ) -> Delivery:
         """Return the next batch of a lane at the position `state`.
 
-        None if the lane runs here and is at its position.
-
-        `avoid`: index and epoch of samples that the lane must leave out from now on. For "again", the batch of the
-        `Remake` that is packed in `state`: raises `StateError` for a ref of no batch.
+        A `state` of None means that the lane runs here and is at its position. `avoid` has index and epoch of samples
+        that the lane must drop from now on. For "again", the result is the batch of the `Remake` packed in `state`, and
+        an invalid ref raises `StateError`.
         """
         if want == "again" and state is not None:
             return self._rebuilt_delivery(state, avoid)
@@ -153,7 +153,7 @@ class LaneRunner:
         asks_ref = self._job.refs and want == "batch"
         rows = row_count(ref, type(live.stage).__name__) if asks_ref else 0
         if asks_ref and self._built_count == 1:
-            msgspec.msgpack.encode(ref)  # a ref that no state can have is an error now, not when a state is saved
+            msgspec.msgpack.encode(ref)  # raises for an invalid ref now, and not when a state is saved
         sent = ref if asks_ref else ()
         return Delivery(batch, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), record, sent, rows)
 
@@ -170,9 +170,9 @@ class LaneRunner:
         return Delivery(batch, packed, True, False, seconds, 0.0, counts, ref, ref=ref, rows=rows, remaining=remaining)
 
     def _make(self, live: _Live, want: RequestKind) -> tuple[Any, ItemRef, bool]:
-        """Serve a request of this kind: the batch, its ref, and whether there is another.
+        """Serve a request of this kind.
 
-        Saves the lane's state.
+        Returns the batch, its ref, and whether another follows. Saves the lane's state.
         """
         live.lane.skips = want != "batch"
         batch = None if want == "peek" else self._next(live, want)
@@ -190,9 +190,9 @@ class LaneRunner:
         return batch, ref, more
 
     def verify_delivered(self) -> None:
-        """Raise `ShardError` if data changed that delivered batches may be built of.
+        """Raise `ShardError` if the data of delivered batches have changed.
 
-        These are the batches since the last look. Another thread may run lanes at the same time.
+        These are the batches since the last check. Another thread may run lanes at the same time.
         """
         for store in list(self._stores.values()):
             store.verify_yielded()
@@ -234,7 +234,7 @@ class LaneRunner:
         if more is not None:
             return more
         if live.early is None:
-            before = self._pack(live, True)  # packed before `next`, which may change what `save_state` returned
+            before = self._pack(live, True)  # packed before `next`, which may change the result of `save_state`
             batch = next(live.stage, _DRY)
             if batch is _DRY:
                 return False
@@ -248,7 +248,7 @@ class LaneRunner:
         live.collect()
         lane = live.lane
         saved = LaneState(lane.index, lane.epoch, live.batches, more, live.stage.save_state(), lane.facts.digest)
-        several = len(live.stage.info.tags) > 1  # else a batch says that the source has given something
+        several = len(live.stage.info.tags) > 1  # with one source, any batch shows that it has yielded a sample
         saved.dropped = live.dropped if several or any(live.dropped.values()) else UNSET
         return pack_state(saved)
 
@@ -285,9 +285,9 @@ def _check_last(stage: Any, lane: Lane) -> None:
 
 
 def _check_lane(last: Stage, lane: Lane) -> None:
-    """Raise ValueError unless all stages were made for this very lane.
+    """Raise ValueError unless all stages were built for this lane.
 
-    Others would give its samples, too.
+    Others would yield samples of another lane.
     """
     for stage in upstream(last):
         if stage.info.lane is not lane:
@@ -299,7 +299,7 @@ def _check_lane(last: Stage, lane: Lane) -> None:
 
 
 def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
-    """Leave these samples, by index and epoch, out of a lane from now on."""
+    """Drop these samples, by index and epoch, from a lane from now on."""
     for index, epoch in samples:
         for stage in stages:
             if hasattr(stage, "avoid") and tag_of(index) in stage.info.tags:
@@ -307,7 +307,7 @@ def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
 
 
 def _rebuilt(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:
-    """The batch that `rebuild` makes. Raises `StateError` for a ref of none."""
+    """Return the result of `rebuild`. Raises `StateError` for an invalid ref."""
     lane = job.lane
     try:
         return rebuild(last, as_ref(msgspec.msgpack.decode(job.ref)) if job.ref else (), job.size)

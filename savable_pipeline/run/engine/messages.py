@@ -27,7 +27,7 @@ earlier batch again; the state is that of a `lane_runner.Remake`.
 
 @dataclass(frozen=True, slots=True)
 class LaneJob:
-    """The pipeline and settings with which workers build their lanes."""
+    """Pipeline and settings with which workers build their lanes."""
 
     pipeline: PipelineFunction
     seed: int
@@ -37,11 +37,11 @@ class LaneJob:
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Request to a worker, for a lane that is restored first unless `state` is None.
+    """Request to a worker. The lane is restored first unless `state` is None.
 
-    `number`: 1, 2, … on its connection, also in the answer. `forget`: lanes that the worker may drop. `avoid`: index
-    and epoch of samples that the lane must drop. `version`: that of the facts with which the lane is restored. `facts`:
-    these, if the worker has others.
+    `number` is 1, 2, … on its connection, also in the answer. `forget` has lanes that the worker may drop. `avoid` has
+    index and epoch of samples that the lane must drop. `version` identifies the facts with which the lane is restored,
+    and `facts` has them if the worker has others.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Request(msgspec.Struct, frozen=True):
 class WorkerStatus(NamedTuple):
     """A worker's current stage, sample and request.
 
-    The stage is known by its depth, the sample by index and epoch. None: not recorded.
+    The stage is identified by its depth, the sample by index and epoch. None means unknown.
     """
 
     depth: int | None
@@ -71,7 +71,7 @@ class Failure:
     """Error of a worker as text.
 
     Its class may not exist in the trainer, or may not pickle. `pickled` is the error itself, or the encoder's error
-    that it was made of, if it can be pickled.
+    that caused it, if it can be pickled.
     """
 
     error: SavableError | None
@@ -80,7 +80,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """The failure that describes `error` and its traceback."""
+        """Describe `error` and its traceback."""
         kinds = [kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__]
         own: SavableError | None = kinds[0](str(error)) if kinds else None
         if isinstance(own, ShardError) and isinstance(error, ShardError):
@@ -91,9 +91,9 @@ class Failure:
         return cls(own, text, _pickled(described) if cause or type(own) is not type(error) else None)
 
     def raised(self) -> Exception:
-        """The error to raise in the trainer.
+        """Return the error to raise in the trainer.
 
-        It has the class and the cause that it has without workers.
+        Its class and cause are the same as without workers.
         """
         where = f"in a worker:\n{self.text}"
         raised = None if self.pickled is None else _unpickled(self.pickled)
@@ -108,7 +108,7 @@ class Failure:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """None for an error that cannot be pickled, or that would end a loop where it is raised."""
+    """Pickle an error, or return None if that fails or the error would end a loop."""
     with contextlib.suppress(Exception):
         raw = pickle.dumps(error)
         if type(pickle.loads(raw)) is type(error) and not isinstance(error, StopIteration):
@@ -124,9 +124,9 @@ def _unpickled(raw: bytes) -> Exception | None:
 
 
 def row_count(ref: ItemRef, stage: str) -> int:
-    """The rows of a batch with this ref.
+    """Return the number of rows of a batch with this ref.
 
-    Raises `SavableError` if the ref does not show them.
+    Raises `SavableError` if the ref does not show it.
     """
     first = len(batch_number(ref))
     rows = len(ref) - first
@@ -141,16 +141,14 @@ def row_count(ref: ItemRef, stage: str) -> int:
 class Delivery(msgspec.Struct, frozen=True):
     """A batch, with the state of its lane after it.
 
-    `BatchSamples` is a type of its own, because the ledger has it without a batch. From a worker it comes as arrays,
-    which the trainer reads in 4 µs for 256 items. Refs in MessagePack would take 38 µs.
-
-    `dry`: the lane had no further batch. `more`: whether another follows. `seconds`: time to build the batch.
-    `rebuild_s`: estimated time to rebuild the lane's buffered items if the lane moved to another worker. `counts`: the
-    event counters of its stages, by `STAGE/NAME`. `samples`: what the batch was built of, as a ref or, from a worker,
-    as arrays. `timed`: whether the counts have the time of each stage. `watched`: its samples, if they were recorded.
-    `ref`: the batch's ref, from a worker in MessagePack, if the job asks for it. `rows`: the number of rows in the ref.
-    `remaining`: the numbers of the rows that a rebuilt batch still has. Padding has none. `written`: how a worker wrote
-    it, for peers.
+    `dry` means that the lane had no further batch, and `more` whether another follows. `seconds` is the time to build
+    the batch, and `rebuild_s` an estimate of the time to rebuild the lane's buffered items if the lane moved to another
+    worker. `counts` has the event counters of its stages, by `STAGE/NAME`. `samples` has the samples of the batch, as a
+    ref or, from a worker, as arrays: reading these takes 4 µs for 256 items, and refs in MessagePack 38 µs. `timed`
+    says whether the counts have the time of each stage. `watched` has the samples if they were recorded. `ref` is the
+    batch's ref, from a worker in MessagePack, if the job asks for it. `rows` is the number of rows in the ref.
+    `remaining` has the numbers of the rows that a rebuilt batch still has, and none for padding. `written` is the batch
+    as the worker wrote it, for peers.
     """
 
     batch: Any
@@ -170,6 +168,6 @@ class Delivery(msgspec.Struct, frozen=True):
 
     @property
     def sent(self) -> Delivery:
-        """As a worker sends it: bytes and arrays pickle fast, nested tuples do not."""
+        """Convert refs to bytes and arrays, because nested tuples pickle slowly."""
         ref = msgspec.Raw(msgspec.msgpack.encode(self.ref)) if self.ref else ()
         return msgspec.structs.replace(self, samples=BatchSamples.of(self.samples), ref=ref)

@@ -4,7 +4,7 @@ The trainer's process has, for each lane, the state that came with the lane's la
 at any time, and nothing is lost with a worker:
 
     ask      puts a request into the queue of a worker, or lets it wait until one has room
-    answer   polls the workers until the answer has come; meanwhile it sends requests, and replaces workers
+    answer   polls the workers until the answer has come; in the meantime it sends requests, and replaces workers
     replace  the lanes of the worker have no worker, so the next request of each carries its state; requests that
              were not answered are sent again, in their order
 
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 RESTARTS_OVER_ONE = 3  # restarts because of the same sample, or in a row before a worker has started
 _START_S = 300.0  # timeout for a worker's start, with the imports of the user's modules
-_LOOK_S = 5.0  # timeout for workers to look at their shards
-_LOOK_STEP_S = 0.001  # between two looks at whether they have
+_LOOK_S = 5.0  # timeout for workers to check their shards
+_LOOK_STEP_S = 0.001  # pause between two polls of workers that check their shards
 _MOVE_S = 0.002  # estimated time to build and restore a lane
 
 
@@ -60,36 +60,36 @@ class LaneAssignment:
     """A lane: the state that came with its last batch, and the worker that runs it."""
 
     state: bytes
-    facts: RunFacts  # of the run, which it is restored with
+    facts: RunFacts  # facts of the run, with which the lane is restored
     worker: PoolWorker | None = None
     sent: int = 0  # requests in that worker's queue
     rebuild_s: float = 0.0
-    avoid: list[tuple[int, int]] = field(default_factory=list)  # samples to leave out that are not in `state` yet
+    avoid: list[tuple[int, int]] = field(default_factory=list)  # samples to drop that are not in `state` yet
 
 
 @dataclass(slots=True, eq=False)
 class PoolWorker:
-    """A worker's connection, its requests and its lanes to forget."""
+    """A worker's connection, its requests, and lanes that it may drop."""
 
     connection: Connection
-    since: float  # the time of its last answer, or of a request to it when it was idle
+    since: float  # time of its last answer, or of a request to it when it was idle
     started: bool = False
-    requests: deque[PendingRequest] = field(default_factory=deque)  # sent to it and not answered yet, in order
-    sent: int = 0  # requests in all
-    answered: int = 0  # requests
+    requests: deque[PendingRequest] = field(default_factory=deque)  # requests without an answer, in order
+    sent: int = 0  # number of requests sent
+    answered: int = 0  # number of requests answered
     forget: list[int] = field(default_factory=list)  # lanes that have moved to another worker
-    version: int = NO_FACTS.version  # of the facts that it was sent last
-    hung: str = ""  # if it was killed because of the timeout: a text that says so
+    version: int = NO_FACTS.version  # version of the facts that it was sent last
+    hung: str = ""  # message if it was killed because of the timeout
     stack: str = ""
 
 
 class Pool(Backend):
     """Workers, and the requests to them.
 
-    A worker that dies, or takes longer than `timeout` seconds over a batch, is replaced: its lanes are restored from
-    the states that came with their last batches, and its open requests are sent again. This happens up to 3 times for
-    one sample, and up to `max_restarts` times in all; then it is a `WorkerError`, unless the `on_error` of the stage at
-    work, found from `last_stage`, allows the sample to be left out.
+    A worker that dies, or takes longer than `timeout` seconds for a batch, is replaced. Its lanes are restored from the
+    states that came with their last batches, and its open requests are sent again. This happens up to 3 times for one
+    sample, and up to `max_restarts` times in all. After that, the sample is skipped if `on_error` of the current stage,
+    found from `last_stage`, allows it, and otherwise a `WorkerError` is raised.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Pool(Backend):
         self._timeout = workers.timeout
         self._max_restarts = workers.max_restarts
         self._find_last_stage = last_stage
-        self._pinned = pinned  # the shards that its workers read
+        self._pinned = pinned  # shards that its workers read
         self._lanes: dict[int, LaneAssignment] = {}
-        self._requests: dict[int, PendingRequest] = {}  # not answered yet, by ticket
+        self._requests: dict[int, PendingRequest] = {}  # requests without an answer, by ticket
         self._waiting: list[PendingRequest] = []  # those of them that no worker has
         self._ready: dict[int, Delivery | Failure] = {}
         self._deaths_by_batch: Counter[Any] = Counter()
@@ -127,7 +127,7 @@ class Pool(Backend):
         """Start the workers unless they run."""
         if self._workers:
             return
-        # Shards that have no index yet are indexed here, once, before any worker reads them.
+        # Shards without an index are indexed once, before any worker reads them.
         self._last_stage = self._find_last_stage()
         self._deaths_by_batch.clear()
         self._batch_s = 0.0
@@ -141,7 +141,7 @@ class Pool(Backend):
         return PoolWorker(self._host.begin(self._pinned), self._host.now())
 
     def _start_missing(self) -> bool:
-        """Start the workers that the host still wants, and return whether there were any."""
+        """Start the workers that are missing, and return whether there were any."""
         before = len(self._workers)
         while len(self._workers) < self._host.count(self._wanted):
             self._workers.append(self._new_worker())
@@ -149,7 +149,7 @@ class Pool(Backend):
 
     @property
     def capacity(self) -> int:
-        """`prefetch` requests for each worker."""
+        """Return `prefetch` requests per worker."""
         return self._depth * (len(self._workers) or self._wanted)
 
     def numbers(self) -> dict[str, int]:
@@ -164,8 +164,6 @@ class Pool(Backend):
             "num_workers": len(self._workers) or self._wanted,
             "moved_lanes": self._moves,
         }
-
-    # Requests.
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> int:
         """Send a request to a worker, or queue it until one has room."""
@@ -190,8 +188,8 @@ class Pool(Backend):
         self._waiting = waiting
 
     def _choose(self, lane: LaneAssignment) -> PoolWorker | None:
-        """The worker that could begin a batch first; None if its queue is full."""
-        if lane.sent:  # only its worker has the state after the batches that are under way
+        """Return the worker that could start a batch first, or None if its queue is full."""
+        if lane.sent:  # only its current worker has the state after the requested batches
             assert lane.worker is not None
             return lane.worker if len(lane.worker.requests) < self._depth else None
 
@@ -234,8 +232,6 @@ class Pool(Backend):
                 lane.worker.forget.append(number)
         self._waiting, self._ready, self._requests, self._lanes = [], {}, {}, {}
 
-    # Answers.
-
     def answer(self, ticket: int) -> Delivery:
         """Wait for a worker's answer.
 
@@ -265,7 +261,7 @@ class Pool(Backend):
         deadline = self._host.now() + _LOOK_S
         while any(worker in self._workers and not worker.connection.has_looked() for worker in asked):
             if self._host.now() > deadline:
-                break  # it still looks when it ends
+                break  # it will check again when it ends
             self._poll(_LOOK_STEP_S)
         self.verify_delivered()
 
@@ -284,40 +280,38 @@ class Pool(Backend):
             self._assign()
 
     def _receive_from(self, worker: PoolWorker) -> bool:
-        """Take the answers that a worker has sent; False if there were none."""
+        """Handle the answers that a worker has sent. Return False if there were none."""
         try:
             received = worker.connection.receive()
         except EOFError:
-            worker.connection.kill()  # in case it still lives
+            worker.connection.kill()  # in case it is still alive
             return False
         for number, answer in received:
             if number != STARTED:
-                if number == worker.answered + 1:  # else one before it was lost, and the worker is replaced in time
+                if number == worker.answered + 1:  # otherwise an answer was lost, and the worker will be replaced
                     self._answered(worker, answer)
             elif isinstance(answer, Failure) and answer.error is not None:
                 raise answer.error
             elif not worker.started:
                 worker.started, worker.since = True, self._host.now()
-                del self._deaths_by_batch["start"]  # only deaths in a row before a start count
+                del self._deaths_by_batch["start"]  # count only deaths in a row before a start
         return bool(received)
 
     def _answered(self, worker: PoolWorker, found: Any) -> None:
         worker.since = self._host.now()
         worker.answered += 1
         request = worker.requests.popleft()
-        if self._requests.pop(request.ticket, None) is None:  # of a pass that is over
+        if self._requests.pop(request.ticket, None) is None:  # the request was dropped at the end of its epoch
             return
         self._ready[request.ticket] = found
         lane = self._lanes[request.lane]
         lane.sent -= 1
-        if request.want == "again":  # each has a lane of its own
+        if request.want == "again":  # each repeated batch has a lane of its own
             del self._lanes[request.lane]
         if isinstance(found, Delivery):
             lane.state, lane.rebuild_s = found.state, found.rebuild_s
             lane.avoid.clear()
             self._batch_s += (found.seconds - self._batch_s) / 8 if self._batch_s else found.seconds
-
-    # Workers that die or hang.
 
     def _handle_ended(self, ended: list[Ended]) -> None:
         refused = None
@@ -326,7 +320,7 @@ class Pool(Backend):
             if found is None:
                 continue
             while self._receive_from(worker):
-                pass  # take the answers it sent before it died
+                pass  # handle the answers that it sent before it died
             refused = refused or found.error
             if found.error is None:
                 self._replace(worker, worker.hung or found.how, lost=found.lost and not worker.hung)
@@ -334,7 +328,7 @@ class Pool(Backend):
             raise refused
 
     def _kill_hung_workers(self, waiting_since: float) -> float:
-        """Kill workers that exceed the timeout; return the seconds to the next one.
+        """Kill workers that exceed the timeout, and return the seconds until the next one does.
 
         Time before `waiting_since` does not count. Raises `WorkerError` for a worker that has not started in 300 s, or
         that hangs and cannot be killed.
@@ -342,7 +336,8 @@ class Pool(Backend):
         now = self._host.now()
         soonest = min(self._timeout, END_WAIT_S)
         for worker in list(self._workers):
-            if worker.hung and now - worker.since > END_WAIT_S:  # SIGKILL does not end it: it hangs in a system call
+            # SIGKILL does not end a process that hangs in a system call
+            if worker.hung and now - worker.since > END_WAIT_S:
                 self._replace(worker, worker.hung)
             if (worker.started and not worker.requests) or worker.hung:
                 continue
@@ -370,11 +365,12 @@ class Pool(Backend):
         worker.hung = f"{how} and was killed"
 
     def _last_of(self, worker: PoolWorker, how: str) -> tuple[Any, str]:
-        """The cause of a worker's end, a status if it built a batch; and a message."""
+        """Return the cause of a worker's end, its status if it was building a batch, and a message."""
         status = worker.connection.working_on()
         if worker.requests and status.request == worker.answered + 1:
             first = worker.requests[0]
-            blamed: Any = status._replace(request=first.ticket)  # the same on each worker that gets the request
+            # the cause is equal on each worker that gets the request
+            blamed: Any = status._replace(request=first.ticket)
             doing = f"while it made a batch of lane {first.lane}{where(self._last_stage, status)}"
         else:
             blamed = None if worker.started else "start"
@@ -382,11 +378,9 @@ class Pool(Backend):
         return blamed, f"worker {self._workers.index(worker)} ({worker.connection.name}) {how}, {doing}"
 
     def _replace(self, worker: PoolWorker, how: str, *, lost: bool = False) -> None:
-        """Replace a worker that ended, if the host still wants it.
+        """Replace a worker that ended, if one is still needed, and send its requests again.
 
-        Its requests are sent again.
-
-        Raises `WorkerError` if workers have been replaced too often; one that was `lost` does not count.
+        Raises `WorkerError` if workers have been replaced too often. A worker that was `lost` does not count.
         """
         blamed, message = self._last_of(worker, how)
         stack = "" if lost else _indented(worker.stack or worker.connection.stack())
@@ -411,7 +405,7 @@ class Pool(Backend):
         )
 
     def _count_death(self, blamed: Any, message: str, stack: str) -> int:
-        """The number of workers that ended because of `blamed`.
+        """Return the number of workers that ended because of `blamed`.
 
         Raises `WorkerError` if too many have ended.
         """
@@ -444,9 +438,9 @@ class Pool(Backend):
         self._waiting = [request for request in self._waiting if request.ticket in self._requests]
 
     def stop(self) -> None:
-        """End the workers after a last look at their shards; kill those that hang.
+        """End the workers after a last check of their shards, and kill those that hang.
 
-        In a forked child it only closes the inherited descriptors.
+        In a forked child, only close the inherited descriptors.
         """
         workers, self._workers = self._workers, []
         self.forget_requests()
@@ -482,11 +476,8 @@ def _indented(stack: str) -> str:
     return "\n" + textwrap.indent(stack.strip(), "    ") if stack.strip() else ""
 
 
-# What a dead worker's last status says.
-
-
 def where(last: Stage, status: WorkerStatus) -> str:
-    """The stage and sample of a status as text; "" if the worker recorded none."""
+    """Format the stage and sample of a status, or return "" if it has none."""
     stage = _stage_at(last, status)
     if stage is None:
         return ""
@@ -497,7 +488,7 @@ def where(last: Stage, status: WorkerStatus) -> str:
 
 
 def can_skip(last: Stage, status: WorkerStatus, error: WorkerError) -> bool:
-    """Whether the stage's `on_error` allows to skip the sample of a status."""
+    """Return whether the stage's `on_error` allows skipping the sample of a status."""
     stage = _stage_at(last, status)
     return stage is not None and hasattr(stage, "can_skip") and bool(stage.can_skip(error))
 

@@ -41,11 +41,11 @@ from savable_pipeline.run.transport.status_page import STACK_SIGNAL, StatusPage,
 
 log = logging.getLogger(__name__)
 
-_LARGE_BYTES = 64 << 20  # of a pipeline, from which on it is better made where it is used
-_LOOK_S = 5.0  # for a last look at the shards, which takes milliseconds
-_STACK_S = 1.0  # for a hanging worker to write its stack
-_SILENT_S = 10.0  # after which a zygote that leaves an order unanswered has been stopped
-_GLANCE_S = 5.0  # that count of one wait: the trainer may have been stopped, too
+_LARGE_BYTES = 64 << 20  # pickled pipelines above this size should be built in the workers
+_LOOK_S = 5.0  # timeout for a last check of the shards, which takes milliseconds
+_STACK_S = 1.0  # timeout for a hanging worker to write its stack
+_SILENT_S = 10.0  # a zygote that does not answer an order for so long was suspended
+_GLANCE_S = 5.0  # most seconds of one wait that count, because the trainer may have been suspended too
 
 
 class ProcessConnection:
@@ -56,7 +56,7 @@ class ProcessConnection:
 
     def __init__(self, number: int, end: socket.socket, pinned: PinnedShards, host: ProcessHost) -> None:
         self.number = number
-        self.pid = 0  # until its first message
+        self.pid = 0  # 0 until its first message
         self.killed = self.ended = False
         self.descriptor = end.fileno()
         self.channel = Channel(end, waits=False)
@@ -64,17 +64,17 @@ class ProcessConnection:
         self._host = host
         self._status = StatusPage.make()
         self._answers = host.reader()
-        self._looks = 0  # before the last `look`
+        self._looks = 0  # number of checks before the last `look`
         self.channel.send(pickle.dumps(pinned), [self._status.descriptor])
 
     @property
     def name(self) -> str:
-        """What it is, for messages."""
+        """Return a name for messages."""
         return f"process {self.pid}"
 
     @property
     def viewed(self) -> int:
-        """The batches in its shared memory that are viewed in this process."""
+        """Return the number of its batches that are viewed in this process."""
         return self._answers.segments.viewed
 
     def send(self, request: Request) -> None:
@@ -82,15 +82,16 @@ class ProcessConnection:
         self._send(pickle.dumps(request, protocol=5))
 
     def _send(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # raised if the worker is dead, which `receive` will notice
+        with contextlib.suppress(OSError):  # the worker is dead, which `receive` will notice
             self.channel.send(message)
 
     def receive(self) -> list[tuple[int, WorkerAnswer]]:
-        """The answers that have arrived."""
+        """Return the answers that have arrived."""
         try:
             self.channel.flush()
             messages = self.channel.receive()
-            while not messages and self.ended and self.channel.has_come():  # it had sent more than a part of one
+            # the worker sent more than one read can receive
+            while not messages and self.ended and self.channel.has_come():
                 messages = self.channel.receive()
         except (EOFError, OSError) as error:
             self.gone = True
@@ -101,24 +102,27 @@ class ProcessConnection:
         return found
 
     def look(self) -> None:
-        """Have the worker look at its shards."""
+        """Ask the worker to check its shards."""
         self._looks = self._status.looks
         self._send(LOOK)
 
     def has_looked(self) -> bool:
-        """Whether it has, since then."""
+        """Return whether the worker has checked them since."""
         return self._status.looks != self._looks
 
     def fault(self) -> str:
-        """What it has reported as wrong with batches that it delivered."""
+        """Return the reported fault of delivered batches, or ""."""
         return self._status.reported()
 
     def working_on(self) -> WorkerStatus:
-        """What its status page says."""
+        """Return the worker's status from its status page."""
         return WorkerStatus(*read_status(self._status.words))
 
     def stack(self) -> str:
-        """The stack on its status page, for which one that has not ended is asked."""
+        """Return the stack on the status page.
+
+        If the worker is alive, request the stack first.
+        """
         if not self.ended:
             self._host.signal(self.number, STACK_SIGNAL)
         deadline = time.monotonic() + (0.0 if self.ended else _STACK_S)
@@ -140,11 +144,11 @@ class ProcessConnection:
 
 
 class ProcessHost(Host):
-    """Has a zygote start workers.
+    """Host whose zygote starts workers.
 
-    It is created early, before this process has more threads or uses a GPU. `reader` creates what reads a worker's
-    answers. A descriptor in `wakes` ends a `wait` when it can be read. Raises ValueError for a pipeline that cannot be
-    sent to workers.
+    It is created before this process has more threads or uses a GPU. `reader` creates the reader of a worker's answers.
+    `wait` returns early when a descriptor in `wakes` can be read. Raises ValueError for a pipeline that cannot be sent
+    to workers.
     """
 
     def __init__(
@@ -158,16 +162,16 @@ class ProcessHost(Host):
         self._job = _sealed(job, method) if isinstance(job, LaneJob) else job
         self.reader = reader
         self.wakes: list[int] = []
-        self._workers: dict[int, ProcessConnection] = {}  # that have not ended, by number
+        self._workers: dict[int, ProcessConnection] = {}  # running workers, by number
         self._begun = 0
         self._begin_zygote()
 
     def _begin_zygote(self) -> None:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours, waits=False)
-        self._unanswered = 0  # orders
-        self._has_answered = False  # before that it may import for minutes
-        self._silent_s = 0.0  # for which the trainer has waited while orders were unanswered
+        self._unanswered = 0  # number of orders without an answer
+        self._has_answered = False  # it may import for minutes before its first answer
+        self._silent_s = 0.0  # seconds that the trainer has waited while orders had no answer
         forks = self._method == "fork"
         kind: type[BaseProcess] = multiprocessing.get_context("fork").Process if forks else SpawnProcess
         process = kind(
@@ -185,12 +189,12 @@ class ProcessHost(Host):
 
     @property
     def pid(self) -> int:
-        """The zygote's process id."""
+        """Return the zygote's process ID."""
         assert self._process.pid is not None
         return self._process.pid
 
     def begin(self, pinned: PinnedShards) -> ProcessConnection:
-        """Have the zygote fork a worker."""
+        """Let the zygote fork a worker."""
         self._begun += 1
         number = self._begun
         ours, theirs = socket.socketpair()
@@ -200,20 +204,20 @@ class ProcessHost(Host):
         return worker
 
     def signal(self, number: int, signal_number: int) -> None:
-        """Have the zygote send a signal to a worker, unless it has ended."""
+        """Let the zygote send a signal to a worker, unless it has ended."""
         self._order(("signal", number, signal_number), [])
 
     def forget(self, number: int) -> None:
-        """Wait no more for a worker's end."""
+        """Stop waiting for a worker's end."""
         self._workers.pop(number, None)
 
     def _order(self, order: tuple[Any, ...], descriptors: list[int]) -> None:
         self._unanswered += 1
-        with contextlib.suppress(OSError):  # raised if the zygote is dead, which `ended` will notice
+        with contextlib.suppress(OSError):  # the zygote is dead, which `ended` will notice
             self._channel.send(pickle.dumps(order), descriptors)
 
     def wait(self, seconds: float) -> tuple[list[ProcessConnection], list[Ended]]:
-        """Wait for answers, and for the ends of workers."""
+        """Wait for answers and ended workers, and return both lists."""
         poll, start = select.poll(), time.monotonic()
         self._channel.watch(poll)
         for descriptor in self.wakes:
@@ -231,7 +235,7 @@ class ProcessHost(Host):
         return heard, self.ended() if len(heard) < len(ready) else []
 
     def ended(self) -> list[Ended]:
-        """Return the ends that the zygote has reported.
+        """Return the ends of workers that the zygote has reported.
 
         If the zygote itself has ended, all workers have, and another zygote starts.
         """
@@ -250,14 +254,15 @@ class ProcessHost(Host):
         return [_how_it_ended(worker, code) for worker, code in found if worker is not None]
 
     def _kill_zygote(self) -> None:
-        """Kill the zygote, and so its workers: one that somebody stopped (SIGSTOP) obeys no more."""
+        """Kill the zygote and with it its workers, even if it was suspended by SIGSTOP."""
         log.warning("the process that starts workers does not answer. It was replaced.")
         os.kill(self.pid, signal.SIGKILL)
 
     def end_workers(self) -> None:
-        """End workers that have started after a last look, and kill all others.
+        """End started workers after a last check of their shards, and kill all others.
 
-        After 5 s the rest is killed, and 5 s later the zygote. Raises `WorkerError` if that does not end them either.
+        Workers that remain after 5 s are killed, and after 5 more seconds the zygote. Raises `WorkerError` if that does
+        not end them either.
         """
         for worker in self._workers.values():
             worker.channel.close()
@@ -277,7 +282,7 @@ class ProcessHost(Host):
             )
 
     def _have_ended(self, seconds: float) -> bool:
-        """Whether all workers have ended, for which it waits so long."""
+        """Wait up to so many seconds, and return whether all workers have ended."""
         deadline = time.monotonic() + seconds
         while self._workers and (remaining_s := deadline - time.monotonic()) > 0:
             self.wait(remaining_s)
@@ -288,7 +293,7 @@ class ProcessHost(Host):
         self._end_zygote()
 
     def _end_zygote(self) -> int:
-        """End the zygote. Returns its exit code."""
+        """End the zygote and return its exit code."""
         self._channel.close()
         return end_process(self._process)
 
@@ -306,7 +311,9 @@ def _how_it_ended(worker: ProcessConnection, code: int) -> Ended:
 
 
 def end_process(process: BaseProcess | subprocess.Popen[bytes]) -> int:
-    """Wait 5 s for a process, kill it then, and release it. Returns its exit code.
+    """Wait 5 s for a process, kill it if necessary, and release it.
+
+    Return its exit code.
 
     The code is 0 if another process has waited for it.
     """
@@ -324,7 +331,7 @@ def end_process(process: BaseProcess | subprocess.Popen[bytes]) -> int:
 
 
 def _exit_code(process: BaseProcess | subprocess.Popen[bytes]) -> int | None:
-    """The exit code of a process within 5 s; None if it has not ended."""
+    """Return the exit code of a process within 5 s, or None if it has not ended."""
     if isinstance(process, BaseProcess):
         process.join(END_WAIT_S)
         return process.exitcode
@@ -334,7 +341,7 @@ def _exit_code(process: BaseProcess | subprocess.Popen[bytes]) -> int | None:
 
 
 def _sealed(job: LaneJob, method: str) -> sealed_job.SealedJob:
-    """Seal a job for a start method. Raises ValueError if it is to be pickled and cannot be."""
+    """Seal a job for a start method. Raises ValueError if it must be pickled and cannot be."""
     if method == "fork":
         return sealed_job.SealedJob(job)
     raw = sealed_job.pickled_job(job, f"workers started by {method}", ", or use start_method='fork'")

@@ -26,8 +26,8 @@ from savable_pipeline.errors import WorkerError
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.stages.mapped_function import LAMBDA
 
-PROCESS_NAME = "savable_pipeline"  # what the names of our processes begin with
-UNGUARDED_CODE = 79  # with which one of them ends that finds the main module unguarded: the trainer says so, once
+PROCESS_NAME = "savable_pipeline"  # prefix of the names of our processes
+UNGUARDED_CODE = 79  # exit code of a child that finds the main module unguarded, which the trainer reports once
 
 UNGUARDED = (
     "workers started by spawn or forkserver import the trainer's main module again, and here that makes a loader with "
@@ -41,9 +41,10 @@ _LONGEST = 10  # lines of a traceback in a message
 
 
 class SealedJob:
-    """A job that a child opens, where its error can be reported.
+    """Job that a child opens, so that it can report errors of opening.
 
-    A forked child gets the job itself. Any other gets `raw`, of `pickled_job`, and `main`, of `main_module`.
+    A forked child gets the job itself. Others get `raw`, the result of `pickled_job`, and `main`, the result of
+    `main_module`.
     """
 
     def __init__(self, job: LaneJob | None, raw: bytes = b"", main: dict[str, Any] | None = None) -> None:
@@ -55,7 +56,7 @@ class SealedJob:
 
         Raises `WorkerError` if the main module or the pipeline cannot be imported here.
         """
-        if self._error is not None:  # in a fork of the process that has tried
+        if self._error is not None:  # a fork of the process that has tried
             raise self._error
         if self._job is None:
             try:
@@ -70,7 +71,7 @@ class SealedJob:
 def pickled_job(job: LaneJob, receiver: str, instead: str = "") -> bytes:
     """Pickle a job.
 
-    Raises ValueError, with what to do `instead`, if it cannot be sent to this receiver.
+    Raises ValueError if it cannot be sent to this receiver. `instead` says what to do.
     """
     try:
         return pickle.dumps(job, protocol=5)
@@ -82,10 +83,11 @@ def pickled_job(job: LaneJob, receiver: str, instead: str = "") -> bytes:
 
 
 def _pickling_fix(error: str) -> str:
-    """Say what to do about an error of pickling."""
+    """Return what to do about an error of pickling."""
     if "not the same object" in error:
         return "It was defined again since, as by a notebook cell: make the pipeline again, of the new one"
-    if "cannot pickle" in error or "cannot be pickled" in error:  # an object, and no name that is not found
+    # an object that cannot be pickled, unlike a name that cannot be found
+    if "cannot pickle" in error or "cannot be pickled" in error:
         return "Make what cannot be pickled, such as a tokenizer, in the worker, by a function: .encode(make)"
     lambdas = " (of a lambda: give it a name with def)" if LAMBDA in error else ""
     return f"Define it{lambdas} at the top of a module and bind its arguments with functools.partial"
@@ -103,12 +105,12 @@ def _unpickled(raw: bytes) -> LaneJob:
 
 
 def _import_main(main: dict[str, Any]) -> None:
-    """Import the trainer's main module as multiprocessing does. Raises `WorkerError` that holds its traceback."""
+    """Import the trainer's main module as multiprocessing does. Raises `WorkerError` with its traceback."""
     process = vars(multiprocessing.current_process())
-    process["_inheriting"] = True  # what multiprocessing sets meanwhile, so that no process is started
+    process["_inheriting"] = True  # multiprocessing sets this during the import, so that no process is started
     try:
         spawn.prepare(main)
-    except BaseException as error:  # SystemExit too: a script may end itself
+    except BaseException as error:  # including SystemExit, because a script may end itself
         shown = textwrap.indent("\n".join(_last_lines(error)), "    ")
         raise WorkerError(f"{_IMPORTED}:\n{shown}\n{_GUARD}") from error
     finally:
@@ -116,7 +118,7 @@ def _import_main(main: dict[str, Any]) -> None:
 
 
 def _last_lines(error: BaseException) -> list[str]:
-    """The end of an error's traceback, without the frames by which the main module was imported."""
+    """Return the end of an error's traceback, without the frames that imported the main module."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _imports_main(frame.filename)]
     lines = "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]).splitlines()
     return lines if len(lines) <= _LONGEST else ["…", *lines[1 - _LONGEST :]]
@@ -127,9 +129,9 @@ def _imports_main(file: str) -> bool:
 
 
 def check_main_is_guarded() -> None:
-    """End this process if it is a child of ours that imports the main module.
+    """End this process if it is our child that imports an unguarded main module.
 
-    In another's child that does, raise `WorkerError`.
+    In a child of another library, raise `WorkerError`.
     """
     process = multiprocessing.current_process()
     if not getattr(process, "_inheriting", False):
@@ -139,11 +141,12 @@ def check_main_is_guarded() -> None:
     raise WorkerError(UNGUARDED)
 
 
-MAIN = ("init_main_from_name", "init_main_from_path")  # what multiprocessing passes to a child about the main module
+# keys under which multiprocessing passes the main module to a child
+MAIN = ("init_main_from_name", "init_main_from_path")
 
 
 def main_module() -> dict[str, Any]:
-    """What multiprocessing passes to a child about this process's main module."""
+    """Return what multiprocessing passes to a child about this process's main module."""
     data = spawn.get_preparation_data("")
     return {name: data[name] for name in MAIN if name in data}
 
@@ -153,7 +156,8 @@ def begin_interpreter(process: SpawnProcess, descriptors: Sequence[int]) -> subp
     content = io.BytesIO()
     data = spawn.get_preparation_data(process.name)
     anyone: Any = content
-    set_spawning_popen(anyone)  # it allows what only a child may get, such as the key of this process's connections
+    # allows pickling objects that only a child may get, such as the key of this process's connections
+    set_spawning_popen(anyone)
     try:
         reduction.dump({name: value for name, value in data.items() if name not in MAIN}, content)
         reduction.dump(process, content)
@@ -164,8 +168,9 @@ def begin_interpreter(process: SpawnProcess, descriptors: Sequence[int]) -> subp
     child = subprocess.Popen(
         command, executable=spawn.get_executable(), pass_fds=[tracker, *descriptors], stdin=subprocess.PIPE
     )
-    with contextlib.suppress(BrokenPipeError):  # it has ended, which its channel will show
-        assert child.stdin is not None  # open until the child has ended: so it knows that this process lives
+    with contextlib.suppress(BrokenPipeError):  # the child has ended, which its channel will show
+        # stays open until the child ends, so that the child detects the end of this process
+        assert child.stdin is not None
         child.stdin.write(content.getvalue())
         child.stdin.flush()
     return child

@@ -17,11 +17,11 @@ from savable_pipeline.run.transport import batch_pickle as wire
 from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.segments import SegmentReader, SegmentWriter
 
-_INLINE = 1 << 16  # the largest answer, in bytes, that is sent through the socket itself
+_INLINE = 1 << 16  # largest answer, in bytes, that is sent through the socket itself
 
 
 class AnswerSender:
-    """The worker's end.
+    """The worker's end of the transport.
 
     Small answers go through the channel, large ones through shared memory.
     """
@@ -41,7 +41,7 @@ class AnswerSender:
             os.close(descriptor)
 
     def message(self, number: int, answer: Any) -> tuple[bytes, list[int]]:
-        """What it sends, and descriptors that the caller closes."""
+        """Return the message to send, and descriptors that the caller closes."""
         try:
             body, fd = self._written(answer)
         except Exception:
@@ -49,7 +49,7 @@ class AnswerSender:
         return pickle.dumps((number, *body), protocol=5), [] if fd is None else [fd]
 
     def _written(self, answer: WorkerAnswer) -> tuple[tuple[Any, Any], int | None]:
-        """The answer itself, or its part of the shared memory with the segment's descriptor, if that is new."""
+        """Return the answer itself, or its location in shared memory and the descriptor of a new segment."""
         pieces, buffers = wire.dumps(answer)
         if sum(map(len, pieces)) + sum(map(len, buffers)) <= _INLINE or not hasattr(os, "memfd_create"):
             return ((b"".join(pieces), [bytearray(buffer) for buffer in buffers]), None), None
@@ -58,16 +58,16 @@ class AnswerSender:
 
 
 class AnswerReader:
-    """The trainer's end.
+    """The trainer's end of the transport.
 
-    Another process that gets the same messages has `segments` of its own.
+    Each further process that gets the same messages has its own `segments`.
     """
 
     def __init__(self, segments: SegmentReader | None = None) -> None:
         self.segments = segments or SegmentReader()
 
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, WorkerAnswer]:
-        """The number and the answer of a message."""
+        """Return the number and the answer of a message."""
         number, inline, written = pickle.loads(message)
         if written is None:
             return number, wire.loads(*inline)
@@ -75,7 +75,7 @@ class AnswerReader:
         return number, wire.loads(pickled, buffers)
 
     def view(self, written: tuple[Any, ...], descriptors: list[int]) -> list[memoryview]:
-        """The buffers, and last the pickle, of an answer in shared memory."""
+        """Return the buffers of an answer in shared memory, the pickle last."""
         segment, _, dropped, spans = written
         if descriptors:
             self.segments.add(segment, descriptors[0])

@@ -22,14 +22,14 @@ from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
 
 EVERY, PAUSE_S = 16, 0.25
-READ = "read"  # the name of the time in which samples read their parts
+READ = "read"  # name of the time in which samples read their parts
 _TIMED = ("__next__", "take", "open_samples", "fetch", "make")
 
 
 class WatchedSamples(msgspec.Struct):
-    """Samples of one batch that encoders took, and the bytes read.
+    """Samples of one batch that encoders received, and the bytes read.
 
-    `samples`: shard, index with its source's tag, and nanoseconds of each call.
+    `samples` has shard, index with its source's tag, and nanoseconds of each call.
     """
 
     samples: list[tuple[str, int, int]]
@@ -52,9 +52,9 @@ def take_counts(stages: Sequence[Stage]) -> dict[str, int | float]:
 def timed(stages: Sequence[Stage], record: WatchedSamples | None = None) -> Iterator[dict[str, int]]:
     """Sum up the nanoseconds of each stage by its name within this context.
 
-    The time of a stage is without that of the stages upstream. The time in which samples read their parts counts as
-    `READ`, because a slow disk or network is not a slow encoder. `stages` are in the order of the data path, and the
-    last one is called. `record` gets the samples that encoders take, and the bytes read.
+    The time of a stage excludes the stages upstream. The time in which samples read their parts counts as `READ`,
+    because a slow disk or network is not a slow encoder. `stages` are in the order of the data path, and the last one
+    is called. `record` gets the samples that encoders receive, and the bytes read.
     """
     clock = _Clock(record)
     datasets = {id(stage.dataset): stage.dataset for stage in stages if isinstance(stage, RecordReader)}
@@ -77,7 +77,11 @@ def timed(stages: Sequence[Stage], record: WatchedSamples | None = None) -> Iter
 
 
 class _Clock:
-    """`spent`: nanoseconds by name of stage; `inner`: nanoseconds that the current call spent in stages upstream."""
+    """Clock of the stages of a lane.
+
+    `spent` has nanoseconds by name of stage, and `inner` the nanoseconds that the current call spent in stages
+    upstream.
+    """
 
     def __init__(self, record: WatchedSamples | None) -> None:
         self.spent: Counter[str] = Counter()
@@ -107,14 +111,14 @@ _MEASURING: dict[type[Stage], type[Stage]] = {}
 
 
 def _measuring(kind: type[Stage]) -> type[Stage]:
-    """A subclass of this class that adds the time of its methods to the stage's clock."""
+    """Return a subclass of this class that adds the time of its methods to the stage's clock."""
     if kind in _MEASURING:
         return _MEASURING[kind]
 
     def measured(call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda stage, *arguments: vars(stage)["_clock"].time(stage, call, *arguments)
 
-    # Defaults stay as they are: `maker_of` recognizes them.
+    # Defaults stay unchanged, because `maker_of` compares them.
     defaults = [getattr(base, name, None) for base in (Stage, ChunkedStage) for name in _TIMED]
     methods = {name: measured(call) for name in _TIMED if (call := getattr(kind, name, None)) and call not in defaults}
     return _MEASURING.setdefault(kind, type(kind.__name__, (kind,), methods))

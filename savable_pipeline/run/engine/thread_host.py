@@ -39,7 +39,7 @@ from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 5.0  # for threads to end: each after the batch that it makes
+_LOOK_S = 5.0  # timeout for threads to end, each after its current batch
 _IMMUTABLE = {str, bytes, int, float, bool, complex, type(None)}
 
 
@@ -70,7 +70,7 @@ class ThreadConnection:
             while (request := self._last_look.next_of(self._requests)) is not None:
                 begin_request(self._words, request.number)
                 self._answered(request.number, _apart(answer_request(self._runner, request)))
-        except BaseException as error:  # an encoder has raised SystemExit, say, which would end a process
+        except BaseException as error:  # for example SystemExit of an encoder, which would end a process
             self._host.news.put(Ended(self, f"ended by {type(error).__name__}"))
 
     def _answered(self, number: int, answer: WorkerAnswer) -> None:
@@ -82,30 +82,30 @@ class ThreadConnection:
         self._requests.put(request)
 
     def receive(self) -> list[tuple[int, WorkerAnswer]]:
-        """The answers that have come."""
+        """Return the answers that have arrived."""
         found = []
         while self._answers:
             found.append(self._answers.popleft())
         return found
 
     def look(self) -> None:
-        """Look at the shards of its lanes, in the calling thread."""
+        """Check the shards of its lanes, in the calling thread."""
         self._last_look.look()
 
     def has_looked(self) -> bool:
-        """It has."""
+        """Return True, because `look` checks at once."""
         return True
 
     def fault(self) -> str:
-        """What was found wrong with batches that it delivered."""
+        """Return the fault of delivered batches, or ""."""
         return self._faults[0] if self._faults else ""
 
     def working_on(self) -> WorkerStatus:
-        """What its words say."""
+        """Return the status in its words."""
         return WorkerStatus(*read_status(self._words))
 
     def stack(self) -> str:
-        """Its calls within a batch, the innermost first."""
+        """Return its calls within a batch, the innermost first."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         calls = [
             f'  File "{each.filename}", line {each.lineno} in {each.name}' for each in traceback.extract_stack(frame)
@@ -115,12 +115,12 @@ class ThreadConnection:
         return "\n".join(["Stack, the innermost call first:", *reversed(within)]) if frame is not None else ""
 
     def kill(self) -> bool:
-        """A thread cannot be: only whether it has ended by itself."""
+        """Return whether it has ended by itself, because a thread cannot be killed."""
         self.hangs = self.thread.is_alive()
         return not self.hangs
 
     def close(self) -> None:
-        """Have it end after the batch that it makes."""
+        """Ask the thread to end after its current batch."""
         self._requests.put(None)
 
 
@@ -149,7 +149,7 @@ class ThreadHost(Host):
         self.lock = threading.RLock()
 
     def begin(self, pinned: PinnedShards) -> ThreadConnection:
-        """Begin a thread."""
+        """Start a thread."""
         self._begun += 1
         self._workers.append(ThreadConnection(self._begun, self._job, pinned, self))
         return self._workers[-1]
@@ -186,7 +186,7 @@ class ThreadHost(Host):
 
 
 def _checked(last: Stage) -> Stage:
-    """The last stage of a lane for a thread. Raises ValueError if an encoder seeds the global generators."""
+    """Return the last stage of a lane. Raises ValueError if an encoder seeds the global generators."""
     for encoder in encoders_of(last):
         if encoder.global_rng is not None and (seeded := kinds(encoder.global_rng)):
             named, cure = type(encoder).__name__, "set global_rng = False in the class"
@@ -200,7 +200,7 @@ def _checked(last: Stage) -> Stage:
 
 
 def _apart(answer: Delivery | Failure) -> Delivery | Failure:
-    """The answer with a batch that shares nothing which can be changed in place with what the stages keep."""
+    """Return the answer with a batch that shares no mutable object with the stages."""
     if isinstance(answer, Failure):
         return answer
     try:
@@ -210,7 +210,7 @@ def _apart(answer: Delivery | Failure) -> Delivery | Failure:
 
 
 def apart(value: Any, known: dict[int, Any]) -> Any:
-    """Copy a value with its lists, dicts, arrays and so on, each once.
+    """Copy a value with its mutable parts, such as lists, dicts and arrays, each once.
 
     `bytes` and other immutable values stay the same.
     """
@@ -226,7 +226,7 @@ def apart(value: Any, known: dict[int, Any]) -> Any:
         copied = {name: apart(each, known) for name, each in value.items()}
     else:
         pieces, buffers = wire.dumps(value)
-        copies = [np.frombuffer(buffer, np.uint8).copy().data for buffer in buffers]  # without Python's lock
+        copies = [np.frombuffer(buffer, np.uint8).copy().data for buffer in buffers]  # releases the GIL
         copied = wire.loads(b"".join(pieces), copies)
     known[id(value)] = copied
     return copied

@@ -49,8 +49,8 @@ from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.status_page import StatusPage, begin_request
 
 T = TypeVar("T")
-_IDLE_S = 1.0  # after which a worker looks at its shards
-LOOK = b"look"  # sent to a worker in place of a request: it looks at its shards now, whatever it is at
+_IDLE_S = 1.0  # idle seconds after which a worker checks its shards
+LOOK = b"look"  # sent to a worker instead of a request, to check its shards at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class OpenedShards:
     pinned: PinnedShards = field(default_factory=dict)
 
     def usable(self, pinned: PinnedShards) -> dict[Any, Any]:
-        """The shared values of lanes; empty for other shards.
+        """Return the shared values of lanes, or {} for other shards.
 
-        That is if the zygote, which opened before or after the trainer, found other shards.
+        The zygote opened the files before or after the trainer, and may have found other shards.
         """
         same = all(pinned.get(name, shards) == shards for name, shards in self.pinned.items())
         return self.shared if same else {}
@@ -72,7 +72,7 @@ class OpenedShards:
 def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShards | None = None) -> NoReturn:
     """Run a worker process until its parent ends or the trainer closes the channel.
 
-    `opened` is what this process has inherited open.
+    `opened` are the inherited open files.
     """
     be_quiet()
     become_replaced()
@@ -90,7 +90,7 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
         except WorkerError as error:
             answers.send(STARTED, Failure(error, ""))
             os._exit(1)
-        be_quiet()  # the main module may have set handlers of its own
+        be_quiet()  # again, because the main module may have set its own handlers
         answers.send(STARTED, os.getpid())
         runner = last_look.runner = LaneRunner(
             job, shared=opened.usable(pinned) if opened else {}, status=status.words, pinned=pinned
@@ -115,7 +115,7 @@ class LastLook:
     """
 
     def __init__(self, report: Callable[[str], object]) -> None:
-        self.runner: LaneRunner | None = None  # until the worker has one
+        self.runner: LaneRunner | None = None  # None until the worker has one
         self._report = report
         self._lock = threading.Lock()
 
@@ -137,7 +137,7 @@ class LastLook:
             return requests.get()
 
     def end(self) -> NoReturn:
-        """Look, and end the process."""
+        """Check the shards, and end the process."""
         try:
             self.look()
         finally:
@@ -166,7 +166,7 @@ def be_quiet() -> None:
     The trainer may want to save, and ends its workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # an empty handler: child programs would inherit SIG_IGN
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # an empty handler, because child programs would inherit SIG_IGN
         signal.signal(number, lambda *_: None)
 
 
@@ -181,7 +181,7 @@ def be_one_thread() -> None:
 
 
 def _first_message(channel: Channel, requests: queue.SimpleQueue[Request]) -> tuple[StatusPage, PinnedShards]:
-    """The status page and the shards of the run, from the trainer's first message.
+    """Return the status page and the shards of the run from the trainer's first message.
 
     Requests that arrived with it go into the queue.
     """
@@ -217,7 +217,7 @@ def _listen(
         last_look.end()
 
 
-OBEYED = 0  # in the place of a worker's number, which is 1 or more
+OBEYED = 0  # takes the place of a worker's number, which is 1 or more
 
 
 def run_zygote(job: SealedJob, end: int, trainer: int, *, builds: bool) -> None:
@@ -227,7 +227,7 @@ def run_zygote(job: SealedJob, end: int, trainer: int, *, builds: bool) -> None:
     """
     be_quiet()
     be_one_thread()
-    gc.freeze()  # a full collection writes to every object, which would copy all that is shared with the trainer
+    gc.freeze()  # a full collection writes to every object, which would copy all memory shared with the trainer
     zygote = _Zygote(job, Channel(socket.socket(fileno=end), waits=True))
     if builds:
         zygote.build()
@@ -246,8 +246,8 @@ class _Zygote:
     def __init__(self, job: SealedJob, channel: Channel) -> None:
         self._job = job
         self._channel = channel
-        self._pids: dict[int, int] = {}  # process ids by number of the worker
-        self._orders: deque[tuple[bytes, list[int]]] = deque()  # received but not yet executed
+        self._pids: dict[int, int] = {}  # process IDs by number of the worker
+        self._orders: deque[tuple[bytes, list[int]]] = deque()  # orders that were not executed yet
         self._opened = OpenedShards()
         self._woken, woken_by = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
         os.set_blocking(woken_by, False)
@@ -266,7 +266,7 @@ class _Zygote:
             be_quiet()
             shared, pinned = self._opened.shared, self._opened.pinned
             LaneRunner(job, shared=shared, pinned=pinned).build(0, 0)
-        gc.freeze()  # what workers share with this process
+        gc.freeze()  # keeps the pages shared with workers
 
     def step(self, ready: list[tuple[int, int]]) -> None:
         """Handle orders and ended workers.
@@ -305,7 +305,7 @@ class _Zygote:
             for descriptor in (self._woken, self._woken_by, *(fd for _, fds in self._orders for fd in fds)):
                 os.close(descriptor)
             work(self._job, end, zygote, self._opened)
-        except SystemExit as exit_:  # raised by an encoder
+        except SystemExit as exit_:  # an encoder raised it
             code = exit_.code if isinstance(exit_.code, int) else 1
         except BaseException:
             traceback.print_exc()

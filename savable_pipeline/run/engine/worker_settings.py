@@ -51,7 +51,7 @@ class Workers:
             raise ValueError(f"start_method must be one of {', '.join(methods)}, not {self.start_method!r}")
 
     def host(self, job: LaneJob, share: tuple[int, int] = (0, 1)) -> Host:
-        """Return what begins the workers of a loader.
+        """Return the host that starts the workers of a loader.
 
         Args:
             job: The pipeline and settings of their lanes.

@@ -50,7 +50,7 @@ class RecordedBatch:
 class _LedgerFile:
     path: Path
     start: records.Start
-    cut: EpochSlot  # the earliest position from which a later start resumes
+    cut: EpochSlot  # earliest position from which a later start resumes
     start_number: int
 
 
@@ -70,7 +70,7 @@ class LedgerFiles:
             raise SavableError(f"{folder}: ledgers of several runs (other seeds or lanes). Use one folder for each.")
         groups = _grouped(starts)
         self._files = _with_cuts(groups)
-        self.together = [[start for _, start in group] for group in groups]  # those of ranks that started together
+        self.together = [[start for _, start in group] for group in groups]  # starts of ranks that started together
 
     @property
     def starts(self) -> list[records.Start]:
@@ -93,7 +93,8 @@ class LedgerFiles:
                     facts = record.facts
                 if isinstance(record, records.Batch):
                     last = pending and pending.batch
-                    # A batch that is recorded twice was interrupted before the trainer got it. Only the later counts.
+                    # A batch that is recorded twice was interrupted before the trainer got it. Only the later record
+                    # counts.
                     if pending and last and (last.position, last.again) != (record.position, record.again):
                         yield pending
                     pending = RecordedBatch(record, file.start, record.position >= file.cut, file.start_number, facts)
@@ -176,7 +177,8 @@ def _grouped(starts: list[tuple[Path, records.Start]]) -> list[list[tuple[Path, 
     for path, start in sorted(starts, key=lambda entry: (entry[1].number, entry[1].rank)):
         numbered.setdefault(start.number, []).append((path, start))
     groups: list[list[tuple[Path, records.Start]]] = []  # in reverse order
-    alone: dict[tuple[EpochSlot, int], list[int]] = {}  # of ranks that cannot communicate, by position and world size
+    # starts of ranks that cannot communicate, by position and world size
+    alone: dict[tuple[EpochSlot, int], list[int]] = {}
     earlier: dict[int, int] = {}  # by rank, the first group that is before all of its starts so far
     for group in reversed(numbered.values()):
         start, at = group[0][1], len(groups)

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 _HEAD = 8  # bytes of length and checksum
-_CONSTANT = 8  # added to the bytes of a number if all numbers are equal
+_CONSTANT = 8  # flag in the width of numbers: all numbers are equal
 
 
 class LedgerSource(msgspec.Struct, array_like=True, frozen=True):
@@ -58,7 +58,7 @@ class Start(msgspec.Struct, array_like=True, frozen=True, tag=0):
     lanes: int
     seed: int
     epoch: int
-    slot: int  # the first slot of the first step, or the first that was skipped before it
+    slot: int  # first slot of the first step, or the first that was skipped before it
     sources: list[LedgerSource]
     fingerprint: bytes
     pad: bool = False  # whether the last batches are padded

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 Acknowledgement: TypeAlias = Literal["done", "dropped", "again"]
-Noted: TypeAlias = dict[tuple[Acknowledgement, str], dict[int, int]]  # rows of batches, by what and why
+Noted: TypeAlias = dict[tuple[Acknowledgement, str], dict[int, int]]  # rows of batches, by kind and reason
 _NOT_REBUILT = "can no longer be made"
 
 
@@ -47,10 +47,10 @@ class InFlight(NamedTuple):
 
 
 class OpenFlight(flights.Flight, gc=False):
-    """A batch in flight here. One that only pads has no rows.
+    """Batch in flight on this rank. A padding batch has no rows.
 
-    `number`: of batches that the rank got before it, -1 if it was loaded. `to_come`: rows to repeat, though they may be
-    done by now. `handed`: the receipts of all its rows.
+    `number` is the number of batches that the rank got before it, or -1 if it was loaded. `to_come` has the rows to
+    repeat, some of which may be done by now. `handed` has the receipts of all its rows.
     """
 
     number: int = -1
@@ -59,14 +59,15 @@ class OpenFlight(flights.Flight, gc=False):
 
     @property
     def out(self) -> int:
-        """The rows that were yielded and not acknowledged."""
+        """Return the rows that were yielded and not acknowledged."""
         return self.open & ~self.to_come
 
 
 class _Lane:
-    """A lane's batches in flight, ascending, and the same packed unless they have changed since.
+    """A lane's batches in flight, ascending, and the same packed unless they have changed.
 
-    `columns`: the first of them, as they were yielded. A state after thousands of batches then reads no batch again.
+    `columns` has the first of them, as they were yielded, so that a state after thousands of batches reads no batch
+    again.
     """
 
     def __init__(self) -> None:
@@ -81,12 +82,12 @@ class _Lane:
         columns = self.columns
         if columns is None or flight.done or flight.size:
             self.columns = None
-        elif not columns.rounds or number > columns.rounds[-1]:  # else of a later epoch, or added before Ctrl-C
+        elif not columns.rounds or number > columns.rounds[-1]:  # otherwise of a later epoch, or added before Ctrl-C
             columns.rounds.append(number)
             columns.refs.append(flight.ref)  # type: ignore[arg-type]
 
     def in_columns(self, lanes: int) -> list[flights.EpochFlights]:
-        """All batches in columns, in a run with this many lanes."""
+        """Return all batches in columns, in a run with this many lanes."""
         columns = self.columns
         if columns is not None and len(columns.rounds) == len(columns.refs) == len(self.flights) > 0:
             return [columns]
@@ -94,17 +95,17 @@ class _Lane:
 
 
 class Acknowledgements:
-    """The table of a rank. With `noting`, `noted` returns acknowledgements."""
+    """Table of a rank. With `noting`, `noted` returns acknowledgements."""
 
     def __init__(self, ranks: Ranks, lanes: int, *, noting: bool) -> None:
         self._ranks, self._lane_count, self._noting = ranks, lanes, noting
         self._lock = Lock()
         self._freed = Condition(self._lock)
         self._is_awaited = False
-        self._counts: Counter[tuple[str, str]] = Counter()  # of rows: what became of them, and why
+        self._counts: Counter[tuple[str, str]] = Counter()  # number of rows by outcome and reason
         self._noted: Noted = {}
-        self._issued: dict[int, IssuedReceipts] = {}  # of the next batches
-        self._young: list[OpenFlight] = []  # given since receipts were made last
+        self._issued: dict[int, IssuedReceipts] = {}  # receipts of the next batches
+        self._young: list[OpenFlight] = []  # batches since receipts were last built
         self.load([], 0)
 
     def load(self, saved: Iterable[flights.Flight], coming: int, lost: Mapping[int, int] = {}) -> None:
@@ -120,18 +121,18 @@ class Acknowledgements:
             for flight in loaded:
                 self._lanes[self._number_of(flight.batch)].flights[flight.batch] = flight
             self._handed: dict[int, OpenFlight] = {}  # by the id of their receipts
-            self._out = 0  # rows given and not acknowledged
-            self.waiting = deque(  # to come again, in this order; other threads add to it
+            self._out = 0  # rows yielded and not acknowledged
+            self.waiting = deque(  # batches to repeat, in this order; other threads add to it
                 flight for flight in loaded if flight.open != lost.get(flight.batch, 0)
             )
             self._elsewhere: dict[int, int] = {}  # rows of other ranks' batches that were acknowledged here
-            self._last: tuple[int, OpenFlight, int] | None = None  # given, as which, with these rows
+            self._last: tuple[int, OpenFlight, int] | None = None  # the last batch: its number, itself, and its rows
             for flight in loaded:
                 self._lose(flight, lost.get(flight.batch, 0))
         self.fill_up(coming)
 
     def _number_of(self, batch: int) -> int:
-        """The number of a batch's lane."""
+        """Return the number of a batch's lane."""
         return (batch & flights.SLOTS) % self._lane_count
 
     def fill_up(self, coming: int) -> None:
@@ -145,8 +146,8 @@ class Acknowledgements:
         lane = self._lanes[(batch & flights.SLOTS) % self._lane_count]
         out = (rows & ~(done | to_come)).bit_count() - (rows & ~(flight.done | flight.to_come)).bit_count()
         key = 0 if handed is None else id(handed.tensor)
-        leaves = done == rows and lane.flights.get(batch) is flight  # a filler is in no lane
-        # Make no calls below: Ctrl-C comes before, or after.
+        leaves = done == rows and lane.flights.get(batch) is flight  # a padding batch belongs to no lane
+        # Make no calls below, so that Ctrl-C comes before or after the assignments.
         flight.done, flight.to_come, lane.packed, lane.columns, self._out = done, to_come, None, None, self._out + out
         if leaves:
             del lane.flights[batch]
@@ -197,7 +198,7 @@ class Acknowledgements:
                     )
 
     def give(self, number: int, batch: int, delivery: Delivery, size: int = 0) -> torch.Tensor:
-        """Add a new batch, the `number`-th, padded to `size` rows. Returns its receipts."""
+        """Add the `number`-th batch, padded to `size` rows, and return its receipts."""
         rows, lane = delivery.rows, self._lanes[(batch & flights.SLOTS) % self._lane_count]
         if not rows:
             return receipts_of(batch, size)
@@ -227,7 +228,7 @@ class Acknowledgements:
         self._young = []
 
     def give_again(self, number: int, remaining: Iterable[int]) -> int:
-        """Repeat the first waiting batch with the rows `remaining`. Returns the open ones."""
+        """Repeat the first waiting batch with the rows `remaining`; return the open ones."""
         with self._lock:
             flight = self.waiting[0]
             self._lose(flight, flight.open & ~sum(1 << row for row in remaining))
@@ -239,7 +240,7 @@ class Acknowledgements:
         return rows
 
     def acknowledge(self, receipts: Any, kind: Acknowledgement, reason: str = "") -> None:
-        """Note what became of rows. Raises ValueError for anything but receipts."""
+        """Record the outcome of rows. Raises ValueError for anything but receipts."""
         whole, odd = self._handed.get(id(receipts)), 0
         if whole is not None and whole.handed.is_unchanged:  # type: ignore[union-attr]
             named = {whole.batch: (1 << whole.rows) - 1}
@@ -275,7 +276,7 @@ class Acknowledgements:
         return rows
 
     def _of_others(self, batch: int, rows: int) -> int:
-        """Note acknowledged rows of another rank's batch. Returns those that are new."""
+        """Record acknowledged rows of another rank's batch, and return those that are new."""
         before = self._elsewhere.get(batch, 0)
         if rows & ~before:
             self._elsewhere[batch] = before | rows
@@ -288,13 +289,13 @@ class Acknowledgements:
             noted[batch] = noted.get(batch, 0) | rows
 
     def noted(self) -> Noted:
-        """The acknowledgements since the last call."""
+        """Return the acknowledgements since the last call."""
         with self._lock:
             found, self._noted = self._noted, {}
         return found
 
     def in_flight(self) -> InFlight:
-        """The rows that are not acknowledged here, yielded or to repeat."""
+        """Return the rows that are not acknowledged here, yielded or to repeat."""
         with self._lock:
             rows = {batch: flight.open for lane in self._lanes.values() for batch, flight in lane.flights.items()}
         oldest = min(rows, default=None)
@@ -302,15 +303,15 @@ class Acknowledgements:
         return InFlight(sum(map(int.bit_count, rows.values())), first)
 
     def numbers(self) -> dict[str, int]:
-        """Counters of rows, and how many are in flight."""
+        """Return counters of rows, and how many are in flight."""
         with self._lock:
             named = {"/".join(filter(None, ("acknowledged", *name))): rows for name, rows in self._counts.items()}
         return named | {"in_flight": self.in_flight().rows}
 
     def state(self, batches: int, next_batch: int, saved: Mapping[str, Any]) -> dict[str, bytes]:
-        """The entries of a state dict after `batches` batches.
+        """Return the entries of a state dict after `batches` batches.
 
-        `next_batch`: the next slot, with its epoch. `saved`: the lanes' states, by name.
+        `next_batch` is the next slot, with its epoch. `saved` has the lanes' states, by name.
         """
         with self._lock:
             self._pack_young()
@@ -323,7 +324,7 @@ class Acknowledgements:
 
     def _packed(self, number: int, lane: _Lane, batches: int, saved_with: bytes) -> bytes:
         newest = next(reversed(lane.flights.values()), None)
-        if newest is not None and newest.number >= batches:  # without later ones
+        if newest is not None and newest.number >= batches:  # without later batches
             earlier = [flight for flight in lane.flights.values() if flight.number < batches]
             return flights.packed_flights(number, flights.flight_columns(earlier, self._lane_count), saved_with)
         if lane.packed is None or lane.packed[0] != saved_with:
@@ -355,37 +356,37 @@ class Acknowledgements:
                 self._freed.notify_all()
 
 
-_AHEAD = 32  # batches whose receipts are made at once, unless they are large: one's alone would take ten times as long
-_LARGEST = 1 << 14  # receipts that are made at once, but for a larger batch
+_AHEAD = 32  # batches whose receipts are built together, because those of one batch alone would take ten times as long
+_LARGEST = 1 << 14  # most receipts to build together, except for a larger batch
 
 
 class IssuedReceipts(NamedTuple):
-    """Receipts as the trainer has them."""
+    """Receipts as the trainer gets them."""
 
     tensor: torch.Tensor
-    raw: bytes  # what was written
+    raw: bytes  # bytes as they were written
     memory: NDArray[np.int64]
-    pointer: int  # where torch has the memory
+    pointer: int  # address of torch's memory
 
     @classmethod
     def of(cls, receipts: NDArray[np.int64]) -> list[IssuedReceipts]:
-        """Receipts of several batches, int64 (batches, rows, 2), in memory of their own."""
+        """Build receipts of several batches, int64 (batches, rows, 2), in own memory."""
         import torch
 
-        tensors = torch.from_numpy(receipts).unbind(0)  # a tensor for each batch takes ten times as long
+        tensors = torch.from_numpy(receipts).unbind(0)  # indexing a tensor for each batch takes ten times as long
         rows = list(receipts)
         return [cls(tensor, row.tobytes(), row, tensor.data_ptr()) for tensor, row in zip(tensors, rows, strict=True)]
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the tensor was neither changed nor moved to shared memory."""
+        """Return whether the tensor was neither changed nor moved to shared memory."""
         return self.memory.tobytes() == self.raw and self.tensor.data_ptr() == self.pointer
 
 
 def receipts_of(batch: int, size: int, rows: int = 0, numbers: Sequence[int] | None = None) -> torch.Tensor:
-    """Receipts of a batch of this size, with -1 for rows not in the bits `rows`.
+    """Return receipts of a batch, with -1 for rows not in the bits `rows`.
 
-    `numbers`: the numbers of its rows, before the padding; by default all from 0 on.
+    `numbers` has the numbers of its rows before the padding, by default all from 0 on.
     """
     import torch
 
@@ -396,7 +397,7 @@ def receipts_of(batch: int, size: int, rows: int = 0, numbers: Sequence[int] | N
 
 
 def next_receipts(batch: int, size: int, step: int) -> dict[int, IssuedReceipts]:
-    """Receipts of a whole batch, and of batches of the next slots, `step` apart."""
+    """Return receipts of a whole batch, and of the next batches, `step` slots apart."""
     batches = range(batch, batch + step * max(1, min(_AHEAD, _LARGEST // size)), step)
     receipts = np.empty((len(batches), size, 2), np.int64)
     receipts[:, :, 0] = np.array(batches)[:, None]
@@ -405,12 +406,12 @@ def next_receipts(batch: int, size: int, step: int) -> dict[int, IssuedReceipts]
 
 
 def rows_of(receipts: Any) -> tuple[dict[int, int], int]:
-    """The rows of each batch, and the number of receipts that are invalid or repeated.
+    """Return the rows of each batch, and the number of invalid or repeated receipts.
 
-    Skips receipts of -1. Raises ValueError for anything but receipts.
+    Receipts of -1 are skipped. Raises ValueError for anything but receipts.
     """
     listed = np.asarray(receipts.numpy(force=True) if hasattr(receipts, "numpy") else receipts)
-    if listed.ndim == 1:  # one, or none
+    if listed.ndim == 1:  # one receipt, or none
         listed = listed.reshape(-1, 2)
     if listed.size and (listed.ndim != 2 or listed.shape[1] != 2 or listed.dtype.kind not in "iu"):
         raise ValueError(f"receipts must be integers (rows, 2), not {listed.dtype} {listed.shape}")

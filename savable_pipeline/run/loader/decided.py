@@ -30,7 +30,7 @@ from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
 
-_PARTS = 1 << 30  # of all that a Blend gives, in weights that have no smaller integers
+_PARTS = 1 << 30  # total of a Blend's weights that are converted to integers
 
 Excluded: TypeAlias = str | tuple[str, str]  # a key, or a source and a key
 
@@ -43,7 +43,7 @@ def reconfigure(
     exclude: Iterable[Excluded] | None = None,
     max_length: int | None = None,
 ) -> Decisions:
-    """The decisions from slot `slot` on, which continue those of `before`.
+    """Return the decisions from slot `slot` on, which continue those of `before`.
 
     Raises ValueError for impossible ones, such as weights that are negative or all 0.
     """
@@ -69,7 +69,7 @@ def _packed(numbers: Iterable[int]) -> bytes:
 
 
 def _bounded(weights: Mapping[str, int]) -> dict[str, int]:
-    """Weights with a sum of about 2^30 at most, each of at least 1 unless it is 0."""
+    """Scale weights to a sum of about 2^30 at most, each at least 1 unless it is 0."""
     total = sum(weights.values())
     if total <= _PARTS:
         return dict(weights)
@@ -77,7 +77,7 @@ def _bounded(weights: Mapping[str, int]) -> dict[str, int]:
 
 
 def _blends(last: Stage) -> dict[str, Blend]:
-    """The Blends of a pipeline, by their branch."""
+    """Return the Blends of a pipeline, by their branch."""
     return {stage.info.branch: stage for stage in upstream(last) if isinstance(stage, Blend)}
 
 
@@ -86,7 +86,7 @@ def _packers(last: Stage) -> list[OnlinePacker]:
 
 
 def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, Blend]) -> dict[str, dict[str, Weight]]:
-    """Weights by the branch of their Blend: "text/web" is the source "web" of the Blend "text"."""
+    """Group weights by the branch of their Blend: "text/web" is the source "web" of the Blend "text"."""
     if not blends:
         raise ValueError("reconfigure: weights= needs a Blend in the pipeline")
     if not isinstance(weights, Mapping) or not weights:
@@ -106,7 +106,7 @@ def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, Blend]) -> dic
 
 
 def _numbers(exclude: Iterable[Excluded], last: Stage) -> dict[int, list[int]]:
-    """The indices of the samples with these keys, by the tag of their source. Warns about unknown keys."""
+    """Return the indices of the samples with these keys, by tag of their source. Warn about unknown keys."""
     if isinstance(exclude, str):
         raise ValueError(f"reconfigure: exclude must be a list: [{exclude!r}]")
     readers = {stage.branch: stage for stage in upstream(last) if isinstance(stage, RecordReader)}
@@ -126,7 +126,7 @@ def _numbers(exclude: Iterable[Excluded], last: Stage) -> dict[int, list[int]]:
 
 
 def _by_source(exclude: Iterable[Excluded], names: list[str]) -> dict[tuple[str, ...], list[str]]:
-    """The keys by the sources that may have them: all, or the one in the pair."""
+    """Group keys by the sources that may have them: all, or the one in the pair."""
     found: dict[tuple[str, ...], list[str]] = {}
     for each in exclude:
         named = (None, each) if isinstance(each, str) else each
@@ -142,7 +142,7 @@ def _by_source(exclude: Iterable[Excluded], names: list[str]) -> dict[tuple[str,
 
 
 def _checked(max_length: int, packers: list[OnlinePacker]) -> int:
-    """The length. Raises ValueError unless there is one packer that can have it."""
+    """Check the length. Raises ValueError unless exactly one packer can have it."""
     if len(packers) != 1:
         named = ", ".join(stage_field(packer, "max_length") for packer in packers)
         raise ValueError(
@@ -156,9 +156,9 @@ def _checked(max_length: int, packers: list[OnlinePacker]) -> int:
 
 
 def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
-    """Return what `make` returns, if all ranks that can communicate have the same.
+    """Return the result of `make`, if all ranks that can communicate have the same.
 
-    Raises what `make` raises, or ValueError for two ranks that differ.
+    Raises errors of `make`, and ValueError for two ranks that differ.
     """
     if not ranks.can_talk:
         return make()
@@ -180,7 +180,7 @@ def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
 
 
 def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> Decisions:
-    """The saved decisions that still apply if the settings `differing` differ.
+    """Return the saved decisions that still apply if the settings `differing` differ.
 
     Newer settings replace a decision, with a warning.
     """
@@ -205,7 +205,10 @@ def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> D
 
 
 def check_decided(local: LocalLanes, decisions: Decisions) -> Decisions:
-    """These decisions. Raises ValueError if the pipeline cannot continue with them."""
+    """Return these decisions.
+
+    Raises ValueError if the pipeline cannot continue with them.
+    """
     before, after = local.last_stage.info.endless, local.built_with(decisions).info.endless
     if before != after:
         raise ValueError(

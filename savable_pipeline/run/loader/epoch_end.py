@@ -39,13 +39,13 @@ class EpochEnds:
         self, settings: LoaderSettings, local: LocalLanes, prefetcher: Prefetcher, observers: list[Observer]
     ) -> None:
         self._settings, self._local, self._prefetcher, self._observers = settings, local, prefetcher, observers
-        self._ends: dict[int, int | None] = {}  # of epochs, as far as it was counted
+        self._ends: dict[int, int | None] = {}  # ends of epochs that were counted
 
     @cached_property
     def is_finite(self) -> bool:
-        """Whether a pass of the pipeline ends.
+        """Return whether the pipeline is finite.
 
-        Raises ValueError if it does and `epoch_slots` cuts it, too.
+        Raises ValueError if it is and `epoch_slots` is set too.
         """
         finite = not self._local.last_stage.info.endless
         if finite and self._settings.epoch_slots is not None:
@@ -53,7 +53,7 @@ class EpochEnds:
         return finite
 
     def counted(self, epoch: int) -> int | None:
-        """Where an epoch ends, if the stages can count their lanes."""
+        """Return where an epoch ends, if the stages can count their lanes."""
         if epoch not in self._ends:
             stage = self._local.last_stage
             counts = [count_of(stage, lane, epoch) for lane in range(self._settings.lanes)]
@@ -63,20 +63,20 @@ class EpochEnds:
         return self._ends[epoch]
 
     def forget(self) -> None:
-        """Count again: a state was loaded."""
+        """Count again after a state was loaded."""
         self._ends.clear()
 
     def length(self, epoch: int, world_size: int) -> int | None:
-        """The number of batches of each rank in an epoch; None if it is unknown."""
+        """Return the number of batches of each rank in an epoch, or None if unknown."""
         if self._settings.epoch_slots is not None and not self.is_finite:
             return self._settings.epoch_slots // world_size
         end = self.counted(epoch)
         return None if end is None else self._steps(end, world_size)
 
     def yielded(self, at: Position, epoch: int) -> int | None:
-        """How many of an epoch's `length` batches are before a position.
+        """Return how many of an epoch's `length` batches are before a position.
 
-        None without a length, and in an epoch that was started with other settings.
+        The result is None without a length, and in an epoch that was started with other settings.
         """
         length, slots = self.length(epoch, at.step), self._settings.epoch_slots
         if length is None or at.changed:
@@ -86,9 +86,9 @@ class EpochEnds:
         return length - self._steps((self.counted(epoch) or 0) - at.slot, at.step)
 
     def epoch_of(self, at: Position) -> int:
-        """The epoch of the batch yielded last.
+        """Return the epoch of the last yielded batch.
 
-        Once StopIteration was raised, or the next iterator started, it is the one that follows.
+        Once StopIteration was raised, or the next iterator started, it is the next epoch.
         """
         slots, last = self._settings.epoch_slots, None if at.iterator == "ended" else at.previous
         if slots is None or self._settings.restarts:
@@ -96,9 +96,9 @@ class EpochEnds:
         return at.slot // slots - (last is not None)
 
     def after(self, at: Position, want: RequestKind, delivery: Delivery) -> Position:
-        """The position after a step whose batch is yielded or skipped.
+        """Return the position after a step whose batch is yielded or skipped.
 
-        It is in the next epoch if `epoch_slots` are over.
+        It is in the next epoch if the `epoch_slots` are used up.
         """
         after = at.skipped(delivery) if want == "skip" else at.advanced(delivery)
         if not at.slot:
@@ -115,31 +115,34 @@ class EpochEnds:
         return -(-slots // step) if self._settings.pad else slots // step
 
     def towards_step(self, at: Position, vote: Callable[[int], int]) -> Position:
-        """The position with one more fact about the next step."""
-        if at.is_over:  # loaded there, or with fewer slots left than a step
+        """Return the position with one more fact about the next step."""
+        if at.is_over:  # loaded at this position, or with fewer remaining slots than a step
             return replace(self.next_epoch(at), previous=None)
         if not at.changed and (end := self._known(at, vote)) is not None:
             return replace(at, end=end, final=True)
         unknown = [] if at.final else [lane for lane, of_lane in at.lanes.items() if of_lane.more is None]
-        if unknown:  # they are asked before any batch of theirs is requested
+        if unknown:  # lanes must be asked before any of their batches is requested
             peeks = self._prefetcher.find_more(at, unknown)
             return replace(at, lanes=at.lanes | {n: LanePosition(each.state, each.more) for n, each in peeks.items()})
         return self.agreed(at, vote(proposed_end(at, self._prefetcher)))
 
     def agreed(self, at: Position, end: int) -> Position:
-        """The position with the `end` of all ranks, which ends the epoch unless later."""
+        """Return the position with the `end` of all ranks.
+
+        The epoch ends if the position has reached it.
+        """
         return replace(at, end=end) if end > at.end else replace(at, final=True)
 
     def _known(self, at: Position, vote: Callable[[int], int]) -> int | None:
-        """Where this epoch ends, if that can be known before its first batch."""
+        """Return where this epoch ends, if that can be known before its first batch."""
         end = self.counted(at.epoch)
         if end is None and self._settings.restarts and at.step > 1:
-            # ranks may break their passes at different batches: they must not have to vote in the middle of one
+            # ranks may leave their loops at different batches, so they must not vote in the middle of an epoch
             self._ends[0] = end = vote(self._count_epoch(at))
         return end
 
     def _count_epoch(self, at: Position) -> int:
-        """Return the slots of epoch 0 by the lanes of this rank.
+        """Return the number of slots of epoch 0, from the lanes of this rank.
 
         It skips all their batches to count them.
         """
@@ -150,7 +153,10 @@ class EpochEnds:
         return min(found.values()) * at.lane_count
 
     def next_epoch(self, over: Position) -> Position:
-        """The start of the next epoch. Raises `SavableError` if this one had too little."""
+        """Return the start of the next epoch.
+
+        Raises `SavableError` if this one had too few samples.
+        """
         for observer in self._observers:
             observer.on_skip(over)
         counts = self._prefetcher.uncounted.items() if over.end == 0 else ()
@@ -160,22 +166,25 @@ class EpochEnds:
 
 
 def proposed_end(position: Position, prefetcher: Prefetcher) -> int:
-    """This rank's vote: where the epoch ends for its lanes. `position` must vote."""
+    """Return this rank's vote: where the epoch ends for its lanes.
+
+    `position` must vote.
+    """
     if position.pad:
         return max((_next_slot(position, lane) + 1 for lane, at in position.lanes.items() if at.more), default=0)
     return min(_rounds(position, lane, prefetcher) for lane in position.lanes) * position.lane_count
 
 
 def _rounds(position: Position, lane: int, prefetcher: Prefetcher) -> int:
-    """How many rounds of the epoch a lane has batches for, as far as it is known."""
+    """Return how many rounds of the epoch a lane has batches for, as far as is known."""
     slot, more = _next_slot(position, lane), position.lanes[lane].more
-    if slot < position.end:  # of the round before: the next step begins there and reaches beyond it
+    if slot < position.end:  # a slot of the previous round: the next step starts there and includes later slots
         slot, more = slot + position.lane_count, prefetcher.peek(position).more
     return slot // position.lane_count + bool(more)
 
 
 def _next_slot(position: Position, lane: int) -> int:
-    """The slot of a lane's next batch."""
+    """Return the slot of a lane's next batch."""
     return position.slot + (lane - position.slot) % position.lane_count
 
 
@@ -186,7 +195,7 @@ def remaining_slots(position: Position, epoch_slots: int) -> int:
 
 
 def counted_end(counts: list[int], *, pad: bool) -> int:
-    """The end of an epoch whose lanes have these numbers of batches."""
+    """Return the end of an epoch whose lanes have these numbers of batches."""
     lanes = len(counts)
     if pad:
         return max(((count - 1) * lanes + lane + 1 for lane, count in enumerate(counts) if count), default=0)

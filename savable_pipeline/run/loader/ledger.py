@@ -1,4 +1,4 @@
-"""`Ledger`: when a run yielded samples, what became of them, and their batches.
+"""`Ledger`: when a run yielded samples, their outcomes, and their batches.
 
     start 1    yielded ── trained ── killed              trained, but lost: the model of the checkpoint has not seen it
     start 2    yielded again ── trained                  trained
@@ -41,7 +41,7 @@ from savable_pipeline.stages.stage import Stage
 Found = list[tuple[str, RecordedBatch, int]]  # the source, the batch, and its rows as bits
 _Row = tuple[int, int]  # a batch, as receipts name it, and a row
 _KINDS = {reader.__name__: kind for kind, reader in READERS.items()}
-_SHARDS = ".shards"  # the setting in a fingerprint that each reader has
+_SHARDS = ".shards"  # setting in a fingerprint that each reader has
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Sighting:
 
     @classmethod
     def of(cls, source: str, recorded: RecordedBatch, *, lost: bool, outcome: str) -> Sighting:
-        """The record of a batch that was given."""
+        """Build the record of a yielded batch."""
         batch, start = recorded.batch, recorded.start
         position = (batch.epoch, batch.slot, recorded.step, start.rank, start.world_size)
         return cls(source, *position, lost, bool(batch.again), outcome)
@@ -151,10 +151,10 @@ class Ledger:
 
 
 def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
-    """Each time that a sample was yielded, in order, with what became of it."""
+    """Return each time that a sample was yielded, in order, with its outcome."""
     rows = [_rows(each, bits) for _, each, bits in found]
     outcomes = _acknowledged(ledger, {batch for named in rows for batch, _ in named})
-    last: dict[_Row, int] = {}  # the last start in which each was given
+    last: dict[_Row, int] = {}  # the last start in which each row was yielded
     last_time: dict[tuple[int, _Row], int] = {}  # the last time in a start
     for time, ((_, each, _), named) in enumerate(zip(found, rows, strict=True)):
         for row in named:
@@ -179,7 +179,7 @@ def _rows(recorded: RecordedBatch, bits: int) -> list[_Row]:
 
 
 def _acknowledged(ledger: LedgerFiles, batches: Iterable[int]) -> dict[tuple[int, _Row], str]:
-    """The acknowledgement of each row of these batches, in each start."""
+    """Return the acknowledgement of each row of these batches, in each start."""
     wanted, found = set(batches), {}
     for began, record in ledger.acknowledged():
         for batch in wanted & record.rows.keys() if record.kind != "again" else ():
@@ -192,7 +192,7 @@ def _acknowledged(ledger: LedgerFiles, batches: Iterable[int]) -> dict[tuple[int
 def _find_keys(
     ledger: LedgerFiles, keys: Iterable[str], *, source: str | None = None, data: str | None = None
 ) -> dict[str, Found | None]:
-    """For each key, where and in which rows its sample was yielded; None if no sample has it.
+    """Return for each key where its sample was yielded, or None for an unknown key.
 
     `source`: only this source of a `Blend`. `data`: the new location of its samples. Raises `SavableError` for an
     unknown source, and for data that are not those of the run.
@@ -219,7 +219,7 @@ def _chosen(ledger: LedgerFiles, source: str | None, data: str | None) -> list[L
 def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dataset:
     """Open the samples of a source, numbered as in the last start that used it.
 
-    Raises `SavableError` if the files hold other samples than the run read, as each answer would be wrong.
+    Raises `SavableError` if the files have other samples than the run read, because every answer would be wrong.
     """
     start = next(start for start in reversed(ledger.starts) if source.tag in [each.tag for each in start.sources])
     saved = unpack_fingerprint(start.fingerprint)
@@ -237,7 +237,7 @@ def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dat
 
 
 def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]) -> str:
-    """The name of a source's reader in the run's settings, such as "web/ParquetReader".
+    """Return the name of a source's reader in the run's settings, such as "web/ParquetReader".
 
     Raises `SavableError` unless the source has one reader, of a kind that this file can open.
     """
@@ -267,7 +267,7 @@ def _opened(reader: str, files: Shards, settings: dict[str, Any], pinned: dict[s
 
 
 def _indices(dataset: Dataset, keys: Iterable[str]) -> dict[int, str]:
-    """The keys by the index of their sample. Reads the key of every sample."""
+    """Return the keys by the index of their sample. Reads the key of every sample."""
     wanted = set(keys)
     return {index: key for index, key in enumerate(dataset.all_keys()) if key in wanted}
 
@@ -308,7 +308,7 @@ def rebuild_batch(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, s
 
 
 def _facts(recorded: RecordedBatch, local: LocalLanes) -> RunFacts:
-    """The facts of the run at a batch, with the number of current shards that its lanes read in each epoch.
+    """Return the facts of the run at a batch, with the number of current shards that its lanes read in each epoch.
 
     Raises `CheckpointMismatchError` if anything but later shards differs.
     """

@@ -30,9 +30,9 @@ from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
 
-_LEAST_S = 10.0  # from one record of counters to the next
-_SHARE = 0.01  # of the time since the file began: the longer it is, the rarer they are
-_COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage that knows costs comes first
+_LEAST_S = 10.0  # least seconds between two records of counters
+_SHARE = 0.01  # least fraction of the time since the file started between two records of counters
+_COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage with costs comes first
 
 
 class LedgerKeeper(Observer):
@@ -49,13 +49,13 @@ class LedgerKeeper(Observer):
         self._folder = Path(settings.ledger or "")
         self._seed = settings.seed
         self._local, self._states, self._stats, self._noted = local, states, stats, noted
-        self._writing = Lock()  # other threads save
+        self._writing = Lock()  # locked because other threads save
         self._writer: records.LedgerWriter | None = None
         self._begun = self._due = 0.0
         self._last = (0, 0)  # epoch and slot of the last batch
-        self._facts = NO_FACTS  # that the file has noted
-        self._fresh = True  # no state has been loaded, nothing skipped
-        self._saved: records.Saved | None = None  # that the run has not gone on after, yet
+        self._facts = NO_FACTS  # facts in the file
+        self._fresh = True  # whether no state has been loaded and nothing skipped
+        self._saved: records.Saved | None = None  # a state after which the run has not continued yet
 
     def on_batch(self, step: BatchStep) -> None:
         """Write a batch. Raises `SavableError` if it cannot be written."""
@@ -129,7 +129,7 @@ class LedgerKeeper(Observer):
     def _begin_file(
         self, at: Position, sources: list[records.LedgerSource], fingerprint: bytes
     ) -> records.LedgerWriter:
-        """This rank's file, once all ranks that can communicate have theirs."""
+        """Create this rank's file, once all ranks that can communicate have theirs."""
         ranks = at.ranks
         number = records.next_number(self._folder)
         if ranks.can_talk:
@@ -160,7 +160,7 @@ class LedgerKeeper(Observer):
         raise SavableError("; ".join(f"rank {rank}: {found}" for rank, found in faults.items()))
 
     def _writer_of(self, start: records.Start, *, looks: bool = True) -> records.LedgerWriter:
-        """This rank's file. Raises `SavableError` if it `looks` and finds a state that was not loaded."""
+        """Create this rank's file. Raises `SavableError` if it `looks` and finds a state that was not loaded."""
         if self._fresh and looks:
             check_not_forgotten(self._folder, start)
         return records.LedgerWriter(self._folder, start)
@@ -172,7 +172,7 @@ class LedgerKeeper(Observer):
             return
         try:
             self._note(self._writer)
-            if sys.exception() is None:  # else the state may not have been written
+            if sys.exception() is None:  # after an exception, the state may not have been written
                 self._note_saved(self._writer)
         except SavableError as error:
             log.warning("the ledger lacks the last counters of this start: %s", error)
@@ -189,7 +189,7 @@ class LedgerKeeper(Observer):
 
 
 def _sources(last: Stage) -> list[records.LedgerSource]:
-    """The sources of a pipeline, in the order of the data path."""
+    """Return the sources of a pipeline, in the order of the data path."""
     return [
         records.LedgerSource(
             stage.info.branch,
@@ -204,12 +204,12 @@ def _sources(last: Stage) -> list[records.LedgerSource]:
 
 
 def _address(reader: Stage) -> str:
-    """The address of a reader's samples; "" for a user's own."""
+    """Return the address of a reader's samples, or "" for a user's own reader."""
     return str(getattr(getattr(reader, "dataset", None), "address", ""))
 
 
 def saved_files(files: str | tuple[str, ...]) -> str | list[str]:
-    """A reader's files as absolute paths; "" where a URL contains a password."""
+    """Return a reader's files as absolute paths, and "" for a URL with a password."""
     named = [files] if isinstance(files, str) else list(files)
     if not any(named) or any("@" in name.partition("://")[2].partition("/")[0] for name in named):
         return ""
@@ -224,10 +224,10 @@ def check_not_forgotten(folder: Path, start: records.Start) -> None:
     """
     last, saved = (-1, -1), None
     for path in sorted(folder.glob(f"*-rank-{start.rank:05d}{records.SUFFIX}")):
-        with contextlib.suppress(SavableError):  # of a damaged file its reader tells
+        with contextlib.suppress(SavableError):  # the reader of a damaged file reports it
             for record in records.read_records(path):
                 if isinstance(record, records.Start) and (record.seed, record.lanes) != (start.seed, start.lanes):
-                    break  # another run's: `LedgerWriter` refuses the folder
+                    break  # another run's, for which `LedgerWriter` rejects the folder
                 if isinstance(record, records.Batch):
                     last = max(last, record.position)
                 elif isinstance(record, records.Saved):

@@ -53,7 +53,7 @@ from savable_pipeline.stages.task_encoder import TaskEncoder
 
 
 def chunk_sizes(last: Stage, epoch: int) -> ChunkSizes:
-    """The chunk sizes of an epoch by branch, without branches that have several."""
+    """Return the chunk sizes of an epoch by branch, without ambiguous branches."""
     found: ChunkSizes = {}
     differing = set()
     for stage in upstream(last):
@@ -73,13 +73,13 @@ class LocalLanes:
         self._example: Stage | None = None
         self._exclude_files: list[ExcludeFile] = []
         self._hinted = False
-        self.facts = NO_FACTS  # of the run
-        self.pinned: PinnedShards = {} if pinned is None else pinned  # remains when the shards are closed
+        self.facts = NO_FACTS  # facts of the run
+        self.pinned: PinnedShards = {} if pinned is None else pinned  # stays set when the shards are closed
         self.runner = LaneRunner(job, shared=self._shared, pinned=self.pinned)
 
     @property
     def last_stage(self) -> Stage:
-        """The last stage of a lane, to inspect its settings and data path.
+        """Return the last stage of a lane, to inspect its settings and data path.
 
         Building it opens the shards, and indexes them on first use.
         """
@@ -103,14 +103,17 @@ class LocalLanes:
             return self.runner.build(self._example_lane % self.lanes, 0, facts)[0]
 
     def built_with(self, decisions: Decisions) -> Stage:
-        """The last stage with these decisions. Raises ValueError if they do not fit."""
+        """Return the last stage with these decisions.
+
+        Raises ValueError if they do not fit.
+        """
         return self._built(replace(self.facts, decisions=decisions))
 
     def learn(self, facts: RunFacts) -> None:
         """Inspect lanes with these facts from now on, except chunk sizes.
 
-        Raises `CheckpointMismatchError` if the data lacks shards, and ValueError if the facts do not fit. Then nothing
-        has changed.
+        Raises `CheckpointMismatchError` if the data lack shards, and ValueError if the facts do not fit. Nothing
+        changes then.
         """
         facts = facts.of_next_epoch
         if facts != self.facts:
@@ -126,7 +129,7 @@ class LocalLanes:
 
     @property
     def lanes(self) -> int:
-        """The number of lanes of the run, or of the job until that is set."""
+        """Return the number of lanes of the run, or that of the job until it is set."""
         return int(self.pinned.get(LANE_COUNT, self._job_lanes))
 
     def set_lanes(self, lanes: int) -> None:
@@ -135,13 +138,13 @@ class LocalLanes:
         self._example = None
 
     def grown(self, facts: RunFacts) -> Stage:
-        """The last stage of a lane whose data has grown as in these facts, to inspect it."""
+        """Return the last stage of a lane with the shards of these facts, to inspect it."""
         if facts.growth == self.facts.growth:
             return self.last_stage
         return self.looked_at(LaneState(self._example_lane, 0), RunFacts(facts.growth))
 
     def looked_at(self, saved: LaneState, facts: RunFacts) -> Stage:
-        """The last stage of a lane at a saved position, to inspect it."""
+        """Return the last stage of a lane at a saved position, to inspect it."""
         with as_in_a_worker(set(KINDS)):
             stage, _ = self.runner.build(saved.lane, saved.epoch, facts, downloads=False)
             if saved.stages is not None:
@@ -159,8 +162,8 @@ class LocalLanes:
 log = logging.getLogger(__name__)
 
 _COUNTS = (MOST_LANES, 48, 24, 8, 4, 2)
-_LEAST = 8  # of an endless run
-_BATCHES = 10  # of a lane in an epoch, at least
+_LEAST = 8  # least number of lanes of an endless run
+_BATCHES = 10  # least batches of a lane in an epoch
 _IDLE = "%d workers for the %d lanes of this rank: some stay idle. For a new run, use lanes=%d or more."
 
 
@@ -219,7 +222,7 @@ def first_epoch_batches(last: Stage) -> int | None:
     return max(0, count - len(excluded)) // last.size
 
 
-# Neighbours of a block remain so: 87 % of them in batches of samples, about a third in packs.
+# Neighbors in a block remain neighbors: 87 % of them in batches of samples, about a third in packs.
 _IN_ORDER = (Blend, Filter, Join, PassThrough, Encode, OnlinePacker, Batcher)
 
 
@@ -242,13 +245,13 @@ def _warn_of_blocks() -> None:
 
 
 def _leaves_blocks(stage: Stage) -> bool:
-    """Whether a stage yields blocks of neighbors by default.
+    """Return whether a stage yields blocks of neighbors by default.
 
-    A finite run is mostly an evaluation, whose order does not matter. Windows of tokens are not sorted.
+    A finite run is usually an evaluation, whose order does not matter. Windows of tokens are not sorted.
     """
     if not isinstance(stage, RecordReader):
         return isinstance(stage, _IN_ORDER) and any(map(_leaves_blocks, stage.sources))
-    is_of_neighbours = stage.population >= 2 * len(stage.dataset.entries)  # else a block is of many shards
+    is_of_neighbours = stage.population >= 2 * len(stage.dataset.entries)  # otherwise a block spans many shards
     is_sorted = is_of_neighbours and not isinstance(stage, TokenReader)
     return stage.has_default_blocks and stage.epochs is None and is_sorted
 
@@ -282,7 +285,7 @@ def _warnings(last: Stage) -> Iterator[str]:
 
 
 def _untold_settings(encoder: TaskEncoder) -> Iterator[str]:
-    """A hint about attributes of an encoder that look like settings but are not saved."""
+    """Yield hints about attributes of an encoder that look like settings but are not saved."""
     if type(encoder).settings is not TaskEncoder.settings:
         return
     own = {name: value for name, value in getattr(encoder, "__dict__", {}).items() if not hasattr(TaskEncoder, name)}
@@ -295,7 +298,7 @@ def _untold_settings(encoder: TaskEncoder) -> Iterator[str]:
 
 
 def _early_points(stage: Stage, ahead: int = 0) -> Iterator[str]:
-    """Hints about points of schedules that buffers of `ahead` items reach before the first batch."""
+    """Yield hints about points of schedules that buffers of `ahead` items reach before the first batch."""
     if isinstance(stage, Blend):
         drawn = ahead * stage.lane.count
         early = [point for point in stage.schedule.starts[1:] if point <= drawn] if stage.schedule is not None else []
@@ -304,7 +307,7 @@ def _early_points(stage: Stage, ahead: int = 0) -> Iterator[str]:
                 f"the schedule changes at {early[0]:,}, but later buffers draw {drawn:,} samples before the first "
                 "batch. Move the buffers into the sources of the Blend, or change the point."
             )
-        ahead = 0  # of each source it is a part
+        ahead = 0  # a part of the buffer for each source
     if isinstance(stage, ShuffleBuffer):
         ahead += stage.capacity
     for source in stage.sources:

@@ -98,7 +98,7 @@ _INSTEAD = (
 
 
 def _torch_worker() -> str:
-    """The worker of torch's DataLoader that this process is, in words; "" for other processes."""
+    """Describe the worker of torch's DataLoader that this process is, or return ""."""
     module = imported("torch.utils.data._utils.worker")
     info = module and module.get_worker_info()
     return f"worker {info.id} of the {info.num_workers} of torch's DataLoader" if info else ""
@@ -118,7 +118,7 @@ def warn_unloaded() -> None:
 
 _LIGHTNING = "lightning.pytorch"
 _KEEPS_ONE = "saves the state of rank 0 only"
-_CURES = {  # by the calling module: whether a single rank is rejected, too, what is wrong, and the solution
+_CURES = {  # by calling module: whether a single rank is rejected too, the problem, and the solution
     "accelerate.checkpointing": (False, f"Accelerate {_KEEPS_ONE}", "savable_pipeline.trainers.accelerate.prepare"),
     "lightning.fabric.strategies": (False, f"Fabric {_KEEPS_ONE}", "savable_pipeline.trainers.fabric.prepare"),
     _LIGHTNING: (
@@ -159,14 +159,14 @@ def refuse_fit(caller: str) -> None:
     frame = inspect.currentframe() if _modern_name(caller).startswith(_LIGHTNING) else None
     while frame is not None:
         module = _modern_name(frame.f_globals.get("__name__", ""))
-        if module.startswith(f"{_LIGHTNING}.loops.") and module.endswith("_loop"):  # else one for evaluation
+        if module.startswith(f"{_LIGHTNING}.loops.") and module.endswith("_loop"):  # other loops are for evaluation
             return refuse_fetching_ahead(caller) if module.endswith((".fit_loop", ".training_epoch_loop")) else None
         frame = frame.f_back
     return None
 
 
 def _modern_name(module: str) -> str:
-    """The name in the package `lightning` of a module of an older package."""
+    """Return the name in the package `lightning` of a module of an older package."""
     return module.replace("pytorch_lightning.", "lightning.pytorch.").replace("lightning_fabric.", "lightning.fabric.")
 
 
@@ -199,7 +199,7 @@ def _warn(trainer: str, cure: str) -> None:
 
 
 def refuse_dataset() -> NoReturn:
-    """Raise AttributeError: a caller wants the dataset to skip batches on resume."""
+    """Raise AttributeError for a caller that would skip batches of a dataset."""
     raise AttributeError(
         "a SavableLoader has no dataset. Do not skip batches, because its state says where to resume (Hugging "
         "Face: ignore_data_skip=True)."
@@ -207,7 +207,7 @@ def refuse_dataset() -> NoReturn:
 
 
 def refuse_items() -> NoReturn:
-    """Raise TypeError: a caller uses the loader as a dataset."""
+    """Raise TypeError for a caller that uses the loader as a dataset."""
     raise TypeError(
         "a SavableLoader is no dataset. Iterate over it instead of a DataLoader, or use sp.StatefulDataset with "
         "torchdata."
@@ -221,11 +221,11 @@ def refuse_samplers(*callers: str) -> None:
 
 
 def caller(up: int = 0) -> str:
-    """The module that called the calling function, or one `up` frames higher, or "".
+    """Return the module of the caller's caller, or of one `up` frames higher, or "".
 
-    Trainers use the protocol that all loaders share, which does not show what they save. Without a look at the caller,
-    a checkpoint that lacks most lanes would only be noticed when it is loaded, perhaps days later. The look takes a
-    microsecond for each state and decides only whether to raise.
+    Trainers use the protocol that all loaders share, which does not show what they save. Without this check, a
+    checkpoint that lacks most lanes would only be noticed when it is loaded, perhaps days later. The check takes a
+    microsecond for each state and only decides whether to raise.
     """
     frame = inspect.currentframe()
     for _ in range(2 + up):

@@ -38,7 +38,7 @@ class PinnedMemory(Observer):
 
 
 def in_pinned_memory(batch: Any) -> Any:
-    """The batch with its tensors in pinned memory; the batch itself without a GPU.
+    """Copy the tensors of a batch to pinned memory, or return the batch without a GPU.
 
     torch's caching allocator reuses a block only after copies from it, as by `tensor.to("cuda", non_blocking=True)`.
     """
@@ -54,7 +54,7 @@ _UNTAGGED = (1 << TAG_SHIFT) - 1
 
 
 class TracedSample(NamedTuple):
-    """A sample that is in a batch, whole or in part: its shard, key and ref."""
+    """Sample that is in a batch, whole or in part: its shard, key and ref."""
 
     shard: str
     key: str
@@ -62,7 +62,7 @@ class TracedSample(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The slot and lane of a batch, and its samples in order.
+    """Slot and lane of a batch, and its samples in order.
 
     `rows` lists the samples of each row: one in a batch of items, several in a batch of packs.
     """
@@ -73,12 +73,15 @@ class Trace(NamedTuple):
 
     @property
     def samples(self) -> list[TracedSample]:
-        """The samples of all rows."""
+        """Return the samples of all rows."""
         return [sample for row in self.rows for sample in row]
 
 
 def traced_rows(last: Stage, samples: BatchSamples) -> list[list[TracedSample]]:
-    """The samples of a batch, in order, by row. `last` is the last stage of any lane."""
+    """Return the samples of a batch, in order, by row.
+
+    `last` is the last stage of any lane.
+    """
     return [[_sample(last, ref) for ref in row] for row in samples.by_row()]
 
 
@@ -90,14 +93,14 @@ def _sample(stage: Stage, ref: ItemRef) -> TracedSample:
 
 
 def source_names(last: Stage) -> dict[int, str]:
-    """The source of each reader ("" without a `Blend`) by tag, in data path order."""
+    """Return the source of each reader ("" without `Blend`) by tag, in path order."""
     return {tag: stage.info.branch for stage in upstream(last) if not stage.sources for tag in stage.info.tags}
 
 
 class SampleIds(Observer):
-    """Adds the samples of a batch to it.
+    """Observer that adds the samples of a batch to it.
 
-    `pad`: whether batches are padded, with the key "valid". Otherwise such a key is the encoder's own.
+    With `pad`, batches are padded and have the key "valid". Otherwise such a key is the encoder's own.
     """
 
     def __init__(self, local: LocalLanes, *, pad: bool) -> None:
@@ -105,7 +108,7 @@ class SampleIds(Observer):
 
     @cached_property
     def _sources(self) -> tuple[Integers, Integers]:
-        """The tags of the sources, ascending, and their numbers."""
+        """Return the tags of the sources, ascending, and their numbers."""
         tags = np.array(list(source_names(self._local.last_stage)), dtype=np.int64)
         return np.sort(tags), np.argsort(tags)
 
@@ -114,9 +117,9 @@ class SampleIds(Observer):
         step.batch = self.added(step.batch, step.samples)
 
     def added(self, batch: Any, samples: BatchSamples) -> dict[Any, Any]:
-        """The batch with "sample_ids" and, if rows have several samples, "sample_rows".
+        """Return the batch with "sample_ids" and, for rows of packs, "sample_rows".
 
-        Raises `EncodeError` for a batch that is no dict or has such a key.
+        Raises `EncodeError` for a batch that is not a dict or has such a key.
         """
         import torch
 
@@ -134,7 +137,7 @@ class SampleIds(Observer):
         return {**batch, IDS: torch.from_numpy(ids)}
 
     def _ids(self, refs: Integers) -> Integers:
-        """Source, index and part: int64 (items, 3)."""
+        """Return source, index and part: int64 (items, 3)."""
         ids = refs.take((0, 0, 2), axis=1)
         ids[:, 1] &= _UNTAGGED
         tags, numbers = self._sources
@@ -145,7 +148,7 @@ class SampleIds(Observer):
 def new_observers(
     settings: LoaderSettings, ranks: Ranks, local: LocalLanes, states: States, prefetcher: Prefetcher
 ) -> list[Observer]:
-    """The observers for these settings, in the order in which they see a step."""
+    """Build the observers for these settings, in the order in which they see a step."""
     found: list[Observer] = [SourceLosses(local)]
     if settings.sample_ids:
         found.append(SampleIds(local, pad=settings.pad))

@@ -38,11 +38,11 @@ from savable_pipeline.run.state.lane_state import fresh_lane, with_facts
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.item_ref import ItemRef
 
-MAX_LAG = 16  # batches that `state_dict(lag=)` can take back
+MAX_LAG = 16  # most batches that `state_dict(lag=)` can go back
 
 
 class LanePosition(NamedTuple):
-    """A lane after its last batch that was yielded."""
+    """A lane after its last yielded batch."""
 
     state: bytes
     more: bool | None  # whether the lane has another batch; None until that is known
@@ -51,21 +51,21 @@ class LanePosition(NamedTuple):
 class YieldedBatch(NamedTuple):
     """A batch that this rank's trainer got.
 
-    `skipped`: of each lane whose batches were skipped between it and the next one, the position before that.
+    `skipped` has, for each lane whose batches were skipped between this batch and the next, the position before that.
     """
 
     step: int  # its first slot
     lane: int
-    before: LanePosition  # of the lane
+    before: LanePosition  # position of the lane before it
     samples: ItemRef | BatchSamples
     skipped: Mapping[int, LanePosition] = {}
 
 
 class History(msgspec.Struct, frozen=True):
-    """The last batches that were yielded in an epoch, without those that were skipped.
+    """The last batches that were yielded in an epoch, without skipped ones.
 
-    `total`: batches that this rank yielded since the loader was created or loaded. `decided_at`: the total at the last
-    `reconfigure`, before which `lag` does not reach.
+    `total` is the number of batches that this rank yielded since the loader was created or loaded. `decided_at` is the
+    total at the last `reconfigure`, which limits `lag`.
     """
 
     batches: tuple[YieldedBatch, ...] = ()
@@ -73,7 +73,10 @@ class History(msgspec.Struct, frozen=True):
     decided_at: int = -MAX_LAG
 
     def lagged(self, lag: int = 0) -> YieldedBatch:
-        """The batch `lag` batches before the last one. Raises ValueError if it is unknown."""
+        """Return the batch `lag` batches before the last one.
+
+        Raises ValueError if it is unknown.
+        """
         if 0 <= lag < len(self.batches):
             return self.batches[-1 - lag]
         found = f"{len(self.batches)} have" if self.batches else "none has"
@@ -91,65 +94,68 @@ class Position(msgspec.Struct, frozen=True):
     """
 
     ranks: Ranks
-    lane_count: int  # of all ranks
+    lane_count: int  # number of lanes of all ranks
     pad: bool
     epoch: int
-    slot: int  # the first slot of the next step
+    slot: int  # first slot of the next step
     lanes: dict[int, LanePosition]
-    end: int  # the first slot not known to be in the epoch
+    end: int  # first slot not known to be in the epoch
     final: bool = False  # whether the epoch ends there
     history: History = History()
     previous: Position | None = None
     iterator: Literal["started", "loaded", "ended"] = "started"  # "loaded": none has started since a state was loaded
-    facts: RunFacts = NO_FACTS  # with which its lanes continue
-    changed: bool = False  # the epoch was started with other settings: its length cannot be counted beforehand
+    facts: RunFacts = NO_FACTS  # facts with which its lanes continue
+    changed: bool = False  # the epoch was started with other settings, so its length cannot be counted in advance
 
     @classmethod
     def start(cls, epoch: int, ranks: Ranks, lane_count: int, *, pad: bool, facts: RunFacts = NO_FACTS) -> Position:
-        """The start of an epoch."""
+        """Return the start of an epoch."""
         facts = facts.of_next_epoch
         lanes = {lane: LanePosition(fresh_lane(lane, epoch, facts), None) for lane in ranks.lanes(lane_count)}
         return cls(ranks, lane_count, pad, epoch, 0, lanes, end=0, facts=facts)
 
     @property
     def own_slot(self) -> int:
-        """This rank's slot in the next step."""
+        """Return this rank's slot in the next step."""
         return self.ranks.slot(self.slot)
 
     @property
     def step(self) -> int:
-        """The number of slots in a step."""
+        """Return the number of slots in a step."""
         return self.ranks.world_size
 
     @property
     def has_step(self) -> bool:
-        """Whether the next step (its first slot with padding) is known to be in the epoch."""
+        """Return whether the next step is known to be in the epoch.
+
+        With padding, this depends on its first slot.
+        """
         return self.slot < self.end if self.pad else self.slot + self.step <= self.end
 
     @property
     def must_vote(self) -> bool:
-        """Whether the ranks must agree, before the next step, on how far the epoch goes."""
+        """Return whether ranks must vote on the epoch's end before the next step."""
         return not self.final and not self.has_step
 
     @property
     def is_over(self) -> bool:
-        """Whether the epoch has no more steps."""
+        """Return whether the epoch has no more steps."""
         return self.final and not self.has_step
 
     @property
     def next_batch(self) -> int:
-        """The first slot of the next step as receipts name it, with its epoch."""
+        """Return the first slot of the next step as receipts name it, with its epoch."""
         return self.epoch << EPOCH_SHIFT | self.slot
 
     def advanced(self, delivery: Delivery) -> Position:
-        """After the next step, in which this rank's trainer gets `delivery`."""
+        """Return the position after a step in which this rank's trainer gets `delivery`."""
         lane, history = self.own_slot % self.lane_count, self.history
         batch = YieldedBatch(self.slot, lane, self.lanes[lane], delivery.samples)
         batches = (*history.batches[1 - MAX_LAG :], batch)
         return self._moved(lane, delivery, History(batches, history.total + 1, history.decided_at))
 
     def skipped(self, delivery: Delivery) -> Position:
-        """After the next step, skipped: no rank gets its batch."""
+        """Return the position after the next step, if no rank gets its batch."""
         lane, history = self.own_slot % self.lane_count, self.history
         if history.batches:
             skipped = {lane: self.lanes[lane], **history.batches[-1].skipped}
@@ -162,7 +168,7 @@ class Position(msgspec.Struct, frozen=True):
         return replace(self, slot=self.slot + self.step, lanes=lanes, history=history)
 
     def decided(self, decisions: Decisions) -> Position:
-        """The same with these decisions from the next step on."""
+        """Return this position with these decisions from the next step on."""
         facts, over = replace(self.facts, decisions=decisions), self.previous
         lanes = {lane: LanePosition(with_facts(at.state, facts), None) for lane, at in self.lanes.items()}
         if over is not None:
@@ -171,12 +177,14 @@ class Position(msgspec.Struct, frozen=True):
         return replace(self, lanes=lanes, previous=over, facts=facts, end=self.slot, final=False, history=history)
 
     def next_epoch(self, epoch: int) -> Position:
-        """At the start of the epoch that follows, which the next iterator starts."""
+        """Return the start of the following epoch, which the next iterator starts."""
         start = Position.start(epoch, self.ranks, self.lane_count, pad=self.pad, facts=self.facts)
         return replace(start, previous=replace(self, previous=None), history=History(total=self.history.total))
 
     def before(self, lag: int) -> Position:
-        """The position `lag` batches ago. Raises ValueError if it is before the history.
+        """Return the position `lag` batches ago.
+
+        Raises ValueError if it is before the history.
 
         It is the start if no batch has been yielded since the run was created or loaded, or its epoch was started.
         """
@@ -204,21 +212,21 @@ class BatchStep:
     batch: Any  # as the trainer gets it; observers may replace it
     started: float  # when the trainer asked for it, by `time.perf_counter`
     number: int  # its slot with its epoch, as in receipts
-    repeated: int | None = None  # its rows that are repeated, as bits (0: padding); None for the batch of a new slot
+    repeated: int | None = None  # repeated rows as bits (0: padding); None for the batch of a new slot
 
     @cached_property
     def samples(self) -> BatchSamples:
-        """What the batch was built of."""
+        """Return the samples of the batch."""
         return BatchSamples.of(self.delivery.samples)
 
     @property
     def epoch_and_slot(self) -> tuple[int, int]:
-        """The epoch and the slot of the batch."""
+        """Return the epoch and the slot of the batch."""
         return self.number >> EPOCH_SHIFT, self.number & SLOTS
 
 
 class Observer:
-    """Sees the steps of a run, which knows no kind of observer.
+    """Sees the steps of a run. The run does not know the kinds of observers.
 
     If `on_batch` raises, the batch is not yielded, and the next step has it again.
     """
@@ -231,19 +239,22 @@ class Observer:
         """
 
     def on_batch(self, step: BatchStep) -> None:
-        """Note or replace a batch before it is yielded."""
+        """Record or replace a batch before it is yielded."""
 
     def on_skip(self, at: Position) -> None:
-        """Note that slots from here on are not yielded: a skip, or the epoch is over.
+        """Record that slots from here on are not yielded.
 
-        These slots have no batch, so `on_batch` does not see them. Raises `SavableError` if an epoch had too little.
+        This is called for a skip and at the end of an epoch.
+
+        These slots have no batch, so `on_batch` does not see them. Raises `SavableError` if an epoch had too few
+        samples.
         """
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
         """Add own entries to the state of a position, `lag` batches before the last one."""
 
     def on_merge(self, own: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
-        """Note the state of all ranks, of which `own` is this rank's.
+        """Handle the state of all ranks, of which `own` is this rank's.
 
         This is not a case of `on_save`, because other ranks' acknowledgements are known only after all have saved.
         """
@@ -251,9 +262,9 @@ class Observer:
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
         """Check own entries of a loaded state, and return a function that adopts them.
 
-        The state is None if the run moves to an earlier position or decides anew, which nothing rejects. Raises
+        The state is None if the run moves to an earlier position or decides again, which nothing rejects. Raises
         `CheckpointMismatchError` if entries are missing.
         """
 
     def close(self) -> None:
-        """Close files, which a later batch opens again."""
+        """Close files. A later batch opens them again."""

@@ -47,19 +47,19 @@ class Prefetcher:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._slot = -1  # the next to hand out; -1 before the first
-        self._epoch = 0  # that it is of
-        self._received: deque[Delivery] = deque()  # the batches of the slots from there on that have come
-        self._again: dict[bytes, Any] = {}  # tickets of batches that are rebuilt, by their `Remake`
+        self._slot = -1  # the next slot to return; -1 before the first
+        self._epoch = 0  # epoch of that slot
+        self._received: deque[Delivery] = deque()  # received batches of the slots from there on
+        self._again: dict[bytes, Any] = {}  # tickets of batches to rebuild, by their `Remake`
         self._remakes = 0
-        self._requests: deque[Any] = deque()  # tickets of the slots after these
+        self._requests: deque[Any] = deque()  # tickets of later slots
         self._is_fault_raised = False  # whether an error has reported the backend's fault
-        self.uncounted: Counter[str] = Counter()  # of stages, which the next batch will bring
+        self.uncounted: Counter[str] = Counter()  # counters of stages, to be added to the next batch
         _close_with(self, backend)
 
     @_stopping_on_error
     def next(self, position: Position, want: RequestKind = "batch", last: int = -1) -> Delivery:
-        """Hand out the batch of this rank's next slot, and forget it. Waits for it.
+        """Return the batch of this rank's next slot, after waiting for it.
 
         Slots up to `last` will be requested in the same way. Raises the stages' own errors, or `WorkerError`.
         """
@@ -73,11 +73,11 @@ class Prefetcher:
 
     @_stopping_on_error
     def peek(self, position: Position) -> Delivery:
-        """The batch that `next` will hand out. Raises what `next` raises."""
+        """Return the next batch without removing it. Raises errors of `next`."""
         return self._receive(position, "batch")
 
     def put_back(self, position: Position, delivery: Delivery) -> None:
-        """Hand this batch out again, when asked for the next slot of `position`."""
+        """Return this batch again at the next call for the slot of `position`."""
         self._slot, self._epoch = position.own_slot, position.epoch
         self._received.appendleft(delivery)
 
@@ -91,7 +91,7 @@ class Prefetcher:
         asked = list(islice(jobs, max(1, backend.capacity)))
         for job in asked:
             if job not in self._again:
-                self._remakes += 1  # a lane for itself, that any worker may take
+                self._remakes += 1  # a lane of its own, for any worker
                 self._again[job] = backend.ask(
                     position.lane_count + self._remakes, job, "again", position.facts.of_next_epoch
                 )
@@ -107,9 +107,10 @@ class Prefetcher:
 
     @_stopping_on_error
     def find_more(self, position: Position, lanes: Iterable[int]) -> dict[int, Delivery]:
-        """Ask the lanes for which it is unknown whether they have another batch.
+        """Ask lanes whether they have another batch, if that is unknown.
 
-        Only before batches of these lanes are requested: a lane that is making one is elsewhere.
+        Only call it before batches of these lanes are requested, because a lane that is building one has another
+        position.
         """
         asked = self._peek_at(position, lanes)
         found = {lane: self._backend.answer(ticket) for lane, ticket in asked.items()}
@@ -166,7 +167,7 @@ class Prefetcher:
             self._requests.append(self._backend.ask(lane, at.state, want, position.facts))
 
     def _start(self, position: Position) -> Backend:
-        """The backend, running, at `position`."""
+        """Return the running backend at `position`."""
         slot = position.own_slot
         if slot != self._slot or position.epoch != self._epoch:
             self.restart()
@@ -179,7 +180,7 @@ class Prefetcher:
 
     @_stopping_on_error
     def restart(self) -> None:
-        """Drop all requests; the workers keep running."""
+        """Drop all requests. The workers continue to run."""
         self._forget()
         self._backend.forget_requests()
 
@@ -191,14 +192,14 @@ class Prefetcher:
             self._is_fault_raised = True
 
     def begin_anew(self) -> None:
-        """End the workers; batches yielded before no longer count."""
+        """End the workers. Batches yielded before no longer count."""
         self.reset()
         self._backend.fault, self._is_fault_raised = "", False
 
     def close(self) -> str:
-        """End the workers and what starts them; they start again when needed.
+        """End the workers and their host. They start again when needed.
 
-        Returns what their last look at the shards has found and no error has reported; "" if nothing is wrong.
+        Returns the fault that their last check of the shards found and no error has reported, or "".
         """
         self.reset()
         self._backend.close()

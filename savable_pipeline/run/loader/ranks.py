@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 RanksLike: TypeAlias = "tuple[int, int] | dist.ProcessGroup | DeviceMesh | Ranks | None"
 ShareLike: TypeAlias = "str | Sequence[str] | dist.ProcessGroup | DeviceMesh | None"
 _FLATTEN = "Flatten others by mesh[...]._flatten('dp'), and pass Ranks.of(mesh['dp'], share=group)."
-_DATA = ("shards", "joins", "exclude", "media", "lanes")  # what is read, excluded, known of it, and how it is dealt
+# settings about the data: which are read, excluded and known, and how they are dealt
+_DATA = ("shards", "joins", "exclude", "media", "lanes")
 
 
 class Ranks:
@@ -61,8 +62,8 @@ class Ranks:
         self.world_size = world_size
         self.group = group
         self.explicit = explicit
-        self.sharing: Sharing | None = None  # the ranks with which it shares batches
-        # Whether it builds its batches; in messages, its number among all processes, where some share batches.
+        self.sharing: Sharing | None = None  # ranks with which it shares batches
+        # Whether it builds its batches. If processes share batches, messages show its number among all processes.
         self.builds, self.name = True, rank
 
     @classmethod
@@ -90,7 +91,8 @@ class Ranks:
         """
         if share is None:
             return _ranks_of(mesh_or_group)
-        from savable_pipeline.run.peers.meeting import find_sharing  # imports the wire of run/nodes
+        # imported here, because it imports the wire of run/nodes
+        from savable_pipeline.run.peers.meeting import find_sharing
 
         if isinstance(share, str | tuple | list):
             found, members = _in_mesh(mesh_or_group, (share,) if isinstance(share, str) else tuple(share))
@@ -101,7 +103,7 @@ class Ranks:
         return found
 
     def lanes(self, lanes: int) -> range:
-        """The lanes of this rank.
+        """Return the lanes of this rank.
 
         Args:
             lanes: The number of lanes of the run.
@@ -109,7 +111,7 @@ class Ranks:
         return range(self.rank, lanes, self.world_size)
 
     def slot(self, step_start: int) -> int:
-        """This rank's slot in a step.
+        """Return this rank's slot in a step.
 
         Args:
             step_start: The first slot of the step.
@@ -137,7 +139,7 @@ class Ranks:
         )
 
     def agree(self, proposed: int, *, smallest: bool) -> int:
-        """The smallest or largest proposal of all ranks. Collective.
+        """Return the smallest or largest proposal of all ranks. Collective.
 
         Args:
             proposed: That of this rank.
@@ -164,7 +166,7 @@ class Ranks:
         return int(agreed.item())
 
     def first_value(self, key: str, value: str) -> str:
-        """The value of the first rank to set `key`, perhaps this one. Waits for no rank.
+        """Return the value of the first rank to set `key`, without waiting for a rank.
 
         If a rank sets a key again, its value is compared with the others' values of the same round. Returns `value` if
         the ranks have no common store, or one that cannot compare. Raises torch's error if the store does not answer.
@@ -180,18 +182,18 @@ class Ranks:
         try:
             time = store.add(f"{key}/times of {self.name}", 1)
             return str(store.compare_set(f"{key}/{time}", "", value).decode())
-        except RuntimeError as error:  # NotImplementedError is one, too
+        except RuntimeError as error:  # includes NotImplementedError
             if isinstance(error, NotImplementedError) or "not implemented" in str(error).lower():
                 return value
             raise
 
     @property
     def can_talk(self) -> bool:
-        """Whether there are other ranks, and a group to communicate with them."""
+        """Return whether there are other ranks, and a group to communicate with them."""
         return self.world_size > 1 and self._find_group() is not None
 
     def _find_group(self) -> Any:
-        """The group of the ranks: all of torch.distributed if it has the same ranks."""
+        """Return the group of the ranks: all of torch.distributed if it has the same ranks."""
         if self.group is None and _initialised():
             import torch.distributed as dist
 
@@ -200,7 +202,7 @@ class Ranks:
         return self.group
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order, on each rank. Collective.
+        """Return the values of all ranks, in their order, on each rank. Collective.
 
         Args:
             value: That of this rank.
@@ -228,18 +230,18 @@ class Ranks:
 
 
 def _initialised() -> bool:
-    """Whether torch.distributed is imported and initialized."""
+    """Return whether torch.distributed is imported and initialized."""
     dist = imported("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized()
 
 
 def _announced() -> int:
-    """The number of ranks that torchrun announces."""
+    """Return the number of ranks that torchrun announces."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def find_ranks(ranks: RanksLike, lanes: int | None) -> Ranks:
-    """The rank of the argument `ranks`, else of torch.distributed, else 0 of 1.
+    """Return the rank of the argument `ranks`, else of torch.distributed, else 0 of 1.
 
     Raises ValueError for another argument, and if the world size does not divide the lanes, unless these are None.
     """
@@ -250,7 +252,7 @@ def find_ranks(ranks: RanksLike, lanes: int | None) -> Ranks:
 
 
 def next_lanes(lanes: int, world_size: int) -> int:
-    """The least multiple of the world size that is at least `lanes`."""
+    """Return the least multiple of the world size that is at least `lanes`."""
     return -(-lanes // world_size) * world_size
 
 
@@ -280,7 +282,7 @@ def _ranks_of(ranks: object) -> Ranks:
         return ranks
     if isinstance(ranks, tuple | list) and len(ranks) == 2 and all(isinstance(number, int) for number in ranks):
         return Ranks(*ranks)
-    if hasattr(ranks, "get_group") and hasattr(ranks, "ndim"):  # a mesh, with no import of torch.distributed
+    if hasattr(ranks, "get_group") and hasattr(ranks, "ndim"):  # a mesh, detected without importing torch.distributed
         if ranks.ndim != 1:
             raise ValueError("a mesh must have one dimension. Pass ranks=mesh['dp'].")
         ranks = ranks.get_group()
@@ -302,7 +304,7 @@ def _in_mesh(mesh: Any, share: tuple[str, ...]) -> tuple[Ranks, tuple[int, ...]]
 
 
 def _members(group: Any) -> tuple[int, ...]:
-    """The global ranks of a group or of a one-dimensional mesh."""
+    """Return the global ranks of a group or of a one-dimensional mesh."""
     import torch.distributed as dist
 
     return tuple(dist.get_process_group_ranks(group.get_group() if hasattr(group, "get_group") else group))

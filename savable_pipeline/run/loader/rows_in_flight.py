@@ -44,13 +44,13 @@ class RowsInFlight(Observer):
         self._receipts: dict[int, tuple[int, torch.Tensor]] = {}  # of the last two batches, with their number
 
     def receipts(self, position: Position) -> torch.Tensor:
-        """The receipts of the last batch, int64 (rows, 2)."""
+        """Return the receipts of the last batch, int64 (rows, 2)."""
         total = position.history.total
         number, found = self._receipts.get(total & 1, (0, None))
         return receipts_of(0, 0) if found is None or number != total else found
 
     def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
-        """What workers need to repeat batches, after a load equally many on each rank."""
+        """Yield requests to repeat batches, after a load equally many on each rank."""
         self.table.settle(at.history.total)
         if at.iterator == "ended":
             return None
@@ -81,12 +81,12 @@ class RowsInFlight(Observer):
         self._add_receipts(step, receipts)
 
     def _repeat(self, step: BatchStep, flight: OpenFlight, size: int) -> torch.Tensor:
-        """Note the first of the waiting batches. If it has no rows, all are padding."""
+        """Record the first of the waiting batches. If it has no rows, all are padding."""
         rows = step.delivery.remaining
         if not rows:
             step.samples = BatchSamples.of(())
             if isinstance(step.batch, dict):
-                step.batch = {VALID: _none_of(size), **step.batch}  # unless it has such a key, of the encoder
+                step.batch = {VALID: _none_of(size), **step.batch}  # a batch may already have such a key of the encoder
         step.repeated = self.table.give_again(step.at.history.total, rows)
         return receipts_of(flight.batch, size, step.repeated, rows)
 
@@ -99,22 +99,20 @@ class RowsInFlight(Observer):
             step.batch = {**step.batch, RECEIPTS: found}
 
     def _remake(self, at: Position, flight: OpenFlight) -> bytes:
-        """What a worker needs to rebuild a batch, or to build padding, on the next lane."""
+        """Return the request to rebuild a batch, or to build padding, on the next lane."""
         lanes = self._settings.lanes
         epoch, slot = divmod(flight.batch, SLOTS + 1) if flight.rows else (at.epoch, at.own_slot)
         lane = LaneState(slot % lanes, epoch, slot // lanes, facts=at.facts.digest)
         return Remake(lane, msgpack.encode(flight.ref) if flight.rows else b"", flight.size).packed
 
-    # Saving and restoring.
-
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
-        """Add what is in flight."""
+        """Add the rows in flight to a state."""
         if lag:
             raise ValueError("lag must be 0 with acknowledge=True, whose state has each unacknowledged row")
         state.update(self.table.state(at.history.total, at.next_batch, state), **{ACKNOWLEDGE: 1})
 
     def on_merge(self, own: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
-        """Drop what other ranks have acknowledged."""
+        """Drop rows that other ranks have acknowledged."""
         if self._ranks.world_size > 1:
             self.table.agree(read_flights(own), read_flights(merged), read_acks(own))
 
@@ -138,26 +136,26 @@ class RowsInFlight(Observer):
         return adopt
 
     def _close_excluded(self, batches: int) -> None:
-        """Close the rows of which all is excluded, after this many batches."""
+        """Close rows whose samples are all excluded, after this many batches."""
         self.table.settle(batches)
         self.table.lose(partial(open_rows_lost, self._local.last_stage))
 
 
 def rows_lost(last: Stage, flights: Flights) -> dict[int, int]:
-    """By batch, the open rows whose data are gone."""
+    """Return the open rows by batch whose data are gone."""
     with restoring("the state"):
         return {each.batch: open_rows_lost(last, each) for of_lane in flights.values() for each in of_lane}
 
 
 def open_rows_lost(last: Stage, flight: Flight) -> int:
-    """The open rows of a batch whose samples are excluded or whose source is gone."""
+    """Return the open rows of a batch with excluded samples or a removed source."""
     without_excluded = last.info.left_of
     _, rows = batch_rows(as_ref(msgpack.decode(msgpack.encode(flight.ref))))
     return sum(1 << row for row, ref in enumerate(rows) if without_excluded(ref) is None) & flight.open
 
 
 def _size(batch: Any, rows: int) -> int:
-    """The rows of a batch with its padding."""
+    """Return the number of rows of a batch with its padding."""
     return len(batch[VALID]) if isinstance(batch, dict) and VALID in batch else rows
 
 

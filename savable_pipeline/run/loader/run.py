@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=Observer)
 _FIXED = {"settings", "states", "observers", "position", "epoch_of", "_ends"}
-_MOST_LANES = 1 << 16  # of a state that sets them, which may be damaged
+_MOST_LANES = 1 << 16  # limit for a state that sets the number of lanes, because it may be damaged
 
 
 class Run:
-    """An iterator over this rank's batches. Only `position` changes, once a step.
+    """Iterator over this rank's batches. Only `position` changes, once a step.
 
     Attributes that need the number of lanes (`_FIXED`) are created at first need if the data or a state sets it.
 
-    `agree`, which may be exchanged, takes this rank's vote and returns the smallest or largest of all ranks'; None asks
-    the others. `pinned` are the shards that it must read; by default those that it finds. `backend` builds the batches;
-    by default that of the settings. `observers` keep the books. Raises ValueError for ranks that do not divide the
-    lanes, or a pipeline that cannot be sent to workers.
+    `agree`, which may be replaced, takes this rank's vote and returns the smallest or largest of all ranks. None asks
+    the other ranks. `pinned` has the shards that it must read, by default those that it finds. `backend` builds the
+    batches, by default that of the settings. `observers` see each step. Raises ValueError for ranks that do not divide
+    the lanes, or a pipeline that cannot be sent to workers.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Run:
             return object.__getattribute__(self, name)
 
     def fix_lanes(self, lanes: int | None = None) -> None:
-        """Create what depends on the number of lanes.
+        """Create attributes that depend on the number of lanes.
 
-        `lanes` is None for the number that the data set. Raises ValueError for one that does not fit.
+        `lanes` is None for the number that the data set. Raises ValueError for a number that does not fit.
         """
         self.settings = settings = with_lanes(self.wanted, self.ranks, self.local, lanes)
         self.states = States(settings, self.ranks, self.local)
@@ -102,7 +102,7 @@ class Run:
         self.begin_epoch(0)
 
     def observer(self, kind: type[T]) -> T | None:
-        """The observer of a kind, if there is one."""
+        """Return the observer of a kind, or None."""
         return next((each for each in self.observers if isinstance(each, kind)), None)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -112,24 +112,22 @@ class Run:
         )
 
     def end_epoch(self) -> None:
-        """Go to where StopIteration is raised, and the next iterator continues."""
+        """Go to the position at which StopIteration is raised."""
         at = self.position
         self.position = replace(at, previous=at.previous or at, iterator="ended")
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last batch; once the next iterator has started, its own."""
+        """Return the epoch of the last batch, or of the iterator started since."""
         return self.epoch_of(self.position)
 
     def length(self) -> int | None:
-        """How many batches this rank gets in the epoch; None if that is not known."""
+        """Return how many batches this rank gets in the epoch, or None if unknown."""
         return self._ends.length(self.epoch, self.ranks.world_size)
 
     def yielded_of_epoch(self) -> int | None:
-        """How many of an epoch's `length` batches were yielded; see `EpochEnds`."""
+        """Return how many of an epoch's `length` batches were yielded. See `EpochEnds`."""
         return self._ends.yielded(self.position, self.epoch)
-
-    # Iterating.
 
     def __iter__(self) -> Run:
         refuse_while_importing()
@@ -155,7 +153,8 @@ class Run:
         except BaseException:
             self._process.release()
             raise
-        # Make no calls below: Python runs signal handlers at calls, and Ctrl-C after the assignment would lose it
+        # Make no calls below. Python runs signal handlers at calls, and Ctrl-C after the assignment would lose the
+        # batch.
         del self._process.thread["id"]
         self.position = after
         return batch
@@ -167,11 +166,11 @@ class Run:
         raise StopIteration
 
     def _next_slot(self, started: float) -> BatchStep:
-        """The batch of the next slot."""
+        """Return the batch of the next slot."""
         delivery, after = self._step("batch", 1)
         at = self.position
         try:
-            if after.previous is None or after.slot:  # an endless run continues where its epoch is over
+            if after.previous is None or after.slot:  # an endless run continues where its epoch ended
                 self.prefetcher.prefetch(after)
             step = BatchStep(at, after, delivery, delivery.batch, started, at.epoch << EPOCH_SHIFT | at.own_slot)
             self._observe(step)
@@ -181,7 +180,7 @@ class Run:
         return step
 
     def _next_repeat(self, started: float) -> BatchStep | None:
-        """The next batch that an observer asks for again: it takes no slot."""
+        """Return the next batch that an observer repeats, or None. It takes no slot."""
         at, vote = self.position, self._vote if self.agree is not None or self.ranks.can_talk else None
         for observer in self.observers:
             if (remakes := observer.repeats(at, vote)) is not None:
@@ -226,15 +225,14 @@ class Run:
         return self.backend.agree(partial(ask, vote))
 
     def _step(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
-        """This rank's batch of the next step, and the position after it.
+        """Return this rank's batch of the next step, and the position after it.
 
-        The next `slots` will be requested likewise. Whether the epoch continues after the step is determined before its
-        batch is yielded, and stored at once: if the rest of the step fails and it is taken again, the ranks do not vote
-        again.
+        The next `slots` will be requested in the same way. The end of the epoch is determined before the batch is
+        yielded, and stored at once. If the rest of the step fails and is repeated, the ranks do not vote again.
         """
         self._check_once()
         at = self.position
-        if not self._ends.is_finite or at.slot + 2 * at.step <= at.end:  # most steps: nothing is to be determined
+        if not self._ends.is_finite or at.slot + 2 * at.step <= at.end:  # most steps need no vote and no count
             return self._advance(want, slots)
         while not self.position.has_step:
             self.position = self._ends.towards_step(self.position, self._vote)
@@ -251,7 +249,7 @@ class Run:
         return delivery, self._ends.next_epoch(after) if after.is_over else after
 
     def _check_once(self) -> None:
-        """Raise ValueError or `SavableError` where this rank must not iterate."""
+        """Raise ValueError or `SavableError` if this rank must not iterate."""
         if self._process.checked:
             return
         refuse_while_importing()
@@ -264,7 +262,7 @@ class Run:
         self._process.checked = True
 
     def _advance(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
-        """This rank's batch of the next step of the epoch, and the position after it."""
+        """Return this rank's batch of the next step of the epoch, and the position after it."""
         self.local.verify_excluded()
         position = self.position
         delivery = self.prefetcher.next(position, want, position.slot + slots - 1)
@@ -291,8 +289,6 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Saving, restoring and looking back.
-
     def state_dict(self, lag: int = 0, *, at: Position | None = None) -> dict[str, Any]:
         """Return the state here or `at` an earlier position, or `lag` batches before that."""
         before = (at or self.position).before(lag)
@@ -305,20 +301,23 @@ class Run:
     def global_state(
         self, group: dist.ProcessGroup | None = None, *, position: Position | None = None, lag: int = 0
     ) -> dict[str, Any]:
-        """The state of all ranks, here or at a position where this run was. Collective."""
+        """Return the state of all ranks, now or at an earlier position of this run.
+
+        Collective.
+        """
         ranks = self.ranks if group is None else Ranks(self.ranks.rank, self.ranks.world_size, group)
         own = self.state_dict(lag, at=position)
         return self.joined(own, ranks.gather(own))
 
     def joined(self, own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state of all ranks, of which this one has just saved `own`."""
+        """Return the state of all ranks, of which this one has just saved `own`."""
         merged = merge_states(states)
         for observer in self.observers:
             observer.on_merge(own, merged)
         return merged
 
     def return_to(self, position: Position) -> None:
-        """Return to an earlier position of this run, to repeat what followed."""
+        """Return to an earlier position of this run, to repeat the following batches."""
         with self._process.moving():
             self._move(position)
 
@@ -331,7 +330,7 @@ class Run:
         self._adopt(position, None)
 
     def _adopt(self, position: Position, state: Mapping[str, Any] | None) -> None:
-        """Have all observers check a state or position, and then adopt it."""
+        """Let all observers check a state or position, and then adopt it."""
         adopting = [observer.on_load(position, state) for observer in self.observers]
         for adopt in filter(None, adopting):
             adopt()
@@ -345,7 +344,7 @@ class Run:
             )
 
     def take_back(self, before: Position) -> None:
-        """Return to `before` if a batch was yielded since then that nobody got."""
+        """Return to `before` if a batch was yielded since then that no trainer got."""
         now, then = history_of(self.position).batches[-1:], history_of(before).batches[-1:]
         if now and not (then and now[0] is then[0]):
             self.return_to(before)
@@ -361,7 +360,7 @@ class Run:
             self.position, self._was_loaded, self._last_repeat = loaded, True, None
 
     def reconfigure(self, **wanted: Any) -> int:
-        """See `SavableLoader.reconfigure`: as if it had been stopped and resumed.
+        """See `SavableLoader.reconfigure`. The run continues as if stopped and resumed.
 
             yielded  0  1  2  3 │ built ahead: 4 5 6    reconfigure: 4, 5, 6 are dropped, the lanes are before 4 again,
                                 │                       with the decision in their states; 4 is built again
@@ -388,18 +387,18 @@ class Run:
         return Trace(self.ranks.slot(batch.step), batch.lane, rows)
 
     def last_step(self) -> tuple[int, int]:
-        """The slot and the lane of the last batch. Raises ValueError without one."""
+        """Return the slot and the lane of the last batch. Raises ValueError without one."""
         batch = history_of(self.position).lagged()
         return self.ranks.slot(batch.step), batch.lane
 
 
 def history_of(position: Position) -> History:
-    """The batches of the epoch of the last one."""
+    """Return the history of the epoch of the last batch."""
     return (position.previous or position).history
 
 
 def _iterated(position: Position) -> Position:
-    """The position of an iterator that continues there."""
+    """Return the position of an iterator that continues there."""
     return replace(position, previous=None, iterator="started")
 
 
@@ -424,13 +423,13 @@ def _loading(run: Run, state: Mapping[str, Any]) -> Iterator[None]:
 
 
 class _Asked(Exception):
-    """A rank has voted, and waits for the others."""
+    """Raised when a rank has voted, and waits for the others."""
 
 
 def voted_step(runs: Sequence[Run]) -> list[Any]:
-    """The batch of each rank in the next step, with the votes of all.
+    """Return the batch of each rank in the next step, with the votes of all.
 
-    A rank that votes breaks its step off. The step is repeated with the result of the vote.
+    A rank that votes interrupts its step. The step is repeated with the result of the vote.
     """
     agreed: list[int] = []
 

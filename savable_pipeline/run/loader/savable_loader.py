@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-_ADVICE = {  # for the options of other loaders
+_ADVICE = {  # advice for the options of other loaders
     "batch_sampler": "Use .bucket(bounds, size=...) instead.",
     "batch_size": "Use .batch({}) at the end of the pipeline.",
     "collate_fn": "Write it as `batch(self, items, rng)` of an sp.TaskEncoder.",
@@ -117,7 +117,7 @@ class SavableLoader:
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch of the last batch, from 0.
+        """Number of the epoch of the last batch, from 0.
 
         After StopIteration, or an `iter()` that starts the next epoch, it is that of the next epoch.
         """
@@ -125,13 +125,11 @@ class SavableLoader:
 
     @property
     def sources(self) -> list[str]:
-        """The sorted names of the sources of a `Blend` ("text/web" if nested), or [""].
+        """Sorted names of the sources of a `Blend` ("text/web" if nested), or [""].
 
         Opens the shards, and indexes them on first use.
         """
         return list(source_names(self._run.local.last_stage).values())
-
-    # Iterating.
 
     def __iter__(self) -> SavableLoader:
         misuse.warn_unsaved(misuse.caller(), self._run.position, restarts=self._run.settings.restarts)
@@ -140,12 +138,13 @@ class SavableLoader:
 
     def __next__(self) -> Any:
         try:
-            return self._run.__next__()  # `next` would be a call that Python may deliver a signal behind: see there
+            # not `next(...)`, which would be a call after which Python may deliver a signal, see `Run.__next__`
+            return self._run.__next__()
         except (SavableError, TypeError, ValueError) as error:
             raise shortened(error) from error.__cause__
 
     def __len__(self) -> int:
-        """The number of batches that this rank gets in an epoch.
+        """Return the number of batches that this rank gets in an epoch.
 
         It is known with `epoch_slots`, and for a finite pipeline without packing whose encoder sets `one_to_one`.
 
@@ -167,7 +166,7 @@ class SavableLoader:
     def __bool__(self) -> bool:
         return True  # whether its length is known or not
 
-    if not TYPE_CHECKING:  # a type checker knows all attributes that there are
+    if not TYPE_CHECKING:  # a type checker knows the existing attributes
 
         def __getattr__(self, name: str) -> NoReturn:
             if name == "dataset":
@@ -209,8 +208,6 @@ class SavableLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Saving and restoring.
-
     def state_dict(self, *, lag: int = 0) -> dict[str, Any]:
         """Return the state after the last batch, a flat dict of int and bytes.
 
@@ -244,7 +241,7 @@ class SavableLoader:
             state: A state that holds this rank's lanes.
             allow: Names of fields that may differ from the saved ones, as `CheckpointMismatchError` names them. With
                 "shards", new shards that sort after all old ones join at the epoch after the last that any lane has
-                begun: that takes the state of all lanes (`global_state_dict`). With "joins", a `Join` may be added or
+                started: that takes the state of all lanes (`global_state_dict`). With "joins", a `Join` may be added or
                 exchanged.
 
         Raises:
@@ -255,7 +252,7 @@ class SavableLoader:
         self._run.load_state_dict(state, allow)
 
     def save_state(self) -> dict[str, Any]:
-        """The same as `state_dict()`."""
+        """Return the result of `state_dict()`."""
         return self.state_dict()
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
@@ -456,10 +453,10 @@ class SavableLoader:
 
 
 def run_of(loader: SavableLoader) -> Run:
-    """The run behind a loader."""
+    """Return the run behind a loader."""
     return loader.__savable_run__()
 
 
 def settings_of(loader: SavableLoader) -> LoaderSettings:
-    """The settings of a loader, for `verify` and `trainers`."""
+    """Return the settings of a loader, for `verify` and `trainers`."""
     return run_of(loader).settings

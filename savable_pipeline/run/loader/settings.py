@@ -19,7 +19,7 @@ from savable_pipeline.stages.pipeline import PipelineFunction, check_pipeline
 from savable_pipeline.stages.pipeline_value import Pipeline
 from savable_pipeline.stages.stage import Stage
 
-MOST_LANES = 96  # by default
+MOST_LANES = 96  # the default
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class LoaderSettings:
             raise ValueError("peers would acknowledge at different times. Remove share= of Ranks.of or acknowledge=.")
 
     def _check_workers(self) -> None:
-        """One number of workers, that of `num_workers`."""
+        """Raise ValueError if `num_workers` and `workers.count` differ."""
         if not isinstance(self.workers, Workers):
             raise ValueError(
                 f"workers must be sp.Workers(...), not {self.workers!r}. Set their number by num_workers=."
@@ -109,7 +109,7 @@ class LoaderSettings:
         if self.num_workers < 0:
             raise ValueError(f"num_workers must be at least 0, not {self.num_workers}")
         if (count := self.workers.count) is not None:
-            uncounted = replace(self.workers, count=None)  # equal where nodes set the number
+            uncounted = replace(self.workers, count=None)  # these settings compare equal if nodes set the number
             if self.num_workers and self.workers != uncounted:
                 raise ValueError(f"pass num_workers={self.num_workers} or sp.Workers({count}), not both")
             object.__setattr__(self, "num_workers", count)
@@ -117,39 +117,45 @@ class LoaderSettings:
 
     @property
     def pad(self) -> bool:
-        """Whether the last batches of an epoch are padded."""
+        """Return whether the last batches of an epoch are padded."""
         return self.tail == "pad"
 
     @property
     def restarts(self) -> bool:
-        """Whether each iterator starts epoch 0 again."""
+        """Return whether each iterator starts epoch 0 again."""
         return self.on_iter == "restart"
 
     @property
     def max_in_flight(self) -> int | None:
-        """The maximum number of rows in flight."""
+        """Return the maximum number of rows in flight."""
         return self.acknowledge.max_in_flight if isinstance(self.acknowledge, Acknowledge) else None
 
     @property
     def by_data(self) -> bool:
-        """Whether the data set the number of lanes, which a function may use."""
+        """Return whether the data set the number of lanes, which a function may use."""
         by_slots = self.pad or self.epoch_slots is not None
         return self.by_default and not by_slots and isinstance(self.pipeline, Pipeline)
 
     @property
     def job(self) -> LaneJob:
-        """The settings from which a process builds lanes, one until their number is known."""
+        """Return the settings from which a process builds lanes.
+
+        The number of lanes is 1 until it is known.
+        """
         lanes = 1 if self.by_data else self.lanes
         return LaneJob(self.pipeline, self.seed, lanes, self.pad, bool(self.acknowledge))
 
     def find_ranks(self) -> Ranks:
-        """The rank of this process. Raises ValueError if the lanes do not fit the ranks."""
+        """Return the rank of this process.
+
+        Raises ValueError if the lanes do not fit the ranks.
+        """
         return find_ranks(self.ranks, None if self.by_data else self.lanes)
 
     def new_backend(self, runner: LaneRunner, last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:
-        """Return what builds the batches, or gets them from a peer.
+        """Return the backend that builds the batches, or gets them from a peer.
 
-        `runner` builds in this process.
+        `runner` builds batches in this process.
         """
         ranks, workers = self.find_ranks(), replace(self.workers, count=self.num_workers)
         host = partial(workers.host, self.job, (ranks.rank, ranks.world_size))
@@ -159,6 +165,7 @@ class LoaderSettings:
 
         if ranks.sharing is None:
             return builder(host)
-        from savable_pipeline.run.peers.peer_backend import PeerBackend  # imports the wire of run/nodes
+        # imported here, because it imports the wire of run/nodes
+        from savable_pipeline.run.peers.peer_backend import PeerBackend
 
         return PeerBackend(ranks.sharing, workers, host, builder)

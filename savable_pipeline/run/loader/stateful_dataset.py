@@ -33,7 +33,7 @@ class StatefulDataset(IterableDataset[Any]):
     """Yields batches for `StatefulDataLoader(dataset, batch_size=None)`.
 
     It resumes exactly with the same number of workers and ranks (`SavableLoader` has no such limit). Each `iter()` of
-    the loader begins the next epoch. Making it opens the shards, and indexes them on first use: all its workers, in
+    the loader starts the next epoch. Making it opens the shards, and indexes them on first use: all its workers, in
     each epoch, read the shards of that moment. Where the length of a finite run cannot be counted beforehand, its
     workers cannot agree on the end: each ends with its own lanes.
 
@@ -76,8 +76,8 @@ class StatefulDataset(IterableDataset[Any]):
         self._pinned = _pinned(self._settings)
         self._run: Run | None = None
         self._iteration = -1
-        # The number of epochs begun, and the seed of the workers that began the last one, as one number: a worker reads
-        # and writes both at once, and all workers that are started together write the same.
+        # The number of epochs started, and the seed of the workers that started the last one, as one number. A worker
+        # reads and writes both at once, and all workers that are started together write the same.
         self._begun = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> StatefulDataset:
@@ -115,13 +115,14 @@ class StatefulDataset(IterableDataset[Any]):
         run, pinned = self._run_of(state["iteration"]), dict(self._pinned)
         run.load_state_dict(state)
         moved = [name for name in pinned if is_hub(name) and self._pinned.get(name) != pinned[name]]
-        if moved and get_worker_info():  # the process that makes the workers of later epochs has no part in this
+        if moved and get_worker_info():  # the process that starts the workers of later epochs does not iterate itself
             raise CheckpointMismatchError(
                 f"{moved[0]} has changed since the state was saved. Name the commit "
                 f"{addresses_of(self._pinned).get(moved[0], moved[0])}, or use a SavableLoader, which keeps it."
             )
         self._run, self._iteration = run, state["iteration"]
-        if run.epoch > self._iteration:  # saved after the last batch: this pass ends, the next one gives that epoch
+        # saved after the last batch: this epoch ends, and the next iterator yields that epoch
+        if run.epoch > self._iteration:
             run.end_epoch()
         self._begun[0] = self._packed(self._iteration + 1)
 
@@ -131,7 +132,7 @@ class StatefulDataset(IterableDataset[Any]):
         return self._run
 
     def _run_of(self, iteration: int) -> Run:
-        """A run of this process's share of the lanes, at the start of an epoch."""
+        """Build a run of this process's share of the lanes, at the start of an epoch."""
         share, shares = self._shares()
         lanes = self._settings.lanes
         if lanes % shares:
@@ -146,18 +147,18 @@ class StatefulDataset(IterableDataset[Any]):
         return run
 
     def _shares(self) -> tuple[int, int]:
-        """The number of this process's share of the lanes, and the number of shares."""
+        """Return the number of this process's share of the lanes, and the number of shares."""
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         return self._rank + self._world_size * worker, self._world_size * workers
 
     def _next_iteration(self) -> int:
-        """The number of the epoch that begins, the same in all workers that were started together."""
+        """Return the number of the epoch that starts, equal in all workers that were started together."""
         begun, seed = divmod(int(self._begun[0]), 1 << _SEED_BITS)
         info = get_worker_info()
         if info is None:
             number = begun
-        elif self._iteration >= 0:  # a worker that is kept for another epoch
+        elif self._iteration >= 0:  # a worker that continues for another epoch
             number = self._iteration + 1
         else:
             number = begun - 1 if begun and seed == self._worker_seed() else begun
@@ -168,7 +169,7 @@ class StatefulDataset(IterableDataset[Any]):
         return (begun << _SEED_BITS) | self._worker_seed()
 
     def _worker_seed(self) -> int:
-        """A number that workers have in common if they were started together, and only then."""
+        """Return a number that workers have in common only if they were started together."""
         info = get_worker_info()
         return (info.seed - info.id) % (1 << _SEED_BITS) if info else 0
 
@@ -178,7 +179,7 @@ def _is_count(value: object) -> bool:
 
 
 def _pinned(settings: LoaderSettings) -> PinnedShards:
-    """The shards that the pipeline reads now; closed again."""
+    """Return the shards that the pipeline reads now, and close them."""
     local = LocalLanes(settings.job, 0)
     try:
         assert local.last_stage

@@ -58,7 +58,7 @@ from savable_pipeline.stages.stage import Stage
 log = logging.getLogger(__name__)
 
 NEW_SHARDS = "shards"  # the word in `allow`
-_CHANGED = "settings changed within the epoch"  # an entry of a state's fingerprint, while that epoch lasts
+_CHANGED = "settings changed within the epoch"  # an entry of a state's fingerprint until that epoch ends
 
 
 class States:
@@ -69,27 +69,30 @@ class States:
 
     @cached_property
     def fingerprint(self) -> PipelineFingerprint:
-        """What a state must agree on. It holds the index of the shards open."""
+        """Return the settings on which a state must agree.
+
+        The index of the shards stays open.
+        """
         found = fingerprint(self._local.last_stage, seed=self._settings.seed, lanes=self._settings.lanes)
         return replace(found, addresses={**found.addresses, **addresses_of(self._local.pinned)})
 
     @cached_property
     def packed(self) -> bytes:
-        """The same as bytes."""
+        """Return the fingerprint as bytes."""
         return pack_fingerprint(self.fingerprint)
 
     @cached_property
     def _packed_changed(self) -> bytes:
-        """The same in an epoch that was begun with other settings."""
+        """Return the fingerprint as bytes, in an epoch that was started with other settings."""
         found = self.fingerprint
         return pack_fingerprint(replace(found, environment={**found.environment, _CHANGED: "yes"}))
 
     def close(self) -> None:
-        """Let go of the index of the shards."""
+        """Release the index of the shards."""
         self.__dict__.pop("fingerprint", None)
 
     def flat(self, position: Position) -> dict[str, Any]:
-        """The state dict of a position."""
+        """Return the state dict of a position."""
         return {
             "order": ORDER,
             "state": STATE,
@@ -103,7 +106,10 @@ class States:
         }
 
     def loaded(self, state: Mapping[str, Any], allow: Iterable[str]) -> Position:
-        """The position in a state. Raises what `SavableLoader.load_state_dict` raises."""
+        """Return the position in a state.
+
+        Raises errors of `SavableLoader.load_state_dict`.
+        """
         state_dict.check_flat(state)
         state_dict.refuse_spans(state)
         if not self._settings.acknowledge:
@@ -116,13 +122,13 @@ class States:
         return self._loaded(state, saved, allow)
 
     def pin(self, pinned: PinnedShards) -> None:
-        """Have readers read these shards and commits."""
+        """Let readers read these shards and commits."""
         self._local.pin(pinned)
         for name in ("fingerprint", "packed", "_packed_changed"):
             self.__dict__.pop(name, None)
 
     def _loaded(self, state: Mapping[str, Any], saved: Fingerprint, allow: Iterable[str]) -> Position:
-        """The position in a state of the fingerprint `saved`, in data that have grown as its own."""
+        """Return the position in a state with the fingerprint `saved`, in data that have grown like its data."""
         ours, allowed = self.fingerprint, {allow} if isinstance(allow, str) else set(allow)
         checked_allow(allowed - {NEW_SHARDS}, saved, ours)
         with restoring("the state"):
@@ -138,7 +144,7 @@ class States:
     def _read(
         self, state: Mapping[str, Any], saved: Fingerprint, ours: PipelineFingerprint, allowed: set[str]
     ) -> Position:
-        """The position in a state of the fingerprint `saved`, whose fields may differ where they are `allowed`."""
+        """Return the position in a state with the fingerprint `saved`, whose fields in `allowed` may differ."""
         changed = saved.environment.pop(_CHANGED, None) is not None and state["slot"] > 0
         new = NewShards(saved, ours, self._local) if NEW_SHARDS in allowed else None
         differing = compare(new.before if new else saved, ours, allowed - {NEW_SHARDS})
@@ -156,7 +162,7 @@ class States:
             lanes = {number: replace(lane, more=None) for number, lane in lanes.items()}
         differs = bool(differing) or changed or _may_be_cut_otherwise(facts, self._local.grown(facts), state["epoch"])
         slot, count, pad = state["slot"], self._settings.lanes, self._settings.pad
-        changed = differs and slot > 0  # with larger batches, say, a lane that had another batch may have none
+        changed = differs and slot > 0  # with larger batches, for example, a lane that had another batch may have none
         at = {
             n: LanePosition(state[state_dict.lane_name(n)], None if changed else lane.more) for n, lane in lanes.items()
         }
@@ -165,9 +171,9 @@ class States:
 
 
 def _may_be_cut_otherwise(facts: RunFacts, last: Stage, epoch: int) -> bool:
-    """Whether the epoch may have been started with another `tail`, and so with other lane shares.
+    """Return whether the epoch may have been started with another `tail`, and so with other lane shares.
 
-    The tail is in no setting.
+    No setting has the tail.
     """
     readers = (stage for stage in upstream(last) if isinstance(stage, RecordReader))
     by_tail = any(reader.shares_of(epoch).is_cut_by_tail for reader in readers)
@@ -183,7 +189,8 @@ class NewShards:
 
     def __init__(self, saved: Fingerprint, ours: PipelineFingerprint, local: LocalLanes) -> None:
         self._local = local
-        self._shards: dict[str, tuple[int, list[str]]] = {}  # by the reader's branch: how many there were; the new ones
+        # by the reader's branch: their earlier number, and the new ones
+        self._shards: dict[str, tuple[int, list[str]]] = {}
         check_shards(saved, ours)
         fields = dict(saved.fields)
         for field, reader in _readers(local.last_stage).items():
@@ -196,11 +203,11 @@ class NewShards:
 
     @property
     def growth_before(self) -> Growth:
-        """The growth with which lanes read the old shards, in each epoch."""
+        """Return the growth with which lanes read the old shards, in each epoch."""
         return {branch: [(0, old)] for branch, (old, _) in self._shards.items()}
 
     def join(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`state` with the epochs at which they join.
+        """Return `state` with the epochs at which the shards join.
 
         Raises `CheckpointMismatchError` if it lacks lanes.
         """
@@ -220,7 +227,7 @@ class NewShards:
 
 
 def _readers(last: Stage) -> dict[str, RecordReader]:
-    """The readers of a pipeline, by the name of the field that lists their shards."""
+    """Return the readers of a pipeline, by the name of the field that lists their shards."""
     found: dict[str, RecordReader] = {}
     for stage in upstream(last):
         if isinstance(stage, RecordReader):
@@ -232,13 +239,13 @@ def _readers(last: Stage) -> dict[str, RecordReader]:
 
 
 def _has_grown(field: str, saved: Summary, ours: ShardList) -> bool:
-    """Whether shards were added and all others are the same.
+    """Return whether shards were added and all others are the same.
 
     Raises `CheckpointMismatchError` for one between them.
     """
     if begin_with(ours, saved):
         return len(ours) > count(saved)
-    if not isinstance(saved, list):  # hashes do not tell a shard between the old ones from one that is gone
+    if not isinstance(saved, list):  # hashes cannot tell a shard between the old ones from a missing one
         return False
     before, now = {tuple(shard) for shard in saved}, {tuple(shard) for shard in ours.rows()}
     if not before <= now:
@@ -252,7 +259,7 @@ def _has_grown(field: str, saved: Summary, ours: ShardList) -> bool:
 
 
 def _name_after(last: str) -> str:
-    """A name for a new shard: the next number, if that sorts after the last."""
+    """Return a name for a new shard: the next number, if that sorts after the last."""
     numbered = re.fullmatch(r"(.*?)(\d+)(\D*)", last, re.DOTALL)
     if numbered:
         begin, number, end = numbered.groups()
@@ -264,7 +271,7 @@ def _name_after(last: str) -> str:
 
 
 def _same_selection(reader: RecordReader, saved: Fingerprint, ours: Fingerprint, old: int) -> dict[str, Any]:
-    """The field of the reader's split and subset here, if it selects the same of the old shards.
+    """Return the field of the reader's current split and subset, if it selects the same of the old shards.
 
     Raises `CheckpointMismatchError` for a subset that selects others.
     """
@@ -280,14 +287,14 @@ def _same_selection(reader: RecordReader, saved: Fingerprint, ours: Fingerprint,
 
 
 def _same_media(reader: RecordReader, saved: Fingerprint, ours: Fingerprint, old: int) -> dict[str, Any]:
-    """The fields of known media here, if they are the same for the old shards."""
+    """Return the fields of known media here, if they are the same for the old shards."""
     known = reader.dataset.first_shards(old).known_media.settings()
     fields = {stage_field(reader, name): value for name, value in known.items()}
     return {field: ours.fields[field] for field, value in fields.items() if saved.fields.get(field) == value}
 
 
 def _all_lanes(state: Mapping[str, Any]) -> dict[int, LaneState]:
-    """The states of all lanes. Raises `CheckpointMismatchError` if some are missing."""
+    """Return the states of all lanes. Raises `CheckpointMismatchError` if some are missing."""
     numbers = state_dict.lane_numbers(state)
     if len(numbers) < state["lanes"]:
         raise CheckpointMismatchError(
@@ -298,7 +305,7 @@ def _all_lanes(state: Mapping[str, Any]) -> dict[int, LaneState]:
 
 
 def _begun(lanes: Mapping[int, LaneState], facts: RunFacts, local: LocalLanes) -> dict[str, int]:
-    """The last epoch that any lane has begun of each reader, by its branch."""
+    """Return the last epoch that any lane has started of each reader, by its branch."""
     begun: dict[str, int] = {}
     for lane in lanes.values():
         for reader in _readers(local.looked_at(lane, facts)).values():

@@ -35,8 +35,8 @@ from savable_pipeline.stages.pipeline import upstream
 log = logging.getLogger(__name__)
 
 _WINDOW_S = 60.0
-_NOT_SHOWN = {"items", "first", "tokens", "skipped_tokens"}  # of a source: for `SourceLosses`
-_STARVING = 0.25  # the share of a window above which waiting for data is a warning
+_NOT_SHOWN = {"items", "first", "tokens", "skipped_tokens"}  # counters of a source that only `SourceLosses` uses
+_STARVING = 0.25  # fraction of a window above which waiting for data causes a warning
 
 
 class Stats(Observer):
@@ -51,18 +51,18 @@ class Stats(Observer):
     ) -> None:
         self._sources = cache(find_sources)
         self._others = others
-        self._samples: Counter[int] = Counter()  # by the tag of their source
+        self._samples: Counter[int] = Counter()  # by tag of their source
         self._waits, self._makings = Recent(), Recent()
         self._stage_times: dict[str, Recent] = {}
         self._slowest = Slowest()
-        self._watched = (0, 0)  # of the batches that were watched: bytes read, items
+        self._watched = (0, 0)  # bytes read and items, in the batches that were watched
         self._counts: Counter[str] = Counter()
         self._batches = 0
         self._wait_s = 0.0
-        self._work_s = 0.0  # of all workers together
+        self._work_s = 0.0  # sum over all workers
         now = time.perf_counter()
-        self._read = (now, 0, 0)  # when `numbers` was called last, and the batches and items by then
-        self._window = (now, 0.0)  # when it began, and the seconds waited by then
+        self._read = (now, 0, 0)  # time of the last call of `numbers`, and the batches and items by then
+        self._window = (now, 0.0)  # start of the window, and the seconds waited by then
 
     def on_batch(self, step: BatchStep) -> None:
         """Count a batch, and the seconds that the trainer waited for it."""
@@ -87,7 +87,7 @@ class Stats(Observer):
             self._window = now, self._wait_s
 
     def _count_samples(self, step: BatchStep) -> None:
-        """Count the samples of a batch, for a single source without their refs."""
+        """Count the samples of a batch, without refs if there is a single source."""
         samples = step.delivery.samples
         if len(self._sources()) != 1:
             tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
@@ -129,7 +129,7 @@ class Stats(Observer):
         return {name: number / total for name, number in spent.items()} if total else {}
 
     def numbers(self) -> dict[str, int | float]:
-        """All counters of `totals`, and rates since the last call."""
+        """Return all counters of `totals`, and rates since the last call."""
         now = time.perf_counter()
         items = self._counts["Encode/items"]
         then, batches, items_then = self._read
@@ -142,7 +142,7 @@ class Stats(Observer):
         }
 
     def totals(self) -> dict[str, int | float]:
-        """All counters by name, and percentiles."""
+        """Return all counters by name, and percentiles."""
         counts = {name: number for name, number in self._counts.items() if not name.endswith("/ns")}
         plain = {name: number for name, number in counts.items() if "/source/" not in name}
         tokens = counts.get("OnlinePacker/tokens")
@@ -163,12 +163,12 @@ class Stats(Observer):
         }
 
     def _bytes_read(self) -> int:
-        """The bytes that were read, estimated from the batches that were watched."""
+        """Return the bytes that were read, estimated from the batches that were watched."""
         bytes_read, items = self._watched
         return int(bytes_read * (self._counts["Encode/items"] / items))
 
     def _of_sources(self) -> dict[str, int | float]:
-        """Counts by source of a `Blend`: samples in batches, and the counters of stages."""
+        """Return counts by source of a `Blend`: samples in batches, and the counters of stages."""
         if not any(self._sources().values() if self._batches else ()):
             return {}
         found: Counter[str] = Counter()
@@ -187,11 +187,11 @@ class Stats(Observer):
         return {name: value for key, recent in series.items() for name, value in recent.percentiles(key)}
 
     def names(self) -> dict[str, str]:
-        """The shard and the sample behind `slowest_shard_s` and `slowest_sample_s`."""
+        """Return the shard and the sample behind `slowest_shard_s` and `slowest_sample_s`."""
         return {name: which for name, (_, which) in self._slow().items()}
 
     def _slow(self) -> dict[str, tuple[float, str]]:
-        """The slowest sample and shard, if known: seconds and name."""
+        """Return seconds and name of the slowest sample and shard, if known."""
         found, sample, shard = {}, self._slowest.sample, self._slowest.shard
         if sample is not None:
             found["slowest_sample_s"] = sample.nanoseconds / 1e9, f"{sample.shard}, sample {untagged(sample.number)}"
@@ -201,7 +201,7 @@ class Stats(Observer):
 
 
 def _fills(counts: Mapping[str, int | float]) -> dict[str, float]:
-    """The packing efficiency of each packer."""
+    """Return the packing efficiency of each packer."""
     fills = {}
     for name, tokens in counts.items():
         stage = name.removesuffix("/tokens")
@@ -222,7 +222,7 @@ class Recent:
         self.add = self._numbers.append
 
     def percentiles(self, name: str) -> Iterator[tuple[str, float]]:
-        """`NAME/p50`, `/p90` and `/p99`, which so many percent do not exceed."""
+        """Yield `NAME/p50`, `/p90` and `/p99`, the percentiles of the numbers."""
         ordered = sorted(self._numbers)
         if ordered:
             for percent in _PERCENTS:
@@ -230,7 +230,7 @@ class Recent:
 
 
 _LEAST = 8  # samples of a shard before its mean counts
-_MOST = 4096  # shards whose times are kept
+_MOST = 4096  # most shards with times in memory
 
 
 class SlowSample(NamedTuple):
@@ -246,7 +246,7 @@ class Slowest:
 
     def __init__(self) -> None:
         self.sample: SlowSample | None = None
-        self._shards: dict[str, tuple[int, int]] = {}  # samples and nanoseconds
+        self._shards: dict[str, tuple[int, int]] = {}  # number of samples and nanoseconds
 
     def add(self, watched: WatchedSamples) -> None:
         """Count the samples of a batch."""
@@ -265,17 +265,19 @@ class Slowest:
 
     @property
     def shard(self) -> tuple[str, float] | None:
-        """The shard with the longest mean time of a sample, in s; None at first."""
+        """Return the shard with the longest mean time per sample, in s, or None at first."""
         known = [shard for shard, (count, _) in self._shards.items() if count >= _LEAST]
         return max(((shard, self._mean(shard)) for shard in known), key=lambda entry: entry[1], default=None)
 
 
-_ENOUGH = 1000  # samples of a source before its share is looked at
-_MUCH = 0.1  # of a source's samples, or tokens
-_MOST_DROPPED = 10_000  # dropped samples of a source that yields none end the run, or all of its first epoch
-_EPOCHS = 5  # the same, where other ranks have a part of that epoch, or a buffer holds some of it: e**-5
+_ENOUGH = 1000  # samples of a source before its fraction is checked
+_MUCH = 0.1  # fraction of a source's samples, or tokens
+# so many dropped samples of a source without any usable one end the run, or all of its first epoch
+_MOST_DROPPED = 10_000
+# epochs to wait if other ranks or a buffer have a part of the first epoch: the probability of a mistake is e**-5
+_EPOCHS = 5
 _SHOWN = 5  # reasons in a message
-_MISSING = "Check the names of parts in the encoder with `savable info PATH`"  # most skipped ones are "no ..."
+_MISSING = "Check the names of parts in the encoder with `savable info PATH`"  # most skip reasons are "no ..."
 _CURES = {
     "Encode": "Change the encoder or its settings, or the data",
     "OnlinePacker": "Pass too_long='split', 'truncate' or 'skip'",
@@ -292,35 +294,35 @@ class SourceLosses(Observer):
     def __init__(self, local: LocalLanes) -> None:
         self._local = local
         self._used: Counter[tuple[str, str]] = Counter()  # by stage and source: items, tokens and skipped tokens
-        self._dropped: dict[str, Counter[str]] = {}  # by stage and source: by reason
+        self._dropped: dict[str, Counter[str]] = {}  # by stage and source, then by reason
         self._warned: set[str] = set()
-        self._due: Counter[str] = Counter()  # dropped samples at which the states are examined again
+        self._due: Counter[str] = Counter()  # number of dropped samples at which the states are examined again
 
     @cached_property
     def _sources(self) -> dict[str, tuple[str, int]]:
-        """The name of each source ("" without a `Blend`) and its number of samples, 0 if it is off, by tag."""
+        """Return name ("" without a `Blend`) and number of samples (0 if off) of each source, by tag."""
         stages = list(upstream(self._local.last_stage))
         readers = [stage.info for stage in stages if not stage.sources]
         off = frozenset[int]().union(*(stage.off_tags for stage in stages if isinstance(stage, Blend)))
         return {str(tag): (info.branch, info.population * (tag not in off)) for info in readers for tag in info.tags}
 
     def _source(self, key: str) -> tuple[str, int]:
-        """The name and the number of samples of a stage's source; 0 for a removed one."""
+        """Return the name and the number of samples of a stage's source, 0 for a removed one."""
         return self._sources.get(key.rpartition("/")[2], ("", 0))
 
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Start again at a state, where lanes of other ranks may have used a source, too."""
+        """Start again at a state, where lanes of other ranks may have used a source too."""
         return None if state is None else partial(self._load, state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._used, self._dropped, self._due = Counter(), {}, Counter()
         for number in lane_numbers(state):
-            with suppress(SavableError):  # of a lane that this rank does not need
+            with suppress(SavableError):  # a lane that this rank does not need
                 dropped = read_lanes(state, [number])[number].dropped or {}
                 self._used.update((key, "items") for key, found in dropped.items() if not found)
 
     def _count(self, counts: Mapping[str, int | float]) -> set[str]:
-        """Add the counters of a batch; return the stages and sources with a skipped sample."""
+        """Add the counters of a batch, and return the stages and sources with a skipped sample."""
         touched = set()
         for name, number in counts.items():
             of = OfSource.of(name) if "/source/" in name else None
@@ -338,7 +340,7 @@ class SourceLosses(Observer):
         after = step.after
         for key in self._count(step.delivery.counts):
             population, dropped = self._source(key)[1], self._dropped[key].total()
-            own = population * len(after.lanes) // after.lane_count  # of an epoch, on the lanes of this rank
+            own = population * len(after.lanes) // after.lane_count  # samples of an epoch on the lanes of this rank
             if population and not self._used[key, "items"] and dropped >= self._due[key]:
                 found = self._dropped_of(key, after)
                 total = reasons_of(found).total()
@@ -351,7 +353,7 @@ class SourceLosses(Observer):
             self._warn_of_share(key, min(_ENOUGH, own))
 
     def on_skip(self, at: Position) -> None:
-        """The same at the end of an epoch, when lanes have seen enough."""
+        """Check again at the end of an epoch, when lanes have seen enough samples."""
         if not at.is_over:
             return
         states = [unpack_state(lane.state, LaneState, f"lane {number}") for number, lane in at.lanes.items()]
@@ -364,12 +366,12 @@ class SourceLosses(Observer):
             self._warn_of_share(key, 1)
 
     def _dropped_of(self, key: str, at: Position) -> Counter[str]:
-        """What was skipped of a stage's source on all lanes; nothing once it has had a usable sample."""
+        """Return what all lanes skipped of a stage's source, or nothing if it had a usable sample."""
         found: Counter[str] = Counter()
         for number, lane in at.lanes.items():
             saved = unpack_state(lane.state, LaneState, f"lane {number}")
             of_lane = (saved.dropped or {}).get(key)
-            if of_lane == {} or (saved.batches and not saved.dropped):  # else all have
+            if of_lane == {} or (saved.batches and not saved.dropped):  # otherwise every source has yielded a sample
                 self._used[key, "items"] += 1
                 return Counter()
             found.update(of_lane or {})
@@ -405,12 +407,12 @@ class SourceLosses(Observer):
 
 
 def _cure(stage: str, reasons: Counter[str]) -> str:
-    """What to do about a stage that skips samples, by the most frequent reason."""
+    """Return what to do about a stage that skips samples, by the most frequent reason."""
     lacks_part = stage == "Encode" and reasons.most_common(1)[0][0].startswith("no ")
     return _MISSING if lacks_part else _CURES.get(stage, "See loader.stats()")
 
 
 def _listed(reasons: Counter[str]) -> str:
-    """`'no txt' 990, 'empty' 10`."""
+    """Format reasons, such as `'no txt' 990, 'empty' 10`."""
     shown = ", ".join(f"{reason!r} {number:,}" for reason, number in reasons.most_common(_SHOWN))
     return f"{shown} and {len(reasons) - _SHOWN} more reasons" if len(reasons) > _SHOWN else shown

@@ -160,7 +160,7 @@ class RayWorkers(NodeWorkers):
 
     @property
     def range(self) -> tuple[int, int]:
-        """The least and the most nodes."""
+        """Return the least and the most nodes."""
         return self.nodes if isinstance(self.nodes, tuple) else (self.nodes, self.nodes)
 
     def _open_agents(self) -> Callable[[], Sequence[AgentAddress]]:

@@ -135,7 +135,7 @@ class SocketConnection:
 
     @property
     def started(self) -> bool:
-        """Whether it has sent its process ID."""
+        """Return whether it has sent its process ID."""
         return bool(self._pid)
 
     @property
@@ -278,8 +278,6 @@ class SocketHost(Host):
         self._has_begun = False  # whether any worker has started
         self._update_nodes()
 
-    # Nodes.
-
     def _update_nodes(self) -> None:
         """Connect new nodes, retry lost ones, and place waiting workers."""
         now = time.monotonic()
@@ -367,8 +365,6 @@ class SocketHost(Host):
                 return
             except (OSError, EOFError) as error:
                 self._lose(node, wire.error_text(error))
-
-    # Workers.
 
     def begin(self, pinned: PinnedShards) -> SocketConnection:
         """Start a worker, on a node if one answers, else as soon as one does."""

@@ -30,17 +30,17 @@ from savable_pipeline.run.peers.peer import LinkChannel, Peer
 from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.segments import ALIGN
 
-IS_LINUX = sys.platform == "linux"  # on others, each peer gets copies from the first rank
-_GLANCE_S = 0.02  # between two looks at the store
+IS_LINUX = sys.platform == "linux"  # on other systems, each peer gets copies from the first rank
+_GLANCE_S = 0.02  # seconds between two reads of the store
 _FIRST = "Order the ranks of all sharing groups alike."
 _IN_ORDER = "Create and iterate the same loaders in the same order on each of these ranks."
 _REACH = "Set MASTER_ADDR to an address of a network that both machines share."
 
 
 class Sharing(NamedTuple):
-    """The peers of a sharing group.
+    """Peers of a sharing group.
 
-    `number` is this one's among them. `ranks` are their global ranks, for messages. `store` is that of
+    `number` is that of this process among them. `ranks` are their global ranks, for messages. `store` is that of
     torch.distributed, through which they find each other.
     """
 
@@ -52,9 +52,9 @@ class Sharing(NamedTuple):
 def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...]) -> Sharing | None:
     """Return the sharing group with these global ranks, or None for one process.
 
-    `data_ranks` are those of this process's data group. Raises ValueError for peers that cannot share, or if this
-    process and another one of its data group are not both, or both not, the first of their sharing groups. None waits
-    for another.
+    `data_ranks` are those of this process's data group. Raises ValueError for peers that cannot share. In a data group,
+    either all processes or none must be the first of their sharing groups, otherwise ValueError is raised too. No
+    process waits for another.
     """
     import torch.distributed as dist
 
@@ -79,7 +79,8 @@ def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
     with socket.socket(socket.AF_UNIX) as listener, socket.socket() as public:
         try:
             return meeting.connect(listener, public)
-        except SavableError as error:  # before the sockets close, which others would report
+        # reported before the sockets close, because others would report the closed sockets
+        except SavableError as error:
             meeting.write("failed", str(error))
             for peer in meeting.accepted.values():
                 peer.send_note("failed", str(error))
@@ -87,7 +88,7 @@ def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
 
 
 class _Meeting:
-    """What the peers of a loader write into the store, and their connections."""
+    """The values that peers of a loader write into the store, and their connections."""
 
     def __init__(self, sharing: Sharing, timeout: float) -> None:
         self._store, self._ranks, self._index = sharing.store, sharing.ranks, sharing.number
@@ -102,7 +103,7 @@ class _Meeting:
         self._store.set(f"{self._key}/{name}", repr(value).encode())
 
     def _read(self, name: str, index: int) -> Any:
-        """The value, once the peer `index` has written it."""
+        """Return the value, once the peer `index` has written it."""
         while not self._store.check([f"{self._key}/{name}"]):
             self._remaining_s([index])
             time.sleep(_GLANCE_S)
@@ -125,7 +126,7 @@ class _Meeting:
 
         `listener` is for peers of this machine, `public` for others.
         """
-        if IS_LINUX:  # nothing of such an address remains in the file system, even after SIGKILL
+        if IS_LINUX:  # such an address leaves nothing in the file system, even after SIGKILL
             listener.bind(b"\0savable_pipeline " + os.urandom(16).hex().encode())
             listener.listen()
         if (own := self._index) == 0:
@@ -158,7 +159,7 @@ class _Meeting:
         raise WorkerError(f"rank {self._ranks[self._index]} cannot reach rank {self._ranks[index]}. {_REACH}")
 
     def _accept(self, listener: socket.socket, expected: set[int]) -> None:
-        """Let these peers in. Others, which do not prove the secret, are refused."""
+        """Accept these peers. Others, which cannot prove the secret, are rejected."""
         while missing := expected - self.accepted.keys():
             listener.settimeout(min(self._remaining_s(missing), _GLANCE_S))
             with contextlib.suppress(OSError), contextlib.ExitStack() as refused:

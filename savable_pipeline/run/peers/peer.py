@@ -43,11 +43,11 @@ from savable_pipeline.run.transport.segments import SegmentReader
 Note: TypeAlias = tuple[Any, ...]
 
 LOST, CLOSED = "ended", "closed its loader"  # how a peer ends
-END_S = 5.0  # for the last messages to be sent
+END_S = 5.0  # seconds to send the last messages
 
 
 def pickled(note: Note, message: bytes = b"") -> bytes:
-    """Return a note, with the message of its answer, as it is sent."""
+    """Pickle a note, with the message of its answer."""
     return pickle.dumps((note, message), protocol=5)
 
 
@@ -60,22 +60,22 @@ class LinkChannel:
     def __init__(self, link: wire.Link) -> None:
         self._link, self.fileno, self.flush = link, link.fileno, lambda: True
         self._unsent = SimpleQueue[bytes | None]()
-        self.send = lambda message, descriptors: self._unsent.put(message)  # no descriptor passes
+        self.send = lambda message, descriptors: self._unsent.put(message)  # descriptors cannot pass over TCP
         self._sender = threading.Thread(target=self._send_all, daemon=True)
         self._sender.start()
 
     def receive(self) -> list[tuple[Any, list[int]]]:
-        """The messages that have arrived."""
+        """Return the messages that have arrived."""
         return [(frame.body, []) for frame in self._link.receive()]
 
     def close(self) -> None:
-        """Close the connection once all is sent, or after 5 s."""
+        """Close the connection once everything is sent, or after 5 s."""
         self._unsent.put(None)
         self._sender.join(END_S)
         self._link.close()
 
     def _send_all(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # `receive` finds out why
+        with contextlib.suppress(OSError, ValueError):  # `receive` finds the reason
             while (message := self._unsent.get()) is not None:
                 self._link.send(wire.PEER, body=[message])
                 while not self._link.flush():
@@ -94,7 +94,7 @@ class Peer:
         self.fileno, self.close, self.is_local = channel.fileno, channel.close, isinstance(channel, Channel)
         self.inbox = deque[tuple[Note, bytes, list[int]]]()  # notes with answers that are not taken yet
         self.reader = AnswerReader(SegmentReader(flag, private=True))
-        # Answers that it has taken, the error that it raised, and the time of its last message.
+        # Number of answers that it has taken, the error that it raised, and the time of its last message.
         self.taken, self.failed, self.heard_s = 0, "", time.monotonic()
         # Whether something is unsent; whether its socket is closed; how it ended.
         self.unsent, self.is_closed, self.end = False, False, ""
@@ -102,7 +102,7 @@ class Peer:
     def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a pickled note, unless the peer is gone."""
         if not self.end:
-            with contextlib.suppress(OSError):  # `hear` finds out why
+            with contextlib.suppress(OSError):  # `hear` finds the reason
                 self._channel.send(message, descriptors)
                 self.unsent = not self._channel.flush()
 
@@ -134,10 +134,11 @@ class PassedSegments:
 
     def __init__(self, give_sign: Callable[[], float]) -> None:
         self._give_sign, self.readers, self.numbers = give_sign, weakref.WeakSet[SourceReader](), itertools.count()
-        self.descriptors, self.mapped = dict[int, int](), set[int]()  # by number; the segments that were passed on
+        # by number; and the numbers of segments that were passed on
+        self.descriptors, self.mapped = dict[int, int](), set[int]()
 
     def open_host(self, open_host: Callable[[], Host]) -> Host:
-        """A host whose workers' answers can be passed on."""
+        """Return a host whose workers' answers can be passed on."""
         wait = (host := open_host()).wait
         host.wait = lambda seconds: wait(min(seconds, self._give_sign()))  # type: ignore[method-assign]
         if isinstance(host, ProcessHost):
@@ -145,7 +146,7 @@ class PassedSegments:
         return host
 
     def close(self, numbers: dict[int, int]) -> None:
-        """Close the descriptors of segments that exist no more."""
+        """Close the descriptors of segments that no longer exist."""
         while numbers:
             os.close(self.descriptors.pop(numbers.popitem()[1]))
 
@@ -155,21 +156,21 @@ class SourceReader(AnswerReader):
 
     def __init__(self, sources: PassedSegments) -> None:
         super().__init__(SegmentReader(private=True))
-        self._sources, self._numbers = sources, dict[int, int]()  # of its segments, among those of all workers
+        self._sources, self._numbers = sources, dict[int, int]()  # numbers of its segments, among those of all workers
         sources.readers.add(self)
         weakref.finalize(self, sources.close, self._numbers)
 
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Any]:
         """Return the number and the answer of a message.
 
-        A `Delivery` knows how to pass it on, a small one as it came.
+        A large `Delivery` has its location to pass on, a small one its bytes.
         """
         number, answer = super().read(message, descriptors)
         written = vars(self).pop("_written", lambda note, flags: (pickled(note, message), []))
         return number, replace(answer, written=written) if isinstance(answer, Delivery) else answer
 
     def view(self, written: tuple[Any, ...], descriptors: list[int]) -> list[memoryview]:
-        """The buffers, and last the pickle, of an answer in shared memory."""
+        """Return the buffers of an answer in shared memory, the pickle last."""
         segment, _, dropped, spans = written
         self._sources.close({each: self._numbers.pop(each) for each in dropped})
         if descriptors:

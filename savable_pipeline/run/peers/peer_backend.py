@@ -35,7 +35,7 @@ from savable_pipeline.run.peers.meeting import Sharing, meet
 from savable_pipeline.run.peers.peer import END_S, LOST, Note, PassedSegments, Peer, SourceReader
 from savable_pipeline.stages.batch_difference import digest
 
-_SIGNS = 8  # of life, in a timeout
+_SIGNS = 8  # number of alive messages within a timeout
 _HANGS = "Look for a rank that hangs, save the state of the last batch, and restart the ranks."
 _SAVE = "The state of the last batch is intact: save it, and restart the ranks."
 _VERSIONS = "Install the same versions of Python, torch and NumPy for all ranks."
@@ -49,22 +49,24 @@ class PeerBackend:
     ranks meet at the first request.
     """
 
-    # that of the builder
+    # settings of the builder
     fault = property(lambda self: self._builder.fault, lambda self, fault: setattr(self._builder, "fault", fault))
 
     def __init__(self, sharing: Sharing, workers: Workers, host: Any, builder: Callable[[Any], Backend]) -> None:
         self._rank, self._timeout, self._prefetch = sharing.ranks[sharing.number], workers.timeout, workers.prefetch
-        self._sources, self._sign_s = PassedSegments(self._give_sign), 0.0  # the time of the next sign
+        self._sources, self._sign_s = PassedSegments(self._give_sign), 0.0  # the time of the next alive message
         self._builder = own = builder(partial(self._sources.open_host, host))
         self.open, self.start, self.numbers = own.open, own.start, own.numbers
         self._meet, self.verify_delivered = partial(meet, sharing, workers.timeout), own.verify_delivered
-        self._peers = self._readers = list[Peer]()  # once they have met, and those that get batches from here
-        self._states, self._compares = dict[int, bytes](), True  # of lanes, after their last answers; the next batch
-        self._passed, self._failed = 0, ""  # answers, and the error that ended the group
+        # set once they have met: all peers, and those that get batches from here
+        self._peers = self._readers = list[Peer]()
+        # states of lanes after their last answers; whether the next batch is compared
+        self._states, self._compares = dict[int, bytes](), True
+        self._passed, self._failed = 0, ""  # number of answers, and the error that ended the group
 
     @property
     def capacity(self) -> int:
-        """That of the builder, less what a peer is behind, which is in memory, too.
+        """Return the capacity of the builder, less the answers not taken by all peers.
 
         Each worker has something to build. The last batch is still on its way to the peers.
         """
@@ -72,27 +74,27 @@ class PeerBackend:
         return (most := self._builder.capacity) and max(most // self._prefetch, most - behind * (behind > 1))
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
-        """Request a batch of the builder."""
+        """Request a batch from the builder."""
         self._states.setdefault(lane, state)
         return lane, state, want, self._builder.ask(lane, state, want, facts)
 
     def answer(self, ticket: Any) -> Delivery:
         """Wait for the answer of the first rank.
 
-        Raises what it raises, or `WorkerError` if ranks differ.
+        Raises the error of the first rank, or `WorkerError` if ranks differ.
         """
         lane, state, want, own = ticket
-        state = self._states[lane] if self.capacity else state  # workers are asked ahead
+        state = self._states[lane] if self.capacity else state  # workers are asked in advance
         found = self._shared((want, lane, xxh3_64_intdigest(state)), partial(self._builder.answer, own))
         self._states[lane] = found.state
         return found
 
     def agree(self, vote: Callable[[], int]) -> int:
-        """What the first ranks of all sharing groups have agreed on by their votes."""
+        """Return what the first ranks of all sharing groups have agreed on by their votes."""
         return int(self._shared(("vote",), vote).batch)
 
     def look(self) -> None:
-        """Have the builder compare the shards. Raises on all ranks what it raises."""
+        """Let the builder check the shards. All ranks raise its error."""
         self._shared(("look",), self._builder.look)
 
     def forget_requests(self) -> None:
@@ -107,7 +109,7 @@ class PeerBackend:
         self._builder.stop()
 
     def close(self) -> None:
-        """Stop, and leave the group: other ranks may still take what was passed to them."""
+        """Stop, and leave the group. Other ranks may still take what was passed to them."""
         self._builder.close()
         self.stop()
         for peer in self._peers:
@@ -119,18 +121,16 @@ class PeerBackend:
             peer.close()
         self._peers = []
 
-    # Passing on.
-
     def _shared(self, key: Note, build: Callable[[], Any]) -> Delivery:
         """Return on each rank what the first one has built for a key.
 
-        What is no batch is the `batch` of a `Delivery`. Raises what it raised. The key of a batch has the kind of the
-        request, the lane, and a hash of the lane's state before the batch.
+        A result that is not a batch is the `batch` of a `Delivery`. All ranks raise the same error. The key of a batch
+        has the kind of the request, the lane, and a hash of the lane's state before the batch.
         """
         if not self._peers:
             self._upstream, self._readers = self._meet()
             self._peers = self._readers if self._upstream is None else [*self._readers, self._upstream]
-            self._passed, self._failed, self._sources.mapped = 0, "", set()  # they have mapped no segment
+            self._passed, self._failed, self._sources.mapped = 0, "", set()  # the peers have mapped no segment
             self._own, self._writer = SourceReader(self._sources), AnswerSender()
         self._hear(0.0)
         self._check(self._readers)
@@ -155,16 +155,16 @@ class PeerBackend:
             upstream.send_note("taken")
         if isinstance(found.batch, Failure):
             raise raised or found.batch.raised()
-        if compares:  # the second time, all know that it is equal on all
+        if compares:  # the second answer shows that all ranks have equal batches
             self._compares = False
             for each in (digest(found.batch), "equal"):
                 self._shared(("digest", each), str)
         return found  # type: ignore[no-any-return]
 
     def _pass_on(self, note: Note, found: Delivery) -> Delivery:
-        """Pass an answer on, and return it as this process is to use it.
+        """Pass an answer on, and return it in the form for this process.
 
-        It waits until no reader is far behind.
+        This waits until no reader is far behind.
         """
         if found.written is None:
             _, found = self._own.read(*self._writer.message(1, found))
@@ -178,15 +178,13 @@ class PeerBackend:
         return replace(found, written=None)
 
     def _behind(self, answers: int) -> list[Peer]:
-        """The readers that have not taken so many answers, or have not been sent all."""
+        """Return the readers that have not taken so many answers, or have unsent messages."""
         return [each for each in self._readers if each.unsent or (each.taken < answers and not each.end)]
-
-    # Waiting, and ends.
 
     def _wait(self, missing: Callable[[], list[Peer]], *, timeouts: int = 1) -> None:
         """Wait until no peer is missing.
 
-        Raises `WorkerError` on all ranks if one ended, or gives no sign of life for so many timeouts.
+        Raises `WorkerError` on all ranks if one ended, or sent no alive message for so many timeouts.
         """
         start, limit = time.monotonic(), self._timeout * timeouts
         while peers := missing():
@@ -196,9 +194,9 @@ class PeerBackend:
             self._hear(self._give_sign())
 
     def _give_sign(self) -> float:
-        """Tell all peers that this process is alive, unless it has lately.
+        """Send all peers an alive message, unless one was sent lately.
 
-        Returns for how many seconds it may wait until it does so again.
+        Returns the seconds until the next one is due.
         """
         if (now := time.monotonic()) > self._sign_s:
             self._sign_s = now + self._timeout / _SIGNS
@@ -209,7 +207,7 @@ class PeerBackend:
     def _check(self, needed: list[Peer]) -> None:
         """Raise `WorkerError` if a peer has failed or ended.
 
-        One that has closed its loader is an error only if it is needed.
+        A peer that has closed its loader is an error only if it is needed.
         """
         for failed in filter(None, [self._failed, *(peer.failed for peer in self._peers)]):
             self._fail(failed)
@@ -218,7 +216,7 @@ class PeerBackend:
                 self._fail(f"rank {peer.rank} {peer.end}, which shares batches with rank {self._rank}. {_SAVE}")
 
     def _hear(self, seconds: float) -> None:
-        """Take what arrives within these seconds."""
+        """Handle messages that arrive within these seconds."""
         peers, poll = {peer.fileno(): peer for peer in self._peers if not peer.is_closed}, select.poll()
         for descriptor, peer in peers.items():
             poll.register(descriptor, select.POLLIN | (select.POLLOUT if peer.unsent else 0))
@@ -236,7 +234,7 @@ class PeerBackend:
 
 
 def _difference(rank: int, key: Note, other_rank: int, other: Note) -> str:
-    """The error of two ranks that do not ask for the same."""
+    """Return the error for two ranks with different requests."""
     if key[0] == other[0] == "digest":
         return f"the first batch of rank {rank} differs from that of rank {other_rank}. {_VERSIONS}"
     return f"ranks {rank} and {other_rank} share batches, but not their steps: {key[:2]} and {other[:2]}. {_ALIKE}"

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _OURS = __name__.split(".")[0] + "."
 _OF_THE_RUN = {"lanes", "seed", "stages"}
-LIBRARIES = (  # whose releases decide pixels, sound, tokens or the text of rows; recorded where they are installed
+LIBRARIES = (  # libraries whose releases decide pixels, sound, tokens or the text of rows; recorded if installed
     "numpy", "scipy", "torch", "torchvision", "torchaudio", "torchcodec", "pillow", "pillow-simd", "simplejpeg", "av",
     "decord", "opencv-python", "opencv-python-headless", "imageio", "albumentations", "kornia", "soundfile", "librosa",
     "pyarrow", "pandas", "tokenizers", "transformers", "jinja2", "tiktoken", "sentencepiece",
@@ -49,19 +49,19 @@ _FIXED = {
 _NO_RULE = SettingRule()
 _OF_DATA = {"shards", "joins"}  # settings whose difference names the address of the data
 _JOINING = 'new shards may join at the next epoch: allow={"shards"}'
-_COME_AND_GO = ("joins", "exclude")  # fields that many states lack: `allow` may name them all the same
-_KINDS: dict[str, Any] = {  # of the fields that `compare` looks into
+_COME_AND_GO = ("joins", "exclude")  # fields that many states lack, and that `allow` may name nevertheless
+_KINDS: dict[str, Any] = {  # types of the fields that `compare` looks into
     "stages": list[str],
     "sources": list[str],
     "weights": dict[str, int],
 }
-_LARGEST = 1 << 26  # bytes of a fingerprint before it is compressed
+_LARGEST = 1 << 26  # most bytes of a fingerprint before it is compressed
 
 
 class Fingerprint(msgspec.Struct):
     """Settings that change the data, by field, and versions of libraries.
 
-    `addresses`: where the data of a field were. It is shown if the field differs, and never compared.
+    `addresses` has the location of the data of a field. It is shown if the field differs, and never compared.
     """
 
     fields: dict[str, Any]
@@ -72,9 +72,9 @@ class Fingerprint(msgspec.Struct):
 class PipelineFingerprint(Fingerprint):
     """Fingerprint of a pipeline that this process has built.
 
-    `shards`, by field, are whole, while a state has a summary of them. `required`: the fields of the library's own
-    stages, which every state of such a run has. `rules`: those of the fields of the stages, and of fields that a state
-    may have and the stages have not now, without numbers ("#2").
+    `shards` has all shards by field, where a state has a summary. `required` has the fields of the library's own
+    stages, which every state of such a run has. `rules` has those of the fields of the stages, and of fields that only
+    a state may have, without numbers ("#2").
     """
 
     shards: dict[str, ShardList] = {}
@@ -104,7 +104,7 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> PipelineFingerprint:
         for setting, value in step.settings().items():
             field = _unique(stage_field(step, setting), fields)
             fields[field] = _plain(field, value)
-            if type(step).__module__.startswith(_OURS) and "." not in setting:  # not one of a user's own encoder
+            if type(step).__module__.startswith(_OURS) and "." not in setting:  # not a setting of a user's own encoder
                 required.add(field)
             if setting in _OF_DATA and datasets_of([step]):
                 addresses[field] = clean_address(", ".join(each.address for each in datasets_of([step])))
@@ -169,7 +169,7 @@ def _check_known_fields(fields: Mapping[str, Any]) -> None:
 
 
 def _check_kind(name: str, value: Any, kind: Any) -> None:
-    """Raises `StateError` where a field that is compared by its parts is of another type."""
+    """Raise `StateError` for another type of a field that is compared by its parts."""
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -190,8 +190,8 @@ def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[st
     """Return the names of the fields that differ, all of which must be in `allow`.
 
     "TarShardReader.shuffle" in `allow` also covers that field inside a source of a `Blend`, such as
-    "web/TarShardReader.shuffle". Of a source that only one side has, only the name is compared. Other libraries or
-    another processor, which may change batches, are a warning.
+    "web/TarShardReader.shuffle". For a source that only one side has, only the name is compared. Other libraries or
+    another processor, which may change batches, cause a warning.
 
     Raises `CheckpointMismatchError`, which lists the differing fields that are not in `allow`, and ValueError for a
     name in `allow` that is unknown or may never differ.
@@ -200,7 +200,7 @@ def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[st
     check_shards(saved, current)
     before, after = _of_shared_sources(saved.fields, current.fields), _of_shared_sources(current.fields, saved.fields)
     differing = sorted(name for name in before.keys() | after.keys() if _differs(name, before, after, current))
-    if "stages" in differing:  # leave out the settings of stages that only one side has
+    if "stages" in differing:  # skip the settings of stages that only one side has
         shared = set(before) & set(after) | _OF_THE_RUN
         differing = [name for name in differing if name in shared]
     differing = [name for name in differing if not _follows(name, differing, current)]
@@ -245,7 +245,7 @@ def _rule(name: str, current: PipelineFingerprint) -> SettingRule:
 
 
 def _follows(name: str, differing: list[str], current: PipelineFingerprint) -> bool:
-    """Whether a difference is only that a run has another kind of order, since one of these settings differs."""
+    """Return whether a field differs only because one of these settings differs."""
     prefix, rule = name.rpartition(".")[0], current.rules.get(name, _NO_RULE)
     return any(f"{prefix}.{cause}" in differing for cause in rule.follows)
 
@@ -264,12 +264,12 @@ def _in_branch(branch: str, name: str) -> str:
 
 
 def _base(field: str) -> str:
-    """A field's name without its `Blend` sources and its number: "Encode.check" of "web/Encode.check#2"."""
+    """Return a field's name without its `Blend` sources and its number: "Encode.check" for "web/Encode.check#2"."""
     return field.rsplit("/")[-1].split("#")[0]
 
 
 def _of_shared_sources(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without those of `Blend` sources that `others` does not have; with the weights reduced to the rest."""
+    """Return the fields without those of `Blend` sources that `others` lacks, with the weights of the rest."""
     found = dict(fields)
     for field, names in fields.items():
         if _base(field) != "sources" or field not in others:
@@ -301,15 +301,15 @@ def checked_allow(allow: Iterable[str], saved: Fingerprint, current: PipelineFin
 
 
 def _never(name: str, current: PipelineFingerprint) -> str:
-    """Why a name in `allow` may never differ: one that is no field, but part of a field's name."""
+    """Return why a name in `allow` may never differ. It may be a part of a field's name."""
     fixed = {field: rule.fixed for field, rule in current.rules.items() if rule.fixed}
     return next((fixed[field] for field in fixed if _base(name) in (_base(field), _setting(field))), "")
 
 
 def _plain(field: str, value: Any) -> Any:
-    """Return a setting as a state holds it: tuples and sets become lists.
+    """Convert a setting to plain values, as in a state: tuples and sets become lists.
 
-    Raises ValueError if it is not plain.
+    Raises ValueError if that is impossible.
     """
     try:
         plain = msgspec.to_builtins(value, str_keys=True, order="deterministic")
@@ -343,7 +343,7 @@ def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], 
 
 
 def _paths(name: str, saved: Fingerprint, current: Fingerprint) -> str:
-    """Where the data of a field was when the state was saved, if that is known, and where it is here."""
+    """Return the location of a field's data when the state was saved, if known, and now."""
     before, now = saved.addresses.get(name), current.addresses.get(name)
     if now is None:
         return ""
@@ -352,7 +352,7 @@ def _paths(name: str, saved: Fingerprint, current: Fingerprint) -> str:
 
 @cache
 def _environment() -> dict[str, str]:
-    """Read once a process: the metadata of installed packages take some milliseconds."""
+    """Return versions. Cached, because reading the metadata of packages takes milliseconds."""
     found = {"python": ".".join(map(str, sys.version_info[:3])), "machine": platform.machine()}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):

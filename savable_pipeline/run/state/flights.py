@@ -31,7 +31,7 @@ from savable_pipeline.stages.item_ref import ItemRef
 
 EPOCH_SHIFT = 40
 SLOTS = (1 << EPOCH_SHIFT) - 1
-MOST_ROWS = 1 << 20  # of a batch
+MOST_ROWS = 1 << 20  # most rows of a batch
 ACKNOWLEDGE = "acknowledge"
 _FLIGHT, _ACKS = re.compile(r"flight_([0-9]{5,18})"), re.compile(r"acks_[0-9]{5,18}")
 
@@ -39,7 +39,8 @@ _FLIGHT, _ACKS = re.compile(r"flight_([0-9]{5,18})"), re.compile(r"acks_[0-9]{5,
 class Flight(msgspec.Struct, gc=False):
     """Batch in flight: its ref, perhaps in MessagePack, and its rows.
 
-    `rows`: their number. `done`: those that are done, as bits. `size`: the rows with padding rows, or 0 without.
+    `rows` is their number, and `done` has the bits of those that are done. `size` is the number of rows with padding,
+    or 0 without padding.
     """
 
     batch: int
@@ -50,13 +51,13 @@ class Flight(msgspec.Struct, gc=False):
 
     @property
     def open(self) -> int:
-        """Rows that nobody has acknowledged."""
+        """Return the rows that are not acknowledged."""
         return (1 << self.rows) - 1 & ~self.done
 
     def pack(self) -> None:
         """Store the ref in MessagePack.
 
-        It takes a tenth of the memory, and of the time when a state is saved.
+        It then takes a tenth of the memory, and of the time when a state is saved.
         """
         if type(self.ref) is not msgspec.Raw:
             self.ref = msgspec.Raw(msgspec.msgpack.encode(self.ref))
@@ -74,7 +75,7 @@ class EpochFlights(msgspec.Struct, array_like=True):
 
 class _LaneFlights(msgspec.Struct):
     lane: SavedCount
-    saved_with: bytes  # the checksum of the lane's state
+    saved_with: bytes  # checksum of the lane's state
     epochs: list[EpochFlights]
 
 
@@ -83,12 +84,12 @@ class _Acknowledged(msgspec.Struct):
 
 
 def flights_name(lane: int) -> str:
-    """The key of a lane's batches in flight in the flat dict."""
+    """Return the key of a lane's batches in flight in the flat dict."""
     return f"flight_{lane:05d}"
 
 
 def packed_flights(lane: int, columns: list[EpochFlights], saved_with: bytes) -> bytes:
-    """A lane's batches in flight as bytes, with the checksum of the lane's state."""
+    """Pack a lane's batches in flight, with the checksum of the lane's state."""
     return pack_state(_LaneFlights(lane, saved_with, columns))
 
 
@@ -110,7 +111,7 @@ def flight_columns(flights: Sequence[Flight], lanes: int) -> list[EpochFlights]:
 
 
 def mask_bytes(mask: int) -> bytes:
-    """The bits of rows, the first row's first."""
+    """Return the bits of rows as bytes, the first row's first."""
     return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
 
 
@@ -158,12 +159,12 @@ def _read(name: str, lane: int, raw: bytes, state: Mapping[str, Any], next_batch
 
 
 def _checksum(state: Mapping[str, Any], lane: int) -> bytes:
-    """That of a lane's state in a flat dict."""
+    """Return the checksum of a lane's state in a flat dict."""
     return checksum(state.get(f"lane_{lane:05d}"))
 
 
 def _rows_of(ref: msgspec.Raw) -> int:
-    """The number of rows in a batch's ref: lists of numbers, after the batch's own number if it has one."""
+    """Return the number of rows in a batch's ref: lists of numbers, after the batch's own number if it has one."""
     parts = msgspec.msgpack.decode(ref)
     rows = parts[1:] if parts and type(parts[0]) is int else parts
     if not isinstance(parts, list) or not 0 < len(rows) <= MOST_ROWS or not all(map(_is_ref, rows)):
@@ -204,7 +205,7 @@ def _rows_in(name: str, raw: bytes) -> dict[int, int]:
 
 
 def without_flights(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat dict of the lanes alone, as of a loader without acknowledge=True."""
+    """Return the flat dict of only the lanes, as without acknowledge=True."""
     own = {name for name in state if _FLIGHT.fullmatch(name) or _ACKS.fullmatch(name)}
     return {name: 0 if name == ACKNOWLEDGE else each for name, each in state.items() if name not in own}
 
@@ -220,9 +221,9 @@ def refuse_flights(state: Mapping[str, Any]) -> None:
 
 
 def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
-    """A merged flat dict without the rows that any rank has acknowledged.
+    """Return a merged flat dict without the rows that any rank has acknowledged.
 
-    Acknowledgements of batches whose lanes are not in it stay.
+    Acknowledgements of batches whose lanes are missing are kept.
     """
     acks = {name: raw for name, raw in state.items() if _ACKS.fullmatch(name)}
     if not acks:

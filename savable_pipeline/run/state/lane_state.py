@@ -34,7 +34,7 @@ from savable_pipeline.errors import EncodeError, SavableError, StateError
 _MAGIC = b"SAVL"
 _NUMBERED = _MAGIC + STATE.to_bytes(2, "little") + ORDER.to_bytes(2, "little")
 _HEAD = len(_NUMBERED) + 8
-_DEEPEST = 200  # a stage is a level or two, a ref a few more
+_DEEPEST = 200  # most levels of nesting; a stage takes one or two, a ref a few more
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -48,7 +48,7 @@ class LaneState(msgspec.Struct):
     lane: SavedCount
     epoch: EpochNumber
     batches: SavedCount = 0
-    more: bool | None = None  # whether another batch will come; None if not known yet
+    more: bool | None = None  # whether another batch will come, None if unknown
     stages: dict[str, Any] | None = None
     facts: SavedCount = 0
     dropped: dict[str, dict[str, SavedCount]] | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="in_vain")
@@ -70,10 +70,10 @@ def pack_state(state: msgspec.Struct) -> bytes:
 
 
 def fresh_lane(lane: int, epoch: int, facts: RunFacts) -> bytes:
-    """The packed state of a lane before its first batch of an epoch.
+    """Return the packed state of a lane before its first batch of an epoch.
 
         slot 5 of 8 lanes     0 1 2 3 4            5 6 7
-                              begun: their own     fresh: the run's facts have the chunk sizes, the units in which the
+                              started: their own     fresh: the run's facts have the chunk sizes, the units in which the
                               states say `cut`     shares of all lanes are cut in this epoch
 
     When a run continues in mid-epoch with other settings, such as another batch size or `tail`, the shares of all lanes
@@ -91,7 +91,7 @@ def with_facts(raw: bytes, facts: RunFacts) -> bytes:
 
 
 def checksum(packed: Any) -> bytes:
-    """The checksum in what `pack_state` returned; of anything else, no such one."""
+    """Return the checksum in the result of `pack_state`, and anything for other bytes."""
     return bytes(packed[len(_NUMBERED) : _HEAD]) if isinstance(packed, bytes | bytearray) else b""
 
 
@@ -142,7 +142,7 @@ def _check_depth(state: msgspec.Struct, name: str) -> None:
     raise damaged(f"{name}: lists nested deeper than {_DEEPEST}")
 
 
-# Samples that a lane dropped of sources that have not yielded any.
+# Number of samples that a lane dropped of sources that have not yielded any.
 
 DroppedCounts: TypeAlias = dict[str, dict[str, int]]
 """Dropped samples by "STAGE/TAG" and counter; empty once the source has yielded one:
@@ -156,11 +156,12 @@ The state has it, so a resumed run also knows the sources that have yielded some
 """
 
 FIRST = "first"
-_SKIPPED, _MOST, _OTHERS = "skipped/", 30, "skipped/for other reasons"  # a reason may have a number in it
+# at most 30 reasons, because a reason may contain a number
+_SKIPPED, _MOST, _OTHERS = "skipped/", 30, "skipped/for other reasons"
 
 
 class OfSource(NamedTuple):
-    """What a counter of a stage counts of the source with this tag."""
+    """Parsed name of a stage's counter for the source with this tag."""
 
     stage: str
     tag: int
@@ -168,21 +169,21 @@ class OfSource(NamedTuple):
     """"items", "tokens", "skipped_tokens", "first", or "skipped/REASON": see `SourceCounts`."""
 
     @classmethod
-    @lru_cache(maxsize=1024)  # each batch has the same few
+    @lru_cache(maxsize=1024)  # each batch has the same few names
     def of(cls, name: str) -> OfSource | None:
-        """Parse a counter's name, STAGE/source/TAG/WHAT. None for one of no source."""
+        """Parse a counter's name, STAGE/source/TAG/WHAT. None if it is not about a source."""
         stage, _, of_source = name.partition("/source/")
         tag, _, counter = of_source.partition("/")
         return cls(stage, int(tag), counter) if counter else None
 
     @property
     def key(self) -> str:
-        """The key of the stage and the source in `DroppedCounts`."""
+        """Return the key of the stage and the source in `DroppedCounts`."""
         return f"{self.stage}/{self.tag}"
 
     @property
     def reason(self) -> str:
-        """Why something was left out; "" if this is no counter of that."""
+        """Return the reason for dropping, or "" if the counter does not count drops."""
         return self.counter.removeprefix(_SKIPPED) if self.counter.startswith(_SKIPPED) else ""
 
 
@@ -201,9 +202,6 @@ def with_counts(before: DroppedCounts, counts: Mapping[str, int | float]) -> Dro
 def reasons_of(dropped: Mapping[str, int]) -> Counter[str]:
     """Count the dropped samples of a stage's source by reason."""
     return Counter({name.removeprefix(_SKIPPED): n for name, n in dropped.items() if name.startswith(_SKIPPED)})
-
-
-# Reading what may be damaged.
 
 
 def damaged(fault: str) -> StateError:
@@ -229,8 +227,8 @@ def restoring(name: str) -> Iterator[None]:
         ) from error
 
 
-_FREE = 1 << 20  # objects, whatever the size of a state; 75 MB of empty lists
-_LOW_BYTES = bytes(range(128))  # integers that take no memory of their own, ASCII text and small numbers
+_FREE = 1 << 20  # objects that are allowed whatever the size of a state: 75 MB of empty lists
+_LOW_BYTES = bytes(range(128))  # integers without their own memory, ASCII text and small numbers
 
 
 def has_too_many(packed: bytes, stored: int) -> bool:

@@ -32,25 +32,25 @@ from savable_pipeline.run.state.lane_state import LaneState, damaged, restoring,
 
 _LANE = re.compile(r"lane_([0-9]{5,18})")
 _NUMBERS = ("lanes", "epoch", "slot")
-_LARGEST = 1 << 62  # of these
+_LARGEST = 1 << 62  # limit of these numbers
 FACTS = "facts"
 _DECIDE_ALIKE = "Call reconfigure with the same arguments on each rank, at the same step."
 _PAGE = "https://github.com/savable-pipeline/savable_pipeline/blob/main/docs/trainers/index.md"
 
 
 def lane_name(lane: int) -> str:
-    """The key of a lane's state in the flat dict."""
+    """Return the key of a lane's state in the flat dict."""
     return f"lane_{lane:05d}"
 
 
 def lane_numbers(state: Mapping[str, Any]) -> list[int]:
-    """The numbers of the lanes in a flat dict, ascending."""
+    """Return the numbers of the lanes in a flat dict, ascending."""
     numbers = {name: int(found[1]) for name in state if (found := _LANE.fullmatch(name))}
     return sorted(number for name, number in numbers.items() if lane_name(number) == name)
 
 
 def batches_before(slot: int, lane: int, lanes: int) -> int:
-    """The number of batches of lane `lane` in the slots before `slot`."""
+    """Return the number of batches of a lane in the slots before `slot`."""
     return max(0, slot - lane + lanes - 1) // lanes
 
 
@@ -118,7 +118,10 @@ def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, Lan
 
 
 def read_facts(state: Mapping[str, Any]) -> RunFacts:
-    """What holds for all lanes of a flat dict. Raises `StateError` if it is damaged."""
+    """Return the facts of all lanes of a flat dict.
+
+    Raises `StateError` if they are damaged.
+    """
     return unpack_state(state.get(FACTS), RunFacts, FACTS)
 
 
@@ -181,7 +184,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Sorted numbers as ranges: [0, 1, 2, 5] is "0-2, 5"."""
+    """Format sorted numbers as ranges: [0, 1, 2, 5] is "0-2, 5"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:
@@ -191,11 +194,11 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{low}-{high}" if low < high else f"{low}" for low, high in parts) or "none"
 
 
-_NAME = "to_skip"  # in the flat dict
+_NAME = "to_skip"  # key in the flat dict
 
 
 class SlotSpan(NamedTuple):
-    """The slots from `first` to `stop - 1` of an epoch."""
+    """Slots from `first` to `stop - 1` of an epoch."""
 
     epoch: SavedCount
     first: SavedCount
@@ -203,7 +206,7 @@ class SlotSpan(NamedTuple):
 
 
 def with_spans(state: Mapping[str, Any], spans: Iterable[SlotSpan]) -> dict[str, Any]:
-    """A flat dict with these spans, if there are any."""
+    """Return a flat dict with these spans, if there are any."""
     listed = list(spans)
     return {**state, _NAME: msgspec.json.encode(listed)} if listed else dict(state)
 
@@ -219,7 +222,7 @@ def taken_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[SlotSpan
 
 
 def refuse_spans(state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointMismatchError` for spans, which a loader alone would not skip."""
+    """Raise `CheckpointMismatchError` for spans, which a loader would not skip."""
     _, spans = taken_apart(state)
     if spans:
         span = spans[0]

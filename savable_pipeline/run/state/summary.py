@@ -19,8 +19,8 @@ from savable_pipeline.run.state.flights import SLOTS, read_flights
 from savable_pipeline.run.state.lane_state import LaneState, damaged, restoring, unpack_state
 from savable_pipeline.run.state.state_dict import JSON_FILE, check_flat, from_json, lane_name, lane_numbers, read_facts
 
-_MISSING = "missing"  # in place of a field that one state does not have
-_KEYS = {"lanes", "epoch", "slot", "fingerprint"}  # the keys that identify a state inside a checkpoint
+_MISSING = "missing"  # stands for a field that one state lacks
+_KEYS = {"lanes", "epoch", "slot", "fingerprint"}  # keys that identify a state inside a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class StateSummary:
     numbers: dict[str, int]
     settings: dict[str, Any]
     environment: dict[str, str]
-    lanes: dict[int, dict[str, Any]]  # by lane, `stage.field: value`; {} for a lane that has not begun
+    lanes: dict[int, dict[str, Any]]  # by lane, `stage.field: value`; {} for a lane that has not started
     lane_bytes: dict[int, int]
 
 
@@ -120,7 +120,7 @@ def _facts_as_settings(facts: RunFacts) -> dict[str, str]:
 
 
 def _in_flight(state: Mapping[str, Any]) -> dict[str, str]:
-    """How many rows are given and not acknowledged, the oldest, and how many of each lane, as a setting."""
+    """Return how many rows are in flight, the oldest, and how many of each lane, as a setting."""
     rows = {lane: sum(each.open.bit_count() for each in found) for lane, found in read_flights(state).items() if found}
     if not rows:
         return {}
@@ -134,7 +134,7 @@ def _in_flight(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _row(lane: LaneState, stages: list[str]) -> dict[str, Any]:
-    """A lane's fields as `stage.field: value`, in the order of the data path; {} if the lane has not begun."""
+    """Return a lane's fields as `stage.field: value`, in data path order; {} if it has not started."""
     if lane.stages is None:
         return {}
     path = list(_path(lane.stages, lane_name(lane.lane)))
@@ -146,7 +146,7 @@ def _row(lane: LaneState, stages: list[str]) -> dict[str, Any]:
 
 
 def _path(state: Any, where: str) -> Iterator[dict[str, Any]]:
-    """The saved fields of each stage, readers first; the sources of a `Blend` in the order of their names."""
+    """Yield the saved fields of each stage, readers first, and the sources of a `Blend` by name."""
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise damaged(f"{where}: {_short(state)} is no state of a stage")
     upstream = state.get("sources") or ({"": state["source"]} if "source" in state else {})
@@ -158,11 +158,11 @@ def _path(state: Any, where: str) -> Iterator[dict[str, Any]]:
 
 
 def shown(field: str, value: Any) -> str:
-    """A saved value as short text."""
+    """Format a saved value as short text."""
     if isinstance(value, bytes):
         return str(len(value) // REF.itemsize) if field.endswith(".refs") else f"{len(value)} bytes"
     if field.endswith(".packs"):
-        with contextlib.suppress(TypeError, IndexError, KeyError):  # those of a user's own stage
+        with contextlib.suppress(TypeError, IndexError, KeyError):  # fields of a user's own stage
             lengths = [sum(item[1] for item in pack) for pack in value]
             return f"{len(value)}, {sum(map(len, value))} items, {sum(lengths)} long"
     if isinstance(value, dict):
@@ -200,7 +200,7 @@ def _differing(
 
 
 def _pair(name: str, left: Any, right: Any) -> tuple[str, str]:
-    """Two differing values as short text; of lists of refs, the first that differs."""
+    """Format two differing values as short text; of lists of refs, the first that differs."""
     if name.endswith(".refs") and isinstance(left, bytes) and isinstance(right, bytes):
         mine, theirs = np.frombuffer(left, REF), np.frombuffer(right, REF)
         for i, (one, other) in enumerate(zip(mine, theirs, strict=False)):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
-_SMALL = 4096  # bytes of a tensor that is copied, so that a trainer that stores it does not keep a whole batch alive
+_SMALL = 4096  # bytes of a tensor to copy, so that a trainer that stores it does not keep a whole batch alive
 
 
 class _Pickler(pickle.Pickler):

@@ -39,12 +39,12 @@ from savable_pipeline.run.transport.status_page import anonymous_file
 
 Span: TypeAlias = tuple[int, int]  # offset and length in bytes
 
-ALIGN = 64  # bytes, and readers of a segment
+ALIGN = 64  # bytes, and most readers of a segment
 MOST_VIEWED = 8  # batches of one worker that the trainer may view at a time; it gets copies of further ones
 _ROUND, _SPARE = 1 << 16, 32  # bytes; batches in a row with a spare segment, after which it is dropped
 _FREE, _IN_USE, _RETIRED = 0, 1, 2
 _ALL_FREE = bytes(ALIGN)
-# The highest byte of a page's entry, and its values if the page is not present, or of the file (1: of one process)
+# The highest byte of a page-table entry, for a page that is not present, or that belongs to the file.
 _TOP_BYTE, _PAGES_OF_FILE = 7 if sys.byteorder == "little" else 0, b"\x00\xa0\xa1"
 
 
@@ -88,12 +88,14 @@ class SegmentWriter:
     """Segments of a worker, and the memory that it allocates in them."""
 
     def __init__(self) -> None:
-        self._segments: dict[int, mmap.mmap] = {}  # by number, the one used last at the end
+        self._segments: dict[int, mmap.mmap] = {}  # by number, the last used at the end
         self._count = self._spare = 0  # segments so far, and batches in a row for which more than one was free
-        # The expected size of the next batch, judged by earlier ones; bytes of it for which its segment had no room.
+        # The expected size of the next batch, estimated from earlier ones, and the bytes that its segment had no room
+        # for.
         self._usual, self._missing = 0, 0
         self._current: _NextBatch | None = None
-        self._views: WeakValueDictionary[int, NDArray[np.uint8]] = WeakValueDictionary()  # of this process, by segment
+        # views of this process, by segment
+        self._views: WeakValueDictionary[int, NDArray[np.uint8]] = WeakValueDictionary()
 
     def allocate(self, size: int) -> memoryview | None:
         """Return `size` bytes for a part of the next batch, or None if there is no room.
@@ -295,9 +297,9 @@ class _MappedSegment(NamedTuple):
     data: mmap.mmap
 
 
-# Descriptor of this process's table of pages. A forked child opens its own.
+# Descriptor of this process's page table. A forked child opens its own.
 _pagemap = functools.cache(lambda process: os.open("/proc/self/pagemap", os.O_RDONLY))
-_forks = [0]  # the number of times that this process has forked
+_forks = [0]  # number of times that this process has forked
 
 
 def _count_fork() -> None:

@@ -136,7 +136,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         self._stages = dict(sorted(sources.items()))
         self.weights: dict[str, int] = {}
         self.until = until
-        self._before = 0  # samples or tokens that were yielded before the counts of the turns began
+        self._before = 0  # samples or tokens that were yielded before the counts of the turns started
         self._begun: Turns | TokenTurns | None = None
         self._ended: set[str] = set()
         self.name_branch("")
@@ -146,10 +146,11 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             given = {name: stage.info.population for name, stage in self._stages.items()}
         self.weights = integer_weights({name: given[name] for name in self._stages})
         self.by, self.stride = by, stride
-        self._counters: dict[str, list[str]] = {}  # the names of counters, by source
+        self._counters: dict[str, list[str]] = {}  # names of counters, by source
         self._end_sources(self._ended)
-        self._ahead: dict[str, _Elements] = {name: self._array([]) for name in self._stages}  # taken before their turns
-        # the counts of a pass are not known in the next one, so a schedule needs an endless pass
+        # elements taken before their turns
+        self._ahead: dict[str, _Elements] = {name: self._array([]) for name in self._stages}
+        # a finite run does not know the counts of earlier epochs, so a schedule needs an endless run
         if self.schedule is not None and not self.describe().endless:
             raise ValueError("Blend: a schedule needs an endless source. Set epochs=None in one reader.")
         if by == "tokens" and self.yields == "samples":
@@ -179,21 +180,19 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             declared=any(info.declared for info in infos),
         )
 
-    # The sources.
-
     @property
     def sources(self) -> tuple[Stage, ...]:
-        """The sources, in the order of their names."""
+        """Return the sources, in the order of their names."""
         return tuple(self._stages.values())
 
     @property
     def names(self) -> list[str]:
-        """The names of the sources, sorted."""
+        """Return the sorted names of the sources."""
         return list(self._stages)
 
     @property
     def off_tags(self) -> frozenset[int]:
-        """The tags of the sources that a weight of 0 turns off."""
+        """Return the tags of the sources with weight 0."""
         return frozenset[int]().union(
             *(stage.info.tags for name, stage in self._stages.items() if name not in self._on)
         )
@@ -247,16 +246,14 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             )
         return self._stage_of[tag]
 
-    # The turns.
-
     @property
     def _on(self) -> dict[str, int]:
-        """The weights of the sources whose weight is not 0: those that the run decided, or else the stage's own."""
+        """Return the weights that are not 0, as decided by the run, or else by the stage's setting."""
         weights = self.weights if self._decided is None else {name: self._decided[name] for name in self._stages}
         return {name: weight for name, weight in weights.items() if weight}
 
     def _end_sources(self, ended: set[str]) -> None:
-        """Set which sources have ended. `_active` are the others with a weight; it is empty if the Blend has ended."""
+        """Set which sources have ended. `_active` has the others with a weight, and is empty if the Blend has ended."""
         over = bool(ended) and self.until == "first"
         self._ended = ended
         self._active = [] if over else [name for name in self._on if name not in ended]
@@ -266,15 +263,13 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
     @property
     def _turns(self) -> Turns | TokenTurns:
-        """The turns of the sources that have not ended."""
+        """Return the turns of the sources that have not ended."""
         if self._begun is None:
             schedule, on = self.schedule, self._on
             if schedule is None or self._decided is not None:
                 schedule = Schedule([(0, {name: on[name] for name in self._active})], unit=self.by)
             self._begun = begin_turns(self.info, schedule, self._active, self._before, stride=self.stride)
         return self._begun
-
-    # The elements.
 
     def take(self, n: int) -> Any:
         """Take the next 1 to `n` elements, or none at the end.
@@ -340,7 +335,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return ready
 
     def _array(self, taken: Any) -> _Elements:
-        """Return elements, as `take` of a source returns them, as an array."""
+        """Convert elements, as returned by `take` of a source, to an array."""
         return np.asarray(taken, REF) if self.yields == "samples" else np.fromiter(taken, object, len(taken))
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
@@ -367,7 +362,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
     def _length(self, name: str, element: Element) -> int | None:
         """Return the length of an element, which is built if its size is unknown; None if that is impossible."""
-        # also for a built pack, because its own length may be larger, and is not known after a resume
+        # measure a built pack too, because its own length may be larger, and is unknown after a resume
         if element.sizes is not None:
             return sum([length for length, _ in element.sizes])
         stage = self._stages[name]
@@ -396,8 +391,6 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             self.counts[counters[0]] += elements
             if tokens:
                 self.counts[counters[1]] += tokens
-
-    # State.
 
     def save_state(self) -> State:
         """Return the position.
@@ -465,11 +458,12 @@ def _name_branch(stage: Stage, name: str) -> None:
     if isinstance(stage, Blend | RecordReader):
         stage.name_branch(name)
         return
-    if isinstance(stage, ChunkedStage) and stage.in_step:  # turns differ between lanes
+    # sources have their turns at different steps in different lanes
+    if isinstance(stage, ChunkedStage) and stage.in_step:
         raise ValueError(f"{stage.in_step} must be after the Blend, not in its source {name!r}")
     for source in stage.sources:
         _name_branch(source, name)
-    vars(stage).pop("info", None)  # it must be described again, with the name
+    vars(stage).pop("info", None)  # described again, now with the name
 
 
 def _check_sources(sources: Mapping[str, Stage]) -> None:

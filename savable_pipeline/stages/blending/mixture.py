@@ -110,7 +110,7 @@ class Mixture(msgspec.Struct, frozen=True):
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether weights change during the run, here or in a nested mixture.
+        """Return whether weights change during the run, here or in a nested mixture.
 
         Such a mixture is endless.
         """
@@ -145,7 +145,7 @@ class _BlendBuilder:
 
     lane: Lane
     shared: dict[str, Any]
-    cache: tuple[Any, int | None]  # of tars: the folder, and the limit in bytes
+    cache: tuple[Any, int | None]  # cache of tars: folder, and limit in bytes
     stride: int
 
     def build(self, entry: MixtureSource | Mixture) -> SampleStage:

@@ -48,12 +48,12 @@ from savable_pipeline.core.weights import exact_weight
 from savable_pipeline.stages.blending.mixture import Mixture, MixtureSource
 from savable_pipeline.stages.blending.schedule import Schedule
 
-_HUGE_POWER = re.compile(r"[eE][-+]?[0-9_]{4,}")  # a power of ten with so many digits, in a weight that is a text
+_HUGE_POWER = re.compile(r"[eE][-+]?[0-9_]{4,}")  # a string with a power of ten of so many digits
 _MOST_VALUES = 100_000  # values in a YAML file, where each use of an alias counts
-_MOST_BYTES = 1 << 22  # of a YAML file
-_CLASSES = ("Metadataset", "MetadatasetV2")  # of Megatron-Energon
+_MOST_BYTES = 1 << 22  # most bytes of a YAML file
+_CLASSES = ("Metadataset", "MetadatasetV2")  # class names in Megatron-Energon
 _BLENDS = {"blend": "weight", "datasets": "weight", "blend_epochized": "repetitions"}  # keys of blends, and of shares
-_NESTED = (".yaml", ".yml", ".json")  # file names of nested metadatasets
+_NESTED = (".yaml", ".yml", ".json")  # suffixes of nested metadatasets
 _DEEPEST = 20  # levels of nested metadatasets
 # Keys of a dataset that could change its samples, with the only value that is accepted because it changes nothing.
 _PLAIN = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
@@ -253,7 +253,7 @@ class _MetadatasetReader:
         if split not in splits.value:
             raise splits.wrong(f"no split is called {split!r}. Use one of {known}.")
         chosen = splits.inner(split)
-        kinds = [kind for kind in _BLENDS if kind in chosen.value]  # the keys of blends that are there
+        kinds = [kind for kind in _BLENDS if kind in chosen.value]  # keys of blends in this file
         if not kinds:
             return self._dataset(chosen, split, tags, "weight")
         _check_keys(chosen, {kinds[0]})
@@ -347,7 +347,7 @@ def _number(entry: YamlEntry, share: str) -> int | float:
 
 
 def _tags_of(entry: YamlEntry) -> dict[str, Any]:
-    """Return the subflavors of an entry. Version 1 may have a single one, whose name Energon sets."""
+    """Return the subflavors of an entry. Version 1 may have a single one without a name."""
     single = entry.value.get("subflavor")
     tags = {} if single is None else {"__subflavor__": single}
     own = entry.value.get("subflavors") or {}
@@ -359,7 +359,7 @@ def _tags_of(entry: YamlEntry) -> dict[str, Any]:
 def _sources_of(
     content: MixtureSource | Mixture, share: str, number: int | float, entry: YamlEntry
 ) -> list[tuple[str, MixtureSource | Mixture]]:
-    """Return the sources that an entry adds to the blend around it, by name.
+    """Return the sources that an entry adds to the surrounding blend, by name.
 
     `number` is the weight or the repetitions of the entry, as `share` says. A nested metadataset keeps its inner
     shares.
@@ -398,14 +398,14 @@ def _name_of(source: MixtureSource) -> str:
 def _base_name(path: str) -> str:
     """Return the last part of a path, without `.yaml`.
 
-    It is part of the keys of the order, so the folder around it may be renamed without changing the order.
+    It is part of the keys of the order, so renaming the folder does not change the order.
     """
     name = path.rstrip("/").rsplit("/", 1)[-1].replace("#", "_")
     return name.rsplit(".", 1)[0] if name.endswith(_NESTED) else name or "data"
 
 
 def _free_name(name: str, taken: dict[str, Any]) -> str:
-    """Return the name, with a number if it is taken."""
+    """Return the name, with a number appended if it is taken."""
     number, free = 2, name
     while free in taken:
         free, number = f"{name}-{number}", number + 1

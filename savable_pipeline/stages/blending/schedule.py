@@ -35,7 +35,7 @@ class Schedule:
     Args:
         points: Pairs of a count and the weights from this count on. Counts ascend from 0, and the last weights stay. A
             source without a weight at a point, or with 0, is not drawn from there on.
-        unit: What is counted since the run began, over all epochs: "samples" (or items) or "tokens" of the `Blend`.
+        unit: What is counted since the run started, over all epochs: "samples" (or items) or "tokens" of the `Blend`.
         shape: "step": weights hold until the next point. "linear": shares change linearly from point to point.
 
     Raises:
@@ -66,7 +66,7 @@ class Schedule:
 
     @property
     def names(self) -> set[str]:
-        """The sources that have a weight at some point."""
+        """Return the sources that have a weight at some point."""
         return {name for weights in self.weights for name in weights}
 
     def settings(self) -> dict[str, Any]:
@@ -91,10 +91,10 @@ class _Piece(NamedTuple):
 
     start: int
     rates: list[int]
-    growth: list[int]  # of the rates, from the start to the end of the piece; empty if they are constant
+    growth: list[int]  # growth of the rates from the start to the end of the piece; empty if they are constant
     length: int  # in draws; 0: endless
     targets: list[int]
-    open: list[int]  # the numbers of the sources with a share in the piece
+    open: list[int]  # numbers of the sources with a share in the piece
 
 
 class TargetCounts:

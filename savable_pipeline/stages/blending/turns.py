@@ -5,7 +5,7 @@ Weights may change during the run.
 By samples, every `stride` samples of each lane are a piece. The draws of all L lanes in a piece are the integral of the
 shares, rounded: each of the L x stride draws goes to the source that is furthest behind. These draws are divided
 between the first and the second half of the lanes, and the draws of a half between its halves, down to single lanes.
-Each group of lanes then has its fraction of the draws of each source since the beginning, as exactly as whole samples
+Each group of lanes then has its fraction of the draws of each source since the start, as exactly as whole samples
 allow (least squares over the sources). Three sources, 4 lanes, stride 2:
 
     lanes 0 1 2 3            5 a  2 b  1 c
@@ -36,10 +36,10 @@ from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.blending.schedule import Schedule, TargetCounts
 from savable_pipeline.stages.stage_info import StageInfo
 
-Counts: TypeAlias = Sequence[int]  # of each source
+Counts: TypeAlias = Sequence[int]  # one count per source
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]  # samples or tokens of a source
 
-_CACHED_COUNTS = 1 << 16  # counts that are kept for the other lanes of the process
+_CACHED_COUNTS = 1 << 16  # counts to cache for the other lanes of the process
 _AT_ONCE = 4  # pieces that are planned together, which takes less time than one by one
 _PHASES = 1024  # by tokens, lane 0 starts at one of the first 1024 steps of a sequence
 
@@ -51,9 +51,9 @@ class TurnsState(msgspec.Struct):
     weights: int
     # by samples, the counts of each group of the lane at the start of the piece; by tokens, the counts of the lane
     counts: list[list[_Count]]
-    taken: _Count  # samples or tokens since the counts began
+    taken: _Count  # samples or tokens since the counts started
     unit: _Count = 1  # tokens of the first item
-    before: _Count = 0  # samples or tokens that were yielded before the counts began
+    before: _Count = 0  # samples or tokens that were yielded before the counts started
 
 
 def nearest(wanted: Sequence[int], unit: int, most: Sequence[int], n: int) -> list[int]:
@@ -68,7 +68,7 @@ def nearest(wanted: Sequence[int], unit: int, most: Sequence[int], n: int) -> li
     if not missing:
         return chosen
     sign = 1 if missing > 0 else -1
-    ahead = [  # the error of each source in the direction of the change, whose smallest is changed first
+    ahead = [  # the error of each source in the direction of the change; the smallest is changed first
         (sign * (count * unit - number), source)
         for source, (count, number, limit) in enumerate(zip(chosen, wanted, most, strict=True))
         if 0 <= count + sign <= limit
@@ -85,7 +85,7 @@ def nearest(wanted: Sequence[int], unit: int, most: Sequence[int], n: int) -> li
 
 
 class _Half(NamedTuple):
-    """One half of a group of lanes. Group 1 is all lanes, and groups 2 g and 2 g + 1 are the halves of group g."""
+    """Half of a group of lanes. Group 1 is all lanes, and groups 2 g and 2 g + 1 are the halves of group g."""
 
     number: int
     lanes: int
@@ -109,7 +109,7 @@ def halves_around(position: int, lanes: int) -> list[_Half]:
 
 
 class LaneDraws:
-    """Draws of all lanes of a run and of each group of them, piece by piece.
+    """Draws of all lanes of a run and of each group of lanes, piece by piece.
 
     Counts start at 0 when all lanes have drawn `begin` samples. Results are cached for the other lanes of the process.
     """
@@ -117,8 +117,8 @@ class LaneDraws:
     def __init__(self, targets: TargetCounts, begin: int, lanes: int, *, stride: int) -> None:
         self.lanes, self.stride, self.sources = lanes, stride, targets.sources
         self._targets, self._begin, self._start = targets, begin, targets.at(begin)
-        self._most_cached = max(4, _CACHED_COUNTS // (lanes * targets.sources))  # pieces
-        # by piece, then by group, the counts after the piece
+        self._most_cached = max(4, _CACHED_COUNTS // (lanes * targets.sources))  # number of pieces
+        # counts after a piece, by piece, then by group
         self._cached: OrderedDict[int, dict[int, list[int]]] = OrderedDict()
 
     def after(self, piece: int, halves: Sequence[_Half], counts: Sequence[Counts]) -> list[list[int]]:
@@ -173,9 +173,10 @@ class Turns:
         self._draws, self._key = draws, key
         self._halves = halves_around(position, draws.lanes)
         self._piece = 0
-        self._counts = [[0] * draws.sources for _ in range(len(self._halves) + 1)]  # of the groups, before the piece
-        self._after: list[list[list[int]]] = []  # the counts after each planned piece
-        self._turns = np.empty(0, np.int64)  # the sources of all turns in the planned pieces
+        # counts of the groups before the piece
+        self._counts = [[0] * draws.sources for _ in range(len(self._halves) + 1)]
+        self._after: list[list[list[int]]] = []  # counts after each planned piece
+        self._turns = np.empty(0, np.int64)  # sources of all turns in the planned pieces
 
     def plan(self, n: int) -> NDArray[np.int64]:
         """Return the sources of the next `n` turns, int64 (n,), without taking them."""
@@ -198,9 +199,9 @@ class Turns:
         self._turns = np.concatenate([self._turns, np.take_along_axis(turns, order, axis=1).ravel()])
 
     def take(self, chosen: Collection[int]) -> None:
-        """Count turns as taken. `chosen` is the beginning of what `plan` returned."""
+        """Count turns as taken. `chosen` is a prefix of the result of `plan`."""
         self.taken += len(chosen)
-        finished = self.taken // self._draws.stride - self._piece  # pieces
+        finished = self.taken // self._draws.stride - self._piece  # number of finished pieces
         if finished:
             self._counts = self._after[finished - 1]
             self._after, self._turns = self._after[finished:], self._turns[finished * self._draws.stride :]
@@ -226,9 +227,9 @@ class Turns:
 class TokenTurns:
     """Turns by number of tokens, in one of `lanes` lanes.
 
-    Counts start at 0 when all lanes have drawn `begin` tokens. `lags` say by how many items, in the unit of targets,
-    each source is behind at the start; all these items are taken to be as long as the first one. `weights` is a hash of
-    the schedule.
+    Counts start at 0 when all lanes have drawn `begin` tokens. `lags` says by how many items each source is behind at
+    the start, in the unit of targets. These items count with the length of the first one. `weights` is a hash of the
+    schedule.
     """
 
     def __init__(self, targets: TargetCounts, begin: int, lanes: int, lags: Sequence[int], weights: int) -> None:

@@ -32,34 +32,34 @@ from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
-PAST = 16  # times `candidates`: the number of recently yielded packs in the ranking
-WEIGHT = 8  # the weight of a held pack in the ranking, compared to a yielded one
-LONGEST = 6  # times `candidates`: the most slots for which a pack may be held
-AGE = 50  # times `candidates`: the slots of waiting that equal the whole range of quantiles
+PAST = 16  # the ranking has this many times `candidates` of recently yielded packs
+WEIGHT = 8  # weight of a waiting pack in the ranking, relative to a yielded one
+LONGEST = 6  # a pack waits for at most this many times `candidates` slots
+AGE = 50  # after this many times `candidates` slots, waiting counts as much as the whole range of quantiles
 
 
 class WaitingPack(NamedTuple):
-    """A held pack, as `RankRule` sees it."""
+    """Waiting pack, as `RankRule` sees it."""
 
     cost: int
-    arrival: int  # the number of packs that the lane had yielded when this one was taken
+    arrival: int  # number of packs that the lane had yielded when this one was taken
 
 
 class RankRule:
-    """Chooses the next pack of a lane that holds up to `candidates` packs.
+    """Rule that chooses the next pack of a lane with up to `candidates` waiting packs.
 
     `key` is equal in all lanes of a run.
     """
 
     def __init__(self, *, key: int, candidates: int) -> None:
-        self.candidates, self.count = candidates, 0  # `count`: yielded packs
-        self.past = array("q")  # the costs of recently yielded packs, int64, the newest at the end
+        self.candidates, self.count = candidates, 0  # number of yielded packs
+        self.past = array("q")  # costs of recently yielded packs, int64, the newest at the end
         self._sorted: list[int] = []  # the same, sorted
         self._ranks = SharedRanks(key=key, steps=candidates)
 
     @property
     def room(self) -> int:
-        """The number of packs to hold now.
+        """Return the number of packs that should wait now.
 
         It is 4 at first, then one more each slot, so that the first batch comes soon.
         """
@@ -68,7 +68,7 @@ class RankRule:
     def choose(self, held: Sequence[WaitingPack]) -> int:
         """Return the position of the pack to yield.
 
-        `held` is sorted by arrival, and not empty.
+        `held` has the waiting packs by arrival, at least one.
         """
         if self._is_overdue(held):
             return 0
@@ -88,7 +88,7 @@ class RankRule:
         return best
 
     def _is_overdue(self, held: Sequence[WaitingPack]) -> bool:
-        """Return whether the oldest pack must be yielded now, so that neither it nor the next oldest wait too long."""
+        """Return whether the oldest pack must be yielded now, so that it and the next oldest do not wait too long."""
         now, longest = self.count, LONGEST * self.candidates
         if now - held[0].arrival <= longest - len(held):
             return False
@@ -123,10 +123,10 @@ class _BalanceState(msgspec.Struct):
 
 
 class _HeldPack(NamedTuple):
-    """A held pack, as `RankRule` sees it and as it is saved."""
+    """Waiting pack, as `RankRule` sees it and as it is saved."""
 
     waiting: WaitingPack
-    saved: bytes  # a `_HeldState` in MessagePack, encoded once and not for the state of each batch
+    saved: bytes  # a `_HeldState` in MessagePack, encoded once instead of in the state of each batch
 
 
 class Balance(ChunkedStage, ItemStage):
@@ -191,7 +191,7 @@ class Balance(ChunkedStage, ItemStage):
         self._calls = EncoderCalls("Balance", source.info, encoder, "batch")
         self.candidates, self.cost, self.max_buffer_bytes = candidates, cost, max_buffer_bytes
         self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), candidates=candidates)
-        self._held = ItemBuffer(self, max_bytes=max_buffer_bytes)  # the oldest first
+        self._held = ItemBuffer(self, max_bytes=max_buffer_bytes)  # oldest first
         self._packs: list[_HeldPack] = []  # the same packs
         self._row_of_skips = 0
 
@@ -227,7 +227,7 @@ class Balance(ChunkedStage, ItemStage):
         self.counts["cost"] += waiting.cost
 
     def _skipped(self, skip: Skip) -> None:
-        """Note a pack that can no longer be built, and is already counted. Another pack gets its slot.
+        """Record a lost pack, which is already counted. Another pack gets its slot.
 
         Raises `EncodeError` after very many in a row.
         """
@@ -239,7 +239,7 @@ class Balance(ChunkedStage, ItemStage):
             )
 
     def _fill(self) -> None:
-        """Take packs until as many are held as there is room for."""
+        """Take packs until the buffer is full."""
         while len(self._held) < self._rule.room:
             elements = take_from(self.source, 1)
             if not elements:
@@ -253,12 +253,12 @@ class Balance(ChunkedStage, ItemStage):
                     continue
                 sizes = ((self._calls.length(element, least=0), self._calls.images(element.value)),)
             self._packs.append(self._held_pack(element.ref, self._rule.count, sizes))
-            # stages upstream check sizes of their own encoder only
+            # stages upstream only check sizes of their own encoder
             element.sizes = sizes if self._calls.is_upstream else None
             self._held.add([element])
 
     def _held_pack(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _HeldPack:
-        """Build the entry of a held pack."""
+        """Build the entry of a waiting pack."""
         saved = _HeldState(ref, arrival, [number for size in sizes for number in size])
         return _HeldPack(WaitingPack(self._costing.of_pack(sizes), arrival), msgspec.msgpack.encode(saved))
 
@@ -292,7 +292,7 @@ class Balance(ChunkedStage, ItemStage):
             self._restore_pack(raw)
 
     def _restore_pack(self, raw: bytes) -> None:
-        """Restore a held pack of a state, without excluded items, unless nothing of it remains."""
+        """Restore a waiting pack of a state, without excluded items, if any item remains."""
         try:
             saved = msgspec.msgpack.decode(raw, type=_HeldState)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

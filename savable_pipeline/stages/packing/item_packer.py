@@ -93,10 +93,10 @@ class ItemPacker(PackStage):
         super().__init__(source)
         self._calls = EncoderCalls("ItemPacker", source.info, encoder, "pack")
         self.size, self.select, self.max_buffer_bytes = size, source.lane.own(select), max_buffer_bytes
-        # items of pending packs, or of a round whose packs are not chosen yet
+        # items of pending packs, or of a round without packs yet
         self._held = ItemBuffer(self, max_bytes=max_buffer_bytes)
-        self._groups: list[int] = []  # the number of items in each pending pack
-        # rounds of chosen packs; yielded or skipped packs; items in a row that are in no pack
+        self._groups: list[int] = []  # number of items in each pending pack
+        # rounds of chosen packs; yielded or skipped packs; consecutive items in no pack
         self._rounds, self._count, self._in_vain = 0, 0, 0
 
     def take(self, n: int) -> list[Element]:
@@ -109,7 +109,7 @@ class ItemPacker(PackStage):
             self._held.drop(self._groups.pop(0))
             self._count += bool(refs)
             if type(packed) is Skip:
-                if refs:  # otherwise each lost item is already counted
+                if refs:  # lost items are counted already
                     self._count_skip(packed.reason, refs[0])
                 self._give_up_after(len(refs), f"the last pack was skipped as {packed.reason!r}")
             else:
@@ -156,6 +156,7 @@ class ItemPacker(PackStage):
             raise EncodeError(f"ItemPacker: {self._in_vain:,} items in a row made no pack, {last}. Change `select`.")
 
     def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
+        """Rebuild the items with these refs."""
         items = [Element(ref) for ref in refs]
         make_elements(self.source, items)
         return items
@@ -195,7 +196,7 @@ class ItemPacker(PackStage):
 
 
 def _left(made: list[Element]) -> list[Element]:
-    """Return the elements without those that could not be rebuilt."""
+    """Return the elements that could be rebuilt."""
     return [element for element in made if type(element.value) is not Skip]
 
 
@@ -210,7 +211,7 @@ def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[i
                 "items in encode or pack."
             )
     free: dict[int, list[int]] = {}
-    for position in reversed(range(len(items))):  # an object that occurs several times has all its positions
+    for position in reversed(range(len(items))):  # an object that occurs several times has several positions
         free.setdefault(id(items[position]), []).append(position)
     return [_positions(group, number, free) for number, group in enumerate(groups)]
 

@@ -128,11 +128,11 @@ class OnlinePacker(PackStage):
         self.max_cost, self.cost, self.max_buffer_bytes = max_cost, cost, max_buffer_bytes
         self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
         self._count = self._row_of_skipped_packs = 0  # `_count`: yielded packs
-        self._counts_when_made = False  # whether packs were yielded unmade, and are counted when they are made
+        self._counts_when_made = False  # whether packs were yielded unbuilt, and are counted when they are built
 
     @cached_property
     def _packing(self) -> Packing:
-        """The policy, with its open packs."""
+        """Return the policy with its open packs."""
         return make_packing(
             self.policy,
             max_length=self.lane.facts.decisions.max_length or self.max_length,
@@ -145,7 +145,7 @@ class OnlinePacker(PackStage):
 
     @cached_property
     def _pieces(self) -> PieceMaker:
-        """Cuts items into pieces for the policy."""
+        """Return the object that cuts items into pieces for the policy."""
         bound = self.max_buffer_bytes
         return PieceMaker(self, self._calls, self._packing, self.too_long, asked=self._asked, max_bytes=bound)
 
@@ -158,7 +158,7 @@ class OnlinePacker(PackStage):
         return replace(super().describe(), declared=source.declared and source.encoder is self._calls.encoder)
 
     def take(self, n: int) -> list[Element]:
-        """Return the next pack in a list, unmade if the encoder declares sizes.
+        """Return the next pack in a list, unbuilt if the encoder declares sizes.
 
         It is empty only at the end.
         """
@@ -185,7 +185,7 @@ class OnlinePacker(PackStage):
         return pack
 
     def _combine(self, pack: OpenPack) -> Element | None:
-        """Build a pack, and return it; None if it has lost all items or the encoder skips it."""
+        """Build a pack and return it, or None if it lost all items or the encoder skips it."""
         made = [(piece, self._pieces.item(piece)) for piece in pack.pieces]
         left = [(piece, item) for piece, item in made if type(item) is not Skip]
         packed = self._calls.combined([item for _, item in left], self._count, self.info) if left else EMPTY_PACK
@@ -201,7 +201,7 @@ class OnlinePacker(PackStage):
         return element
 
     def _element(self, pieces: list[Piece]) -> Element:
-        """Return the next pack, of these pieces, unmade."""
+        """Return the next pack, of these pieces, unbuilt."""
         sizes = tuple([(piece.length, piece.images) for piece in pieces])
         return Element((self._count, *map(piece_ref, pieces)), sizes=sizes)
 
@@ -246,7 +246,8 @@ class OnlinePacker(PackStage):
 
     def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:
         if self._counts_when_made:
-            known = pack.sizes if len(pack.sizes or ()) == len(items) else None  # else of the whole pack
+            # otherwise these sizes are of the whole pack
+            known = pack.sizes if len(pack.sizes or ()) == len(items) else None
             self._count_pack(known or [self._pieces.measured(item) for item in items])
 
     def save_state(self) -> State:

@@ -32,10 +32,10 @@ Policy = Literal["sequential", "first_fit", "best_fit", "first_fit_decreasing"]
 PackingFunction: TypeAlias = Callable[[list[int]], Sequence[Sequence[int]]]
 
 
-_AT_ONCE = 16  # the most items to take from the source at a time
+_AT_ONCE = 16  # most items to take from the source at a time
 _NO_BOUND = 1 << 60  # more images than any pack has
 _MOST_SLACK = 1 << 120  # more than the slack of any pack
-_LONGEST = 4  # rounds that a piece may be held
+_LONGEST = 4  # most rounds that a piece waits
 
 
 class Piece(Element, kw_only=True, eq=False, gc=False):
@@ -50,11 +50,11 @@ class Piece(Element, kw_only=True, eq=False, gc=False):
     start: int = 0
     total: int = 0
     cost: int = 0  # 0 if the cost of packs is not limited
-    rounds: int = 0  # how often it was held
+    rounds: int = 0  # number of rounds that it has waited
 
     @property
     def is_cut(self) -> bool:
-        """Whether this is only a part of the item."""
+        """Return whether this is only a part of the item."""
         return self.length != self.total
 
 
@@ -62,21 +62,21 @@ class Piece(Element, kw_only=True, eq=False, gc=False):
 class OpenPack:
     """A pack that is being filled, and its remaining room."""
 
-    room: int  # tokens that still fit
-    images: int  # images that still fit
-    cost: int = 0  # cost that still fits; below 0 if the only piece costs more than a pack may
-    bounds: tuple[int, int] | None = None  # the greatest length and cost of a pack; None if the cost is not limited
+    room: int  # remaining tokens
+    images: int  # remaining images
+    cost: int = 0  # remaining cost; below 0 if the only piece costs more than a pack may
+    bounds: tuple[int, int] | None = None  # greatest length and cost of a pack; None if the cost is not limited
     # The remaining room in tokens. If the cost is limited, tokens times the greatest cost, or cost times the greatest
     # length, whichever is less. It is set when a piece is added.
     slack: int = 0
     pieces: list[Piece] = field(default_factory=list)
-    length: int = field(init=False)  # the most tokens of the pack
+    length: int = field(init=False)  # most tokens of the pack
 
     def __post_init__(self) -> None:
         self.length = self.room
 
     def fits(self, piece: Piece) -> bool:
-        """Whether there is room for a piece."""
+        """Return whether there is room for a piece."""
         return piece.length <= self.room and piece.images <= self.images and piece.cost <= self.cost
 
     def add(self, piece: Piece) -> None:
@@ -97,7 +97,7 @@ class Packing:
     It has the open packs, oldest first, and chooses the next pack to yield.
     """
 
-    holds: ClassVar[bool] = False  # whether the policy holds pieces before it puts them into packs
+    holds: ClassVar[bool] = False  # whether the policy collects pieces before it puts them into packs
 
     def __init__(
         self,
@@ -110,19 +110,20 @@ class Packing:
     ) -> None:
         self.max_length, self.max_images = max_length, max_images  # 0 images: no bound
         self.open_packs, self.max_cost, self.costing = open_packs, max_cost, costing
-        self._least_cost = costing.of(1, 0) if costing is not None else 0  # of a piece; with less room a pack is full
+        # least cost of a piece; with less room a pack is full
+        self._least_cost = costing.of(1, 0) if costing is not None else 0
         self.packs: list[OpenPack] = []
-        self.held: list[Piece] = []  # not in a pack yet
-        self.rounds = 0  # how often held pieces have been put into packs
+        self.held: list[Piece] = []  # pieces that are not in a pack yet
+        self.rounds = 0  # how often waiting pieces have been put into packs
 
     @property
     def reach(self) -> int:
-        """The greatest length in tokens that the next piece may have."""
+        """Return the greatest length in tokens that the next piece may have."""
         return self.max_length
 
     @property
     def at_once(self) -> int:
-        """How many items to take from the source at a time.
+        """Return how many items to take from the source at a time.
 
         It is about the number of items in a pack, which costs less than one by one.
         """
@@ -130,7 +131,7 @@ class Packing:
         return min(_AT_ONCE, 1 + pieces // max(1, len(self.packs) or self.open_packs))
 
     def add(self, piece: Piece) -> None:
-        """Put a piece of at most `reach` tokens into a pack, or hold it."""
+        """Put a piece of at most `reach` tokens into a pack, or let it wait."""
         raise NotImplementedError
 
     def due(self) -> OpenPack | None:
@@ -142,18 +143,18 @@ class Packing:
         return self.packs[0] if self.packs else None
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield all pieces, also held ones."""
+        """Yield all pieces, also waiting ones."""
         for pack in self.packs:
             yield from pack.pieces
         yield from self.held
 
     def open(self, length: int = 0) -> OpenPack:
-        """Open a new pack of at most `length` tokens; 0: `max_length`."""
+        """Open a new pack of at most `length` tokens (0: `max_length`)."""
         self.packs.append(self.empty(length))
         return self.packs[-1]
 
     def empty(self, length: int = 0) -> OpenPack:
-        """Build a pack without pieces, of at most `length` tokens; 0: `max_length`."""
+        """Build a pack without pieces, of at most `length` tokens (0: `max_length`)."""
         length = length or self.max_length
         bounds = (length, self.max_cost) if self.max_cost else None
         return OpenPack(length, self.max_images or _NO_BOUND, self.max_cost, bounds)
@@ -175,7 +176,7 @@ class Sequential(Packing):
 
     @property
     def reach(self) -> int:
-        """The greatest length in tokens that fits into the open pack, also by its cost."""
+        """Return the greatest length that fits into the open pack, also by its cost."""
         pack = self.packs[-1] if self.packs else self.empty()
         return self._affordable(pack) if self.costing is not None else pack.room
 
@@ -234,7 +235,7 @@ class BestFit(Packing):
 
 
 class FirstFitDecreasing(Packing):
-    """Policy that puts the largest held pieces into packs first.
+    """Policy that puts the largest waiting pieces into packs first.
 
     It holds pieces for `open_packs` packs, and yields the packs in random order.
 
@@ -248,15 +249,15 @@ class FirstFitDecreasing(Packing):
     def __init__(self, *, key: int, **bounds: Any) -> None:
         super().__init__(**bounds)
         self._key = key
-        self._length = self._images = self._cost = 0  # sums over the held pieces
+        self._length = self._images = self._cost = 0  # sums over the waiting pieces
 
     def add(self, piece: Piece) -> None:
-        """Hold a piece. Put all held pieces into packs once they fill `open_packs` packs."""
+        """Add a waiting piece, or pack all of them if they fill `open_packs` packs."""
         self.held.append(piece)
         self._length += piece.length
         self._images += piece.images
         self._cost += min(piece.cost, self.max_cost)  # a piece that costs more than a pack may is alone in its pack
-        enough = self.open_packs + 1  # packs, because the pieces of the last one are held again
+        enough = self.open_packs + 1  # one more pack, because the pieces of the last one wait again
         if (
             self._length >= enough * self.max_length
             or self._images >= enough * self.max_images > 0
@@ -275,12 +276,12 @@ class FirstFitDecreasing(Packing):
         return self.due()
 
     def _pack_all(self, *, unpack_last: bool) -> None:
-        """Put all held pieces into packs. If `unpack_last`, hold the pieces of the last pack again."""
+        """Put all waiting pieces into packs. If `unpack_last`, the pieces of the last pack wait again."""
         packs: list[OpenPack] = []
         for piece in self._in_order():
             pack = _oldest(packs, piece)
             if pack is None:
-                # the piece may be longer if `max_length` was reduced since
+                # the piece may be longer if `max_length` was reduced
                 pack = self.empty(max(self.max_length, piece.length))
                 packs.append(pack)
             pack.add(piece)
@@ -294,7 +295,7 @@ class FirstFitDecreasing(Packing):
         self.rounds += 1
 
     def _in_order(self) -> list[Piece]:
-        """Sort the held pieces: first those that were held for many rounds, then the others, the largest first."""
+        """Sort the waiting pieces: first those that waited for many rounds, then the largest first."""
         size = self._share if self.max_images or self.max_cost else attrgetter("length")
         ordered = sorted(self.held, key=size, reverse=True)
         waiting = [piece for piece in ordered if piece.rounds >= _LONGEST]
@@ -339,15 +340,15 @@ class ByFunction(Packing):
     def __init__(self, function: PackingFunction, *, max_length: int, open_packs: int) -> None:
         super().__init__(max_length=max_length, max_images=0, open_packs=open_packs)
         self._function, self._is_checked = function, False
-        self._length = 0  # of all held pieces
+        self._length = 0  # of all waiting pieces
 
     def add(self, piece: Piece) -> None:
-        """Hold a piece."""
+        """Add a waiting piece."""
         self.held.append(piece)
         self._length += piece.length
 
     def due(self) -> OpenPack | None:
-        """Return the next pack, or None until the held pieces fill `open_packs` packs."""
+        """Return the next pack, or None until the waiting pieces fill `open_packs` packs."""
         if not self.packs and self._length >= self.open_packs * self.max_length:
             self._pack_all()
         return super().last()
@@ -359,7 +360,10 @@ class ByFunction(Packing):
         return super().last()
 
     def _pack_all(self) -> None:
-        """Put all held pieces into packs. Raises `EncodeError` for an invalid result; pieces are then still held."""
+        """Put all waiting pieces into packs.
+
+        Raises `EncodeError` for an invalid result, and the pieces then still wait.
+        """
         groups = self._checked_groups([piece.length for piece in self.held])
         packs = []
         for group in groups:

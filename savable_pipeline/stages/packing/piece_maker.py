@@ -25,7 +25,7 @@ from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.stages.task_encoder import Skip
 
 TooLong = Literal["skip", "truncate", "split"]
-_LEAST = 1  # tokens of an item, because a pack of empty items would never be full
+_LEAST = 1  # least tokens of an item, because a pack of empty items would never be full
 
 
 class PieceMaker:
@@ -39,7 +39,7 @@ class PieceMaker:
     def __init__(
         self, stage: ItemStage, calls: EncoderCalls, packing: Packing, too_long: TooLong, *, asked: bool, max_bytes: int
     ) -> None:
-        self.taken: Piece | None = None  # an item that is not completely in packs yet; it has `sizes` if declared
+        self.taken: Piece | None = None  # an item that is not completely in packs yet, with `sizes` if declared
         self.ahead: list[Element] = []  # the items after it
         self._stage = weakref.ref(stage)  # weak, so that a stage that is no longer used frees its items at once
         self._calls, self._packing = calls, packing
@@ -51,19 +51,19 @@ class PieceMaker:
 
     @property
     def _packer(self) -> ItemStage:
-        """The stage."""
+        """Return the packer."""
         stage = self._stage()
         assert stage is not None, "a stage that calls it is alive"
         return stage
 
     @property
     def made(self) -> int:
-        """The number of items in memory, in packs or not."""
+        """Return the number of items in memory, in packs or not."""
         ahead = sum(element.is_made for element in self.ahead)
         return self._share.elements + ahead + (self.taken is not None and self.taken.is_made)
 
     def add_next(self) -> bool:
-        """Add a piece of the next item to the policy, or leave the item out.
+        """Add a piece of the next item to the policy, or drop the item.
 
         Returns False at the end of the source.
         """
@@ -78,14 +78,14 @@ class PieceMaker:
             if not self.ahead:
                 return False
         self._add_whole(self.ahead[0])
-        del self.ahead[0]  # only now, because after an error the item is tried again
+        del self.ahead[0]  # deleted last, because after an error the item is tried again
         return True
 
     def _add_whole(self, element: Element) -> None:
         """Add a whole item to the policy. If it does not fit, store it in `taken`; if it is lost, drop it."""
         declared, ref = None, element.ref
         if element.sizes and not element.is_made and type(ref[1]) is int and self._packer.info.declared:
-            declared = element.sizes[0]  # if the item is a pack, its sizes are those of its items
+            declared = element.sizes[0]  # the sizes of a pack are those of its items
         if declared is None:
             if not element.is_made:
                 make_elements(self._packer.source, [element])
@@ -139,7 +139,7 @@ class PieceMaker:
         return taken.start == stop
 
     def _total_of(self, taken: Piece) -> int | None:
-        """Return the declared or measured length of the taken item; None if it can no longer be rebuilt."""
+        """Return the declared or measured length of the taken item, or None if it can no longer be rebuilt."""
         if taken.sizes is not None:
             return self._calls.checked_length(taken.sizes[0][0], least=_LEAST)
         if taken.total and taken.is_made:
@@ -197,7 +197,7 @@ class PieceMaker:
         The parts of a sample that fans out are rebuilt in their order, by one iterator.
         """
         missing = [each for each in self._packing.pieces() if not each.is_made and each.ref[:2] == piece.ref[:2]]
-        # a forged state may have a ref whose part is no number
+        # the part in a forged state may not be a number
         by_part = sorted([piece, *missing], key=lambda each: each.ref[-1] if type(each.ref[-1]) is int else -1)
         wholes = {each.ref: Element(each.ref) for each in by_part}
         make_elements(self._packer.source, [*wholes.values()])
@@ -277,11 +277,11 @@ class SavedPiece(msgspec.Struct, array_like=True):
     length: SavedCount
     images: SavedCount = 0
     start: SavedCount = 0
-    total: SavedCount = 0  # 0: the item is whole
+    total: SavedCount = 0  # 0 means that the item is whole
     rounds: SavedCount = 0
 
     def piece(self) -> Piece:
-        """Return the piece, unmade."""
+        """Return the piece, unbuilt."""
         piece = Piece(as_ref(self.ref), length=self.length, images=self.images, rounds=self.rounds)
         piece.start, piece.total = self.start, self.total or self.length
         return piece

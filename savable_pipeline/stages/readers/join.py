@@ -33,7 +33,7 @@ from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
 Missing: TypeAlias = Literal["skip", "empty"]
-JoinedSamples: TypeAlias = dict[str, Sample | None]  # by the name of the store
+JoinedSamples: TypeAlias = dict[str, Sample | None]  # by name of the store
 
 
 def check_join(stores: Mapping[str, Any], on: str, missing: str) -> None:
@@ -97,8 +97,9 @@ class Join(ChunkedStage, SampleStage):
         self.missing, self.one_to_one = missing, missing == "empty"
         self._stores = {name: self._open_store(name, stores[name]) for name in sorted(stores)}
         self.datasets = tuple(store.dataset for store in self._stores.values())
-        self._last: tuple[bytes, list[Sample]] = (b"", [])  # the refs taken last and their samples, mostly opened next
-        self._missed = 0  # the number of samples in a row that were left out
+        # the refs taken last and their samples, which are usually opened next
+        self._last: tuple[bytes, list[Sample]] = (b"", [])
+        self._missed = 0  # consecutive samples that were dropped
 
     def _open_store(self, name: str, store: Shards | Samples) -> Samples:
         """Open a store once for all lanes of a process. Raises `ShardError` if two samples have the same key."""
@@ -174,7 +175,7 @@ class Join(ChunkedStage, SampleStage):
         for number, sample in enumerate(samples):
             try:
                 keys.append(sample.key)
-            except SavableError as error:  # of a damaged shard; `on_error` of the stage that reads parts decides
+            except SavableError as error:  # a damaged shard; `on_error` of the stage that reads parts decides
                 faults[number] = error
                 keys.append("")
         others: list[JoinedSamples] = [{} for _ in samples]

@@ -32,7 +32,7 @@ from savable_pipeline.errors import CheckpointMismatchError, SavableError
 log = logging.getLogger(__name__)
 
 Positions = NDArray[np.int64]
-# A lane may read this many samples, or this many times its share of an epoch, without building a batch.
+# A lane may read so many samples, or so many times its share of an epoch, without building a batch.
 _UNUSED, _SHARES_UNUSED = 100_000, 10
 
 
@@ -114,9 +114,9 @@ class GrowingSamples:
 
 @dataclass(frozen=True)
 class LaneShares:
-    """Shares of all lanes in the pass that begins with `first_epoch`.
+    """Shares of all lanes in the pass that starts with `first_epoch`.
 
-    A batch has `rows` samples; if `aligned`, each sample becomes one row. Dealing begins with lane `tag`, modulo the
+    A batch has `rows` samples; if `aligned`, each sample becomes one row. Dealing starts with lane `tag`, modulo the
     number of lanes, so that the remainders of the sources of a `Blend` go to different lanes. Errors name the `reader`.
     """
 
@@ -130,7 +130,7 @@ class LaneShares:
     rows: int = 1
     aligned: bool = False
     first_epoch: int = 0
-    cut: int = 0  # the unit of shares in samples; 0: shares differ by at most one sample
+    cut: int = 0  # unit of shares in samples; with 0, shares differ by at most one sample
 
     @cached_property
     def epochs_begun(self) -> int:
@@ -142,7 +142,7 @@ class LaneShares:
 
     @property
     def epochs_of_pass(self) -> range:
-        """The numbers of the epochs of a finite pass."""
+        """Return the numbers of the epochs of a finite pass."""
         return range(self.first_epoch, self.first_epoch + self.epochs_begun)
 
     def at_pass(self, number: int) -> LaneShares:
@@ -171,12 +171,12 @@ class LaneShares:
 
     @property
     def has_batches(self) -> bool:
-        """Whether the pass has a batch for each lane."""
+        """Return whether the pass has a batch for each lane."""
         return self.count(self.first_epoch) >= self.rows * self.lane.count
 
     @property
     def is_cut_by_tail(self) -> bool:
-        """Whether a run with another `tail` would cut the pass in another unit."""
+        """Return whether a run with another `tail` would cut the pass in another unit."""
         return self.shuffle and self.epochs is not None and not self.has_batches
 
     def count(self, epoch: int) -> int:
@@ -195,7 +195,7 @@ class LaneShares:
         return last
 
     def span(self, lane: int, epoch: int) -> tuple[int, int]:
-        """Return begin and end of a lane's span of an epoch.
+        """Return start and end of a lane's span of an epoch.
 
         In file order, a lane's positions are counted from 0.
         """
@@ -263,13 +263,13 @@ def check_epochs(reader: str, epochs: int | float | None) -> int | float | None:
 
 
 def lane_span(count: int, lane: int, lanes: int, epoch: int) -> tuple[int, int]:
-    """Return begin and end of a lane's span in a shuffled epoch of `count` samples."""
+    """Return start and end of a lane's span in a shuffled epoch of `count` samples."""
     turn = (lane + epoch) % lanes
     return turn * count // lanes, (turn + 1) * count // lanes
 
 
 def batches_span(count: int, rows: int, turn: int, lanes: int) -> tuple[int, int]:
-    """Return begin and end of the span of the lane at `turn`.
+    """Return start and end of the span of the lane at `turn`.
 
     The epoch is shuffled and finite.
 

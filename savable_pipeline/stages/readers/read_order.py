@@ -12,7 +12,7 @@ batches:
     blocks permuted   4 0 2 6 1 3 5      │ 2 0 3 1 …
     spans             lane 0 │ lane 1    │ lane 2 …
 
-Not shuffled: blocks in file order are dealt round-robin to the lanes. Each epoch begins with the lane after the last
+Not shuffled: blocks in file order are dealt round-robin to the lanes. Each epoch starts with the lane after the last
 one of the epoch before. If a block is a batch, the batches of the run come in file order.
 """
 
@@ -40,8 +40,8 @@ _SHARE = 4
 # Groups in a window below which a warning is logged: e**(0.9 × 4.43). The entropy of classes in batches of 256 is then
 # 0.9 of that of random batches, which is 4.43 for 100 classes.
 _ENOUGH = 54
-_CACHED_EPOCHS = 4  # orders that are kept; lanes of a process are seldom further apart
-_CACHED_WINDOWS = 128  # permutations of blocks that are kept, one per window, at most 128 kB each
+_CACHED_EPOCHS = 4  # orders to cache; lanes of a process are seldom further apart
+_CACHED_WINDOWS = 128  # permutations of blocks to cache, one per window, at most 128 kB each
 
 
 class EpochOrder:
@@ -59,7 +59,7 @@ class EpochOrder:
         self._order = permutation(derive_key(self._key, "shards"), shards)
         counts = np.diff(firsts)[self._order]
         self._ends = np.cumsum(counts)  # the end of each permuted shard in the permuted sequence
-        # what to add to a position in the permuted sequence to get an index
+        # offset from a position in the permuted sequence to an index
         self._shift = firsts[self._order] - (self._ends - counts)
         windows = 1 if window is None or shards < 2 * window else -(-shards // window)  # rounded up
         last = [(i + 1) * shards // windows - 1 for i in range(windows)]
@@ -126,7 +126,7 @@ class DealtOrder:
     def __init__(self, order: EpochOrder, begins: Positions, block_size: int) -> None:
         self._order, self._begins, self._block = order, begins, block_size
         self._lanes = len(begins) - 1
-        # the number of samples of each lane that are dealt in turn
+        # number of samples of each lane that are dealt in turn
         self._dealt = int(np.diff(begins).min()) // block_size * block_size
 
     def locate(self, start: int, stop: int) -> Positions:

@@ -140,9 +140,9 @@ def _number_of(store: RecordStore, lane: Lane) -> int:
 
 
 _STEPS = ("shuffle", "filter", "map", "encode", "batch", "take")  # methods of a pipeline value
-_CHUNK = 2048  # refs that are computed at a time
+_CHUNK = 2048  # refs to compute at a time
 _DAMAGED = "rest of a damaged or missing shard"  # a reason in counters
-_EPOCHS = 1 << 32  # the number of epochs that a ref can express
+_EPOCHS = 1 << 32  # number of epochs that a ref can express
 
 
 def check_samples(
@@ -274,7 +274,7 @@ class RecordReader(_TakesLane):
         self._begin_with(lane.facts.growth.get("", ()))
 
     def _begin_with(self, growth: Sequence[tuple[int, int]]) -> None:
-        """Go to the beginning. `growth` says how many shards the dataset had from which epoch on."""
+        """Go to the start. `growth` has the number of shards of the dataset by epoch."""
         self.samples = GrowingSamples(self.dataset, self.selection, growth)
         self._orders = self.lane.shared(
             ("orders", *self.chosen, self.window, self._deals),
@@ -285,7 +285,7 @@ class RecordReader(_TakesLane):
             self._orders.groups_of(self.samples.of(self._epoch))  # logs a warning if groups are too large
 
     def _begin_pass(self) -> None:
-        """Go to the beginning of the pass. If other lanes have begun it, use their chunk size, else the best one."""
+        """Go to the start of the pass. If other lanes have started it, use their chunk size, else the best one."""
         settings = (self.epochs, self.shuffles, self.block_size, self.tag, self._rows, self._aligned)
         shares = LaneShares(type(self).__name__, self.lane, self.samples, *settings).at_pass(self.lane.epoch)
         chunk_size = self.lane.facts.chunk_sizes.get(self.branch)
@@ -325,11 +325,11 @@ class RecordReader(_TakesLane):
         self._begin, end = self._shares.span(self.lane.index, epoch)
         self._length = end - self._begin
         self._epoch = epoch
-        self._position = position  # of the next ref to yield
+        self._position = position  # position of the next ref to yield
         self._ahead = np.empty(0, REF)  # computed refs, of which the first `_used` are already yielded
         self._used = 0
-        self._announced = position  # up to which the dataset was asked to prefetch
-        self._skips = False  # whether prefetching was left out because the lane only skips the computed refs
+        self._announced = position  # position up to which the dataset was asked to prefetch
+        self._skips = False  # whether prefetching was omitted because the lane only skips the computed refs
 
     def take(self, n: int) -> RefArray:
         """Return the next `n` refs: REF (n,).
@@ -486,20 +486,20 @@ class RecordReader(_TakesLane):
 
     @property
     def begun(self) -> int:
-        """The last epoch of which the lane has read samples.
+        """Return the last epoch of which the lane has read samples.
 
-        It is the epoch before the first one if nothing is read yet.
+        It is the epoch before the first one if nothing was read yet.
         """
         return self._epoch if self._position or not self._length else self._epoch - 1
 
     @property
     def population(self) -> int:
-        """The number of samples in the shards, or in the split and subset of them."""
+        """Return the number of samples in the shards, or in the split and subset of them."""
         return self.dataset.count if self.selection is None else self.selection.count
 
     @property
     def origin(self) -> int:
-        """The `Ref.source` of these samples."""
+        """Return the `Ref.source` of these samples."""
         return self.dataset.source ^ self.tag << TAG_SHIFT
 
     def describe(self) -> StageInfo:
@@ -548,16 +548,14 @@ class RecordReader(_TakesLane):
 
     @property
     def sources(self) -> tuple[Stage, ...]:
-        """An empty tuple, because no stage comes before a reader."""
+        """Return an empty tuple, because no stage comes before a reader."""
         return ()
 
 
 def set_batch_size(stage: Stage, rows: int) -> None:
     """Tell the reader how many samples a batch has.
 
-    It is not told if a stage in between changes their number unpredictably.
-
-    Call it before the first sample.
+    Do nothing if a stage in between changes their number unpredictably. Call it before the first sample.
     """
     aligned = True
     while (one_to_one := is_one_to_one(stage)) is not None:

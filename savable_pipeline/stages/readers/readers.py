@@ -21,7 +21,7 @@ from savable_pipeline.data.stores.sample_names import Classes
 from savable_pipeline.stages.readers.reader import ReaderData, ReaderSettings, RecordReader, source_at
 
 _NOT_SAVED = {"cache", "cache_bytes", "files_from", "validate_hash"}  # options that change no sample
-READERS: dict[str, type[FileReader]] = {}  # by the name of the format
+READERS: dict[str, type[FileReader]] = {}  # by name of the format
 
 
 class FileReader(RecordReader):
@@ -178,22 +178,22 @@ class ParquetReader(_TableReader, kind="parquet"):
 
     The order is that of `sp.TarShardReader`.
 
-    Each column is a part: texts and bytes unchanged, other values as JSON; a null is no part. A column of structs of
-    `bytes` and `path`, as HF `datasets` writes images and audio, is a part named by the path's extension, `jpg`, or
-    `COLUMN.jpg` if there are several; its own name reads it too. So are the bytes of images in a column `image`, by how
-    they begin. A list of such structs makes the parts `0.jpg`, `1.jpg`, …. Folders such as `lang=en/` (Hive partitions)
-    add parts. Row groups are decoded whole. Behind a URL only the chosen columns are fetched, into the cache of
-    `sp.TarShardReader`. Needs pyarrow: `pip install "savable_pipeline[parquet]"`.
+    Each column is a part: strings and bytes unchanged, other values as JSON. A null is not a part. A column of structs
+    of `bytes` and `path`, as HF `datasets` writes images and audio, is a part named by the path's extension, `jpg`, or
+    `COLUMN.jpg` if there are several. Its own name reads it too. Image bytes in a column `image` are named by the
+    detected format. A list of such structs makes the parts `0.jpg`, `1.jpg`, …. Folders such as `lang=en/` (Hive
+    partitions) add parts. Row groups are decoded whole. Of remote files, only the chosen columns are fetched, into the
+    cache of `sp.TarShardReader`. Needs pyarrow: `pip install "savable_pipeline[parquet]"`.
 
     Args:
         files: A folder (with its subfolders), a glob, a brace pattern, one file, a URL, or a list of these. A web
-            server's folder cannot be listed: name its files, or put their index beside them. A folder of LeRobot
+            server's folder cannot be listed, so name its files, or put their index next to them. A folder of LeRobot
             (version 3): a sample is an episode, whose parts are its videos, and arrays of its frames' numbers.
         lane: The lane of the pipeline.
         columns: The columns to read. None: all.
         key: The column with a sample's key. None: the key is `FILE:ROW`.
-        ranges: Parts that are ranges of long audio or video files beside the table: by the name of each the columns of
-            path (from the table's folder on), begin and end in seconds; None, and null, for the file's own begin or
+        ranges: Parts that are ranges of long audio or video files next to the table: by the name of each the columns of
+            path (from the table's folder on), start and end in seconds; None, and null, for the file's own start or
             end. `{"audio": ("path", "start", "end")}` gives `sample.audio("audio")`. The files must be among `files`.
         cache_bytes: The most bytes of decoded row groups, for all readers of a process with this value.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
@@ -219,9 +219,9 @@ class ArrowReader(_TableReader, kind="arrow"):
 
     The order is that of `sp.TarShardReader`.
 
-    Parts are those of `custom.ParquetReader`; only those asked for are read: workers map the files into memory, other
-    processes read each value. Behind a URL, compressed record batches are fetched whole. Needs pyarrow: `pip install
-    "savable_pipeline[parquet]"`.
+    Parts are those of `custom.ParquetReader`. Only requested parts are read: workers map the files into memory, and
+    other processes read each value. Of remote files, compressed record batches are fetched whole. Needs pyarrow: `pip
+    install "savable_pipeline[parquet]"`.
 
     Args:
         files: A folder that HF `datasets` wrote (`save_to_disk`, or one split in its cache), any folder of Arrow files
@@ -230,8 +230,8 @@ class ArrowReader(_TableReader, kind="arrow"):
         columns: The columns to read. None: all.
         key: The column with a sample's key. None: the key is `FILE:ROW`.
         ranges: As for `custom.ParquetReader`.
-        cache_bytes: The most bytes held of record batches, for all readers of a process with this value: whole ones if
-            compressed, else only columns of numbers and the places of values.
+        cache_bytes: The most bytes of cached record batches, for all readers of a process with this value. Of
+            uncompressed batches, only columns of numbers and offsets count.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
@@ -256,17 +256,17 @@ class JsonlReader(FileReader, kind="jsonl"):
 
     The order is that of `sp.TarShardReader`.
 
-    The part `json` is the line; each field of the object is a part too: a text unchanged, anything else as JSON; a null
-    is no part. Blank lines are no samples. The places of lines are indexed on first use.
+    The part `json` is the line. Each field of the object is a part too: a string unquoted, other values as JSON. A null
+    is not a part. Blank lines are ignored. The offsets of lines are indexed on first use.
 
     Args:
         files: A folder (with its subfolders; `.jsonl` and `.ndjson`), a glob, a brace pattern, one file, a URL, or a
             list of these.
         lane: The lane of the pipeline.
         key: The field with a sample's key. None: the key is `FILE:ROW`.
-        ranges: As for `custom.ParquetReader`, of fields.
-        file_fields: The fields that name files, as for `custom.JsonReader`: then the parts are `json` and these files.
-            None: there are none.
+        ranges: As for `custom.ParquetReader`, with fields instead of columns.
+        file_fields: The fields that name files, as for `custom.JsonReader`. The parts are then `json` and these files.
+            None: no fields.
         files_from: As for `custom.CsvReader`.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
@@ -320,12 +320,12 @@ class CsvReader(_RecordsReader, kind="csv"):
 
     The order is that of `sp.TarShardReader`.
 
-    The part `json` is an object of the texts of the cells, null for an empty one, as `savable convert` writes it. Files
-    that cells name are parts too, called by their ends: `image` with `cats/1.jpg` is `jpg`. The first line names the
-    columns. The places of rows are indexed on first use.
+    The part `json` is an object of the cells as strings, null for an empty one, as `savable convert` writes it. Files
+    that cells name are parts too, named by their suffix: `image` with `cats/1.jpg` is `jpg`. The first line names the
+    columns. The offsets of rows are indexed on first use.
 
     Args:
-        files: A folder of tables alone (with its subfolders), a glob, a brace pattern, one file, a URL, or a list of
+        files: A folder of only tables (with its subfolders), a glob, a brace pattern, one file, a URL, or a list of
             these.
         lane: The lane of the pipeline.
         key: The column with a sample's key. None: the key is `FILE:ROW`.
@@ -337,7 +337,7 @@ class CsvReader(_RecordsReader, kind="csv"):
 
     Raises:
         ValueError: A setting is wrong, or the first line is a row.
-        ShardError: A file is damaged, or one that a row names is missing, or newer than the index.
+        ShardError: A file is damaged, or a file that a row names is missing, or newer than the index.
         RemoteError: A server cannot be reached.
 
     Example:
@@ -353,8 +353,8 @@ class JsonReader(_RecordsReader, kind="json"):
 
     The order is that of `sp.TarShardReader`.
 
-    The part `json` is the object, byte for byte; files that its fields name are parts too. To be indexed, on first use,
-    a file is read as a whole.
+    The part `json` is the object, byte for byte. Files that its fields name are parts too. Indexing, on first use,
+    reads a whole file.
 
     Args:
         files: A glob, a brace pattern, one file, a URL, or a list of these.
@@ -368,7 +368,7 @@ class JsonReader(_RecordsReader, kind="json"):
 
     Raises:
         ValueError: A setting is wrong.
-        ShardError: A file is damaged, or one that an object names is missing, or newer than the index.
+        ShardError: A file is damaged, or a file that an object names is missing, or newer than the index.
         RemoteError: A server cannot be reached.
 
     Example:
@@ -385,17 +385,16 @@ class FolderReader(FileReader, kind="folder"):
     The order is that of `sp.TarShardReader`.
 
     Files that share a path up to their first dot are a sample, with that path as its key: `cat/1.jpg` and `cat/1.txt`
-    are `cat/1`, of the parts `jpg` and `txt`; these are the samples that `savable convert` writes. Names and sizes are
-    indexed on first use. A file that was changed since is an error; with files added or removed, a state of before is
-    refused.
+    are `cat/1`, with the parts `jpg` and `txt`, as `savable convert` writes them. Names and sizes are indexed on first
+    use. A file that changes later is an error. If files were added or removed, earlier states are rejected.
 
     Args:
         folder: The folder, with its subfolders.
         lane: The lane of the pipeline.
-        key_end: The dot of a name that ends the key. None: the first, and an error where that seems to merge files
-            that are samples of their own, and where few samples have two images, sounds or videos.
-        classes: Whether a sample's top folder is its part `cls`, as its number among the sorted folders. Or the names
-            in their order: a list, a file (JSON, or lines), or another folder, such as that of the training split.
+        key_end: The dot of a name that ends the key. None: the first, and an error if that seems to merge separate
+            samples, or if only a few samples have two images, recordings or videos.
+        classes: Whether each sample has a part `cls`, the number of its top folder in sorted order. Or the ordered
+            names: a list, a file (JSON, or lines), or another folder, such as that of the training split.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
@@ -430,7 +429,7 @@ class TokenReader(FileReader, kind="tokens"):
 
     The order is that of `sp.TarShardReader`.
 
-    - `.bin` with Megatron's `.idx` beside it: a sample is a document;
+    - `.bin` with Megatron's `.idx` next to it: a sample is a document;
     - `.npy`, of one dimension or of two (a sample is a row); never unpickled;
     - `.bin` alone, and `.npy` without a header, as OLMo-core writes them: flat, of the type `dtype`.
 
@@ -440,8 +439,8 @@ class TokenReader(FileReader, kind="tokens"):
         files: A folder (with its subfolders), a glob, a brace pattern, one file, a URL, or a list of these; an `.idx`
             is cached whole.
         lane: The lane of the pipeline.
-        length: Tokens of a window, across documents; the rest at the end of a file is in no window. None: no windows.
-        stride: Tokens from the start of a window to the next: `length=2049, stride=2048` makes inputs and labels of
+        length: Tokens of a window, across documents. A remainder at the end of a file is dropped. None: no windows.
+        stride: Tokens from the start of a window to the next: `length=2049, stride=2048` is for inputs and labels of
             2048. None: `length`.
         dtype: Type of the tokens in flat files, such as "uint16".
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
@@ -478,24 +477,24 @@ class MdsReader(FileReader, kind="mds"):
     The order is that of `sp.TarShardReader`.
 
     Mosaic Streaming writes such folders: shards, plain or in gz, bz2 or zstd, and the index.json that names
-    them. The parts of a sample are those that `savable convert` writes: `json` with the columns of texts, numbers and
-    JSON, and one for each image, array and bytes: `jpg`, `png`, `npy`, or what the bytes begin like; a second one of a
-    kind is `COLUMN.jpg`. A column of pickles is refused by its name.
+    them. The parts of a sample are those that `savable convert` writes: `json` with the columns of strings, numbers and
+    JSON, and one for each image, array and bytes: `jpg`, `png`, `npy`, or the detected format. A second one of a type
+    is `COLUMN.jpg`. A column of pickles is rejected.
 
     Args:
         folder: The folder with the index.json, or its URL (s3, gs, az, http, https, hf). For several see `sp.Blend`.
         lane: The lane of the pipeline.
         key: The column with a sample's key. None: the key is `FILE:ROW`.
-        cache_bytes: The most bytes of unpacked shards, for all readers of a process with this value. A compressed shard
-            is unpacked whole, and is one row group: see `custom.ParquetReader`.
-        validate_hash: An algorithm of hashes in index.json, as Mosaic's readers take it: "sha1", "xxh64". Each shard is
-            then read whole when it is first opened, and must have this hash. None: not read.
+        cache_bytes: The most bytes of decompressed shards, for all readers of a process with this value. A compressed
+            shard is decompressed whole, and is one row group: see `custom.ParquetReader`.
+        validate_hash: An algorithm of hashes in index.json, as in Mosaic's readers: "sha1", "xxh64". Each shard is then
+            read whole when it is first opened, and must have this hash. None: no check.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
     Raises:
         ValueError: A setting is wrong, or a package that the compression needs is missing.
-        ShardError: A file is damaged, missing or not what index.json says, or a column cannot be read.
+        ShardError: A file is damaged, missing or contradicts index.json, or a column cannot be read.
         RemoteError: A server cannot be reached.
 
     Example:
@@ -532,24 +531,23 @@ class LitDataReader(FileReader, kind="litdata"):
 
     The order is that of `sp.TarShardReader`.
 
-    LitData writes such folders: chunks, plain or with zstd by chunk, batch or sample, or with rows of Arrow in them,
-    and the index.json that names them. The parts of a sample are those of `custom.MdsReader`: the values of an item are
-    `json`, in their dicts and lists. A format of pickles is refused by its name, and so are encryption and other item
-    loaders.
+    LitData writes such folders: chunks, plain or with zstd by chunk, batch or sample, or with rows of Arrow, and the
+    index.json that names them. The parts of a sample are those of `custom.MdsReader`, with the values of an item as
+    `json`, in their dicts and lists. Pickles, encryption and other item loaders are rejected.
 
     Args:
         folder: The folder with the index.json, or its URL (s3, gs, az, http, https, hf). For several see `sp.Blend`.
         lane: The lane of the pipeline.
         key: The field with a sample's key. None: the key is `FILE:ROW`.
-        cache_bytes: The most bytes of unpacked chunks and frames, for all readers of a process with this value. A
-            compressed chunk or batch, or a chunk with rows of Arrow, is unpacked whole, and is one row group: see
+        cache_bytes: The most bytes of decompressed chunks and frames, for all readers of a process with this value. A
+            compressed chunk or batch, or a chunk with rows of Arrow, is decompressed whole, and is one row group: see
             `custom.ParquetReader`.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
     Raises:
         ValueError: A setting is wrong, or a package that the chunks need is missing.
-        ShardError: A file is damaged, missing or not what index.json says, or a format cannot be read.
+        ShardError: A file is damaged, missing or contradicts index.json, or a format cannot be read.
         RemoteError: A server cannot be reached.
 
     Example:
@@ -578,7 +576,7 @@ class LitDataReader(FileReader, kind="litdata"):
 
 
 class FormatReader(FileReader):
-    """Samples of files of a format that has no reader of its own, for one lane."""
+    """Samples of files of a format without a reader of its own, for one lane."""
 
     def __init__(self, files: Shards, lane: Lane, **settings: Unpack[ReaderSettings]) -> None:
         super().__init__(files, lane, {}, settings)

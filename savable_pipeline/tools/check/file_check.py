@@ -98,8 +98,8 @@ def check_file(root: Path, name: str, options: CheckSettings) -> ShardReport:
     if entry.fault:
         reason = "damaged shard" if (root / name).exists() else "missing shard"
         problems.append(Problem(reason, entry.fault.removeprefix(f"{name}: "), name))
-    elif fault := file_format.fault_for_others(root / name, table):
-        problems.append(Problem(f"wrong {file_format.suffixes[0]}{file_format.for_others}", fault, name))
+    elif fault := file_format.offsets_error(root / name, table):
+        problems.append(Problem(f"wrong {file_format.suffixes[0]}{file_format.offsets_suffix}", fault, name))
     if table.note:
         problems.append(Problem("torn samples", table.note, name))
     if entry.samples:
@@ -190,7 +190,7 @@ def _check_named_files(store: RecordStore, name: str, counts: _FileCounts) -> It
 
 def check_remote_file(folder: Path, name: str, url: str, options: CheckSettings) -> ShardReport:
     """Check a remote file: download it to an empty folder, and remove it afterwards."""
-    sidecars = {each for form in FORMATS for each in form.sidecars(name)}
+    sidecars = {each for form in FORMATS for each in form.sidecar_names(name)}
     session = Session.of()
     with tempfile.TemporaryDirectory(dir=folder) as temporary:  # two files may have one sidecar
         own = Path(temporary)

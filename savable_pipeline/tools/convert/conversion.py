@@ -1,4 +1,4 @@
-"""`convert`: the same input gives the same bytes.
+"""`convert`: a conversion whose output depends only on its input.
 
 A killed run continues where it ended:
 
@@ -77,48 +77,49 @@ def convert(
 
     The bytes are those of `savable convert`.
 
-    Damaged samples are left out and reported. The same call after one that was stopped continues it, and ends with
-    the same bytes; after one that is done it writes nothing. With several processes a program needs the usual
+    Damaged samples are skipped and reported. Repeating an interrupted call continues it, with the same bytes in the
+    end. Repeating a finished call writes nothing. With several processes, a program needs the usual
     `if __name__ == "__main__":`.
 
     Args:
         source: A folder, a file, a glob or, as a str, a URL: of any format that `sp.read` reads, also compressed.
-        target: The folder for the shards, made if it is missing; or, as a str, a URL (s3, gs, az).
-        format: The format of the source, as of `sp.read`. Default: it is recognized.
-        shard_bytes: A shard is full before it grows longer than this, in bytes.
-        shard_samples: A shard is full before it holds more samples than this. Default: no limit.
-        check_images: Whether each image is decoded, and the headers of each sound and film are read where PyAV is
+        target: The folder for the shards, created if missing; or, as a str, a URL (s3, gs, az).
+        format: The format of the source, as for `sp.read`. Default: it is recognized.
+        shard_bytes: The most bytes of a shard.
+        shard_samples: The most samples of a shard. Default: no limit.
+        check_images: Whether each image is decoded, and the headers of each sound and video are read where PyAV is
             installed; those that fail are rejected.
-        allow_outside: Whether files outside the source that links or fields lead to are taken.
-        key_field: Of records, the field with a sample's key. Default: the number of its record.
+        allow_outside: Whether to read files outside the source that links or fields name.
+        key_field: Of records, the field with a sample's key. Default: the index of the record.
         key_end: The dot of a file's name that ends the key; with "last", dots before it become "_". None: the first,
-            and an error where that seems to merge files that are samples of their own, and where few samples have two
-            images, sounds or videos.
-        classes: Of a folder, whether the name of a sample's top folder becomes its part `cls`, as a number: the place
-            of the name in `classes.json`, a list that is written beside the shards. Or the names, as for `sp.read`.
+            and an error if that seems to merge separate samples, or if only a few samples have two images, recordings
+            or videos.
+        classes: Of a folder, whether a sample's top folder becomes its part `cls`, as a number: the position in
+            `classes.json`, a list that is written next to the shards. Or the names, as for `sp.read`.
         file_fields: Of records, the fields that name files, as "field" or "field=part"; none if empty. Default: the
             usual names.
         files_from: The folder that these fields are relative to, or that has the files which rows of Parquet and
             Arrow name without their bytes. Default: that of the source.
-        split: Names and shares that add up to 1, such as {"train": 0.98, "val": 0.02}, by the hash of the keys.
+        split: Names and fractions that add up to 1, such as {"train": 0.98, "val": 0.02}, by the hash of the keys.
         only: The parts to keep, such as ["jpg", "txt"]. Default: all.
         keys: The keys of the samples to keep. Default: all.
-        reshard: Needed for tars, which are read as they are: write their samples into new shards.
-        unpacked_bytes: The most bytes that a compressed shard, chunk, record, JSON array or line may become.
+        reshard: Write the samples of tars into new shards. It is required for tars, which need no conversion.
+        unpacked_bytes: The most decompressed bytes of a shard, chunk, record, JSON array or line.
         workers: Processes that write; with `engine="ray"` the most tasks at a time. Default: one per core, but one for
             less than 100 MB.
-        engine: "ray" for the nodes of a Ray cluster, on storage that they share with this machine. Default: processes
-            of this machine.
+        engine: "ray" for the nodes of a Ray cluster, which share storage with this machine. Default: processes of this
+            machine.
         progress: Called with the samples done, all of them, and the bytes done.
 
     Returns:
-        What was written: `samples`, `shards` and `size` in bytes; what was left out: `rejected`, each with `file`,
-        `key`, `reason` and `detail`, and `hidden`, the number of hidden files and folders; `warnings`, texts; `nulls`,
-        by column the number of rows without a value; `already`, whether all of it had been written before.
+        A report. The output is `samples`, `shards` and `size` in bytes. Skipped are `rejected`, each with `file`,
+        `key`, `reason` and `detail`, and `hidden`, the number of hidden files and folders. `warnings` are strings,
+        `nulls` has by column the number of rows without a value, and `already` says whether everything existed before.
 
     Raises:
         ValueError: A setting is wrong, or the source cannot be converted.
-        SavableError: `target` holds anything but this conversion, its disk is full, or the source changed meanwhile.
+        SavableError: `target` has anything but this conversion, its disk is full, or the source changed in the
+            meantime.
         RemoteError: A bucket or a web server cannot be read or written.
         OSError: A file cannot be read or written.
 
@@ -158,7 +159,7 @@ def convert(
 
 
 def _listed(name: str, texts: Iterable[str] | None) -> tuple[str, ...] | None:
-    """Raises ValueError for one str, whose letters would be taken for the texts."""
+    """Return a tuple. Raises ValueError for one str, whose characters would be taken for the strings."""
     if isinstance(texts, str):
         raise ValueError(f"{name} must be a list, not a str. Pass [{texts!r}]")
     return None if texts is None else tuple(texts)
@@ -172,7 +173,7 @@ def _parts(only: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _share(share: float | str) -> str:
-    """A share as the command takes it: 0.00001, never 1e-05."""
+    """Format a fraction for the command: 0.00001, never 1e-05."""
     return share if isinstance(share, str) else f"{Decimal(str(share)):f}"
 
 
@@ -183,13 +184,13 @@ def _engine_of(
         return contextlib.nullcontext(engine)
     if engine != "ray":
         raise ValueError(f'engine must be "ray", or None for processes of this machine, not {engine!r}')
-    from savable_pipeline.tools.convert.ray_engine import RayEngine  # only who asks for it needs Ray
+    from savable_pipeline.tools.convert.ray_engine import RayEngine  # Ray is only needed if it is requested
 
     return RayEngine(workers)
 
 
 Progress: TypeAlias = Callable[[int, int, int], None]  # samples done, all samples, bytes done
-_LITTLE_BYTES = 100_000_000  # converted before other processes would have started
+_LITTLE_BYTES = 100_000_000  # bytes that one process converts before others would have started
 
 
 def run_conversion(
@@ -213,7 +214,7 @@ def run_conversion(
     with target_at(target) as output:
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be 1 or more, not {workers}")
-        if engine is not None:  # whose machines have other current folders
+        if engine is not None:  # the machines of an engine have other current folders
             output = replace(output, folder=output.folder.absolute())
         _check_reshard(source, reshard)
         _check_apart(source.path, output.folder if output.bucket is None else output.name)
@@ -254,7 +255,7 @@ def _check_reshard(source: ConversionSource, reshard: bool) -> None:
 
 @contextlib.contextmanager
 def _work_in(output: Target) -> Iterator[None]:
-    """The folder of unfinished work, for one conversion at a time; removed if nothing was finished in it."""
+    """Yield the work folder for one conversion at a time. Remove it if nothing was finished in it."""
     folder, work = output.folder, output.work
     existed, is_new = folder.exists(), not (folder / META).exists()
     (folder / META).mkdir(parents=True, exist_ok=True)
@@ -287,12 +288,12 @@ def _resumed(
     jobs: list[RangeJob],
     do: Callable[[list[RangeJob]], set[str]],
 ) -> Report | None:
-    """Return the report of a finished conversion; None for an unfinished one.
+    """Return the report of a finished conversion, or None for an unfinished one.
 
     Files that may have been written since are compared with what was converted. Raises `SavableError` for another
     conversion.
     """
-    if output.bucket is None or before.done:  # else it starts again
+    if output.bucket is None or before.done:  # otherwise an unfinished conversion starts again
         check_same(output.folder, manifest, before)
     report = finished_report(output, before)
     if may_have_changed(output.folder, manifest, before, newest_ns):

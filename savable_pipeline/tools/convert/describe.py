@@ -1,4 +1,4 @@
-"""The index and Energon's metadata of a folder whose shards are all there."""
+"""The index and Energon's metadata of a folder with finished shards."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from savable_pipeline.tools.convert.shard_series import room_on
 
 
 def describe(folder: Path) -> TarIndex:
-    """Index the shards that are new, and write Energon's files beside the index.
+    """Index the new shards, and write Energon's files next to the index.
 
-    Raises `ShardError`, OSError, and `SavableError` if the index has no room beside the shards.
+    Raises `ShardError`, OSError, and `SavableError` if the index cannot be written next to the shards.
     """
     with room_on(folder):
-        for stale in folder.rglob("*.tar.idx.*.tmp"):  # of a process that was killed: nobody else writes here
+        for stale in folder.rglob("*.tar.idx.*.tmp"):  # remains of a killed process; no other process writes here
             stale.unlink(missing_ok=True)
         path, _ = index_files(folder, TARS)
-        if path.resolve() != (folder / INDEX_NAME).resolve():  # but in this user's cache, where others do not look
+        # the index is in this user's cache, where others do not look
+        if path.resolve() != (folder / INDEX_NAME).resolve():
             raise OSError(errno.ENOSPC, f"no room for {INDEX_NAME}")
         index = describe_indexed(folder, path)
         for entry in index.shards:
@@ -39,7 +40,7 @@ def describe(folder: Path) -> TarIndex:
 
 
 def describe_tables(folder: Path, work: Path, tables: Iterable[ShardTable], *described: Any) -> None:
-    """Write the index of these tables, and Energon's files beside it.
+    """Write the index of these tables, and Energon's files next to it.
 
     The index is written in the folder `work`, and moved. The other arguments are those of `_write_energon_files`.
     """
@@ -49,7 +50,7 @@ def describe_tables(folder: Path, work: Path, tables: Iterable[ShardTable], *des
 
 
 def describe_indexed(folder: Path, index_path: Path) -> TarIndex:
-    """Write Energon's files of a folder whose index is there."""
+    """Write Energon's files of a folder that has an index."""
     index = TarIndex(index_path)
     counts = {entry.name: entry.samples for entry in index.shards}
     _write_energon_files(folder, counts, {frozenset(layout.position) for layout in index.layouts}, frozenset(), ())
@@ -57,11 +58,11 @@ def describe_indexed(folder: Path, index_path: Path) -> TarIndex:
 
 
 def is_written(folder: Path) -> bool:
-    """Whether `sp.ShardWriter` wrote the shards of a folder."""
+    """Return whether `sp.ShardWriter` wrote the shards of a folder."""
     return (folder / WRITTEN).is_dir()
 
 
-_VERSION = "7.4.1"  # of Energon, whose layout this is
+_VERSION = "7.4.1"  # version of Energon with this layout
 
 
 def _write_energon_files(
@@ -73,9 +74,9 @@ def _write_energon_files(
 ) -> None:
     """Write Energon's metadata.
 
-    `counts` holds the samples of each shard, `layouts` the sets of extensions that samples have, `texts` the
-    fields of the part `json` that are a text in every sample. The shards of each of the `splits` are named after it;
-    without any all are for training.
+    `counts` has the number of samples in each shard, `layouts` the sets of extensions of samples, and `texts` the
+    fields of `json` that are strings in every sample. The shards of each of the `splits` have its name as prefix.
+    Without splits, all shards are for training.
     """
     info = {"energon_version": _VERSION, "shard_counts": counts}
     members = {split: [name for name in counts if name.startswith(f"{split}-")] for split in splits}
@@ -96,7 +97,7 @@ def _split(split: str, names: list[str]) -> str:
 
 
 def _dataset(layouts: list[frozenset[str]], texts: frozenset[str]) -> str:
-    """Captioned images where every sample is one; anything else crude: as it is, for a cooker."""
+    """Return dataset.yaml: captioned images if every sample is one, otherwise crude samples for a cooker."""
     images = [image for image in IMAGE_PARTS if any(image in layout for layout in layouts)]
     caption = _caption(layouts, texts)
     if caption is None or not all(layout.intersection(images) for layout in layouts):

@@ -38,9 +38,9 @@ from savable_pipeline.tools.convert.samples import Statistics
 from savable_pipeline.tools.convert.source import ConversionSource
 from savable_pipeline.tools.convert.target import Target
 
-_MOST = 1.15  # times the fewest possible shards
-_SHARED = 1.1  # times the bytes of the files that records name
-_COUNTED = re.compile(r"[0-9._-]{3,}")  # parts of a large dataset, and dates
+_MOST = 1.15  # small shards are joined above this multiple of the fewest possible
+_SHARED = 1.1  # a warning above this multiple of the bytes of the files that records name
+_COUNTED = re.compile(r"[0-9._-]{3,}")  # numbered parts of a large dataset, and dates
 
 
 class _Shard(NamedTuple):
@@ -115,8 +115,8 @@ def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
     hashes.sort()
     blocks = (hashes[start : start + (1 << 20) + 1] for start in range(0, len(hashes), 1 << 20))
     repeated = np.unique(np.concatenate([block[1:][block[1:] == block[:-1]] for block in blocks]))
-    # Of two files of a folder with one key, none comes first.
-    met = np.full(len(repeated), jobs[0].source.form == FOLDER)  # by a range before
+    # Among files of a folder with one key, no file is the first.
+    met = np.full(len(repeated), jobs[0].source.form == FOLDER)  # whether a key occurred in an earlier range
     return [_with_repeats(job, job.record().keys, repeated, met) for job in jobs] if len(met) else jobs
 
 
@@ -141,7 +141,7 @@ def _shard(job: RangeJob, number: int, piece: RangeShard) -> _Shard:
 def _check_found(
     jobs: list[RangeJob], statistics: Statistics, rejected: list[Reject], options: Options, shards: int
 ) -> None:
-    """Raise ValueError for chosen keys and parts that no sample has, and for URLs in place of files."""
+    """Raise ValueError for chosen keys and parts that no sample has, and for URLs instead of files."""
     check_keys((jobs[0].keys if jobs and jobs[0].keys else frozenset()).difference(statistics.found))
     check_parts(options, statistics.parts or [""], {*statistics.parts, *statistics.dropped})
     named = next((reject for reject in rejected if reject.reason == A_URL), None)
@@ -223,7 +223,7 @@ def _publish(
 def _warnings(
     source: ConversionSource, found: Prepared, options: Options, samples: int, statistics: Statistics
 ) -> list[str]:
-    """Warnings about samples that differ from the others, and about names that may mean something else."""
+    """Return warnings about samples that differ from the others, and about ambiguous names."""
     warnings = [*_shared(statistics), *found.warnings]
     if statistics.renamed:
         keys = counted(statistics.renamed, "key")
@@ -248,7 +248,7 @@ def _warnings(
 
 
 def _shared(found: Statistics) -> list[str]:
-    """A warning if several records name one file, since each stores its bytes."""
+    """Return a warning if several records name one file, because each stores its bytes."""
     factor = found.used_bytes / max(1, found.file_bytes)
     if factor < _SHARED:
         return []
@@ -260,7 +260,7 @@ def _shared(found: Statistics) -> list[str]:
 
 
 def _classes_hint(samples: int, found: Statistics) -> list[str]:
-    """A hint if folders look like classes: each sample is one image, sound or video, and no folder is a split."""
+    """Return a hint if folders look like classes: each sample is one medium, and no folder is a split."""
     names = {*found.folders}
     if (
         not found.only_media

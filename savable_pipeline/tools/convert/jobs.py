@@ -1,4 +1,4 @@
-"""Processes and machines that write ranges.
+"""Processes and machines that write ranges. None outlives the conversion.
 
 None outlives the conversion, however that ends.
 
@@ -33,7 +33,7 @@ from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.tools.convert.range_job import RangeJob, Written, write_range
 from savable_pipeline.tools.convert.source import close_source
 
-_VISIBLE_S = 120.0  # network file systems cache for a minute that a file does not exist
+_VISIBLE_S = 120.0  # seconds; network file systems may cache for a minute that a file does not exist
 _SERVE = "savable_pipeline.tools.convert.jobs:serve"
 
 
@@ -84,7 +84,7 @@ def _in_workers(
 
 @contextlib.contextmanager
 def _sigterm_exits() -> Iterator[None]:
-    """Exit on SIGTERM as on an error, unless the program handles it: open files are closed."""
+    """Exit on SIGTERM as on an error, unless the program handles it, so that open files are closed."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -98,7 +98,7 @@ def _sigterm_exits() -> Iterator[None]:
 
 def serve(connection: Connection, jobs: Iterator[RangeJob], work: str) -> None:
     """Do one job after another; sends what was written, or the error."""
-    fcntl.flock(os.open(work, os.O_RDONLY), fcntl.LOCK_SH)  # open until the process ends
+    fcntl.flock(os.open(work, os.O_RDONLY), fcntl.LOCK_SH)  # stays open until the process ends
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the conversion was killed
         for job in jobs:
             try:
@@ -138,7 +138,7 @@ def _wait_until_visible(job: RangeJob) -> None:
                 f"{job.work / job.name}: finished by another machine, but not visible. Use storage that all nodes share"
             )
         time.sleep(0.1)
-        next(job.work.iterdir(), None)  # listing a folder makes a network file system look again
+        next(job.work.iterdir(), None)  # listing the folder updates a network file system's cache
 
 
 @contextlib.contextmanager

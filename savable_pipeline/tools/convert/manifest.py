@@ -1,4 +1,4 @@
-"""Manifest of a conversion: whether a folder has the same, and all of it."""
+"""Manifest of a conversion, to recognize the same one and whether it finished."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from savable_pipeline.tools.convert.prepare import Prepared
 from savable_pipeline.tools.convert.source import sizes_digest, versions_of
 from savable_pipeline.tools.convert.target import Target
 
-VERSION = 4  # no other is read
-_MARGIN_NS = 2_000_000_000  # clocks of file systems are as coarse as this
-_SHOWN = 10  # files of which an error names
+VERSION = 4  # only manifests of this version are read
+_MARGIN_NS = 2_000_000_000  # clock granularity of file systems
+_SHOWN = 10  # most files that an error names
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Input and options of a conversion, and its result once it is finished."""
 
     version: int
-    files: str  # a hash of the names and sizes of the files, and of the chosen keys
-    versions: str  # a hash of when the files were written
-    source_id: str  # which source it is: another one in its place has another
-    samples: int  # rows of the source, with those that will be rejected
+    files: str  # hash of the names and sizes of the files, and of the chosen keys
+    versions: str  # hash of the times when the files were written
+    source_id: str  # identity of the source, which differs for a replaced one
+    samples: int  # number of rows of the source, including those that will be rejected
     options: Options
     source: str = ""  # path or URL, for messages
     done: bool = False
@@ -40,8 +40,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int = 0
     warnings: list[str] = []
     nulls: dict[str, int] = {}
-    hashes: list[int] = []  # how many hashes of contents each range has
-    names_files: bool = False  # whether rows named files, whose versions are not in `versions`
+    hashes: list[int] = []  # number of hashes of contents of each range
+    names_files: bool = False  # whether rows name files, whose versions are not in `versions`
 
 
 def manifest_of(path: str, found: Prepared, options: Options, keys: frozenset[str] | None) -> tuple[Manifest, int]:
@@ -56,7 +56,8 @@ def manifest_of(path: str, found: Prepared, options: Options, keys: frozenset[st
         versions=versions,
         source_id=found_id,
         samples=sum(span.end - span.start for spans in found.ranges for span in spans),
-        options=msgspec.structs.replace(options, key_end=options.key_end or "first"),  # the same bytes
+        # the bytes are equal for None and "first"
+        options=msgspec.structs.replace(options, key_end=options.key_end or "first"),
         source=_public_name(path),
     )
     return manifest, newest_ns
@@ -104,7 +105,7 @@ def may_have_changed(folder: Path, manifest: Manifest, before: Manifest, newest_
 
 
 def finished_report(output: Target, before: Manifest) -> Report | None:
-    """Return the report of a finished conversion; None if something of it is missing.
+    """Return the report of a finished conversion, or None if a part of it is missing.
 
     Raises `SavableError` for a finished one in a bucket.
     """

@@ -14,10 +14,10 @@ from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.sample_names import Reject
 
 MANIFEST = CONVERTED
-CLASSES = "classes.json"  # names by number
+CLASSES = "classes.json"  # names of the classes by number
 REJECTED = f"{META}/savable.rejected.jsonl"
-HASHES = f"{META}/savable.hashes"  # of the contents of all parts, uint64
-WORK = f"{META}/savable.convert"  # the folder of unfinished work
+HASHES = f"{META}/savable.hashes"  # hashes of the contents of all parts, uint64
+WORK = f"{META}/savable.convert"  # folder of unfinished work
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9_]+")
 _DECIMAL = re.compile(r"[0-9]*[.]?[0-9]+")
 
@@ -29,10 +29,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     shard_samples: int | None = None  # most samples of a shard
     check_images: bool = True
     allow_outside: bool = False  # read files outside the source that links or fields name
-    key_field: str | None = None  # of a record; None: its number is the key
+    key_field: str | None = None  # field of a record; None: its number is the key
     file_fields: tuple[str, ...] | None = None  # "field" or "field=part"; None: the usual names
     key_end: Literal["first", "last"] | None = None  # the dot of a file name that ends the key
-    classes: bool | tuple[str, ...] = False  # of a folder: the number of a sample's top folder is its part `cls`
+    # for a folder: whether the part `cls` is the number of a sample's top folder
+    classes: bool | tuple[str, ...] = False
     split: tuple[tuple[str, str], ...] = ()  # names and fractions, decimals that add up to 1
     only: tuple[str, ...] = ()  # parts to write; none: all
     unpacked_bytes: int = UNPACKED_BYTES  # most bytes of decompressed data in memory
@@ -66,7 +67,7 @@ class Report:
     shards: int
     size: int
     rejected: list[Reject]
-    hidden: int  # hidden files and folders, skipped
+    hidden: int  # number of hidden files and folders, which are skipped
     warnings: list[str] = field(default_factory=list)
-    nulls: dict[str, int] = field(default_factory=dict)  # by column: rows without a value
-    already: bool = field(default=False, compare=False)  # nothing was written, because all of it existed
+    nulls: dict[str, int] = field(default_factory=dict)  # number of rows without a value, by column
+    already: bool = field(default=False, compare=False)  # whether nothing was written, because all of it existed

@@ -1,4 +1,4 @@
-"""Bytes of a part, or a long file that is never in memory as a whole.
+"""Bytes of a part, or a long audio or video file that is never in memory whole.
 
 Such a file has audio or video.
 """
@@ -22,7 +22,7 @@ from savable_pipeline.errors import MediaError
 from savable_pipeline.tools.convert.source import changed
 
 _MEDIA = frozenset((*VIDEO_PARTS, *AUDIO_PARTS))
-_LONG = 8 << 20  # bytes of audio or video that are read in pieces
+_LONG = 8 << 20  # longer audio or video is read in pieces
 _PIECE = 1 << 20
 
 
@@ -32,8 +32,8 @@ class LongPart:
 
     open: Callable[[], BinaryIO]
     size: int
-    name: str  # of the file, for messages
-    digest: int | None = None  # of the bytes, once they were read
+    name: str  # name of the file, for messages
+    digest: int | None = None  # hash of the bytes, once they were read
 
     def __len__(self) -> int:
         return self.size
@@ -56,7 +56,7 @@ PartData: TypeAlias = bytes | LongPart
 
 
 def content_hash(data: PartData) -> int:
-    """Return a hash of the bytes of a part, which is read if it was not."""
+    """Return a hash of the bytes of a part, after reading a part that was not read."""
     if isinstance(data, bytes):
         return xxh3_64_intdigest(data)
     if data.digest is None:
@@ -65,7 +65,10 @@ def content_hash(data: PartData) -> int:
 
 
 def file_data(path: Path, extension: str, size: int) -> PartData:
-    """A file of this size as a part. Raises `SavableError` if it has another, OSError."""
+    """Return a file of this size as a part.
+
+    Raises `SavableError` if it has another size, OSError.
+    """
     with path.open("rb", buffering=0) as file:
         if is_long(extension, size) and os.fstat(file.fileno()).st_size == size:
             return LongPart(lambda: path.open("rb"), size, str(path))
@@ -76,19 +79,19 @@ def file_data(path: Path, extension: str, size: int) -> PartData:
 
 
 def may_be_long(extension: str) -> bool:
-    """Whether parts of this name may be read in pieces."""
+    """Return whether parts of this name may be read in pieces."""
     return part_type(extension) in _MEDIA
 
 
 def is_long(extension: str, size: int) -> bool:
-    """Whether a part of this size is read in pieces."""
+    """Return whether a part of this size is read in pieces."""
     return size > _LONG and part_type(extension) in _MEDIA
 
 
 def data_fault(extension: str, data: PartData, *, check_images: bool) -> str:
-    """Why a part is not of the type of its extension, as `reason: detail`, or "".
+    """Return why a part contradicts its extension, as `reason: detail`, or "".
 
-    With `check_images` images are decoded, and the headers of audio and video are read where PyAV is installed.
+    With `check_images` images are decoded, and the headers of audio and video are read if PyAV is installed.
     """
     if isinstance(data, bytes) and (fault := decode_error(extension, data, check_images=check_images)):
         return fault

@@ -32,7 +32,7 @@ class Prepared:
 
     source: SourceFiles
     ranges: list[tuple[RowSpan, ...]] = field(default_factory=list)
-    size: int = 0  # bytes, estimated
+    size: int = 0  # estimated bytes
     rejected: list[Reject] = field(default_factory=list)  # files and lines that no store reads as samples
     warnings: list[str] = field(default_factory=list)
     hidden: int = 0
@@ -61,7 +61,7 @@ def _with_settings(source: ConversionSource, options: Options, files_from: Path 
     """Return the source with those settings that its store needs. Raises ValueError for one that it does not have."""
     form, is_table = source.form, source.form in TABLES
     usual = None if form == CSV else tuple(dict.fromkeys((*FILE_FIELDS, *source.found.settings.get("file_fields", ()))))
-    named = form.name in ("parquet", "arrow")  # whose rows may name files that their store does not open
+    named = form.name in ("parquet", "arrow")  # rows of these may name files that their store does not open
     chosen = {
         "key": options.key_field,
         "key_end": options.key_end,
@@ -87,7 +87,7 @@ def _with_settings(source: ConversionSource, options: Options, files_from: Path 
 
 
 def _without_names(source: ConversionSource) -> Any:
-    """Return what was found without the list of names, if listing the files again gives the same: jobs carry it."""
+    """Return the files without the list of names, if listing them again gives the same, because jobs carry it."""
     found, names = source.found, source.found.listed
     form = found.format
     if names is None or form.markers or (names.chosen is not None and names.chosen != form.files(names.names, {})):
@@ -96,7 +96,7 @@ def _without_names(source: ConversionSource) -> Any:
 
 
 def _started_ns(work: Path) -> int:
-    """Return when the conversion was started first, by the clock of its file system."""
+    """Return when the conversion was first started, by the clock of its file system."""
     path = work / "started"
     if not path.exists():
         path.touch()
@@ -104,7 +104,7 @@ def _started_ns(work: Path) -> int:
 
 
 def _opened(source: SourceFiles, options: Options, keys: Collection[str] | None) -> Prepared:
-    """Return the source as it is now, with what its store does not read."""
+    """Return the source as it is now, with the files and lines that its store does not read."""
     if source.packed:
         source = source.at_start()
         return Prepared(source, *cut_ranges(source, options))
@@ -141,9 +141,9 @@ def _with_file_columns(found: Prepared, store: Any) -> SourceFiles:
 
 
 def _check_chosen(source: SourceFiles, store: Any, options: Options, keys: Collection[str] | None) -> None:
-    """Raise ValueError for chosen parts and keys that no sample has, where the index knows them all.
+    """Raise ValueError for chosen parts and keys that no sample has, as far as the index knows.
 
-    The others are known when all is read.
+    Others are known when everything was read.
     """
     known: set[str] = set()
     if options.only and source.form in (FOLDER, TARS):

@@ -42,8 +42,8 @@ from savable_pipeline.tools.convert.source import EmptySourceError, RowSpan, Sou
 
 RECORD_FILE = "record"
 _ALL = 1 << 64
-_EXAMPLES = 5  # of repeated keys
-_NOTED_ROWS, _NOTED_BYTES = 256, 16_000_000  # after which progress is noted
+_EXAMPLES = 5  # examples of repeated keys
+_NOTED_ROWS, _NOTED_BYTES = 256, 16_000_000  # progress is noted after so many rows or bytes
 
 
 class RangeShard(msgspec.Struct, frozen=True):
@@ -60,12 +60,12 @@ class RangeRecord(msgspec.Struct):
     rejected: list[Reject] = []
     statistics: Statistics = msgspec.field(default_factory=Statistics)
     size: int = 0  # bytes read
-    keys: bytes = b""  # hashes of the keys of samples, where keys may occur again
-    hashes: bytes = b""  # of the contents of parts, and of rejects
+    keys: bytes = b""  # hashes of the keys of samples, if keys may be repeated
+    hashes: bytes = b""  # hashes of the contents of parts, and of rejects
 
 
 class Written(NamedTuple):
-    """Rows and bytes that a job read; its record if it is not in the work folder."""
+    """Rows and bytes that a job read, and its record if not in the work folder."""
 
     rows: int
     size: int
@@ -74,7 +74,7 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RangeJob:
-    """A range to write into `work`, or to compare with `hashes`.
+    """Job to write a range into `work`, or to compare it with `hashes`.
 
     With a bucket, shards are written on this machine and uploaded.
     """
@@ -85,18 +85,18 @@ class RangeJob:
     options: Options
     work: Path
     keys: frozenset[str] | None = None
-    repeats: bytes = b""  # a bit for each sample with a key that may occur again: whether it is that of another one
+    repeats: bytes = b""  # a bit for each sample whose key may be repeated: whether another sample has it
     bucket: Bucket | None = None
     hashes: bytes | None = None
 
     @property
     def rows(self) -> int:
-        """The number of its rows, or of its compressed files."""
+        """Return the number of its rows, or of its compressed files."""
         return sum(span.end - span.start for span in self.spans)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the range was written."""
+        """Return whether the range was written."""
         return (self.work / self.name / RECORD_FILE).exists()
 
     def record(self) -> RangeRecord:
@@ -189,8 +189,8 @@ class _RangeWriter:
         self._job, self._folder, self._record = job, folder, RangeRecord()
         self._note_progress, self.noted, self._rows = note, Written(0, 0), 0
         self._keys, self._last, self._renamed = array("Q"), "", set[str]()
-        self._rejected = list[Reject]()  # of the rows that are read
-        self._hashes, self.changed = array("Q"), set[str]()  # the names of files whose content is another
+        self._rejected = list[Reject]()  # rejects among the rows that are read
+        self._hashes, self.changed = array("Q"), set[str]()  # hashes; names of files with changed content
         self._known = None if job.hashes is None else {*np.frombuffer(job.hashes, "<u8").tolist()}
         self._ends = [int(end * _ALL) for end in accumulate(Fraction(part) for _, part in job.options.split)]
         splits = [name for name, _ in job.options.split] or [""]
@@ -226,20 +226,20 @@ class _RangeWriter:
     def _add(self, sample: TarSample) -> None:
         key = self._distinct_key(sample) if self._may_repeat else sample.key
         parts: dict[str, PartData] = {part.extension: part.data for part in sample.parts}
-        if key and self._series:  # else it is compared
+        if key and self._series:  # otherwise the sample is only compared
             number = _hashed(key) if self._ends else 0
             self._series[next((i for i, end in enumerate(self._ends) if number < end), 0)].add(key, parts)
         for part in sample.parts:
             self._note(part.file, _hashed(f"{sample.key}.{part.extension}") ^ content_hash(part.data))
         self._record.size += sum(map(len, parts.values()))
-        self._rows += not self._job.source.packed  # whose rows are files
+        self._rows += not self._job.source.packed  # rows of a packed source are files
         rows, size = self._rows - self.noted.rows, self._record.size - self.noted.size
         if rows >= _NOTED_ROWS or size >= _NOTED_BYTES:
             self._note_progress(rows, size)
             self.noted = Written(self._rows, self._record.size)
 
     def _note(self, file: str, content: int) -> None:
-        """Note the hash of a part or a reject, and a changed file if what is known has another one."""
+        """Record the hash of a part or a reject, or a changed file if the known hash differs."""
         self._hashes.append(content)
         if self._known is not None and content not in self._known:
             self.changed.add(file)
@@ -249,12 +249,12 @@ class _RangeWriter:
         self._note(reject.file, _hashed(f"{reject.file}\0{reject.reason}"))
 
     def _distinct_key(self, sample: TarSample) -> str:
-        """Return the key, of a repeated one with the name of its tar before it; "" if the sample is rejected."""
+        """Return the key, prefixed with the name of its tar if it is repeated; "" if the sample is rejected."""
         number, before = len(self._keys), self._last
         self._keys.append(_hashed(sample.key))
         self._last = key = sample.key
         byte = self._job.repeats[number >> 3] if number >> 3 < len(self._job.repeats) else 0
-        if key != before and not byte >> (number & 7) & 1:  # readers take neighbors with one key for one sample
+        if key != before and not byte >> (number & 7) & 1:  # readers merge neighbors with one key
             return key
         statistics, form = self._record.statistics, self._job.source.form
         statistics.repeats += 1

@@ -26,32 +26,32 @@ from savable_pipeline.tools.convert.options import Options
 from savable_pipeline.tools.convert.samples import SampleReader
 from savable_pipeline.tools.convert.source import RowSpan, SourceFiles
 
-_MOST_SHARDS = 8  # of a range
-_RANGES = 16  # of a source, at least, if they are not smaller than this
-LEAST_BYTES = 32_000_000  # of a range, which is not worth a process otherwise
-_AIM = 0.97  # of the bytes of its shards, since sizes in the index are estimates
-_AT_ONCE = 1 << 16  # rows whose sizes are in memory
-_SOME = 64  # samples that are measured
+_MOST_SHARDS = 8  # most shards of a range
+_RANGES = 16  # least number of ranges of a source, if they are not smaller than this
+LEAST_BYTES = 32_000_000  # least bytes of a range; a smaller one is not worth a process
+_AIM = 0.97  # fraction of the bytes of its shards, because sizes in the index are estimates
+_AT_ONCE = 1 << 16  # rows whose sizes are in memory at a time
+_SOME = 64  # number of samples to measure
 
 
 def cut_ranges(source: SourceFiles, options: Options) -> tuple[list[tuple[RowSpan, ...]], int]:
-    """Return the ranges of a source in its order, and about how many bytes it has."""
+    """Return the ranges of a source in order, and about how many bytes it has."""
     if source.packed:
         sizes = [file.size for file in source.packed]
         steps, total = iter([_Steps(0, 0, np.arange(1, len(sizes) + 1), np.array(sizes))]), sum(sizes)
-        rows = 1 << 62  # in each file: nobody knows
+        rows = 1 << 62  # more than the unknown number in each file
     else:
         rows = source.dataset().count
         estimate = _estimate(source, options)
         steps, total = _steps(source.dataset(), estimate), int(rows * estimate.mean)
     room, most = max(1, room_in(options.shard_bytes)), options.shard_samples or rows
-    shard = max(1, min(room, most * total // rows))  # bytes of a full one, about
+    shard = max(1, min(room, most * total // rows))  # about the bytes of a full shard
     shards = max(min(_MOST_SHARDS, total // shard // _RANGES), -(-LEAST_BYTES // shard), 1)
     return _cut(steps, _AIM * room * shards, most * shards), total
 
 
 class _Steps(NamedTuple):
-    """Rows that are cut between: where each step of a file ends, and about how many bytes it writes."""
+    """Possible borders between ranges: the end row of each step of a file, and its approximate bytes."""
 
     file: int
     start: int
@@ -73,7 +73,7 @@ def _cut(steps: Iterator[_Steps], limit: float, most: int) -> list[tuple[RowSpan
                 ranges.append(tuple(spans))
                 spans, used, rows = [], 0.0, 0
                 continue
-            done = max(fit, done + 1)  # a step that is larger than a range is a range
+            done = max(fit, done + 1)  # a step that is larger than a range is a range of its own
             end = int(step.ends[done - 1])
             if spans and spans[-1].file == step.file and spans[-1].end == start:
                 spans[-1] = spans[-1]._replace(end=end)
@@ -110,13 +110,13 @@ def file_order(dataset: Dataset) -> list[int]:
 
 
 def _row_bytes(dataset: Dataset, file: int, start: int, end: int) -> Rows:
-    """Return about how many bytes each of these rows has."""
+    """Return the approximate bytes of each of these rows."""
     store: Any = dataset.store
     groups = store.row_groups(file)
     if groups is not None:
         return np.full(end - start, groups[1] // max(int(dataset.entries.samples[file]), 1), np.int64)
     table = getattr(store, "table", None)
-    if hasattr(table, "firsts"):  # of a folder
+    if hasattr(table, "firsts"):  # the table of a folder
         firsts = np.frombuffer(cast("Any", table).firsts, "<i8")[start : end + 1]
         sizes = np.frombuffer(cast("Any", table).sizes, "<i8")[firsts[0] : firsts[-1]]
         return cast("Rows", np.add.reduceat((sizes + BLOCK - 1) // BLOCK * BLOCK, firsts[:-1] - firsts[0]))
@@ -129,7 +129,7 @@ def _row_bytes(dataset: Dataset, file: int, start: int, end: int) -> Rows:
 
 
 class _Estimate(NamedTuple):
-    """Bytes of rows in tars, from those in the index: a multiple, and so many more for each."""
+    """Estimate of bytes in tars from bytes in the index: a factor, and a number of bytes per row."""
 
     factor: float
     more: float
@@ -140,19 +140,19 @@ class _Estimate(NamedTuple):
 
 
 def _estimate(source: SourceFiles, options: Options) -> _Estimate:
-    """Return the sizes of rows by those of some samples; of row groups by their bytes, so that none is decoded."""
+    """Estimate the sizes of rows from some samples. Row groups are not decoded, so only their bytes count."""
     dataset = source.dataset()
     first = next(file for file in file_order(dataset) if dataset.entries.samples[file])
     if dataset.store.row_groups(first) is not None and not source.files_from:
         mean = sum(float(_row_bytes(dataset, file, 0, 1)[0]) * n for file, n in enumerate(dataset.entries.samples))
         return _Estimate(1.0, 2 * BLOCK, mean / dataset.count + 2 * BLOCK)
-    is_grouped = dataset.store.row_groups(first) is not None  # of which one is decoded
+    is_grouped = dataset.store.row_groups(first) is not None  # decoding a whole group would take too long
     rows, start = (
         (int(_ends_of_groups(dataset, first)[0]), int(dataset.firsts[first])) if is_grouped else (dataset.count, 0)
     )
     count, found, listed = min(_SOME, rows), 0, 0.0
     reader = SampleReader(source, dataset, msgspec.structs.replace(options, check_images=False), None)
-    with contextlib.suppress(SavableError, ValueError):  # jobs raise these
+    with contextlib.suppress(SavableError, ValueError):  # jobs raise these errors
         for number in (start + np.arange(count) * rows // count).tolist():
             file = int(np.searchsorted(dataset.firsts, number, side="right")) - 1
             row = number - int(dataset.firsts[file])

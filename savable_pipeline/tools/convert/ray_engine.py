@@ -1,11 +1,11 @@
 """`RayEngine`: jobs as tasks of a Ray cluster.
 
-Ray says where each runs, and runs it again when its node is lost.
+Ray chooses the node of each task, and repeats a task when its node is lost.
 
-    this process ── a job a task, some more than the cluster has processors ──▶ Ray ──▶ nodes
-                 ◀── results, in the order in which they come ──
+    this process ── a task per job, some more than the cluster has processors ──▶ Ray ──▶ nodes
+                 ◀── results, in the order of arrival ──
 
-Only this file imports ray, and only when an engine is made.
+Only this file imports ray, when an engine is created.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 from savable_pipeline.core.job_engine import J, R
 from savable_pipeline.errors import RemoteError, SavableError, WorkerError
 
-_RETRIES = 20  # after that many lost nodes or killed processes a shard is given up
+_RETRIES = 20  # most lost nodes or killed processes of one shard
 _CONNECT_S = 10.0
-_AHEAD = 2  # tasks submitted for each processor, so that none waits, and a cluster that can grow has a reason to
+_AHEAD = 2  # tasks submitted per processor, so that no processor waits, and a growing cluster sees demand
 
 
 class RayEngine:
@@ -51,7 +51,7 @@ class RayEngine:
             self._ray.shutdown()
 
     def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:
-        """The jobs and what `function` made of them; see `Engine`."""
+        """Yield the jobs and the results of `function`. See `Engine`."""
         task = self._ray.remote(num_cpus=1, max_retries=_RETRIES, scheduling_strategy="SPREAD")(_on_node)
         versions, coming = _versions(), iter(jobs)
         waiting: dict[Any, J] = {}
@@ -98,7 +98,7 @@ def _connect(ray: Any) -> None:
     address = os.environ.get("RAY_ADDRESS", "auto")
     host, _, port = address.rpartition(":")
     try:
-        if host and port.isdigit() and "://" not in host:  # else Ray itself would try for five minutes
+        if host and port.isdigit() and "://" not in host:  # otherwise Ray itself would try for five minutes
             socket.create_connection((host, int(port)), _CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except OSError as error:
@@ -108,13 +108,13 @@ def _connect(ray: Any) -> None:
 
 
 def _versions() -> dict[str, str]:
-    """The versions of what decides the bytes of a shard, and which of its samples are rejected."""
+    """Return the versions of libraries that decide the bytes of a shard, and which samples are rejected."""
     names = ("savable_pipeline", "pillow", "pyarrow")
     return {name: found.version for name in names for found in importlib.metadata.distributions(name=name)}
 
 
 def _on_node(function: Callable[[J], R], job: J, expected: dict[str, str]) -> R:
-    """A job, in a process on a node. Raises `SavableError` for a node that is not as the others."""
+    """Run a job in a process on a node. Raises `SavableError` for a node with other versions."""
     node = socket.gethostname()
     if _versions() != expected:
         raise SavableError(f"node {node} has {_versions()}, this machine {expected}. Install the same on both")

@@ -40,32 +40,32 @@ if TYPE_CHECKING:
 
 TEXT_FIELDS = ("caption", "text")
 _MEDIA = frozenset((*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
-_NUMBERED = re.compile(r"[0-9]+[.]")  # of several files of one field: 0.jpg, 1.jpg
-CHANGED = ("changed shard", "missing shard", "missing file")  # reasons of errors for a source that is another now
-_AHEAD = 4096  # rows announced together
+_NUMBERED = re.compile(r"[0-9]+[.]")  # one of several files of one field: 0.jpg, 1.jpg
+CHANGED = ("changed shard", "missing shard", "missing file")  # reasons of errors for a source that has changed
+_AHEAD = 4096  # number of rows to announce together
 _MOST_CLASSES = 100_000
 
 
 class Statistics(msgspec.Struct):
     """Counts over samples, which add up over ranges."""
 
-    parts: dict[str, int] = {}  # samples with each part
+    parts: dict[str, int] = {}  # number of samples with each part
     nulls: dict[str, int] = {}  # by column
-    layouts: list[tuple[str, ...]] = []  # the sets of parts that samples have
+    layouts: list[tuple[str, ...]] = []  # sets of parts that samples have
     most_parts: int = 0
-    texts: list[str] | None = None  # JSON fields that are strings in every sample; None: no sample
-    renamed: int = 0  # keys with dots, which a tar cannot have
+    texts: list[str] | None = None  # JSON fields that are strings in every sample; None: no sample yet
+    renamed: int = 0  # number of keys with dots, which a tar cannot have
     example: str = ""
-    uses: int = 0  # of files by records
+    uses: int = 0  # how often records use files
     used_bytes: int = 0
     files: int = 0
     file_bytes: int = 0
-    named: int = 0  # files that rows name without their bytes
-    repeats: int = 0  # keys that occur again
-    only_media: bool = True  # each sample is one image, sound or video in a folder
+    named: int = 0  # number of files that rows name without their bytes
+    repeats: int = 0  # number of repeated keys
+    only_media: bool = True  # whether each sample is one image, sound or video in a folder
     folders: list[str] = []  # names of top folders
-    found: list[str] = []  # keys that were asked for
-    repeated: list[str] = []  # some of the keys that occur again
+    found: list[str] = []  # requested keys that were found
+    repeated: list[str] = []  # some of the repeated keys
     dropped: list[str] = []  # names of parts that were not chosen
 
     def add(self, other: Statistics) -> None:
@@ -99,7 +99,7 @@ class TarSample(NamedTuple):
 
 
 class RejectedError(Exception):
-    """A sample is rejected."""
+    """Error: a sample is rejected."""
 
     def __init__(self, file: str, key: str, fault: str) -> None:
         self.reject = Reject.of(printable(file), key, fault)
@@ -114,7 +114,7 @@ class SampleReader:
         self._source, self._dataset, self._options, self._keys = source, dataset, options, keys
         self._store = cast("Any", dataset.store)
         self._only = frozenset(name.lower() for name in options.only)
-        self._line = -1, 0, 1  # the file whose lines were counted for rejects, up to which byte, and how many
+        self._line = -1, 0, 1  # the file whose lines were counted for rejects, up to which byte, and their number
         self._used: set[int] = set()  # hashes of the names of files that records use
         self._folders, self._found, self._dropped = set[str](), set[str](), set[str]()
         self._parsed: PartData = b""
@@ -163,9 +163,9 @@ class SampleReader:
         return found
 
     def _check(self, sample: TarSample) -> None:
-        """Raise `RejectedError` for a part that is not of its type, and count the others."""
+        """Raise `RejectedError` for a part that contradicts its extension, and count the others."""
         for part in sample.parts:
-            if part.data is not self._parsed and (  # JSON of a row was read as such
+            if part.data is not self._parsed and (  # the JSON of a row was parsed already
                 fault := data_fault(part.extension, part.data, check_images=self._options.check_images)
             ):
                 raise RejectedError(part.file, sample.key, fault)
@@ -260,7 +260,7 @@ class SampleReader:
             found.files, found.file_bytes = found.files + 1, found.file_bytes + size
 
     def _line_of(self, file: int, start: int, row: int) -> str:
-        """Return what rejects call a row: its line in the file, or its number in a list."""
+        """Return how rejects name a row: its line in the file, or its number in a list."""
         name = self._source.name or self._dataset.entries.names[file]
         if self._source.form == JSON:
             return f"{name}:{row + 1}"
@@ -301,7 +301,7 @@ class SampleReader:
         return self._sample(key, shard, parts, lambda: name)
 
     def _named_files(self, file: int, row: int, name: str, key: str) -> list[Part]:
-        """Return the files that a row names without their bytes, which are in the folder of `files_from`."""
+        """Return the files in the folder `files_from` that a row names without their bytes."""
         nulls = self._store.nulls(file, row)
         self._nulls.update(each for each in nulls if self._writes(each) or each in self._media)
         found: list[Part] = []
@@ -371,7 +371,7 @@ def _key_in(fields: dict[str, Any], field: str) -> str:
 
 
 def _tar_key_of_row(key: str, shard: str) -> str:
-    """Return the key as a tar may have it: a row without one, "web/0.parquet:17", becomes "web/0/17"."""
+    """Convert the key of a row without one: "web/0.parquet:17" becomes "web/0/17" in a tar."""
     if key.startswith(f"{shard}:"):
         key = f"{PurePosixPath(shard).with_suffix('')}/{key[len(shard) + 1 :]}"
         return key.replace(".", "_")
@@ -379,7 +379,7 @@ def _tar_key_of_row(key: str, shard: str) -> str:
 
 
 def _named_file(source: SourceFiles, named: Any, name: str, key: str) -> Part:
-    """Return a file below `source.files_from` that a row names; nothing outside of it is read."""
+    """Return a file below `source.files_from` that a row names. Nothing outside of it is read."""
     folder = source.files_from
     where = f"the column {named.column!r} names {named.path[:200]!r}"
     if "://" in named.path:
@@ -391,7 +391,7 @@ def _named_file(source: SourceFiles, named: Any, name: str, key: str) -> Part:
         if ".." in PurePosixPath(named.path).parts or outside(folder, path):
             raise RejectedError(name, key, f"outside the folder of the files: {where}, and --files-from {folder}")
         status = os.stat(path)  # noqa: PTH116  # a Path for each sample is slow
-    except (ValueError, OSError) as error:  # a path may be no name of a file
+    except (ValueError, OSError) as error:  # a path may be an invalid file name
         raise RejectedError(name, key, f"missing file: {where}, and there is no {path}"[:400]) from error
     if not stat.S_ISREG(status.st_mode):
         raise RejectedError(name, key, f"not a regular file: {where}")

@@ -18,7 +18,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ShardSeries:
-    """Shards in `folder`, which `name` names by number and `finished` receives."""
+    """Series of shards in `folder`. `name` names them, and `finished` receives them."""
 
     def __init__(
         self,
@@ -35,11 +35,13 @@ class ShardSeries:
 
     @property
     def last_key(self) -> str:
-        """Key of the sample before in the open shard, which the next sample must not have."""
+        """Return the key of the last sample in the open shard.
+
+        The next sample must have another key."""
         return "" if self._shard is None else self._shard.last_key
 
     def fits(self, size: int) -> bool:
-        """Whether a sample of so many bytes fits in the open shard."""
+        """Return whether a sample of so many bytes fits in the open shard."""
         shard = self._shard
         if shard is None or (self._max_samples is not None and shard.samples >= self._max_samples):
             return False

@@ -6,7 +6,7 @@
     out/.nv-meta/savable.writer/settings.json      what a writer that goes on must agree with
     out/.nv-meta/savable.writer/open               there until the writer has ended: readers warn
 
-With `part=(3, 16)` the names begin with `00003-of-00016-`, and no two processes write one file.
+With `part=(3, 16)` the names start with `00003-of-00016-`, and no two processes write one file.
 """
 
 from __future__ import annotations
@@ -99,24 +99,24 @@ class _Settings(msgspec.Struct, frozen=True):
 class ShardWriter:
     """Write samples into the shards of a folder.
 
-    Killed and started again, it continues after those that are safe.
+    After a kill and a restart, it continues after the samples that are safe.
 
     A sample is a dict with its `"__key__"` and its parts by extension: bytes, str (UTF-8), int (its digits), a NumPy
-    array for `npy`, any JSON value for `json`. Equal samples in equal order make equal bytes. Leaving the `with` block
-    ends the last shard and indexes the folder; leaving it by an error does not, and the samples of the last shard are
-    not safe. Not for several threads at once.
+    array for `npy`, any JSON value for `json`. Equal samples in equal order produce equal bytes. Leaving the `with`
+    block ends the last shard and indexes the folder. After an error it does not, and the samples of the last shard are
+    not safe. One thread at a time may use a writer.
 
     Args:
-        folder: The folder of the shards; made if it does not exist.
-        max_bytes: Most bytes of a shard, unless one sample alone is larger.
-        max_samples: Most samples of a shard. None: no limit.
-        part: (i, n) for process i of n that write into one folder, such as tasks of Ray; `savable index` joins what
-            they wrote. None: one process.
+        folder: The folder of the shards, created if missing.
+        max_bytes: The most bytes of a shard, unless one sample alone is larger.
+        max_samples: The most samples of a shard. None: no limit.
+        part: (i, n) for process i of n that write into one folder, such as tasks of Ray. `savable index` joins their
+            shards. None: one process.
 
     Raises:
         ValueError: A setting, or a sample's value, is wrong.
         TypeError: A part of a sample is of a type that cannot be written.
-        SavableError: The folder holds shards of another origin or of other settings, another writer is using it, or its
+        SavableError: The folder has shards of another origin or of other settings, another writer is using it, or its
             disk is full.
 
     Example:
@@ -155,7 +155,7 @@ class ShardWriter:
             self._series = ShardSeries(
                 self._work, self._name, max_bytes, max_samples, self._publish, len(self._entries)
             )
-            self._first_written = self._first_key()  # "": nothing is safe yet, or this writer goes on
+            self._first_written = self._first_key()  # "" if no sample is safe yet, or for a writer that resumes
             self._open_mark.touch()
         except BaseException:
             os.close(self._lock)
@@ -163,9 +163,9 @@ class ShardWriter:
 
     @property
     def written(self) -> int:
-        """The number of samples that are safe.
+        """Number of samples that are safe.
 
-        These are in finished shards of this part, by this writer and those before it.
+        These are in finished shards of this part, by this writer and earlier ones.
         """
         return sum(entry.samples for entry in self._entries)
 
@@ -227,7 +227,7 @@ class ShardWriter:
             self._abandon("was left by an error")
 
     def _publish(self, table: ShardTable) -> None:
-        """Rename a finished shard, after its offsets and its rows of the index; it is safe once the tar is there."""
+        """Rename a finished shard, after its offsets and its index rows. It is safe once the tar is in place."""
         name = table.entry.name
         write_index(self._work / f"{name}.index", [table], TARS)
         write_tar_idx(self._work / name, table)
@@ -259,13 +259,13 @@ class ShardWriter:
         return lock
 
     def _refuse_others(self) -> None:
-        """Raises `SavableError` for shards of another origin."""
+        """Raise `SavableError` for shards of another origin."""
         written = any(self._work.glob("*settings.json"))
         if (self._folder / MANIFEST).exists() or (not written and any(self._folder.glob("*.tar"))):
             raise SavableError(f"{self._folder} has shards of another origin. Write into another folder")
 
     def _settle(self) -> None:
-        """Leave the settings in the folder. Raises `SavableError` if it was begun with others."""
+        """Store the settings in the folder. Raises `SavableError` if it was started with others."""
         ours = self._settings
         for path in self._work.glob("*settings.json"):
             found = msgspec.json.decode(path.read_bytes(), type=_Settings)
@@ -277,13 +277,13 @@ class ShardWriter:
         replace_file(self._work / f"{self._prefix}settings.json", [msgspec.json.encode(ours)], sync=True)
 
     def _sweep(self) -> None:
-        """Remove what a killed writer left unfinished."""
+        """Remove the unfinished files of a killed writer."""
         for pattern in ("*.tmp", "[0-9]*.tar", "[0-9]*.tar.idx"):
             for path in self._work.glob(f"{self._prefix}{pattern}"):
                 path.unlink()
 
     def _finished(self) -> list[ShardEntry]:
-        """The shards that are there already. Raises `SavableError` if one of them is damaged or gone."""
+        """Return the finished shards. Raises `SavableError` if one of them is damaged or missing."""
         entries = []
         known = known_files(self._folder, TARS)
         for number in itertools.count():
@@ -297,7 +297,7 @@ class ShardWriter:
         return entries
 
     def _first_key(self) -> str:
-        """The key of the first sample that is safe."""
+        """Return the key of the first sample that is safe."""
         if not self._entries:
             return ""
         name = self._name(0)
@@ -322,7 +322,7 @@ def _check(max_bytes: int, max_samples: int | None, part: tuple[int, int] | None
 
 
 def _parts(settings: _Settings) -> int:
-    """The number of writers of a folder."""
+    """Return the number of writers of a folder."""
     return 1 if settings.part is None else settings.part[1]
 
 

@@ -68,12 +68,12 @@ WORDS = {
 }
 TABLES, RECORDS = (JSONL, JSON, CSV), (MDS, LITDATA)
 _ENDINGS = (".gz", ".bz2", ".xz", ".zst")
-_MANY = 4096  # files whose first bytes are read: more are seldom compressed under the names of plain ones
-_PEEK, _CHUNK, _AHEAD = 1 << 16, 1 << 20, 64 << 20  # bytes
+_MANY = 4096  # most files whose first bytes are read; in more files, compression is seldom hidden by the names
+_PEEK, _CHUNK, _AHEAD = 1 << 16, 1 << 20, 64 << 20  # in bytes
 
 
 class RowSpan(NamedTuple):
-    """Rows `start` to `end - 1` of a file; `number` is that of the first."""
+    """Rows `start` to `end - 1` of a file. `number` is that of the first."""
 
     file: int
     start: int
@@ -91,7 +91,7 @@ class PackedFile(NamedTuple):
 
     @classmethod
     def of(cls, root: str, name: str) -> PackedFile:
-        """Return the file with its version now."""
+        """Return the file with its current version."""
         if "://" not in root:
             stat = os.stat(Path(root, name))  # noqa: PTH116  # there may be many
             return cls(str(Path(root, name)), name, stat.st_size, repr(FileVersion.of(stat)))
@@ -110,7 +110,7 @@ class ConversionSource:
 
     @property
     def words(self) -> str:
-        """Its format, for people."""
+        """Return its format, for people."""
         return f"{WORDS[self.form.name]}{', compressed' if self.packed else ''}"
 
 
@@ -124,7 +124,7 @@ def find_files(files: str | os.PathLike[str], format: str | None = None) -> Conv
         raise ValueError(f"{files}: a Path cannot hold a URL. Pass it as a str")
     try:
         absolute = os.path.abspath(address) if os.path.exists(address) else address  # noqa: PTH100, PTH110  # for others
-        is_file = is_tar(address) and not Path(address).is_dir()  # with an ending in any letters
+        is_file = is_tar(address) and not Path(address).is_dir()  # the suffix may be in any case
         found = find_source(absolute, format=format or ("tar" if is_file else ""))
         root, names = _listed(found)
         if found.listed is not None and not found.listed.names:
@@ -140,11 +140,11 @@ def find_files(files: str | os.PathLike[str], format: str | None = None) -> Conv
         if form == TARS or form in TABLES:
             plain = [name for name in names if name.lower().endswith(form.suffixes)][:_MANY]
             packed = any(name.lower().endswith(_packed_endings(form)) for name in names)
-            packed |= not all(name.endswith(form.suffixes) for name in plain)  # which no store reads in place
+            packed |= not all(name.endswith(form.suffixes) for name in plain)  # no store can read the others in place
             plain = plain if found.session is None or len(plain) == 1 else []
             if packed or any(_compression(name, _head(found, root, name)) for name in plain):
                 return _packed_source(address, found, root, names)
-            if not plain:  # as far as is known: there is an index, or nothing
+            if not plain:  # no plain file is known: there is only an index, or nothing
                 open_store(found, inspect=True)
         return ConversionSource(address, found, found.format)
     except DamagedError as error:
@@ -182,7 +182,7 @@ def _head(found: Source, root: str, name: str) -> bytes:
 def _packed_source(address: str, found: Source, root: str, names: list[str]) -> ConversionSource:
     form = found.format
     files = [name for name in names if name.lower().endswith((*form.suffixes, *_packed_endings(form)))]
-    if form != TARS:  # whether JSON is a list or lines is known by its first bytes alone
+    if form != TARS:  # only the first bytes tell a list of JSON from lines
         plain = {_plain_name(name): name for name in files}
         heads = {}
         for name in wanted([*plain]):
@@ -227,7 +227,7 @@ def open_content(path: str, line_bytes: int | None = None) -> Iterator[IO[bytes]
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """Files of a source and the settings of their store.
+    """Files of a source and the settings of their store. It is picklable.
 
     It is picklable, and opened once in each process.
     """
@@ -235,15 +235,15 @@ class SourceFiles:
     found: Source
     form: Format
     settings: Mapping[str, Any]
-    files_from: str = ""  # the folder of the files that rows of columns name, a real path
-    newest_ns: int = 0  # no file that rows name was written after this
-    digest: str = ""  # of the index
-    written_ns: int = 0  # when a file on a disk was written last
+    files_from: str = ""  # real path of the folder of files that rows of columns name
+    newest_ns: int = 0  # no file that rows name may be newer
+    digest: str = ""  # digest of the index
+    written_ns: int = 0  # time of the last write to a local file
     packed: tuple[PackedFile, ...] = ()
-    files: tuple[RemoteFile, ...] = ()  # those of one range
-    index: str = ""  # of raw files
-    name: str = ""  # of the only file, if it is not that of the index
-    prefix: str = ""  # of keys that are numbers of rows
+    files: tuple[RemoteFile, ...] = ()  # remote files of one range
+    index: str = ""  # index of raw files
+    name: str = ""  # name of the only file, if it differs from that in the index
+    prefix: str = ""  # prefix of keys that are row numbers
 
     def dataset(self) -> Dataset:
         """Return the samples.
@@ -278,7 +278,7 @@ class SourceFiles:
         return store
 
     def _store_of_folder(self, settings: dict[str, Any]) -> RecordStore:
-        """Open the store of raw files, with an index in the work folder: nothing is written beside them."""
+        """Open the store of raw files, with an index in the work folder. Nothing is written next to the files."""
         form, root, index = self.form.for_settings(settings), Path(str(self.found.files)), Path(self.index)
         with contextlib.ExitStack() as stack:
             if not index.exists():
@@ -292,7 +292,7 @@ class SourceFiles:
         if self.packed:
             return replace(self, digest=hashlib.sha256(repr(self.packed).encode()).hexdigest())
         close_source()
-        if self.index:  # of a run before
+        if self.index:  # of an earlier run
             Path(self.index).unlink(missing_ok=True)
         elif self.form in TABLES and not self.is_remote:  # a tolerant opening takes the index of a file that changed
             index_files(self.found.listed or self.found.files, self.form, near=False)
@@ -305,7 +305,7 @@ class SourceFiles:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the files are behind a URL."""
+        """Return whether the files are behind a URL."""
         return self.found.session is not None
 
     def check(self, file: int) -> None:
@@ -378,7 +378,7 @@ class RemoteFile(NamedTuple):
     table: bytes  # a `ShardTable`, as MessagePack
 
 
-_open: list[Any] = []  # the source that is open in this process, its dataset, and what closes it
+_open: list[Any] = []  # the source that is open in this process, its dataset, and the function that closes it
 
 
 def close_source() -> None:
@@ -404,7 +404,7 @@ class EmptySourceError(Exception):
 
 
 def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Dataset:
-    """Return the dataset of remote files by their rows of the index. Raises `ShardError` for one that was replaced."""
+    """Return the dataset of remote files by their index rows. Raises `ShardError` for a replaced one."""
     folder, session = stack.enter_context(scratch())
     url, form = source.files[0].url, source.form.for_settings(dict(source.settings))
     stamps = stamps_of(url, [file.name for file in source.files], session)
@@ -419,9 +419,9 @@ def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Datas
 
 
 def index_digest(dataset: Dataset) -> str:
-    """Return a hash of what the index says of the files.
+    """Return a hash of the index rows of the files.
 
-    For a folder it covers the times when they were written.
+    For a folder it covers the times of the last writes.
     """
     times: Any = getattr(getattr(dataset.store, "table", None), "times", b"")
     return hashlib.sha256(dataset.digest() + bytes(times)).hexdigest()
@@ -442,7 +442,7 @@ def sizes_digest(source: SourceFiles) -> str:
 def versions_of(source: SourceFiles, address: str) -> tuple[str, str, int]:
     """Return the files' identity, a hash of their versions, and the last change.
 
-    Files of a server have no such time: their versions say all.
+    Files of a server have no such time, because their versions cover every change.
     """
     if source.packed:
         names, paths = list[str](), [file.path for file in source.packed]

@@ -29,7 +29,7 @@ from savable_pipeline.tools.convert.options import CLASSES, MANIFEST, WORK
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A folder; with a bucket, the mirror of it."""
+    """Target folder. With a bucket, it is the mirror of the bucket."""
 
     folder: Path
     bucket: Bucket | None = None
@@ -37,12 +37,12 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Its URL or path."""
+        """Return its URL or path."""
         return str(self.folder) if self.bucket is None else self.bucket.url
 
     @property
     def work(self) -> Path:
-        """The folder of unfinished work."""
+        """Return the folder of unfinished work."""
         return self.folder / WORK
 
     def start_again(self) -> None:
@@ -128,7 +128,7 @@ def mirrored(url: str) -> Iterator[Target]:
 
 
 def _empty(folder: Path) -> None:
-    """Remove the files of a killed conversion, once its processes are gone."""
+    """Remove the files of a killed conversion, once its processes have ended."""
     if (folder / META).is_dir():
         with claimed(folder / META, folder / WORK):
             pass

@@ -50,7 +50,7 @@ class PathParts:
 
     @property
     def by_length(self) -> bool:
-        """Whether the number of batches depends on lengths of items.
+        """Return whether the number of batches depends on lengths of items.
 
         The index does not have these lengths.
         """

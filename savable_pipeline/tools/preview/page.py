@@ -129,7 +129,7 @@ class Card:
 
     @property
     def faulty(self) -> bool:
-        """Whether it, or an entry of it, cannot be shown."""
+        """Return whether it, or an entry of it, cannot be shown."""
         return bool(self.fault) or any(entry.fault for entry in self.entries)
 
 

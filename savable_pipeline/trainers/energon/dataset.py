@@ -62,7 +62,7 @@ class EnergonDataset:
         seed: The seed of the run.
         lanes: The number of lanes. None (default): 96, or for a single epoch the number of ranks.
         length: Batches of each rank in a (virtual) epoch. None (default): as many as there are, or endless.
-        restarts: Whether each iterator starts at the beginning.
+        restarts: Whether each iterator starts at the start.
     """
 
     pipeline: EnergonPipeline
@@ -83,7 +83,7 @@ class EnergonDataset:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the run is a single epoch."""
+        """Return whether the run is a single epoch."""
         return not self.pipeline.encoder.sources.repeat
 
     @property
@@ -284,7 +284,7 @@ def LimitDataset(
         dataset: The dataset to limit.
         length: Batches of each rank.
         worker_config: Not used. The dataset has one.
-        reset_after_epoch: Whether each iterator starts at the beginning (default False).
+        reset_after_epoch: Whether each iterator starts at the start (default False).
     """
     return replace(checked(dataset), length=length, restarts=reset_after_epoch)
 

@@ -157,7 +157,7 @@ class EnergonLoader(SavableLoader):
         """Resume from the state of a rank.
 
         Args:
-            state: The result of `save_state_rank`. None: start at the beginning.
+            state: The result of `save_state_rank`. None: start at the start.
         """
         if state is not None:
             self.load_state_dict(state)
@@ -177,7 +177,7 @@ class EnergonLoader(SavableLoader):
         """Resume from the state of all ranks.
 
         Args:
-            state: The result of `save_state_global`. None: start at the beginning, or use the state of `src_rank`.
+            state: The result of `save_state_global`. None: start at the start, or use the state of `src_rank`.
             src_rank: The rank that has the state, if not all have it. The call is collective then.
         """
         if src_rank is not None and dist.is_initialized():

@@ -304,5 +304,5 @@ def test_frames_of_a_clip_over_keyframes_are_decoded_once(b_frames: int, decoded
         decoded.clear()
         clip = source.frames([(start + 3 * n) / 24 for n in range(16)])
         assert [frame_number(frame) for frame in clip] == list(range(start, start + 48, 3))
-        assert len(decoded) <= 2 * 24 + 48 + 8  # up to two groups before, where the first of them begins late
+        assert len(decoded) <= 2 * 24 + 48 + 8  # up to two groups before, where the first of them starts late
         assert len(decoded) - len(set(decoded)) <= 24

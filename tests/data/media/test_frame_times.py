@@ -1,7 +1,7 @@
-"""Which frame is on display at a time: clocks that round, AVI without times, variable rates, edit lists, late begins.
+"""Which frame is on display at a time: clocks that round, AVI without times, variable rates, edit lists, late starts.
 
-A frame of a numbered film is what `ffmpeg -i FILE -ss TIME -frames:v 1 frame.png` shows, for each time k / rate, except
-in AVI with frames that refer to later ones, whose times FFmpeg guesses.
+A frame of a numbered video is what `ffmpeg -i FILE -ss TIME -frames:v 1 frame.png` shows, for each time k / rate,
+except in AVI with frames that refer to later ones, whose times FFmpeg guesses.
 """
 
 from __future__ import annotations

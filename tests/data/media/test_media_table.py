@@ -177,7 +177,7 @@ def test_a_table_of_other_shards_is_rejected(dataset: Path, change: Callable[[Pa
     with pytest.raises(sp.ShardError, match=rf"{why}\)\. Run `savable index --media`"):
         said(dataset)
     if change is not rewritten:
-        with pytest.raises(sp.ShardError, match=why):  # before a run begins
+        with pytest.raises(sp.ShardError, match=why):  # before a run starts
             sp.TarShardReader(dataset, sp.Lane())
     done: list[tuple[int, int]] = []
     index_media(dataset, progress=lambda *progress: done.append(progress))

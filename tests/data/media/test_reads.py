@@ -25,7 +25,7 @@ from tests.support.media_files import frame_number, video_bytes
 from tests.support.shards import write_tar
 from tests.support.toy_server import ToyServer, serving
 
-FPS, FRAMES, TIMES = 10, 40, 60  # of a scene, and how often it comes in the film
+FPS, FRAMES, TIMES = 10, 40, 60  # of a scene, and how often it comes in the video
 CLIP = [step / 4 for step in range(8)]
 
 

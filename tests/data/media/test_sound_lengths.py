@@ -1,4 +1,4 @@
-"""How long a sound is: as many samples as FFmpeg decodes, whatever is skipped at its begin and its end.
+"""How long a sound is: as many samples as FFmpeg decodes, whatever is skipped at its start and its end.
 
 The oracle is FFmpeg, here inside PyAV: `ffmpeg -i FILE -f f32le -` writes as many samples, and the same ones.
 """
@@ -76,7 +76,7 @@ def test_video_that_does_not_start_at_0_has_its_true_length(container: str) -> N
         assert video.duration_s in (
             pytest.approx(2.0, abs=0.11),
             pytest.approx(2.7, abs=0.1),
-        )  # MP4 says when it begins
+        )  # MP4 says when it starts
         last = video.duration_s - 0.05
         assert frame_number(video.frames([last])[0]) == 19
     assert media_fault(io.BytesIO(data))[0] == ""

@@ -278,7 +278,7 @@ def test_resumed_run_reads_its_original_commit(hub: ToyHub, tmp_path: Path) -> N
         loader.load_state_dict(state)
         state = loader.state_dict()
         assert begun + [batch.tolist() for batch in loader] == expected
-    with numbers(NAME) as loader:  # one that has begun by the new commit already
+    with numbers(NAME) as loader:  # one that has started by the new commit already
         assert {number for batch in loader for number in batch.tolist()} == {*range(ROWS), *range(500, 500 + ROWS)}
         loader.load_state_dict(state)
         assert begun + [batch.tolist() for batch in loader] == expected

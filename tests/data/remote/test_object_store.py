@@ -1,6 +1,6 @@
 """A server that is down is waited for as long as the setting says; what is asked for at once follows the speed.
 
-What somebody waits for begins at once and first; what is fetched ahead begins while the link has room.
+What somebody waits for starts at once and first; what is fetched ahead starts while the link has room.
 """
 
 from __future__ import annotations

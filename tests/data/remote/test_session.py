@@ -70,7 +70,7 @@ def test_an_opening_is_one_process_and_few_requests(
     del data
     again, warm = opened(server, url)
     assert again[0].json() == {"id": 0}
-    assert len(children) <= 2  # the second opening began its own, if the first dataset was gone
+    assert len(children) <= 2  # the second opening started its own, if the first dataset was gone
     assert warm <= 5
     assert cold <= (8 if name == "tars" or behind != "server" else 20)
 

@@ -16,7 +16,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.shards.indexing import files_of
-from savable_pipeline.data.shards.paths import expand_braces, is_remote, list_files, spelled_out
+from savable_pipeline.data.shards.paths import expand_braces, expand_specs, is_remote, list_files
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import ShardError
 from tests.conftest import write_tar
@@ -140,8 +140,8 @@ def test_home_variable_and_file_url_are_expanded(root: Path, monkeypatch: pytest
         assert is_remote(name) is False
     assert find_shards("~/data/a.tar::$SHARDS/b/00{0..1}.tar") == (root, ["a.tar", *two])
     assert find_shards(Path("~/data")) == (root, ["a.tar", *two])
-    assert spelled_out("s3://$USER_/x::https://h/y") == ["s3://$USER_/x", "https://h/y"]
-    assert spelled_out("http://[::1]:80/x::http://[::1]/y") == ["http://[::1]:80/x", "http://[::1]/y"]
+    assert expand_specs("s3://$USER_/x::https://h/y") == ["s3://$USER_/x", "https://h/y"]
+    assert expand_specs("http://[::1]:80/x::http://[::1]/y") == ["http://[::1]:80/x", "http://[::1]/y"]
     (root.parent / "a b").mkdir()
     (root.parent / "a b" / "x.tar").touch()
     assert find_shards(f"file://{root.parent}/a%20b") == (root.parent / "a b", ["x.tar"])

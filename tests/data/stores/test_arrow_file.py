@@ -45,13 +45,13 @@ def blocks_of(path: Path) -> list[bytes]:
 
 
 def as_polars(path: Path, *, gap: int = 0, shuffled: bool = False, schema: bool = False) -> None:
-    """Writes a file of pyarrow anew: no message of the schema, gaps before batches, which lie in any order."""
+    """Write a file of pyarrow anew: no message of the schema, gaps before batches, which lie in any order."""
     raw, blocks = path.read_bytes(), blocks_of(path)
     first = BLOCK.unpack(blocks[0])[0]
     length = struct.unpack("<i", raw[-10:-6])[0]
     footer = bytearray(raw[-10 - length : -10])
     places = {block: footer.index(block) for block in blocks}
-    out = b"ARROW1\0\0" + b"\x04\0\0\0\xf2\xff\xff\xff" + bytes(48)  # a flatbuffer by itself, where a message begins
+    out = b"ARROW1\0\0" + b"\x04\0\0\0\xf2\xff\xff\xff" + bytes(48)  # a flatbuffer by itself, where a message starts
     out = raw[:first] if schema else out
     for block in random.Random(7).sample(blocks, len(blocks)) if shuffled else blocks:
         begin, head, body = BLOCK.unpack(block)

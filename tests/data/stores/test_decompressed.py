@@ -39,7 +39,7 @@ BOUND = 80 * MIB
 
 @contextmanager
 def at_most(size: int) -> Iterator[None]:
-    """Whether Python's memory grew by no more within this block."""
+    """Return whether Python's memory grew by no more within this block."""
     tracemalloc.start()
     try:
         yield

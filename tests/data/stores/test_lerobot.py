@@ -144,7 +144,7 @@ def test_frames_missing_in_the_video_are_damage_by_time_and_by_index(tmp_path: P
 
 @pytest.mark.parametrize("b_frames", [0, 2])
 def test_joined_videos_show_the_frames_of_their_episodes(b_frames: int) -> None:
-    """As `lerobot-edit-dataset --operation.type=merge` joins files, and says where episodes begin: by their lengths.
+    """As `lerobot-edit-dataset --operation.type=merge` joins files, and says where episodes start: by their lengths.
 
     Rounded times add up: here to two ticks without, and to a third of a frame with frames that refer to later ones.
     """

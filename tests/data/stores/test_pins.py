@@ -64,7 +64,7 @@ def test_batch_read_from_an_overwritten_shard_is_never_yielded(
         ):
             given += [next(batches) for _ in range(100)]
         assert all(number >= 0 for batch in given for number in batch)
-        if not workers:  # new workers open the shards anew
+        if not workers:  # new workers open the shards again
             with pytest.raises(sp.ShardError, match="it was overwritten while this run read it"):
                 next(batches)
 

@@ -227,7 +227,7 @@ def test_wrong_offsets_are_damage_of_their_records(tmp_path: Path) -> None:
     source = write_captioned_mds(tmp_path / "in", 4)
     path = source / "shard.00000.mds"
     raw = bytearray(path.read_bytes())
-    raw[8:12] = U32((1 << 32) - 1)  # where the second record begins
+    raw[8:12] = U32((1 << 32) - 1)  # where the second record starts
     path.write_bytes(raw)
     store = store_of(source)
     for row in (0, 1):

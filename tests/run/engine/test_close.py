@@ -154,7 +154,7 @@ def test_two_loaders_at_once_do_not_disturb_each_other(pipeline: Any) -> None:
         assert take(second, 1) == [validation[step]]
     first.close()
     assert take(second, 3) == validation[6:9]
-    found += take(first, 3)  # begun anew, after the other
+    found += take(first, 3)  # started again, after the other
     second.close()
     found += take(first, 3)
     first.close()

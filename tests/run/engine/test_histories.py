@@ -88,7 +88,7 @@ class History:
         self.number, self.epochs = self.draw.randrange(len(PIPELINES)), self.draw.choice((None, None, 1))
         self.pipeline = undisturbed.pipeline(self.number, self.epochs)
         self.batches, self.states = undisturbed.of(self.number, self.epochs)
-        self.anew = 3 if self.epochs and self.draw.random() < 0.5 else 0  # how often its passes are begun again
+        self.anew = 3 if self.epochs and self.draw.random() < 0.5 else 0  # how often its passes are started again
         self.on_iter: Any = "restart" if self.anew else "continue"
         self.world = World(seed)
         self.errors = self.restarts = 0
@@ -124,7 +124,7 @@ class History:
                 iter(loader)
             elif self.draw.random() < 0.1:
                 assert loader.state_dict() == self.states[step], f"the state after {step}"
-            if self.draw.random() < 0.04 and self.on_iter == "continue":  # a loaded pass is not begun again
+            if self.draw.random() < 0.04 and self.on_iter == "continue":  # a loaded pass is not started again
                 loader = self.resumed(loader)
         self.restarts += loader.stats()["restarts"]
         loader.close()

@@ -45,7 +45,7 @@ def loader(pipeline: Any, num_workers: int = 2, **settings: Any) -> sp.SavableLo
 
 @pytest.fixture
 def faulty(make_shards: Any, tmp_path: Path) -> Callable[..., Any]:
-    """Makes a pipeline of numbers in file order whose encoder fails at a sample until `cured` is there."""
+    """Build a pipeline of numbers in file order whose encoder fails at a sample until `cured` is there."""
     shards = str(make_shards([60, 60]))
 
     def make(how: str, at: int = 9, **settings: Any) -> Any:
@@ -429,7 +429,9 @@ OURS = tuple(
 
 
 def interrupted_at(moment: int, call: Callable[[], Any]) -> tuple[bool, Any]:
-    """Whether Ctrl-C came at the `moment`-th place where Python could hear it in the loader, and what `call` gave."""
+    """Return whether Ctrl-C came at the `moment`-th place where Python could hear it in the loader, and what `call`
+    gave.
+    """
     passed, owner = 0, os.getpid()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:

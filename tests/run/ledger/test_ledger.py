@@ -204,14 +204,14 @@ def counted(folder: Path) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("starts", "counts"),
     [
-        # rank 0 was killed before it began; then both began at the same place, as they agreed
+        # rank 0 was killed before it started; then both started at the same place, as they agreed
         ([(1, 1, 0), (5, 0, 0), (5, 1, 0)], [(5, 0), (5, 1)]),
         ([(1, 0, 0), (1, 1, 0), (5, 0, 0)], [(5, 0)]),
         # the same of ranks that cannot talk
         ([(1, 1, 0), (5, 0, 0), (6, 1, 0)], [(5, 0), (6, 1)]),
-        # rank 0 has gone on at slot 2 before rank 1 began at all
+        # rank 0 has gone on at slot 2 before rank 1 started at all
         ([(1, 0, 0), (2, 0, 2), (3, 1, 0), (4, 1, 2)], [(1, 0), (2, 0), (3, 1), (4, 1)]),
-        # rank 1 has not begun again yet
+        # rank 1 has not started again yet
         ([(1, 0, 0), (2, 1, 0), (3, 0, 0), (4, 1, 0), (5, 0, 2)], [(3, 0), (4, 1), (5, 0)]),
     ],
 )

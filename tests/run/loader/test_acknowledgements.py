@@ -781,7 +781,7 @@ def test_steps_of_ranks_yields_the_same_in_one_process(shards: str) -> None:
     "seed", [*range(120), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(120, 600))]
 )
 def test_random_history_equals_a_plain_list_model(shards: str, seed: int) -> None:
-    """Kills, other ranks, rows done, dropped and asked for again; `tools/soak/soak.py in_flight` runs 10,000."""
+    """Kill, other ranks, rows done, dropped and asked for again; `tools/soak/soak.py in_flight` runs 10,000."""
     history(seed, shards)
 
 

@@ -259,7 +259,7 @@ def test_epoch_started_with_tail_pad_and_resumed_with_stop_ends_before_an_incomp
         partial(pipeline, str(shards / str(samples)), size=size, epochs=1, **order), None, lanes=lanes, tail="pad"
     )
     rounds = next(n for n in count() if sum(map(bool, of_pad[n * lanes : (n + 1) * lanes])) < lanes)
-    begun = -(-steps // lanes) * lanes  # what is left of the round that was begun comes if each of its lanes has some
+    begun = -(-steps // lanes) * lanes  # what is left of the round that was started comes if each of its lanes has some
     ends = begun if order.get("blend") and all(of_pad[steps:begun]) else steps  # where the length is not counted
     assert found == of_pad[: max(ends, rounds * lanes)]
 

@@ -42,7 +42,7 @@ def greeted(agent: Agent, key: bytes, purpose: int = wire.FOR_SESSION) -> tuple[
 
 
 def is_refused(end: socket.socket) -> bool:
-    """Whether the agent closes the connection before it answers."""
+    """Return whether the agent closes the connection before it answers."""
     end.settimeout(60)
     try:
         found = b""

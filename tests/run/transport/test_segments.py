@@ -52,7 +52,7 @@ def test_pieces_are_contiguous_after_the_other_bytes() -> None:
     assert begun is not None
     begun[:] = b"x" * 1000
     del passed
-    large = [b"four", b"five" * 100_000]  # too large for the segment that was begun
+    large = [b"four", b"five" * 100_000]  # too large for the segment that was started
     assert [bytes(view) for view in passing(begun, pieces=large)] == [b"x" * 1000, b"".join(large)]
 
 

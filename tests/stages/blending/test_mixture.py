@@ -20,7 +20,7 @@ from tests.support.toy_server import serving
 
 @pytest.fixture
 def write(tmp_path: Path, make_shards: Any) -> Any:
-    """Writes a mixture beside three datasets of 10, 20 and 30 samples."""
+    """Write a mixture beside three datasets of 10, 20 and 30 samples."""
     for name, size in [("a", 10), ("b", 20), ("c", 30)]:
         make_shards([size], folder=name, of=name)
 
@@ -269,7 +269,7 @@ HEAD = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
 
 @pytest.fixture
 def metadataset(tmp_path: Path, make_shards: Any) -> Any:
-    """Writes a metadataset beside three prepared datasets of 10, 20 and 30 samples, the last tenth of each in `val`."""
+    """Write a metadataset beside three prepared datasets of 10, 20 and 30 samples, the last tenth of each in `val`."""
     for name, size in [("a", 1), ("b", 2), ("c", 3)]:
         folder = make_shards([9 * size, size], folder=f"data/{name}", of=name)
         (folder / ".nv-meta").mkdir()

@@ -30,7 +30,7 @@ class Texts(sp.TaskEncoder):
 
     def __init__(self, skipped: tuple[int, ...] = ()) -> None:
         self.encoded: dict[int, int] = {}
-        self.skipped = skipped  # packs that begin with one of these are skipped
+        self.skipped = skipped  # packs that start with one of these are skipped
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         number = sample.json()["id"]

@@ -48,7 +48,7 @@ def shards_of(epoch: int, pairs: list[tuple[int, int]]) -> int:
 
 
 def selects(sizes: list[int], how: dict[str, Any]) -> bool:
-    """Whether a subset leaves anything of the shards."""
+    """Return whether a subset leaves anything of the shards."""
     data = NumberDataset(sizes)
     chosen = None
     try:

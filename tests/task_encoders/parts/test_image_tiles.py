@@ -38,7 +38,7 @@ def test_tile_grids_equal_internvls(width: int, height: int, tiles: tuple[int, i
 
 @settings(deadline=None)
 @given(width=st.integers(1, 90), height=st.integers(1, 90))
-@example(width=13, height=29)  # of which rounding makes a box that begins 2e-15 above the image
+@example(width=13, height=29)  # of which rounding makes a box that starts 2e-15 above the image
 @pytest.mark.parametrize(
     "tiles",
     [

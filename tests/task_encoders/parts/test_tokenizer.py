@@ -40,7 +40,7 @@ def trained(vocab_size: int = 30) -> tokenizers.Tokenizer:
 
 
 def framed(text: str) -> list[int]:
-    """Adds its own special ids, to nothing too, as many tokenizers do."""
+    """Add its own special ids, to nothing too, as many tokenizers do."""
     return [8, *words(text), 9]
 
 

@@ -28,7 +28,7 @@ def convert_on_small_disks(kind: str, folder: Path) -> tuple[int, int]:
     calm, disk, kept = snapshot(folder / "calm"), folder / "disk", 0
     disk.mkdir()
     for attempt in range(1, 60):
-        # Grown in place every time but the fourth, which begins on an empty one.
+        # Grown in place every time but the fourth, which starts on an empty one.
         again = attempt % 4 and attempt > 1
         mount("-o", f"{'remount,' if again else ''}size={attempt * _STEP}", disk)
         shards = {path.name for path in (disk / "out").glob("*.tar")}

@@ -77,7 +77,7 @@ def test_damaged_media_are_rejected_with_their_sidecar_files(tmp_path: Path) -> 
         "none.wav": b"",
         "code.ts": b"x",
     }
-    files |= {f"{name.partition('.')[0]}.srt": b"" for name in files}  # of a silent film; empty texts are texts
+    files |= {f"{name.partition('.')[0]}.srt": b"" for name in files}  # of a silent video; empty texts are texts
     report = run_conversion(write(tmp_path / "in", files), tmp_path / "out", Options())
     assert {reject.file: reject.reason for reject in report.rejected} == {
         "cut.mp4": "unreadable media",

@@ -25,7 +25,7 @@ from tests.support.toy_records import (
 )
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "data/stores/golden_records.json").read_text())
-UNREAD = Options(shard_samples=3, check_images=False)  # bytes that only begin as media do
+UNREAD = Options(shard_samples=3, check_images=False)  # bytes that only start as media do
 
 U32 = struct.Struct("<I").pack
 

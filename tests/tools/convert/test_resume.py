@@ -132,7 +132,7 @@ def living(target: Path) -> list[int]:
     """The processes that were told of a target, and live: the command and its workers."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # it ended in the meantime
             found += [int(path.parent.name)] if os.fsencode(target) in path.read_bytes() else []
     return found
 

@@ -16,7 +16,7 @@ from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
 
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
-    """Makes a loader of 18 batches an epoch."""
+    """Build a loader of 18 batches an epoch."""
     write_training_shards(tmp_path / "shards")
 
     def loader(kind: str = "counted", **settings: Any) -> sp.SavableLoader:
@@ -27,7 +27,7 @@ def make(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[int]]:
-    """Runs the example of a public name, and gives how many of its comments were compared."""
+    """Run the example of a public name and return the number of compared comments."""
     (tmp_path / "example").mkdir()
     write_example_shards(tmp_path / "example/shards")
     monkeypatch.chdir(tmp_path / "example")
