@@ -109,8 +109,8 @@ def dataset_info(shards: Shards, **settings: Any) -> Info:
 
 def _dotted(dataset: Dataset, parts: set[str]) -> list[list[str]]:
     """The parts of samples all of which have a dot; of the index, whose other shards may have other `parts`."""
-    sets = [each for each in dataset.store.part_sets() if all("." in part for part in each)]
-    return sorted(each for each in sets if parts.issuperset(each))
+    sets = dataset.store.part_sets()
+    return sorted(each for each in sets if parts.issuperset(each) and all("." in part for part in each))
 
 
 def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
@@ -127,8 +127,8 @@ def _nulls(dataset: Dataset, looked_at: int) -> tuple[dict[str, int], list[str]]
     store = dataset.store
     nulls, named = Counter[str](), Counter[str]()
     for shard, row in dataset.some():
-        nulls.update(store.nulls(shard, row))
-        named.update(store.columns_without_bytes(shard, row))
+        for counts, columns in zip((nulls, named), store.lacking(shard, row), strict=True):
+            counts.update(columns)
     faults = [text for text in [store.rejects_warning()] if text] + [
         f"the column {column!r}: {count:,} of {looked_at:,} rows have a path and no bytes, which is an error when they "
         f"are read; {store.cure}"
@@ -155,7 +155,8 @@ def split_counts(dataset: Dataset) -> dict[str, int]:
     if root is None:
         return {}
     counts = {entry.name: entry.samples for entry in dataset.entries}
-    known = {*counts, *store.indexed_names, *(read_counts(root) or ())}
+    found = getattr(store, "found", None)  # not of a store of the user's own
+    known = {*counts, *(() if found is None else found.index.shards.names), *(read_counts(root) or ())}
     splits = {name: read_split(root, name, known) for name in split_names(root)}
     return {
         name: sum(counts[shard] - len(split.excluded.get(shard, ())) for shard in split.shards if shard in counts)

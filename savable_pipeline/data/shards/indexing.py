@@ -23,7 +23,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,18 +55,14 @@ def media_table_name(kind: str) -> str:
     return index_name("media" if kind == TAR else f"{kind}.media")
 
 
-def index_places(root: Path, name: str, *, near: bool = True) -> Iterator[Path]:
-    """Yield the paths where an index may be, the preferred one first.
+def index_places(root: Path, name: str, *, near: bool = True) -> list[Path]:
+    """Return the paths where an index may be, the preferred one first.
 
     They are `name` below the shards' folder, first if `near`, and one in the user's cache if there is one.
     """
-    if near:
-        yield root / name
     hashed = f"{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]}{Path(name).name.removeprefix('savable')}"
-    if (cache := user_cache()) is not None:
-        yield cache / "savable_pipeline" / hashed
-    if not near:
-        yield root / name
+    cached = [] if (cache := user_cache()) is None else [cache / "savable_pipeline" / hashed]
+    return [root / name, *cached] if near else [*cached, root / name]
 
 
 def at_first_writable(root: Path, name: str, make: Callable[[Path], T], *, near: bool) -> T:
@@ -323,13 +319,7 @@ def index_files(
 
     def make(path: Path) -> tuple[Path, list[ShardEntry]]:
         make_index(root, path, names, form, processes=processes, each=each, progress=progress, for_others=near)
-        index, wanted = form.index_at(path), set(names)
-        for name in names if near and form.offsets_suffix else ():
-            if not os.path.exists(f"{root}/{name}{form.offsets_suffix}"):  # noqa: PTH110  # reading indexed it
-                number = index.number(name)
-                if number not in index.shards.faults and index.is_whole(number):
-                    form.write_offsets(root / name, index.table(number))
-        shards = index.shards
+        shards, wanted = form.index_at(path).shards, set(names)
         return path, [shards[number] for number in sorted(shards.faults) if shards.names[number] in wanted]
 
     path, faults = at_first_writable(root, form.index_name, make, near=near or form.name == TAR)

@@ -115,7 +115,7 @@ class ListedFiles:
 
 
 def check_marker(path: str, size: int, most: int) -> None:
-    """Raise `ShardError` for a file of another program that is to be read whole, and is too large for that."""
+    """Raise `ShardError` for an index of another program that is too large."""
     if size > most >= LARGEST_INDEX:
         raise ShardError(f"{path}: {size:,} bytes, but an index has at most {most:,}. Split it, or pass format=")
 

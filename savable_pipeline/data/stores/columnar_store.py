@@ -129,9 +129,9 @@ class ColumnarStore(GroupedStore):
         """
         return self._of_row(shard, row, lambda rows, position: rows.nulls(position))
 
-    def columns_without_bytes(self, shard: int, row: int) -> set[str]:
-        """See `StoreFacts.columns_without_bytes`."""
-        return {file.column for file in self.named_files(shard, row)}
+    def lacking(self, shard: int, row: int) -> tuple[list[str], set[str]]:
+        """See `StoreFacts.lacking`."""
+        return self.nulls(shard, row), {file.column for file in self.named_files(shard, row)}
 
     def next_readable(self, shard: int, row: int, reason: str) -> int:
         """See `StoreFacts.next_readable`: the first row of the next group."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from json.encoder import encode_basestring
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,14 +29,7 @@ import numpy as np
 from savable_pipeline.core.wording import counted
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
 from savable_pipeline.data.shards.index import FileBlob
-from savable_pipeline.data.stores.table_store import (
-    FILE_FIELDS,
-    FIRST_ROWS,
-    TableStore,
-    folders_in,
-    is_url,
-    text_format,
-)
+from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, folders_in, is_file, is_url, text_format
 
 _SEPARATORS = ",;\t|"
 _BLOCK = 1 << 20
@@ -246,11 +239,11 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
     root, head = store.root_of(0), list(_first_rows(store))
     if not root:
         return [*FILE_FIELDS], [], ""
-    refuse_row(name, (cell for cell in store.header(0) if _is_file(root, cell)))
+    refuse_row(name, (cell for cell in store.header(0) if is_file(root, cell)))
     columns = [_look(column, head, root) for column in store.header(0)]
     found = [column for column in columns if column.names_files]
     if not found:  # as the `clips/` of Common Voice
-        few = [[_look(column, head[:FIRST_ROWS], each) for column in store.header(0)] for each in folders_in(root)]
+        few = [[_look(column, head[:16], each) for column in store.header(0)] for each in folders_in(root)]
         below = [naming for each in few if (naming := [column for column in each if column.names_files])]
         found = below[0] if len(below) == 1 else []
     urls = next((column.name for column in columns if column.cells and 2 * len(column.paths) <= column.cells), "")
@@ -280,13 +273,7 @@ def _first_rows(store: CsvStore) -> Iterator[dict[str, str | None]]:
 def _look(column: str, head: list[dict[str, str | None]], root: str) -> _Column:
     cells = [cell for row in head if (cell := row[column])]
     paths = [cell for cell in cells if not is_url(cell)]
-    return _Column(column, len(cells), paths, sum(_is_file(root, path) for path in paths))
-
-
-def _is_file(root: str, cell: str) -> bool:
-    with contextlib.suppress(ValueError, OSError):
-        return len(PurePosixPath(cell).suffix) > 1 and Path(root, cell).is_file()
-    return False
+    return _Column(column, len(cells), paths, sum(is_file(root, path) for path in paths))
 
 
 def _as_fields(columns: list[_Column]) -> list[str]:

@@ -115,7 +115,7 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FolderFormat(Format):
-    """The format of a folder that is one shard, whose keys end and whose links may lead as settings say."""
+    """Format of a folder that is one shard, with the settings that change its index."""
 
     key_end_last: bool = False
     allow_outside: bool = False

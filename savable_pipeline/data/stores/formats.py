@@ -27,7 +27,7 @@ import json
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -62,13 +62,13 @@ CONTAINERS = {
 _USUAL = (*FILE_FIELDS, "audio_filepath")  # fields that usually name files; the last one is of NeMo's manifests
 _METADATA = "metadata.parquet"  # table of HF's image folders, whose rows name files
 _MAGICS = {b"PAR1": PARQUET, b"ARROW1": ARROW}
-_SHOWN = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")  # of images for people
-_TABLES = {  # whose rows are not those of all their files
+# names of images for readers of a README
+_SHOWN = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")
+_TABLES = {  # tables with fewer rows than their folder has files
     re.compile(r"(?:.*/)?_delta_log/[^/]*\.json"): "Delta Lake",
     re.compile(r"(?:.*/)?metadata/[^/]*\.metadata\.json"): "Apache Iceberg",
 }
-_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")  # the suffixes after that of a format
-_FEW, _HEAD = 16, 1 << 16  # tables of which so many bytes are looked at
+_FEW, _HEAD = 16, 1 << 16  # most tables that are inspected, and bytes of each
 _COCO = re.compile(rb'\s*\{[^[]*"(?:images|annotations|categories|info)"\s*:')
 _LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 _LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
@@ -97,15 +97,15 @@ def wanted(names: Sequence[str]) -> dict[str, int]:
     Args:
         names: The names of all files, relative to the folder that was named.
     """
-    endings = _by_ending(names)
+    endings = {*map(suffix_of, names)}
     markers = {marker for form in FORMATS for marker in form.markers}
-    json_files = _ending(endings, JSON.has)
-    found = {name: LARGEST_INDEX for name in json_files if name in markers}
+    texts = _select(names, endings, JSON.suffixes)
+    found = {name: LARGEST_INDEX for name in texts if name in markers}
     if any(map(TARS.has, endings)):
         return found
-    has_media = any(map(is_media_file, endings))
-    texts = [*json_files, *_ending(endings, JSONL.has), *_ending(endings, CSV.has)] if has_media else json_files
-    alone = _alone(texts, names) or _bare(endings)
+    if any(map(is_media_file, endings)):
+        texts += _select(names, endings, (*JSONL.suffixes, *CSV.suffixes))
+    alone = _alone(texts, names) or _bare(names)
     return {**dict.fromkeys(sorted(alone)[:_FEW], _HEAD), **found}
 
 
@@ -132,22 +132,21 @@ def recognize(
         return Recognized(form, form.files(names, heads))
     if INDEX in heads and (other := index_format(heads)) not in ("", "mds", "litdata"):
         raise ValueError(f"Mosaic Streaming shards of the format {other}, not mds. To read them, {OTHER}")
-    text, endings = "\n".join(names), _by_ending(names)
+    text, endings = "\n".join(names), {*map(suffix_of, names)}
     for form in FORMATS:
         if form.choose is not None and form.choose[0] in text and (files := form.choose[1](names)):
-            if rest := [name for name in _ending(endings, TARS.has) if name not in files]:
+            if rest := [name for name in _select(names, endings, TARS.suffixes) if name not in files]:
                 raise _ambiguous({form: files, TARS: rest})
             return Recognized(form, files)
-    tars = sorted(_ending(endings, TARS.has) or _ending(endings, TARS.packs))
-    media_files = _ending(endings, is_media_file)
+    tars = sorted(_select(names, endings, TARS.suffixes) or _select(names, endings, TARS.packed))
+    media_files = [*filter(is_media_file, names)] if any(map(is_media_file, endings)) else []
     media = sum(not name.lower().startswith(_SHOWN) for name in media_files)
     if media > len(tars) and tars:
         raise _ambiguous({TARS: tars, FOLDER: media_files})
     if tars:
         return Recognized(TARS, tars)
-    _check_several(endings)
     found = _by_format(names, endings, heads)
-    if not found and not media and (bare := _bare(endings)):
+    if not found and not media and (bare := _bare(names)):
         kinds = {*map(_format_of, filter(None, map(heads.get, bare)))}
         return _folder(names) if len(kinds) != 1 or None in kinds else Recognized(kinds.pop() or FOLDER, bare)
     able = [form for form in found if set(settings) <= set(form.settings)] if settings else []
@@ -163,21 +162,9 @@ def recognize(
     return _without_media(names, found)
 
 
-def _by_ending(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names by their endings, such as `.jsonl` or `.jsonl.gz`."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(_ending_of(name), []).append(name)
-    return found
-
-
-def _ending_of(name: str) -> str:
-    ending = suffix_of(name)
-    return suffix_of(name[: -len(ending)]) + ending if ending in _COMPRESSED else ending
-
-
-def _ending(endings: Mapping[str, list[str]], matches: Callable[[str], bool]) -> list[str]:
-    return [name for ending, some in endings.items() if matches(ending) for name in some]
+def _select(names: Sequence[str], endings: set[str], suffixes: tuple[str, ...]) -> list[str]:
+    """Return the names with these suffixes. `endings` has the last one of each name."""
+    return [] if endings.isdisjoint(map(suffix_of, suffixes)) else [n for n in names if n.lower().endswith(suffixes)]
 
 
 def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -186,20 +173,21 @@ def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
     return [name for name in some if stems[stem_of(name)] == 1 and not is_for_people(name)]
 
 
-def _by_format(
-    names: Sequence[str], endings: Mapping[str, list[str]], heads: Mapping[str, bytes]
-) -> dict[Format, list[str]]:
-    """Return the files of each format that no marker needs to name: by their names, and JSON by how it begins."""
+def _by_format(names: Sequence[str], endings: set[str], heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
+    """Group files by format, using names, and the first bytes of JSON.
+
+    Raises ValueError for several datasets.
+    """
+    _check_several(names, endings)
     json_files = sorted(filter(JSON.has, heads))
     lists, lines = ([name for name in json_files if begin.match(heads[name])] for begin in (_LIST, _LINES))
     found: dict[Format, list[str]] = {}
     for form in FORMATS:
         if form in (TARS, FOLDER) or form.reader or form.choose or INDEX in form.markers:
             continue
-        by_ending = all(suffix == _ending_of(suffix) for suffix in form.suffixes)
-        files = lists if form is JSON else _ending(endings, form.has) if by_ending else form.files(names, {})
+        files = lists if form is JSON else _select(names, endings, form.suffixes)
         files = [*files, *lines] if form is JSONL else files
-        if files := files or _ending(endings, form.packs):
+        if files := files or _select(names, endings, form.packed):
             found[form] = sorted(files)
     return found
 
@@ -330,11 +318,10 @@ def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _bare(endings: Mapping[str, list[str]]) -> list[str]:
-    """Return the files without a suffix, if others are for people alone."""
-    if any(_is_data(name) for ending, some in endings.items() if ending for name in some):
-        return []
-    return sorted(filter(_is_data, endings.get("", ())))
+def _bare(names: Sequence[str]) -> list[str]:
+    """Return the files without a suffix, if all others are for people."""
+    has_others = any("." in posixpath.basename(name) and _is_data(name) for name in names)
+    return [] if has_others else sorted(filter(_is_data, names))
 
 
 def _is_data(name: str) -> bool:
@@ -349,13 +336,13 @@ def _format_of(head: bytes) -> Format | None:
     return found or (JSON if _LIST.match(head) else JSONL if _LINES.match(head) else None)
 
 
-def _check_several(endings: Mapping[str, list[str]]) -> None:
+def _check_several(names: Sequence[str], endings: set[str]) -> None:
     """Raise ValueError for several datasets, and for tables of several versions."""
-    json_files = _ending(endings, JSON.has)
+    json_files = _select(names, endings, JSON.suffixes)
     for pattern, program in _TABLES.items():
         if any(map(pattern.fullmatch, json_files)):
             raise ValueError(f"a table of {program}, whose files have rows of older versions. To read it, {OTHER}")
-    folders = {posixpath.dirname(name) for name in _ending(endings, lambda ending: ending in (".mds", ".bin"))}
+    folders = {posixpath.dirname(name) for name in _select(names, endings, (".mds", ".bin"))}
     folders &= {posixpath.dirname(name) for name in json_files if name.endswith(f"/{INDEX}")}
     folders |= {name.removesuffix(f"/{INFO}") for name in json_files if name.endswith(f"/{INFO}")}
     if folders:

@@ -245,7 +245,7 @@ class GroupedStore(FileStore):
         """
 
     def next_readable(self, shard: int, row: int, reason: str) -> int:
-        """See `StoreFacts.next_readable`: of a damaged group, the first row of the next one."""
+        """See `StoreFacts.next_readable`: skips the rest of a damaged group."""
         ends = self.group_ends(shard) if reason == "damaged shard" else []
         return ends[bisect_right(ends, row)] if ends else row + 1
 

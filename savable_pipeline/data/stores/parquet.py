@@ -305,11 +305,9 @@ class ParquetStore(ColumnarStore):
         """Return byte ranges of the decoded columns of the row groups with these rows."""
         ranges = self._column_bytes.get(shard)
         if ranges is None:
-            metadata = self._file(shard).metadata
-            groups = range(metadata.num_row_groups)
-            ranges = [
-                np.array(column_bytes(metadata.row_group(i), self.wanted), np.int64).reshape(-1, 2) for i in groups
-            ]
+            footer = self._file(shard).metadata
+            groups = range(footer.num_row_groups)
+            ranges = [np.array(column_bytes(footer.row_group(i), self.wanted), np.int64).reshape(-1, 2) for i in groups]
             self._column_bytes[shard] = ranges
         found = np.unique(np.searchsorted(self.group_ends(shard), rows, side="right"))
         begins, ends = np.concatenate([ranges[group] for group in found]).T

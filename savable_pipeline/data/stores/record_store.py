@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class StoreFacts(Protocol):
-    """What commands ask of a store besides its samples, to which most stores have nothing to say.
+    """Facts that commands ask of a store. Most stores keep the defaults.
 
     `keys_in_shards` says whether the shards alone decide the keys, and no setting. `parts_in_rows` says whether the
     index lacks the parts of rows.
@@ -46,11 +46,8 @@ class StoreFacts(Protocol):
 
     keys_in_shards: ClassVar[bool] = False
     parts_in_rows: ClassVar[bool] = False
-
-    @property
-    def indexed_names(self) -> Sequence[str]:
-        """The names of all shards of the index, of which the store may have some."""
-        return ()
+    key_column: str | None = None
+    decoded_bytes: int = 0
 
     @property
     def cure(self) -> str:
@@ -58,16 +55,12 @@ class StoreFacts(Protocol):
         return ""
 
     def part_sets(self) -> list[list[str]]:
-        """Return the names of parts that samples have together, as far as the index has them."""
+        """Return the sets of parts that samples have, if the index has them."""
         return []
 
-    def nulls(self, shard: int, row: int, /) -> list[str]:
-        """Return the columns of a row that are null, and so are no part."""
-        return []
-
-    def columns_without_bytes(self, shard: int, row: int, /) -> set[str]:
-        """Return the columns of a row that name files without their bytes."""
-        return set()
+    def lacking(self, shard: int, row: int, /) -> tuple[list[str], set[str]]:
+        """Return the null columns of a row, and those that name files without bytes."""
+        return [], set()
 
     def rejects(self) -> list[Reject]:
         """Return the files that are no parts of samples."""
@@ -76,6 +69,16 @@ class StoreFacts(Protocol):
     def validate(self, shard: int, /) -> None:
         """Raise `ShardError` for a shard that has another hash than its index."""
         return
+
+    def row_groups(self, shard: int, /) -> tuple[list[int], int] | None:
+        """Return the rows of each group that is decoded as a whole, and the bytes of all.
+
+        It is None without groups.
+
+        Args:
+            shard: The number of the shard.
+        """
+        return None
 
     def next_readable(self, shard: int, row: int, reason: str, /) -> int:
         """Return the next row to read after one that raised an error with this reason."""
@@ -118,7 +121,6 @@ class RecordStore(StoreFacts, Protocol):
     entries: Sequence[ShardEntry]
     unit: str = "row"
     root: Path | None = None
-    key_column: str | None = None
     endings: Sequence[str] = ()
 
     @abstractmethod
@@ -237,18 +239,6 @@ class RecordStore(StoreFacts, Protocol):
             shard: The number of the shard.
             row: The sample's row in it.
             extension: The name of the part.
-        """
-        return None
-
-    decoded_bytes: int = 0
-
-    def row_groups(self, shard: int, /) -> tuple[list[int], int] | None:
-        """Return the rows of each group that is decoded as a whole, and the bytes of all.
-
-        It is None without groups.
-
-        Args:
-            shard: The number of the shard.
         """
         return None
 
@@ -372,11 +362,6 @@ class FileStore(RecordStore):
         Raises `ShardError`.
         """
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-
-    @property
-    def indexed_names(self) -> Sequence[str]:
-        """See `StoreFacts.indexed_names`."""
-        return self.found.index.shards.names
 
     @cached_property
     def prefetch_refs(self) -> int:

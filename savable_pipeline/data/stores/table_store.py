@@ -270,7 +270,8 @@ class NamingStore(FileStore):
             folder = "" if self.found.remote else os.path.realpath(self.found.root / self.entries.names[shard] / "..")
             path = self._first_path(shard) if folder and self._files_from is None else None
             if path is not None and not os.path.lexists(os.path.join(folder, path)):  # noqa: PTH118
-                found = [each for each in folders_in(folder) if self._has_file(folder, each, path)]
+                found = [each for each in folders_in(folder) if is_file(each, path)]
+                found = [each for each in found if self._allow_outside or not outside(folder, f"{each}/{path}")]
                 folder = found[0] if len(found) == 1 else folder
             self._roots[shard] = folder if self._files_from is None else self._files_from
         return self._roots[shard]
@@ -283,11 +284,6 @@ class NamingStore(FileStore):
                     if not is_url(path):
                         return path
         return None
-
-    def _has_file(self, root: str, folder: str, path: str) -> bool:
-        with contextlib.suppress(ValueError, OSError):
-            return Path(folder, path).is_file() and (self._allow_outside or not outside(root, f"{folder}/{path}"))
-        return False
 
     def _row(self, shard: int, row: int) -> TableRow:
         last = self._last_row
@@ -429,6 +425,13 @@ class TableStore(NamingStore, TextStore):
     def row_of(self, shard: int, row: int) -> tuple[dict[str, Any], bytes]:
         """See `NamingStore.row_of`."""
         return self.parsed(shard, *self.raw(shard, row))
+
+
+def is_file(folder: str, path: str) -> bool:
+    """Return whether a path in a folder is that of a file, with a suffix."""
+    with contextlib.suppress(ValueError, OSError):
+        return len(PurePosixPath(path).suffix) > 1 and Path(folder, path).is_file()
+    return False
 
 
 def folders_in(folder: str) -> list[str]:

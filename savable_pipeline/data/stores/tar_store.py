@@ -239,8 +239,6 @@ class TarStore(StoreFacts):
     """
 
     unit, keys_in_shards = "byte offset", True
-    decoded_bytes = 0
-    key_column: str | None = None
 
     def __init__(self, found: IndexedFiles) -> None:
         self.found, self.address = found, found.address
@@ -262,11 +260,6 @@ class TarStore(StoreFacts):
         """See `IndexedFiles.table`."""
         self.files.fetch_rows(self.found.numbers[[shard]])
         return self.found.table(shard)
-
-    @property
-    def indexed_names(self) -> Sequence[str]:
-        """See `StoreFacts.indexed_names`."""
-        return self.found.index.shards.names
 
     def part_sets(self) -> list[list[str]]:
         """See `StoreFacts.part_sets`."""
@@ -291,9 +284,6 @@ class TarStore(StoreFacts):
     def part_sizes(self) -> dict[str, Rows] | None:
         """See `RecordStore.part_sizes`. The result is None if index rows are missing."""
         return self._rows.part_sizes() if self.files.has_all_rows() else None
-
-    def row_groups(self, shard: int) -> None:
-        """Return None, because nothing is decoded in groups."""
 
     @property
     def prefetch_refs(self) -> int:
@@ -359,16 +349,12 @@ def warning_of_links(address: str, index: tar_format.TarIndex, numbers: Iterable
     found = [(number, index.links[number]) for number in numbers if number in index.links] if index.links else []
     if not found:
         return ""
-    number, first = found[0]
-    return links_warning(
-        address, sum(links.count for _, links in found), f"{first.first} in {index.shards.names[number]}"
-    )
+    number, link = found[0]
+    return links_warning(address, sum(each.count for _, each in found), f"{link.first} in {index.shards.names[number]}")
 
 
 class _TarFormat(Format):
     """Tars have an index of their own, and offsets beside them that Energon reads."""
-
-    __slots__ = ()
 
     index, offsets_suffix = tar_format.TarIndex, ".idx"
 

@@ -38,9 +38,7 @@ from savable_pipeline.data.stores.record_store import FileStore, hash_some
 from savable_pipeline.errors import ShardError
 
 FLAT, INDEXED, ARRAY = 0, 1, 2
-_parsing = (
-    threading.Lock()
-)  # NumPy parses a header with `ast`, which fails in two threads at once (CPython's gh-106905)
+_parsing = threading.Lock()  # NumPy parses a header with `ast`, which fails in two threads (CPython's gh-106905)
 TYPES = ("", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16", "uint32", "uint64")
 _MAGIC = b"MMIDIDX\0\0"
 _HEAD = struct.Struct("<9sQBQQ")
@@ -126,10 +124,8 @@ def read_documents(idx: Path) -> Documents:
         raise TokenFileError(f"{idx.name}: {idx_size} bytes, but its header says {needed}. Copy it again")
     raw = np.frombuffer(WholeFile(idx).view, np.uint8)
     ends = np.cumsum([_HEAD.size, 4 * sequences, 8 * sequences, 8 * documents]).tolist()
-    arrays = [
-        raw[begin:end].view(form) for begin, end, form in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)
-    ]
-    return Documents(arrays[0], arrays[1], arrays[2], TYPES[kind])
+    parts = [raw[begin:end].view(form) for begin, end, form in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)]
+    return Documents(parts[0], parts[1], parts[2], TYPES[kind])
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:

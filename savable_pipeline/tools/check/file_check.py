@@ -211,8 +211,9 @@ def _check_row(store: RecordStore, name: str, row: int, counts: _FileCounts) -> 
     counts.parts.update(extensions)
     if all("." in extension for extension in extensions):
         counts.dotted.add(tuple(extensions))
-    counts.nulls.update(store.nulls(0, row))
-    counts.named.update(store.columns_without_bytes(0, row))
+    nulls, named = store.lacking(0, row)
+    counts.nulls.update(nulls)
+    counts.named.update(named)
     for extension in extensions:
         data, size = store.head(0, row, extension, LARGEST)
         counts.empty.update([] if size else [extension])

@@ -136,7 +136,7 @@ def test_overwritten_large_folder_table_does_not_affect_a_run(tmp_path: Path, la
     def batches(change: str) -> list[Any]:
         with sp.SavableLoader(sp.read(tmp_path).map(sp.Sample.text).batch(4), seed=0, lanes=2) as loader:
             found = [next(loader)]
-            overwrite(next(index_places(tmp_path, FOLDER.index_name, near=False)), CHANGES.get(change, bytes))
+            overwrite(index_places(tmp_path, FOLDER.index_name, near=False)[0], CHANGES.get(change, bytes))
             return [*found, *islice(loader, 20)]
 
     assert batches("shifted") == batches("")

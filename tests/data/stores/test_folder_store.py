@@ -182,7 +182,7 @@ def test_index_of_many_files_is_trusted_until_a_folder_changes(tmp_path: Path, m
     assert len(sp.open_dataset(folder)) == 6 and not scans
     write(folder, "b/new.txt")
     assert len(sp.open_dataset(folder)) == 7 and scans
-    next(index_places(folder, folder_store.FOLDER.index_name, near=False)).write_bytes(b"damaged")
+    index_places(folder, folder_store.FOLDER.index_name, near=False)[0].write_bytes(b"damaged")
     assert len(sp.open_dataset(folder)) == 7
 
 
