@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 LONGEST = 72
-NO_IMPERATIVE = re.compile(r"(?i)(a|an|the|this|these|it|we|i|and|\w+(ed|ing))\b")  # first words that are no imperative
+# first words of a subject that is not an imperative
+NO_IMPERATIVE = re.compile(r"(?i)(a|an|the|this|these|it|we|i|and|\w+(ed|ing))\b")
 
 
 def problems(subject: str) -> list[str]:

@@ -21,7 +21,7 @@ _MEDIA = {
     b"\x1aE\xdf\xa3": "mkv",
 }
 _RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
-# with the magic number of a block, because text may start with BZh
+# includes the magic number of a block, because text may start with BZh
 _BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")
 _PROGRAMS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _FIRST = 64  # bytes by which the encoding is recognized
@@ -84,4 +84,4 @@ def _encoding_of(head: bytes) -> str:
     if encoding.startswith("utf-8") or "\0" in head[: len(head) // 4 * 4].decode(encoding, "replace"):
         return ""
     _, units, *order = encoding.upper().split("-")
-    return f"UTF-{units}{''.join(order)}"  # as iconv calls it
+    return f"UTF-{units}{''.join(order)}"  # in the spelling of iconv

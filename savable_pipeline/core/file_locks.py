@@ -35,7 +35,7 @@ _POLL_S = 0.2
 
 
 @contextlib.contextmanager
-def needs_locks(path: object, advice: str, kind: type[SavableError] = SavableError) -> Iterator[None]:
+def requiring_locks(path: object, advice: str, kind: type[SavableError] = SavableError) -> Iterator[None]:
     """Raise a `kind` error with `advice` if a lock in the block is not supported."""
     try:
         yield

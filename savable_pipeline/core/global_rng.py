@@ -31,10 +31,10 @@ from savable_pipeline.errors import EncodeError
 KINDS = ("python", "numpy", "torch")
 _SHORTEST_ROW = 16  # calls; shorter rows are seeded, which is cheaper than watching
 _SECOND_RUNS = 8  # calls of watched rows that are repeated from a second state, for each function and process
-_MOST_TRIES = 8  # of a row in a thread, while other threads draw
-_BITS = 128  # of output, in which two different states agree with a probability of 2**-128
+_MOST_TRIES = 8  # most tries of a row in a thread, while other threads draw
+_BITS = 128  # bits of output to compare; two different states agree in them with a probability of 2**-128
 _bit_generator = attrgetter("mtrand._rand._bit_generator")  # NumPy 1.24 has `get_bit_generator` for it
-_STATES = 4  # that rows start from in turn
+_STATES = 4  # number of start states, which rows use in turn
 _BYTES = 624 * 4 + 4  # words and position of a Mersenne Twister
 
 
@@ -235,4 +235,4 @@ def as_in_a_worker(seeded: set[str]) -> Iterator[None]:
         for restore in restores:
             restore()
         if not torch and (torch := imported("torch")):
-            torch.default_generator.seed()  # as after an import: it has no state that could be restored
+            torch.default_generator.seed()  # as after an import, because there is no state to restore

@@ -22,7 +22,7 @@ _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 _MANY = 1 << 13  # words, from which `sorted_order` uses the faster way
 _TABLE_LIMIT = 1 << 16  # a permutation up to this length is stored as a table (128 kB); a longer one is computed
-_ROUNDS = 6  # of the Feistel network
+_ROUNDS = 6  # rounds of the Feistel network
 
 
 def derive_key(*parts: int | str) -> int:

@@ -15,7 +15,7 @@ from savable_pipeline.core.on_error import from_user_code
 from savable_pipeline.errors import EncodeError
 
 Cost: TypeAlias = Callable[[int, int], int]
-Size: TypeAlias = tuple[int, int]  # of a document: its length in tokens and its number of images
+Size: TypeAlias = tuple[int, int]  # length in tokens and number of images of a document
 
 _LIMIT = 1 << 62  # costs, and sums of them, fit into 8 bytes of a state
 

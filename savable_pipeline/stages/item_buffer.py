@@ -400,15 +400,15 @@ class RefBuffer:
         This happens for one slot after the other.
 
         If a slot repeats, the second time returns the ref that was put there the first time. Slots 5 2 5 return the ref
-        in slot 5, the ref in slot 2, and the first of `fresh`. A stable sort finds repeated slots.
+        in slot 5, the ref in slot 2, and the first of `fresh`.
         """
-        given, order = self._slots[slots], slots.argsort(kind="stable")
-        ordered, last = slots[order], np.ones(len(slots), bool)
-        np.not_equal(ordered[1:], ordered[:-1], out=last[:-1])
-        again = order[1:][~last[:-1]]
-        given[again] = fresh[order[:-1][~last[:-1]]]
-        self._slots[ordered[last]] = fresh[order[last]]
-        return given
+        replaced, last, numbers = self._slots[slots], dict[int, int](), slots.tolist()
+        for at, slot in enumerate(numbers) if len(set(numbers)) < len(numbers) else ():
+            if slot in last:
+                replaced[at] = fresh[last[slot]]
+            last[slot] = at
+        self._slots[slots] = fresh  # of a repeated slot, NumPy keeps the last ref
+        return replaced
 
     def remove(self, at: int, *, last_fills: bool) -> Any:
         """Remove a ref, and return it. The last ref moves to its position."""

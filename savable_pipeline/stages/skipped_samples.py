@@ -24,7 +24,7 @@ from savable_pipeline.core.on_error import (
     reason_of,
     skips,
 )
-from savable_pipeline.data.dataset.ref import REF, count_of_source, skip_counters, tag_of
+from savable_pipeline.data.dataset.ref import REF, skip_counters, source_counter, tag_of
 from savable_pipeline.data.dataset.sample import JoinedParts, Sample
 from savable_pipeline.data.dataset.sample_source import SampleSource
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
@@ -209,7 +209,7 @@ class SkippedSamples:
 
     def _uncounted(self, sample: Sample, reason: str) -> Skip:
         """Subtract the item of a lost sample from the counts, and remember the sample."""
-        self._counts.subtract(["items", count_of_source(sample.index, "items")])
+        self._counts.subtract(["items", source_counter(sample.index, "items")])
         self._lost_reasons[sample.index, sample.epoch] = reason
         if len(self._lost_reasons) > _REMEMBERED:
             del self._lost_reasons[next(iter(self._lost_reasons))]
@@ -351,10 +351,10 @@ class SourceCounts:
         index, epoch = next(sample_refs(ref))[:2]
         counted = Counter(skip_counters(reason, index))
         if not asked:
-            counted[count_of_source(index, f"skipped/{reason}")] = 1
+            counted[source_counter(index, f"skipped/{reason}")] = 1
             for what, number in (("first", int(not epoch)), ("skipped_tokens", tokens)):
                 if number:
-                    counted[count_of_source(index, what)] = number
+                    counted[source_counter(index, what)] = number
         self._counts.update(counted)
         row = self.rows[tag_of(index)] = self.rows.get(tag_of(index), 0) + 1
         return counted, row

@@ -213,7 +213,7 @@ class OnDevice:
 class _Progress(NamedTuple):
     """Position of the trainer, in one value that an interrupt cannot split."""
 
-    yielded: Position  # of the loader after the last batch yielded
+    yielded: Position  # position of the loader after the last batch yielded
     ahead: tuple[tuple[_Moved, Position], ...] = ()  # batches not yielded yet, with the loader's position after each
 
     @property

@@ -358,7 +358,7 @@ def _evaluated(loader: Any) -> SavableLoader | None:
 
 def _warn_of_unused(args: Any, dataset: Any) -> None:
     """Warn of batch settings that have no effect on the batches of a loader."""
-    names = _OF_SFT if hasattr(args, "completion_only_loss") else ()  # as TRL's SFTConfig has
+    names = _OF_SFT if hasattr(args, "completion_only_loss") else ()  # only TRL's SFTConfig has this attribute
     if not hasattr(args, "steps_per_generation"):  # TRL's GRPO cuts a batch into parts of this size
         names = ("per_device_train_batch_size", *names)
     defaults = {field.name: field.default for field in fields(args)}

@@ -323,7 +323,7 @@ class TrainerLoader:
 class _YieldedBatch(NamedTuple):
     """Batch that the trainer got."""
 
-    before: Position  # of the loader before the batch
+    before: Position  # position of the loader before the batch
     skipped: list[SlotSpan]  # slots skipped between the previous batch and this one
     number: int  # counted from 1, since the run started or was resumed
     start: int  # the trainer's count of started batches before batch 1

@@ -94,7 +94,7 @@ class ChatML:
         return f"ChatML {self.start} {self.end}"
 
 
-_NO_CLOCK = (  # in place of the function that transformers gives templates
+_NO_CLOCK = (  # replaces the function that transformers passes to templates
     "{% macro strftime_now(form) %}{{ raise_exception('the chat template asks for the date, which would make another "
     'sample of the same one tomorrow; pass OwnTemplate(tokenizer, {"date_string": ...}), or what the template calls '
     "it') }}{% endmacro +%}"

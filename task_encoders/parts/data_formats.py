@@ -55,8 +55,8 @@ _CALLS = ("function_call", "tool_call")
 _RESULTS = dict.fromkeys(("observation", "tool_response", "function", "tool"), "tool")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"} | _RESULTS
 _SYSTEM = ("system", "system_prompt")  # fields beside the turns
-_LOSS = ("weight", "loss", "train")  # of a turn, as OpenAI, ms-swift and axolotl name it
-_LISTS = {"image": "images", "video": "videos", "audio": "audios"}  # of a document
+_LOSS = ("weight", "loss", "train")  # keys of a turn that say whether it is trained on, in OpenAI, ms-swift and axolotl
+_LISTS = {"image": "images", "video": "videos", "audio": "audios"}  # fields of a document by kind of media
 
 ContentPart = str | ShownMedia
 
@@ -365,7 +365,7 @@ def _parse_mmc4(texts: list[Any], entries: list[Any], images: SampleImages) -> l
     """Parse a document of MMC4: texts, and images that belong before a text."""
     names = [entry.get("image_name") if isinstance(entry, dict) else None for entry in entries]
     named = all(name in images.names for name in names)
-    images_before: dict[int, list[DecodedImage]] = {}  # by the index of a text
+    images_before: dict[int, list[DecodedImage]] = {}  # by index of a text
     for number, (entry, name) in enumerate(zip(entries, names, strict=True)):
         at = f"image_info[{number}]"
         index = entry.get("matched_text_index") if isinstance(entry, dict) else None

@@ -61,12 +61,12 @@ class MixedTokens:
         self._media = media
         self._rope = rope
         self._is_document = is_document
-        self._text = ""  # not tokenized yet
-        self._ranges: list[tuple[int, int]] = []  # of characters of `_text` that contribute to the loss
+        self._text = ""  # text that is not tokenized yet
+        self._ranges: list[tuple[int, int]] = []  # ranges of characters of `_text` that contribute to the loss
         self._media_in_text: list[MediumTokens] = []  # media whose tokens are in `_text`
         self._pieces: list[Ids] = []
         self._targets: list[NDArray[np.bool_]] = []  # for each piece, which tokens contribute to the loss
-        self._runs: list[int | Grid] = []  # in order, the lengths of runs of plain tokens, and the grids of media
+        self._runs: list[int | Grid] = []  # lengths of runs of plain tokens, and grids of media, in order
         self._media_tokens: list[MediumTokens] = []
         if is_document:
             self._append(tokenizer.before, False)

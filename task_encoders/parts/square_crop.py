@@ -17,9 +17,10 @@ from PIL import Image
 from savable_pipeline import Rng, Sample, empty
 from task_encoders.parts.sample_parts import Decode, check_decode, named_part
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of red, green and blue in ImageNet, between 0 and 1
+# mean and deviation of red, green and blue in ImageNet, between 0 and 1
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _ASPECTS = (3 / 4, 4 / 3)  # the least and the greatest width / height of a random box
-_TRIES = 10  # to draw a box that fits in the image
+_TRIES = 10  # tries to draw a box that fits in the image
 _BILINEAR = Image.Resampling.BILINEAR
 
 

@@ -51,7 +51,7 @@ def test_listed_parts_of_a_container_can_be_changed(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [3, "text", b"bytes", None, {1, 2}, Data, Struct], ids=repr)
-def test_a_leaf_has_no_parts(value: Any) -> None:
+def test_values_that_are_not_containers_have_no_parts(value: Any) -> None:
     assert named_parts(value) is None and listed_parts(value) is None
     assert with_parts_changed(value, lambda part: 0) is value
 

@@ -15,7 +15,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core import file_locks
-from savable_pipeline.core.file_locks import file_lock, needs_locks
+from savable_pipeline.core.file_locks import file_lock, requiring_locks
 
 
 @pytest.fixture(params=[errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
@@ -86,10 +86,10 @@ def test_with_flock_no_extra_file_is_created(tmp_path: Path, descriptor: int) ->
 @pytest.mark.usefixtures("no_flock")
 def test_error_of_an_unsupported_lock_says_what_to_do() -> None:
     said = r"^/scratch: its file system has no file locks \(.*\). Move it."
-    with pytest.raises(sp.SavableError, match=said), needs_locks("/scratch", "Move it."):
+    with pytest.raises(sp.SavableError, match=said), requiring_locks("/scratch", "Move it."):
         fcntl.flock(0, fcntl.LOCK_EX)
 
 
 def test_other_errors_of_a_lock_are_raised_unchanged() -> None:
-    with pytest.raises(BlockingIOError), needs_locks("/scratch", "Move it."):
+    with pytest.raises(BlockingIOError), requiring_locks("/scratch", "Move it."):
         raise BlockingIOError(errno.EAGAIN, "busy")

@@ -197,7 +197,7 @@ def _elsewhere(addresses: list[str]) -> list[str]:
 
 
 @pytest.mark.landing
-def test_a_page_loads_nothing_from_another_host(site: Path) -> None:
+def test_no_docs_page_loads_files_from_another_host(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > len(PAGES) / 2
     for page in pages:

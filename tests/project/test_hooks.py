@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 @pytest.mark.landing
 @pytest.mark.parametrize("command", ["ruff format --check .", "ruff check .", "mypy"])
-def test_commit_hook_passes(command: str) -> None:
+def test_pre_commit_hooks_pass(command: str) -> None:
     done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

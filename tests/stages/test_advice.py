@@ -76,7 +76,7 @@ def test_a_wrong_setting_is_an_error_at_its_line(
         (lambda: sp.read("x", batch_size=4), TypeError, r"Use \.batch\(4\)"),
     ],
 )
-def test_an_unknown_step_or_option_suggests_the_right_one(
+def test_misspelled_step_or_option_is_an_error_that_suggests_the_right_one(
     write: Callable[[], Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

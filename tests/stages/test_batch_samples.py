@@ -30,7 +30,7 @@ PIECES = (7, ((12, 1, 0), 0, 16), ((12, 1, 0), 16, 20))
         ((7, (1, 0)), [], None),
     ],
 )
-def test_the_refs_of_a_batch_in_order_with_their_rows(ref: ItemRef, refs: list[Any], rows: Any) -> None:
+def test_a_batch_lists_its_refs_in_order_with_their_rows(ref: ItemRef, refs: list[Any], rows: Any) -> None:
     found = BatchSamples.of(ref)
     assert found.refs.tolist() == refs and found.refs.shape == (len(refs), 3)
     assert (found.rows if found.rows is None else found.rows.tolist()) == rows

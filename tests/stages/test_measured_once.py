@@ -242,7 +242,7 @@ def test_a_resumed_lane_compares_each_item_with_its_saved_size(shards: str) -> N
             list(resumed)
 
 
-def test_shapes_have_the_stages_that_they_name(shards: str) -> None:
+def test_pipelines_of_this_test_have_the_stages_in_their_names(shards: str) -> None:
     names = {
         type(stage).__name__
         for build in SHAPES.values()

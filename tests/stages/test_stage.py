@@ -368,7 +368,7 @@ def test_loader_calls_optional_methods_of_a_stage_that_has_them(shards: str) -> 
     assert len(sp.SavableLoader(pipeline, seed=0, lanes=1)) == 2  # of 5 elements
 
 
-def test_a_stage_of_ones_own_has_few_members_to_know() -> None:
+def test_custom_stage_has_few_public_members() -> None:
     members = {*dir(custom.Stage), *custom.Stage.__annotations__}
     assert len({name for name in members if name[0] != "_"}) <= 12
 

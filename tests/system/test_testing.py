@@ -126,7 +126,7 @@ class BatchesUnseeded(NumberEncoder):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, sp.TaskEncoder) else "",
 )
-def test_impure_encoder_fails(shards: Path, encoder: sp.TaskEncoder, field: str) -> None:
+def test_assert_exact_resume_fails_for_an_impure_encoder(shards: Path, encoder: sp.TaskEncoder, field: str) -> None:
     """Built once and shared, as encoders are: nothing of it is made anew by a resume in one process."""
     pipeline = partial(number_pipeline, str(shards), encoder=encoder)
     with pytest.raises(AssertionError, match=rf"resumed at step \d+: the batch at step \d+ differs in {field}"):

@@ -121,7 +121,7 @@ def test_a_sample_without_image_or_text_is_skipped_by_its_reason(parts: dict[str
     assert made.reason == reason
 
 
-def test_undecodable_image_raises() -> None:
+def test_undecodable_image_raises_an_error() -> None:
     with pytest.raises(UnidentifiedImageError):
         CaptioningEncoder().encode(sample(png=b"not an image", txt=b"a"), RNG)
 

@@ -53,7 +53,7 @@ def test_any_container_rate_and_channels_have_the_features_of_the_sound(containe
     assert float(difference.mean()) < (0.03 if lossless else 0.2)
 
 
-def test_silence_is_a_sound_like_others() -> None:
+def test_silence_is_encoded_like_other_audio() -> None:
     file = io.BytesIO()
     with wave.open(file, "wb") as made:
         made.setparams((1, 2, 8_000, 0, "NONE", ""))

@@ -150,7 +150,7 @@ def psnr(sample: sp.Sample, size: int) -> tuple[list[float], set[int]]:
 
 def scale_of(sample: sp.Sample, size: int, number: int) -> int:
     """Return the denominator of the size at which a JPEG is decoded for a crop: 1, 2, 4 or 8."""
-    boxes = []  # of the crop in the full image
+    boxes = []  # boxes of the crop in the full image
 
     def box(width: int, height: int) -> tuple[int, int, int, int]:
         boxes.append(random_box((width, height), (0.5, 1.0), sp.Rng(number)))

@@ -112,7 +112,7 @@ def measure_node(name: str, folder: Path, bench: Bench, *, workers: int, ranks: 
         return read_node([process.pid for process in started])
     finally:
         for pid in [pid for process in started for pid in (*descendants(process.pid), process.pid)]:
-            with contextlib.suppress(ProcessLookupError):  # it exited with its parent
+            with contextlib.suppress(ProcessLookupError):  # the process exited with its parent
                 os.kill(pid, signal.SIGKILL)
         for process in started:
             process.wait()
@@ -228,7 +228,7 @@ def sharing_rank(rank: int, ranks: int, sort_count: int, barrier: bool, folder: 
             batch.sum()
             spent["read"] += time.process_time() - after  # the first access also maps the pages
             spent["next"] += after - before
-            if step < 0 and step % 5 == 0:  # not in a measured step, because it takes long
+            if step < 0 and step % 5 == 0:  # never in a measured step, because it takes long
                 dist.barrier()
                 memory_sum += sum(batch_bytes(pid) for pid in [os.getpid(), *descendants(os.getpid())])
                 dist.barrier()
@@ -264,7 +264,7 @@ def cells(node: Node) -> list[str]:
     for processes in kinds:
         columns = ([process.unshared for process in processes], [process.shared for process in processes])
         means += [format_megabytes(statistics.mean(values)) if values else "–" for values in columns]
-    return [*means[:5], format_megabytes(node.pss)]  # without the shared memory of others
+    return [*means[:5], format_megabytes(node.pss)]  # skip the shared memory of others
 
 
 def format_megabytes(count: float) -> str:

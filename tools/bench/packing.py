@@ -209,7 +209,7 @@ def balance_costs(costs: Ints, *, candidates: int, slots: int) -> tuple[Ints, In
     for index, own in enumerate(costs.tolist()):
         source = KnownSizes(((cost, 0) for cost in own), sp.Lane(index, len(costs), SEED))
         stage = sp.Balance(source, candidates=candidates, cost=length_as_cost)
-        arrival_slots: list[int] = []  # of the packs that `stage` has read
+        arrival_slots: list[int] = []  # arrival slots of the packs that `stage` has read
         for slot in range(slots):
             number = stage.take(1)[0].value
             arrival_slots += [slot] * (source.taken - len(arrival_slots))
@@ -293,7 +293,7 @@ def buckets(bench: Bench) -> None:
 
 def print_batches(corpus: Corpus, last: int, **settings: Any) -> None:
     """Print padding and waiting of `BucketBatcher(**settings)`, for the second half of `last` batches per lane."""
-    sizes = np.zeros((3, LANES, last), np.int64)  # of each batch: its longest item, its items, its tokens
+    sizes = np.zeros((3, LANES, last), np.int64)  # for each batch: its longest item, its items, its tokens
     waits: list[Ints] = []
     for index in range(LANES):
         source = KnownSizes(corpus.documents(SEED * 1000 + index), sp.Lane(index, LANES, SEED), encoded=True)
@@ -382,7 +382,7 @@ def one_rank(rank: int, folder: str, candidates: int, unit: float, steps: int, r
     trained = 0.0
     with sp.SavableLoader(partial(packs_of, folder, Costs(), 32 << 10, candidates), seed=SEED, lanes=8) as loader:
         batches = iter(loader)
-        for _ in islice(batches, 2 * steps):  # until `Balance` of every lane has all its candidates
+        for _ in islice(batches, 2 * steps):  # warm up until `Balance` of every lane has all its candidates
             pass
         dist.barrier()
         start = time.perf_counter()

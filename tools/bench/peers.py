@@ -40,7 +40,7 @@ Decode: TypeAlias = Callable[[Mapping[str, bytes]], Any]
 Collate: TypeAlias = Callable[[list[Any]], Any]
 Decoder: TypeAlias = Callable[[Path, random.Random], Any]
 SIDE, SCALE = 224, (0.08, 1.0)  # the side of a crop in pixels, and its fraction of the image's area
-LENGTH_S, FPS = 2.0, 8  # of a clip
+LENGTH_S, FPS = 2.0, 8  # seconds and frame rate of a clip
 _ENDLESS = 1 << 40  # samples, more than are ever consumed
 
 
@@ -338,7 +338,7 @@ def energon(
 
 BATCH, BUFFER = 256, 1_000
 COLLECT_AT = 8  # a process collects garbage with this batch, as happens sooner or later in a long run
-_batch_numbers = itertools.count(1)  # of the batches of this process
+_batch_numbers = itertools.count(1)  # numbers of the batches of this process
 
 
 def collecting(batch: Any) -> Any:

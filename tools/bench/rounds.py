@@ -128,7 +128,7 @@ def cpu_seconds(pid: int) -> float:
     """Return the CPU seconds that a process and its running descendants have used."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children(pid)))
 

@@ -376,7 +376,7 @@ def first(bench: Bench) -> None:
     def start_workers(method: str) -> Way:
         def way() -> Any:
             with sp.SavableLoader(run, seed=1, num_workers=2, workers=sp.Workers(start_method=method)) as running:
-                time.sleep(1.0)  # as a trainer that builds its model
+                time.sleep(1.0)  # stands for the time in which a trainer builds its model
                 batches = iter(running)
                 return called(lambda: modules.update({method: next(batches)}))()
 

@@ -90,7 +90,7 @@ class Walk:
     """Files of the library that a call enters, and its climbs."""
 
     def __init__(self) -> None:
-        self.files: dict[str, None] = {}  # in the order in which they were entered
+        self.files: dict[str, None] = {}  # files in the order in which they were entered
         self.climbs: dict[tuple[str, str], None] = {}
         self._floors = [row.split("|") for row in floors()]
 

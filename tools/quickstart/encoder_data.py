@@ -132,7 +132,7 @@ def dialled_tone(tones: tuple[int, int], draw: np.random.Generator) -> Any:
 
 def write_videos(folder: Path) -> None:
     """Write videos of a digit that moves in one direction for a second, each with a conversation."""
-    import av  # of the extra [media]
+    import av  # from the extra [media]
 
     for number, digit in enumerate(digits()):
         direction, (down, right) = list(DIRECTIONS.items())[number % 4]

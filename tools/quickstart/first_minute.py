@@ -26,7 +26,7 @@ from runs import Log, Run
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
 
-MIN_BATCHES = 6  # before the kill, and again after it
+MIN_BATCHES = 6  # least number of batches before the kill, and again after it
 SAVE_EVERY = 4  # batches
 
 
@@ -80,7 +80,7 @@ def take_batches(
             if (step + 1) % SAVE_EVERY == 0:
                 torch.save({"step": step + 1, "data": loader.state_dict()}, saved.with_suffix(".tmp"))
                 saved.with_suffix(".tmp").replace(saved)  # atomic, so that a kill cannot damage the last checkpoint
-            time.sleep(0.01)  # as if a model was trained
+            time.sleep(0.01)  # stands for a training step
 
 
 def main(out: Annotated[Path, typer.Option(help="Where to write.")] = Path("first_minute_run")) -> None:

@@ -92,7 +92,7 @@ class Recipe:
     title: str
     write_files: Callable[[Path], None]
     pipeline: Callable[[Path], sp.Pipeline]
-    model: Callable[[], torch.nn.Module]  # from a batch to its loss
+    model: Callable[[], torch.nn.Module]  # maps a batch to its loss
 
     def loader(self, folder: Path, num_workers: int) -> sp.SavableLoader:
         """Open the loader of this rank, or of the only one without torch.distributed."""
@@ -115,7 +115,7 @@ def train(
 ) -> None:
     """Train a recipe's model from the start, or from the checkpoint `resume`, and log every step."""
     torch.manual_seed(SEED)
-    torch.set_num_threads(1)  # so that sums have the same order on any machine
+    torch.set_num_threads(1)  # sums then have the same order on any machine
     torch.use_deterministic_algorithms(True)
     model = recipe.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -56,7 +56,7 @@ def train_tokenizer(path: Path) -> None:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    sources = sorted(Path(json.__file__).parents[1].glob("*.py"))  # of Python's library
+    sources = sorted(Path(json.__file__).parents[1].glob("*.py"))  # source files of Python's library
     trained.train([str(source) for source in sources[:60]], trainer)
     trained.save(str(path))
 

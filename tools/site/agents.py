@@ -25,14 +25,14 @@ WHEN = (
     "Write, change or debug a training data loader with the Python library savable_pipeline (imported as sp): "
     "reading shards or tables, encoders, packing, checkpoints of the data that resume bit for bit, ranks, trainers."
 )
-SECTIONS = {  # of the skill, by page
+SECTIONS = {  # sections of the skill, by page
     "index.md": ["A complete training loop", "Glossary", "Command line"],
     "tutorials/images.md": ["Write the pipeline", "Choose seed and lanes", "Avoid common mistakes"],
 }
 
 
 def texts() -> dict[Path, str]:
-    """The files and their texts."""
+    """Return the files and their contents."""
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     head = f"# {settings['site_name']}\n\n> {settings['site_description']}\n"
     contents = head + "".join(_contents(each) for each in settings["nav"])
@@ -64,7 +64,7 @@ def _line(page: str) -> str:
 
 
 def _section(page: str, title: str) -> str:
-    """A section of a page, with links relative to docs/."""
+    """Return a section of a page, with links relative to docs/."""
     lines, inside, code = [], False, False
     for line in (DOCS / page).read_text().splitlines():
         code ^= line.startswith("```")

@@ -1,7 +1,8 @@
-"""How mkdocstrings reads our docstrings: `Example:` is what Griffe calls `Examples:`, and shows doctests as code.
+"""Extension of Griffe that adapts our docstrings for mkdocstrings.
 
-A reader that takes `**settings` is shown with the settings of `RecordReader`, in its signature and in its `Args:`; a
-class that chooses a subclass in `__new__`, with the arguments of that.
+It renames `Example:` to `Examples:`, as Griffe expects, and shows doctests as code. A reader that takes `**settings` is
+shown with the settings of `RecordReader`, in its signature and in its `Args:`. A class that chooses a subclass in
+`__new__` is shown with the arguments of `__new__`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class ApiPage(griffe.Extension):
     """Changes docstrings and signatures that Griffe has read, before they are shown."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Griffe calls it when it has read a package."""
+        """Change a package. Griffe calls this after reading it."""
         for each in _objects(pkg):
             if each.docstring is not None:
                 text = re.sub(r"^( *)Example:$", r"\1Examples:", each.docstring.value, flags=re.MULTILINE)
@@ -39,7 +40,7 @@ def _objects(parent: griffe.Object) -> Iterator[griffe.Object]:
 
 
 def _show_new(kind: griffe.Class) -> None:
-    """Show the arguments of `__new__`, of a class that chooses its subclass there."""
+    """Show the arguments of `__new__` for a class that chooses its subclass there."""
     new = kind.members.get("__new__")
     if isinstance(new, griffe.Function) and "__init__" not in kind.members:
         kind.set_member("__init__", griffe.Function("__init__", parameters=new.parameters))

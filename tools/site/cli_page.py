@@ -1,4 +1,7 @@
-"""Write docs/cli.md from the help of the command line: run `python tools/site/cli_page.py` after a change of it."""
+"""Write docs/cli.md from the help of the command line.
+
+Run `python tools/site/cli_page.py` after changing the help.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ command has `--help`. Ctrl-C or SIGTERM ends `savable convert` after the current
 
 
 def text() -> str:
-    """The page."""
+    """Return the page."""
     page = HEAD
     commands = list(commands_of(typer.main.get_command(app)))
     for panel, found in groupby(commands, key=lambda each: each[2]):
@@ -39,7 +42,10 @@ def text() -> str:
 
 
 def commands_of(group: Any, path: str = "savable", panel: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Name, command and panel of each command, in the order of `savable --help`, also of groups in the group."""
+    """Yield name, command and panel of each command, in the order of `savable --help`.
+
+    Commands of groups are included.
+    """
     for name in group.list_commands(None):
         command, full = group.commands[name], f"{path} {name}"
         own = getattr(command, "rich_help_panel", None)
@@ -57,13 +63,13 @@ def _section(name: str, command: Any) -> str:
         if each.param_type_name == "option" and not each.hidden and each.name != "help"
     ]
     example = f"\n\n{_plain(command.epilog)}" if command.epilog else ""
-    # no Markdown reads a bar inside code in a table as all others do
+    # Markdown dialects disagree about a bar inside code in a table
     table = "".join(f"| {option.replace('|', '/')} | {meaning} |\n" for option, meaning in rows)
     return f"\n### {name}\n\n`{usage}`\n\n{_help(command)}{example}\n\n| option | meaning |\n|---|---|\n{table}"
 
 
 def _by_panel(params: list[Any]) -> list[Any]:
-    """The options panel by panel, in the order in which the help shows them."""
+    """Return the options panel by panel, in the order of the help."""
     panels = list(dict.fromkeys(getattr(each, "rich_help_panel", None) for each in params))
     return sorted(params, key=lambda each: panels.index(getattr(each, "rich_help_panel", None)))
 
@@ -86,7 +92,7 @@ def _described(option: Any) -> str:
 
 
 def _help(command: Any) -> str:
-    """The help with a paragraph a line, and without the line breaks of the source."""
+    """Return the help with one line per paragraph, without the line breaks of the source."""
     paragraphs = re.split(r"\n\s*\n", (command.help or "").replace("\f", "").replace("\b\n", "").strip())
     return "\n\n".join(" ".join(each.split()) for each in paragraphs)
 

@@ -27,7 +27,7 @@ from savable_pipeline.testing import sorted_by_slot
 SEED, LANES = 3, 12
 CHANGES = [((4, 2), (1, 0)), ((2, 3), (4, 1)), ((1, 2), (3, 1))]  # ranks and workers that save, and those that resume
 SUCCESSIVE = [(4, 2), (3, 1), (2, 3), (4, 0)]
-COMPARED_SLOTS = 18  # after a resume
+COMPARED_SLOTS = 18  # slots to compare after a resume
 State = dict[str, Any]
 
 

@@ -33,7 +33,7 @@ MOMENTS: dict[Moment, str] = {
 }
 _ANY_MOMENT = "at any moment"
 _NEWBORN = "a replacement that has just started"
-_STUCK_S = 900.0  # without enough kills, after which the program fails
+_STUCK_S = 900.0  # the program fails after so many seconds without enough kills
 
 
 class Undisturbed:
@@ -94,7 +94,7 @@ class Killer(threading.Thread):
         self._draw = random.Random(os.urandom(8))
         self._over = threading.Event()
         self.killed: set[int] = set()
-        self._early_kills = 0  # in a row, of workers that had not started
+        self._early_kills = 0  # kills in a row of workers that had not started
         self.newborn_kills = 0
 
     @property

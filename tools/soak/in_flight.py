@@ -67,7 +67,7 @@ class Oracle:
 
     done: list[Receipt] = field(default_factory=list)
     open: list[Receipt] = field(default_factory=list)  # yielded and not acknowledged, the oldest first
-    to_repeat: list[Receipt] = field(default_factory=list)  # those in `open` that must be yielded again
+    to_repeat: list[Receipt] = field(default_factory=list)  # receipts in `open` that must be yielded again
     excluded: set[int] = field(default_factory=set)  # samples that were excluded
     fully_excluded: set[Receipt] = field(default_factory=set)  # rows in flight whose samples were all excluded
     exclusions: Exclusions = ()
@@ -117,8 +117,8 @@ class History:
         self._saved: dict[str, Any] | None = None
         self._files: list[dict[str, Any]] = []  # the saved state of each rank
         self._own_files = False  # whether each rank has just loaded its own state, and not a merged one
-        self._receipts: dict[int, list[Receipt]] = {}  # of each rank, not yet acknowledged
-        self._batch_receipts: dict[int, list[Any]] = {}  # of each rank, the array of each batch
+        self._receipts: dict[int, list[Receipt]] = {}  # receipts of each rank that are not acknowledged yet
+        self._batch_receipts: dict[int, list[Any]] = {}  # array of receipts of each batch, by rank
         self._runs = self._open_runs(1)
         self.counts: Counter[str] = Counter()
 
@@ -155,7 +155,7 @@ class History:
         for run, batch, position, is_repeated in zip(runs, batches, positions, repeated, strict=True):
             receipts = [tuple(each) for each in receipts_of(run).tolist()]
             assert isinstance(batch, dict) and batch["receipts"].tolist() == list(map(list, receipts))
-            real = [each for each in receipts if each[0] >= 0]  # without those of padding
+            real = [each for each in receipts if each[0] >= 0]  # without receipts of padding rows
             if not is_repeated:
                 self._compare_with_expected(position, batch)
                 assert {each[0] for each in real} <= {position[0] << 40 | position[1]}

@@ -36,10 +36,11 @@ from savable_pipeline.trainers.elastic import complete_state
 
 SEED, LANES = 3, 12
 SAVE_EVERY = 4  # steps between two states of all ranks
-MAX_SLOTS = 20_000  # that the model can count
-TIMEOUT = timedelta(seconds=10)  # of collectives; joining a group of which a rank dies takes a few times as long
-_HUNG_S = 30.0  # without a step, after which a rank that waits for a dead one is killed
-_STUCK_S = 600.0  # without success, after which the program fails
+MAX_SLOTS = 20_000  # most slots that the model can count
+# timeout of collectives; joining a group in which a rank dies takes a few times as long
+TIMEOUT = timedelta(seconds=10)
+_HUNG_S = 30.0  # a rank that waits for a dead one is killed after so many seconds without a step
+_STUCK_S = 600.0  # the program fails after so many seconds without success
 
 
 class Replica:

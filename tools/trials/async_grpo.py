@@ -149,7 +149,7 @@ def train(folder: Path) -> None:
     policy = Policy(model.eval(), tokenizer)
     checkpoint = newest(folder)
     trained_prompts = json.loads((checkpoint / "prompts.json").read_text())["trained"] if checkpoint else []
-    pending_prompts: list[int] = []  # of the step that is being computed
+    pending_prompts: list[int] = []  # prompts of the step that is being computed
 
     class Trainer(Savable):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ def train(folder: Path, name: str, rank: int, world: int, workers: int, begin: i
         rank: The rank.
         world: The number of ranks.
         workers: The number of worker processes.
-        start: The first slot.
+        begin: The first slot.
         end: The slot before which to stop.
     """
     from tests.energon.public import megatron_lm, megatron_lm_provider
@@ -154,7 +154,7 @@ def main() -> None:
     """Compare runs that are killed with an uninterrupted one."""
     if sys.argv[1:2] == ["--train"]:
         train(Path(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))
-        os._exit(0)  # as a trainer that ends without closing its loader
+        os._exit(0)  # exits like a trainer that does not close its loader
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=24)

@@ -47,7 +47,7 @@ def environment(trainer: str, folder: Path) -> str:
     """Return the interpreter of an environment with the trainer. It is created if it is missing."""
     target = folder / trainer
     python = target / "bin" / "python"
-    sibling = Path(sys.executable).with_name("uv")  # where the README installs it
+    sibling = Path(sys.executable).with_name("uv")  # the README installs uv there
     uv = str(sibling) if sibling.exists() else "uv"
     if not python.exists():
         subprocess.run([uv, "venv", "-q", "--python", sys.executable, target], check=True, cwd=ROOT)

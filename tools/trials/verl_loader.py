@@ -138,7 +138,7 @@ def prompt_order(folder: Path, loader: str) -> list[int]:
 def judge(folder: Path, run: Path, mode: str, order: list[int], epochs: int) -> tuple[str, bool]:
     """Describe on which prompts the last model was trained, and return whether that is right."""
     counts = Counter(itertools.chain(*trained_prompts(run)))
-    if mode == "fully_async":  # to the end of the epochs
+    if mode == "fully_async":  # this mode trains to the end of the epochs
         expected = Counter(order * epochs)
     else:  # all that the loader has yielded, without those in the queue
         queued = json.loads((run / "queued.json").read_text()) if mode == "colocate_async" else []

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _UNNAMED = derive_key("source", "")
 MISSING_FILE = "missing file"  # reason of the error for a row that names a missing file
-_LOOKED_AT = 1000  # number of samples to examine for the sizes of parts
+_EXAMINED = 1000  # number of samples to examine for the sizes of parts
 _UNTAGGED = np.uint64((1 << TAG_SHIFT) - 1)
 
 
@@ -84,26 +84,26 @@ class Dataset:
         self.unit, self.root, self.key_column = store.unit, store.root, store.key_column
 
     @contextlib.contextmanager
-    def noting_reads(self, note: Callable[[int, int], None]) -> Iterator[None]:
+    def observe_reads(self, note: Callable[[int, int], None]) -> Iterator[None]:
         """Call `note(bytes, nanoseconds)` after each read of a part.
 
         It applies to samples of this dataset within the context.
         """
         read, array = self.read, self.array
 
-        def noted_read(*address: Any) -> bytes:
+        def timed_read(*address: Any) -> bytes:
             start = time.perf_counter_ns()
             data = read(*address)
             note(len(data), time.perf_counter_ns() - start)
             return data
 
-        def noted_array(*address: Any) -> Any:
+        def timed_array(*address: Any) -> Any:
             start = time.perf_counter_ns()
             data = array(*address)
             note(data.nbytes, time.perf_counter_ns() - start)
             return data
 
-        self.read, self.array = noted_read, noted_array
+        self.read, self.array = timed_read, timed_array
         try:
             yield
         finally:
@@ -111,12 +111,12 @@ class Dataset:
 
     def first_shards(self, shards: int) -> Dataset:
         """Return the dataset of the first `shards` shards, with the same store."""
-        fewer = copy.copy(self)
-        fewer.entries = self.entries.first(shards)
-        fewer.firsts = self.firsts[: shards + 1]
-        fewer.count = int(fewer.firsts[-1])
-        vars(fewer).pop("known_media", None)
-        return fewer
+        subset = copy.copy(self)
+        subset.entries = self.entries.first(shards)
+        subset.firsts = self.firsts[: shards + 1]
+        subset.count = int(subset.firsts[-1])
+        vars(subset).pop("known_media", None)
+        return subset
 
     @cached_property
     def known_media(self) -> KnownMedia:
@@ -214,7 +214,7 @@ class Dataset:
         if sizes is not None:
             return sizes, self.count
         found: dict[str, list[int]] = {}
-        for shard, row in self.some():
+        for shard, row in self.spread_rows():
             try:
                 sizes_of_row = self.store.sizes(shard, row)
             except ShardError as error:
@@ -224,12 +224,12 @@ class Dataset:
                 continue
             for extension, size in sizes_of_row.items():
                 found.setdefault(extension, []).append(size)
-        return {extension: np.array(each, dtype=np.int64) for extension, each in found.items()}, len(self.some())
+        return {extension: np.array(each, dtype=np.int64) for extension, each in found.items()}, len(self.spread_rows())
 
-    def some(self) -> list[tuple[int, int]]:
+    def spread_rows(self) -> list[tuple[int, int]]:
         """Return shard and row of about 1,000 evenly spread samples, or of all."""
-        some = np.arange(min(self.count, _LOOKED_AT)) * self.count // min(self.count, _LOOKED_AT)
-        shards, rows = self.locate(some)
+        numbers = np.arange(min(self.count, _EXAMINED)) * self.count // min(self.count, _EXAMINED)
+        shards, rows = self.locate(numbers)
         return list(zip(shards.tolist(), rows.tolist(), strict=True))
 
     def shard_name(self, shard: int) -> str:
@@ -253,7 +253,7 @@ class Dataset:
         if self.root is None:
             raise ShardError(f"{self.address}: split={split!r}, but this dataset has no splits. Leave out split=")
         parts = read_split(self.root, split, names)
-        excluded = self._rows_of(parts.excluded)
+        excluded = self._rows_with(parts.excluded)
         if parts.unknown:
             log.warning("%s: not found, but named by `exclude`: %s", self.address, listed(parts.unknown))
         shards = parts.shards if in_order else sorted(parts.shards)
@@ -269,7 +269,7 @@ class Dataset:
         rows = self.locate(np.arange(self.firsts[shard], self.firsts[shard + 1]))[1]
         return (self.key(shard, row) for row in rows.tolist())
 
-    def _rows_of(self, keys: Mapping[str, set[str]]) -> dict[str, Rows]:
+    def _rows_with(self, keys: Mapping[str, set[str]]) -> dict[str, Rows]:
         """Return the positions in their shard of the samples with these keys, by shard name."""
         found: dict[str, Rows] = {}
         for shard, name in enumerate(self.entries.names if keys else ()):

@@ -67,7 +67,7 @@ _SCALES = (8, 4, 2)  # divisors of a JPEG's size to which Pillow's `draft` can d
 ALPHA, DEEP, TURNED = "alpha", "deep", "turned"
 
 
-def unpacked(extension: str, data: bytes, most: int) -> bytes:
+def decompress_part(extension: str, data: bytes, most: int) -> bytes:
     """Decompress a part whose extension ends in `gz`, such as "txt.gz".
 
     Other parts are returned unchanged.
@@ -83,7 +83,7 @@ def unpacked(extension: str, data: bytes, most: int) -> bytes:
         raise ValueError(f"the part {extension} cannot be decompressed: {error}") from error
 
 
-def decoded_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exif: bool = True) -> Any:
+def decode_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exif: bool = True) -> Any:
     """Decode a part by the last component of its extension.
 
     For "seg.png" it is an image, rotated with `exif`. Raises errors of the decoders. An image is uint8 (height, width,
@@ -98,11 +98,11 @@ def decoded_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exi
         opened, orientation = to_be_turned(open_image(data, extension), exif=exif)
         pixels = jpeg_pixels(opened, data)
         if pixels is None:
-            return np.array(converted(turned(opened, orientation), None, "white"))
+            return np.array(convert_image(turned(opened, orientation), None, "white"))
         return turned_pixels(pixels, orientation)
     if kind == "npy":
         return npy_array(data)
-    return _arrays(data, most) if kind == "npz" else data
+    return _npz_arrays(data, most) if kind == "npz" else data
 
 
 def npy_array(data: bytes | memoryview) -> NDArray[Any]:
@@ -127,7 +127,7 @@ def npy_array(data: bytes | memoryview) -> NDArray[Any]:
     return (flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)).copy(order="K")
 
 
-def _arrays(data: bytes, most: int) -> Mapping[str, NDArray[Any]]:
+def _npz_arrays(data: bytes, most: int) -> Mapping[str, NDArray[Any]]:
     """Return the arrays of an `npz` file, by name. Raises ValueError if they decompress to more than `most` bytes."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         inside = [each for each in archive.infolist() if each.filename.endswith(".npy")]
@@ -137,10 +137,10 @@ def _arrays(data: bytes, most: int) -> Mapping[str, NDArray[Any]]:
             raise ValueError("npz file with overlapping arrays or unknown compression. Save it by np.savez")
         if (total := sum(each.file_size for each in deflated)) > most:
             raise ValueError(f"npz file of {total:,} bytes of compressed arrays, more than {most:,}. {MORE}")
-        return {each.filename.removesuffix(".npy"): npy_array(_inflated(archive, each)) for each in inside}
+        return {each.filename.removesuffix(".npy"): npy_array(_read_entry(archive, each)) for each in inside}
 
 
-def _inflated(archive: zipfile.ZipFile, each: zipfile.ZipInfo) -> bytes:
+def _read_entry(archive: zipfile.ZipFile, each: zipfile.ZipInfo) -> bytes:
     """Decompress an entry, and never more than its declared size."""
     with archive.open(each) as file:
         return file.read(each.file_size)
@@ -176,7 +176,7 @@ def has_alpha(image: Image.Image) -> bool:
     )
 
 
-def converted(image: Image.Image, mode: str | None, background: Colour, bits: int | None = None) -> Image.Image:
+def convert_image(image: Image.Image, mode: str | None, background: Colour, bits: int | None = None) -> Image.Image:
     """Decode an image in this mode.
 
     An image with alpha is composited on the background, unless the mode has alpha itself. The default mode is RGB, or
@@ -253,19 +253,19 @@ def image_region(
         raise ValueError(f"box={bounds} is empty or exceeds the image of {width} × {height} pixels")
     left, upper, right, lower = stored_box((left, upper, right, lower), (width, height), orientation)
     if at_least is not None:
-        wide, high = _numbers("at_least", at_least(width, height) if callable(at_least) else at_least, 2)
-        if not min(wide, high) > 0:
-            raise ValueError(f"at_least={(wide, high)}: expected a width and a height above 0, in pixels")
-        needed = turned_size((wide, high), orientation)
-        across, down = _drafted(image, _scale((right - left, lower - upper), needed))
-        left, upper, right, lower = left * across, upper * down, right * across, lower * down
+        min_width, min_height = _numbers("at_least", at_least(width, height) if callable(at_least) else at_least, 2)
+        if not min(min_width, min_height) > 0:
+            raise ValueError(f"at_least={(min_width, min_height)}: expected a width and a height above 0, in pixels")
+        needed = turned_size((min_width, min_height), orientation)
+        scale_x, scale_y = _apply_draft(image, _scale((right - left, lower - upper), needed))
+        left, upper, right, lower = left * scale_x, upper * scale_y, right * scale_x, lower * scale_y
     first, top = math.floor(left), math.floor(upper)
     covering = (first, top, min(math.ceil(right), image.width), min(math.ceil(lower), image.height))
     region = image if covering == (0, 0, *image.size) else image.crop(covering)
     inner = (left - first, upper - top, right - first, lower - top)
-    found = converted(turned(region, orientation), mode, background, bits)
-    found.info["box"] = stored_box(inner, region.size, BACK[orientation])
-    return found
+    region_image = convert_image(turned(region, orientation), mode, background, bits)
+    region_image.info["box"] = stored_box(inner, region.size, BACK[orientation])
+    return region_image
 
 
 def _numbers(name: str, value: Any, count: int) -> list[float]:
@@ -284,7 +284,7 @@ def _scale(size: PixelSize, needed: PixelSize) -> int:
     return next((scale for scale in _SCALES if size[0] >= scale * needed[0] and size[1] >= scale * needed[1]), 1)
 
 
-def _drafted(image: Image.Image, scale: int) -> tuple[float, float]:
+def _apply_draft(image: Image.Image, scale: int) -> tuple[float, float]:
     """Let an image be decoded at this fraction of its size, if its format can.
 
     Returns the decoded pixels per pixel of the full image, horizontally and vertically.
@@ -292,11 +292,11 @@ def _drafted(image: Image.Image, scale: int) -> tuple[float, float]:
     if scale == 1:
         return 1.0, 1.0
     width, height = image.size
-    drafted = image.draft(image.mode, (width // scale, height // scale))
-    return (drafted[1][2] / width, drafted[1][3] / height) if drafted else (1.0, 1.0)
+    result = image.draft(image.mode, (width // scale, height // scale))
+    return (result[1][2] / width, result[1][3] / height) if result else (1.0, 1.0)
 
 
-def image_doubts(data: bytes) -> list[str]:
+def image_warnings(data: bytes) -> list[str]:
     """Return which of `ALPHA`, `DEEP` and `TURNED` apply to a valid image file.
 
     Nothing is decoded.
@@ -304,10 +304,10 @@ def image_doubts(data: bytes) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about odd metadata and large images, which still load
         with open_image(data) as image:
-            return [*_doubts(image)]
+            return [*_warnings_of(image)]
 
 
-def _doubts(image: Image.Image) -> Iterator[str]:
+def _warnings_of(image: Image.Image) -> Iterator[str]:
     if has_alpha(image):
         yield ALPHA
     if is_deep(image):

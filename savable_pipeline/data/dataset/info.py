@@ -49,7 +49,7 @@ class Info:
     first_key: str
     first_parts: dict[str, int]  # sizes by extension
     splits: dict[str, int]  # number of samples by name of the split
-    looked_at: int  # samples that `parts` counts: all, or some if all would have to be read
+    examined: int  # samples that `parts` counts: all, or some if all would have to be read
     nulls: dict[str, int] = field(default_factory=dict)  # number of these samples with a null, by column
     media: dict[str, MediaTotals] = field(default_factory=dict)  # by extension, if there is a table of media
     # for tars: the parts of samples in which every part has a dot
@@ -71,8 +71,8 @@ class Info:
     def warnings(self) -> list[str]:
         """Return warnings about skipped content and about samples that differ."""
         counts = {extension: part.samples for extension, part in self.parts.items()}
-        dotted = dotted_parts(self.looked_at, counts, part_sets=self.dotted)
-        return [*self.faults, *lacking_parts(self.looked_at, counts), *dotted]
+        dotted = dotted_parts(self.examined, counts, part_sets=self.dotted)
+        return [*self.faults, *lacking_parts(self.examined, counts), *dotted]
 
 
 def dataset_info(shards: Shards, **settings: Any) -> Info:
@@ -82,12 +82,12 @@ def dataset_info(shards: Shards, **settings: Any) -> Info:
     """
     dataset = open_any(shards, inspect=True, **settings)
     unread: list[ShardError] = []
-    sizes, looked_at = dataset.part_sizes(in_rows=dataset.store.parts_in_rows, unread=unread)
-    nulls, faults = _nulls(dataset, looked_at)
+    sizes, examined = dataset.part_sizes(in_rows=dataset.store.parts_in_rows, unread=unread)
+    nulls, faults = _nulls(dataset, examined)
     media, media_faults = _media(dataset)
     if unread:
         unread_text = counted(len(unread), "sample names a file that is", "samples name files that are")
-        faults = [*faults, f"{unread_text} not there, of {looked_at} looked at: {unread[0]}"]
+        faults = [*faults, f"{unread_text} not there, of {examined} looked at: {unread[0]}"]
     (shard,), (row,) = (found.tolist() for found in dataset.locate(np.zeros(1, dtype=np.int64)))
     first: dict[str, int] = {}
     with contextlib.suppress(*([ShardError] if unread else [])):
@@ -99,16 +99,19 @@ def dataset_info(shards: Shards, **settings: Any) -> Info:
         dataset.key(shard, row),
         first,
         split_counts(dataset),
-        looked_at,
+        examined,
         nulls,
         media,
-        _dotted(dataset, set(sizes)) if looked_at == dataset.count else [],
+        _dotted_layouts(dataset, set(sizes)) if examined == dataset.count else [],
         faults + media_faults,
     )
 
 
-def _dotted(dataset: Dataset, parts: set[str]) -> list[list[str]]:
-    """The parts of samples all of which have a dot; of the index, whose other shards may have other `parts`."""
+def _dotted_layouts(dataset: Dataset, parts: set[str]) -> list[list[str]]:
+    """Return the parts of samples in which every part has a dot.
+
+    The index of all shards is searched, because other shards may have other `parts`.
+    """
     sets = dataset.store.part_sets()
     return sorted(each for each in sets if parts.issuperset(each) and all("." in part for part in each))
 
@@ -122,15 +125,15 @@ def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
         return {}, [str(error)]
 
 
-def _nulls(dataset: Dataset, looked_at: int) -> tuple[dict[str, int], list[str]]:
+def _nulls(dataset: Dataset, examined: int) -> tuple[dict[str, int], list[str]]:
     """Return how many of the examined samples have a null in a column, and warnings about skipped content."""
     store = dataset.store
     nulls, named = Counter[str](), Counter[str]()
-    for shard, row in dataset.some():
+    for shard, row in dataset.spread_rows():
         for counts, columns in zip((nulls, named), store.lacking(shard, row), strict=True):
             counts.update(columns)
     faults = [text for text in [store.rejects_warning()] if text] + [
-        f"the column {column!r}: {count:,} of {looked_at:,} rows have a path and no bytes, which is an error when they "
+        f"the column {column!r}: {count:,} of {examined:,} rows have a path and no bytes, which is an error when they "
         f"are read; {store.cure}"
         for column, count in sorted(named.items())
     ]

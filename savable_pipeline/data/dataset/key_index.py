@@ -57,7 +57,7 @@ _MAGIC = b"SAVKEY01"
 _HEADER = struct.Struct("<16sQQQQ16x")
 _BEGIN = len(_MAGIC) + 8 + _HEADER.size
 _NONE = (1 << 64) - 1
-_AT_ONCE = 1 << 16  # keys to read at a time
+_READ_KEYS = 1 << 16  # keys to read at a time
 _CHECK = 48  # the lowest bit of the check bits in an entry of `places`
 
 
@@ -81,7 +81,7 @@ class KeyIndex:
         if not self._file.is_mapped and xxh3_64_intdigest(view[_BEGIN:]) != digest:
             raise ShardError(f"{path}: the index of keys is damaged. Remove it and start again")
         self._count = count
-        self.twice: tuple[int, int] | None = None if first == _NONE else (first, second)
+        self.duplicate: tuple[int, int] | None = None if first == _NONE else (first, second)
         self._high, self._low, self._places = (
             np.frombuffer(view, "<u8", count, _BEGIN + 8 * part * count) for part in range(3)
         )
@@ -91,14 +91,14 @@ class KeyIndex:
 
         If several samples have one key, it is the first. Raises `ShardError` if the index is damaged there.
         """
-        high, low = _halves(b"".join(map(_hashed, keys)))
+        high, low = _halves(b"".join(map(_key_hash, keys)))
         found = np.full(len(keys), -1, np.int64)
         wanted, at = np.arange(len(keys)), np.searchsorted(self._high, high)
         while True:  # usually one iteration, unless hashes share their first half
-            alike = at < self._count
-            wanted, at = wanted[alike], at[alike]
-            alike = self._high[at] == high[wanted]
-            wanted, at = wanted[alike], at[alike]
+            candidates = at < self._count
+            wanted, at = wanted[candidates], at[candidates]
+            candidates = self._high[at] == high[wanted]
+            wanted, at = wanted[candidates], at[candidates]
             if not len(wanted):
                 return found
             equal = self._low[at] == low[wanted]
@@ -109,7 +109,7 @@ class KeyIndex:
         """Return the numbers of the samples at these positions of the index: int64 (positions,)."""
         places = self._places[at]
         numbers = places & np.uint64((1 << _CHECK) - 1)
-        if (numbers >= self._count).any() or (_checked(self._low[at], numbers) != places).any():
+        if (numbers >= self._count).any() or (_with_check_bits(self._low[at], numbers) != places).any():
             raise ShardError(f"{self.path}: the index of keys is damaged. Remove it and start again")
         return numbers.astype(np.int64)
 
@@ -127,16 +127,16 @@ def key_index(dataset: Dataset) -> KeyIndex:
     paths = [*near, *paths] if near and near[0].parent.is_dir() else [*paths, *near]
 
     def open_or_build(path: Path) -> KeyIndex:
-        found = _known(path, manifest)  # another process may have built it during the wait
+        found = _open_if_valid(path, manifest)  # another process may have built it during the wait
         if found is None:
             _write(path, dataset, manifest)
         return found or KeyIndex(path, manifest)
 
-    known = next(filter(None, (_known(path, manifest) for path in paths)), None)
+    known = next(filter(None, (_open_if_valid(path, manifest) for path in paths)), None)
     return known or first_writable(paths, f"{dataset.address}: no place to write an index of its keys", open_or_build)
 
 
-def _known(path: Path, manifest: bytes) -> KeyIndex | None:
+def _open_if_valid(path: Path, manifest: bytes) -> KeyIndex | None:
     with contextlib.suppress(OSError, ValueError, ShardError):
         return KeyIndex(path, manifest)
     return None
@@ -145,21 +145,21 @@ def _known(path: Path, manifest: bytes) -> KeyIndex | None:
 def _write(path: Path, dataset: Dataset, manifest: bytes) -> None:
     log.info("%s: indexing the keys of %d samples", dataset.address, dataset.count)
     hashes = bytearray()
-    for start in range(0, dataset.count, _AT_ONCE):
-        shards, rows = dataset.locate(np.arange(start, min(start + _AT_ONCE, dataset.count)))
+    for start in range(0, dataset.count, _READ_KEYS):
+        shards, rows = dataset.locate(np.arange(start, min(start + _READ_KEYS, dataset.count)))
         for shard, row in zip(shards.tolist(), rows.tolist(), strict=True):
-            hashes += _hashed(dataset.key(shard, row))
+            hashes += _key_hash(dataset.key(shard, row))
     high, low = _halves(hashes)
     order = np.lexsort((low, high))  # stable, so that the first sample with a key comes first
     high, low = high[order], low[order]
-    again = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
-    twice = (int(order[again[0]]), int(order[again[0] + 1])) if len(again) else (_NONE, _NONE)
-    parts = [part.astype("<u8").tobytes() for part in (high, low, _checked(low, order))]
-    header = _HEADER.pack(manifest, dataset.count, *twice, xxh3_64_intdigest(b"".join(parts)))
+    repeats = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
+    duplicate = (int(order[repeats[0]]), int(order[repeats[0] + 1])) if len(repeats) else (_NONE, _NONE)
+    parts = [part.astype("<u8").tobytes() for part in (high, low, _with_check_bits(low, order))]
+    header = _HEADER.pack(manifest, dataset.count, *duplicate, xxh3_64_intdigest(b"".join(parts)))
     replace_file(path, [_MAGIC, xxh3_64_intdigest(header).to_bytes(8, "little"), header, *parts])
 
 
-def _hashed(key: str | bytes) -> bytes:
+def _key_hash(key: str | bytes) -> bytes:
     return hashlib.blake2b(key if type(key) is bytes else os.fsencode(key), digest_size=16).digest()
 
 
@@ -169,7 +169,7 @@ def _halves(hashes: bytes | bytearray) -> tuple[NDArray[np.uint64], NDArray[np.u
     return pairs[:, 0], pairs[:, 1]
 
 
-def _checked(low: NDArray[np.uint64], numbers: NDArray[Any]) -> NDArray[np.uint64]:
+def _with_check_bits(low: NDArray[np.uint64], numbers: NDArray[Any]) -> NDArray[np.uint64]:
     """Return numbers of samples, with 16 bits above them that depend on the number and the hash."""
     plain = numbers.astype(np.uint64)
     mixed = (low ^ (plain * np.uint64(GAMMA))) * np.uint64(GAMMA)
@@ -177,9 +177,9 @@ def _checked(low: NDArray[np.uint64], numbers: NDArray[Any]) -> NDArray[np.uint6
     return checked
 
 
-_SECONDS = 1.0  # seconds between two checks of the file
-_LARGEST = 1 << 40  # in bytes
-_FOUND_AT_ONCE = 1 << 14  # keys to look up at a time
+_CHECK_INTERVAL_S = 1.0  # seconds between two checks of the file
+_MOST_BYTES = 1 << 40  # in bytes
+_LOOKUP_KEYS = 1 << 14  # keys to look up at a time
 
 
 class ExcludeFile:
@@ -192,16 +192,16 @@ class ExcludeFile:
 
     def __init__(self, path: str | os.PathLike[str], dataset: Dataset) -> None:
         self.path = Path(path).absolute()
-        self._stamp, self._looked_at = self._stamp_now(), time.monotonic()  # set before it is read
+        self._version, self._checked_at = self._current_version(), time.monotonic()  # set before it is read
         content = self._read()
         self._content = _digest(content)
-        of_shards: dict[str, set[str]] = {}
+        keys_by_shard: dict[str, set[str]] = {}
         unnamed: set[int] = set()
         found: set[int] = set()
-        unknown = _Unknown()
-        read = partial(_keys_in, self.path, content, of_shards, unnamed)
-        _take_keys(dataset, read, found, unknown.add)  # this reads the lines, including those for single shards
-        unknown.add([os.fsencode(text) for text in _take_of_shards(dataset, of_shards, found)])
+        unknown = _UnknownKeys()
+        read = partial(_keys_in, self.path, content, keys_by_shard, unnamed)
+        _find_keys(dataset, read, found, unknown.add)  # this reads the lines, including those for single shards
+        unknown.add([os.fsencode(text) for text in _find_in_shards(dataset, keys_by_shard, found)])
         self.numbers = frozenset(found)
         if unknown.count:
             log.warning(
@@ -228,16 +228,16 @@ class ExcludeFile:
         It checks at most once a second.
         """
         now = time.monotonic()
-        if now - self._looked_at < _SECONDS:
+        if now - self._checked_at < _CHECK_INTERVAL_S:
             return
-        self._looked_at, stamp = now, self._stamp_now()
-        if stamp != self._stamp and _digest(self._read()) != self._content:
+        self._checked_at, version = now, self._current_version()
+        if version != self._version and _digest(self._read()) != self._content:
             raise SavableError(
                 f'exclude={self.path} changed during the run. Save the state and load it with allow={{"exclude"}}'
             )
-        self._stamp = stamp
+        self._version = version
 
-    def _stamp_now(self) -> FileVersion:
+    def _current_version(self) -> FileVersion:
         try:
             return FileVersion.of(self.path.stat())
         except OSError as error:
@@ -245,7 +245,7 @@ class ExcludeFile:
 
     def _read(self) -> bytes:
         try:
-            return read_regular(self.path, _LARGEST)
+            return read_regular(self.path, _MOST_BYTES)
         except OSError as error:
             raise self._unreadable(error) from error
 
@@ -257,7 +257,7 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-class _Unknown:
+class _UnknownKeys:
     """Number of distinct keys that no sample has, and the first five. There may be millions."""
 
     def __init__(self) -> None:
@@ -280,8 +280,8 @@ class _Unknown:
         return listed(map(os.fsdecode, self._first), self.count)
 
 
-def _keys_in(path: Path, content: bytes, of_shards: dict[str, set[str]], unnamed: set[int]) -> Iterator[bytes]:
-    """Yield the keys in a file, line by line. Keys of one shard are added to `of_shards`, by its name.
+def _keys_in(path: Path, content: bytes, keys_by_shard: dict[str, set[str]], unnamed: set[int]) -> Iterator[bytes]:
+    """Yield the keys in a file, line by line. Keys of one shard are added to `keys_by_shard`, by its name.
 
     The numbers of lines without a key are added to `unnamed`.
     """
@@ -297,7 +297,7 @@ def _keys_in(path: Path, content: bytes, of_shards: dict[str, set[str]], unnamed
         elif shard is None:
             yield os.fsencode(key)
         else:
-            of_shards.setdefault(shard, set()).add(key)
+            keys_by_shard.setdefault(shard, set()).add(key)
 
 
 def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
@@ -314,15 +314,15 @@ def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
     return shard, key
 
 
-def numbers_of(dataset: Dataset, keys: Sequence[str]) -> tuple[list[int], set[str]]:
+def sample_numbers_of(dataset: Dataset, keys: Sequence[str]) -> tuple[list[int], set[str]]:
     """Return the numbers of all samples with these keys, and unknown keys."""
     found: set[int] = set()
     unknown: list[bytes] = []
-    _take_keys(dataset, lambda: map(os.fsencode, keys), found, unknown.extend)
+    _find_keys(dataset, lambda: map(os.fsencode, keys), found, unknown.extend)
     return sorted(found), set(map(os.fsdecode, unknown))
 
 
-def _take_keys(
+def _find_keys(
     dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: Callable[[list[bytes]], None]
 ) -> None:
     """Add to `found` the numbers of all samples with the keys that `read` returns.
@@ -333,48 +333,48 @@ def _take_keys(
     first = next(keys, None)
     if first is None:
         return
-    # The index of keys is known by the shards: of tables, a setting of the reader says which column is the key.
+    # The index of keys belongs to the shards, but for tables, a setting of the reader chooses the column of the key.
     index = key_index(dataset) if dataset.store.keys_in_shards else None
-    if index is None or index.twice is not None:
-        _take_by_reading(dataset, read, found, unknown)
+    if index is None or index.duplicate is not None:
+        _find_by_reading(dataset, read, found, unknown)
         return
-    for some in _chunks(chain([first], keys)):
-        numbers = index.find(some)
+    for chunk in _chunks(chain([first], keys)):
+        numbers = index.find(chunk)
         found.update(numbers[numbers >= 0].tolist())
-        unknown([some[i] for i in np.flatnonzero(numbers < 0).tolist()])
+        unknown([chunk[i] for i in np.flatnonzero(numbers < 0).tolist()])
 
 
-def _take_by_reading(
+def _find_by_reading(
     dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: Callable[[list[bytes]], None]
 ) -> None:
-    """Do the same as `_take_keys` without an index.
+    """Do the same as `_find_keys` without an index.
 
     All keys of the dataset are read, and 8 bytes of each key in the file are in memory.
     """
     wanted = np.sort(np.frombuffer(array("Q", map(xxh3_64_intdigest, read())), np.uint64))
-    alike: dict[int, bytes] = {}  # keys of the dataset that may be among them, by number
+    candidates: dict[int, bytes] = {}  # keys of the dataset that may be among them, by number
     start = 0
-    for some in _chunks(map(os.fsencode, dataset.all_keys())):
-        hashes = np.fromiter(map(xxh3_64_intdigest, some), np.uint64, len(some))
+    for chunk in _chunks(map(os.fsencode, dataset.all_keys())):
+        hashes = np.fromiter(map(xxh3_64_intdigest, chunk), np.uint64, len(chunk))
         at = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
-        alike |= {start + i: some[i] for i in np.flatnonzero(wanted[at] == hashes).tolist()}
-        start += len(some)
-    present, named = set(alike.values()), set()
-    for some in _chunks(read()):
-        named |= present.intersection(some)
-        unknown([key for key in some if key not in present])
-    found.update(number for number, key in alike.items() if key in named)
+        candidates |= {start + i: chunk[i] for i in np.flatnonzero(wanted[at] == hashes).tolist()}
+        start += len(chunk)
+    present, named = set(candidates.values()), set()
+    for chunk in _chunks(read()):
+        named |= present.intersection(chunk)
+        unknown([key for key in chunk if key not in present])
+    found.update(number for number, key in candidates.items() if key in named)
 
 
 def _chunks(keys: Iterator[bytes]) -> Iterator[list[bytes]]:
-    while some := list(islice(keys, _FOUND_AT_ONCE)):
-        yield some
+    while chunk := list(islice(keys, _LOOKUP_KEYS)):
+        yield chunk
 
 
-def _take_of_shards(dataset: Dataset, of_shards: dict[str, set[str]], found: set[int]) -> Iterator[str]:
-    """Do the same as `_take_keys` for keys of single shards, by the shard's name. Yield unknown keys."""
+def _find_in_shards(dataset: Dataset, keys_by_shard: dict[str, set[str]], found: set[int]) -> Iterator[str]:
+    """Do the same as `_find_keys` for keys of single shards, by the shard's name. Yield unknown keys."""
     numbers = {entry.name: shard for shard, entry in enumerate(dataset.entries)}
-    for name, keys in of_shards.items():
+    for name, keys in keys_by_shard.items():
         missing = set(keys)
         if name in numbers:
             first = int(dataset.firsts[numbers[name]])

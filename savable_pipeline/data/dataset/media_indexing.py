@@ -20,7 +20,7 @@ import numpy as np
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.ref import REF
-from savable_pipeline.data.media.media_table import KIND, MEDIA_PARTS, Known, MediaTable, headers, is_touched, packed
+from savable_pipeline.data.media.media_table import KIND, MEDIA_PARTS, Known, MediaTable, headers, is_touched, pack_rows
 from savable_pipeline.data.shards.index import BlobIndex, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import (
     Progress,
@@ -57,20 +57,20 @@ def index_media(
     None means one per core. Returns its path, and the unreadable parts and shards. Raises `ShardError`, also for remote
     files; ImportError without PyAV, if there is audio or video.
     """
-    refuse_remote(files)
+    reject_remote(files)
     source = find_source(files)
     form = source.format
     indexed = open_files(source.listed or source.files, form, tolerant=True)
 
     def make(path: Path) -> Path:
-        _make(path, indexed, processes or os.cpu_count() or 1, progress)
+        _build(path, indexed, processes or os.cpu_count() or 1, progress)
         return path
 
     path = at_first_writable(indexed.root, media_table_name(form.index_kind), make, near=(indexed.root / META).is_dir())
     return path, _faults(path, indexed)
 
 
-def refuse_remote(files: Shards) -> None:
+def reject_remote(files: Shards) -> None:
     """Raise `ShardError` for remote files."""
     if is_remote(files):
         raise ShardError(
@@ -78,7 +78,7 @@ def refuse_remote(files: Shards) -> None:
         )
 
 
-def _make(path: Path, indexed: IndexedFiles, processes: int, progress: Progress) -> None:
+def _build(path: Path, indexed: IndexedFiles, processes: int, progress: Progress) -> None:
     """Write the table at `path`. The caller has locked it."""
     for stale in path.parent.glob(f"{path.name}.*.tmp"):
         stale.unlink(missing_ok=True)
@@ -86,13 +86,13 @@ def _make(path: Path, indexed: IndexedFiles, processes: int, progress: Progress)
     now = {entry.name: entry for entry in shards}
     old = _table_at(path)
     names = () if old is None else old.shards.names
-    reused = {name: number for number, name in enumerate(names) if old and _is_the_same(old.shards[number], now)}
+    reused = {name: number for number, name in enumerate(names) if old and _is_current(old.shards[number], now)}
     reused = {n: i for n, i in reused.items() if old and old.is_whole(i) and not is_touched(indexed.root / n, path)}
     with ScannedTables(path) as scanned:
-        resumed = {name for name in scanned if _is_the_same(scanned[name].entry, now)}
+        resumed = {name for name in scanned if _is_current(scanned[name].entry, now)}
         missing = [name for name in indexed.entries.names if name not in reused and name not in resumed]
         progress(0, len(missing))
-        for done, found in enumerate(_scanned(indexed, missing, processes), 1):
+        for done, found in enumerate(_scan_all(indexed, missing, processes), 1):
             scanned.add(found)
             resumed.add(found.entry.name)
             progress(done, len(missing))
@@ -111,32 +111,32 @@ def _table_at(path: Path) -> BlobIndex | None:
     return None
 
 
-def _is_the_same(then: ShardEntry, now: dict[str, ShardEntry]) -> bool:
+def _is_current(then: ShardEntry, now: dict[str, ShardEntry]) -> bool:
     """Return whether a table's entry is about the current version of a shard."""
     entry = now.get(then.name)
     found = entry is not None and (entry.size, entry.samples, entry.digest) == (then.size, then.samples, then.digest)
     return found and not then.fault
 
 
-def _scanned(indexed: IndexedFiles, names: list[str], processes: int) -> Iterator[ShardTable]:
+def _scan_all(indexed: IndexedFiles, names: list[str], processes: int) -> Iterator[ShardTable]:
     """Yield the table rows of each of these shards, from this process, and after some seconds from several."""
     scan, task = _Scan(indexed.form, indexed.index_path, indexed.root), partial(_scan, indexed.form, indexed.index_path)
 
     def in_processes(remaining: list[str]) -> Iterator[ShardTable]:
         with contextlib.closing(each_shard(task, indexed.root, remaining, processes)) as answers:
             for other, answer in answers:
-                yield scan.died(other) if answer is None else msgspec.msgpack.decode(answer, type=ShardTable)
+                yield (scan.crashed(other) if answer is None else msgspec.msgpack.decode(answer, type=ShardTable))
 
     return serial_then_parallel(names, scan, in_processes, _ALONE_S) if processes > 1 else map(scan, names)
 
 
 def _scan(form: Format, index_path: Path, root: Path, name: str) -> ShardTable:
     """Return the table rows of a shard, in a child process that reads a single index."""
-    return _opened(form, index_path, root)(name)
+    return _open_scan(form, index_path, root)(name)
 
 
 @lru_cache(maxsize=1)
-def _opened(form: Format, index_path: Path, root: Path) -> _Scan:
+def _open_scan(form: Format, index_path: Path, root: Path) -> _Scan:
     return _Scan(form, index_path, root)
 
 
@@ -152,11 +152,11 @@ class _Scan:
         """Return the table rows of a shard. Its fault is that of its entry."""
         entry = self._entry(name)
         try:
-            return ShardTable(entry, packed(_of_samples(self._dataset, self._index.number(name))))
+            return ShardTable(entry, pack_rows(_media_of_samples(self._dataset, self._index.number(name))))
         except SavableError as error:
             return self._failed(entry, str(error))
 
-    def died(self, name: str) -> ShardTable:
+    def crashed(self, name: str) -> ShardTable:
         """Return the table of a shard on which a process crashed."""
         return self._failed(self._entry(name), "the process that read its headers died; was there too little memory?")
 
@@ -166,10 +166,10 @@ class _Scan:
     def _failed(self, entry: ShardEntry, fault: str) -> ShardTable:
         """Return a table with empty rows, because a shard is complete or has a fault."""
         reason = fault.removeprefix(f"{self._root}/").removeprefix(f"{entry.name}: ")
-        return ShardTable(msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {reason}")), packed(()))
+        return ShardTable(msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {reason}")), pack_rows(()))
 
 
-def _of_samples(dataset: Dataset, shard: int) -> Iterator[list[tuple[str, Known]]]:
+def _media_of_samples(dataset: Dataset, shard: int) -> Iterator[list[tuple[str, Known]]]:
     """Yield the headers of the parts of each sample of a shard."""
     ranges = getattr(dataset.store, "range_parts", ())
     for row in dataset.locate(np.arange(dataset.firsts[shard], dataset.firsts[shard + 1]))[1].tolist():
@@ -192,11 +192,11 @@ def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:
     for shard, row, part in MediaTable(path, table, numbers[whole]).broken():
         count += 1
         if len(faults) < _MOST_FAULTS:
-            faults.append(_fault_of(dataset, int(dataset.firsts[shard]) + row, part))
+            faults.append(_describe_broken(dataset, int(dataset.firsts[shard]) + row, part))
     return MediaFaults(count, faults[:_MOST_FAULTS])
 
 
-def _fault_of(dataset: Dataset, number: int, part: str) -> str:
+def _describe_broken(dataset: Dataset, number: int, part: str) -> str:
     refs = np.array([(number, 0)], REF)
     try:
         dataset.open_samples(refs)[0].media(part)

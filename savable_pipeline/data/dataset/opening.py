@@ -144,10 +144,10 @@ def open_dataset(
         "format": format,
     }
     settings = {name: value for name, value in arguments.items() if value is not None}
-    return Samples(_Opened((specs, settings, unpacked_bytes, (cache, cache_bytes))), transform)
+    return Samples(_ReopenableDataset((specs, settings, unpacked_bytes, (cache, cache_bytes))), transform)
 
 
-class _Opened:
+class _ReopenableDataset:
     """The dataset in this process. A forked or unpickled copy opens it again.
 
     It has the shards that the first process found, even if others were added after them.
@@ -168,15 +168,15 @@ class _Opened:
         self._process = os.getpid()
         self._inherited: Dataset | None = None  # stays referenced, because the process that opened it will close it
 
-    def pinned(self, pinned: PinnedShards) -> _Opened:
+    def pinned(self, pinned: PinnedShards) -> _ReopenableDataset:
         """Return the same samples of the pinned shards."""
         commits = {name: pinned.setdefault(name, commit) for name, commit in self._commits.items()}
         if commits != self._commits:  # a resumed run started with other commits
-            return _Opened(self._arguments, commits=commits).pinned(pinned)
+            return _ReopenableDataset(self._arguments, commits=commits).pinned(pinned)
         dataset = pin(self.dataset, f"opened {self._arguments[:2]!r}", pinned)  # independent of the cache
         if dataset is self._dataset:
             return self
-        return _Opened(self._arguments, dataset.digest(), len(dataset.entries), commits)
+        return _ReopenableDataset(self._arguments, dataset.digest(), len(dataset.entries), commits)
 
     def _open(self) -> Dataset:
         shards, settings, most, cache = self._arguments
@@ -205,13 +205,13 @@ class _Opened:
         return self._keys
 
     def __reduce__(self) -> Any:
-        return _Opened, (self._arguments, self._manifest, self._known, self._commits)
+        return _ReopenableDataset, (self._arguments, self._manifest, self._known, self._commits)
 
 
 class Samples(Sequence[Any]):
     """Result of `open_dataset`: a sequence of the samples with these `numbers`."""
 
-    def __init__(self, opened: _Opened, transform: Transform | None, numbers: range | None = None) -> None:
+    def __init__(self, opened: _ReopenableDataset, transform: Transform | None, numbers: range | None = None) -> None:
         self._opened = opened
         self._transform = transform
         self._numbers = range(opened.dataset.count) if numbers is None else numbers

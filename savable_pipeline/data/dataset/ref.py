@@ -41,7 +41,7 @@ def tag_of(index: int) -> int:
     return index >> TAG_SHIFT
 
 
-def count_of_source(index: int, event: str) -> str:
+def source_counter(index: int, event: str) -> str:
     """Return the name of a stage's counter of an event, by the source of this index."""
     return f"source/{tag_of(index)}/{event}"
 
@@ -51,7 +51,7 @@ def skip_counters(reason: str, index: int) -> tuple[str, str]:
 
     One counts by reason, the other by the source of this index.
     """
-    return f"skipped/{reason}", count_of_source(index, "skipped")
+    return f"skipped/{reason}", source_counter(index, "skipped")
 
 
 def untagged(index: int) -> int:

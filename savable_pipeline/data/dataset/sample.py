@@ -22,12 +22,12 @@ from savable_pipeline.data.dataset.decoding import (
     Box,
     Colour,
     PixelSize,
-    converted,
-    decoded_part,
+    convert_image,
+    decode_part,
+    decompress_part,
     field_value,
     image_region,
     npy_array,
-    unpacked,
 )
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of, untagged
 from savable_pipeline.data.dataset.sample_source import DetachedSample, SampleSource
@@ -230,7 +230,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         Args:
             extension: The name of the part; if it ends in `gz`, the part is decompressed first.
         """
-        return decoded_json(unpacked(extension, self[extension], self.origin.unpacked_bytes))
+        return decoded_json(decompress_part(extension, self[extension], self.origin.unpacked_bytes))
 
     def text(self, extension: str | None = None) -> str:
         """Decode a part as UTF-8, without a byte order mark (U+FEFF).
@@ -239,8 +239,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             extension: The name of the part; if it ends in `gz`, such as "txt.gz", the part is decompressed first. None:
                 the first of txt, text, caption and md that the sample has.
         """
-        part = extension or self._first(TEXT_PARTS)
-        return unpacked(part, self[part], self.origin.unpacked_bytes).decode("utf-8-sig")
+        part = extension or self._first_of(TEXT_PARTS)
+        return decompress_part(part, self[part], self.origin.unpacked_bytes).decode("utf-8-sig")
 
     def image(
         self,
@@ -279,10 +279,10 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """
         if bits not in (None, 8):
             raise ValueError(f"bits={bits!r}. Pass 8, or None to lose no bits")
-        name = part or self._first(IMAGE_PARTS)
+        name = part or self._first_of(IMAGE_PARTS)
         opened = open_image(self[name], name)
         if at_least is None and box is None:
-            return converted(turned(*to_be_turned(opened, exif=exif)), mode, background, bits)
+            return convert_image(turned(*to_be_turned(opened, exif=exif)), mode, background, bits)
         return image_region(opened, mode, background, bits, at_least=at_least, box=box, exif=exif)
 
     def video(self, part: str | None = None) -> Video:
@@ -298,13 +298,13 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """
         from savable_pipeline.data.media.video import Video
 
-        name = part or self._first(VIDEO_PARTS)
+        name = part or self._first_of(VIDEO_PARTS)
         if part_type(name) not in VIDEO_PARTS and not isinstance(file := self.open(name), RangeFile):
             from savable_pipeline.data.media.video import ImageFrames, is_archive
 
             if is_archive(file):
                 return ImageFrames(file, self._name_of(name))
-        return self._opened(Video, name)
+        return self._open_media(Video, name)
 
     def audio(self, part: str | None = None) -> Audio:
         """Open a part as audio, which reads and decodes only requested ranges.
@@ -318,7 +318,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """
         from savable_pipeline.data.media.container import Audio
 
-        return self._opened(Audio, part or self._first((*AUDIO_PARTS, *VIDEO_PARTS)))
+        return self._open_media(Audio, part or self._first_of((*AUDIO_PARTS, *VIDEO_PARTS)))
 
     def media(self, part: str | None = None) -> MediaInfo:
         """Return length and size of a media part from its headers.
@@ -340,7 +340,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             >>> (info.width, info.height, info.duration_s)
             (8, 8, None)
         """
-        name = part or self._first((*VIDEO_PARTS, *AUDIO_PARTS, *IMAGE_PARTS))
+        name = part or self._first_of((*VIDEO_PARTS, *AUDIO_PARTS, *IMAGE_PARTS))
         return self.origin.media(self._shard, self._row, name, self._name_of(name))
 
     def decoded(self, *, exif: bool = True) -> dict[str, Any]:
@@ -359,7 +359,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             {'__key__': 's000000', 'json': {'id': 0}, 'txt': 'picture 0', 'png': (8, 8, 3)}
         """
         most = self.origin.unpacked_bytes
-        found = {name: decoded_part(name, data, most, exif=exif) for name, data in self.items()}
+        found = {name: decode_part(name, data, most, exif=exif) for name, data in self.items()}
         return {"__key__": self.key, **found}
 
     def read_from(self, origin: SampleSource) -> Sample:
@@ -372,7 +372,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """
         return Sample(origin, self._shard, self._row, self.index, self.epoch)
 
-    def _opened(self, kind: type[OpenMedia], part: str) -> OpenMedia:
+    def _open_media(self, kind: type[OpenMedia], part: str) -> OpenMedia:
         file = self.open(part)
         begin_s, end_s = seconds_of(file)
         return kind(file, self._name_of(part), begin_s=begin_s, end_s=end_s)
@@ -380,7 +380,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def _name_of(self, part: str) -> str:
         return f"part {part!r} of sample {self.key!r} of {self.shard}"
 
-    def _first(self, extensions: tuple[str, ...]) -> str:
+    def _first_of(self, extensions: tuple[str, ...]) -> str:
         for extension in extensions:
             if extension in self:
                 return extension
@@ -473,32 +473,32 @@ class JoinedParts(msgspec.Struct, eq=False):
 
     def has_part(self, shard: int, row: int, extension: str) -> bool:
         try:
-            found = self._joined(shard, row, extension)
+            found = self._find_joined(shard, row, extension)
         except KeyError:
             return False
         return self.own.has_part(shard, row, extension) if found is None else found[1] in found[0]
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        found = self._joined(shard, row, extension)
+        found = self._find_joined(shard, row, extension)
         return self.own.read(shard, row, extension) if found is None else found[0][found[1]]
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
-        found = self._joined(shard, row, extension)
+        found = self._find_joined(shard, row, extension)
         return self.own.array(shard, row, extension) if found is None else found[0].array(found[1])
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
-        found = self._joined(shard, row, extension)
+        found = self._find_joined(shard, row, extension)
         return self.own.open(shard, row, extension) if found is None else found[0].open(found[1])
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
-        found = self._joined(shard, row, extension)
+        found = self._find_joined(shard, row, extension)
         return self.own.head(shard, row, extension, limit) if found is None else found[0].head(found[1], limit)
 
     def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:
-        found = self._joined(shard, row, part)
+        found = self._find_joined(shard, row, part)
         return self.own.media(shard, row, part, name) if found is None else found[0].media(found[1])
 
-    def _joined(self, shard: int, row: int, extension: str) -> tuple[Sample, str] | None:
+    def _find_joined(self, shard: int, row: int, extension: str) -> tuple[Sample, str] | None:
         """Return the joined sample that has this part, and the part's name in it; None for an own part.
 
         Raises KeyError if no joined sample has it, `ShardError` if the sample has a part of that name itself.

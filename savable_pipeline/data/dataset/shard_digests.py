@@ -59,7 +59,7 @@ def summary(shards: ShardList) -> Summary:
     return found
 
 
-def kind_of_summary(saved: Any) -> Any:
+def summary_type(saved: Any) -> Any:
     """Return the type that `msgspec.convert` must find in a summary."""
     return _Groups if isinstance(saved, dict) else list[tuple[_Name, SavedCount, int]]
 
@@ -74,7 +74,7 @@ def sample_count(saved: Summary) -> int:
     return sum(int(row[1]) for row in saved) if isinstance(saved, list) else int(saved["samples"])
 
 
-def begin_with(shards: ShardList, saved: Summary) -> bool:
+def starts_with(shards: ShardList, saved: Summary) -> bool:
     """Return whether the first of these shards are the saved ones."""
     if count(saved) > len(shards):
         return False
@@ -84,10 +84,10 @@ def begin_with(shards: ShardList, saved: Summary) -> bool:
 def difference(saved: Summary, shards: ShardList) -> str:
     """Describe how shards differ from the saved ones, as far as known."""
     if isinstance(saved, list):
-        return _named(saved, shards)
+        return _describe_by_name(saved, shards)
     old, new = count(saved), len(shards)
-    if begin_with(shards, saved):
-        return f"added: {_some(shards.names[old : old + _SHOWN], new - old)}"
+    if starts_with(shards, saved):
+        return f"added: {_listing(shards.names[old : old + _SHOWN], new - old)}"
     if not new:
         return f"removed: all {old:,}"
     before, now = msgspec.convert(saved, _Groups).groups, _groups(shards).groups
@@ -111,27 +111,27 @@ def pin(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
     current = msgspec.msgpack.encode(summary(dataset.entries))
     packed = pinned.setdefault(name, current)
     if current == packed:
-        return _with_media(dataset, name, pinned)
+        return _with_pinned_media(dataset, name, pinned)
     known: Summary = msgspec.msgpack.decode(packed)
-    if not begin_with(dataset.entries, known):
-        raise _differing(dataset, known)
-    begun = count(known)
+    if not starts_with(dataset.entries, known):
+        raise _changed_error(dataset, known)
+    known_count = count(known)
     log.warning(
         "%s: %d shards were added since this run started, from %s on, and are not read. To read them, restart and load "
         'the state with allow={"shards"}',
         dataset.address,
-        len(dataset.entries) - begun,
-        dataset.entries.names[begun],
+        len(dataset.entries) - known_count,
+        dataset.entries.names[known_count],
     )
-    return _with_media(dataset.first_shards(begun), name, pinned)
+    return _with_pinned_media(dataset.first_shards(known_count), name, pinned)
 
 
-def _with_media(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
+def _with_pinned_media(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
     """Return the dataset with the media facts from the start of the run. Raises `ShardError` if they are gone."""
     known = dataset.known_media.settings()
     before = msgspec.msgpack.decode(pinned.setdefault(f"{name} media", msgspec.msgpack.encode(known)))
     if known and not before:  # a table was built since, and this run continues without it
-        dataset.known_media = dataset.known_media.untabled()
+        dataset.known_media = dataset.known_media.without_table()
     elif known != before:
         raise ShardError(
             f"{dataset.address}: the table of media was removed or changed during the run. Start again",
@@ -140,7 +140,7 @@ def _with_media(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
     return dataset
 
 
-def _differing(dataset: Dataset, known: Summary) -> ShardError:
+def _changed_error(dataset: Dataset, known: Summary) -> ShardError:
     return ShardError(
         f"{dataset.address}: other shards than the {count(known):,} of this run. Restore them and move new ones away\n"
         f'{difference(known, dataset.entries)}\nShards that sort after all old ones may join: allow={{"shards"}}',
@@ -162,7 +162,7 @@ def _hash(shards: ShardList, first: int, end: int) -> bytes:
     return found.digest()
 
 
-def _named(saved: Sequence[Sequence[Any]], shards: ShardList) -> str:
+def _describe_by_name(saved: Sequence[Sequence[Any]], shards: ShardList) -> str:
     before = {name: rest for name, *rest in saved}
     now = {name: rest for name, *rest in shards.rows()}
     changes = {
@@ -170,9 +170,9 @@ def _named(saved: Sequence[Sequence[Any]], shards: ShardList) -> str:
         "removed": sorted(before.keys() - now.keys()),
         "rewritten": sorted(name for name in now.keys() & before.keys() if now[name] != before[name]),
     }
-    return "; ".join(f"{change}: {_some(names[:_SHOWN], len(names))}" for change, names in changes.items() if names)
+    return "; ".join(f"{change}: {_listing(names[:_SHOWN], len(names))}" for change, names in changes.items() if names)
 
 
-def _some(names: Sequence[str], total: int) -> str:
+def _listing(names: Sequence[str], total: int) -> str:
     """Format `a, b, c, d, e and 7 more`."""
     return ", ".join(names) + (f" and {total - len(names):,} more" if total > len(names) else "")

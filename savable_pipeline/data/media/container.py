@@ -34,11 +34,11 @@ from numpy.typing import NDArray
 
 from savable_pipeline.errors import MediaError
 
-_MOST_BOXES = 10_000  # to read, because a damaged file may have endlessly many
+_MOST_BOXES = 10_000  # most boxes to read, because a damaged file may have endlessly many
 _XING = re.compile(rb"\xff[\xe2-\xff].{2,36}?(?:Xing|Info)...(.)(.{4})", re.DOTALL)
 _VBRI = re.compile(rb"\xff[\xe2-\xff].{34}VBRI.{10}(.{4})", re.DOTALL)
 _HAS_FRAMES = 1
-_HEAD_BYTES = 4096  # to read after the ID3 tags
+_HEAD_BYTES = 4096  # bytes to read after the ID3 tags
 _MOST_TAGS = 8
 _HEAD = struct.Struct("<4sBBQIIIB")
 _MAGIC, _LAST = b"OggS", 0x04  # the start of a page; the flag of a stream's last page
@@ -56,7 +56,7 @@ _GUESSED = ("aac", "ac3", "eac3", "amr", "dts", "mpeg", "mpegvideo")  # containe
 _UNSOUGHT = ("mp3", *_GUESSED)
 _MATROSKA = "matroska,webm"
 _MP3_PADDING = 8192  # samples before and after the audio, which are skipped
-_READ_BYTES = 1 << 16  # of one read by PyAV
+_READ_BYTES = 1 << 16  # bytes of one read by PyAV
 LATE = Fraction(1, 2000)  # seconds by which a range of a file may be late, because tables round times
 _FLOAT = Fraction(1, 10**9)  # seconds by which a float may be early, and for float32 a fraction of the time
 _FLOAT_SHARE = Fraction(1, 1 << 24)
@@ -136,7 +136,7 @@ def _after_id3(file: BinaryIO) -> bytes:
 
 def ogg_fault(file: BinaryIO) -> str:
     """Return what is wrong with the pages of an Ogg file, or "". Reads all of it."""
-    with restored_position(file):
+    with restoring_position(file):
         file.seek(0)
         offset, flags = 0, 0
         while head := file.read(_HEAD.size):
@@ -189,7 +189,7 @@ def open_container(file: BinaryIO, name: str) -> Any:
 
     Raises `MediaError`, ImportError without PyAV.
     """
-    with restored_position(file):
+    with restoring_position(file):
         head = file.read(16)
     if kind := next((kind for magic, kind in _NOT_READ.items() if head.startswith(magic)), ""):
         raise MediaError(f"{name}: {kind} {_UNSUPPORTED}")
@@ -199,7 +199,7 @@ def open_container(file: BinaryIO, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def restored_position(file: BinaryIO) -> Iterator[None]:
+def restoring_position(file: BinaryIO) -> Iterator[None]:
     """Restore the position of a file.
 
     An open container does not seek before each read.
@@ -225,7 +225,7 @@ def first_stream(container: Any, kind: Literal["video", "audio"]) -> Any | None:
     return next((one for one in found if not one.disposition & one.disposition.__class__.attached_pic), None)
 
 
-def check_sums(stream: Any) -> None:
+def enable_checksums(stream: Any) -> None:
     """Let FLAC's decoder compare each frame with its checksum."""
     if stream.codec_context.name == "flac":
         stream.codec_context.options = {"err_detect": "crccheck+explode"}
@@ -286,7 +286,7 @@ def _is_guessed(container: Any, stream: Any, file: BinaryIO) -> bool:
         return True  # some programs count from 0, others from the first packet
     if name != "mp3" or stream.duration is None:
         return name in (*_GUESSED, "mpegts")
-    with restored_position(file):
+    with restoring_position(file):
         frames = mp3_frame_count(file)
     rate = stream.codec_context.sample_rate
     estimate = stream.duration * stream.time_base * rate
@@ -372,7 +372,7 @@ class MediaStream:
         for other in self._container.streams:
             if other is not stream:
                 other.discard = type(other.discard).all
-        check_sums(stream)
+        enable_checksums(stream)
         stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
         self._stream, self.codec = stream, stream.codec_context.name
         if self.codec.startswith("wma"):
@@ -460,26 +460,26 @@ class MediaStream:
         Without one, they start with the first frame.
         """
         begin = self._stream.start_time
-        for earlier in _EARLIER if self._is_sought else ():
+        for earlier in _EARLIER if self._can_seek else ():
             target = ticks - int(earlier / self._stream.time_base)
             if begin is None or target <= begin:
                 break
-            frames = self._sought(target)
+            frames = self._seek_frames(target)
             first = next(frames, None)
             if first is not None and first.pts <= ticks:
                 return itertools.chain((first,), frames)
-        frames = self._from_start()
+        frames = self._frames_from_start()
         first = next(frames, None)
         if first is None:
             raise MediaError(f"{self.name}: no frame of its {self.kind} can be decoded")
         return itertools.chain((first,), frames)
 
     @property
-    def _is_sought(self) -> bool:
+    def _can_seek(self) -> bool:
         """Return whether the frames after a seek equal those of a full decode."""
         return self._container.format.name not in _UNSOUGHT and not is_reordered(self._container, self._stream)
 
-    def _sought(self, ticks: int) -> Iterator[Any]:
+    def _seek_frames(self, ticks: int) -> Iterator[Any]:
         """Return the frames from a seek point at or before `ticks`, or none."""
         self._at_start = False
         try:
@@ -489,7 +489,7 @@ class MediaStream:
             return iter(())
         return self._frames()
 
-    def _from_start(self) -> Iterator[Any]:
+    def _frames_from_start(self) -> Iterator[Any]:
         """Return the frames from the first one.
 
         Not every container can seek to it.
@@ -517,7 +517,7 @@ class MediaStream:
 
         It reads the file to its end.
         """
-        with restored_position(self._file), media_errors(self.name, "its packets cannot be read"):
+        with restoring_position(self._file), media_errors(self.name, "its packets cannot be read"):
             self._file.seek(0)
             with open_container(self._file, self.name) as container:
                 stream = container.streams[self._stream.index]
@@ -535,7 +535,7 @@ class MediaStream:
             raise MediaError(
                 f"{self.name}: its {self.kind} (raw {self.codec}) has no times. Run ffmpeg -i FILE -c copy FILE.mkv"
             )
-        rate = getattr(self._stream, "average_rate", None)  # of video, whose last packet may have no length
+        rate = getattr(self._stream, "average_rate", None)  # the last packet of a video may have no length
         return self._time(times[-1][0] + times[-1][1]) + (1 / rate if rate and not times[-1][1] else 0)
 
 
@@ -561,7 +561,7 @@ _GAP_S = Fraction(1, 500)  # most by which a container's clock rounds a frame's 
 _MOST_SAMPLES = 1 << 30
 _MOST_HZ = 1 << 22  # above any real rate; a damaged header with more would take gigabytes to resample a moment
 _MOST_PLANES = 7  # channels that PyAV passes on in separate memory; with more, it reads beyond the end of a list
-_OGG_S = 30  # of Ogg, decoded from the start, because seeking near it estimates positions from bytes
+_OGG_S = 30  # seconds of Ogg that are decoded from the start, because seeking near it estimates positions from bytes
 
 
 class Audio(MediaStream):
@@ -636,7 +636,7 @@ class Audio(MediaStream):
         more = ceil(_GAP_S * wanted) if stop_s is None and self._whole else 0
         decode = self._native if wanted == self.rate else partial(self._resampled, rate=wanted)
         found = decode(first, count + more)
-        if more:  # to the last decoded sample, unless the audio continues after the end in the header
+        if more:  # read to the last decoded sample, unless the audio continues after the end in the header
             end = round((Fraction(self._ended or 0, self.rate) - Fraction(start_s)) * wanted)
             found = found[:, : count if self._ended is None or end > count + more else max(end, 0)]
         return found.mean(0, keepdims=True) if mono and len(found) > 1 else found
@@ -695,7 +695,7 @@ class Audio(MediaStream):
     def _frames_before(self, time: Fraction) -> Any:
         """Return the frames from some time before `time`."""
         if time <= (_OGG_S if self._is_ogg else 0):
-            return self._from_start()
+            return self._frames_from_start()
         # Reopen, because results could depend on earlier ranges: a demuxer learns seek points, and AAC decoders draw
         # noise from a generator.
         self._reopen()

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from savable_pipeline.data.media.container import (
-    check_sums,
     decoded_frames,
+    enable_checksums,
     first_stream,
     header_duration,
     is_reordered,
@@ -21,7 +21,7 @@ from savable_pipeline.data.media.container import (
     origin_of,
     range_fault,
 )
-from savable_pipeline.data.media.video import frame_rate, shown_size
+from savable_pipeline.data.media.video import display_size, frame_rate
 from savable_pipeline.data.shards.byte_source import seconds_of
 from savable_pipeline.data.shards.orientation import upright_size
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, open_image, part_type
@@ -81,7 +81,7 @@ def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
             duration = (duration if end_s is None else Fraction(end_s)) - Fraction(begin_s)  # type: ignore[operator]
         info: dict[str, Any] = {"duration_s": None if duration is None else float(duration)}
         if video is not None:
-            rate, (width, height) = frame_rate(video), shown_size(container, video, file)
+            rate, (width, height) = frame_rate(video), display_size(container, video, file)
             info |= {"fps": float(rate) if rate else None, "frames": None if ranged else video.frames or None}
             info |= {"width": width or None, "height": height or None}
         if audio is not None and audio.codec_context is not None:
@@ -142,7 +142,7 @@ def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
     if container.format.name == "ogg" and (fault := ogg_fault(file)):
         return f"unreadable media: {fault}", False
     for _, stream in streams.values():
-        check_sums(stream)
+        enable_checksums(stream)
     with media_errors("", "it cannot be decoded"):
         for packet in container.demux([stream for _, stream in streams.values()]):
             kind, stream = streams[packet.stream.index]
@@ -169,7 +169,8 @@ def _fault_of(container: Any, packet: Any, done: _Stream, kind: str, origin: Fra
         if kind == "video" and done.packets == 1 and not packet.is_keyframe:
             return "missing keyframe: the video does not begin with one, so that its begin cannot be decoded"
     for frame in decoded_frames(container, packet, done.chunks):
-        if frame.is_corrupt or (frame.pts is None and packet.stream.codec_context.name == "flac"):  # as none of it is
+        # a frame of FLAC without a time is damaged, because intact ones have a time
+        if frame.is_corrupt or (frame.pts is None and packet.stream.codec_context.name == "flac"):
             return f"unreadable media: a frame of its {kind} is damaged"
         if frame.pts is None:
             continue

@@ -37,7 +37,7 @@ from savable_pipeline.errors import MediaError, ShardError
 
 KIND = "shown media"  # sizes as displayed; in tables of the kind "media", photos were not rotated
 MEDIA_PARTS = frozenset((*IMAGE_PARTS, *VIDEO_PARTS, *AUDIO_PARTS))
-BROKEN: Literal["broken"] = "broken"  # what the table says of a part whose headers cannot be read
+BROKEN: Literal["broken"] = "broken"  # entry of a part whose headers cannot be read
 Known: TypeAlias = MediaInfo | Literal["broken"]
 
 _FLOATS, _INTEGERS = ("duration_s", "fps"), ("frames", "width", "height", "rate", "channels")
@@ -83,7 +83,7 @@ class MediaTable:
         if rows is None:
             if len(self._known) >= _OPEN_SHARDS:
                 self._known.clear()
-            rows = self._known[shard] = self._opened(shard)
+            rows = self._known[shard] = self._open_shard(shard)
             rows.first_row = int(store.rows(np.array([shard]), np.zeros(1, np.int64))[0])
             self._check_touched(store, shard, rows)
         return rows.find(row - rows.first_row, part)
@@ -94,14 +94,14 @@ class MediaTable:
         Shard and sample are numbers.
         """
         for shard in range(len(self._numbers)):
-            rows = self._opened(shard)
+            rows = self._open_shard(shard)
             yield from ((shard, *rows.part_of(number)) for number in np.flatnonzero(rows.rows["broken"]).tolist())
 
     def by_part(self) -> dict[str, NDArray[Any]]:
         """Return the rows of each part: ROW (any,)."""
         found: dict[str, list[NDArray[Any]]] = {}
         for shard in range(len(self._numbers)):
-            rows = self._opened(shard)
+            rows = self._open_shard(shard)
             for number, name in enumerate(rows.names):
                 found.setdefault(name, []).append(rows.rows[rows.rows["part"] == number])
         return {name: np.concatenate(each) for name, each in found.items()}
@@ -116,16 +116,16 @@ class MediaTable:
             sample, part = rows.part_of(number)
             with contextlib.suppress(ImportError):
                 if headers(store, shard, rows.first_row + sample, part) != _info_of(rows.rows[number]):
-                    raise _unfit(self.path, f"{name} was rewritten, or PyAV reads it differently now")
+                    raise _mismatch(self.path, f"{name} was rewritten, or PyAV reads it differently now")
 
-    def _opened(self, shard: int) -> _ShardMedia:
+    def _open_shard(self, shard: int) -> _ShardMedia:
         number = int(self._numbers[shard])
         try:
             if self._index.is_whole(number):
                 return _ShardMedia(self._index.blob(number).copy(), int(self._index.shards.samples[number]))
         except (ValueError, IndexError, UnicodeDecodeError):  # msgspec's errors are ValueErrors
             pass
-        raise _unfit(self.path, f"its entry of {self._index.shards.names[number]} is damaged")
+        raise _mismatch(self.path, f"its entry of {self._index.shards.names[number]} is damaged")
 
 
 class _ShardMedia:
@@ -142,7 +142,7 @@ class _ShardMedia:
         self.rows: NDArray[Any] = blob[at_rows:at_names].view(ROW)
         encoded = blob[at_names:].tobytes()
         self.names = msgspec.msgpack.decode(encoded[:name_bytes], type=list[str])
-        self.first_row = 0  # of the shard in its store
+        self.first_row = 0  # first row of the shard in its store
         self._numbers = {name: number for number, name in enumerate(self.names)}
         fits = count == samples and len(self.rows) == rows and len(encoded) == -(-name_bytes // 8) * 8
         fits = fits and self.begins[0] == 0 and self.begins[-1] == rows and bool((np.diff(self.begins) >= 0).all())
@@ -187,7 +187,7 @@ def _info_of(row: Any) -> Known:
     return MediaInfo(**values, **{name: None if row[name] == -1 else int(row[name]) for name in _INTEGERS})
 
 
-def packed(samples: Iterable[Iterable[tuple[str, Known]]]) -> bytes:
+def pack_rows(samples: Iterable[Iterable[tuple[str, Known]]]) -> bytes:
     """Pack the rows of a shard from the media parts of each sample, in order."""
     begins, rows, names = [0], bytearray(), dict[str, int]()
     for sample in samples:
@@ -202,10 +202,10 @@ def packed(samples: Iterable[Iterable[tuple[str, Known]]]) -> bytes:
         begins.append(len(rows) // ROW.itemsize)
     encoded = msgspec.msgpack.encode(list(names))
     head = np.array([len(begins) - 1, begins[-1], len(encoded)], dtype="<u8").tobytes()
-    return head + _filled(np.array(begins, dtype="<u4").tobytes()) + bytes(rows) + _filled(encoded)
+    return head + _padded(np.array(begins, dtype="<u4").tobytes()) + bytes(rows) + _padded(encoded)
 
 
-def _filled(raw: bytes) -> bytes:
+def _padded(raw: bytes) -> bytes:
     return raw + bytes(-len(raw) % 8)
 
 
@@ -224,7 +224,7 @@ def open_table(root: Path, shards: ShardList, kind: str) -> MediaTable | None:
         except OSError as error:
             fault = fault or ShardError(f"{path}: {error.strerror}")
         except (ValueError, ShardError) as error:
-            fault = fault or _unfit(path, str(error).removeprefix(f"{path}: "))
+            fault = fault or _mismatch(path, str(error).removeprefix(f"{path}: "))
     if fault is not None:
         raise fault
     return None
@@ -250,7 +250,7 @@ def _numbers(index: BlobIndex, shards: ShardList) -> Rows:
     return numbers
 
 
-def _unfit(path: Path, why: str) -> ShardError:
+def _mismatch(path: Path, why: str) -> ShardError:
     return ShardError(
         f"{path}: not the table of media of these shards ({why}). Run `savable index --media`, or remove the table",
         reason="other media table",
@@ -267,15 +267,15 @@ class KnownMedia:
         self._store, self._shards = store, shards
         self.table: MediaTable | None = None
         found = getattr(store, "found", None)
-        if tables and isinstance(found, IndexedFiles):  # not for a user's own store
+        if tables and isinstance(found, IndexedFiles):  # a user's own store has no table
             self.table = open_table(found.root, shards, found.form.index_kind)
 
-    def untabled(self) -> KnownMedia:
+    def without_table(self) -> KnownMedia:
         """Return the same media without a table, so that headers are read."""
         return KnownMedia(self._store, self._shards, tables=False)
 
     def settings(self) -> dict[str, str]:
-        """Return what a state must agree on: a hash of the values."""
+        """Return the hash of the values, on which a state must agree."""
         return {} if self.table is None else {self.table.field: self.table.digest}
 
     def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:
@@ -316,15 +316,15 @@ class MediaTotals:
             len(rows),
             hours,
             int(np.count_nonzero(rows["broken"])),
-            _most(
+            _most_frequent(
                 sized["width"].astype(np.int64) << 32 | sized["height"], lambda size: f"{size >> 32}×{size % (1 << 32)}"
             ),
-            _most(rows["fps"][~np.isnan(rows["fps"])].round(2), lambda fps: f"{fps:g}"),
-            _most(rows["rate"][rows["rate"] >= 0], lambda rate: f"{rate:,} Hz"),
+            _most_frequent(rows["fps"][~np.isnan(rows["fps"])].round(2), lambda fps: f"{fps:g}"),
+            _most_frequent(rows["rate"][rows["rate"] >= 0], lambda rate: f"{rate:,} Hz"),
         )
 
 
-def _most(values: NDArray[Any], shown: Any) -> str:
+def _most_frequent(values: NDArray[Any], shown: Any) -> str:
     """Return the most frequent value, with its fraction if there are others."""
     if not len(values):
         return ""

@@ -19,13 +19,13 @@ from savable_pipeline.data.media.container import (
     is_turned,
     media_errors,
     pyav,
-    restored_position,
+    restoring_position,
 )
 from savable_pipeline.data.shards.byte_source import RangeFile
 from savable_pipeline.data.shards.part_types import eight_bits, open_image
 from savable_pipeline.errors import MediaError
 
-_MOST_PIXELS = 1 << 26  # of a frame: 8192 × 8192
+_MOST_PIXELS = 1 << 26  # most pixels of a frame: 8192 × 8192
 _NEAR_S = Fraction(1, 2)  # decoded instead of sought, because seeking costs as much
 _FORWARD_S = 4  # decoded instead of sought, if there is no index of seek points
 
@@ -55,16 +55,16 @@ class Video(MediaStream):
 
     def __init__(self, file: BinaryIO, name: str, *, begin_s: float = 0.0, end_s: float | None = None) -> None:
         super().__init__(file, name, begin_s=begin_s, end_s=end_s)
-        self.size = shown_size(self._container, self._stream, file)
+        self.size = display_size(self._container, self._stream, file)
         if not 0 < self.size[0] * self.size[1] <= _MOST_PIXELS:
             self.close()
             raise MediaError(f"{name}: unsupported frames of {self.size[0]} × {self.size[1]} pixels")
         fps = file.fps if isinstance(file, RangeFile) else None
         self._listed_fps = None if fps is None else Fraction(fps)  # for an episode, whose row lists each frame
-        self._shown: Any = None  # the frame decoded last,
-        self._coming: Any = None  # and the one after it; None at the end
+        self._current: Any = None  # the frame decoded last,
+        self._next: Any = None  # and the one after it; None at the end
         self._decoder: Iterator[Any] = iter(())
-        self._begun: int | None = None  # the index entry from which decoding started; None without a complete index
+        self._start_entry: int | None = None  # index entry where decoding started; None without a complete index
 
     @property
     def fps(self) -> float:
@@ -144,7 +144,7 @@ class Video(MediaStream):
             Its time, in seconds; 0 if it is before the start.
         """
         self._seek(self._nearest_tick(float(time_s)))
-        return max(0.0, float(self._time(self._shown.pts)))
+        return max(0.0, float(self._time(self._current.pts)))
 
     def restart_at(self, time_s: float) -> None:
         """Decode the next frames as if nothing had been decoded before.
@@ -157,8 +157,8 @@ class Video(MediaStream):
         point = self._point_at(self._nearest_tick(float(time_s)))
         if point is None:
             self._reopen()
-        if point is None or point != self._begun:
-            self._decoder, self._shown = iter(()), None
+        if point is None or point != self._start_entry:
+            self._decoder, self._current = iter(()), None
 
     def _point_at(self, ticks: int) -> int | None:
         """Return the index entry from which decoding starts for a time.
@@ -174,7 +174,7 @@ class Video(MediaStream):
         """Return the time of each frame of the range, in ticks."""
         begin, end = self._first_tick(Fraction(0)), None if self._whole else self._first_tick(self._duration)
         ticks = self._even_ticks() or [time for time, _ in self._packet_times()]
-        self._decoder, self._shown = iter(()), None
+        self._decoder, self._current = iter(()), None
         return [time for time in ticks if time >= begin and (end is None or time < end)]
 
     def _first_tick(self, time: Fraction) -> int:
@@ -214,44 +214,44 @@ class Video(MediaStream):
         """Return the last frame that starts at or before `ticks`, or the first one."""
         if not self._whole:  # the end of a range shows its last frame, not the first one of the next range
             ticks = min(ticks, self._first_tick(self._duration) - 1)
-        if self._shown is None or self._shown.pts > ticks or self._is_far(ticks):
+        if self._current is None or self._current.pts > ticks or self._is_far(ticks):
             self._seek(ticks)
-        while self._coming is not None and self._coming.pts <= ticks:
+        while self._next is not None and self._next.pts <= ticks:
             self._advance()
-        if self._coming is None:
-            lasts = max(self._shown.duration or 0, 2 / (frame_rate(self._stream) or 1) / self._stream.time_base)
-            self._check_end(self._time(self._shown.pts + lasts), self._time(ticks))
-        if (rate := self._listed_fps) and self._time(ticks) - self._time(self._shown.pts) > 1 / rate:
+        if self._next is None:
+            lasts = max(self._current.duration or 0, 2 / (frame_rate(self._stream) or 1) / self._stream.time_base)
+            self._check_end(self._time(self._current.pts + lasts), self._time(ticks))
+        if (rate := self._listed_fps) and self._time(ticks) - self._time(self._current.pts) > 1 / rate:
             listed = f"{round(self._duration * rate)} frames, and the video has {len(self._frame_ticks)}"
             raise MediaError(f"{self.name}: its metadata lists {listed}. Record it again, or drop the episode")
-        return self._shown
+        return self._current
 
     def _is_far(self, ticks: int) -> bool:
         """Return whether there is a seek point between the next frame and `ticks`."""
-        if self._coming is None or self._coming.pts >= ticks or not self._is_sought:
+        if self._next is None or self._next.pts >= ticks or not self._can_seek:
             return False
         entries = self._stream.index_entries
         found = entries.search_timestamp(ticks) if len(entries) > 1 else -1
         if found >= 0:
-            return bool((entries[found].timestamp - self._coming.pts) * self._stream.time_base > _NEAR_S)
-        return bool((ticks - self._coming.pts) * self._stream.time_base > _FORWARD_S)
+            return bool((entries[found].timestamp - self._next.pts) * self._stream.time_base > _NEAR_S)
+        return bool((ticks - self._next.pts) * self._stream.time_base > _FORWARD_S)
 
     def _seek(self, ticks: int) -> None:
-        self._shown = None  # until the next frames are decoded, so that no old frame remains after an error
-        self._begun = self._point_at(ticks)
+        self._current = None  # unset until the next frames are decoded, so that no old frame remains after an error
+        self._start_entry = self._point_at(ticks)
         self._decoder = self._decoded_from(ticks)
-        self._set_shown(next(self._decoder))
+        self._set_current(next(self._decoder))
 
     def _advance(self) -> None:
-        shown, self._shown = self._coming, None
-        self._set_shown(shown)
+        shown, self._current = self._next, None
+        self._set_current(shown)
 
-    def _set_shown(self, frame: Any) -> None:
-        self._coming = next(self._decoder, None)
-        if self._coming is not None and self._coming.pts < frame.pts:  # files may have been joined here
-            begin, end = (float(self._time(each.pts)) for each in (frame, self._coming))
+    def _set_current(self, frame: Any) -> None:
+        self._next = next(self._decoder, None)
+        if self._next is not None and self._next.pts < frame.pts:  # files may have been joined here
+            begin, end = (float(self._time(each.pts)) for each in (frame, self._next))
             raise MediaError(f"{self.name}: frame times go back from {begin:.3f} to {end:.3f} s. Encode it again")
-        self._shown = frame
+        self._current = frame
 
 
 def frames_lacking(times: NDArray[np.float64], begin_s: float, count: int, fps: float) -> int:
@@ -270,7 +270,7 @@ def frame_rate(stream: Any) -> Fraction | None:
     return stream.average_rate or stream.guessed_rate or None
 
 
-def shown_size(container: Any, stream: Any, file: BinaryIO) -> tuple[int, int]:
+def display_size(container: Any, stream: Any, file: BinaryIO) -> tuple[int, int]:
     """Return width and height in pixels, as a frame is displayed.
 
     A rotation is stored separately from the pixels.
@@ -280,7 +280,7 @@ def shown_size(container: Any, stream: Any, file: BinaryIO) -> tuple[int, int]:
     width, height = stream.codec_context.width, stream.codec_context.height
     if not is_mp4(container):
         return width, height
-    with restored_position(file):
+    with restoring_position(file):
         return (height, width) if is_turned(file, stream.id) else (width, height)
 
 
@@ -313,7 +313,8 @@ def _channels(frame: Any, width: int | None, height: int | None) -> list[NDArray
         pixels = _rows(packed.planes[0], packed.height, 3 * packed.width).reshape(packed.height, packed.width, 3)
         return [pixels[..., channel] for channel in range(3)]
     planar = frame.reformat(width=width, height=height, format="gbrp", interpolation=exact, threads=1)
-    return [_rows(planar.planes[number], planar.height, planar.width) for number in (2, 0, 1)]  # of green, blue, red
+    # planes of red, green and blue, which are stored as green, blue, red
+    return [_rows(planar.planes[number], planar.height, planar.width) for number in (2, 0, 1)]
 
 
 def _rows(plane: Any, height: int, width: int) -> NDArray[np.uint8]:

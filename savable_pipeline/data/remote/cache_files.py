@@ -25,13 +25,13 @@ from typing import IO, Any
 
 from xxhash import xxh3_64
 
-from savable_pipeline.core.file_locks import needs_locks
+from savable_pipeline.core.file_locks import requiring_locks
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import RemoteError
 
 PIECE = 8 << 20  # most bytes of one request to a server, or of one read of a file
 _ELSEWHERE = "Give a folder on a disk of this machine as cache= or SAVABLE_CACHE, or mount Lustre with -o flock"
-_DIGITS = 16  # of the checksum, before the version
+_DIGITS = 16  # hexadecimal digits of the checksum, before the version
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
@@ -158,7 +158,7 @@ def flock(file: int | IO[Any], operation: int) -> None:
 
     Raises `RemoteError` on a file system without locks.
     """
-    with needs_locks("the cache of remote shards", _ELSEWHERE, RemoteError):
+    with requiring_locks("the cache of remote shards", _ELSEWHERE, RemoteError):
         fcntl.flock(file, operation)
 
 
@@ -170,7 +170,7 @@ def range_lock(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator
     the process dies. Each thread needs a descriptor of its own.
     """
     command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-    with needs_locks("the cache of remote shards", _ELSEWHERE, RemoteError):
+    with requiring_locks("the cache of remote shards", _ELSEWHERE, RemoteError):
         fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0))
     try:
         yield

@@ -24,8 +24,8 @@ from savable_pipeline.data.remote.shard_cache import ShardCache, cached_files, i
 from savable_pipeline.errors import ShardError
 
 DEFAULT_BYTES = 256 << 30
-_FREE_SHARE = 0.8  # of the disk's free space, at most, unless the user sets a limit
-PREFETCH_SHARE = 0.75  # of the cache, at most, for samples requested in advance; the rest is for those needed now
+_FREE_SHARE = 0.8  # default limit, as a fraction of the disk's free space
+PREFETCH_SHARE = 0.75  # most of the cache for samples requested in advance; the rest is for those needed now
 _PAUSE_S = 0.2  # between two evictions for samples requested in advance
 _LOW_WATER = 0.9  # an eviction frees more than requested, to this fraction of the goal, so that evictions are rare
 

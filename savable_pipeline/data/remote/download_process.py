@@ -37,7 +37,7 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 _THREADS = 16
-_AHEAD_THREADS = 14  # of these that serve requests that nobody waits for
+_AHEAD_THREADS = 14  # most threads that serve requests in advance
 
 
 class SameContent:
@@ -302,7 +302,7 @@ class Downloads:
                     self._reserved(root, cached, fd, first, end)
                     continue
                 except RemoteError as error:
-                    if not isinstance(error.__cause__, OSError):  # of the disk
+                    if not isinstance(error.__cause__, OSError):  # the error is not of the disk
                         raise
             cached.used[first:end] = NO_SPACE
             alone += runs(np.array([row for row in needed if first <= row < end], dtype=np.int64))

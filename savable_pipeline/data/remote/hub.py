@@ -37,8 +37,8 @@ from savable_pipeline.errors import RemoteError, ShardError
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_LONGEST_WAITS_S = 3600.0  # of one request, for a Hub that answers 429
-_RESET = re.compile(r";\s*t\s*=\s*(\d+)")  # of the header RateLimit: seconds until its window ends
+_LONGEST_WAITS_S = 3600.0  # most seconds that one request waits for a Hub that answers 429
+_RESET = re.compile(r";\s*t\s*=\s*(\d+)")  # seconds until the window ends, in the header RateLimit
 _MOST_FILES = 1024  # download URLs in memory
 
 
@@ -161,7 +161,8 @@ class Hub:
                 wait_s = float(self._wait_file().read_text()) - time.time()
                 if not 0 < wait_s <= _LONGEST_WAITS_S:
                     return
-                time.sleep(wait_s + SystemRandom().uniform(0, min(1.0, wait_s / 10)))  # not all in the same instant
+                # random, so that processes do not wake at the same instant
+                time.sleep(wait_s + SystemRandom().uniform(0, min(1.0, wait_s / 10)))
 
     def _pause_all(self, seconds: float) -> None:
         """Make all processes of the node wait for `seconds`, or as long as they must."""

@@ -93,7 +93,8 @@ class Pace:
         self._speed = _FIRST_SPEED
         self._asking = 0  # number of requests in progress
         self._since = 0.0  # when the first request in progress started, or the window
-        self._seconds, self._bytes = 0.0, 0  # of the window: time with requests before `_since`, and bytes received
+        # of the current window: time with requests before `_since`, and bytes received
+        self._seconds, self._bytes = 0.0, 0
 
     @property
     def at_once(self) -> int:
@@ -274,7 +275,7 @@ class ObjectStore:
         Raises `ShardError` unless the object has `size` bytes in all, and the version `pin` if that is set.
         """
         done = start
-        if is_hub(root):  # before the pace is measured, because the Hub may let us wait for minutes
+        if is_hub(root):  # opened before the pace is measured, because the Hub may let us wait for minutes
             self._retried(f"{root}/{name}", lambda: self._hub.file(root, name))
 
         def write_counted(chunk: memoryview, offset: int) -> None:

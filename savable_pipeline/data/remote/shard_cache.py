@@ -78,7 +78,7 @@ from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 log = logging.getLogger(__name__)
 
-WANTED, USED, NO_SPACE = 0, 1, 2  # of rows: those with NO_SPACE were requested in advance, but there was no space
+WANTED, USED, NO_SPACE = 0, 1, 2  # flags of rows: those with NO_SPACE were requested in advance, but there was no space
 _FORMAT = b"savable_pipeline cache 3".ljust(56, b"\0")
 _HEAD = 64
 DISK_BLOCK = 4096  # bytes
@@ -91,7 +91,7 @@ class ShardCache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._version = folder.parent if folder.name == LONG_FOLDER else folder  # it has the pins
+        self._version = folder.parent if folder.name == LONG_FOLDER else folder  # the folder with the pins
         self.dataset = self._version.parent
         self.layout = open_layout(folder)
         self.shards, self.firsts, self.extent = self.layout.shards, self.layout.firsts, self.layout.extent
@@ -411,7 +411,7 @@ _AT_ONCE = 32  # requests for rows, which are small and bound by latency
 _FAULTS = {"changed shard": "it has another size or version than before", "missing shard": "it is gone"}
 LONG_FOLDER = "long"
 _LEAST_BLOCK = 4096
-_LONG_BLOCK = 1 << 18  # of long samples, which are read sequentially
+_LONG_BLOCK = 1 << 18  # block size of long samples, which are read sequentially
 _MOST_BLOCK = 1 << 20  # divides a piece
 _MANY_BLOCKS = 1 << 26  # more blocks than this are made larger, because each takes bytes of flags
 
@@ -425,7 +425,8 @@ class IndexParts:
     def __init__(self, folder: Path, index: ShardIndex) -> None:
         with open_private(folder / PARTS, "r+b") as file:
             self._present = np.frombuffer(mmap.mmap(file.fileno(), len(index.shards)), np.uint8)
-        self._file = open_private(folder / "index", "r+b")  # what `index` has mapped, even if the name is reused
+        # the file that `index` has mapped, even if the name is reused
+        self._file = open_private(folder / "index", "r+b")
         self._index, self.name = index, index_name(index.header.kind)
         self.bytes = os.fstat(self._file.fileno()).st_size
         self.pin = read_pin(folder / "parts.pin")

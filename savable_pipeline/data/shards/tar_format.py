@@ -430,7 +430,7 @@ class ShardRows:
         self.layout_of: list[int] = []
         self.sizes: list[int] = []
         self.digest = xxh3_64()
-        self.end = 0  # of the last member
+        self.end = 0  # offset after the last member
         self.in_samples = 0  # bytes of samples, including headers
         self.links: list[Member] = []  # links that would be parts of samples if they were files
 

@@ -489,7 +489,7 @@ def extension_of(path: str) -> str:
 
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"  # Hive's folder name for rows whose partition value is null
-# where a part of a row is: a column, or a column of lists and the number of an element
+# location of a part of a row: a column, or a column of lists and the number of an element
 PartSource: TypeAlias = "str | tuple[str, int]"
 
 

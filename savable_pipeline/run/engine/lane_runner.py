@@ -46,7 +46,7 @@ class _Live:
     stages: list[Stage]  # in the order of the data path
     lane: Lane
     batches: int
-    dropped: dict[str, dict[str, int]]  # as in its state
+    dropped: dict[str, dict[str, int]]  # in the form of its state
     counts: Counter[str] = field(default_factory=Counter)  # counters of its stages since the last delivery
     state: bytes | None = None  # state delivered with the last batch
     early: tuple[Any, bytes] | None = None  # a batch built only to find out that it exists, and the state before it
@@ -58,9 +58,9 @@ class _Live:
 
     def collect(self) -> None:
         """Collect the counters of the stages."""
-        fresh = take_counts(self.stages)
-        self.dropped = with_counts(self.dropped, fresh)
-        self.counts.update(fresh)
+        if fresh := take_counts(self.stages):
+            self.dropped = with_counts(self.dropped, fresh)
+            self.counts.update(fresh)
 
 
 class Remake(msgspec.Struct, frozen=True, array_like=True):
@@ -186,7 +186,7 @@ class LaneRunner:
         if not more:
             self.verify_delivered()
         live.lane.unused = 0
-        live.state = self._save(live, more)
+        live.state = live.early[1] if live.early is not None else self._pack(live, more)
         return batch, ref, more
 
     def verify_delivered(self) -> None:
@@ -240,9 +240,6 @@ class LaneRunner:
                 return False
             live.early = (batch, before)
         return True
-
-    def _save(self, live: _Live, more: bool) -> bytes:
-        return live.early[1] if live.early is not None else self._pack(live, more)
 
     def _pack(self, live: _Live, more: bool) -> bytes:
         live.collect()

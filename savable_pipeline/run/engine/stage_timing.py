@@ -68,7 +68,7 @@ def timed(stages: Sequence[Stage], record: WatchedSamples | None = None) -> Iter
             undo.callback(setattr, stage, "__class__", type(stage))
             stage.__class__ = _measuring(type(stage))
         for dataset in datasets.values():
-            undo.enter_context(dataset.noting_reads(clock.add_read))
+            undo.enter_context(dataset.observe_reads(clock.add_read))
         start = time.perf_counter_ns()
         try:
             yield clock.spent

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.opening import open_any
-from savable_pipeline.data.dataset.shard_digests import begin_with, difference
+from savable_pipeline.data.dataset.shard_digests import difference, starts_with
 from savable_pipeline.data.shards.paths import Shards, commits_of
 from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.errors import SavableError
@@ -228,7 +228,7 @@ def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dat
     settings = {name.rpartition(".")[2]: value for name, value in fields.items() if name.rpartition(".")[0] == reader}
     files = data or source.files or source.address
     dataset = _opened(reader.rpartition("/")[2], files, settings, commits_of(saved.addresses))
-    if not begin_with(dataset.entries, settings["shards"]):
+    if not starts_with(dataset.entries, settings["shards"]):
         raise SavableError(
             f"{files}: not the samples of the run. Name them with --data.\n  "
             f"{difference(settings['shards'], dataset.entries)}"

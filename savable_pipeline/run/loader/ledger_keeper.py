@@ -114,7 +114,7 @@ class LedgerKeeper(Observer):
         if not at.is_over:
             self._fresh = False
             if (at.epoch, at.own_slot) <= self._last:
-                self._start_anew()  # so that a last batch that was taken back is lost
+                self._start_anew()  # a last batch that was taken back must count as lost
             self._open(at)
 
     def _open(self, at: Position) -> records.LedgerWriter:

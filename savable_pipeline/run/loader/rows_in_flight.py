@@ -41,7 +41,7 @@ class RowsInFlight(Observer):
         self._settings, self._ranks, self._local = settings, ranks, local
         self.table = Acknowledgements(ranks, settings.lanes, noting=settings.ledger is not None)
         self._is_agreed = True  # whether the ranks know how many batches are repeated
-        self._receipts: dict[int, tuple[int, torch.Tensor]] = {}  # of the last two batches, with their number
+        self._receipts: dict[int, tuple[int, torch.Tensor]] = {}  # receipts of the last two batches, with their number
 
     def receipts(self, position: Position) -> torch.Tensor:
         """Return the receipts of the last batch, int64 (rows, 2)."""

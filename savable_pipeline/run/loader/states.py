@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.lane import PinnedShards
 from savable_pipeline.core.run_facts import Growth, RunFacts
 from savable_pipeline.core.state_numbers import ORDER, STATE
-from savable_pipeline.data.dataset.shard_digests import Summary, begin_with, count
+from savable_pipeline.data.dataset.shard_digests import Summary, count, starts_with
 from savable_pipeline.data.shards.paths import addresses_of, commits_of
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError
@@ -243,7 +243,7 @@ def _has_grown(field: str, saved: Summary, ours: ShardList) -> bool:
 
     Raises `CheckpointMismatchError` for one between them.
     """
-    if begin_with(ours, saved):
+    if starts_with(ours, saved):
         return len(ours) > count(saved)
     if not isinstance(saved, list):  # hashes cannot tell a shard between the old ones from a missing one
         return False

@@ -122,7 +122,8 @@ class SocketConnection:
         self.why = ""  # why its link is lost
         self.answers: list[tuple[int, WorkerAnswer]] = []
         self._host = host
-        self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]  # until it has a link
+        # frames to send once it has a link
+        self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]
         self._pid = 0
         self._fault = self._stack = ""
         self._looked = True
@@ -353,7 +354,7 @@ class SocketHost(Host):
         It continues to wait if no node answers, and ends if none has room.
         """
         while answering := [node for node in self._nodes if node.link is not None]:
-            first = self._rank % len(answering)  # where a rank has no share
+            first = self._rank % len(answering)  # for a rank without a share
             node = max([*answering[first:], *answering[:first]], key=self._room)
             if self._room(node) <= 0 and any(each.node and not each.end for each in self._connections):
                 worker.end = Ended(

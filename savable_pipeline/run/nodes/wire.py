@@ -65,10 +65,10 @@ CODE_BYTES = 16
 _GMAC_BYTES = 1 << 30  # in one call, because OpenSSL counts in 32 bits
 MOST_HEAD, MOST_BODY = 1 << 30, 1 << 36  # bytes; a longer frame is rejected
 _SMALL = 1 << 16  # bytes of a body that does not reuse memory
-_FREE_BLOCKS = 8  # at most
+_FREE_BLOCKS = 8  # most free blocks to keep
 _VIEWS = 512  # in one system call
 _FRAMES = 16  # received at a time
-_WAKE_BYTES = 1 << 20  # of a large body, so that it wakes the process less often
+_WAKE_BYTES = 1 << 20  # bytes of a large body that must arrive before the process is woken
 
 # Frames about a job: from the trainer to the session, and the answers.
 JOB, AGREED, REFUSED = 1, 2, 3

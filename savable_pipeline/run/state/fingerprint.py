@@ -24,7 +24,7 @@ import msgspec
 
 from savable_pipeline.core.weights import reduced
 from savable_pipeline.core.wording import clean_address, human_bytes
-from savable_pipeline.data.dataset.shard_digests import begin_with, difference, kind_of_summary
+from savable_pipeline.data.dataset.shard_digests import difference, starts_with, summary_type
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.state.lane_state import damaged, decoded, has_too_many, pack_state, unpack_state
@@ -183,7 +183,7 @@ def _setting(field: str) -> str:
 def check_shards(saved: Fingerprint, current: PipelineFingerprint) -> None:
     """Raise `StateError` if the saved shards of a reader of this pipeline are damaged."""
     for name in current.shards.keys() & saved.fields.keys():
-        _check_kind(name, saved.fields[name], kind_of_summary(saved.fields[name]))
+        _check_kind(name, saved.fields[name], summary_type(saved.fields[name]))
 
 
 def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[str] = ()) -> list[str]:
@@ -336,7 +336,7 @@ def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], 
     cause = f" ({why})" if why else ""
     if name in current.shards:
         shards = current.shards[name]
-        cause = f" ({_JOINING})" if begin_with(shards, saved or []) else cause
+        cause = f" ({_JOINING})" if starts_with(shards, saved or []) else cause
         return difference(saved or [], shards) + cause
     shown = [repr(side[name]) if name in side else _rule(name, current).absent or "None" for side in (before, after)]
     return f"saved {shown[0]}, here {shown[1]}{cause}"

@@ -190,7 +190,9 @@ class OfSource(NamedTuple):
 def with_counts(before: DroppedCounts, counts: Mapping[str, int | float]) -> DroppedCounts:
     """Add the counters of the lane's stages."""
     found = {name: of for name in counts if "/source/" in name and counts[name] > 0 and (of := OfSource.of(name))}
-    after = dict(before) if found else before
+    if all(of.counter == "items" and of.key in before and not before[of.key] for of in found.values()):
+        return before  # most batches
+    after = dict(before)
     for name, of in found.items():
         if (of.reason or of.counter == FIRST) and (of.key not in after or after[of.key]):
             before_it = after.get(of.key, {})

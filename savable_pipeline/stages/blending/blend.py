@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from savable_pipeline.core.weights import Weight, integer_weights
-from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, Ref, RefArray, count_of_source, tag_of
+from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, Ref, RefArray, source_counter, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.advice import check_choice, check_count, closest
@@ -385,7 +385,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         counters = self._counters.get(name)
         if counters is None:
             tags = self._stages[name].info.tags
-            named = [count_of_source(min(tags) << TAG_SHIFT, what) for what in ("drawn", "drawn_tokens")]
+            named = [source_counter(min(tags) << TAG_SHIFT, what) for what in ("drawn", "drawn_tokens")]
             counters = self._counters[name] = named if len(tags) == 1 else []
         if counters:
             self.counts[counters[0]] += elements

@@ -314,6 +314,6 @@ def _lags(rates: Sequence[int], lanes: int, position: int, phase: int) -> list[i
     unit, common = sum(rates), gcd(*rates)
     shares = [rate // common for rate in rates]
     total = unit // common
-    step = phase + position * total // lanes  # at which this lane starts
+    step = phase + position * total // lanes  # step at which this lane starts
     taken = nearest([share * step for share in shares], total, [step if share else 0 for share in shares], step)
     return [common * (share * (step + 1) - count * total) for share, count in zip(shares, taken, strict=True)]

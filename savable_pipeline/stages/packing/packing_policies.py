@@ -340,7 +340,7 @@ class ByFunction(Packing):
     def __init__(self, function: PackingFunction, *, max_length: int, open_packs: int) -> None:
         super().__init__(max_length=max_length, max_images=0, open_packs=open_packs)
         self._function, self._is_checked = function, False
-        self._length = 0  # of all waiting pieces
+        self._length = 0  # sum over all waiting pieces
 
     def add(self, piece: Piece) -> None:
         """Add a waiting piece."""

@@ -237,8 +237,8 @@ def _samples_of(store: Samples, keys: list[str], *, request: bool) -> list[Sampl
 
 def _check_keys(name: str, store: Samples) -> Samples:
     """Return the store. Raises `ShardError` if two of its samples have the same key."""
-    if store.keys.twice is not None:
-        first, second = store.dataset.open_samples(np.array([(number, 0) for number in store.keys.twice], REF))
+    if store.keys.duplicate is not None:
+        first, second = store.dataset.open_samples(np.array([(number, 0) for number in store.keys.duplicate], REF))
         raise ShardError(
             f"Join: {name!r} has two samples with key {first.key!r}. Remove one."
             f"\n  {store.dataset.address}: {first.shard} and {second.shard}",

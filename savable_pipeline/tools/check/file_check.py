@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from savable_pipeline.core.on_error import reason_of
 from savable_pipeline.core.wording import encodable
-from savable_pipeline.data.dataset.decoding import image_doubts
+from savable_pipeline.data.dataset.decoding import image_warnings
 from savable_pipeline.data.media.media_info import media_fault
 from savable_pipeline.data.media.video import Video, frames_lacking
 from savable_pipeline.data.remote.session import Session
@@ -54,7 +54,7 @@ class Problem(msgspec.Struct, frozen=True):
     key: str = ""
     part: str = ""
     offset: int | None = None
-    index: int | None = None  # of the sample in the shard
+    index: int | None = None  # index of the sample in the shard
 
 
 class ShardReport(msgspec.Struct):
@@ -149,7 +149,7 @@ def _check_store(store: RecordStore, name: str, counts: _FileCounts) -> Iterator
 
 def _check_frames(store: RecordStore, root: Path, name: str, counts: _FileCounts) -> Iterator[Problem]:
     """Yield a problem for each video of an episode with fewer frames than its row lists, without decoding."""
-    times: dict[str, NDArray[np.float64]] = {}  # of frames, by file
+    times: dict[str, NDArray[np.float64]] = {}  # times of frames, by file
     for row in range(store.entries[0].samples):
         for part in store.range_parts:  # type: ignore[attr-defined]
             try:
@@ -254,5 +254,5 @@ def part_fault(extension: str, data: bytes, counts: Counter[str]) -> str:
         return f"zero-filled: all {len(data)} bytes are zeros"
     fault = decode_error(extension, data) or utf8_error(extension, data)
     if not fault and part_type(extension) in IMAGE_PARTS:
-        counts.update(image_doubts(data))
+        counts.update(image_warnings(data))
     return fault

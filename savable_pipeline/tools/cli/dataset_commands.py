@@ -111,7 +111,7 @@ def _print_info(path: str, info: Info, *, as_json: bool) -> None:
     first = ", ".join(f"{extension} {human_bytes(size)}" for extension, size in info.first_parts.items())
     facts.add_row("first sample", escape_markup(f"{info.first_key}: {first}"))
     out.print(facts)
-    scope = "" if info.looked_at == info.samples else f" (of {info.looked_at:,} looked at)"
+    scope = "" if info.examined == info.samples else f" (of {info.examined:,} looked at)"
     parts = Table("part", f"samples{scope}", "mean size")
     for extension, part in info.parts.items():
         parts.add_row(escape_markup(extension), f"{part.samples:,}", human_bytes(part.mean))
@@ -148,7 +148,7 @@ def _info_object(info: Info) -> dict[str, object]:
         "shards": len(info.shards),
         "samples": info.samples,
         "bytes": info.size,
-        "samples_looked_at": info.looked_at,
+        "samples_looked_at": info.examined,
         "smallest_shard": {"name": smallest.name, "samples": smallest.samples, "bytes": smallest.size},
         "largest_shard": {"name": largest.name, "samples": largest.samples, "bytes": largest.size},
         "warnings": info.warnings,
@@ -172,14 +172,14 @@ def index(
     The index is written beside the shards, or to the cache (`SAVABLE_CACHE`) if their folder is read-only or remote.
     Shards whose index is up to date are skipped. The exit code is 1 if a shard or a header cannot be read.
     """
-    from savable_pipeline.data.dataset.media_indexing import refuse_remote
+    from savable_pipeline.data.dataset.media_indexing import reject_remote
     from savable_pipeline.data.shards.metadata import unfinished
     from savable_pipeline.data.stores.opening import index_any
     from savable_pipeline.tools.convert.describe import describe_indexed, is_written
 
     with errors_as_lines():
         if media:
-            refuse_remote(path)
+            reject_remote(path)
         with engine_named(engine, workers) as cluster, progress_of(err, "indexing", "shards") as progress:
             index_path, faults = index_any(path, processes=workers, engine=cluster, progress=progress)
             if is_written(Path(path)) and not faults:

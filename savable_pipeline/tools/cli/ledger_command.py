@@ -65,7 +65,9 @@ def batch(
 ) -> None:
     """Rebuild a batch of a run, byte for byte."""
     from savable_pipeline.run.ledger.reader import LedgerFiles
-    from savable_pipeline.run.loader.ledger import rebuild_batch  # with torch, which takes seconds
+
+    # imported here, because it imports torch, which takes seconds
+    from savable_pipeline.run.loader.ledger import rebuild_batch
     from savable_pipeline.stages.pipeline import named_pipeline
     from savable_pipeline.tools.preview.pipeline_page import batch_page
 

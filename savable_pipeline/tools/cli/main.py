@@ -19,7 +19,7 @@ from savable_pipeline.tools.cli.dataset_commands import check, index, info, prev
 from savable_pipeline.tools.cli.ledger_command import ledger_app
 from savable_pipeline.tools.cli.loader_commands import plan, serve, state, verify_resume
 
-_COMMANDS: list[tuple[str, Callable[..., None], str]] = [  # in the order of use: panel, command, example
+_COMMANDS: list[tuple[str, Callable[..., None], str]] = [  # panel, command and example, in the order of use
     ("Look", info, "savable info photos/"),
     ("Look", preview, "savable preview photos/ -o photos.html"),
     ("Look", check, "savable check s3://bucket/shards/ --workers 8"),

@@ -26,7 +26,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from savable_pipeline.core.file_locks import LOCK_ADVICE, needs_locks
+from savable_pipeline.core.file_locks import LOCK_ADVICE, requiring_locks
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.index_making import NOTE, each_job
 from savable_pipeline.errors import SavableError, WorkerError
@@ -160,7 +160,7 @@ def locked(folder: Path, busy: str = "") -> Iterator[None]:
     fd = os.open(folder, os.O_RDONLY)
     try:
         try:
-            with needs_locks(folder, LOCK_ADVICE):
+            with requiring_locks(folder, LOCK_ADVICE):
                 fcntl.flock(fd, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except BlockingIOError as error:
             raise SavableError(busy) from error

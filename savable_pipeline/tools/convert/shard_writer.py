@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.core.file_locks import LOCK_ADVICE, needs_locks
+from savable_pipeline.core.file_locks import LOCK_ADVICE, requiring_locks
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.index import ShardTable
@@ -249,7 +249,7 @@ class ShardWriter:
     def _locked(self) -> int:
         lock = os.open(self._work / f"{self._prefix}lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
-            with needs_locks(self._folder, LOCK_ADVICE):
+            with requiring_locks(self._folder, LOCK_ADVICE):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(lock)

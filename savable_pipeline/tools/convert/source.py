@@ -292,7 +292,7 @@ class SourceFiles:
         if self.packed:
             return replace(self, digest=hashlib.sha256(repr(self.packed).encode()).hexdigest())
         close_source()
-        if self.index:  # of an earlier run
+        if self.index:  # the index of an earlier run
             Path(self.index).unlink(missing_ok=True)
         elif self.form in TABLES and not self.is_remote:  # a tolerant opening takes the index of a file that changed
             index_files(self.found.listed or self.found.files, self.form, near=False)

@@ -187,7 +187,7 @@ def better_lanes(settings: LoaderSettings, choices: list[LanesChoice], *, planne
     return planned if planned in best else best[0]
 
 
-_MOST_REFS = 2_000_000  # of a node, which are computed to find the pieces of its samples
+_MOST_REFS = 2_000_000  # most refs of a node that are computed to find the pieces of its samples
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def _matches(dataset: Dataset, shard: int, row: int, wanted: SampleChoice) -> bo
     return not wanted.key or fnmatchcase(dataset.key(shard, row), wanted.key)
 
 
-_BINS = 24  # of the histograms
+_BINS = 24  # bins of a histogram
 _MOST_PARTS = 40  # rows of the table of parts
 _MOST_FAULTS = 50  # damaged shards in the list
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from savable_pipeline.core.named_object import imported
-from savable_pipeline.data.dataset.decoding import converted, has_alpha
+from savable_pipeline.data.dataset.decoding import convert_image, has_alpha
 from savable_pipeline.data.shards.orientation import to_be_turned, turned, upright_size
 from savable_pipeline.data.shards.part_types import IMAGE_FORMATS
 from savable_pipeline.stages.task_encoder import TaskEncoder
@@ -166,7 +166,7 @@ def _join_leading(array: NDArray[Any]) -> NDArray[Any]:
 
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 
-LARGEST_BYTES = 64 << 20  # of an encoded image, up to which it is decoded
+LARGEST_BYTES = 64 << 20  # largest encoded image that is decoded
 MOST_PIXELS = 50_000_000
 _SIDE = 192  # pixels, at most
 _SMALL = 64  # pixels; up to this side, a PNG with every pixel is small enough
@@ -245,4 +245,4 @@ def _decoded(image: Image.Image) -> Pixels:
         return np.repeat(grey[:, :, None], 3, axis=2)
     image, orientation = to_be_turned(image, exif=True)
     image.draft("RGB", (2 * _SIDE, 2 * _SIDE))  # a JPEG is decoded at a reduced size
-    return np.asarray(converted(turned(image, orientation), "RGB", "white"))
+    return np.asarray(convert_image(turned(image, orientation), "RGB", "white"))

@@ -56,7 +56,7 @@ class BatchCounts:
         self.sources = ledger.sources
         self._column = {source.tag: number for number, source in enumerate(self.sources)}
         self.lost = 0
-        # by the number of a start, the number of batches and of lost ones
+        # numbers of batches and of lost ones, by the number of a start
         self.by_start: dict[int, list[int]] = defaultdict(lambda: [0, 0])
         counted = []
         for recorded in (each for each in ledger.batches() if not each.batch.again):
@@ -130,14 +130,14 @@ class NotedCounters:
     """
 
     def __init__(self, ledger: LedgerFiles) -> None:
-        self.totals: Counter[str] = Counter()  # of each counter, over all ranks
-        self.last: dict[str, float] = {}  # of each number, such as a percentile, the largest last value of a file
+        self.totals: Counter[str] = Counter()  # totals of counters over all ranks
+        self.last: dict[str, float] = {}  # last values of gauges such as percentiles, the largest of all files
         self.names: dict[str, str] = {}  # the sample's name for numbers in `last` that have one
         self.seconds = 0.0  # rank-seconds
         self.worker_seconds = 0.0  # worker-seconds of all ranks
         self.worker_work_s = 0.0  # worker-seconds in which batches were built
         self._spans: list[tuple[int, Numbers, Numbers]] = []  # rank, and two successive records
-        self.cores = min((start.cores for start in ledger.starts), default=0)  # of a machine; 0: unknown
+        self.cores = min((start.cores for start in ledger.starts), default=0)  # CPU cores of a machine; 0: unknown
         for start, records in ledger.numbers():
             self._spans += [(start.rank, first, second) for first, second in pairwise(records)]
             if len(records) > 1:

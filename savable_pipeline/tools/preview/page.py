@@ -180,8 +180,8 @@ def _escape_text(value: Any) -> Any:
     return escape_invisible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-PAGE_BYTES = 64_000_000  # of all media in a page, as base64
-EXCERPT_BYTES = 2_000_000  # of one part
+PAGE_BYTES = 64_000_000  # most bytes of all media in a page, as base64
+EXCERPT_BYTES = 2_000_000  # most bytes of the excerpt of one part
 
 
 @dataclass(slots=True)

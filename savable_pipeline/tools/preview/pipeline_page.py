@@ -81,7 +81,7 @@ def _page(stage: Stage, lane: Lane, title: str, cards: list[Card]) -> bytes:
     )
 
 
-_SHOWN_SETTINGS = 4  # of a stage; if it has more, they are folded
+_SHOWN_SETTINGS = 4  # a stage with more settings has them folded
 
 
 def _describe_stage(stage: Stage) -> tuple[str, str, list[str]]:

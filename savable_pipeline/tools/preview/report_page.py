@@ -133,7 +133,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 _MOST_LINES = 6  # sources in a diagram; the table has all sources
-_MOST_STARTS = 200  # in the table
+_MOST_STARTS = 200  # most starts in the table
 _PERCENTILES = ("p50", "p90", "p99")
 
 

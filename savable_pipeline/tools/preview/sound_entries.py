@@ -24,7 +24,7 @@ from savable_pipeline.tools.preview.page import CardEntry, Room, Sound
 
 Waveform = NDArray[np.float32]  # (samples,), from -1 to 1
 
-WAVE_WIDTH, WAVE_HEIGHT = 240, 48  # of the waveform's `viewBox`
+WAVE_WIDTH, WAVE_HEIGHT = 240, 48  # size of the waveform's `viewBox`
 _WINDOW = 512  # samples: N
 _ROWS, _COLUMNS = 128, 480  # pixels of a spectrogram, at most
 _LEAST_HOP = 64  # samples
@@ -90,7 +90,7 @@ def picture_of(pixels: Pixels, room: Room) -> str:
     return room.take("image/jpeg", file.getvalue())
 
 
-_SOUNDS = ("audio", "sound", "wave", "speech")  # in the name of a field
+_SOUNDS = ("audio", "sound", "wave", "speech")  # words in the names of fields that are audio
 _FEATURES = ("mel", "features", "spectrogram")
 _BINS = (40, 64, 80, 96, 128)
 _MOST_CHANNELS = 8

@@ -207,7 +207,7 @@ class SegmentProcess:
 
     def _begin(self, order: StartLoader) -> LoaderStarted:
         """Build the loader, and move it to the state."""
-        # without the user's ledger
+        # drop the user's ledger
         settings = replace(load_target(order.target, seed=order.seed, lanes=order.lanes), ledger=None)
         if order.workers is not None:
             settings = replace(settings, num_workers=order.workers)

@@ -19,7 +19,7 @@ from savable_pipeline.core.global_rng import seeder
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.errors import EncodeError
 
-_INDEX_BITS = 31  # of `current_sample_index`, so that it seeds any generator
+_INDEX_BITS = 31  # bits of `current_sample_index`, few enough to seed any generator
 
 
 class _NoBatchIndex:

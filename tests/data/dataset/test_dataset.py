@@ -228,7 +228,7 @@ def test_unlistable_folder_is_an_error_or_a_counted_skip(shards: Path, monkeypat
 def test_reads_are_recorded_until_the_context_ends_also_after_an_error(shards: Path) -> None:
     dataset = open_any(shards)
     samples, noted = all_samples(dataset), list[tuple[int, int]]()
-    with pytest.raises(KeyError), dataset.noting_reads(lambda size, taken_ns: noted.append((size, taken_ns))):
+    with pytest.raises(KeyError), dataset.observe_reads(lambda size, taken_ns: noted.append((size, taken_ns))):
         assert samples[0]["txt"] == b"one" and samples[1].array("txt").nbytes == 1000
         assert samples[0]["jpg"]
     assert samples[0]["json"] == b"{}" and [size for size, _ in noted] == [3, 1000]

@@ -24,7 +24,7 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset import decoding as module
-from savable_pipeline.data.dataset.decoding import converted, decoded_part, jpeg_pixels, unpacked
+from savable_pipeline.data.dataset.decoding import convert_image, decode_part, decompress_part, jpeg_pixels
 from savable_pipeline.data.shards.part_types import open_image
 from savable_pipeline.tools.preview.image_entries import thumbnail_of_file
 from tests.conftest import write_tar
@@ -76,7 +76,7 @@ def test_each_part_is_decoded_by_the_last_word_of_its_extension() -> None:
 @given(hnp.arrays(st.sampled_from(["<i8", ">f4", "?", "<U3", "u1,<f8"]), hnp.array_shapes(min_dims=0, min_side=0)))
 def test_arrays_equal_those_numpy_reads(array: Any) -> None:
     for raw in (saved(array), saved(np.asfortranarray(array))):
-        found, expected = decoded_part("npy", raw), np.load(io.BytesIO(raw))
+        found, expected = decode_part("npy", raw), np.load(io.BytesIO(raw))
         assert found.dtype == expected.dtype
         assert found.tobytes() == expected.tobytes()
         assert found.shape == expected.shape
@@ -91,26 +91,26 @@ class Trap:
 def test_object_arrays_are_rejected_and_not_unpickled() -> None:
     raw = saved(np.array([Trap()], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="Python objects, which are never unpickled"):
-        decoded_part("npy", raw)
+        decode_part("npy", raw)
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("a.npy", raw)
     with pytest.raises(ValueError, match="Python objects"):
-        decoded_part("npz", archive.getvalue())
+        decode_part("npz", archive.getvalue())
 
 
 def test_array_header_with_too_large_a_shape_allocates_nothing() -> None:
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (1 << 50,)})
     with pytest.raises(ValueError, match=r"8 bytes for shape \(1125899906842624,\) of float64"):
-        decoded_part("npy", header.getvalue() + bytes(8))
+        decode_part("npy", header.getvalue() + bytes(8))
 
 
 def test_archive_that_decompresses_to_too_much_is_rejected() -> None:
     archive = io.BytesIO()
     np.savez_compressed(archive, a=np.zeros(2000))
     with pytest.raises(ValueError, match="more than 10,000"):
-        decoded_part("npz", archive.getvalue(), 10_000)
+        decode_part("npz", archive.getvalue(), 10_000)
 
 
 @pytest.mark.parametrize("kind", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -119,13 +119,13 @@ def test_archive_of_a_non_streaming_compression_is_rejected(kind: int) -> None:
     with zipfile.ZipFile(archive, "w", kind) as file:
         file.writestr("a.npy", saved(np.zeros(2000)))
     with pytest.raises(ValueError, match="npz file with overlapping arrays or unknown compression"):
-        decoded_part("npz", archive.getvalue())
+        decode_part("npz", archive.getvalue())
 
 
 @pytest.mark.parametrize(("extension", "data"), [("json", b"{"), ("txt", b"\xff"), ("png", b"x"), ("npy", b"x")])
 def test_malformed_parts_are_errors(extension: str, data: bytes) -> None:
     with pytest.raises((ValueError, OSError)):
-        decoded_part(extension, data)
+        decode_part(extension, data)
 
 
 def test_default_encoder_returns_lists_with_none_for_missing_parts() -> None:
@@ -149,9 +149,9 @@ def test_compressed_part_is_read_as_text_or_json_by_its_extension(tmp_path: Path
 
 
 def test_compressed_part_is_limited_in_size() -> None:
-    assert len(unpacked("txt.gz", gzip.compress(bytes(600)) + gzip.compress(bytes(400)), 1000)) == 1000
+    assert len(decompress_part("txt.gz", gzip.compress(bytes(600)) + gzip.compress(bytes(400)), 1000)) == 1000
     with pytest.raises(ValueError, match=r"txt\.gz cannot be decompressed: more than 1000 bytes when decompressed"):
-        unpacked("txt.gz", gzip.compress(bytes(600)) + gzip.compress(bytes(401)), 1000)
+        decompress_part("txt.gz", gzip.compress(bytes(600)) + gzip.compress(bytes(401)), 1000)
 
 
 CHANNELS = {"RGB": 3, "L": 1, "CMYK": 4}
@@ -183,8 +183,8 @@ def test_pixels_equal_pillows_bit_for_bit(mode: str, quality: int, subsampling: 
     for size in ((1, 1), (7, 5), (17, 33), (64, 48), (333, 250)):
         data = jpeg(mode, *size, quality=quality, subsampling=subsampling, **how)
         assert np.array_equal(by_simplejpeg(data), by_pillow(data))
-        assert np.array_equal(decoded_part("jpg", data), by_pillow(data))
-        assert decoded_part("jpg", data).flags.writeable
+        assert np.array_equal(decode_part("jpg", data), by_pillow(data))
+        assert decode_part("jpg", data).flags.writeable
 
 
 def test_jpeg_stored_as_rgb_has_pillows_pixels() -> None:
@@ -214,7 +214,7 @@ def damage(data: bytes, draw: random.Random) -> bytes:
 def outcome(data: bytes) -> Any:
     """The pixels, or the error."""
     try:
-        return decoded_part("jpg", data).tolist()
+        return decode_part("jpg", data).tolist()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -235,7 +235,7 @@ def test_without_simplejpeg_pillow_returns_equal_arrays(monkeypatch: pytest.Monk
     assert by_simplejpeg(data) is not None
     monkeypatch.setattr(module, "_simplejpeg", lambda: None)
     assert by_simplejpeg(data) is None
-    assert np.array_equal(decoded_part("jpg", data), by_pillow(data))
+    assert np.array_equal(decode_part("jpg", data), by_pillow(data))
 
 
 RED = (200, 0, 0)
@@ -300,5 +300,5 @@ def test_an_image_that_has_the_mode_already_is_decoded_and_not_copied() -> None:
     file = io.BytesIO()
     Image.new("RGB", (4, 2), RED).save(file, "JPEG")
     opened = Image.open(file)
-    assert converted(opened, "RGB", "white") is opened
-    assert converted(opened, "L", "white").mode == "L"
+    assert convert_image(opened, "RGB", "white") is opened
+    assert convert_image(opened, "L", "white").mode == "L"

@@ -94,7 +94,7 @@ def test_missing_exclude_file_is_an_error(data: Dataset, file: Path) -> None:
 def test_changed_exclude_file_is_an_error_but_not_a_touched_one(
     data: Dataset, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_lookup, "_SECONDS", 0)
+    monkeypatch.setattr(key_lookup, "_CHECK_INTERVAL_S", 0)
     file.write_text("s000001")
     read = ExcludeFile(file, data)
     os.utime(file, ns=(1, 1))
@@ -110,7 +110,7 @@ def test_changed_exclude_file_is_an_error_but_not_a_touched_one(
 def test_changed_exclude_file_with_restored_time_is_an_error(
     data: Dataset, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_lookup, "_SECONDS", 0)
+    monkeypatch.setattr(key_lookup, "_CHECK_INTERVAL_S", 0)
     file.write_text("s000001")
     read, stat = ExcludeFile(file, data), file.stat()
     time.sleep(0.02)  # a tick of the clock that stamps files
@@ -151,7 +151,7 @@ def test_twenty_thousand_unknown_keys_are_counted_once_each_in_little_memory(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(key_lookup, "_FOUND_AT_ONCE", 1 << 11)
+    monkeypatch.setattr(key_lookup, "_LOOKUP_KEYS", 1 << 11)
     make_shards([5, 5])
     data = make(tmp_path)
     lines = [f"unknown-{number:09d}" for number in range(20_000)]

@@ -51,7 +51,7 @@ def test_samples_are_found_by_key(data: Samples) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
-def test_workers_of_torchs_dataloader_read_it(data: Samples, method: str) -> None:
+def test_workers_of_torchs_dataloader_read_a_dataset(data: Samples, method: str) -> None:
     data["s000001"]
     loader = DataLoader(data, batch_size=4, shuffle=False, num_workers=1, multiprocessing_context=method)
     assert [number for batch in loader for number in batch.tolist()] == list(range(15))
@@ -155,7 +155,7 @@ def test_duplicate_key_returns_the_first_sample(tmp_path: Path) -> None:
         write_tar(tmp_path / f"{shard}.tar", [("same.json", value), (f"own{shard}.json", b"{}")])
     data = sp.open_dataset(tmp_path)
     assert data["same"].json() == {"id": 1}
-    assert data.keys.twice == (0, 2)
+    assert data.keys.duplicate == (0, 2)
 
 
 def test_unwritable_folder_is_skipped_for_the_key_index(

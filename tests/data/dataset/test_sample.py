@@ -51,7 +51,7 @@ def test_sample_is_a_mapping_from_extension_to_bytes(sample: Sample) -> None:
     assert dict(sample) == dict(sample.items())
 
 
-def test_lookup_ignores_case(sample: Sample) -> None:
+def test_part_lookup_ignores_case(sample: Sample) -> None:
     assert sample["png"] == sample["PNG"] == sample["Png"] == png()
     assert sample["SEG.txt"] == b"no"
     assert "png" in sample and "TXT" in sample and "jpg" not in sample

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.shard_digests import begin_with, count, difference, sample_count, summary
+from savable_pipeline.data.dataset.shard_digests import count, difference, sample_count, starts_with, summary
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardList
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
@@ -101,7 +101,7 @@ def test_prefix_of_shards_is_detected_like_with_a_list(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("savable_pipeline.data.dataset.shard_digests.GROUP", size)
         saved = summary(ShardList.of(before))
-        assert begin_with(ShardList.of(now), saved) == (now[: len(before)] == before)
+        assert starts_with(ShardList.of(now), saved) == (now[: len(before)] == before)
         if now != before:
             assert difference(saved, ShardList.of(now))
 

@@ -220,7 +220,7 @@ def test_items_are_built_from_clips() -> None:
     assert list(clips.of(video(), sp.Rng(0), make=lambda clip: clip.start_s)) == [0, 4, 8]
 
 
-def test_one_clip_is_the_first_of_a_single_one() -> None:
+def test_one_returns_the_clip_that_count_1_yields() -> None:
     one = sp.Clips(length_s=2, fps=4).one(video(), sp.Rng(9), audio=sound())
     first = next(sp.Clips(length_s=2, fps=4, count=1).of(video(), sp.Rng(9), audio=sound()))
     assert one.start_s == first.start_s > 0

@@ -102,7 +102,7 @@ def test_configured_cache_may_be_a_link_and_open_to_all(
     assert own.name == str(os.geteuid()) and stat.S_IMODE(own.stat().st_mode) == 0o700
 
 
-def test_a_folder_that_was_open_to_others_is_closed_to_them(tmp_path: Path) -> None:
+def test_cache_folder_open_to_other_users_is_made_private(tmp_path: Path) -> None:
     own = tmp_path / str(os.geteuid())
     own.mkdir(mode=0o755)
     own.chmod(0o777)

@@ -497,7 +497,7 @@ def table(name: str, layouts: list[LayoutParts], samples: int = 4, size: int = 7
         [table("a.tar", TWO[1:]), table("b.tar", TWO[1:])],
     ],
 )
-def test_tables_round_trip(tmp_path: Path, tables: list[ShardTable]) -> None:
+def test_written_tables_are_read_back_equal(tmp_path: Path, tables: list[ShardTable]) -> None:
     write_index(tmp_path / "index", iter(tables), TARS)
     index = TarIndex(tmp_path / "index")
     assert [index.table(number) for number in range(len(index.shards))] == tables

@@ -108,7 +108,9 @@ def test_no_shards_at_all_is_an_error(tmp_path: Path) -> None:
         find_shards(tmp_path)
 
 
-def test_compressed_tars_are_pointed_out(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_of_compressed_tars_is_an_error_that_says_so(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "x.tar.gz").touch()
     with pytest.raises(ShardError, match="run `savable convert`"):
         find_shards(tmp_path / "x.tar.gz")
@@ -205,7 +207,7 @@ def test_lance_folder_is_an_error_with_a_fix(tmp_path: Path) -> None:
         ("{}", ["{}"]),
     ],
 )
-def test_braces_are_expanded(pattern: str, expected: list[str]) -> None:
+def test_braces_expand_to_all_names(pattern: str, expected: list[str]) -> None:
     assert expand_braces(pattern) == expected
 
 
@@ -302,7 +304,7 @@ def test_table_or_photo_is_not_a_tar(tmp_path: Path, name: str, told: str) -> No
         sp.TarShardReader(tmp_path / name, LANE)
 
 
-def test_a_compressed_table_says_what_reads_it(tmp_path: Path) -> None:
+def test_compressed_table_is_an_error_that_names_the_command_for_it(tmp_path: Path) -> None:
     (tmp_path / "captions.tsv.gz").write_bytes(b"a,b\n1,2\n")
     with pytest.raises(sp.ShardError, match="Unpack it, or run `savable convert`"):
         sp.open_dataset(tmp_path / "captions.tsv.gz")

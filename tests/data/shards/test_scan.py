@@ -131,7 +131,9 @@ def test_suggested_fix_writes_the_bytes_that_links_refer_to(
     assert found == {"a": {"txt": b"same"}, "b": {"cls": b"same", "txt": b"same"}}
 
 
-def test_links_are_kept_when_shards_are_added(tmp_path: Path, warned: Callable[[Path], list[str]]) -> None:
+def test_counted_links_stay_in_the_index_when_shards_are_added(
+    tmp_path: Path, warned: Callable[[Path], list[str]]
+) -> None:
     write(tmp_path / "d/0.tar", FEW)
     open_index(tmp_path / "d", ["0.tar"], TARS)
     write(tmp_path / "d/1.tar", [])

@@ -65,7 +65,7 @@ def test_buffered_row_returns_the_same_arrays(tmp_path: Path, name: str) -> None
 
 
 @every_store
-def test_other_values_are_an_error_that_names_what_reads_them(tmp_path: Path, name: str) -> None:
+def test_non_numeric_array_is_an_error_that_names_the_method_to_use(tmp_path: Path, name: str) -> None:
     table = pa.table({
         "ragged": [[[1], [2, 3]]], "holes": [[1, None]], "tags": [["a"]], "when": [datetime(2026, 1, 2)],
         "point": [{"x": 1}], "txt": ["text"], "none": pa.nulls(1, pa.list_(pa.int8())),

@@ -83,7 +83,7 @@ def test_two_files_of_one_part_have_a_position_each(shard: Path) -> None:
         assert (one.read(10), other.read(4), one.read(10)) == (NOISE[:10], NOISE[:4], NOISE[10:20])
 
 
-def test_zipfile_reads_it(tmp_path: Path) -> None:
+def test_zipfile_reads_a_member_file(tmp_path: Path) -> None:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as into:
         into.writestr("inside", NOISE)

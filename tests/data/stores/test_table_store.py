@@ -117,7 +117,7 @@ class Captions(sp.TaskEncoder):
         return sample.json()["caption"], sample["jpg"], rng.random()
 
 
-def test_resumes_are_exact(photos: Path) -> None:
+def test_run_over_tables_resumes_exactly(photos: Path) -> None:
     assert assert_exact_resume(partial(captions, photos / "t.json"), seed=3, lanes=2, steps=6, chains=1)
 
 
@@ -293,7 +293,7 @@ def test_excels_line_with_the_separator_is_an_error_that_says_what_to_do(tmp_pat
     assert sp.open_dataset(tmp_path / "a.csv")[0].json() == {"sep=": "1", "b": "2"}
 
 
-def test_list_with_nan_says_how_to_write_it(tmp_path: Path) -> None:
+def test_list_with_nan_is_an_error_that_says_how_to_write_it(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"a": 1.5}, {"a": NaN}]')
     with pytest.raises(ShardError, match=r"not a whole list of objects: .*Write null for NaN, or one object a line"):
         sp.open_dataset(tmp_path / "a.json")

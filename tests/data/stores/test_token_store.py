@@ -63,7 +63,7 @@ def test_windows_are_whole_and_a_short_remainder_is_not_a_sample(tmp_path: Path,
     assert found == [[*range(begin, begin + 9)] for begin in range(0, tokens - 8, 8)]
 
 
-def test_flat_files_use_the_given_dtype_or_that_of_npy(tmp_path: Path) -> None:
+def test_flat_files_use_the_dtype_argument_or_that_of_npy(tmp_path: Path) -> None:
     np.arange(10, dtype=np.uint32).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "b.npy", np.arange(12, dtype=np.int64).reshape(4, 3))
     store = open_store(tmp_path, format="tokens", length=3, dtype="uint32")
@@ -227,13 +227,13 @@ def token_pipeline(folder: Path, lane: sp.Lane) -> custom.Stage:
     return sp.Batcher(items, size=2)
 
 
-def test_documents_resume_exactly(tmp_path: Path) -> None:
+def test_run_over_documents_resumes_exactly(tmp_path: Path) -> None:
     write_bin(tmp_path / "a.bin", DOCUMENTS * 3)
     write_bin(tmp_path / "b.bin", DOCUMENTS)
     assert assert_exact_resume(partial(token_pipeline, tmp_path), lanes=2, steps=8, chains=1) > 8
 
 
-def test_headerless_arrays_use_the_given_dtype(tmp_path: Path) -> None:
+def test_headerless_arrays_use_the_dtype_argument(tmp_path: Path) -> None:
     for name in ("a.npy", "b.npy"):
         np.arange(30, dtype=np.uint16).tofile(tmp_path / name)
     samples = list(custom.TokenReader(tmp_path, sp.Lane(), length=10, dtype="uint16", shuffle=False, epochs=1))

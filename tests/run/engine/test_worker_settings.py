@@ -41,6 +41,6 @@ def test_number_of_workers_is_passed_once(make_shards: Any) -> None:
         sp.SavableLoader(pipeline, seed=3, num_workers=3, workers=sp.Workers(2))
 
 
-def test_max_in_flight_is_at_least_one() -> None:
+def test_max_in_flight_below_one_is_rejected() -> None:
     with pytest.raises(ValueError, match="max_in_flight must be at least 1, not 0"):
         sp.Acknowledge(max_in_flight=0)

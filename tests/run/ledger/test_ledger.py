@@ -421,7 +421,7 @@ def test_a_sample_takes_few_bytes(make_shards: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [[0], [5, 5, 5], [0, 255], [0, 256], [1 << 40, 3], [(1 << 62) + 1, 0], []])
-def test_columns_round_trip(values: list[int]) -> None:
+def test_packed_columns_unpack_to_equal_columns(values: list[int]) -> None:
     packed = pack_column(np.array(values)) if values else b""
     assert unpack_column(packed, len(values)).tolist() == values
 

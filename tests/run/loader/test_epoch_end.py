@@ -207,7 +207,7 @@ def test_length_equals_the_number_of_batches_of_an_epoch(make_shards: Any) -> No
             assert len(own) == len(list(own)) > 0
 
 
-def test_unknown_length_raises(make_shards: Any) -> None:
+def test_asking_for_an_unknown_length_raises(make_shards: Any) -> None:
     shards = str(make_shards([40]))
     endless = loader(lambda lane: sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), Ids()), size=2), tail="stop")
     for own in (

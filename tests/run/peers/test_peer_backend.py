@@ -80,7 +80,7 @@ def test_a_peer_may_overwrite_its_batches(shards: Path, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_batch_stays_while_the_first_rank_takes_others(shards: Path, workers: int) -> None:
+def test_viewed_batch_stays_valid_while_the_first_rank_takes_others(shards: Path, workers: int) -> None:
     expected = take(alone(shards), 30)
     with closing(loaders(shards, 2, num_workers=workers)) as found:
         on_each(found, lambda loader: take(loader, 1))
@@ -103,7 +103,7 @@ def test_a_peer_may_collect_many_batches(shards: Path, workers: int) -> None:
         assert [loader.stats()["viewed_batches"] <= 4 for loader in found] == [True] * 2
 
 
-def test_segments_are_reused(shards: Path) -> None:
+def test_peers_reuse_segments(shards: Path) -> None:
     def count_segments() -> int:
         maps = Path("/proc/self/maps").read_text().splitlines()
         return len({line.split()[4] for line in maps if "savable_pipeline batch" in line})
@@ -164,7 +164,7 @@ def test_only_the_first_builds(shards: Path) -> None:
 
 @pytest.mark.parametrize("tail", ["stop", "pad"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_epochs_end_alike(shards: Path, tail: Any, workers: int) -> None:
+def test_epochs_end_at_the_same_batch_on_all_peers(shards: Path, tail: Any, workers: int) -> None:
     def epochs(loader: sp.SavableLoader) -> list[list[str]]:
         return [take(loader, 1000) for _ in range(2)]
 
@@ -173,7 +173,7 @@ def test_epochs_end_alike(shards: Path, tail: Any, workers: int) -> None:
         assert on_each(found, epochs) == [expected] * 2
 
 
-def test_an_evaluation_restarts_alike(shards: Path) -> None:
+def test_evaluation_restarts_equally_on_all_peers(shards: Path) -> None:
     def evaluate(loader: sp.SavableLoader) -> list[list[str]]:
         return [take(loader, 3), take(loader, 1000), take(loader, 2)]
 
@@ -183,7 +183,7 @@ def test_an_evaluation_restarts_alike(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_they_skip_load_and_return_alike(shards: Path, workers: int) -> None:
+def test_peers_skip_load_and_return_to_the_same_position(shards: Path, workers: int) -> None:
     def travel(loader: sp.SavableLoader) -> list[list[str]]:
         seen = [take(loader, 3)]
         state = loader.state_dict()
@@ -200,7 +200,7 @@ def test_they_skip_load_and_return_alike(shards: Path, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_they_decide_alike(shards: Path, workers: int) -> None:
+def test_peers_apply_the_same_decisions(shards: Path, workers: int) -> None:
     def decide(loader: sp.SavableLoader) -> list[Any]:
         seen = take(loader, 3)
         loader.reconfigure(exclude=["0001", "0017"])
@@ -409,7 +409,7 @@ def test_a_peer_that_closes_its_loader_ends_the_first_rank(shards: Path) -> None
                 next(loader)
 
 
-def test_acknowledging_is_rejected(shards: Path) -> None:
+def test_acknowledging_loader_is_rejected_by_peers(shards: Path) -> None:
     with pytest.raises(ValueError, match="peers would acknowledge at different times"):
         loaders(shards, 2, acknowledge=True)
 

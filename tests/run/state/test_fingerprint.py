@@ -456,7 +456,7 @@ def test_each_library_that_decides_bytes_is_recorded(library: str, shards: Path)
 # The bytes.
 
 
-def test_fingerprint_round_trips(shards: Path) -> None:
+def test_packed_fingerprint_unpacks_to_an_equal_fingerprint(shards: Path) -> None:
     here = fingerprint(toy_pipeline(str(shards), sp.Lane()), seed=3, lanes=12)
     assert unpack_fingerprint(pack_fingerprint(here)) == Fingerprint(here.fields, here.environment, here.addresses)
 

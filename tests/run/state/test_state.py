@@ -24,7 +24,7 @@ from savable_pipeline.run.state.summary import summarize
 LANE = LaneState(3, epoch=1, batches=2, more=True, stages={"held": [[1, 0, 0]], "source": {"refs": b"\0" * 24}})
 
 
-def test_state_round_trips() -> None:
+def test_packed_state_unpacks_to_an_equal_state() -> None:
     assert unpack_state(pack_state(LANE), LaneState, "lane 3") == LANE
     assert unpack_state(bytearray(pack_state(LaneState(0, 0))), LaneState, "lane 0") == LaneState(0, 0)
 

@@ -62,7 +62,7 @@ def test_tensors_of_every_dtype_and_shape_round_trip(dtype: torch.dtype, shape: 
     ],
     ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.stride()}",
 )
-def test_non_contiguous_views(tensor: torch.Tensor) -> None:
+def test_non_contiguous_tensors_arrive_equal_and_writable(tensor: torch.Tensor) -> None:
     found = passed(tensor)
     assert torch.equal(found, tensor)
     found += 1
@@ -80,7 +80,7 @@ def test_non_contiguous_views(tensor: torch.Tensor) -> None:
     ],
     ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.stride()}",
 )
-def test_the_order_of_dimensions_in_memory_is_kept(tensor: torch.Tensor) -> None:
+def test_unpickled_tensor_has_the_same_memory_format(tensor: torch.Tensor) -> None:
     found = passed(tensor)
     assert torch.equal(found, tensor)
     sizes = [size > 1 for size in tensor.shape]

@@ -217,7 +217,7 @@ def pipeline(make_shards: Any) -> Any:
     return partial(images, str(make_shards([60, 60])))
 
 
-def test_kept_batches_do_not_change(pipeline: Any) -> None:
+def test_batches_that_the_trainer_still_views_do_not_change(pipeline: Any) -> None:
     with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2) as loader:
         kept = [batch for _, batch in zip(range(60), loader, strict=False)]
     for batch in kept:  # workers and loader are gone

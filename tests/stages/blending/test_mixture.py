@@ -98,7 +98,7 @@ class Ids(sp.TaskEncoder):
         return sample.json()["of"] + sample.key[-2:]
 
 
-def test_repetitions_end_together(write: Any) -> None:
+def test_sources_with_repetitions_end_at_about_the_same_time(write: Any) -> None:
     mixture = custom.read_mixture(
         write(
             """

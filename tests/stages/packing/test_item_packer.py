@@ -187,7 +187,7 @@ class Same(Packs):
         return len(item)
 
 
-def test_identical_item_objects_are_told_apart_by_position() -> None:
+def test_identical_item_objects_are_distinguished_by_position() -> None:
     items = sp.Encode(readers([4], shuffle=False)(0), Same())
     packs = custom.ItemPacker(items, size=4, select=pairs)
     next(packs), next(packs)

@@ -31,7 +31,7 @@ def test_links_that_are_not_parts_are_no_error(tmp_path: Path) -> None:
     assert run_conversion(tmp_path / "source", tmp_path / "out", Options(), reshard=True).samples == 1
 
 
-def test_a_compressed_tar_with_links_is_rejected_with_the_cure(tmp_path: Path) -> None:
+def test_a_compressed_tar_with_links_is_rejected_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     raw = write(tmp_path / "0.tar", FEW).read_bytes()
     (tmp_path / "source/0.tar.gz").write_bytes(gzip.compress(raw))
