@@ -109,18 +109,18 @@ class EncoderBatches(ChunkedStage, BatchStage):
         rows = [Element(part) for part in parts]
         make_elements(self.source, rows)
         lost = tuple([at for at, row in enumerate(rows) if type(row.value) is Skip])
-        left = [row.value for row in rows if type(row.value) is not Skip]
-        if not (left and self.lane.pad):
-            return self._calls.combined(left, number, self.info) if left else rows[0].value, lost
-        size = size or max(len(left), self._rows_of(left[0]))
-        filled = left + left[:1] * (size - len(left))
-        return self._marked(self._calls.combined(filled, number, self.info), len(left), size), lost
+        remaining = [row.value for row in rows if type(row.value) is not Skip]
+        if not (remaining and self.lane.pad):
+            return self._calls.combined(remaining, number, self.info) if remaining else rows[0].value, lost
+        size = size or max(len(remaining), self._rows_of(remaining[0]))
+        filled = remaining + remaining[:1] * (size - len(remaining))
+        return self._marked(self._calls.combined(filled, number, self.info), len(remaining), size), lost
 
     @abstractmethod
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
         """Return items and refs of the next batch, and the number of rows of a full one; None at the end.
 
-        Items of a batch that is skipped may be unmade.
+        Items of a batch that is skipped may be unbuilt.
         """
 
     def _combined(self, items: list[Any], refs: list[ItemRef]) -> Any:
@@ -158,7 +158,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
     def _restore_first(self, saved: Any) -> None:
         """Restore the ref of the lane's first item, unless it is now excluded."""
         self._first = None if saved is None else as_ref(saved)
-        if self._first is not None and self.info.excluded.left_of(self._first) != self._first:
+        if self._first is not None and self.info.excluded.remaining(self._first) != self._first:
             self._first = None  # an excluded item must not be in padding rows either
 
     def filler(self) -> Any:
@@ -176,7 +176,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
 
     def _any_item(self) -> Any:
         """Return an item of any sample of the dataset, for a lane without samples."""
-        refs = (ref for ref in _refs_of(self.source) if self.info.excluded.left_of(ref) == ref)
+        refs = (ref for ref in _refs_of(self.source) if self.info.excluded.remaining(ref) == ref)
         for ref in islice(refs, _TRIED):
             with contextlib.suppress(EncodeError):
                 item = self.source.fetch(ref)
@@ -216,13 +216,13 @@ def rebuild(last: Stage, ref: ItemRef, size: int) -> tuple[Any, ItemRef, tuple[i
         size: The number of rows that it had with padding; 0 without padding.
     """
     number, rows = batch_rows(ref)
-    left = {row: part for row, whole in enumerate(rows) if (part := last.info.left_of(whole)) is not None}
-    if left:
-        maker, wanted = maker_of(last), (*number, *left.values())
+    remaining = {row: part for row, whole in enumerate(rows) if (part := last.info.remaining(whole)) is not None}
+    if remaining:
+        maker, wanted = maker_of(last), (*number, *remaining.values())
         batch, lost = maker.rebuilt(wanted, size) if isinstance(maker, EncoderBatches) else (maker.fetch(wanted), ())
-        left = {row: part for at, (row, part) in enumerate(left.items()) if at not in lost}
-        if left and type(batch) is not Skip:
-            return batch, (*number, *left.values()), tuple(left)
+        remaining = {row: part for at, (row, part) in enumerate(remaining.items()) if at not in lost}
+        if remaining and type(batch) is not Skip:
+            return batch, (*number, *remaining.values()), tuple(remaining)
     if last.lane.pad:
         return cast(BatchStage, last).filler(), (), ()
     for batch in last:
@@ -244,7 +244,7 @@ def _refs_of(stage: Stage) -> Iterator[ItemRef]:
 
 
 class _BatcherState(msgspec.Struct):
-    held: list[Any]
+    elements: list[Any] = msgspec.field(name="held")
     count: SavedCount
     source: dict[str, Any]
     first: Any = None
@@ -285,8 +285,8 @@ class Batcher(EncoderBatches):
         check_count("Batcher", "size", size)
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self.size = size
-        self._held = ItemBuffer(self)  # items of the next batch
-        self._leaves_out = source.info.gives_excluded  # drop excluded samples, if no `Encode` has done so
+        self._buffer = ItemBuffer(self)  # items of the next batch
+        self._drops_excluded = source.info.gives_excluded  # drop excluded samples, if no `Encode` has done so
         set_batch_size(source, size)
 
     def describe(self) -> StageInfo:
@@ -300,7 +300,7 @@ class Batcher(EncoderBatches):
         items = self._fill(self.size)
         if len(items) < (self.size if self.drop_last else 1):
             return None
-        refs = self._held.refs(self.size)
+        refs = self._buffer.refs(self.size)
         self._note_first(refs[0])
         return items, refs, self.size
 
@@ -313,7 +313,7 @@ class Batcher(EncoderBatches):
         More may be buffered if the state was saved with a larger `size`.
         """
         super()._gave(refs)
-        self._held.drop(len(refs))
+        self._buffer.drop(len(refs))
 
     def more(self) -> bool:
         """Return whether another batch follows.
@@ -332,22 +332,22 @@ class Batcher(EncoderBatches):
             lane: The number of the lane.
             epoch: The number of the pass.
         """
-        items = None if self._leaves_out else count_of(self.source, lane, epoch)
+        items = None if self._drops_excluded else count_of(self.source, lane, epoch)
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 
     def _fill(self, n: int) -> list[Any]:
         """Return the next `n` items, or fewer at the end. Items that are only skipped may be unbuilt."""
-        while len(items := self._held.values(n, skips=self.lane.skips)) < n and self._take(n):
+        while len(items := self._buffer.values(n, skips=self.lane.skips)) < n and self._take(n):
             pass
         return items
 
     def _take(self, n: int) -> bool:
         """Take items until `n` are buffered. Returns False at the end."""
-        if not self._leaves_out:
-            return self._held.fill(n) > 0
-        elements = take_elements(self.source, n - len(self._held))
-        left = set(known_refs(self, [element.ref for element in elements]))
-        self._held.add([element for element in elements if element.ref in left])
+        if not self._drops_excluded:
+            return self._buffer.fill(n) > 0
+        elements = take_elements(self.source, n - len(self._buffer))
+        remaining = set(known_refs(self, [element.ref for element in elements]))
+        self._buffer.add([element for element in elements if element.ref in remaining])
         return bool(elements)
 
     def save_state(self) -> State:
@@ -356,14 +356,14 @@ class Batcher(EncoderBatches):
         Of items, refs and sizes are saved.
         """
         first = {} if self._first is None else {"first": self._first}
-        return {"held": self._held.save(), "count": self._count, "source": self.source.save_state(), **first}
+        return {"held": self._buffer.save(), "count": self._count, "source": self.source.save_state(), **first}
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`, without reading a sample."""
         saved = parse_state(self, state, _BatcherState)
         self._restore_first(saved.first)
         self.source.restore_state(saved.source)
-        self._held.restore(saved.held)
+        self._buffer.restore(saved.elements)
         self._count = saved.count
 
     def settings(self) -> dict[str, Any]:

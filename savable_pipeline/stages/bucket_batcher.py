@@ -27,10 +27,10 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.batcher import EncoderBatches
-from savable_pipeline.stages.chunked_stage import is_certain, make_elements
+from savable_pipeline.stages.chunked_stage import is_certain, make_elements, value_of
 from savable_pipeline.stages.item_buffer import ItemBuffer
 from savable_pipeline.stages.item_ref import Element, ItemRef
-from savable_pipeline.stages.skipped_samples import SourceCounts, max_empty_samples
+from savable_pipeline.stages.skipped_samples import SourceCounts
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_settings import SettingRule, check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -62,7 +62,7 @@ class BucketSizes:
         *,
         grouped: bool,
     ) -> None:
-        self._given, self._max_tokens, self._grouped = size, max_tokens, grouped
+        self._size_argument, self._max_tokens, self._grouped = size, max_tokens, grouped
         self.bounds = [index(bound) for bound in bounds]
         if any(a >= b for a, b in pairwise([0, *self.bounds])) or not (self.bounds or grouped):
             raise ValueError(f"BucketBatcher: bounds must be positive lengths in ascending order, not {bounds}")
@@ -73,14 +73,11 @@ class BucketSizes:
         self.buckets = len(self.bounds) or 1
         self._groups: dict[Group, list[int]] = {}
         self._every: list[int] = []
-        self._of_group: Callable[[Group], int] | None = None
         if max_tokens is not None:
             self._every = self._by_tokens(max_tokens)
         elif isinstance(size, Mapping):
             self._groups = {plain_group(group): self._sizes(each) for group, each in size.items()}
-        elif callable(size):
-            self._of_group = size
-        elif size is not None:
+        elif size is not None and not callable(size):
             self._every = self._sizes(size)
 
     def _by_tokens(self, max_tokens: int) -> list[int]:
@@ -107,10 +104,10 @@ class BucketSizes:
 
         Raises ValueError for a group without a size.
         """
-        if self._of_group is not None:
-            return self._sizes(self._of_group(group))[bucket]
-        if not self._groups:
+        if self._every:
             return self._every[bucket]
+        if callable(self._size_argument):
+            return self._sizes(self._size_argument(group))[bucket]
         if group not in self._groups:
             known = ", ".join(map(repr, self._groups))
             raise ValueError(f"group {group!r} has no size. Add one. Sizes exist for {known}.")
@@ -127,9 +124,9 @@ class BucketSizes:
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments, for a fingerprint."""
-        size: Any = self._given
-        if self._of_group is not None:
-            return {"bounds": self.bounds, "max_tokens": None, **function_settings("size", self._of_group)}
+        size: Any = self._size_argument
+        if callable(size):
+            return {"bounds": self.bounds, "max_tokens": None, **function_settings("size", size)}
         # sorted, because the order does not matter; a list, because keys need not be strings
         if isinstance(size, Mapping):
             size = sorted(([plain_group(group), each] for group, each in size.items()), key=repr)
@@ -211,12 +208,12 @@ class BucketRule:
         """Return the fraction of a batch that an item is, in units of `_BATCH`."""
         return max(1, _BATCH // self._sizes.of(*bucket))
 
-    def choose(self, n: int, held: Mapping[BucketKey, int], full: Collection[BucketKey]) -> BucketKey:
+    def choose(self, n: int, items: Mapping[BucketKey, int], full: Collection[BucketKey]) -> BucketKey:
         """Choose the bucket of batch n among `full`, which is not empty.
 
-        `held` has the number of items by bucket.
+        `items` has the number of items by bucket.
         """
-        widths = self._widths(held)
+        widths = self._widths(items)
         wanted = self._ranks.rank(n) * sum(widths.values())
         begin, chosen = 0, None
         for bucket in sorted(widths, key=lambda bucket: (bucket[1], repr(bucket[0]))):
@@ -226,11 +223,11 @@ class BucketRule:
         assert chosen is not None, "a full bucket holds items"
         return chosen
 
-    def _widths(self, held: Mapping[BucketKey, int]) -> dict[BucketKey, int]:
+    def _widths(self, items: Mapping[BucketKey, int]) -> dict[BucketKey, int]:
         """Return the width of each bucket that has or had items; fractions are relative to the sum."""
         scale = WIDER * self._candidates
         widths = {bucket: scale * count * self._parts(bucket) for bucket, count in self._came.items()}
-        for bucket, count in held.items():
+        for bucket, count in items.items():
             widths[bucket] = widths.get(bucket, 0) + self._total * count // self._sizes.of(*bucket)
         return widths
 
@@ -346,10 +343,10 @@ class BucketBatcher(EncoderBatches):
         key = self._next_bucket()
         if key is None:
             return None
-        held, size = self._buckets[key], self._size(key)
-        refs, self._due_key = held.refs(size), key
+        buffer, size = self._buckets[key], self._size(key)
+        refs, self._due_key = buffer.refs(size), key
         self._note_first(refs[0])
-        return held.values(size, skips=self.lane.skips), refs, size
+        return buffer.values(size, skips=self.lane.skips), refs, size
 
     def _rows_of(self, item: Any) -> int:
         key = self._key(Element((), item))
@@ -364,9 +361,9 @@ class BucketBatcher(EncoderBatches):
 
     def _make_items(self, key: BucketKey) -> bool:
         """Build the missing items of a bucket's next batch. Returns False if one of them left the bucket."""
-        held = self._buckets[key]
-        due = range(min(self._size(key), len(held)))
-        return held.made == len(held) or all(self._is_skipped(held[i]) or self._make(key, i) for i in due)
+        buffer = self._buckets[key]
+        due = range(min(self._size(key), len(buffer)))
+        return buffer.built == len(buffer) or all(self._is_skipped(buffer[i]) or self._make(key, i) for i in due)
 
     def _is_skipped(self, element: Element) -> bool:
         """Return whether an element need not be built, because its batch is skipped and the element cannot be lost."""
@@ -376,10 +373,10 @@ class BucketBatcher(EncoderBatches):
         """Also drop the items of the batch, and move its bucket to the end."""
         super()._gave(refs)
         if refs:
-            held = self._buckets.pop(self._due_key)
-            held.drop(len(refs))
-            if held:
-                self._buckets[self._due_key] = held
+            buffer = self._buckets.pop(self._due_key)
+            buffer.drop(len(refs))
+            if buffer:
+                self._buckets[self._due_key] = buffer
 
     def more(self) -> bool:
         """Return whether another batch will come. This fills a bucket."""
@@ -388,7 +385,7 @@ class BucketBatcher(EncoderBatches):
     def _fill(self) -> BucketKey | None:
         """Take items until enough batches are full, and return the bucket of the next batch, or None at the end."""
         room = 1 if self._rule is None else self._rule.room(self._count)
-        full = {key: each for key, held in self._buckets.items() if (each := len(held) // self._size(key))}
+        full = {key: each for key, buffer in self._buckets.items() if (each := len(buffer) // self._size(key))}
         count = sum(full.values())
         while count < room and (self._taken or self._taken.fill(1)):
             key = self._put_taken()
@@ -396,8 +393,8 @@ class BucketBatcher(EncoderBatches):
                 full[key] = 1
                 count += 1
         if full and self._rule is not None:
-            held_items = {key: len(held) for key, held in self._buckets.items()}
-            return self._rule.choose(self._count, held_items, full)
+            waiting = {key: len(buffer) for key, buffer in self._buckets.items()}
+            return self._rule.choose(self._count, waiting, full)
         return min(full or ([] if self.drop_last else self._buckets), key=lambda key: key[1], default=None)
 
     def _size(self, key: BucketKey) -> int:
@@ -406,25 +403,24 @@ class BucketBatcher(EncoderBatches):
     def _put_taken(self) -> BucketKey | None:
         """Put the taken item into its bucket, and return the bucket, or None if the item is dropped."""
         element = self._taken[0]
-        key = self._key_unmade(element)
+        key = self._key_unbuilt(element)
         if key is None:
-            if not element.is_made:
-                make_elements(self.source, [element])
-            key = None if type(element.value) is Skip else self._key(element)  # a `Skip` was counted upstream
+            is_lost = type(value_of(self.source, element)) is Skip  # which was counted upstream
+            key = None if is_lost else self._key(element)
         if key is not None and key[1] == self._sizes.buckets:
             self._skipped(element.ref)
             key = None
         elif key is not None:
-            self._by_source.kept_one(element.ref)
+            self._by_source.count_item(element.ref)
             self._put(key, element.value, element.ref)
             if self._rule is not None:
                 self._rule.came(key)
         self._taken.drop(1)
         return key
 
-    def _key_unmade(self, element: Element) -> BucketKey | None:
+    def _key_unbuilt(self, element: Element) -> BucketKey | None:
         """Return the bucket of an element that is only skipped, if it is known without building the element."""
-        if self.group is not None or element.is_made or not self._is_skipped(element):
+        if self.group is not None or element.is_built or not self._is_skipped(element):
             return None
         if not self.bounds:
             return None, 0
@@ -443,17 +439,17 @@ class BucketBatcher(EncoderBatches):
 
     def _skipped(self, ref: ItemRef) -> None:
         """Count an item that is too long. Raises `EncodeError` for very many in a row."""
-        _, row = self._by_source.left_out("longer than the last bound", ref)
-        if row >= max_empty_samples(self.info.population):
+        row = self._by_source.count_dropped("longer than the last bound", ref)
+        if row >= self.info.max_empty:
             raise EncodeError(
                 f"BucketBatcher: {row:,} items in a row were longer than the last bound, {self.bounds[-1]}. Raise it."
             )
 
     def _make(self, key: BucketKey, i: int) -> bool:
         """Build item `i` of a bucket. Returns False if it is lost, or if it is a pack that lost items and moved."""
-        held = self._buckets[key]
-        element = held[i]
-        if element.is_made:
+        buffer = self._buckets[key]
+        element = buffer[i]
+        if element.is_built:
             return True
         copy = Element(element.ref, sizes=element.sizes)
         make_elements(self.source, [copy])
@@ -468,8 +464,8 @@ class BucketBatcher(EncoderBatches):
                 f"Use the saved data and {self._calls.encoder_name}, which must depend on the sample and `rng` alone."
                 f"\n  item {ref} of {self.lane}"
             )
-        held.remove(i)
-        if not held:
+        buffer.remove(i)
+        if not buffer:
             del self._buckets[key]
         if found is not None:
             self._put(found, item, ref)
@@ -477,7 +473,9 @@ class BucketBatcher(EncoderBatches):
 
     def _put(self, key: BucketKey, item: Any, ref: ItemRef) -> None:
         """Append an item to a bucket."""
-        self._buckets.setdefault(key, ItemBuffer(self)).add([Element(ref, item)])
+        if key not in self._buckets:
+            self._buckets[key] = ItemBuffer(self)
+        self._buckets[key].add([Element(ref, item)])
 
     def save_state(self) -> State:
         """Return the position.
@@ -515,10 +513,10 @@ class BucketBatcher(EncoderBatches):
         self.source.restore_state(saved.source)
         self._buckets = {}
         for key, elements in zip(keys, saved.buckets, strict=True):
-            held = ItemBuffer(self)
-            held.restore(elements)
-            if held:
-                self._buckets[key] = held
+            buffer = ItemBuffer(self)
+            buffer.restore(elements)
+            if buffer:
+                self._buckets[key] = buffer
         self._taken.restore(saved.taken)
         self._count = saved.count
         if self._rule is not None:

@@ -120,9 +120,8 @@ def last_element(stage: Stage, value: Any) -> Element:
     source = stage
     while isinstance(source, PassThrough):
         source = source.source
-    if isinstance(source, ChunkedStage):
-        return Element(as_ref(stage.ref), value, source.sizes, measured=source.measured)
-    return Element(as_ref(stage.ref), value)
+    sizes, measured = (source.sizes, source.measured) if isinstance(source, ChunkedStage) else (None, None)
+    return Element(as_ref(stage.ref), value, sizes, measured=measured)
 
 
 def take_elements(stage: Stage, n: int) -> list[Element]:
@@ -153,6 +152,21 @@ def make_elements(stage: Stage, elements: Sequence[Element]) -> None:
         return
     for element in elements:
         element.value = stage.fetch(element.ref)
+
+
+def value_of(stage: Stage, element: Element) -> Any:
+    """Return the value of an element of a stage, which is built if it is missing.
+
+    It is a `Skip` if that is impossible.
+    """
+    if not element.is_built:
+        make_elements(stage, [element])
+    return element.value
+
+
+def without_lost(elements: Sequence[Element]) -> list[Element]:
+    """Return the elements without those that could not be rebuilt."""
+    return [element for element in elements if type(element.value) is not Skip]
 
 
 def is_certain(stage: Stage, ref: ItemRef) -> bool:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from savable_pipeline.core.on_error import from_user_code
 from savable_pipeline.errors import EncodeError
+from savable_pipeline.stages.stage_settings import function_name
 
 Cost: TypeAlias = Callable[[int, int], int]
 Size: TypeAlias = tuple[int, int]  # length in tokens and number of images of a document
@@ -92,9 +93,7 @@ class Costing:
     @property
     def name(self) -> str:
         """The name of the function in a saved state."""
-        if isinstance(self._cost, _AttentionCost):
-            return str(self._cost)
-        return str(getattr(self._cost, "__qualname__", type(self._cost).__qualname__))
+        return str(self._cost) if isinstance(self._cost, _AttentionCost) else function_name(self._cost)
 
     def of(self, length: int, images: int) -> int:
         """Return the cost of one document."""

@@ -31,12 +31,13 @@ from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import lane_encoder, seeding_of
 from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef
+from savable_pipeline.stages.length_column import LengthColumn
 from savable_pipeline.stages.mapped_function import MappedFunction, encoder_call
 from savable_pipeline.stages.purity_check import PurityCheck
 from savable_pipeline.stages.skipped_samples import EXCLUDED, SkippedSamples, absent_reason
 from savable_pipeline.stages.stage import ItemStage, SampleStage, State, parse_state, saved_refs
 from savable_pipeline.stages.stage_info import StageInfo
-from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings, overrides
 
 EncodeCall: TypeAlias = Callable[[Sample, Rng], Any]
 
@@ -118,6 +119,9 @@ class Encode(ChunkedStage, ItemStage):
         self.on_error, self._encoder = on_error, encoder
         self.one_to_one = encoder.one_to_one
         self.keyed = KeyedEncoder(encoder, source.lane, check=check)
+        if encoder.length_column is not None:
+            column = LengthColumn(encoder.length_column, source)
+            self.keyed.declared.length_of, self.datasets = column.of, column.datasets
         self._plain: set[type] = set()  # types of items so far, without `Skip` and iterators
         # samples taken without encoding, with declared sizes
         self._opened: dict[ItemRef, tuple[Sample, Size | None]] = {}
@@ -140,7 +144,7 @@ class Encode(ChunkedStage, ItemStage):
         try:
             while len(elements) < n:
                 if ahead.next == len(ahead.refs):
-                    if not ahead.load(self.source, max(n - len(elements), _AHEAD), keep=first):
+                    if not ahead.load(self.source, max(n - len(elements), _AHEAD), first=first):
                         break
                     first = 0
                 mark, checks, fan, count = self._skipped.mark(), self.keyed.check.remaining, self._fan, self._part
@@ -148,7 +152,7 @@ class Encode(ChunkedStage, ItemStage):
                     if fan is not None:
                         self._take_parts(elements, n)
                     elif self.keyed.declared.known or (self.lane.skips and self._makes_all):
-                        self._take_unmade(elements)
+                        self._take_unbuilt(elements)
                     else:
                         self._take_samples(elements, n)
                 except DrawFound:  # the row has no effect, and is repeated
@@ -164,10 +168,10 @@ class Encode(ChunkedStage, ItemStage):
         self.counts["items"] += len(elements)
         return elements
 
-    def _take_unmade(self, elements: list[Element]) -> None:
+    def _take_unbuilt(self, elements: list[Element]) -> None:
         """Take the next sample without encoding it, if its size is declared, or if the lane only skips its item."""
         sample, size, skips = self._ahead.samples[self._ahead.next], None, False
-        if not self._is_left_out(sample):
+        if not self._is_dropped(sample):
             self._report_sample(sample)
             skips = self.lane.skips and self._makes_all and sample.origin.on_error == "raise"
             try:
@@ -189,7 +193,7 @@ class Encode(ChunkedStage, ItemStage):
         self._ahead.next += 1
         elements.append(element)
 
-    def _is_left_out(self, sample: Sample) -> bool:
+    def _is_dropped(self, sample: Sample) -> bool:
         """Return whether a sample is avoided, excluded, or missing in a joined dataset."""
         avoided = (sample.index, sample.epoch) in self._skipped.avoided
         return avoided or sample.index in self.info.excluded or bool(absent_reason(sample.origin))
@@ -228,7 +232,7 @@ class Encode(ChunkedStage, ItemStage):
                     break  # otherwise a draw in a later sample would undo this count
                 if type(item) not in plain:
                     if type(item) is Skip or hasattr(item, "__next__"):
-                        if self._fans_out(sample, item, rng or Rng(base, (index, epoch, 0))):
+                        if self._opens_fan(sample, item, rng or Rng(base, (index, epoch, 0))):
                             return
                         continue
                     self._add_plain(item)
@@ -246,11 +250,11 @@ class Encode(ChunkedStage, ItemStage):
         """Record the type of an item. Warn once per process about a list of dicts, which collates badly."""
         self._plain.add(type(item))
         dicts = type(item) is list and item and all(isinstance(part, dict) for part in item)
-        if dicts and not (_has(self._encoder, "batch") or _has(self._encoder, "pack")):
+        if dicts and not (overrides(self._encoder, "batch") or overrides(self._encoder, "pack")):
             warn = partial(log.warning, _LIST, encoder_call(self._encoder), len(item))
             self.lane.shared(("list", id(self._encoder)), warn)
 
-    def _fans_out(self, sample: Sample, item: Any, rng: Rng) -> bool:
+    def _opens_fan(self, sample: Sample, item: Any, rng: Rng) -> bool:
         """Return whether the encoder's result is an iterator of parts. Count the sample if it is a `Skip`."""
         if self._encoder.one_to_one:
             raise self._skipped.failed(sample, TypeError(f"one_to_one is set, but it returned {item!r}"))
@@ -269,7 +273,7 @@ class Encode(ChunkedStage, ItemStage):
         """Take parts of the next sample until there are `n` items or no more parts."""
         fan, skipped, seeding = self._fan, self._skipped, self.keyed.seeding
         assert fan is not None
-        if fan.made is None and self._is_left_out(fan.sample):
+        if fan.encoded is None and self._is_dropped(fan.sample):
             self._fan = None  # it started before the state was saved; the rest is dropped
             return
         self._report_sample(fan.sample)
@@ -324,9 +328,9 @@ class Encode(ChunkedStage, ItemStage):
         `EncodeError` if the encoder raises, or no longer yields this part of the sample.
         """
         for element in elements:
-            element.value = self._made(element)
+            element.value = self._rebuilt(element)
 
-    def _made(self, element: Element) -> Any:
+    def _rebuilt(self, element: Element) -> Any:
         """Rebuild an item, or return the `Skip` of a lost or excluded sample."""
         ref = element.ref
         sample, size = self._opened.pop(ref[:2], (None, None)) if type(ref) is tuple else (None, None)
@@ -374,7 +378,7 @@ class Encode(ChunkedStage, ItemStage):
         `SkippedSamples.save_state`.
         """
         return {
-            "refs": self._ahead.left.tobytes(),
+            "refs": self._ahead.remaining.tobytes(),
             "part": self._part,
             "samples": self._ahead.done,
             **self._skipped.save_state(),
@@ -386,14 +390,14 @@ class Encode(ChunkedStage, ItemStage):
         saved = parse_state(self, state, EncodeState)
         self.source.restore_state(saved.source)
         refs = saved_refs(self, saved.refs)
-        left = known_refs(self, refs)
-        self._ahead.restore(self.source, left, saved.samples)
+        remaining = known_refs(self, refs)
+        self._ahead.restore(self.source, remaining, saved.samples)
         if saved.part and not len(refs):
             raise CheckpointMismatchError(
                 f"Encode: the state is damaged (part {saved.part} of no sample). Use another copy of the checkpoint."
             )
         # compared as bytes, because NumPy's comparison of structured arrays turns Ctrl-C into another error
-        begun = saved.part > 0 and left[:1].tobytes() == refs[:1].tobytes()
+        begun = saved.part > 0 and remaining[:1].tobytes() == refs[:1].tobytes()
         self._fan = FanOut(self.keyed, self._ahead.samples[0], count=saved.part) if begun else None
         self._skipped.restore(self, saved.errors, saved.avoided)
 
@@ -485,8 +489,8 @@ class KeyedEncoder:
         An iterator that rebuilt an earlier part of the sample is used again. Raises `EncoderError`.
         """
         fan, self._open = self._open, None
-        if fan is not None and fan.made and fan.count <= part and fan.sample.ref == sample.ref:
-            return fan.made, fan.count
+        if fan is not None and fan.encoded and fan.count <= part and fan.sample.ref == sample.ref:
+            return fan.encoded, fan.count
         return self.encoded(sample), 0
 
     def part(self, sample: Sample, element: Element, declared: Size | None) -> Any:
@@ -495,17 +499,17 @@ class KeyedEncoder:
         Raises `EncoderError`, or `EncodeError` if the sample has no such part this time.
         """
         part = part_of(element.ref)
-        (made, rng), count = self.opened(sample, part)
+        (result, rng), count = self.opened(sample, part)
         try:
-            self.declared.check(sample, element, made, declared)
+            self.declared.check(sample, element, result, declared)
         except EncodeError:
             raise
         except Exception as error:
             raise EncoderError(error) from error
-        if not hasattr(made, "__next__"):
-            item = made if not part or type(made) is Skip else DONE
+        if not hasattr(result, "__next__"):
+            item = result if not part or type(result) is Skip else DONE
         else:
-            fan = self._open = FanOut(self, sample, (made, rng), count=count)
+            fan = self._open = FanOut(self, sample, (result, rng), count=count)
             item = fan.next() if fan.pass_over(part) else DONE
         if item is DONE:
             raise EncodeError(
@@ -518,56 +522,56 @@ class KeyedEncoder:
 class FanOut:
     """Iterator over the items of a sample that fans out.
 
-    `count` is the number of items so far, including a `Skip`. `made` has the encoder's iterator and its random numbers;
-    without it, the sample is encoded when the next item is requested.
+    `count` is the number of items so far, including a `Skip`. `encoded` has the encoder's iterator and its random
+    numbers; without it, the sample is encoded when the next item is requested.
     """
 
     def __init__(
-        self, keyed: KeyedEncoder, sample: Sample, made: tuple[Any, Rng] | None = None, *, count: int = 0
+        self, keyed: KeyedEncoder, sample: Sample, encoded: tuple[Any, Rng] | None = None, *, count: int = 0
     ) -> None:
         self.sample, self.count = sample, count
-        self._keyed, self.made = keyed, made
+        self._keyed, self.encoded = keyed, encoded
 
     def next(self) -> Any:
         """Return the next item, or `DONE` after the last one.
 
         Raises `EncoderError`, and `CheckpointMismatchError` if there are fewer items than were yielded before.
         """
-        if self.made is not None:
-            return self._next(*self.made)
+        if self.encoded is not None:
+            return self._next(*self.encoded)
         wanted = self.count
-        self.made, self.count = self._keyed.opened(self.sample, wanted)
-        if not hasattr(self.made[0], "__next__") or not self.pass_over(wanted):
+        self.encoded, self.count = self._keyed.opened(self.sample, wanted)
+        if not hasattr(self.encoded[0], "__next__") or not self.pass_over(wanted):
             raise CheckpointMismatchError(
                 f"Encode: sample {self.sample.key!r} of {self.sample.shard} yields fewer items than in the saved "
                 "run. Use its encoder, which must depend on the sample and `rng` alone."
             )
-        return self._next(*self.made)
+        return self._next(*self.encoded)
 
     def pass_over(self, parts: int) -> bool:
         """Skip items until `count` is `parts`. Returns False if there are fewer.
 
         Items are not built if the iterator has `pass_over`.
         """
-        assert self.made is not None
-        made, rng = self.made
-        if parts > self.count and (pass_over := getattr(made, "pass_over", None)) is not None:
+        assert self.encoded is not None
+        items, rng = self.encoded
+        if parts > self.count and (pass_over := getattr(items, "pass_over", None)) is not None:
             try:
                 self.count += index(pass_over(parts - self.count))
             except Exception as error:
                 raise EncoderError(error) from error
         else:
-            while self.count < parts and self._next(made, rng) is not DONE:
+            while self.count < parts and self._next(items, rng) is not DONE:
                 pass
         return self.count == parts
 
-    def _next(self, made: Iterator[Any], rng: Rng) -> Any:
+    def _next(self, items: Iterator[Any], rng: Rng) -> Any:
         """Return the next item of the encoder's iterator, with random numbers of this part, or `DONE`."""
         rng.rekey((self.sample.index, self.sample.epoch, self.count))
         if self._keyed.seeding.seed is not None:
             self._keyed.seeding.seed(rng.key)
         try:
-            item = next(made, DONE)
+            item = next(items, DONE)
         except Exception as error:
             raise EncoderError(error) from error
         self.count += item is not DONE
@@ -587,11 +591,18 @@ def part_of(ref: ItemRef | Ref) -> int:
 
 
 class DeclaredSize:
-    """Calls `length_of` and `images_of` of an encoder. `known` is whether it has them."""
+    """Sizes by `length_of` and `images_of` of an encoder, or by its length column.
+
+    `known` is whether it has them.
+    """
 
     def __init__(self, encoder: TaskEncoder) -> None:
         self._encoder = encoder
-        self.known = _has(encoder, "length_of") and (_has(encoder, "images_of") or not _has(encoder, "images"))
+        self.length_of = encoder.length_of
+        has_images = overrides(encoder, "images_of") or not overrides(encoder, "images")
+        self.known = has_images and (encoder.length_column is not None or overrides(encoder, "length_of"))
+        if encoder.length_column is not None and not has_images:
+            raise ValueError(f"{type(encoder).__name__} has length_column and images. Add images_of.")
 
     def of(self, sample: Sample) -> Size | None:
         """Return (length, images) of a sample's item, or None if they are unknown.
@@ -600,7 +611,7 @@ class DeclaredSize:
         """
         if not self.known:
             return None
-        length = self._encoder.length_of(sample)
+        length = self.length_of(sample)
         return None if length is None else (index(length), index(self._encoder.images_of(sample)))
 
     def check(self, sample: Sample, element: Element, item: Any, declared: Size | None) -> None:
@@ -613,22 +624,20 @@ class DeclaredSize:
         if planned is None or not self.known:
             return
         name = type(self._encoder).__name__
+        length_of = "length_of" if self._encoder.length_column is None else "length_column"
         where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"
         if type(item) is Skip or hasattr(item, "__next__"):
             did = f"skipped the sample with {item.reason!r}" if type(item) is Skip else "yields several items"
             raise EncodeError(
-                f"{name}.length_of declared {planned[0]}, but encode {did}. Return None from it.\n  {where}"
+                f"{name}.{length_of} declared {planned[0]}, but encode {did}. Use length_of, which may return None."
+                f"\n  {where}"
             )
         element.measured = self._encoder, index(self._encoder.length(item))
         found = element.measured[1], self._encoder.images(item)
-        for method, before, after in zip(("length", "images"), planned, found, strict=True):
+        names = (length_of, "length"), ("images_of", "images")
+        for (declared_by, method), before, after in zip(names, planned, found, strict=True):
             if before != after:
                 raise EncodeError(
-                    f"{name}.{method}_of declared {before}, but {method} of the item is {after}. The two must "
+                    f"{name}.{declared_by} declared {before}, but {method} of the item is {after}. The two must "
                     f"agree, also after a resume.\n  {where}"
                 )
-
-
-def _has(encoder: TaskEncoder, method: str) -> bool:
-    """Return whether an encoder overrides a method of `TaskEncoder`."""
-    return getattr(getattr(encoder, method), "__func__", None) is not getattr(TaskEncoder, method)

@@ -22,7 +22,7 @@ from savable_pipeline.stages.item_ref import Element
 from savable_pipeline.stages.mapped_function import MappedFunction, encoder_call
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import function_name
-from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings
+from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_settings, overrides
 
 
 def check_encoder(stage: str, encoder: object) -> None:
@@ -74,7 +74,7 @@ def seeding_of(encoder: TaskEncoder, lane: Lane, method: str = "encode") -> Seed
     function = encoder.function if isinstance(encoder, MappedFunction) else encoder
     name = encoder_call(encoder) if method == "encode" else f"{type(encoder).__name__}.{method}"
     setting = encoder.global_rng
-    if setting is None and method == "batch" and getattr(encoder.batch, "__func__", None) is TaskEncoder.batch:
+    if setting is None and method == "batch" and not overrides(encoder, "batch"):
         setting = False  # torch's collation draws nothing
 
     key = ("seeding", id(function), method, setting)
@@ -96,8 +96,8 @@ class EncoderCalls:
         check_encoder(stage, encoder)
         if encoder is not upstream.encoder:
             encoder = upstream.lane.own(encoder)
-        if combine == "pack" and getattr(encoder.pack, "__func__", None) is TaskEncoder.pack:
-            mapped = type(encoder).__name__ == "MappedFunction"
+        if combine == "pack" and not overrides(encoder, "pack"):
+            mapped = isinstance(encoder, MappedFunction)
             fix = "Use .encode() with an encoder that has pack()" if mapped else "Write one, or remove the packer"
             raise ValueError(f"{stage}: {type(encoder).__name__} has no pack(items, rng). {fix}.")
         self.encoder = encoder
@@ -106,7 +106,7 @@ class EncoderCalls:
         self.encoder_name = type(encoder).__name__
         self._stage, self._lane, self._combine = stage, upstream.lane, combine
         self._key: int | None = None
-        self.has_images = getattr(encoder.images, "__func__", None) is not TaskEncoder.images
+        self.has_images = overrides(encoder, "images")
         self._combined = encoder.pack if combine == "pack" else encoder.batch
         self._seeding = seeding_of(encoder, self._lane, combine)
 
@@ -155,7 +155,7 @@ class EncoderCalls:
 
         The result is None if the encoder has no `length`.
         """
-        if getattr(self.encoder.length, "__func__", None) is TaskEncoder.length:
+        if not overrides(self.encoder, "length"):
             return None
         return tuple((self.length(element, least=0), self.images(element.value)) for element in elements)
 
@@ -186,8 +186,7 @@ class EncoderCalls:
 
     def images(self, item: Any) -> int:
         """Return the number of images of an item."""
-        images: int = self.value("images", item, partial(_at_least, 0)) if self.has_images else 0
-        return images
+        return int(self.value("images", item, partial(_at_least, 0))) if self.has_images else 0
 
     def cut(self, item: Any, start: int, stop: int) -> Any:
         """Return the tokens `start` to `stop - 1` of an item."""

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from savable_pipeline.core.global_rng import DrawFound
-from savable_pipeline.core.on_error import OnError, check_on_error, described, from_user_code, reason_of, skips
+from savable_pipeline.core.on_error import OnError, check_on_error, described, from_user_code, reason_of
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, RefArray, skip_counters
 from savable_pipeline.data.dataset.sample import Sample
@@ -20,7 +20,12 @@ from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, sample_indices
 from savable_pipeline.stages.mapped_function import MappedFunction, check_mapped, mapped_name, mapped_settings
 from savable_pipeline.stages.pipeline import sample_names
-from savable_pipeline.stages.skipped_samples import SkippedSamples, absent_reason, max_empty_samples, too_many_errors
+from savable_pipeline.stages.skipped_samples import (
+    SkippedSamples,
+    absent_reason,
+    check_errors,
+    skips_for_good,
+)
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state, saved_refs
 
 _MAX_ERRORS = 0.1  # largest fraction of a lane's elements that may be skipped because of errors
@@ -35,7 +40,7 @@ class FilterCounts(msgspec.Struct):
     """
 
     tried: SavedCount = 0
-    kept: SavedCount = 0
+    passed: SavedCount = msgspec.field(default=0, name="kept")
     errors: SavedCount = 0
     row: SavedCount = 0
 
@@ -49,7 +54,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         source: A stage of samples, or of items.
         keep: `keep(sample)`, `keep(sample, rng)` or `keep(item)`. The result must only depend on the arguments.
         on_error: For elements for which `keep` raises, as for `sp.Encode`. A tenth of a lane's elements may be
-            skipped; up to 100 are always allowed.
+            skipped; up to 100 are always allowed. Of items, errors of disk, network or memory are always raised.
         global_rng: See `TaskEncoder.global_rng`; only for samples.
 
     Raises:
@@ -91,11 +96,9 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             self._count([passed])
             if passed:
                 return [last_element(self.source, item)]
-            if passed is None and too_many_errors(self._tally.errors, self._tally.tried, _MAX_ERRORS):
-                raise EncodeError(
-                    f"{self._name} failed for {self._tally.errors} of the first {self._tally.tried} items of "
-                    f"{self.lane}. Fix it, or return False for them.\n  {self._last_error}"
-                ) from self._last_error
+            if passed is None:
+                counts, items = self._tally, f"items of {self.lane}"
+                check_errors(self._name, counts.errors, counts.tried, _MAX_ERRORS, items, self._last_error)
         self._end()
         return []
 
@@ -112,21 +115,21 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
                 f'{self._name} failed: {described(error)}. Fix it, or pass on_error="skip".'
                 f"\n  {sample_names(self.source, ref)}"
             )
-            if isinstance(error, ImportError) or not skips(self.on_error, fault):
+            if not skips_for_good(self.on_error, error, fault):
                 raise fault from from_user_code(error)
             self.counts.update(skip_counters(reason_of(error), next(iter(sample_indices(ref)))))
-            self._last_error = fault
+            self._last_error = str(fault)
             return None
 
     def _take_samples(self, n: int) -> RefArray:
         """Return the refs of up to `n` samples that pass: REF (any,). It is empty at the end."""
         ahead, excluded = self._ahead, self.info.excluded
         while n:
-            if ahead.next == len(ahead.refs) and not ahead.load(self.source, n, keep=ahead.next):
+            if ahead.next == len(ahead.refs) and not ahead.load(self.source, n, first=ahead.next):
                 self._end()
                 break
-            given: list[Element] = []
-            first, before, passed = ahead.next, self._skipped.begin(given), list[bool | None]()
+            elements: list[Element] = []
+            first, before, passed = ahead.next, self._skipped.begin(elements), list[bool | None]()
             try:
                 chosen = ahead.samples[first : first + n]
                 with self.keyed.seeding.row(len(chosen)):
@@ -134,7 +137,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
                         untried = sample.index in excluded or absent_reason(sample.origin)
                         passed.append(True if untried else self._try_sample(sample))
                         if passed[-1]:
-                            given.append(Element((sample.index, sample.epoch, 0)))
+                            elements.append(Element((sample.index, sample.epoch, 0)))
                         elif passed[-1] is None:
                             break  # a later draw must not undo this count
                 ahead.next += 1
@@ -142,7 +145,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
                 self._skipped.roll_back(before)
                 continue
             except SavableError:
-                if not given or len(passed) > ahead.next - first:  # a thread could not repeat the row
+                if not elements or len(passed) > ahead.next - first:  # a thread could not repeat the row
                     raise
                 # Yield the samples before it first, as without reading ahead. The next call tries it again.
             except BaseException:
@@ -150,9 +153,9 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
                 raise
             self._skipped.end(self.info.tags)
             self._count(passed)
-            if given:
-                left: RefArray = ahead.refs[first : ahead.next][np.array(passed, bool)]
-                return left
+            if elements:
+                found: RefArray = ahead.refs[first : ahead.next][np.array(passed, bool)]
+                return found
         return np.empty(0, REF)
 
     def _try_sample(self, sample: Sample) -> bool | None:
@@ -174,16 +177,16 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         if dropped := passed.count(False):
             self.counts["filtered"] += dropped
         counts.tried += len(passed)
-        counts.kept += passed.count(True)
+        counts.passed += passed.count(True)
         counts.errors += passed.count(None)
         counts.row = 0 if any(passed) else counts.row + len(passed)
-        if counts.row >= max_empty_samples(self.info.population):
+        if counts.row >= self.info.max_empty:
             raise EncodeError(_DROPS.format(self._name, f"{counts.row:,} in a row"))
 
     def _end(self) -> None:
         """Raise `EncodeError` if this was a pass over all samples, and none passed."""
         counts = self._tally
-        if counts.tried and not counts.kept and self.lane.count == 1:
+        if counts.tried and not counts.passed and self.lane.count == 1:
             raise EncodeError(_DROPS.format(self._name, f"all {counts.tried:,} of an epoch"))
 
     def save_state(self) -> State:
@@ -194,7 +197,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         state = {"counts": msgspec.to_builtins(self._tally), "source": self.source.save_state()}
         if self.yields != "samples":
             return state
-        ahead = {"refs": self._ahead.left.tobytes(), "samples": self._ahead.done}
+        ahead = {"refs": self._ahead.remaining.tobytes(), "samples": self._ahead.done}
         return {**ahead, **self._skipped.save_state(), **state}
 
     def restore_state(self, state: State) -> None:

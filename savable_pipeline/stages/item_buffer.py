@@ -2,7 +2,7 @@
 
 refs     r3  r7  r8  r9     saved in a state
 sizes    s3  s7  ·   ·      also saved if known, because later stages may depend on them
-values   a   ·   b   ·      in memory, or · UNMADE: rebuilt from the ref when it is needed
+values   a   ·   b   ·      in memory, or · UNBUILT: rebuilt from the ref when it is needed
 bytes    40  0   52  0      of values in memory, counted for the whole process if there is a limit
 
 If an element can no longer be built, because its sample is now excluded or missing, a `Skip` is returned instead. The
@@ -31,10 +31,10 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray, skip_counters, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.chunked_stage import is_certain, make_elements, take_elements, take_from
+from savable_pipeline.stages.chunked_stage import is_certain, make_elements, take_elements, take_from, value_of
 from savable_pipeline.stages.cost import Size
-from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref, left_sizes, sample_indices
-from savable_pipeline.stages.stage import SampleStage, Stage, saved_refs
+from savable_pipeline.stages.item_ref import UNBUILT, Element, ItemRef, as_ref, remaining_sizes, sample_indices
+from savable_pipeline.stages.stage import SampleStage, Stage
 from savable_pipeline.stages.stage_info import REASON
 from savable_pipeline.stages.task_encoder import Skip
 
@@ -45,7 +45,30 @@ _NUMBERS = {int, float, bool}
 _MEASURED = 16  # parts of a longer list to measure, to estimate the size of the list
 
 
-class ItemBuffer:
+class StageBuffer:
+    """Base of what a stage has taken and not yet returned.
+
+    It has only a weak reference to the stage, so that a stage that is no longer used frees its items and its source's
+    files at once.
+    """
+
+    def __init__(self, stage: Stage, max_bytes: int | None = None) -> None:
+        self._stage = weakref.ref(stage)
+        vars(stage).setdefault("_buffers", weakref.WeakSet()).add(self)
+        budget = MemoryBudget()
+        if max_bytes is not None:
+            budget = stage.source.lane.shared("held items", MemoryBudget, by_threads=True)
+        self._share = BudgetShare(budget, max_bytes=max_bytes)
+
+    @property
+    def _owner(self) -> Stage:
+        """Return the stage that owns the buffer."""
+        stage = self._stage()
+        assert stage is not None, "a stage that calls its buffer is alive"
+        return stage
+
+
+class ItemBuffer(StageBuffer):
     """A list of elements of `stage.source`, whose refs `stage` saves.
 
     They are items, packs or samples.
@@ -81,22 +104,9 @@ class ItemBuffer:
     """
 
     def __init__(self, stage: Stage, *, max_bytes: int | None = None) -> None:
-        # weak, so that a stage that is no longer used frees its items and its source's files at once
-        self._stage = weakref.ref(stage)
-        note_buffer(stage, self)
+        super().__init__(stage, max_bytes)
         self._elements: list[Element] = []
-        self._share: BudgetShare | None = None
         self._is_restored = False  # whether a state was restored, and no parts were rebuilt since
-        if max_bytes is not None:
-            budget = stage.source.lane.shared("held items", MemoryBudget, by_threads=True)
-            self._share = BudgetShare(budget, max_bytes=max_bytes)
-
-    @property
-    def _owner(self) -> Stage:
-        """Return the stage that owns the buffer."""
-        stage = self._stage()
-        assert stage is not None, "a stage that calls its buffer is alive"
-        return stage
 
     def __len__(self) -> int:
         return len(self._elements)
@@ -106,9 +116,9 @@ class ItemBuffer:
         return self._elements[at]
 
     @property
-    def made(self) -> int:
+    def built(self) -> int:
         """Return the number of elements with values in memory."""
-        return sum([1 for element in self._elements if element.value is not UNMADE])
+        return sum([1 for element in self._elements if element.value is not UNBUILT])
 
     def refs(self, n: int | None = None) -> list[ItemRef]:
         """Return the refs, in order.
@@ -145,15 +155,14 @@ class ItemBuffer:
         if not self._is_restored or self._owner.lane.skips:
             return
         self._is_restored = False
-        missing = [each for each in self._elements if not each.is_made and type(each.ref[-1]) is int and each.ref[-1]]
+        missing = [each for each in self._elements if not each.is_built and type(each.ref[-1]) is int and each.ref[-1]]
         for element in sorted(missing, key=attrgetter("ref")):
-            make_elements(self._owner.source, [element])
-            if type(element.value) is Skip:
-                element.value = UNMADE  # the `Skip` is returned again when the element is taken
-            elif self._share is not None:
-                self._share.count([element])
-                if not element.is_made:
-                    break
+            if type(value_of(self._owner.source, element)) is Skip:
+                element.value = UNBUILT  # the `Skip` is returned again when the element is taken
+                continue
+            self._share.count([element])
+            if not element.is_built:
+                break
 
     def add(self, elements: Sequence[Element]) -> None:
         """Append elements.
@@ -162,8 +171,7 @@ class ItemBuffer:
             elements: Elements that `take` of a stage returned, with or without values.
         """
         self._elements += elements
-        if self._share is not None:
-            self._share.count(elements)
+        self._share.count(elements)
 
     def fill(self, n: int) -> int:
         """Take elements from the source until `n` are buffered or it ends.
@@ -195,10 +203,9 @@ class ItemBuffer:
             the ref. A pack may have lost items, and then has the ref of the remaining ones.
         """
         element = self._elements[at]
-        if not element.is_made:
-            make_elements(self._owner.source, [element])
+        value = value_of(self._owner.source, element)
         self.remove(at)
-        return element.value, element.ref
+        return value, element.ref
 
     def remove(self, at: int, *, last_fills: bool = False) -> Element:
         """Remove an element, and return it with or without its value.
@@ -211,8 +218,7 @@ class ItemBuffer:
         if last_fills:
             self._elements[at] = self._elements[-1]
         del self._elements[-1 if last_fills else at]
-        if self._share is not None:
-            self._share.release([element])
+        self._share.release([element])
         return element
 
     def exchange(self, slots: NDArray[np.int64], fresh: list[Element]) -> list[Element]:
@@ -224,15 +230,14 @@ class ItemBuffer:
             slots: The positions, int64 (n,), which may repeat.
             fresh: The n new elements.
         """
-        elements, given = self._elements, []
+        elements, removed = self._elements, []
         for slot, element in zip(slots.tolist(), fresh, strict=True):
-            given.append(elements[slot])
+            removed.append(elements[slot])
             elements[slot] = element
-        if self._share is not None:
-            self._share.release(given)
-            passed = set(map(id, given))  # if a slot repeats, a fresh element is returned
-            self._share.count([element for element in fresh if id(element) not in passed])
-        return given
+        self._share.release(removed)
+        passed = set(map(id, removed))  # if a slot repeats, a fresh element is returned
+        self._share.count([element for element in fresh if id(element) not in passed])
+        return removed
 
     def values(self, n: int, *, skips: bool = False) -> list[Any]:
         """Return the values of the first elements, built together.
@@ -245,9 +250,9 @@ class ItemBuffer:
         """
         while True:
             values = [element.value for element in self._elements[:n]]
-            if not [True for value in values if value is UNMADE]:
+            if not [True for value in values if value is UNBUILT]:
                 return values
-            source, missing = self._owner.source, [each for each in self._elements[:n] if each.value is UNMADE]
+            source, missing = self._owner.source, [each for each in self._elements[:n] if each.value is UNBUILT]
             if skips:
                 missing = [element for element in missing if not is_certain(source, element.ref)]
             make_elements(source, missing)
@@ -265,7 +270,7 @@ class ItemBuffer:
             n: The number of elements.
         """
         copies = [Element(each.ref, each.value, each.sizes, 0, each.measured) for each in self._elements[:n]]
-        make_elements(self._owner.source, [element for element in copies if not element.is_made])
+        make_elements(self._owner.source, [element for element in copies if not element.is_built])
         return copies
 
     def drop(self, n: int) -> None:
@@ -274,22 +279,16 @@ class ItemBuffer:
         Args:
             n: The number of elements.
         """
-        if self._share is not None:
-            self._share.release(self._elements[:n])
+        self._share.release(self._elements[:n])
         del self._elements[:n]
 
 
-def note_buffer(stage: Stage, buffer: Any) -> None:
-    """Let `made_items` of a stage include the elements in memory of a buffer."""
-    vars(stage).setdefault("_buffers", weakref.WeakSet()).add(buffer)
-
-
-def made_items(stage: Stage) -> int:
-    """Return the number of elements in memory.
+def built_items(stage: Stage) -> int:
+    """Return the number of elements in memory that the buffers of a stage have.
 
     They must be rebuilt if the lane moves to another worker.
     """
-    return sum([buffer.made for buffer in vars(stage).get("_buffers", ())])
+    return sum([buffer.built for buffer in vars(stage).get("_buffers", ())])
 
 
 def known_refs(stage: Stage, refs: RefsT) -> RefsT:
@@ -301,17 +300,17 @@ def known_refs(stage: Stage, refs: RefsT) -> RefsT:
     tags = stage.info.tags
     if isinstance(refs, np.ndarray):
         known = np.isin((refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64), list(tags))
-        kept: Any = refs if known.all() else refs[known]
+        present: Any = refs if known.all() else refs[known]
     else:
-        kept = [ref for ref in refs if all(tag_of(index) in tags for index in sample_indices(ref))]
-    if len(kept) < len(refs):
-        stage.counts["dropped/source removed"] += len(refs) - len(kept)
+        present = [ref for ref in refs if all(tag_of(index) in tags for index in sample_indices(ref))]
+    if len(present) < len(refs):
+        stage.counts["dropped/source removed"] += len(refs) - len(present)
     excluded = stage.info.excluded
     if excluded and not isinstance(refs, np.ndarray):
-        for index in [index for ref in kept for index in sample_indices(ref) if index in excluded]:
+        for index in [index for ref in present for index in sample_indices(ref) if index in excluded]:
             stage.counts.update(skip_counters(REASON, index))
-        kept = [left for left in map(excluded.left_of, kept) if left is not None]
-    return kept  # type: ignore[no-any-return]
+        present = [rest for rest in map(excluded.remaining, present) if rest is not None]
+    return present  # type: ignore[no-any-return]
 
 
 def saved_elements(elements: Iterable[Element]) -> list[tuple[ItemRef, tuple[Size, ...] | None]]:
@@ -336,9 +335,9 @@ def restored_elements(stage: Stage, saved: Any) -> list[Element]:
         ) from error
     elements = [(as_ref(ref), sizes) for ref, sizes in pairs]
     return [
-        Element(left, sizes=left_sizes(sizes, ref, left))
+        Element(rest, sizes=remaining_sizes(sizes, ref, rest))
         for ref, sizes in elements
-        for left in known_refs(stage, [ref])
+        for rest in known_refs(stage, [ref])
     ]
 
 
@@ -347,10 +346,10 @@ def is_whole(stage: Stage, ref: ItemRef) -> bool:
 
     Otherwise all of it is counted as dropped.
     """
-    left = known_refs(stage, [ref])
-    if left and left != [ref]:
-        stage.counts["dropped/beside an excluded one"] += sum(1 for _ in sample_indices(left[0]))
-    return left == [ref]
+    remaining = known_refs(stage, [ref])
+    if remaining and remaining != [ref]:
+        stage.counts["dropped/beside an excluded one"] += sum(1 for _ in sample_indices(remaining[0]))
+    return remaining == [ref]
 
 
 class RefBuffer:
@@ -359,10 +358,8 @@ class RefBuffer:
     They are in an array, 12 bytes each.
     """
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = weakref.ref(stage)
-        self._slots = np.empty(0, REF)
-        self._filled = 0
+    def __init__(self, refs: RefArray) -> None:
+        self._slots, self._filled = refs, len(refs)
 
     def __len__(self) -> int:
         return self._filled
@@ -375,16 +372,6 @@ class RefBuffer:
     def save(self) -> bytes:
         """Return the refs as bytes, for `save_state`."""
         return self.array.tobytes()
-
-    def restore(self, saved: object) -> None:
-        """Replace all refs by those of a saved state.
-
-        Refs of removed sources are dropped and counted.
-        """
-        stage = self._stage()
-        assert stage is not None, "a stage that calls its buffer is alive"
-        self._slots = known_refs(stage, saved_refs(stage, saved)).copy()
-        self._filled = len(self._slots)
 
     def add(self, fresh: RefArray) -> None:
         """Append refs."""
@@ -413,10 +400,10 @@ class RefBuffer:
     def remove(self, at: int, *, last_fills: bool) -> Any:
         """Remove a ref, and return it. The last ref moves to its position."""
         assert last_fills
-        given = self._slots[at].copy()
+        removed = self._slots[at].copy()
         self._filled -= 1
         self._slots[at] = self._slots[self._filled]
-        return given
+        return removed
 
 
 class SamplesAhead:
@@ -432,7 +419,7 @@ class SamplesAhead:
         self._taken = 0
 
     @property
-    def left(self) -> RefArray:
+    def remaining(self) -> RefArray:
         """Return the refs of the samples that are not done: REF (any,)."""
         return self.refs[self.next :]
 
@@ -441,22 +428,22 @@ class SamplesAhead:
         """Return the number of samples of the lane that are done."""
         return self._taken - len(self.refs) + self.next
 
-    def load(self, source: SampleStage, n: int, *, keep: int) -> bool:
+    def load(self, source: SampleStage, n: int, *, first: int) -> bool:
         """Take up to `n` samples from the source. Returns False at the end.
 
-        Old samples before `keep` are dropped.
+        Old samples before `first` are dropped.
         """
         fresh = take_from(source, n)
         if not len(fresh):
             return False
         self._taken += len(fresh)
         samples = source.open_samples(fresh)
-        if keep == len(self.refs):
+        if first == len(self.refs):
             self.refs, self.samples, self.next = fresh, samples, 0
         else:
-            self.next -= keep
-            self.refs = np.concatenate([self.refs[keep:], fresh])
-            self.samples = self.samples[keep:] + samples
+            self.next -= first
+            self.refs = np.concatenate([self.refs[first:], fresh])
+            self.samples = self.samples[first:] + samples
         return True
 
     def restore(self, source: SampleStage, refs: RefArray, done: int) -> None:
@@ -474,7 +461,7 @@ class MemoryBudget:
 
 
 class BudgetShare:
-    """Bytes of the built elements of one stage.
+    """Bytes of the built elements of one stage, counted only if there is a limit.
 
     They are released when the stage is garbage-collected.
     """
@@ -482,16 +469,18 @@ class BudgetShare:
     _bytes = 0  # a class attribute, because Ctrl-C may end `__init__` before its first line
     elements = 0  # number of counted elements
 
-    def __init__(self, budget: MemoryBudget, *, max_bytes: int) -> None:
+    def __init__(self, budget: MemoryBudget, *, max_bytes: int | None) -> None:
         self._budget, self._max_bytes = budget, max_bytes
 
     def count(self, elements: Sequence[Element]) -> None:
         """Count the values of made elements, or drop those that would exceed the limit."""
-        made = [(element, size_of(element.value) or 1) for element in elements if element.is_made]
+        if self._max_bytes is None:
+            return
+        built = [(element, size_of(element.value) or 1) for element in elements if element.is_built]
         with self._budget.lock:
-            for element, size in made:
+            for element, size in built:
                 if self._budget.used + size > self._max_bytes:
-                    element.value, element.measured = UNMADE, None
+                    element.value, element.measured = UNBUILT, None
                     continue
                 self._budget.used += size
                 self._bytes += size
@@ -501,14 +490,15 @@ class BudgetShare:
     def release(self, elements: Iterable[Element]) -> None:
         """Subtract the bytes of these elements."""
         size = 0
-        for element in elements:
+        for element in elements if self._bytes else ():
             if element.counted_bytes:
                 size += element.counted_bytes
                 self.elements -= 1
                 element.counted_bytes = 0
-        with self._budget.lock:
-            self._budget.used -= size
-        self._bytes -= size
+        if size:
+            with self._budget.lock:
+                self._budget.used -= size
+            self._bytes -= size
 
     def __del__(self) -> None:
         if self._bytes:

@@ -11,7 +11,7 @@ Stages exchange elements. An element is a ref, the sizes of its items, and its v
 
     ref    (7, 0, 0)      (3, (7, 0, 0), (9, 0, 0))     saved in a state
     sizes  ((700, 1),)    ((700, 1), (324, 0))          (length, images) of each item, if known
-    value  an item        a pack, or UNMADE             rebuilt from the ref when it is needed
+    value  an item        a pack, or UNBUILT             rebuilt from the ref when it is needed
 
 Stages buffer and reorder elements without looking at the value. Samples that were not read yet are exchanged as an
 array of refs (`RefArray`), because a buffer of 10,000 is in each state, and is copied as bytes.
@@ -30,7 +30,7 @@ from savable_pipeline.stages.cost import Size
 ItemRef: TypeAlias = tuple[Any, ...]
 """The ref of an item, a pack or a batch: `stage.fetch(ref)` makes it again. See the table above."""
 SizeT = TypeVar("SizeT")
-UNMADE: Any = msgspec.UNSET  # placeholder for a value that is not built
+UNBUILT: Any = msgspec.UNSET  # placeholder for a value that is not built
 
 
 def as_ref(ref: Any) -> ItemRef:
@@ -51,13 +51,13 @@ def as_ref(ref: Any) -> ItemRef:
     return tuple(part if hasattr(part, "__index__") else as_ref(part) for part in ref)
 
 
-def left_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, left: ItemRef) -> tuple[SizeT, ...] | None:
+def remaining_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, rest: ItemRef) -> tuple[SizeT, ...] | None:
     """Return the sizes of the items that remain in a pack, or None if unknown."""
-    if left == ref or sizes is None:
+    if rest == ref or sizes is None:
         return sizes
     if len(sizes) != len(ref) - 1:
         return None
-    return tuple(size for part, size in zip(ref[1:], sizes, strict=True) if part in left[1:])
+    return tuple(size for part, size in zip(ref[1:], sizes, strict=True) if part in rest[1:])
 
 
 def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
@@ -113,12 +113,12 @@ class Element(msgspec.Struct, gc=False):
     """
 
     ref: ItemRef
-    value: Any = UNMADE
+    value: Any = UNBUILT
     sizes: tuple[Size, ...] | None = None
     counted_bytes: int = 0
     measured: tuple[Any, int] | None = None
 
     @property
-    def is_made(self) -> bool:
+    def is_built(self) -> bool:
         """Return whether its value is in memory."""
-        return self.value is not UNMADE
+        return self.value is not UNBUILT

@@ -17,12 +17,12 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.advice import check_count
-from savable_pipeline.stages.chunked_stage import ChunkedStage, is_one_to_one, make_elements, take_from
+from savable_pipeline.stages.chunked_stage import ChunkedStage, is_one_to_one, take_from, value_of
 from savable_pipeline.stages.filters import Filter
-from savable_pipeline.stages.item_buffer import ItemBuffer, RefBuffer
+from savable_pipeline.stages.item_buffer import ItemBuffer, RefBuffer, known_refs
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
-from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state
+from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state, saved_refs
 
 _MAX_BUFFER_BYTES = 1 << 30
 _AHEAD = 1024  # draws computed at once, which take a tenth of the time of single ones
@@ -66,13 +66,11 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         self.size, self.yields = size, source.yields
         self.max_buffer_bytes = 0
         """Of items, in a process; a buffer of samples has none."""
-        self._buffer: RefBuffer | ItemBuffer
+        self._buffer: RefBuffer | ItemBuffer = RefBuffer(np.empty(0, REF))
         if source.yields != "samples":
             self.max_buffer_bytes = _MAX_BUFFER_BYTES if max_buffer_bytes is None else max_buffer_bytes
             self._buffer = ItemBuffer(self, max_bytes=self.max_buffer_bytes)
-        elif max_buffer_bytes is None:
-            self._buffer = RefBuffer(self)
-        else:
+        elif max_buffer_bytes is not None:
             raise ValueError("max_buffer_bytes applies only after Encode. Remove it.")
         self._draws = 0
         self._ahead = 0, np.empty(0, np.int64)  # number of the next computed draw, and the slots of it and later ones
@@ -131,8 +129,8 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         self._fill()
         if isinstance(buffer, ItemBuffer):
             buffer.rebuild_parts()
-        if self._makes and isinstance(buffer, ItemBuffer) and buffer and not buffer[at := self._slot()].is_made:
-            make_elements(self.source, [buffer[at]])
+            if self._makes and buffer:
+                value_of(self.source, buffer[self._slot()])
         fresh: Any = take_from(self.source, n) if len(buffer) == capacity else ()
         if len(fresh):
             slots = self._slots(len(fresh))
@@ -160,7 +158,10 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         """
         saved = parse_state(self, state, _BufferState)
         self.source.restore_state(saved.source)
-        self._buffer.restore(saved.refs)
+        if isinstance(self._buffer, ItemBuffer):
+            self._buffer.restore(saved.refs)
+        else:
+            self._buffer = RefBuffer(known_refs(self, saved_refs(self, saved.refs)).copy())
         self._most = saved.most
         if len(self._buffer) > self.capacity:
             raise CheckpointMismatchError(

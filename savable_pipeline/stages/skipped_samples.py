@@ -60,6 +60,14 @@ def _fix(function: str, error: Exception) -> str:
     return f"Fix this and resume, or {skip}" if is_environment_error(error) else f"Return {value} or {skip}"
 
 
+def skips_for_good(on_error: OnError, error: Exception, fault: SavableError) -> bool:
+    """Return whether to skip an element for an error, without saving that.
+
+    An error of disk, network or memory may not happen again. A resumed run would then yield the element.
+    """
+    return not isinstance(error, ImportError) and not is_environment_error(error) and skips(on_error, fault)
+
+
 _Mark: TypeAlias = tuple[Any, ...]
 
 
@@ -80,7 +88,7 @@ class SkippedSamples:
     ) -> None:
         check_limits(on_error, max_errors)
         self._counts, self._ahead = counts, ahead
-        self._lane, self._population = upstream.lane, upstream.population
+        self._lane, self._max_empty = upstream.lane, upstream.max_empty
         self._function, self._on_error, self._max_errors = function, on_error, max_errors
         self.errors = 0  # samples dropped because of an error
         # why a sample is not tried again, by (index, epoch)
@@ -91,27 +99,25 @@ class SkippedSamples:
         self._row = 0  # consecutive samples without an item, of all sources, including excluded ones
         self._elements: list[Element] = []  # the elements of the call since `begin`
         self._noted = 0  # number of these elements that `_row` already includes
-        self._counted: dict[str, int] = {}  # increments of counters since `begin`
 
     def begin(self, elements: list[Element]) -> _Mark:
         """Snapshot the counts before a call that may fail.
 
         The call adds its elements to `elements`.
         """
-        self._counted = {}
         self._elements, self._noted = elements, 0
         return self.mark()
 
     def mark(self) -> _Mark:
         """Snapshot the counts, the number of elements and the position, for `roll_back`."""
-        counts = self.errors, self._row, self._noted, dict(self._by_source.rows), dict(self._counted)
+        counts = dict(self._counts), self.errors, self._row, self._noted, dict(self._by_source.rows)
         return *counts, len(self._elements), self._ahead.next
 
     def roll_back(self, before: _Mark) -> None:
         """Return to a snapshot."""
-        self._counts.subtract(self._counted)
-        self.errors, self._row, self._noted, self._by_source.rows, self._counted, elements, self._ahead.next = before
-        self._counts.update(self._counted)
+        counts, self.errors, self._row, self._noted, self._by_source.rows, elements, self._ahead.next = before
+        self._counts.clear()
+        self._counts.update(counts)
         del self._elements[elements:]
 
     def end(self, tags: frozenset[int]) -> None:
@@ -119,7 +125,7 @@ class SkippedSamples:
         if self._elements:
             if self._row or self._by_source.rows:
                 self._end_rows()
-            self._by_source.kept(self._elements, tags)
+            self._by_source.count_items(self._elements, tags)
             self._elements = []
 
     def _end_rows(self) -> None:
@@ -131,23 +137,21 @@ class SkippedSamples:
     def skipped(self, sample: Sample, skip: Skip) -> None:
         """Count a skipped sample.
 
-        Raises `EncodeError` after `max_empty_samples` in a row without an item, either of one source without excluded
+        Raises `EncodeError` after `StageInfo.max_empty` in a row without an item, either of one source without excluded
         samples, which may be all of a source, or of all sources together.
         """
         self._end_rows()
         self._row += 1
         row, of = self._row, ""
         if skip is EXCLUDED:
-            counted = Counter(skip_counters(skip.reason, sample.index))
-            self._counts.update(counted)
+            self._counts.update(skip_counters(skip.reason, sample.index))
         else:
-            counted, row = self._by_source.left_out(skip.reason, (sample.index, sample.epoch))
+            row = self._by_source.count_dropped(skip.reason, (sample.index, sample.epoch))
             source = sample.origin.names.get(tag_of(sample.index))
             row, of = max(row, self._row), f" of the source {source!r}" if source and row > self._row else ""
-        self._counted |= {name: self._counted.get(name, 0) + number for name, number in counted.items()}
         if row & 1023 == 0 and row.bit_count() == 1:  # 1024, 2048, 4096, …
             log.warning("%d samples%s in a row were skipped, the last one with %r", row, of, skip.reason)
-        if row >= max_empty_samples(self._population):
+        if row >= self._max_empty:
             has = "" if skip is EXCLUDED else f" It has {', '.join(sample) or 'no part'}."
             raise EncodeError(
                 f"{self._function} skipped {row:,} samples{of} in a row, the last one with {skip.reason!r}.{has} "
@@ -159,15 +163,11 @@ class SkippedSamples:
 
         Otherwise raise the error.
         """
-        fault: SavableError
-        on_error: OnError
-        if isinstance(error, ShardError):
-            fault, on_error = error, sample.origin.on_error  # for a damaged shard, the reader's `on_error` decides
-        elif isinstance(error, SavableError):
+        is_of_shard = isinstance(error, ShardError)
+        if isinstance(error, SavableError) and not is_of_shard:
             raise error
-        else:
-            fault, on_error = self.failed(sample, error), self._on_error
-            fault.__cause__ = from_user_code(error)
+        fault = error if isinstance(error, ShardError) else self.failed(sample, error)
+        on_error = sample.origin.on_error if is_of_shard else self._on_error  # for a damaged shard, the reader's
         # If a library is not installed on this machine, all samples would be skipped, and on others none.
         if lacks_handles(error) or isinstance(error, ImportError) or not skips(on_error, fault):
             raise fault
@@ -182,8 +182,7 @@ class SkippedSamples:
 
     def avoided_again(self, sample: Sample) -> None:
         """Skip a sample that must not be tried again."""
-        reason = self.avoided[sample.index, sample.epoch]
-        self._lost(sample, reason, "avoided since it failed before")
+        self._lost(sample, self.avoided[sample.index, sample.epoch], "avoided since it failed before")
 
     def lose(self, sample: Sample, error: Exception) -> Skip:
         """Return the `Skip` of a sample that was counted as used but fails now.
@@ -229,19 +228,16 @@ class SkippedSamples:
             quarantine.add(**row, reason=reason, detail=detail, lane=self._lane.index)
         self.errors += 1
         done = self._ahead.done + 1
-        if too_many_errors(self.errors, done, self._max_errors):
-            raise EncodeError(
-                f"{self.errors} of the first {done} samples of {self._lane} failed, more than "
-                f"max_errors={self._max_errors!r}. Fix the encoder or the data, or raise max_errors.\n  {detail}"
-            )
+        check_errors(self._function, self.errors, done, self._max_errors, f"samples of {self._lane}", detail)
         self.skipped(sample, Skip(reason))
 
     def failed(self, sample: Sample, error: Exception) -> EncodeError:
         """Return an `EncodeError` that names the sample for which the encoder raised."""
         cause = f"{self._function} failed on sample {_key_of(sample)!r} of {sample.shard}: {described(error)}"
-        return EncodeError(
-            f"{cause}. {_fix(self._function, error)}{_STAGE}, {sample.location}, ref {tuple(sample.ref)}"
-        )
+        fix = _fix(self._function, error)
+        fault = EncodeError(f"{cause}. {fix}{_STAGE}, {sample.location}, ref {tuple(sample.ref)}")
+        fault.__cause__ = from_user_code(error)
+        return fault
 
     def restore(self, stage: Stage, errors: int, avoided: Mapping[str, bytes]) -> None:
         """Restore the result of `save_state`."""
@@ -276,21 +272,17 @@ def _key_of(sample: Sample) -> str:
         return "?"
 
 
-def too_many_errors(errors: int, done: int, max_errors: int | float) -> bool:
-    """Return whether more of `done` samples failed than `max_errors` allows.
+def check_errors(function: str, errors: int, done: int, max_errors: int | float, elements: str, detail: str) -> None:
+    """Raise `EncodeError` if a function failed for too many of the `done` elements.
 
-    It is a count, or a fraction.
+    `max_errors` is a count, or a fraction.
     """
-    return errors > (max(max_errors * done, _ALWAYS) if isinstance(max_errors, float) else max_errors)
-
-
-def max_empty_samples(population: int) -> int:
-    """Return how many consecutive samples without an item end the run.
-
-    It is 30 times the dataset plus 1,000, at most 100,000. If a dataset has a single good sample, a lane that draws at
-    random misses it for this long with probability e**-30.
-    """
-    return min(30 * population + 1000, 100_000)
+    if errors > (max(max_errors * done, _ALWAYS) if isinstance(max_errors, float) else max_errors):
+        fix = "return False for them" if function.startswith(".filter") else "raise max_errors"
+        raise EncodeError(
+            f"{errors} of the first {done} {elements} failed, more than max_errors={max_errors!r}. "
+            f"Fix {function} or the data, or {fix}.\n  {detail}"
+        )
 
 
 @cache
@@ -319,7 +311,7 @@ class SourceCounts:
         self._counts = counts
         self.rows: dict[int, int] = {}
 
-    def kept(self, elements: Sequence[Element], tags: Collection[int]) -> None:
+    def count_items(self, elements: Sequence[Element], tags: Collection[int]) -> None:
         """Count items. `tags` are those of all sources."""
         found = {tag: len(elements) for tag in tags}
         if len(tags) > 1:
@@ -332,7 +324,7 @@ class SourceCounts:
         for tag in {tag_of(element.ref[0]) for element in elements} if self.rows else ():
             self.rows.pop(tag, None)
 
-    def kept_one(self, ref: ItemRef, tokens: int = 0) -> None:
+    def count_item(self, ref: ItemRef, tokens: int = 0) -> None:
         """Count an item, a part of an item or a pack, for the source of its first sample."""
         tag = tag_of(ref[0] if type(ref[1]) is int else next(sample_refs(ref))[0])
         items, of_tokens = _names_of(tag)
@@ -342,19 +334,17 @@ class SourceCounts:
         if self.rows:
             self.rows.pop(tag, None)
 
-    def left_out(self, reason: str, ref: ItemRef, tokens: int = 0, *, asked: bool = False) -> tuple[Counter[str], int]:
+    def count_dropped(self, reason: str, ref: ItemRef, tokens: int = 0, *, asked: bool = False) -> int:
         """Count a dropped sample, or a dropped item for the source of its first sample.
 
-        `asked` is True if the user requested it. Returns what was added to counters, and how many samples of this
-        source were dropped in a row.
+        `asked` is True if the user requested it. Returns how many samples of this source were dropped in a row.
         """
         index, epoch = next(sample_refs(ref))[:2]
-        counted = Counter(skip_counters(reason, index))
+        self._counts.update(skip_counters(reason, index))
         if not asked:
-            counted[source_counter(index, f"skipped/{reason}")] = 1
-            for what, number in (("first", int(not epoch)), ("skipped_tokens", tokens)):
+            self._counts[source_counter(index, f"skipped/{reason}")] += 1
+            for counter, number in (("first", int(not epoch)), ("skipped_tokens", tokens)):
                 if number:
-                    counted[source_counter(index, what)] = number
-        self._counts.update(counted)
+                    self._counts[source_counter(index, counter)] += number
         row = self.rows[tag_of(index)] = self.rows.get(tag_of(index), 0) + 1
-        return counted, row
+        return row

@@ -43,7 +43,7 @@ class ExcludedSamples:
         """Return whether a sample is excluded. `index` has the tag of its source, as in refs."""
         return untagged(index) in self.numbers.get(tag_of(index), ())
 
-    def left_of(self, ref: ItemRef) -> ItemRef | None:
+    def remaining(self, ref: ItemRef) -> ItemRef | None:
         """Return the ref of an item or a pack without excluded samples.
 
         It is None if nothing remains.
@@ -109,9 +109,18 @@ class StageInfo:
     raises: bool = False
     """Whether no stage skips samples because of errors, or because a joined sample is missing."""
     declared: bool = False
-    """Whether the encoder may declare the sizes of elements, which are then yielded unmade."""
+    """Whether the encoder may declare the sizes of elements, which are then yielded unbuilt."""
 
-    def left_of(self, ref: ItemRef) -> ItemRef | None:
+    @property
+    def max_empty(self) -> int:
+        """How many consecutive samples, items or packs without a result end the run.
+
+        It is 30 times the dataset plus 1,000, at most 100,000. If a dataset has a single good sample, a lane that draws
+        at random misses it for this long with probability e**-30.
+        """
+        return min(30 * self.population + 1000, 100_000)
+
+    def remaining(self, ref: ItemRef) -> ItemRef | None:
         """Remove excluded samples and removed sources from the ref of an item or a pack."""
         return without(ref, lambda index: tag_of(index) not in self.tags or index in self.excluded)
 

@@ -50,10 +50,8 @@ def function_settings(argument: str, function: Callable[..., Any]) -> dict[str, 
     They are its name, or the class and the `settings()` of a callable object. A change inside the function is not
     detected, because a fingerprint has no code.
     """
-    settings = getattr(function, "settings", None)
-    if settings is None:
-        return {argument: function_name(function)}
-    return {argument: function_name(function), **{f"{argument}.{name}": value for name, value in settings().items()}}
+    own = function.settings() if hasattr(function, "settings") else {}
+    return {argument: function_name(function), **{f"{argument}.{name}": value for name, value in own.items()}}
 
 
 def function_name(function: Callable[..., Any]) -> str:

@@ -71,6 +71,12 @@ class TaskEncoder:
     A finite loader without packing then knows its length, and `loader.skip` does not encode.
     """
 
+    length_column: str | None = None
+    """The column of the Parquet or Arrow files that has the `length` of each sample's item, such as "n_tokens".
+
+    Only this column is read to choose packs, and `length_of` is not called. None: by `length_of`.
+    """
+
     def encode(self, sample: Sample, rng: Rng) -> Any:
         """Encode a sample as an item.
 
@@ -238,12 +244,18 @@ class TaskEncoder:
         return {}
 
 
+def overrides(encoder: TaskEncoder, method: str) -> bool:
+    """Return whether an encoder has its own version of a method of `TaskEncoder`."""
+    return getattr(getattr(encoder, method), "__func__", None) is not getattr(TaskEncoder, method)
+
+
 def encoder_settings(encoder: TaskEncoder) -> dict[str, Any]:
     """Return an encoder's class and settings, to be added to a stage's settings.
 
     Names of settings get the prefix "encoder.".
     """
-    own = {f"encoder.{name}": value for name, value in encoder.settings().items()}
+    column = {} if encoder.length_column is None else {"length_column": encoder.length_column}
+    own = {f"encoder.{name}": value for name, value in {**column, **encoder.settings()}.items()}
     return {"encoder": type(encoder).__qualname__, **own}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,7 +92,7 @@ class _Chain:
     buffers: list[int] = field(default_factory=list)  # sizes of shuffle buffers of samples
     stages: list[Any] = field(default_factory=list)  # stages that handle one sample at a time
     checked: bool = False  # whether one of these stages is in `per_sample`
-    has_fan_out: bool = False
+    makes_several: bool = False
     item_buffers: list[int] = field(default_factory=list)  # sizes of shuffle buffers of items
     batch: tuple[int, Any, bool] | None = None  # size, collation, and whether the last batch may be smaller
     batch_stages: list[Any] = field(default_factory=list)  # stages after batching
@@ -114,7 +114,7 @@ class _Chain:
                 if stage.batch_size is not None:
                     self._add_batched(stage.batch_size, stage.collate_fn, not stage.drop_last)
                 else:  # `default_convert` makes tensors of arrays
-                    self._add_per_sample(partial(_map_each, stage.collate_fn), has_fan_out=False)
+                    self._add_per_sample(partial(_map_each, stage.collate_fn), makes_several=False)
             elif hasattr(stage, "pipeline") or type(stage).__name__ in ("RandomMix", "RoundRobin"):
                 self.add_dataset(stage)
             else:
@@ -161,7 +161,7 @@ class _Chain:
         """Add one stage. Raises ValueError if it cannot be exact."""
         original, kind = stage, getattr(stage, "f", stage)
         for part in (stage, kind, type(stage)):
-            if _is_key(part) and part in self.replace:
+            if isinstance(part, Hashable) and part in self.replace:
                 stage = self.replace[part]
         name = _name(stage)
         if name in _SHARD_LISTS and not self.opened:
@@ -183,10 +183,10 @@ class _Chain:
             settings = _settings(stage)
             self._add_batched(settings["batchsize"], settings["collation_fn"], settings["partial"])
         elif name in _PER_SAMPLE | _FAN_OUTS and _is_library(stage):
-            self._add_per_sample(stage, has_fan_out=name in _FAN_OUTS)
+            self._add_per_sample(stage, makes_several=name in _FAN_OUTS)
         elif any(stage is each or kind is each for each in self.per_sample):
             self.checked = True
-            self._add_per_sample(stage, has_fan_out=True)
+            self._add_per_sample(stage, makes_several=True)
         else:
             raise ValueError(f"sp.read cannot resume the stage {_named(stage)} exactly. {_INSTEAD.get(name, _OWN)}")
 
@@ -199,7 +199,7 @@ class _Chain:
                 "shuffle() after batched() is not supported. Shuffle before batched(), or add unbatched()."
             )
         elif size > 0:
-            (self.item_buffers if self.has_fan_out or self.branches else self.buffers).append(size)
+            (self.item_buffers if self.makes_several or self.branches else self.buffers).append(size)
 
     def _add_opener(self, stage: Any) -> None:
         """Add a stage that opens shards, with its choice of files and its handler of errors."""
@@ -221,7 +221,7 @@ class _Chain:
             raise ValueError("sp.read supports one batched() in a pipeline. Add unbatched() before the second one.")
         self.batch = (size, collation, partial_batches)
 
-    def _add_per_sample(self, stage: Any, *, has_fan_out: bool) -> None:
+    def _add_per_sample(self, stage: Any, *, makes_several: bool) -> None:
         """Add a stage that handles one sample at a time, or one batch if it is after batching."""
         if self.batch is not None and _name(stage) in _FAN_OUTS:
             # batches are divided into samples again, so that batches of one sample do the same
@@ -237,7 +237,7 @@ class _Chain:
         elif self.batch is not None:
             self.batch_stages.append(stage)
         else:
-            self.has_fan_out |= has_fan_out
+            self.makes_several |= makes_several
             self._add_stage(stage)
 
     def _add_stage(self, stage: Any) -> None:
@@ -255,7 +255,7 @@ class _Chain:
             return items
         size, _, partial_batches = self.batch
         assert isinstance(items, ItemPipeline)
-        return items.batch(size, drop_last=not partial_batches, encoder=self._encoder())
+        return items.batch(size, drop_last=not partial_batches, encoder=WebDatasetEncoder(self))
 
     def items(self, read: ReadShards, options: Mapping[str, Any], *, encode: bool) -> SamplePipeline | ItemPipeline:
         """Return the pipeline without batching. If `encode`, it has an encoder."""
@@ -270,13 +270,10 @@ class _Chain:
             for size in self.buffers:
                 items = items.shuffle(size)
             if encode:
-                items = items.encode(self._encoder())
+                items = items.encode(WebDatasetEncoder(self))
         for size in self.item_buffers:
             items = items.shuffle(size)
         return items  # type: ignore[no-any-return]
-
-    def _encoder(self) -> WebDatasetEncoder:
-        return WebDatasetEncoder(self)
 
 
 class WebDatasetEncoder(TaskEncoder):
@@ -294,7 +291,7 @@ class WebDatasetEncoder(TaskEncoder):
         self._urls = {url.rsplit("/", 1)[-1]: url for url in urls}
         self._named, self._suffix_of = _uses_name(chain.stages), dict[str, str]()
         self._suffixes, self._select, self._batch = chain.suffixes, chain.select_files, chain.batch
-        self._has_fan_out = chain.checked or any(_name(stage) in _FAN_OUTS for stage in chain.stages)
+        self._makes_several = chain.checked or any(_name(stage) in _FAN_OUTS for stage in chain.stages)
         self.one_to_one = all(_makes_one(stage) for stage in chain.stages)
         self._decodes = any(_name(stage) in ("_decode", "_xdecode") or _is_decoder(stage) for stage in chain.stages)
         self._earlier: list[tuple[dict[str, Any], int]] | None = [] if chain.checked else None
@@ -307,7 +304,7 @@ class WebDatasetEncoder(TaskEncoder):
             self._check(fields, rng)
         self._skipped.clear()
         results = _run(self._stages, [fields])
-        if self._has_fan_out:
+        if self._makes_several:
             return iter(results)
         items = list(results)
         if len(items) == 1:
@@ -409,15 +406,6 @@ def _map_each(function: Callable[[Any], Any], samples: Iterable[Any]) -> Iterato
         yield function(sample)
 
 
-def _is_key(value: Any) -> bool:
-    """Return whether a value is hashable."""
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
 def _name(stage: Any) -> str:
     """Return the name of the function of a stage, or of its class."""
     kind = getattr(stage, "f", stage)
@@ -465,24 +453,18 @@ def _with_handler(stage: Any, skipped: list[BaseException]) -> Any:
     if handler is None:
         return stage
     bound = inspect.signature(stage.f).bind(None, *stage.args, **stage.kw)
-    bound.arguments["handler"] = _CountingHandler(handler, skipped)
+    bound.arguments["handler"] = partial(_handle, handler, skipped)
     changed = copy(stage)
     changed.args, changed.kw = bound.args[1:], bound.kwargs
     return changed
 
 
-@dataclass
-class _CountingHandler:
-    """Handler of errors that adds each skipped error to `skipped`."""
-
-    handler: Callable[[BaseException], bool]
-    skipped: list[BaseException]
-
-    def __call__(self, error: BaseException) -> bool:
-        if not self.handler(error):
-            raise error
-        self.skipped.append(error)
-        return True
+def _handle(handler: Callable[[BaseException], bool], skipped: list[BaseException], error: BaseException) -> bool:
+    """Handle an error, and add it to `skipped` if it is skipped."""
+    if not handler(error):
+        raise error
+    skipped.append(error)
+    return True
 
 
 def _makes_one(stage: Any) -> bool:

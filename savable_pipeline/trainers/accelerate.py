@@ -7,9 +7,8 @@ from functools import partial
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
-from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.trainer_loader import TrainerLoader, sharing_batches
+from savable_pipeline.trainers.trainer_loader import BetweenSteps, TrainerLoader, check_peers
 
 
 def prepare(accelerator: Accelerator, loader: SavableLoader) -> TrainerLoader:
@@ -45,28 +44,14 @@ def prepare(accelerator: Accelerator, loader: SavableLoader) -> TrainerLoader:
         len(next(iter(batches)))  # 4
         ```
     """
-    batches = _BetweenSteps(accelerator, loader)
+    if config := accelerator.parallelism_config:
+        sizes = {"tp": config.tp_size, "cp": config.cp_size, "sp": config.sp_size}
+        check_peers(loader, accelerator.num_processes, sizes, "accelerator.torch_device_mesh")
+    to_device = partial(send_to_device, device=accelerator.device, non_blocking=True)
+
+    def counts() -> tuple[int, int]:
+        return accelerator.step, accelerator.gradient_accumulation_steps
+
+    batches = BetweenSteps(loader, to_device, counts, "accelerator.sync_gradients is True")
     accelerator.register_for_checkpointing(batches)
     return batches
-
-
-class _BetweenSteps(TrainerLoader):
-    """Loader that saves only if `accelerator.accumulate` has no pending gradients.
-
-    Its checkpoints do not contain them.
-    """
-
-    def __init__(self, accelerator: Accelerator, loader: SavableLoader) -> None:
-        to_device = partial(send_to_device, device=accelerator.device, non_blocking=True)
-        super().__init__(sharing_batches(loader, accelerator), to_device=to_device)
-        self._accelerator = accelerator
-
-    def check(self) -> None:
-        """Raise `SavableError` also in the middle of a gradient accumulation."""
-        super().check()
-        steps = self._accelerator.gradient_accumulation_steps
-        if done := self._accelerator.step % steps:
-            raise SavableError(
-                f"the gradients of {done} of {steps} batches would be lost. Save only where "
-                "accelerator.sync_gradients is True."
-            )

@@ -14,11 +14,12 @@ from typing import Any
 
 from composer.core import Callback, DataSpec, State
 from composer.loggers import Logger
+from composer.utils import dist
 
 from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.micro_batches import micro_batches, rows
-from savable_pipeline.trainers.trainer_loader import TrainerLoader, restarting
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, check_peers, restarting
 
 
 class SavableData(Callback):  # type: ignore[misc]
@@ -51,7 +52,7 @@ class SavableData(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, loader: SavableLoader, *, batch_size: int, shared: Iterable[str] = ()) -> None:
-        self._begun = 0
+        self._loader, self._begun = loader, 0
         self._restored = False
         self._called = False  # whether Composer has called this callback
         self._batches = _Sized(loader, batch_size, trained=lambda: self._begun)
@@ -82,8 +83,11 @@ class SavableData(Callback):  # type: ignore[misc]
             logger: Not used.
 
         Raises:
+            ValueError: Tensor-parallel processes would get different batches.
             StateError: The run is resumed from a checkpoint without a state of the data.
         """
+        if state.tp_config is not None:
+            check_peers(self._loader, dist.get_world_size(), {"tp": state.tp_config.device_mesh.size()}, "mesh")
         if int(state.timestamp.batch) and not (self._restored or self._begun):
             raise StateError(
                 "the checkpoint has no state of the data. Resume from one that was saved with SavableData among "

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from deepspeed import DeepSpeedEngine
 
-from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.device import tensors_changed
-from savable_pipeline.trainers.trainer_loader import TrainerLoader
+from savable_pipeline.trainers.trainer_loader import BetweenSteps, TrainerLoader, check_peers
 
 
 def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> TrainerLoader:
@@ -27,13 +26,17 @@ def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> TrainerLoader:
         The batches to train on, on the engine's device. Their `state_dict()` raises `SavableError` between two steps of
         the optimizer, because the gradients of some micro-batches would be lost.
 
+    Raises:
+        ValueError: The loader has more ranks than the engine has data-parallel ranks.
+
     Example:
         ```python
         from types import SimpleNamespace
 
         from savable_pipeline.trainers.deepspeed import prepare
 
-        engine = SimpleNamespace(device="cpu", micro_steps=0, gradient_accumulation_steps=lambda: 1)
+        one = {"world_size": 1, "dp_world_size": 1, "gradient_accumulation_steps": lambda: 1}
+        engine = SimpleNamespace(device="cpu", micro_steps=0, **one)
 
         class Labels(sp.TaskEncoder):
             def encode(self, sample, rng):
@@ -46,27 +49,11 @@ def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> TrainerLoader:
         len(next(iter(batches)))  # 4
         ```
     """
-    return _BetweenSteps(engine, loader)
-
-
-class _BetweenSteps(TrainerLoader):
-    """Loader that saves only if the engine has no pending gradients.
-
-    Its checkpoints do not contain them.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine, loader: SavableLoader) -> None:
-        super().__init__(
-            loader, to_device=lambda batch: tensors_changed(batch, lambda t: t.to(engine.device, non_blocking=True))
-        )
-        self._engine = engine
-
-    def check(self) -> None:
-        """Raise `SavableError` also if the engine has taken only part of a global batch."""
-        super().check()
-        steps = self._engine.gradient_accumulation_steps()
-        if done := self._engine.micro_steps % steps:
-            raise SavableError(
-                f"the gradients of {done} of {steps} micro-batches would be lost. Save only where "
-                f"engine.micro_steps is a multiple of {steps}."
-            )
+    sizes = {"model_parallel": engine.world_size // engine.dp_world_size}
+    check_peers(loader, engine.world_size, sizes, "mesh")
+    return BetweenSteps(
+        loader,
+        lambda batch: tensors_changed(batch, lambda tensor: tensor.to(engine.device, non_blocking=True)),
+        lambda: (engine.micro_steps, engine.gradient_accumulation_steps()),
+        "engine.micro_steps is a multiple of gradient_accumulation_steps",
+    )

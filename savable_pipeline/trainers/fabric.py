@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.fabric import Fabric
 
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.trainer_loader import TrainerLoader
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, check_peers
 
 
 def prepare(fabric: Fabric, loader: SavableLoader) -> TrainerLoader:
@@ -21,6 +23,9 @@ def prepare(fabric: Fabric, loader: SavableLoader) -> TrainerLoader:
 
     Returns:
         The batches to train on.
+
+    Raises:
+        ValueError: The strategy has tensor-parallel processes, which would get other batches.
 
     Example:
         ```python
@@ -40,4 +45,16 @@ def prepare(fabric: Fabric, loader: SavableLoader) -> TrainerLoader:
         len(next(iter(batches)))  # 4
         ```
     """
+    check_peers(loader, fabric.world_size, shared_sizes(fabric.strategy), "fabric.strategy.device_mesh")
     return TrainerLoader(loader, to_device=fabric.to_device)
+
+
+def shared_sizes(strategy: Any) -> dict[str, int]:
+    """Return the size of the dimension whose processes need the same batches, by name.
+
+    Args:
+        strategy: A strategy of Fabric or of Lightning's `Trainer`.
+    """
+    mesh: Any = getattr(strategy, "device_mesh", None)
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    return {name: mesh[name].size() for name in names if name == "tensor_parallel"}

@@ -29,7 +29,7 @@ from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.run.state.state_dict import JSON_FILE, from_json, to_json
 from savable_pipeline.trainers.model_inputs import check_inputs, has_packs, model_inputs
-from savable_pipeline.trainers.trainer_loader import TrainerLoader, length_of, restarting, sharing_batches
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, check_peers, length_of, restarting
 
 __all__ = ["SavableData", "SavableTrainer", "model_inputs"]
 
@@ -80,7 +80,7 @@ class SavableData:
             counter = _Counter(_repeats_per_batch(self.args))
             self._batches = counter.batches = TrainerLoader(
                 # Without a length, gradients of an epoch's last batches are used in the first step of the next epoch.
-                sharing_batches(train_loader, self.accelerator),  # type: ignore[attr-defined]
+                self._checked(train_loader),
                 trained=lambda: counter.trained // counter.times,
                 begun=lambda: -(-counter.begun // counter.times),
                 carries=True,
@@ -136,7 +136,7 @@ class SavableData:
         """
         chosen = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         chosen = self.eval_dataset if chosen is None else chosen
-        return _evaluated(chosen) or super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        return self._evaluated(chosen) or super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return the loader for `predict`.
@@ -144,7 +144,21 @@ class SavableData:
         Args:
             test_dataset: A loader with `on_iter="restart"`, or a dataset of the trainer.
         """
-        return _evaluated(test_dataset) or super().get_test_dataloader(test_dataset)  # type: ignore[misc]
+        return self._evaluated(test_dataset) or super().get_test_dataloader(test_dataset)  # type: ignore[misc]
+
+    def _evaluated(self, loader: Any) -> SavableLoader | None:
+        """Return the loader if it is a `SavableLoader`.
+
+        Raises ValueError if it does not restart at each evaluation.
+        """
+        found = restarting(self._checked(loader))
+        return found if isinstance(found, SavableLoader) else None
+
+    def _checked(self, loader: Any) -> Any:
+        """Return the loader. Raises ValueError if processes of the trainer need the same batches, but get others."""
+        sizes = {name: getattr(self, f"get_{name}_size")() for name in ("tp", "cp", "sp")}
+        mesh = f"args.parallelism_config.get_device_mesh({self.args.device.type!r})"
+        return check_peers(loader, self.accelerator.num_processes, sizes, mesh)  # type: ignore[attr-defined]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the state of the data, and then the model.
@@ -348,12 +362,6 @@ def _repeats_per_batch(args: Any) -> int:
     The same holds for other trainers with these settings.
     """
     return (getattr(args, "steps_per_generation", None) or 1) * (getattr(args, "num_iterations", None) or 1)
-
-
-def _evaluated(loader: Any) -> SavableLoader | None:
-    """Return the loader if it is a `SavableLoader`; ValueError if it does not restart each evaluation."""
-    found = restarting(loader)
-    return found if isinstance(found, SavableLoader) else None
 
 
 def _warn_of_unused(args: Any, dataset: Any) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from types import FrameType
@@ -33,7 +33,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.trainer_loader import TrainerLoader, each, length_of, restarting
+from savable_pipeline.trainers.fabric import shared_sizes
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, check_peers, each, length_of, restarting
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
         predict: The same for `trainer.predict`.
 
     Raises:
-        ValueError: A loader for evaluation was created without `on_iter="restart"`, or `accumulate_grad_batches` plus
-            the batches fetched ahead is above 16.
+        ValueError: A loader for evaluation was created without `on_iter="restart"`, tensor-parallel processes would get
+            other batches, or `accumulate_grad_batches` plus the batches fetched ahead is above 16.
         StateError: In `fit`: the trainer continues after its first batch, but the checkpoint has no state of the
             loader.
 
@@ -89,7 +90,11 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
         """Return the result of the function of this name, or [] without one."""
         if name not in self._created:
             make = self._makers[name]
-            self._created[name] = [] if make is None else make()
+            loaders = [] if make is None else make()
+            if self.trainer is not None:
+                sizes = shared_sizes(self.trainer.strategy)
+                check_peers(loaders, self.trainer.world_size, sizes, "model.device_mesh")
+            self._created[name] = loaders
         return self._created[name]
 
     def setup(self, stage: str) -> None:
@@ -171,11 +176,11 @@ class _Batches(TrainerLoader):
             if not self.step.in_training:
                 self.delayed_signals.run()
 
-    def __iter__(self) -> Iterator[Any]:
-        return super().__iter__()  # Lightning looks for this method in the class itself
+    def __iter__(self) -> Any:
+        return super().__iter__()  # `TrainerLoader` rejects calls by Lightning, but not by this class
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict()  # Lightning looks for this method in the class itself
+        return super().state_dict()  # as above
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state.
@@ -230,13 +235,13 @@ class _Checkpoints(Callback):  # type: ignore[misc]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._is_fitting(trainer):
-            states = _fit_loop(checkpoint)["state_dict"].get("combined_loader", [])
+            states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
             self._state = states[0] if len(states) == 1 else None
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if not self._is_fitting(trainer):
             return
-        batches, loop = self.batches(trainer), _fit_loop(checkpoint)
+        batches, loop = self.batches(trainer), checkpoint["loops"]["fit_loop"]
         if "combined_loader" not in loop["state_dict"]:  # Lightning has not asked for a loader yet
             loop["state_dict"]["combined_loader"] = [batches.state_dict()]
         batches.step.put_back(loop["epoch_loop.batch_progress"])
@@ -263,19 +268,10 @@ class _Checkpoints(Callback):  # type: ignore[misc]
             batches.delayed_signals.run()
 
     def on_validation_start(self, trainer: Any, *_: Any) -> None:
-        self._run_pending(trainer)
-
-    def on_train_end(self, trainer: Any, *_: Any) -> None:
-        self._run_pending(trainer)
-
-    def _run_pending(self, trainer: Any) -> None:
         if self._is_fitting(trainer) and not trainer.sanity_checking:
             self.batches(trainer).delayed_signals.run()
 
-
-def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    loop: dict[str, Any] = checkpoint["loops"]["fit_loop"]
-    return loop
+    on_train_end = on_validation_start
 
 
 def _check_untrained(trainer: Any) -> None:

@@ -19,6 +19,7 @@ every rank before the first batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -29,8 +30,6 @@ from savable_pipeline.run.loader.misuse import caller, refuse_dataset, refuse_fe
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.state.state_dict import SlotSpan, taken_apart, with_spans
-
-_SHARE = "Pass ranks=sp.Ranks.of(accelerator.torch_device_mesh, share=accelerator.parallelism_config.non_dp_dim_names)."
 
 
 class TrainerLoader:
@@ -320,6 +319,32 @@ class TrainerLoader:
         self._restart_count()
 
 
+class BetweenSteps(TrainerLoader):
+    """Batches whose state is saved only between two steps of the optimizer.
+
+    A trainer's checkpoints do not contain pending gradients.
+
+    Args:
+        loader: The loader to wrap.
+        to_device: As for `TrainerLoader`.
+        counts: Returns how many batches the trainer has begun, and how many it accumulates for a step.
+        condition: When it may save, for the error.
+    """
+
+    def __init__(self, loader: SavableLoader, to_device: Any, counts: Callable[[], Any], condition: str) -> None:
+        super().__init__(loader, to_device=to_device)
+        self._counts, self._condition = counts, condition
+
+    def check(self) -> None:
+        """Raise `SavableError` also in the middle of a gradient accumulation."""
+        super().check()
+        begun, steps = self._counts()
+        if done := begun % steps:
+            raise SavableError(
+                f"the gradients of {done} of {steps} batches would be lost. Save only where {self._condition}."
+            )
+
+
 class _YieldedBatch(NamedTuple):
     """Batch that the trainer got."""
 
@@ -367,24 +392,26 @@ def refuse_acknowledging(loader: Any) -> None:
         raise ValueError("acknowledge=True is for your own training loop. Remove it for a trainer.")
 
 
-def sharing_batches(loader: SavableLoader, accelerator: Any) -> SavableLoader:
-    """Check that tensor-parallel processes of Accelerate get the same batches.
+def check_peers(loaders: Any, processes: int, sizes: Mapping[str, int], mesh: str) -> Any:
+    """Check that processes which work on the same batch get the same.
 
     Args:
-        loader: The loader to train on. Anything else passes.
-        accelerator: The accelerator of the run.
+        loaders: A loader, or a container of loaders; other kinds pass.
+        processes: The number of processes of the trainer.
+        sizes: The sizes of the dimensions of its mesh along which processes need the same batches, by name.
+        mesh: The expression for the mesh, for the error.
 
     Returns:
-        The loader.
+        The loaders.
 
     Raises:
-        ValueError: It has more ranks than there are data-parallel ranks.
+        ValueError: A loader has more ranks than the trainer has data-parallel ranks.
     """
-    config = accelerator.parallelism_config
-    most = accelerator.num_processes // (config.non_data_parallel_size if config else 1)
-    if config and isinstance(loader, SavableLoader) and run_of(loader).ranks.world_size > most:
-        raise ValueError(f"processes of {' and '.join(config.non_dp_dim_names)} need the same batches. {_SHARE}")
-    return loader
+    shared, most = tuple(name for name, size in sizes.items() if size > 1), processes // math.prod(sizes.values())
+    if shared and any(isinstance(one, SavableLoader) and run_of(one).ranks.world_size > most for one in each(loaders)):
+        how = f"Pass ranks=sp.Ranks.of({mesh}, share={shared})."
+        raise ValueError(f"processes of {' and '.join(shared)} need the same batches. {how}")
+    return loaders
 
 
 def each(loaders: Any) -> list[Any]:

@@ -104,7 +104,7 @@ def test_named_objects_and_web_addresses_give_the_samples_of_named_files(
     remote = [found([f"{root}/{bucket.name}/data/{name}" for name in names]) for root in ("s3:/", server.url)]
     local = found([folder / name for name in names])
     for there in remote:
-        if layout.kind == "csv" and re.search("jpg|mp3", str(local)):  # whose columns name files if there are such files
+        if layout.kind == "csv" and re.search("jpg|mp3", str(local)):  # columns name files if there are such files
             assert there == [(key, {"json": parts["json"]}) for key, parts in local] or re.search(NAMING, there)
         else:
             check_equal(there, local)

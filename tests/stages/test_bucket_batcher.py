@@ -21,7 +21,8 @@ from savable_pipeline import custom
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.bucket_batcher import BucketRule, BucketSizes
-from savable_pipeline.stages.item_buffer import made_items
+from savable_pipeline.stages.item_buffer import built_items
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.testing import _take_step, assert_exact_resume
 from tests.conftest import write_numbered_shards
 from tests.stages.packing.test_packer import Items, Packs
@@ -74,7 +75,7 @@ def test_item_longer_than_the_last_bound_is_dropped_and_counted(monkeypatch: pyt
         "source/0/first": 2,
         "source/0/items": 2,
     }
-    monkeypatch.setattr("savable_pipeline.stages.bucket_batcher.max_empty_samples", lambda population: 300)
+    monkeypatch.setattr(StageInfo, "max_empty", 300)
     with pytest.raises(sp.EncodeError, match="300 items in a row were longer"):
         next(batcher([9] * 400))
 
@@ -84,7 +85,7 @@ def test_batch_has_the_refs_of_its_items_and_is_rebuilt_from_them() -> None:
     batch = next(stage)
     assert stage.ref == (0, (0, 0, 0), (2, 0, 0))
     assert stage.fetch(stage.ref) == batch
-    assert made_items(stage) == 1
+    assert built_items(stage) == 1
 
 
 @pytest.mark.parametrize("restore", [False, True])
@@ -196,7 +197,7 @@ def test_resume_anywhere_is_exact_with_and_without_buffered_items(
         else:
             state, stage = msgspec.msgpack.decode(msgspec.msgpack.encode(stage.save_state())), make()
             stage.restore_state(state)
-            assert stage.source.fetched == [] and made_items(stage) == 0  # type: ignore[attr-defined]
+            assert stage.source.fetched == [] and built_items(stage) == 0  # type: ignore[attr-defined]
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(stage.save_state())) == state
     assert batches + list(stage) == expected
 

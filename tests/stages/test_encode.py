@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections import Counter
@@ -18,7 +19,6 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.stages.encode import DeclaredSize
-from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage_info import StageInfo
 from tests.conftest import write_tar
 from tests.support.draws import few
@@ -369,7 +369,7 @@ def test_encoder_that_never_returns_an_item_is_an_error(encoded: Any, nothing: A
 
 def test_many_skips_between_items_are_no_error_for_any_chunk_size(encoded: Any) -> None:
     stage = encoded(lambda n, rng: n if n % 2 else sp.Skip("even"), epochs=None)
-    assert max_empty_samples(10) == 1300
+    assert stage.info.max_empty == 1300
     assert values_and_refs(stage, 3000)[0] == [1, 3, 5, 7, 9] * 600
 
 
@@ -380,8 +380,10 @@ def test_encoder_that_stops_returning_items_within_a_call_is_an_error(encoded: A
         values_and_refs(stage, 100)
 
 
-def test_error_limit_is_thirty_epochs_and_at_most_100_000() -> None:
-    assert [max_empty_samples(n) for n in (0, 1, 10, 10**9)] == [1000, 1030, 1300, 100_000]
+def test_error_limit_is_thirty_epochs_and_at_most_100_000(encoded: Any) -> None:
+    info = encoded(lambda n, rng: n).info
+    limits = [dataclasses.replace(info, population=n).max_empty for n in (0, 1, 10, 10**9)]
+    assert limits == [1000, 1030, 1300, 100_000]
 
 
 def test_settings_are_those_of_the_encoder_and_its_class() -> None:

@@ -247,7 +247,7 @@ def test_excluded_item_buffered_by_a_blend_is_dropped(shards: str, file: str) ->
 def test_changed_exclude_file_ends_the_run_and_a_resume_uses_the_new_one(
     shards: str, file: str, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ) -> None:
-    monkeypatch.setattr(key_lookup, "_SECONDS", 0)
+    monkeypatch.setattr(key_lookup, "_CHECK_INTERVAL_S", 0)
     pipeline = partial(simple, shards, file)
     with loader(pipeline, num_workers=num_workers) as own:
         take(own, 5)
@@ -318,7 +318,7 @@ def test_refs_are_filtered_by_exclusion() -> None:
         (((1, 0, 0), (2, 0, 0)), None),  # of a user's own stage
         (((3, 0, 0), (2, 0, 0)), ((3, 0, 0), (2, 0, 0))),
     ]:
-        assert excluded.left_of(ref) == left, ref
+        assert excluded.remaining(ref) == left, ref
 
 
 def test_encoder_is_not_called_for_excluded_samples(shards: str, file: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,19 @@ def test_error_of_a_filter_is_raised_or_skipped_and_retried(make_shards: MakeSha
     assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 5, 6], [7, 8]]
     assert loader.stats()["Filter/skipped/RuntimeError"] == 1
     assert "Filter/filtered" not in loader.stats()
+
+
+def test_filter_of_items_raises_errors_that_may_not_happen_again(make_shards: MakeShards) -> None:
+    """It saves no list of items to avoid, so that a resumed run would yield an item that this one skipped."""
+
+    def unreadable(value: int) -> bool:
+        if value == 2:
+            raise OSError(errno.EIO, "a bad disk")
+        return True
+
+    chain = sp.read(str(make_shards([9])), shuffle=False, epochs=1).map(number).filter(unreadable, on_error="skip")
+    with pytest.raises(sp.EncodeError, match="a bad disk"):
+        list(sp.SavableLoader(chain.batch(3), seed=0, lanes=1))
 
 
 @pytest.mark.parametrize("after", [False, True])

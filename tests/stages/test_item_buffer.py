@@ -64,7 +64,7 @@ def ref(number: int) -> custom.ItemRef:
 def test_elements_come_back_in_any_order_with_their_refs(shards: str) -> None:
     stage, _ = holder(shards)
     held = stage.held
-    assert held.fill(5) == 5 and len(held) == 5 and held.made == 5
+    assert held.fill(5) == 5 and len(held) == 5 and held.built == 5
     assert held.take(1) == ("1", ref(1))
     assert held.refs() == [ref(0), ref(2), ref(3), ref(4)], "those behind it move up"
     assert held.remove(0, last_fills=True).value == "0"
@@ -78,11 +78,11 @@ def test_restored_values_are_built_when_needed(shards: str) -> None:
     stage, _ = holder(shards)
     held = stage.held
     held.restore([[[3, 0, 0], None], [[1, 0, 0], [[1, 0]]], [[2, 0, 0], None]])
-    assert held.refs() == [ref(3), ref(1), ref(2)] and held.made == 0
+    assert held.refs() == [ref(3), ref(1), ref(2)] and held.built == 0
     assert held.save() == [(ref(3), None), (ref(1), ((1, 0),)), (ref(2), None)]
-    assert [each.value for each in held.copies(2)] == ["3", "1"] and held.made == 0
-    assert held.values(2) == ["3", "1"] and held.made == 2
-    assert held.take(2) == ("2", ref(2)) and held.made == 2
+    assert [each.value for each in held.copies(2)] == ["3", "1"] and held.built == 0
+    assert held.values(2) == ["3", "1"] and held.built == 2
+    assert held.take(2) == ("2", ref(2)) and held.built == 2
 
 
 @pytest.mark.parametrize("saved", [[ref(0)], [[ref(0), 3]], [[ref(0), [[1]]]], [[ref(0), [[-1, 0]]]], [[5, None]], 5])
@@ -121,14 +121,14 @@ def test_element_whose_building_fails_stays_buffered_and_can_be_requested_again(
 def test_items_beyond_the_process_limit_are_rebuilt(shards: str) -> None:
     lane = sp.Lane()
     one, other = (holder(shards, max_bytes=180, lane=lane)[0] for _ in range(2))
-    assert one.held.fill(3) == 3 and one.held.made == 3
-    assert other.held.fill(3) == 3 and other.held.made == 0, "the first holds what there is room for"
+    assert one.held.fill(3) == 3 and one.held.built == 3
+    assert other.held.fill(3) == 3 and other.held.built == 0, "the first holds what there is room for"
     assert [other.held.take(0)[0] for _ in range(3)] == ["0", "1", "2"]
     one.held.drop(3)
-    assert other.held.fill(2) == 2 and other.held.made == 2, "let go of, their bytes are free again"
+    assert other.held.fill(2) == 2 and other.held.built == 2, "let go of, their bytes are free again"
     other.held.restore([(ref(0), None)])
     one.held.add([Element(ref(7), "x"), Element(ref(8))])
-    assert other.held.made == 0 and one.held.made == 1 and one.held.take(1) == ("8", ref(8))
+    assert other.held.built == 0 and one.held.built == 1 and one.held.take(1) == ("8", ref(8))
     assert one.held.values(1) == ["x"]
 
 
@@ -145,7 +145,7 @@ def test_released_stage_is_freed_at_once_with_its_bytes(shards: str) -> None:
         gc.enable()
     next_one, _ = holder(shards, max_bytes=180, lane=lane)
     next_one.held.fill(3)
-    assert next_one.held.made == 3
+    assert next_one.held.built == 3
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.keyed_random import word
-from savable_pipeline.stages.item_buffer import made_items
+from savable_pipeline.stages.item_buffer import built_items
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.toy_dataset import drained, first, pairs, readers
 
@@ -242,7 +242,7 @@ def test_packs_of_cut_items_are_shuffled_and_resume_exactly(shards: str) -> None
 def test_memory_budget_changes_no_batch(shards: str) -> None:
     held, made_again = items_of(shards, sp.Lane()), items_of(shards, sp.Lane(), max_buffer_bytes=0)
     assert [next(held) for _ in range(30)] == [next(made_again) for _ in range(30)]
-    assert (made_items(held), made_items(made_again)) == (10, 0)
+    assert (built_items(held), built_items(made_again)) == (10, 0)
 
 
 def test_state_has_only_refs_and_sizes(shards: str) -> None:

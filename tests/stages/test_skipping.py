@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.stores.cached_samples import CachedFiles
 from savable_pipeline.stages.batch_difference import digest
+from savable_pipeline.stages.filters import Filter
 from savable_pipeline.stages.pipeline import upstream
 from tests.support.draws import examples
 from tests.support.random_stacks import Joining, stack, stacks
@@ -117,6 +119,81 @@ def test_any_stack_continues_after_skipped_as_after_yielded_batches(shards: str,
         assert msgspec.msgpack.encode(skipping.save_state()) == msgspec.msgpack.encode(plain.save_state())
     for _ in range(4):
         assert digest(next(plain)) == digest(next(skipping))
+
+
+def keeps_some(sample: sp.Sample, rng: sp.Rng) -> bool:
+    """A filter of samples, which cannot decide on some."""
+    number = number_of(sample)
+    if number % 17 == 0:
+        raise ValueError("seventeen")
+    return bool((number + rng.integers(3)) % 3)
+
+
+def filtered(shards: str, lane: sp.Lane, *, epochs: int | None) -> Any:
+    """Samples that pass the filter."""
+    return Filter(sp.TarShardReader(shards, lane, epochs=epochs), keeps_some, on_error="skip")
+
+
+def unfiltered(shards: str, lane: sp.Lane, *, epochs: int | None) -> Any:
+    """All samples."""
+    return sp.TarShardReader(shards, lane, epochs=epochs)
+
+
+def build(lane: sp.Lane, *, shards: str, case: dict[str, Any]) -> Any:
+    """The stages of a lane of a random run."""
+    chosen, all_fine = case["chosen"], case["all_fine"]
+    kind = FaultyTelling if chosen["tells"] else Faulty
+    encoder = kind(chosen["gap"], fans_out=chosen["fans_out"], all_fine=all_fine, known=chosen["tells"])
+    read = partial(filtered if case["filters"] else unfiltered, epochs=case["epochs"])
+    return stack(shards, lane, chosen, encoder=encoder, on_error="raise" if all_fine else "skip", read=read)
+
+
+runs = st.fixed_dictionaries(
+    {
+        "chosen": stacks,
+        "all_fine": st.booleans(),
+        "filters": st.booleans(),
+        "epochs": st.sampled_from([None, None, 1, 2]),
+        "world": st.sampled_from([1, 1, 2]),
+        "skipped": st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=3),
+    }
+)
+
+
+def check_skips(shards: str, case: dict[str, Any], **settings: Any) -> None:
+    """Compare a run that skips steps with one that takes them: each byte of all others, and the states after each."""
+    pipeline = partial(build, shards=shards, case=case)
+    world = 1 if case["epochs"] else case["world"]  # ranks of a finite run would have to communicate
+    settings |= {"seed": 7, "lanes": 4, "ranks": (world - 1, world)}
+    plain, skipping = (sp.SavableLoader(pipeline, **settings) for _ in "ab")
+    with plain, skipping:
+        for taken, skipped in [*case["skipped"], (3, 0)]:
+            for _ in range(taken):
+                assert outcome(skipping) == outcome(plain)
+            if not (skipped and outcome(plain)):  # after the last batch, `next` ends, and `skip` starts the next epoch
+                continue
+            for _ in range(skipped - 1):
+                next(plain, None)
+            skipping.skip(skipped * world)
+            assert skipping.state_dict() == plain.state_dict()
+
+
+def outcome(loader: Any) -> str:
+    """A digest of the next batch; "" at the end of an epoch."""
+    batch = next(loader, None)
+    return "" if batch is None else digest(batch)
+
+
+@examples(200, suite=15)
+@given(case=runs)
+def test_skip_of_a_loader_equals_as_many_calls_of_next(shards: str, case: dict[str, Any]) -> None:
+    check_skips(shards, case)
+
+
+@examples(20, suite=2)
+@given(case=runs)
+def test_workers_skip_as_many_batches_as_they_would_build(shards: str, case: dict[str, Any]) -> None:
+    check_skips(shards, case, num_workers=2)
 
 
 class Counting(sp.TaskEncoder):

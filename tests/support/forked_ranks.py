@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -19,9 +20,8 @@ import torch.distributed as dist
 FORK = multiprocessing.get_context("fork")
 
 
-def fork_ranks(module: str, world_size: int, *arguments: str) -> list[int | None]:
+def fork_ranks(main: Callable[..., Any], world_size: int, *arguments: str) -> list[int | None]:
     """The exit codes of the ranks; None for one that did not end, and was killed."""
-    main = import_module(module).main
     ports = [FORK.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
         FORK.Process(target=_rank, args=(main, rank, world_size, port, arguments))
@@ -43,13 +43,14 @@ def fork_ranks(module: str, world_size: int, *arguments: str) -> list[int | None
 
 def _rank(main: Any, rank: int, world_size: int, port: Any, arguments: tuple[str, ...]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.recv()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(1)
     main(*arguments)
 
 
 def _run(module: str, world_size: int, *arguments: str) -> None:
-    codes = fork_ranks(module, world_size, *arguments)
+    codes = fork_ranks(import_module(module).main, world_size, *arguments)
     if any(code != 0 for code in codes):
         sys.exit(f"the ranks ended with {codes}")
 

@@ -74,7 +74,7 @@ def main(folder: str, shards: str, state: str, size: str, seed: str) -> None:
 
 def _run(*arguments: str) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    fork_ranks("tests.support.killed_peers", 4, *arguments)
+    fork_ranks(main, 4, *arguments)
     return 0
 
 

@@ -6,7 +6,7 @@ joins texts by separators.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypothesis import strategies as st
@@ -153,8 +153,9 @@ def stack(
     held_bytes: int = 1 << 30,
     encoder: sp.TaskEncoder | None = None,
     on_error: Any = "raise",
+    read: Callable[[str, sp.Lane], Any] = sp.TarShardReader,
 ) -> Any:
-    """The stages of a lane; `held_bytes` must change nothing."""
+    """The stages of a lane; `held_bytes` must change nothing. `read` builds the stages of samples of a branch."""
     if encoder is None:
         encoder = (Telling if chosen["tells"] else Joining)(chosen["gap"], fans_out=chosen["fans_out"])
 
@@ -164,7 +165,7 @@ def stack(
         return stage
 
     def branch(buffer: int | None, steps: list[Any]) -> Any:
-        samples: Any = sp.TarShardReader(shards, lane)
+        samples = read(shards, lane)
         return with_steps(
             sp.Encode(
                 samples if buffer is None else sp.ShuffleBuffer(samples, size=buffer), encoder, on_error=on_error

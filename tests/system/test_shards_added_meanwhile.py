@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import savable_pipeline as sp
 from savable_pipeline import custom
@@ -159,10 +160,19 @@ def ranks_at_different_times(data: Path, shard: int) -> list[sp.SavableLoader]:
     return ranks
 
 
-def test_ranks_that_open_the_folder_at_different_times_agree(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class OldGroup:
+    """A process group of torch before 2.8, which has no method for its store."""
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_ranks_that_open_the_folder_at_different_times_agree(
+    data: Path, monkeypatch: pytest.MonkeyPatch, old: bool
+) -> None:
     """They have a store in common, as the ranks of torch.distributed have."""
     store = dist.HashStore()
-    group = SimpleNamespace(get_group_store=lambda: store)
+    group = OldGroup() if old else SimpleNamespace(get_group_store=lambda: store)
+    if old:
+        monkeypatch.setitem(distributed_c10d._world.pg_map, group, ("gloo", store))
     monkeypatch.setattr(Ranks, "_find_group", lambda ranks: group)
     first, second = ranks_at_different_times(data, 3)
     with pytest.raises(

@@ -25,7 +25,7 @@ from savable_pipeline.trainers import accelerate as with_accelerate
 from savable_pipeline.trainers import fabric as with_fabric
 from savable_pipeline.trainers import hf, lightning
 from savable_pipeline.trainers.device import OnDevice
-from savable_pipeline.trainers.trainer_loader import TrainerLoader, sharing_batches
+from savable_pipeline.trainers.trainer_loader import TrainerLoader
 from tests.project.test_docstrings import examples, run_example
 from tests.support.example_shards import write_example_shards
 from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
@@ -93,6 +93,20 @@ def test_hf_accumulation_that_drops_the_last_step_of_a_resumed_epoch_is_rejected
             trainer(make, tmp_path, gradient_accumulation_steps=4, **saves).train()
     trainer(make, tmp_path, gradient_accumulation_steps=4, save_strategy="epoch", max_steps=1).train()
     trainer(make, tmp_path, make("endless"), gradient_accumulation_steps=4, max_steps=1).train()
+
+
+def test_hf_processes_of_one_batch_need_shared_batches(make: Any, tmp_path: Path) -> None:
+    class TensorParallel(hf.SavableTrainer):  # type: ignore[misc]
+        def get_tp_size(self) -> int:
+            return 2
+
+    arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to=[], ignore_data_skip=True)
+    mesh = r"args\.parallelism_config\.get_device_mesh\('cpu'\)"
+    refused = rf"of tp need the same batches\. Pass ranks=sp\.Ranks\.of\({mesh}, share=\('tp',\)\)"
+    with pytest.raises(ValueError, match=refused):
+        TensorParallel(Model(), arguments, train_loader=make())
+    with pytest.raises(ValueError, match=refused):
+        TensorParallel(Model(), arguments).get_eval_dataloader(make(on_iter="restart"))
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -199,10 +213,12 @@ def test_accelerate_rejects_a_bare_loader_on_several_ranks(make: Any, tmp_path: 
 
 def test_tensor_parallel_processes_need_shared_batches(make: Any) -> None:
     """Accelerate builds such a mesh on GPUs alone, so this is not its Accelerator."""
-    accelerator = SimpleNamespace(num_processes=2, parallelism_config=accelerate.ParallelismConfig(tp_size=2))
+    counts = {"step": 0, "gradient_accumulation_steps": 1, "register_for_checkpointing": lambda _: None}
+    config = accelerate.ParallelismConfig(tp_size=2)
+    accelerator: Any = SimpleNamespace(num_processes=2, parallelism_config=config, device="cpu", **counts)
     with pytest.raises(ValueError, match=r"processes of tp need the same batches\. Pass ranks=sp\.Ranks\.of"):
-        sharing_batches(make(ranks=(0, 2)), accelerator)
-    sharing_batches(make(ranks=(0, 1)), accelerator)
+        with_accelerate.prepare(accelerator, make(ranks=(0, 2)))
+    with_accelerate.prepare(accelerator, make(ranks=(0, 1)))
 
 
 def test_accelerate_saves_only_between_optimizer_steps(make: Any, tmp_path: Path) -> None:

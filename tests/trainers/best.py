@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from tests.trainers.cases import (
@@ -44,8 +45,8 @@ def keeps_the_best(trainer: str, folder: Path, *, before: int, after: int) -> Tr
         if before == after and weights_of(resumed) != weights_of(straight):
             raise Differs("the run that never stopped kept other checkpoints, or loaded another at its end")
 
-    runs = [(before, straight)] if before == after else []
-    return Trial([*runs, (before, killed), (after, resumed)], check)
+    runs = [straight, killed] if before == after else [killed]
+    return Trial([*(replace(case, ranks=before) for case in runs), replace(resumed, ranks=after)], check)
 
 
 def check_evaluations(case: Case, rank: int, ranks: int, count: int) -> None:

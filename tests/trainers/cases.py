@@ -24,16 +24,14 @@ class Differs(AssertionError):
     """What is not as in the run that never stopped."""
 
 
-def drive(cases: list[Case], *tests: str, python: str = sys.executable, ranks: int = 1) -> None:
+def drive(cases: list[Case], *tests: str, python: str = sys.executable) -> None:
     """Run cases, and files of tests, in processes of their own.
 
     Raises `Differs` with the end of their output if one does not end well.
     """
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [python, *torchrun, "-m", "tests.trainers.drive", *(case.text for case in cases), *tests]
+    command = [python, "-m", "tests.trainers.drive", *(case.text for case in cases), *tests]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    killed = ranks > 1 and cases[0].is_killed
-    if bool(done.returncode) != killed:
+    if done.returncode:
         raise Differs(f"the process ended with {done.returncode}:\n{done.stdout[-9000:]}\n{done.stderr[-3000:]}")
 
 
@@ -75,14 +73,14 @@ def saved_before(kill_at: int, save_every: int) -> int:
 
 @dataclass(frozen=True)
 class Trial:
-    """Runs, in their order, each with its number of ranks; and what looks at their logs, and raises `Differs`."""
+    """Runs, in their order, and a function that checks their logs, and raises `Differs`."""
 
-    runs: list[tuple[int, Case]]
+    runs: list[Case]
     check: Callable[[], None]
 
     @property
     def on_one_rank(self) -> bool:
-        return all(ranks == 1 for ranks, _ in self.runs)
+        return all(case.ranks == 1 for case in self.runs)
 
 
 Plan = Callable[[str, Path], Trial]
@@ -92,12 +90,12 @@ def one_rank(trainer: str, folder: Path, **settings: object) -> Trial:
     """Killed at a random batch after the first checkpoint, and resumed, on one rank."""
     kill_at = random.randint(5, 8)
     cases = legs(trainer, folder, kill_at, **settings)
-    return Trial([(1, case) for case in cases], lambda: expect_resumed(logs(cases), saved_before(kill_at, 4)))
+    return Trial(cases, lambda: expect_resumed(logs(cases), saved_before(kill_at, 4)))
 
 
 def two_ranks(trainer: str, folder: Path) -> Trial:
     """Killed at a random step and resumed on two ranks."""
-    cases = legs(trainer, folder, random.randint(5, 7), workers=1)
+    cases = legs(trainer, folder, random.randint(5, 7), workers=1, ranks=2)
 
     def check() -> None:
         for rank in range(2):
@@ -105,12 +103,12 @@ def two_ranks(trainer: str, folder: Path) -> Trial:
         if logs(cases)[0] == logs(cases, rank=1)[0]:
             raise Differs("both ranks saw the same batches")
 
-    return Trial([(2, case) for case in cases], check)
+    return Trial(cases, check)
 
 
 def dp_by_tp(trainer: str, folder: Path) -> Trial:
     """Four processes, two peers a data-parallel rank: killed and resumed, with equal batches for peers."""
-    cases = legs(trainer, folder, random.randint(5, 7), workers=0)
+    cases = legs(trainer, folder, random.randint(5, 7), workers=0, ranks=4)
 
     def check() -> None:
         for rank in range(4):
@@ -119,7 +117,51 @@ def dp_by_tp(trainer: str, folder: Path) -> Trial:
         if seen[0] != seen[1] or seen[2] != seen[3] or seen[0] == seen[2]:
             raise Differs("peers saw different batches, or data-parallel ranks the same ones")
 
-    return Trial([(4, case) for case in cases], check)
+    return Trial(cases, check)
+
+
+def shared(trainer: str, folder: Path, *, before: tuple[int, int], after: tuple[int, int]) -> Trial:
+    """Killed and resumed on processes that share batches: how many, and how many a data-parallel rank."""
+    _, killed, resumed = legs(trainer, folder, 6, workers=1)
+    killed = replace(killed, ranks=before[0], peers=before[1])
+    resumed = replace(resumed, ranks=after[0], peers=after[1])
+
+    def check() -> None:
+        slots, first = passes(trainer, folder, "endless", 60), 4 * before[0] // before[1]
+        check_shared(killed, slots, 0)
+        check_shared(resumed, slots, first)
+        if before == after:
+            for process in range(before[0]):
+                was, now = logs([killed, resumed], rank=process)
+                if now[0] != was[4] or len(now) != 8:
+                    raise Differs(f"process {process} resumed with {len(now)} batches, the first with another loss")
+
+    return Trial([killed, resumed], check)
+
+
+def check_shared(case: Case, slots: list[str], first: int) -> None:
+    """Raise `Differs` unless each process saw the batches of its data-parallel rank, and all equally many."""
+    ranks = case.ranks // case.peers
+    for process in range(case.ranks):
+        found = batches(case, process)
+        check_slots(found, slots, (process // case.peers - first) % ranks, ranks, first)
+        if len(found) < (4 if case.is_killed else 8):
+            raise Differs(f"process {process} saw {len(found)} batches")
+
+
+def shared_epochs(trainer: str, folder: Path) -> Trial:
+    """Three epochs with a length on two data-parallel ranks of two processes, killed in the second."""
+    settings = {"kind": "counted", "epochs": 3, "batches": 3 * EPOCH // 2, "workers": 1, "ranks": 4, "peers": 2}
+    _, killed, resumed = legs(trainer, folder, random.choice([13, 14, 15]), **settings)
+
+    def check() -> None:
+        slots = passes(trainer, folder, "counted", 3 * EPOCH)
+        check_shared(killed, slots, 0)
+        check_shared(resumed, slots, 2 * 12)
+        if any(len(batches(resumed, process)) != 3 * EPOCH // 2 - 12 for process in range(4)):
+            raise Differs("the resumed run has not trained on the whole epochs")
+
+    return Trial([killed, resumed], check)
 
 
 def other_ranks(trainer: str, folder: Path, *, before: int, after: int) -> Trial:
@@ -142,7 +184,7 @@ def other_ranks(trainer: str, folder: Path, *, before: int, after: int) -> Trial
             if len(scored & resumed_with) != min(before, after):
                 raise Differs("the first batches after the resume have other losses: the weights are not those saved")
 
-    return Trial([(before, killed), (after, resumed)], check)
+    return Trial([replace(killed, ranks=before), replace(resumed, ranks=after)], check)
 
 
 def batches(case: Case, rank: int = 0) -> list[str]:
@@ -167,7 +209,7 @@ def passes(trainer: str, folder: Path, kind: str, count: int) -> list[str]:
 def last_batch(trainer: str, folder: Path, *, kind: str) -> Trial:
     """A checkpoint at the last batch of an epoch, of three."""
     cases = legs(trainer, folder, EPOCH + 2, kind=kind, epochs=3, batches=3 * EPOCH, save_every=EPOCH)
-    return Trial([(1, case) for case in cases], lambda: expect_resumed(logs(cases), EPOCH))
+    return Trial(cases, lambda: expect_resumed(logs(cases), EPOCH))
 
 
 def three_epochs(trainer: str, folder: Path, *, kind: str, validate: bool = False) -> Trial:
@@ -182,7 +224,7 @@ def three_epochs(trainer: str, folder: Path, *, kind: str, validate: bool = Fals
         if validate:
             check_validations(cases)
 
-    return Trial([(1, case) for case in cases], check)
+    return Trial(cases, check)
 
 
 def ends_of_epochs(
@@ -205,7 +247,7 @@ def ends_of_epochs(
         if len(logs(cases)[0]) != 4 * EPOCH:
             raise Differs(f"{len(logs(cases)[0])} batches in four epochs")
 
-    return Trial([(1, case) for case in cases], check)
+    return Trial(cases, check)
 
 
 def epochs_on_other_ranks(trainer: str, folder: Path, *, before: int, after: int) -> Trial:
@@ -228,7 +270,7 @@ def epochs_on_other_ranks(trainer: str, folder: Path, *, before: int, after: int
             if len(found) * after != len(expected) - first:
                 raise Differs(f"from slot {first} on, rank {rank} of {after} saw {len(found)} batches")
 
-    return Trial([(before, killed), (after, resumed)], check)
+    return Trial([replace(killed, ranks=before), replace(resumed, ranks=after)], check)
 
 
 def check_validations(cases: list[Case]) -> None:

@@ -1,14 +1,15 @@
 """Kills a trainer's saves at each change of a file, resumes, and says what came back.
 
     a run of 12 batches, a checkpoint every 4 ── killed before its n-th change of a file of a checkpoint ──▶ resumed
-                                              └─ and the file that was written last cut in half ───────────▶ resumed
+                                              ├─ and the file that was written last cut in half ───────────▶ resumed
+                                              └─ and all files emptied that were not synced ───────────────▶ resumed
 
     python -m tests.trainers.crashes hf /tmp/folder 1
 
 A change is an opening for writing, a rename, a removal, a folder, an fsync, or a step of torch's writer or that of
-safetensors. Cut files stand for a loss of power, after which what was not synced may be lost. A resumed run repeats
-what the run that never stopped saw from one of its checkpoints on, each batch and each loss, or it ends with an error:
-"right" and "refused". Anything else is "apart": the model is of one checkpoint and the data are of another.
+safetensors. Cut and emptied files stand for a loss of power, which may lose bytes that were not synced. A resumed run
+repeats what the run that never stopped saw from one of its checkpoints on, each batch and each loss, or it ends with an
+error: "right" and "refused". Anything else is "apart": the model is of one checkpoint and the data are of another.
 
 The arguments are the trainer, a folder, and a stride: it tries every n-th change, from a random one on.
 """
@@ -38,8 +39,11 @@ SAVE_EVERY = 4
 
 
 def kill_before(change: int, below: Path, changes: Path) -> None:
-    """Have this process killed before its `change`-th change of a file below a folder; list them in a file."""
-    done = 0
+    """Have this process killed before its `change`-th change of a file below a folder; list them in a file.
+
+    Files that are not synced at that moment are listed in another one.
+    """
+    done, unsynced = 0, set[str]()
     listing = os.open(changes, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def changed(name: str, *paths: Any) -> None:
@@ -50,7 +54,18 @@ def kill_before(change: int, below: Path, changes: Path) -> None:
         if any(path.startswith(f"{below}{os.sep}") and not path.endswith(".jsonl") for path in named):
             done += 1
             if done == change:
+                names = [os.path.relpath(path, below) for path in unsynced]
+                Path(f"{changes}.unsynced").write_text("\n".join(names))
                 os.kill(os.getpid(), signal.SIGKILL)
+            if name in ("os.remove", "synced"):
+                unsynced.discard(named[0])
+            elif name == "os.rename":
+                old, new = named
+                moved = {path for path in unsynced if path == old or path.startswith(f"{old}{os.sep}")}
+                unsynced.difference_update({new, *moved})
+                unsynced.update(new + path[len(old) :] for path in moved)
+            elif name in ("open", "torch opens", "safetensors"):
+                unsynced.add(named[0])
             os.write(listing, f"{name} {' '.join(map(os.path.basename, named))}\n".encode())
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
@@ -94,7 +109,16 @@ def cut_last(folder: Path) -> str:
         return ""
     last = max(files, key=lambda path: path.stat().st_mtime_ns)
     os.truncate(last, last.stat().st_size // 2)
-    return last.name
+    return f"{last.name} cut"
+
+
+def empty_unsynced(folder: Path, changes: Path) -> str:
+    """Empty the files that were not synced when the run was killed; "" if there are none."""
+    names = Path(f"{changes}.unsynced").read_text().splitlines()
+    files = [path for path in (folder / name for name in names) if path.is_file()]
+    for path in files:
+        os.truncate(path, 0)
+    return f"{len(files)} files emptied" * bool(files)
 
 
 @dataclass(frozen=True)
@@ -173,7 +197,7 @@ def outcome(trainer: Trainer, name: str, straight: list[Any], starts: range) -> 
 
 
 def tried(trainer: Trainer, starts: range, stride: int) -> Iterator[tuple[int, str, str, str]]:
-    """For each change that is tried: its number, what it is, the file that was cut, and the outcome."""
+    """For each change that is tried: its number, what it is, what was lost with the power, and the outcome."""
     folder = trainer.folder
 
     def killed(name: str, change: int) -> int:
@@ -191,11 +215,17 @@ def tried(trainer: Trainer, starts: range, stride: int) -> Iterator[tuple[int, s
     for change in range(1 + random.randrange(stride), len(changes) + 1, stride):
         name = f"killed {change}"
         assert killed(name, change) == -signal.SIGKILL, name
-        shutil.copytree(folder / name, folder / f"{name} cut")
+        losses: dict[str, Callable[[Path], str]] = {
+            "cut": cut_last,
+            "emptied": partial(empty_unsynced, changes=folder / f"{name}.changes"),
+        }
+        for loss in losses:
+            shutil.copytree(folder / name, folder / f"{name} {loss}")
         yield change, changes[change - 1], "", outcome(trainer, name, straight, starts)
-        if cut := cut_last(folder / f"{name} cut"):
-            yield change, changes[change - 1], cut, outcome(trainer, f"{name} cut", straight, starts)
-        for rest in (name, f"{name} cut"):
+        for loss, lose in losses.items():
+            if lost := lose(folder / f"{name} {loss}"):
+                yield change, changes[change - 1], lost, outcome(trainer, f"{name} {loss}", straight, starts)
+        for rest in (name, *(f"{name} {loss}" for loss in losses)):
             shutil.rmtree(folder / rest)
 
 
@@ -204,9 +234,9 @@ def main(name: str, folder: Path, stride: int) -> int:
     trainer = of_quickstart(folder) if name == "quickstart" else of_page(name, folder)
     starts = range(0, 25, 10) if name == "quickstart" else range(0, 12 + 1, SAVE_EVERY)
     counts: Counter[str] = Counter()
-    for change, what, cut, found in tried(trainer, starts, stride):
+    for change, what, lost, found in tried(trainer, starts, stride):
         counts[found.split(":")[0].split(" ")[0].rstrip(",")] += 1
-        print(f"{name} {change}: before {what}{f', {cut} cut' * bool(cut)}: {found}", flush=True)
+        print(f"{name} {change}: before {what}{f', {lost}' * bool(lost)}: {found}", flush=True)
     print(f"{name}: {dict(counts)}", flush=True)
     return counts["apart"]
 

@@ -1,8 +1,8 @@
 """Runs the script of a trainer's page, with a model that writes down its batches: `python -m tests.trainers.drive`.
 
-The arguments are cases as JSON. Each is run in a process forked from this one, so that all trainers are imported once;
-those of one trainer one after the other, the trainers side by side. Under torchrun the one case is run in this process.
-An argument that names a file of tests has pytest run these, in a child too.
+The arguments are cases as JSON. Each is run in processes forked from this one, so that all trainers are imported once:
+the cases of one trainer one after the other, the trainers at the same time. The processes of a case with several ranks
+have the environment that torchrun sets. For an argument that names a file of tests, pytest runs these in a child.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import savable_pipeline as sp
 from tests.support.toy_training import LANES, Noisy, Notes, Prompts, Recorder, Tokens, ToyPipeline
@@ -41,6 +42,8 @@ class Case:
     kind: str = "endless"
     workers: int = 2
     batches: int = 12  # of each rank, in all
+    ranks: int = 1  # processes
+    peers: int = 1  # processes in a row of one data-parallel rank, which share its batches
     epochs: int = 1000  # of a finite pipeline
     save_every: int = 4  # batches
     accumulate: int = 1
@@ -93,14 +96,23 @@ def pipeline_for(trainer: str, folder: str | Path, kind: str, *, shuffle: bool =
     return ToyPipeline(str(Path(folder, "shards")), kind, shuffle=shuffle, encoder=encoder)
 
 
-def make_loader(case: Case, **given: Any) -> sp.SavableLoader:
+def sharing(case: Case, mesh: Any = None) -> dict[str, Any]:
+    """The setting of a loader whose processes share batches, if those of the case do."""
+    if case.peers == 1 or ranks() == 1:
+        return {}
+    mesh = mesh or init_device_mesh("cpu", (ranks() // case.peers, case.peers), mesh_dim_names=("dp", "tp"))
+    return {"ranks": sp.Ranks.of(mesh, share=mesh.mesh_dim_names[-1])}
+
+
+def make_loader(case: Case, mesh: Any = None, **given: Any) -> sp.SavableLoader:
     pipeline = pipeline_for(case.trainer, case.folder, case.kind)
+    given |= sharing(case, mesh)
     return sp.SavableLoader(pipeline, seed=7, lanes=LANES, num_workers=case.workers, **given)
 
 
 def make_evaluation(case: Case) -> sp.SavableLoader:
     pipeline = pipeline_for(case.trainer, case.folder, "counted", shuffle=False)
-    return sp.SavableLoader(pipeline, seed=7, lanes=LANES, tail="pad", on_iter="restart")
+    return sp.SavableLoader(pipeline, seed=7, lanes=LANES, tail="pad", on_iter="restart", **sharing(case))
 
 
 def block(trainer: str) -> str:
@@ -131,7 +143,6 @@ def run_fsdp2(case: Case) -> dict[str, Any]:
 def _shared_out(case: Case) -> torch.nn.Module:
     """The model with FSDP2 over all ranks, one too: the keys of its checkpoints are the same for each number."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     _announce_one_rank()
@@ -242,7 +253,6 @@ def run_composer(case: Case) -> dict[str, Any]:
 def run_megatron(case: Case) -> dict[str, Any]:
     """On four ranks, of two data-parallel ranks with two tensor-parallel peers each."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
     _announce_one_rank()
     dist.init_process_group("gloo")
@@ -253,7 +263,11 @@ def run_megatron(case: Case) -> dict[str, Any]:
         # Its buckets stay as they were made, as those of Megatron's own DDP do: otherwise torch makes them again behind
         # the first step of a process, and sums over four ranks of a resumed run may be rounded otherwise in that step.
         model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    return {**_of_a_loop(case, model), "begin": lambda: (mesh.get_group("dp"), mesh.get_local_rank("tp"))}
+    return {
+        **_of_a_loop(case, model),
+        "make_loader": lambda group: make_loader(case, mesh, ranks=group),
+        "begin": lambda: (mesh.get_group("dp"), mesh.get_local_rank("tp")),
+    }
 
 
 def run_hf(case: Case) -> dict[str, Any]:
@@ -368,6 +382,11 @@ def causal_model() -> tuple[Any, Any]:
 def run_lightning(case: Case) -> dict[str, Any]:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    from savable_pipeline.trainers.fabric import shared_sizes
+    from savable_pipeline.trainers.trainer_loader import check_peers
 
     torch.manual_seed(1)
     recorder = Recorder(case.log_of(rank()), kill_at=case.kill_at)
@@ -388,6 +407,10 @@ def run_lightning(case: Case) -> dict[str, Any]:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
 
+        def configure_model(self) -> None:
+            if case.peers > 1:
+                fully_shard(self.recorder, mesh=self.device_mesh["data_parallel"])
+
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["random"] = torch.get_rng_state()
 
@@ -405,10 +428,13 @@ def run_lightning(case: Case) -> dict[str, Any]:
         "save_last": {"save_last": True},
         "monitor": {"monitor": "score", "save_top_k": -1},
     }
+    strategy: Any = "ddp" if ranks() > 1 else "auto"
+    if case.peers > 1:
+        strategy = ModelParallelStrategy(ranks() // case.peers, case.peers, save_distributed_checkpoint=False)
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": ranks(),
-        "strategy": "ddp" if ranks() > 1 else "auto",
+        "strategy": strategy,
         "callbacks": [ModelCheckpoint(run, **savers[case.checkpoints])],
         "max_steps": case.steps,
         "max_epochs": case.epochs if case.epochs < 1000 else -1,
@@ -418,11 +444,25 @@ def run_lightning(case: Case) -> dict[str, Any]:
         "enable_model_summary": False,
         "limit_val_batches": 3 if case.validate else 0,
     }
+    module = Module()
+
+    def loader() -> sp.SavableLoader:
+        if case.peers == 1:
+            return make_loader(case)
+        sizes = shared_sizes(module.trainer.strategy)
+        assert sizes == {"tensor_parallel": case.peers}
+        try:
+            check_peers(make_loader(replace(case, peers=1), ranks=(0, 3)), ranks(), sizes, "model.device_mesh")
+        except ValueError as error:
+            assert "processes of tensor_parallel need the same batches" in str(error)
+            return make_loader(case, module.device_mesh)
+        raise AssertionError("a loader of more ranks than are data-parallel was accepted")
+
     names = {
         "run": run,
-        "make_model": Module,
+        "make_model": lambda: module,
         "settings": settings,
-        "make_loader": partial(make_loader, case),
+        "make_loader": loader,
         "make_evaluation": partial(make_evaluation, case) if case.validate else None,
     }
     if case.checkpoints != "steps":  # whose names the page does not know
@@ -491,10 +531,25 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def run_on_ranks(case: Case) -> None:
+    """Run a case on its ranks. Raises SystemExit if one ends badly, unless one was to be killed, and was."""
+    from tests.support.forked_ranks import fork_ranks
+
+    os.environ |= {"TORCHELASTIC_RUN_ID": "forked", "GROUP_RANK": "0"}
+    codes = fork_ranks(partial(run, case), case.ranks)
+    if (-9 not in codes) if case.is_killed else any(codes):
+        raise SystemExit(f"the ranks ended with {codes}")
+
+
 def run_all(cases: list[Case]) -> None:
     """Run the cases of one trainer in children. Raises SystemExit after all, if one that is not killed ends badly."""
-    failed = [case for case in cases if ended(child(partial(run, case))) != (-9 if case.is_killed else 0)]
-    if failed:
+
+    def ends_well(case: Case) -> bool:
+        if case.ranks > 1:
+            return ended(child(partial(run_on_ranks, case))) == 0
+        return ended(child(partial(run, case))) == (-9 if case.is_killed else 0)
+
+    if failed := [case for case in cases if not ends_well(case)]:
         raise SystemExit("\n".join(f"ended badly: {case.text}" for case in failed))
 
 
@@ -506,9 +561,6 @@ def run_tests(file: str) -> None:
 
 
 def main(cases: list[Case], tests: list[str]) -> None:
-    if ranks() > 1:
-        run(cases[0])
-        return
     trainers = list(dict.fromkeys(case.trainer for case in cases))
     for trainer in trainers:
         preload(trainer)

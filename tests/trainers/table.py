@@ -13,6 +13,8 @@ from tests.trainers.cases import (
     last_batch,
     one_rank,
     other_ranks,
+    shared,
+    shared_epochs,
     three_epochs,
     two_ranks,
 )
@@ -23,6 +25,10 @@ CASES: dict[str, Plan] = {
     "accumulate 2": partial(one_rank, accumulate=2),
     "2 ranks": two_ranks,
     "dp 2 × tp 2": dp_by_tp,
+    "shared by 2": partial(shared, before=(4, 2), after=(4, 2)),
+    "shared by 2 → not": partial(shared, before=(4, 2), after=(2, 1)),
+    "not → shared by 2": partial(shared, before=(1, 1), after=(4, 2)),
+    "shared by 2, 3 epochs": shared_epochs,
     "2 → 1 ranks": partial(other_ranks, before=2, after=1),
     "1 → 2 ranks": partial(other_ranks, before=1, after=2),
     "best of 2 ranks": partial(keeps_the_best, before=2, after=2),
@@ -44,7 +50,7 @@ CASES: dict[str, Plan] = {
     "ends: last, max_epochs": partial(ends_of_epochs, checkpoints="save_last", kind="packed", ended_by="max_epochs"),
 }
 _OWN_LOOP = {"accumulate 2", "validation"}  # the page's loop has neither
-_ONE_PASS = {case for case in CASES if case.startswith(("last batch", "3 epochs"))}
+_ONE_PASS = {case for case in CASES if case.startswith("last batch") or "3 epochs" in case}
 LEFT_OUT = {
     "torch": _OWN_LOOP,
     "fsdp2": _OWN_LOOP,

@@ -14,7 +14,13 @@ import pytest
 
 from tests.trainers.crashes import Trainer, tried
 
-STRIDES = {"quickstart": 4, "hf": 24, "lightning": 2, "accelerate": 13}  # of the small form: about four tries each
+STRIDES = {
+    "quickstart": 4,
+    "hf": 24,
+    "lightning": 2,
+    "accelerate": 13,
+    "torch": 13,
+}  # of the small form: about four tries each
 
 
 def outcomes(name: str, folder: Path, stride: int) -> Counter[str]:

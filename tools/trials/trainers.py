@@ -66,10 +66,10 @@ def try_trainer(trainer: str, cases: list[str], python: str, folder: Path) -> di
     wanted = [case for case in cases if case not in LEFT_OUT.get(trainer, ()) and case != REJECTIONS]
     trials = {case: CASES[case](trainer, new_folder(folder, f"{i}")) for i, case in enumerate(wanted)}
     together = {case: trial for case, trial in trials.items() if trial.on_one_rank}
-    output = run_cases([case for trial in together.values() for _, case in trial.runs], python, 1)
+    output = run_cases([case for trial in together.values() for case in trial.runs], python)
     for case, trial in {**together, **trials}.items():
         if case not in together:
-            output = "".join(run_cases([run], python, ranks) for ranks, run in trial.runs)
+            output = run_cases(trial.runs, python)
         try:
             trial.check()
             found[case] = "exact"
@@ -93,10 +93,10 @@ def run_rejection_tests(tests: Path, python: str) -> str:
     return "passes"
 
 
-def run_cases(cases: list[Case], python: str, ranks: int) -> str:
-    """Run cases on `ranks` ranks, and return their output if they fail, else ""."""
+def run_cases(cases: list[Case], python: str) -> str:
+    """Run cases, and return their output if they fail, else ""."""
     try:
-        drive(cases, python=python, ranks=ranks)
+        drive(cases, python=python)
     except Differs as difference:
         return str(difference)
     return ""

@@ -33,7 +33,7 @@ from savable_pipeline.run.engine.messages import Delivery, LaneJob, RequestKind,
 from savable_pipeline.run.engine.stage_timing import EVERY, PAUSE_S, WatchedSamples, take_counts, timed
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, restoring, unpack_state, with_counts
 from savable_pipeline.stages.batcher import rebuild
-from savable_pipeline.stages.item_buffer import made_items
+from savable_pipeline.stages.item_buffer import built_items
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
 from savable_pipeline.stages.pipeline import datasets_of, upstream, verify_files
 from savable_pipeline.stages.stage import BatchStage, Stage
@@ -145,7 +145,7 @@ class LaneRunner:
         live.counts = Counter()
         self._live[lane] = live
         seconds = time.perf_counter() - start
-        buffered = sum(map(made_items, live.stages))
+        buffered = sum(map(built_items, live.stages))
         rebuild_s = seconds * buffered / max(1, counts.get("Encode/items", 1))
         assert live.state is not None
         dry = batch is _DRY

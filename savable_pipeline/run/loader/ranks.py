@@ -92,13 +92,16 @@ class Ranks:
         if share is None:
             return _ranks_of(mesh_or_group)
         # imported here, because it imports the wire of run/nodes
+        import torch.distributed as dist
+
         from savable_pipeline.run.peers.meeting import find_sharing
 
         if isinstance(share, str | tuple | list):
             found, members = _in_mesh(mesh_or_group, (share,) if isinstance(share, str) else tuple(share))
         else:
             found, members = _ranks_of(mesh_or_group), _members(share)
-        if (sharing := find_sharing(members, () if found.group is None else _members(found.group))) is not None:
+        data_ranks = () if found.group is None else _members(found.group)
+        if (sharing := find_sharing(members, data_ranks, group_store(dist.group.WORLD))) is not None:
             found.sharing, found.builds, found.name = sharing, sharing.number == 0, sharing.ranks[sharing.number]
         return found
 
@@ -175,8 +178,7 @@ class Ranks:
             key: The name of the value.
             value: The value of this rank.
         """
-        find = getattr(self._find_group(), "get_group_store", None) if self.can_talk else None  # since torch 2.6
-        store = self.sharing.store if self.sharing else find and find()
+        store = self.sharing.store if self.sharing else group_store(self._find_group()) if self.can_talk else None
         if store is None:
             return value
         try:
@@ -227,6 +229,18 @@ class Ranks:
                 f"on every rank at the same step.\n  {error}"
             ) from error
         return gathered
+
+
+def group_store(group: Any) -> Any:
+    """Return the store of a process group; None if torch.distributed does not know it.
+
+    Args:
+        group: The group. Before torch 2.8 it has no method for its store.
+    """
+    from torch.distributed import distributed_c10d
+
+    find = getattr(group, "get_group_store", None)
+    return find() if find else vars(distributed_c10d)["_world"].pg_map.get(group, (None, None))[1]
 
 
 def _initialised() -> bool:

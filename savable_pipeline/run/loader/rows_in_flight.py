@@ -149,7 +149,7 @@ def rows_lost(last: Stage, flights: Flights) -> dict[int, int]:
 
 def open_rows_lost(last: Stage, flight: Flight) -> int:
     """Return the open rows of a batch with excluded samples or a removed source."""
-    without_excluded = last.info.left_of
+    without_excluded = last.info.remaining
     _, rows = batch_rows(as_ref(msgpack.decode(msgpack.encode(flight.ref))))
     return sum(1 << row for row, ref in enumerate(rows) if without_excluded(ref) is None) & flight.open
 

@@ -388,8 +388,7 @@ class Run:
 
     def last_step(self) -> tuple[int, int]:
         """Return the slot and the lane of the last batch. Raises ValueError without one."""
-        batch = history_of(self.position).lagged()
-        return self.ranks.slot(batch.step), batch.lane
+        return self.ranks.slot((batch := history_of(self.position).lagged()).step), batch.lane
 
 
 def history_of(position: Position) -> History:

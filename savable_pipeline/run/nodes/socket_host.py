@@ -124,7 +124,7 @@ class SocketConnection:
         self._host = host
         # frames to send once it has a link
         self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]
-        self._pid = 0
+        self.pid = 0  # 0 until its first message
         self._fault = self._stack = ""
         self._looked = True
         self._status: WorkerStatus | None = None
@@ -132,12 +132,7 @@ class SocketConnection:
     @property
     def name(self) -> str:
         """Name for messages."""
-        return f"process {self._pid} of {self.node.name}" if self.node else "a worker without a node"
-
-    @property
-    def started(self) -> bool:
-        """Return whether it has sent its process ID."""
-        return bool(self._pid)
+        return f"process {self.pid} of {self.node.name}" if self.node else "a worker without a node"
 
     @property
     def viewed(self) -> int:
@@ -175,7 +170,7 @@ class SocketConnection:
         if kind == wire.ANSWER:
             number, answer = wire.read_answer(frame)
             if number == STARTED and isinstance(answer, int):
-                self._pid = answer
+                self.pid = answer
             elif number == STARTED and isinstance(answer, Failure) and answer.error is not None and self.node:
                 answer.error.add_note(f"on the node {self.node.name}")
             if self.node is not None and number != STARTED:
@@ -390,7 +385,7 @@ class SocketHost(Host):
                 each.node.failed += 1
                 if each.node.failed >= _MOST_FAILED:
                     self._lose(each.node, each.why)
-        self._has_begun = self._has_begun or any(each.started for each in self._connections)
+        self._has_begun = self._has_begun or any(each.pid for each in self._connections)
         heard = [each for each in self._connections if each.answers]
         for each in ended:
             self.forget(each)

@@ -49,19 +49,18 @@ class Sharing(NamedTuple):
     store: Any
 
 
-def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...]) -> Sharing | None:
+def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...], store: Any) -> Sharing | None:
     """Return the sharing group with these global ranks, or None for one process.
 
-    `data_ranks` are those of this process's data group. Raises ValueError for peers that cannot share. In a data group,
-    either all processes or none must be the first of their sharing groups, otherwise ValueError is raised too. No
-    process waits for another.
+    `data_ranks` are those of this process's data group, and `store` is that of all processes. Raises ValueError for too
+    many peers. In a data group, either all processes or none must be the first of their sharing groups, otherwise
+    ValueError is raised too. No process waits for another.
     """
     import torch.distributed as dist
 
-    find = getattr(dist.group.WORLD, "get_group_store", None)
-    if len(ranks) > ALIGN or find is None:
-        raise ValueError(f"{len(ranks)} ranks cannot share batches. Share among at most {ALIGN}, with torch 2.6.")
-    found = Sharing(ranks.index(own := dist.get_rank()), ranks, find())
+    if len(ranks) > ALIGN:
+        raise ValueError(f"{len(ranks)} ranks cannot share batches. Share among at most {ALIGN}.")
+    found = Sharing(ranks.index(own := dist.get_rank()), ranks, store)
     found.store.set(f"savable_pipeline/peers/first {own}", role := str(found.number == 0))
     for rank in data_ranks:
         if found.store.compare_set(f"savable_pipeline/peers/first {rank}", "", "").decode() not in ("", role):

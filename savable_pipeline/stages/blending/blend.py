@@ -26,7 +26,7 @@ from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.advice import check_choice, check_count, closest
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
-from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, make_elements, take_from
+from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, make_elements, take_from, value_of
 from savable_pipeline.stages.encoder_calls import measured_length
 from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
@@ -61,11 +61,11 @@ def check_blend(
     if weights is None and by == "tokens":
         raise ValueError('Blend: by="tokens" needs weights, because only the numbers of samples are known.')
     if weights is not None:
-        given = weights.names if isinstance(weights, Schedule) else weights.keys()
-        for name in sorted(given - set(sources)):
+        weighted = weights.names if isinstance(weights, Schedule) else weights.keys()
+        for name in sorted(weighted - set(sources)):
             meant = closest(name, sources)
             raise ValueError(f"Blend: weights has no source for {name!r}. The sources are {', '.join(sources)}.{meant}")
-        if missing := sorted(set(sources) - given):
+        if missing := sorted(set(sources) - weighted):
             raise ValueError(f"Blend: every source needs a weight, but {', '.join(missing)} has none. 0 turns it off.")
         if not isinstance(weights, Schedule):
             integer_weights(weights)
@@ -141,10 +141,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         self._ended: set[str] = set()
         self.name_branch("")
         self.schedule = weights if isinstance(weights, Schedule) else None
-        given = dict.fromkeys(weights.names, 1) if isinstance(weights, Schedule) else weights
-        if given is None:
-            given = {name: stage.info.population for name, stage in self._stages.items()}
-        self.weights = integer_weights({name: given[name] for name in self._stages})
+        by_name = dict.fromkeys(weights.names, 1) if isinstance(weights, Schedule) else weights
+        if by_name is None:
+            by_name = {name: stage.info.population for name, stage in self._stages.items()}
+        self.weights = integer_weights({name: by_name[name] for name in self._stages})
         self.by, self.stride = by, stride
         self._counters: dict[str, list[str]] = {}  # names of counters, by source
         self._end_sources(self._ended)
@@ -164,12 +164,12 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         It is endless if a source with a weight is endless, or with `until="first"`, if all of them are.
         """
         infos = [stage.info for stage in self.sources]
-        given = [self._stages[name].info.endless for name in self._on]
+        are_endless = [self._stages[name].info.endless for name in self._on]
         return StageInfo(
             infos[0].lane,
             depth=1 + max(info.depth for info in infos),
             population=sum(info.population for info in infos),
-            endless=(any if self.until == "all" else all)(given),
+            endless=(any if self.until == "all" else all)(are_endless),
             tags=frozenset(self._stage_of),
             origins=frozenset[int]().union(*(info.origins for info in infos)),
             branch=self._branch,
@@ -310,16 +310,16 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             have = self._load(name, len(mine))
             if have < len(mine):
                 chosen = chosen[: mine[have]]
-        given = np.empty(len(chosen), self._ahead[active[0]].dtype)
+        drawn = np.empty(len(chosen), self._ahead[active[0]].dtype)
         for source, name in enumerate(active):
             mine = np.flatnonzero(chosen == source)
-            given[mine] = self._ahead[name][: len(mine)]
+            drawn[mine] = self._ahead[name][: len(mine)]
             self._count_drawn(name, len(mine))
             self._ahead[name] = self._ahead[name][len(mine) :]
         turns.take(chosen)
         if len(chosen) < n:
             self._end_sources({*self._ended, active[turns.plan(1)[0]]})
-        return given
+        return drawn
 
     def _load(self, name: str, n: int) -> int:
         """Take elements of a source until `n` are ready or it ends; return the number that are ready."""
@@ -330,8 +330,8 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
                 break
             self._ahead[name] = np.concatenate([self._ahead[name], self._array(fresh)])
         ready = len(self._ahead[name])
-        if self._makes and n and ready and self.yields != "samples" and not self._ahead[name][0].is_made:
-            make_elements(source, [self._ahead[name][0]])
+        if self._makes and n and ready and self.yields != "samples":
+            value_of(source, self._ahead[name][0])
         return ready
 
     def _array(self, taken: Any) -> _Elements:
@@ -366,9 +366,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         if element.sizes is not None:
             return sum([length for length, _ in element.sizes])
         stage = self._stages[name]
-        if not element.is_made:
-            make_elements(stage, [element])
-        if type(element.value) is Skip:
+        if type(value_of(stage, element)) is Skip:
             return None
         encoder = stage.info.encoder
         assert encoder is not None
@@ -385,7 +383,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         counters = self._counters.get(name)
         if counters is None:
             tags = self._stages[name].info.tags
-            named = [source_counter(min(tags) << TAG_SHIFT, what) for what in ("drawn", "drawn_tokens")]
+            named = [source_counter(min(tags) << TAG_SHIFT, counter) for counter in ("drawn", "drawn_tokens")]
             counters = self._counters[name] = named if len(tags) == 1 else []
         if counters:
             self.counts[counters[0]] += elements

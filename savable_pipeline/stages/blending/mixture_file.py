@@ -103,8 +103,9 @@ def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> M
         6
     """
     entry = read_yaml(Path(path))
-    if is_metadataset(entry):
-        return read_metadataset(entry, split)
+    if {"__class__", "__module__", "splits"} & entry.value.keys():  # a metadataset
+        content = _MetadatasetReader([entry.file]).split_of(entry, split, {})
+        return Mixture({_name_of(content): content}) if isinstance(content, MixtureSource) else content
     if split is not None:
         raise entry.wrong(f"split={split!r} is for a metadataset. Write `split` in each source instead.")
     return _mixture(entry, top=True)
@@ -206,20 +207,6 @@ def _check_weight(name: str, weight: Any, entry: YamlEntry, *, key: str = "weigh
         exact_weight(name, weight)
     except ValueError as error:
         raise entry.wrong(str(error), entry.line_of(key)) from error
-
-
-def is_metadataset(entry: YamlEntry) -> bool:
-    """Return whether a file is a metadataset, not a mixture."""
-    return bool({"__class__", "__module__", "splits"} & entry.value.keys())
-
-
-def read_metadataset(entry: YamlEntry, split: str | None) -> Mixture:
-    """Read a split of a metadataset.
-
-    Raises ValueError, with file and line, for unsupported settings.
-    """
-    content = _MetadatasetReader([entry.file]).split_of(entry, split, {})
-    return Mixture({_name_of(content): content}) if isinstance(content, MixtureSource) else content
 
 
 class _MetadatasetReader:

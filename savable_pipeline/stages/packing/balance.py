@@ -23,12 +23,11 @@ from savable_pipeline.core.keyed_random import SharedRanks, derive_key
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.advice import check_count
-from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, make_elements, take_from
+from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, take_from, value_of
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
-from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, left_sizes
-from savable_pipeline.stages.skipped_samples import max_empty_samples
+from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, remaining_sizes
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
@@ -39,10 +38,11 @@ AGE = 50  # after this many times `candidates` slots, waiting counts as much as 
 
 
 class WaitingPack(NamedTuple):
-    """Waiting pack, as `RankRule` sees it."""
+    """Waiting pack, as `RankRule` sees it, and as it is saved."""
 
     cost: int
     arrival: int  # number of packs that the lane had yielded when this one was taken
+    saved: bytes = b""  # a `_PackState` in MessagePack, encoded once instead of in the state of each batch
 
 
 class RankRule:
@@ -65,21 +65,21 @@ class RankRule:
         """
         return min(self.candidates, 4 + self.count)
 
-    def choose(self, held: Sequence[WaitingPack]) -> int:
+    def choose(self, waiting: Sequence[WaitingPack]) -> int:
         """Return the position of the pack to yield.
 
-        `held` has the waiting packs by arrival, at least one.
+        `waiting` has the waiting packs by arrival, at least one.
         """
-        if self._is_overdue(held):
+        if self._is_overdue(waiting):
             return 0
         now, past = self.count, self._sorted
-        ranked = sorted([waiting.cost for waiting in held])
+        ranked = sorted([pack.cost for pack in waiting])
         total = 2 * (WEIGHT * len(ranked) + len(past))
         # The score is |rank / total - u| - waited / (AGE · candidates), times AGE · candidates · total to get integers.
         scale = AGE * self.candidates
         wanted = AGE // 2 * (2 * self._ranks.step(now) + 1) * total  # u = (2 · step + 1) / (2 · candidates)
         best, least = 0, None
-        for i, (cost, arrival) in enumerate(held):
+        for i, (cost, arrival, _) in enumerate(waiting):
             rank = WEIGHT * (bisect_left(ranked, cost) + bisect_right(ranked, cost))
             rank += bisect_left(past, cost) + bisect_right(past, cost)
             score = abs(rank * scale - wanted) - (now - arrival) * total
@@ -87,12 +87,12 @@ class RankRule:
                 best, least = i, score
         return best
 
-    def _is_overdue(self, held: Sequence[WaitingPack]) -> bool:
+    def _is_overdue(self, waiting: Sequence[WaitingPack]) -> bool:
         """Return whether the oldest pack must be yielded now, so that it and the next oldest do not wait too long."""
         now, longest = self.count, LONGEST * self.candidates
-        if now - held[0].arrival <= longest - len(held):
+        if now - waiting[0].arrival <= longest - len(waiting):
             return False
-        return any(now - waiting.arrival + i >= longest for i, waiting in enumerate(held))
+        return any(now - pack.arrival + i >= longest for i, pack in enumerate(waiting))
 
     def gave(self, cost: int) -> None:
         """Count a pack of this cost as yielded."""
@@ -109,24 +109,17 @@ class RankRule:
         self._sorted = sorted(past)
 
 
-class _HeldState(msgspec.Struct, array_like=True):
+class _PackState(msgspec.Struct, array_like=True):
     ref: Any
     arrival: SavedCount
     sizes: list[SavedCount]  # length and images of each item in turn
 
 
 class _BalanceState(msgspec.Struct):
-    held: list[bytes]
+    packs: list[bytes] = msgspec.field(name="held")
     count: SavedCount
     past: bytes
     source: dict[str, Any]
-
-
-class _HeldPack(NamedTuple):
-    """Waiting pack, as `RankRule` sees it and as it is saved."""
-
-    waiting: WaitingPack
-    saved: bytes  # a `_HeldState` in MessagePack, encoded once instead of in the state of each batch
 
 
 class Balance(ChunkedStage, ItemStage):
@@ -191,8 +184,8 @@ class Balance(ChunkedStage, ItemStage):
         self._calls = EncoderCalls("Balance", source.info, encoder, "batch")
         self.candidates, self.cost, self.max_buffer_bytes = candidates, cost, max_buffer_bytes
         self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), candidates=candidates)
-        self._held = ItemBuffer(self, max_bytes=max_buffer_bytes)  # oldest first
-        self._packs: list[_HeldPack] = []  # the same packs
+        self._buffer = ItemBuffer(self, max_bytes=max_buffer_bytes)  # oldest first
+        self._packs: list[WaitingPack] = []  # the same packs
         self._row_of_skips = 0
 
     def take(self, n: int) -> list[Element]:
@@ -202,16 +195,16 @@ class Balance(ChunkedStage, ItemStage):
         """
         while True:
             self._fill()
-            if not self._held:
+            if not self._buffer:
                 return []
-            self._held.rebuild_parts()
-            at = self._rule.choose([pack.waiting for pack in self._packs])
-            element = self._held[at]
+            self._buffer.rebuild_parts()
+            at = self._rule.choose(self._packs)
+            element = self._buffer[at]
             skips = self.lane.skips and not self._makes and is_certain(self.source, element.ref)
-            if not (skips or element.is_made):
-                make_elements(self.source, [element])
-            self._held.remove(at)
-            waiting = self._packs.pop(at).waiting
+            if not skips:
+                value_of(self.source, element)
+            self._buffer.remove(at)
+            waiting = self._packs.pop(at)
             if type(element.value) is not Skip:
                 self._gave(waiting)
                 return [element]
@@ -232,7 +225,7 @@ class Balance(ChunkedStage, ItemStage):
         Raises `EncodeError` after very many in a row.
         """
         self._row_of_skips += 1
-        if self._row_of_skips >= max_empty_samples(self.info.population):
+        if self._row_of_skips >= self.info.max_empty:
             raise EncodeError(
                 f"Balance: {self._row_of_skips:,} packs in a row were skipped, the last one with {skip.reason!r}. "
                 "Change `pack`."
@@ -240,27 +233,25 @@ class Balance(ChunkedStage, ItemStage):
 
     def _fill(self) -> None:
         """Take packs until the buffer is full."""
-        while len(self._held) < self._rule.room:
+        while len(self._buffer) < self._rule.room:
             elements = take_from(self.source, 1)
             if not elements:
                 return
             (element,) = elements
             sizes = element.sizes
             if sizes is None:
-                if not element.is_made:
-                    make_elements(self.source, [element])
-                if type(element.value) is Skip:
+                if type(value_of(self.source, element)) is Skip:
                     continue
                 sizes = ((self._calls.length(element, least=0), self._calls.images(element.value)),)
-            self._packs.append(self._held_pack(element.ref, self._rule.count, sizes))
+            self._packs.append(self._waiting(element.ref, self._rule.count, sizes))
             # stages upstream only check sizes of their own encoder
             element.sizes = sizes if self._calls.is_upstream else None
-            self._held.add([element])
+            self._buffer.add([element])
 
-    def _held_pack(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _HeldPack:
+    def _waiting(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> WaitingPack:
         """Build the entry of a waiting pack."""
-        saved = _HeldState(ref, arrival, [number for size in sizes for number in size])
-        return _HeldPack(WaitingPack(self._costing.of_pack(sizes), arrival), msgspec.msgpack.encode(saved))
+        saved = _PackState(ref, arrival, [number for size in sizes for number in size])
+        return WaitingPack(self._costing.of_pack(sizes), arrival, msgspec.msgpack.encode(saved))
 
     def save_state(self) -> State:
         """Return the held packs, and the costs of recent packs.
@@ -279,22 +270,22 @@ class Balance(ChunkedStage, ItemStage):
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`. Packs are rebuilt when they are yielded."""
         saved = parse_state(self, state, _BalanceState)
-        if len(saved.held) > self.candidates or len(saved.past) > 8 * PAST * self.candidates or len(saved.past) % 8:
+        if len(saved.packs) > self.candidates or len(saved.past) > 8 * PAST * self.candidates or len(saved.past) % 8:
             raise CheckpointMismatchError(
-                f"Balance: the state has {len(saved.held)} packs, not {self.candidates}. Use its candidates= or "
+                f"Balance: the state has {len(saved.packs)} packs, not {self.candidates}. Use its candidates= or "
                 "another copy."
             )
         self.source.restore_state(saved.source)
         self._rule.restore(saved.count, np.frombuffer(saved.past, "<i8").tolist())
-        self._held.restore([])
+        self._buffer.restore([])
         self._packs = []
-        for raw in saved.held:
+        for raw in saved.packs:
             self._restore_pack(raw)
 
     def _restore_pack(self, raw: bytes) -> None:
         """Restore a waiting pack of a state, without excluded items, if any item remains."""
         try:
-            saved = msgspec.msgpack.decode(raw, type=_HeldState)
+            saved = msgspec.msgpack.decode(raw, type=_PackState)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointMismatchError(
                 f"Balance: a pack of the state is damaged ({error}). Use another copy of the checkpoint."
@@ -305,10 +296,10 @@ class Balance(ChunkedStage, ItemStage):
             )
         sizes = tuple(zip(saved.sizes[::2], saved.sizes[1::2], strict=True))
         ref = as_ref(saved.ref)
-        for left in known_refs(self, [ref]):
-            kept = left_sizes(sizes, ref, left) or sizes
-            self._held.add([Element(left, sizes=kept if self._calls.is_upstream else None)])
-            self._packs.append(self._held_pack(left, saved.arrival, kept))
+        for rest in known_refs(self, [ref]):
+            known = remaining_sizes(sizes, ref, rest) or sizes
+            self._buffer.add([Element(rest, sizes=known if self._calls.is_upstream else None)])
+            self._packs.append(self._waiting(rest, saved.arrival, known))
 
     def settings(self) -> dict[str, Any]:
         """Return `candidates`, the name of the cost, and the encoder.

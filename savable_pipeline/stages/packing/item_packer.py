@@ -21,12 +21,11 @@ from savable_pipeline.core.containers import changed_part, part_versions
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.stages.chunked_stage import make_elements, take_from
+from savable_pipeline.stages.chunked_stage import make_elements, take_from, without_lost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref
 from savable_pipeline.stages.packing.pack_stage import EMPTY_PACK, PackStage
-from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
@@ -35,7 +34,7 @@ Select: TypeAlias = Callable[[list[Any], Rng], Sequence[Sequence[Any]]]
 
 
 class _ItemPackerState(msgspec.Struct):
-    held: list[Any]
+    unfinished: list[Any] = msgspec.field(name="held")
     groups: list[list[Any]]
     rounds: SavedCount
     count: SavedCount
@@ -94,26 +93,26 @@ class ItemPacker(PackStage):
         self._calls = EncoderCalls("ItemPacker", source.info, encoder, "pack")
         self.size, self.select, self.max_buffer_bytes = size, source.lane.own(select), max_buffer_bytes
         # items of pending packs, or of a round without packs yet
-        self._held = ItemBuffer(self, max_bytes=max_buffer_bytes)
+        self._buffer = ItemBuffer(self, max_bytes=max_buffer_bytes)
         self._groups: list[int] = []  # number of items in each pending pack
         # rounds of chosen packs; yielded or skipped packs; consecutive items in no pack
-        self._rounds, self._count, self._in_vain = 0, 0, 0
+        self._rounds, self._count, self._unpacked = 0, 0, 0
 
     def take(self, n: int) -> list[Element]:
         """Return the next pack in a list, which is empty only at the end."""
         while self._groups or self._choose():
-            left = _left(self._held.copies(self._groups[0]))
-            items, refs = [each.value for each in left], [each.ref for each in left]
-            sizes = self._calls.sizes(left) if left else None
+            remaining = without_lost(self._buffer.copies(self._groups[0]))
+            items, refs = [each.value for each in remaining], [each.ref for each in remaining]
+            sizes = self._calls.sizes(remaining) if remaining else None
             packed = self._calls.combined(items, self._count, self.info) if items else EMPTY_PACK
-            self._held.drop(self._groups.pop(0))
+            self._buffer.drop(self._groups.pop(0))
             self._count += bool(refs)
             if type(packed) is Skip:
                 if refs:  # lost items are counted already
                     self._count_skip(packed.reason, refs[0])
                 self._give_up_after(len(refs), f"the last pack was skipped as {packed.reason!r}")
             else:
-                self._in_vain = 0
+                self._unpacked = 0
                 self.counts.update(packs=1, items=len(refs), tokens=sum(length for length, _ in sizes or ()))
                 return [Element((self._count - 1, *refs), packed, sizes)]
         return []
@@ -124,36 +123,36 @@ class ItemPacker(PackStage):
         After an error the items are still held, and are rebuilt, so that the function never gets an object twice.
         """
         while not self._groups:
-            made = self._held.copies(len(self._held))
-            while len(self._held) < self.size:
-                more = take_from(self.source, self.size - len(self._held))
+            elements = self._buffer.copies(len(self._buffer))
+            while len(self._buffer) < self.size:
+                more = take_from(self.source, self.size - len(self._buffer))
                 if not more:
                     break
-                self._held.add([Element(element.ref) for element in more])
-                make_elements(self.source, [element for element in more if not element.is_made])
-                made += more
-            if not self._held:
+                self._buffer.add([Element(element.ref) for element in more])
+                make_elements(self.source, [element for element in more if not element.is_built])
+                elements += more
+            if not self._buffer:
                 return False
-            left = _left(made)
-            items = [each.value for each in left]
+            remaining = without_lost(elements)
+            items = [each.value for each in remaining]
             select = partial(_select_positions, self.select)
             groups = self._calls.selected(select, items, self._rounds, self.info) if items else []
             self._rounds += 1
             self._groups = list(map(len, groups))
             chosen = [position for group in groups for position in group]
-            self._held.drop(len(self._held))
-            self._held.add([left[position] for position in chosen])
-            for position in set(range(len(left))).difference(chosen):
-                self._count_skip("not selected", left[position].ref)
+            self._buffer.drop(len(self._buffer))
+            self._buffer.add([remaining[position] for position in chosen])
+            for position in set(range(len(remaining))).difference(chosen):
+                self._count_skip("not selected", remaining[position].ref)
             if not groups:
                 self._give_up_after(len(items), "`select` chose none of the last")
         return True
 
     def _give_up_after(self, items: int, last: str) -> None:
         """Count items that are in no pack. Raises `EncodeError` for very many in a row."""
-        self._in_vain += items
-        if self._in_vain >= max_empty_samples(self.info.population):
-            raise EncodeError(f"ItemPacker: {self._in_vain:,} items in a row made no pack, {last}. Change `select`.")
+        self._unpacked += items
+        if self._unpacked >= self.info.max_empty:
+            raise EncodeError(f"ItemPacker: {self._unpacked:,} items in a row made no pack, {last}. Change `select`.")
 
     def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
         """Rebuild the items with these refs."""
@@ -168,7 +167,7 @@ class ItemPacker(PackStage):
 
         `rounds` and `count` are the numbers of rounds and packs so far.
         """
-        refs = iter(self._held.refs())
+        refs = iter(self._buffer.refs())
         return {
             "groups": [[next(refs) for _ in range(items)] for items in self._groups],
             "held": list(refs),
@@ -185,19 +184,14 @@ class ItemPacker(PackStage):
         saved = parse_state(self, state, _ItemPackerState)
         self.source.restore_state(saved.source)
         self._rounds, self._count = saved.rounds, saved.count
-        self._held.restore([])
-        left = [known_refs(self, list(map(as_ref, group))) for group in [*saved.groups, saved.held]]
-        self._held.add([Element(ref) for group in left for ref in group])
-        self._groups = [len(group) for group in left[:-1] if group]
+        self._buffer.restore([])
+        remaining = [known_refs(self, list(map(as_ref, group))) for group in [*saved.groups, saved.unfinished]]
+        self._buffer.add([Element(ref) for group in remaining for ref in group])
+        self._groups = [len(group) for group in remaining[:-1] if group]
 
     def settings(self) -> dict[str, Any]:
         """Return `size`, the function, and the encoder if it is not the one upstream."""
         return {"size": self.size, **function_settings("select", self.select), **self._calls.settings()}
-
-
-def _left(made: list[Element]) -> list[Element]:
-    """Return the elements that could be rebuilt."""
-    return [element for element in made if type(element.value) is not Skip]
 
 
 def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[int]]:

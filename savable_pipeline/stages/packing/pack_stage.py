@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain
+from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, without_lost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_ref import Element, ItemRef, left_sizes, sample_indices
+from savable_pipeline.stages.item_ref import Element, ItemRef, remaining_sizes, sample_indices
 from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip
@@ -34,10 +34,7 @@ class PackStage(ChunkedStage, ItemStage):
 
     def is_certain(self, ref: ItemRef) -> bool:
         """Return whether a pack can neither be skipped nor lose an item."""
-        return self.are_certain([part if type(part[0]) is int else part[0] for part in ref[1:]])
-
-    def are_certain(self, items: list[ItemRef]) -> bool:
-        """Return whether a pack of these whole items can neither be skipped nor lose one."""
+        items = [part if type(part[0]) is int else part[0] for part in ref[1:]]
         return self._calls.packs_all and all(is_certain(self.source, item) for item in items)
 
     def make(self, elements: Sequence[Element]) -> None:
@@ -58,13 +55,13 @@ class PackStage(ChunkedStage, ItemStage):
             for part, ref, size in zip(rebuilt, parts, sizes, strict=False):
                 if type(ref[0]) is type(ref[1]) is int and type(part.value) is not Skip:
                     self._calls.check_size(part, *size)
-            left = [part for part in rebuilt if type(part.value) is not Skip]
-            refs, items = [part.ref for part in left], [part.value for part in left]
+            remaining = without_lost(rebuilt)
+            refs, items = [part.ref for part in remaining], [part.value for part in remaining]
             element.value = self._calls.combined(items, number, self.info) if items else EMPTY_PACK
             if type(element.value) is not Skip:
                 whole, element.ref = element.ref, (number, *refs)
-                element.sizes = left_sizes(element.sizes, whole, element.ref)
-                self._count_rebuilt(element, left)
+                element.sizes = remaining_sizes(element.sizes, whole, element.ref)
+                self._count_rebuilt(element, remaining)
             elif items:
                 self._count_skip(element.value.reason, refs[0])
 

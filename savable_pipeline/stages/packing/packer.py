@@ -24,7 +24,6 @@ from savable_pipeline.stages.packing.packing_policies import (
     make_packing,
 )
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, saved_piece
-from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import check_function, function_settings
@@ -128,7 +127,7 @@ class OnlinePacker(PackStage):
         self.max_cost, self.cost, self.max_buffer_bytes = max_cost, cost, max_buffer_bytes
         self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
         self._count = self._row_of_skipped_packs = 0  # `_count`: yielded packs
-        self._counts_when_made = False  # whether packs were yielded unbuilt, and are counted when they are built
+        self._counts_late = False  # whether packs were yielded unbuilt, and are counted when they are built
 
     @cached_property
     def _packing(self) -> Packing:
@@ -163,9 +162,9 @@ class OnlinePacker(PackStage):
         It is empty only at the end.
         """
         while (pack := self._fill()) is not None:
-            skips = self.lane.skips and self.are_certain([piece.ref for piece in pack.pieces])
+            skips = self.lane.skips and self.is_certain((0, *map(piece_ref, pack.pieces)))
             if skips or self.info.declared:
-                self._counts_when_made |= not skips
+                self._counts_late |= not skips
                 element = self._element(pack.pieces)
                 if self._makes:
                     self.make([element])
@@ -186,13 +185,13 @@ class OnlinePacker(PackStage):
 
     def _combine(self, pack: OpenPack) -> Element | None:
         """Build a pack and return it, or None if it lost all items or the encoder skips it."""
-        made = [(piece, self._pieces.item(piece)) for piece in pack.pieces]
-        left = [(piece, item) for piece, item in made if type(item) is not Skip]
-        packed = self._calls.combined([item for _, item in left], self._count, self.info) if left else EMPTY_PACK
-        pieces = [piece for piece, _ in left]
+        built = [(piece, self._pieces.item(piece)) for piece in pack.pieces]
+        pieces = [piece for piece, item in built if type(item) is not Skip]
+        items = [item for _, item in built if type(item) is not Skip]
+        packed = self._calls.combined(items, self._count, self.info) if items else EMPTY_PACK
         if type(packed) is Skip:
             self._release(pack)
-            self._left_out(packed, pieces)
+            self._drop(packed, pieces)
             return None
         element = self._element(pieces)
         element.value = packed
@@ -226,7 +225,7 @@ class OnlinePacker(PackStage):
         self._packing.packs.remove(pack)
         self._pieces.release(pack.pieces)
 
-    def _left_out(self, skip: Skip, pieces: list[Piece]) -> None:
+    def _drop(self, skip: Skip, pieces: list[Piece]) -> None:
         """Count a pack of these pieces that the encoder skipped. The next pack has another number and random numbers.
 
         An empty pack is not counted, because its items are already.
@@ -235,7 +234,7 @@ class OnlinePacker(PackStage):
             self._count += 1
             self._count_skip(skip.reason, pieces[0].ref)
             self._row_of_skipped_packs += 1
-        if self._row_of_skipped_packs >= max_empty_samples(self.info.population):
+        if self._row_of_skipped_packs >= self.info.max_empty:
             raise EncodeError(
                 f"{self._calls.encoder_name}.pack skipped {self._row_of_skipped_packs:,} packs in a row, the last "
                 f"one with {skip.reason!r}. Change `pack`."
@@ -245,7 +244,7 @@ class OnlinePacker(PackStage):
         return self._pieces.rebuilt(refs)
 
     def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:
-        if self._counts_when_made:
+        if self._counts_late:
             # otherwise these sizes are of the whole pack
             known = pack.sizes if len(pack.sizes or ()) == len(items) else None
             self._count_pack(known or [self._pieces.measured(item) for item in items])
@@ -275,7 +274,7 @@ class OnlinePacker(PackStage):
             "taken_size": taken.sizes[0] if taken is not None and taken.sizes else None,
             "ahead": saved_elements(self._pieces.ahead) or None,
             "lengths": lengths if any(length != self.max_length for length in lengths) else None,
-            "held": [saved_piece(piece) for piece in packing.held] if packing.holds else None,
+            "held": [saved_piece(piece) for piece in packing.waiting] if packing.holds else None,
             "rounds": packing.rounds if packing.holds else None,
         }
         return {**state, **{name: value for name, value in needed.items() if value is not None}}
@@ -304,7 +303,7 @@ class OnlinePacker(PackStage):
                         f"OnlinePacker(max_length={length}, max_images={self.max_images}): an open pack of the "
                         f"state is {over}. Use the saved limits."
                     )
-        for piece in self._pieces.known(saved.held):
+        for piece in self._pieces.known(saved.waiting):
             packing.add(piece)
 
     def settings(self) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Packing:
         # least cost of a piece; with less room a pack is full
         self._least_cost = costing.of(1, 0) if costing is not None else 0
         self.packs: list[OpenPack] = []
-        self.held: list[Piece] = []  # pieces that are not in a pack yet
+        self.waiting: list[Piece] = []  # pieces that are not in a pack yet
         self.rounds = 0  # how often waiting pieces have been put into packs
 
     @property
@@ -127,7 +127,7 @@ class Packing:
 
         It is about the number of items in a pack, which costs less than one by one.
         """
-        pieces = sum([len(pack.pieces) for pack in self.packs]) + len(self.held)
+        pieces = sum([len(pack.pieces) for pack in self.packs]) + len(self.waiting)
         return min(_AT_ONCE, 1 + pieces // max(1, len(self.packs) or self.open_packs))
 
     def add(self, piece: Piece) -> None:
@@ -146,7 +146,7 @@ class Packing:
         """Yield all pieces, also waiting ones."""
         for pack in self.packs:
             yield from pack.pieces
-        yield from self.held
+        yield from self.waiting
 
     def open(self, length: int = 0) -> OpenPack:
         """Open a new pack of at most `length` tokens (0: `max_length`)."""
@@ -253,7 +253,7 @@ class FirstFitDecreasing(Packing):
 
     def add(self, piece: Piece) -> None:
         """Add a waiting piece, or pack all of them if they fill `open_packs` packs."""
-        self.held.append(piece)
+        self.waiting.append(piece)
         self._length += piece.length
         self._images += piece.images
         self._cost += min(piece.cost, self.max_cost)  # a piece that costs more than a pack may is alone in its pack
@@ -271,7 +271,7 @@ class FirstFitDecreasing(Packing):
 
     def last(self) -> OpenPack | None:
         """Return the next pack after the last piece, or None if all packs are yielded."""
-        if self.held:
+        if self.waiting:
             self._pack_all(unpack_last=False)
         return self.due()
 
@@ -285,11 +285,11 @@ class FirstFitDecreasing(Packing):
                 pack = self.empty(max(self.max_length, piece.length))
                 packs.append(pack)
             pack.add(piece)
-        self.held = packs.pop().pieces if unpack_last else []
-        self._length = sum(piece.length for piece in self.held)
-        self._images = sum(piece.images for piece in self.held)
-        self._cost = sum(min(piece.cost, self.max_cost) for piece in self.held)
-        for piece in self.held:
+        self.waiting = packs.pop().pieces if unpack_last else []
+        self._length = sum(piece.length for piece in self.waiting)
+        self._images = sum(piece.images for piece in self.waiting)
+        self._cost = sum(min(piece.cost, self.max_cost) for piece in self.waiting)
+        for piece in self.waiting:
             piece.rounds += 1
         self.packs += [packs[i] for i in permutation(derive_key(self._key, self.rounds), len(packs)).tolist()]
         self.rounds += 1
@@ -297,7 +297,7 @@ class FirstFitDecreasing(Packing):
     def _in_order(self) -> list[Piece]:
         """Sort the waiting pieces: first those that waited for many rounds, then the largest first."""
         size = self._share if self.max_images or self.max_cost else attrgetter("length")
-        ordered = sorted(self.held, key=size, reverse=True)
+        ordered = sorted(self.waiting, key=size, reverse=True)
         waiting = [piece for piece in ordered if piece.rounds >= _LONGEST]
         return waiting + [piece for piece in ordered if piece.rounds < _LONGEST] if waiting else ordered
 
@@ -344,7 +344,7 @@ class ByFunction(Packing):
 
     def add(self, piece: Piece) -> None:
         """Add a waiting piece."""
-        self.held.append(piece)
+        self.waiting.append(piece)
         self._length += piece.length
 
     def due(self) -> OpenPack | None:
@@ -355,7 +355,7 @@ class ByFunction(Packing):
 
     def last(self) -> OpenPack | None:
         """Return the next pack after the last piece, or None if all packs are yielded."""
-        if self.held and not self.packs:
+        if self.waiting and not self.packs:
             self._pack_all()
         return super().last()
 
@@ -364,14 +364,14 @@ class ByFunction(Packing):
 
         Raises `EncodeError` for an invalid result, and the pieces then still wait.
         """
-        groups = self._checked_groups([piece.length for piece in self.held])
+        groups = self._checked_groups([piece.length for piece in self.waiting])
         packs = []
         for group in groups:
             pack = OpenPack(self.max_length, 0)
             for position in group:
-                pack.add(self.held[position])
+                pack.add(self.waiting[position])
             packs.append(pack)
-        self.packs, self.held, self._length = packs, [], 0
+        self.packs, self.waiting, self._length = packs, [], 0
         self.rounds += 1
 
     def _checked_groups(self, lengths: list[int]) -> list[list[int]]:

@@ -6,7 +6,6 @@ item ──▶ length ──▶ piece [0, 700) ──▶ a pack of the policy
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,13 +13,13 @@ import msgspec
 
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.stages.chunked_stage import make_elements, take_from
+from savable_pipeline.stages.chunked_stage import make_elements, take_from, value_of
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
-from savable_pipeline.stages.item_buffer import BudgetShare, MemoryBudget, is_whole, note_buffer
-from savable_pipeline.stages.item_ref import UNMADE, Element, ItemRef, as_ref
+from savable_pipeline.stages.item_buffer import StageBuffer, is_whole
+from savable_pipeline.stages.item_ref import UNBUILT, Element, ItemRef, as_ref
 from savable_pipeline.stages.packing.packing_policies import Packing, Piece
-from savable_pipeline.stages.skipped_samples import SourceCounts, max_empty_samples
+from savable_pipeline.stages.skipped_samples import SourceCounts
 from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.stages.task_encoder import Skip
 
@@ -28,7 +27,7 @@ TooLong = Literal["skip", "truncate", "split"]
 _LEAST = 1  # least tokens of an item, because a pack of empty items would never be full
 
 
-class PieceMaker:
+class PieceMaker(StageBuffer):
     """Takes items of `stage.source`, and adds their pieces to `packing`.
 
     Their values may take `max_bytes`.
@@ -41,26 +40,16 @@ class PieceMaker:
     ) -> None:
         self.taken: Piece | None = None  # an item that is not completely in packs yet, with `sizes` if declared
         self.ahead: list[Element] = []  # the items after it
-        self._stage = weakref.ref(stage)  # weak, so that a stage that is no longer used frees its items at once
+        super().__init__(stage, max_bytes)
         self._calls, self._packing = calls, packing
         self._too_long, self._asked = too_long, asked
         self._by_source = SourceCounts(stage.counts)
-        budget = stage.lane.shared("held items", MemoryBudget, by_threads=True)
-        self._share = BudgetShare(budget, max_bytes=max_bytes)
-        note_buffer(stage, self)
 
     @property
-    def _packer(self) -> ItemStage:
-        """Return the packer."""
-        stage = self._stage()
-        assert stage is not None, "a stage that calls it is alive"
-        return stage
-
-    @property
-    def made(self) -> int:
+    def built(self) -> int:
         """Return the number of items in memory, in packs or not."""
-        ahead = sum(element.is_made for element in self.ahead)
-        return self._share.elements + ahead + (self.taken is not None and self.taken.is_made)
+        ahead = sum(element.is_built for element in self.ahead)
+        return self._share.elements + ahead + (self.taken is not None and self.taken.is_built)
 
     def add_next(self) -> bool:
         """Add a piece of the next item to the policy, or drop the item.
@@ -72,7 +61,7 @@ class PieceMaker:
                 self.taken = None
             return True
         if not self.ahead:
-            n, source = self._packing.at_once, self._packer.source
+            n, source = self._packing.at_once, self._owner.source
             while len(self.ahead) < n and (more := take_from(source, n - len(self.ahead))):
                 self.ahead += more
             if not self.ahead:
@@ -84,12 +73,10 @@ class PieceMaker:
     def _add_whole(self, element: Element) -> None:
         """Add a whole item to the policy. If it does not fit, store it in `taken`; if it is lost, drop it."""
         declared, ref = None, element.ref
-        if element.sizes and not element.is_made and type(ref[1]) is int and self._packer.info.declared:
+        if element.sizes and not element.is_built and type(ref[1]) is int and self._owner.info.declared:
             declared = element.sizes[0]  # the sizes of a pack are those of its items
         if declared is None:
-            if not element.is_made:
-                make_elements(self._packer.source, [element])
-            if type(element.value) is Skip:  # the stage upstream has counted it
+            if type(value_of(self._owner.source, element)) is Skip:  # the stage upstream has counted it
                 return
             length, images = self.measured(element)
         else:
@@ -100,7 +87,7 @@ class PieceMaker:
             return
         piece = Piece(ref, element.value, length=length, images=images, total=length)
         self._set_cost(piece)
-        self._by_source.kept_one(ref, length)
+        self._by_source.count_item(ref, length)
         if declared is None:
             self._share.count([piece])
         packing.add(piece)
@@ -125,15 +112,16 @@ class PieceMaker:
         if type(item) is Skip:
             return True
         if not taken.start and stop < total:
-            counts = self._packer.counts
+            counts = self._owner.counts
             counts["truncated"] += 1
             counts["truncated_tokens"] += total - stop
         if piece.images > self._packing.max_images > 0:
             self._skipped("of more than max_images", piece.length, piece.images)
         else:
-            self._by_source.kept_one(taken.ref, piece.length)
-            if item is not UNMADE:
-                self._set_value(piece, item)
+            self._by_source.count_item(taken.ref, piece.length)
+            if item is not UNBUILT:
+                piece.value = item
+                self._share.count([piece])
             self._packing.add(piece)
         taken.start += piece.length
         return taken.start == stop
@@ -142,14 +130,14 @@ class PieceMaker:
         """Return the declared or measured length of the taken item, or None if it can no longer be rebuilt."""
         if taken.sizes is not None:
             return self._calls.checked_length(taken.sizes[0][0], least=_LEAST)
-        if taken.total and taken.is_made:
+        if taken.total and taken.is_built:
             return taken.total
         item = self._item_of(taken)
         return None if type(item) is Skip else self._calls.length(taken, least=_LEAST)
 
     def _item_of(self, taken: Piece) -> Any:
         """Return the taken item, or a `Skip` if it can no longer be rebuilt, which the stage upstream has counted."""
-        if not taken.is_made:
+        if not taken.is_built:
             whole = self._whole(taken)
             taken.value, taken.measured = whole.value, whole.measured
         return taken.value
@@ -157,11 +145,11 @@ class PieceMaker:
     def _measure(self, piece: Piece, taken: Piece) -> Any:
         """Set images and cost of a piece of the taken item, and return the piece's part of the item.
 
-        The result is UNMADE if the declared size is enough. If an item with images is cut, the images of a part are
+        The result is UNBUILT if the declared size is enough. If an item with images is cut, the images of a part are
         only known from the item.
         """
         if taken.sizes is not None and not (piece.is_cut and taken.sizes[0][1]):
-            item, piece.images = UNMADE, taken.sizes[0][1]
+            item, piece.images = UNBUILT, taken.sizes[0][1]
         else:
             whole = self._item_of(taken)
             item = whole if type(whole) is Skip else self._part_of(whole, piece)
@@ -173,10 +161,6 @@ class PieceMaker:
         if self._packing.costing is not None:
             piece.cost = self._packing.costing.of(piece.length, piece.images)
 
-    def _set_value(self, piece: Piece, item: Any) -> None:
-        piece.value = item
-        self._share.count([piece])
-
     def release(self, pieces: Sequence[Piece]) -> None:
         """Subtract the bytes of the items of these pieces."""
         self._share.release(pieces)
@@ -186,7 +170,7 @@ class PieceMaker:
 
         The item is rebuilt if it is missing. The result is a `Skip` if that is impossible.
         """
-        if piece.is_made:
+        if piece.is_built:
             return piece.value
         whole = self._whole(piece).value
         return whole if type(whole) is Skip else self._part_of(whole, piece)
@@ -196,17 +180,18 @@ class PieceMaker:
 
         The parts of a sample that fans out are rebuilt in their order, by one iterator.
         """
-        missing = [each for each in self._packing.pieces() if not each.is_made and each.ref[:2] == piece.ref[:2]]
+        missing = [each for each in self._packing.pieces() if not each.is_built and each.ref[:2] == piece.ref[:2]]
         # the part in a forged state may not be a number
         by_part = sorted([piece, *missing], key=lambda each: each.ref[-1] if type(each.ref[-1]) is int else -1)
         wholes = {each.ref: Element(each.ref) for each in by_part}
-        make_elements(self._packer.source, [*wholes.values()])
+        make_elements(self._owner.source, [*wholes.values()])
         for each in [piece, *missing]:
             whole = wholes[each.ref]
             if type(whole.value) is not Skip and each.total:
                 self._calls.check_size(whole, each.total, None if each.is_cut else each.images)
             if type(whole.value) is not Skip and each is not piece:
-                self._set_value(each, self._part_of(whole.value, each))
+                each.value = self._part_of(whole.value, each)
+                self._share.count([each])
         whole = wholes[piece.ref]
         if self.taken is not None and self.taken.ref == piece.ref and type(whole.value) is not Skip:
             self.taken.value, self.taken.measured = whole.value, whole.measured
@@ -225,7 +210,7 @@ class PieceMaker:
             if isinstance(ref[0], tuple) and len(ref) != 3:
                 raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
         items = [Element(ref[0] if isinstance(ref[0], tuple) else ref) for ref in refs]
-        make_elements(self._packer.source, items)
+        make_elements(self._owner.source, items)
         return [self._cut(item, ref) for item, ref in zip(items, refs, strict=True)]
 
     def _cut(self, item: Element, ref: ItemRef) -> Element:
@@ -241,10 +226,10 @@ class PieceMaker:
     def _skipped(self, why: str, tokens: int, measure: int, *, asked: bool = False) -> None:
         """Count a dropped item. Raises `EncodeError` for very many in a row, with the `measure` that is too large."""
         assert self.taken is not None
-        stage, packing = self._packer, self._packing
-        _, row = self._by_source.left_out(why, self.taken.ref, tokens, asked=asked)
+        stage, packing = self._owner, self._packing
+        row = self._by_source.count_dropped(why, self.taken.ref, tokens, asked=asked)
         stage.counts["skipped_tokens"] += tokens
-        if row >= max_empty_samples(stage.info.population):
+        if row >= stage.info.max_empty:
             limit = f"max_length={packing.max_length}, or pass too_long="
             limit = limit if "length" in why else f"max_images={packing.max_images}"
             raise EncodeError(
@@ -256,7 +241,7 @@ class PieceMaker:
         pieces = [each.piece() for each in saved]
         for piece in pieces:
             self._set_cost(piece)
-        return [piece for piece in pieces if is_whole(self._packer, piece.ref)]
+        return [piece for piece in pieces if is_whole(self._owner, piece.ref)]
 
     def restore_taken(self, ref: Any, part: tuple[int, int], size: Size | None) -> None:
         """Restore the taken item of a state.
@@ -266,7 +251,7 @@ class PieceMaker:
         `part` is the start of its rest and its whole length, and `size` its declared size.
         """
         self.taken = None
-        if ref is not None and is_whole(self._packer, as_ref(ref)):
+        if ref is not None and is_whole(self._owner, as_ref(ref)):
             self.taken = Piece(as_ref(ref), sizes=size and (size,), length=0, start=part[0], total=part[1])
 
 
@@ -297,7 +282,7 @@ class PackerState(msgspec.Struct):
     taken_part: tuple[SavedCount, SavedCount] = (0, 0)
     taken_size: tuple[SavedCount, SavedCount] | None = None
     ahead: list[Any] = []
-    held: list[SavedPiece] = []
+    waiting: list[SavedPiece] = msgspec.field(default_factory=list, name="held")
     rounds: SavedCount = 0
     lengths: list[SavedCount] = []
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import compress
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -27,7 +28,6 @@ from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.stages.advice import check_choice
 from savable_pipeline.stages.chunked_stage import ChunkedStage, take_from
-from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import SampleStage, State
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
@@ -103,15 +103,13 @@ class Join(ChunkedStage, SampleStage):
 
     def _open_store(self, name: str, store: Shards | Samples) -> Samples:
         """Open a store once for all lanes of a process. Raises `ShardError` if two samples have the same key."""
+        pins = self.lane.worker.pinned
         if not isinstance(store, Samples):
             paths = store if isinstance(store, str | os.PathLike) else tuple(os.fspath(path) for path in store)
-            return self.lane.shared(("join", paths), lambda: self._checked(name, open_dataset(paths)))
+            return self.lane.shared(("join", paths), lambda: _check_keys(name, open_dataset(paths).pinned(pins)))
         if not store.is_whole:
             raise ValueError(f"Join: {name!r} is a slice or has a transform. Pass sp.open_dataset(path) without them.")
-        return self.lane.shared(("join", id(store)), lambda: self._checked(name, store))
-
-    def _checked(self, name: str, store: Samples) -> Samples:
-        return _check_keys(name, store.pinned(self.lane.worker.pinned))
+        return self.lane.shared(("join", id(store)), lambda: _check_keys(name, store.pinned(pins)))
 
     def describe(self) -> StageInfo:
         """Return the facts of the source.
@@ -131,10 +129,10 @@ class Join(ChunkedStage, SampleStage):
             if self.missing == "empty" or not len(refs):
                 return refs
             samples = self._joined(self.source.open_samples(refs))
-            kept = [self._keeps(sample) for sample in samples]
-            if any(kept):
-                found_refs: RefArray = refs if all(kept) else refs[np.array(kept)]
-                self._last = found_refs.tobytes(), [sample for sample, keep in zip(samples, kept, strict=True) if keep]
+            matched = [self._keeps(sample) for sample in samples]
+            if any(matched):
+                found_refs: RefArray = refs if all(matched) else refs[np.array(matched)]
+                self._last = found_refs.tobytes(), list(compress(samples, matched))
                 return found_refs
 
     def _keeps(self, sample: Sample) -> bool:
@@ -145,7 +143,7 @@ class Join(ChunkedStage, SampleStage):
             return True
         self.counts.update(skip_counters(f"no such key in {lacking[0]}", sample.index))
         self._missed += 1
-        if self._missed >= max_empty_samples(self.info.population):
+        if self._missed >= self.info.max_empty:
             raise ShardError(
                 f"Join: {lacking[0]!r} lacks {self._missed:,} samples in a row, the last one with key {sample.key!r}. "
                 "Name the column of keys by sp.open_dataset(path, key=COLUMN), or pass missing='empty'.",

@@ -140,11 +140,6 @@ class LaneShares:
         """
         return 0 if self.epochs is None else ceil(Fraction(str(self.epochs)))
 
-    @property
-    def epochs_of_pass(self) -> range:
-        """Return the numbers of the epochs of a finite pass."""
-        return range(self.first_epoch, self.first_epoch + self.epochs_begun)
-
     def at_pass(self, number: int) -> LaneShares:
         """Return the shares of the pass with this number, with the best `cut` for it."""
         shares = replace(self, first_epoch=number * self.epochs_begun)

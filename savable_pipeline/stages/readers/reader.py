@@ -113,12 +113,6 @@ class ReaderData:
 
         return cls(kind, files, open_files, options)
 
-    @classmethod
-    def of_store(cls, store: RecordStore, lane: Lane) -> ReaderData:
-        """Return the data of an open store."""
-        pinned_as = f"store {store.address} {_number_of(store, lane)}"
-        return cls("dataset", id(store), partial(Dataset, store), pinned_as=pinned_as)
-
 
 def source_at(files: Names, kind: str, lane: Lane, cache: Cache = (None, None), settings: Iterable[str] = ()) -> Source:
     """Find out the format of files, once per process.
@@ -253,9 +247,11 @@ class RecordReader(_TakesLane):
     ) -> None:
         name = type(self).__name__
         check_samples(name, subset, block_size, window, on_error)
-        data = store if isinstance(store, ReaderData) else ReaderData.of_store(store, lane)
+        if not isinstance(store, ReaderData):
+            pinned_as = f"store {store.address} {_number_of(store, lane)}"
+            store = ReaderData("dataset", id(store), partial(Dataset, store), pinned_as=pinned_as)
         common: dict[str, Any] = {"on_error": on_error, "quarantine": quarantine, "unpacked_bytes": unpacked_bytes}
-        self.dataset, shared_key = data.opened(lane, **common)
+        self.dataset, shared_key = store.opened(lane, **common)
         self.datasets = (self.dataset,)
         self.exclude_file = read_exclude_file(exclude, lane, shared_key, self.dataset)
         self.split, self.subset, self.on_error = split, subset, on_error
@@ -421,7 +417,7 @@ class RecordReader(_TakesLane):
         if self.epochs is None or self.on_error != "raise":
             return None
         shares = self.shares_of(epoch)
-        spans = [shares.span(lane, each) for each in shares.epochs_of_pass]
+        spans = [shares.span(lane, shares.first_epoch + each) for each in range(shares.epochs_begun)]
         return sum(end - begin for begin, end in spans)
 
     def save_state(self) -> State:

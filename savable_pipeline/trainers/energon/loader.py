@@ -17,16 +17,8 @@ from savable_pipeline.trainers.energon.encoder import rebuild_by_key
 
 log = logging.getLogger(__name__)
 
-_UNUSED = (
-    "checkpoint_every_sec",
-    "checkpoint_every_min_n_samples",
-    "n_checkpoints",
-    "gc_collect_every_n_steps",
-    "cache_pool",
-    "watchdog_timeout_seconds",
-    "watchdog_initial_timeout_seconds",
-    "fail_on_timeout",
-)
+_UNUSED = {"checkpoint_every_sec", "checkpoint_every_min_n_samples", "n_checkpoints", "gc_collect_every_n_steps"}
+_UNUSED |= {"cache_pool", "watchdog_timeout_seconds", "watchdog_initial_timeout_seconds", "fail_on_timeout"}
 
 
 class EnergonLoader(SavableLoader):

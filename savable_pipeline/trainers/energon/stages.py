@@ -20,7 +20,6 @@ from savable_pipeline.stages.encode import Encode
 from savable_pipeline.stages.packing.item_packer import ItemPacker
 from savable_pipeline.stages.readers.join import Join
 from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
-from savable_pipeline.stages.skipped_samples import max_empty_samples
 from savable_pipeline.stages.stage import BatchStage, ItemStage, PassThrough, SampleStage, Stage, State
 from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.trainers.energon.encoder import FromEnergon
@@ -38,7 +37,7 @@ class WithoutSkipped(PassThrough, BatchStage):
             if type(batch) is not Skip:
                 return batch
             self.counts[f"skipped/{batch.reason}"] += 1
-            if dropped >= max_empty_samples(self.info.population):
+            if dropped >= self.info.max_empty:
                 raise EncodeError(
                     f"{dropped} batches in a row were skipped, the last one with {batch.reason!r}. Change the encoder."
                 )

@@ -16,8 +16,9 @@ from xxhash import xxh3_64_hexdigest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.keyed_random import SharedRanks, derive_key, permutation
-from savable_pipeline.stages.item_buffer import made_items
+from savable_pipeline.stages.item_buffer import built_items
 from savable_pipeline.stages.packing.balance import RankRule, WaitingPack
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.testing import assert_exact_resume
 
 SQUARE = sp.attention_cost(hidden=1)
@@ -157,8 +158,7 @@ def test_a_skipped_pack_is_replaced_in_its_slot(shards: str, encoder: Any) -> No
 def test_packs_that_are_all_skipped_are_an_error_not_a_spin(
     make_shards: Any, encoder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for stage in ("balance", "packer"):
-        monkeypatch.setattr(f"savable_pipeline.stages.packing.{stage}.max_empty_samples", lambda population: 50)
+    monkeypatch.setattr(StageInfo, "max_empty", 50)
     with pytest.raises(sp.EncodeError, match="packs in a row"):
         next(balanced(str(make_shards([3])), sp.Lane(), encoder=encoder((0, 1, 2)), epochs=None))
 
@@ -166,7 +166,7 @@ def test_packs_that_are_all_skipped_are_an_error_not_a_spin(
 def test_memory_budget_changes_no_batch(shards: str) -> None:
     held, made_again = balanced(shards, sp.Lane()), balanced(shards, sp.Lane(), max_buffer_bytes=0)
     assert [next(held) for _ in range(15)] == [next(made_again) for _ in range(15)]
-    assert (made_items(held), made_items(made_again)) == (7, 0)
+    assert (built_items(held), built_items(made_again)) == (7, 0)
 
 
 def test_declared_length_avoids_encoding_twice(shards: str) -> None:
@@ -346,7 +346,7 @@ def by_the_rule(key: int, candidates: int, costs: list[int], cut: int | None = N
         while coming and len(held) < rule.room:
             number, cost = coming.pop(0)
             held.append((number, WaitingPack(cost, rule.count)))
-        number, (cost, arrival) = held.pop(rule.choose([waiting for _, waiting in held]))
+        number, (cost, arrival, _) = held.pop(rule.choose([waiting for _, waiting in held]))
         longest = max(longest, rule.count - arrival)
         rule.gave(cost)
         order.append(number)

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.item_buffer import made_items
+from savable_pipeline.stages.item_buffer import built_items
 from savable_pipeline.stages.item_ref import Element
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.testing import assert_exact_resume
 from tests.stages.packing.test_packer import Items, Packs
 from tests.support.draws import few
@@ -102,9 +103,9 @@ def test_resume_after_any_pack_is_exact(lengths: list[int], size: int, cuts: set
         packs.append((next(stage), stage.ref, stage.sizes))
     assert repr(packs) == repr(expected)
     assert list(stage) == []
-    left_out = stage.counts["skipped/not selected"]
+    count_dropped = stage.counts["skipped/not selected"]
     assert Counter(stage.counts) == Counter(whole.counts)
-    assert left_out + stage.counts["items"] <= len(lengths)
+    assert count_dropped + stage.counts["items"] <= len(lengths)
 
 
 def test_resume_does_not_regroup_packs_already_chosen() -> None:
@@ -235,7 +236,7 @@ def test_items_beyond_the_memory_budget_are_rebuilt_without_changing_packs() -> 
     packs, held = [], []
     for pack in stage:
         packs.append(pack)
-        held.append(made_items(stage))
+        held.append(built_items(stage))
     assert packs == expected
     assert max(held) <= 2
     assert stage.source.fetched  # type: ignore[attr-defined]
@@ -268,7 +269,7 @@ def test_run_that_selects_nothing_ends_with_an_error(make_shards: Any, monkeypat
 def test_function_that_never_returns_a_pack_is_an_error(
     select: Any, encoder: Any, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("savable_pipeline.stages.packing.item_packer.max_empty_samples", lambda population: 300)
+    monkeypatch.setattr(StageInfo, "max_empty", 300)
     stage = packer([1] * 400, select, encoder=encoder, size=100)
     with pytest.raises(sp.EncodeError, match=what):
         next(stage)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
-from savable_pipeline.stages.item_buffer import made_items
+from savable_pipeline.stages.item_buffer import built_items
 from savable_pipeline.stages.stage import ItemRef
+from savable_pipeline.stages.stage_info import StageInfo
 from tests.support.draws import few
 from tests.support.toy_dataset import readers
 
@@ -167,7 +168,7 @@ def test_requested_drops_are_not_counted_as_losses_of_a_source() -> None:
 
 
 def test_only_too_long_items_raise_an_error_instead_of_an_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("savable_pipeline.stages.packing.piece_maker.max_empty_samples", lambda population: 300)
+    monkeypatch.setattr(StageInfo, "max_empty", 300)
     stage = packer([11] * 400)
     with pytest.raises(sp.EncodeError, match=r"300 items in a row were longer than max_length, the last one with 11"):
         next(stage)
@@ -443,8 +444,8 @@ def test_items_beyond_the_process_budget_are_rebuilt() -> None:
     first = next(stage)
     assert next(poor) == first
     ahead = len(stage._pieces.ahead)  # taken at once, at most 16, and in no pack yet: beside the limit
-    assert made_items(stage) == 2 + ahead
-    assert made_items(poor) == ahead
+    assert built_items(stage) == 2 + ahead
+    assert built_items(poor) == ahead
     assert list(poor) == list(stage)
     assert stage.source.fetched == []  # type: ignore[attr-defined]
     assert sorted(poor.source.fetched) == list(range(7))  # type: ignore[attr-defined]
@@ -459,6 +460,6 @@ def test_lanes_of_a_process_share_one_budget() -> None:
         stages.append(sp.OnlinePacker(items, max_length=11, open_packs=1, encoder=Packs(), max_buffer_bytes=300))
     for stage in stages:
         assert stage._pieces.add_next() and stage._pieces.add_next()
-    assert [made_items(stage) - len(stage._pieces.ahead) for stage in stages] == [2, 0]
+    assert [built_items(stage) - len(stage._pieces.ahead) for stage in stages] == [2, 0]
     del stages[0], stage
     assert shared["held items"].used == 0

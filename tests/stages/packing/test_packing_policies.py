@@ -90,7 +90,7 @@ def test_first_fit_decreasing_packs_the_longest_first_and_leaves_the_last_pack_o
         packing.add(Piece(number, length=length, total=length))
     #   8 2 │ 6 4 │ 5 5 │ 3      the last is taken apart
     assert sorted(sorted(piece.ref for piece in pack.pieces) for pack in packing.packs) == [[1, 2], [3, 4], [5, 6]]
-    assert [piece.ref for piece in packing.held] == [0]
+    assert [piece.ref for piece in packing.waiting] == [0]
 
 
 @pytest.mark.parametrize(("policy", "least"), [("best_fit", 0.95), ("first_fit", 0.95), ("first_fit_decreasing", 0.98)])

@@ -22,6 +22,7 @@ from savable_pipeline import custom
 from savable_pipeline.stages.chunked_stage import count_of
 from savable_pipeline.stages.filters import Filter
 from savable_pipeline.stages.pipeline import upstream
+from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards, write_tar
 from tests.support.streams import take
@@ -191,7 +192,7 @@ def test_wrong_settings_of_a_join_are_rejected(data: Path, wrong: dict[str, Any]
 
 
 def test_keys_of_another_rule_are_an_error(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("savable_pipeline.stages.readers.join.max_empty_samples", lambda population: 50)
+    monkeypatch.setattr(StageInfo, "max_empty", 50)
     write_tar(tmp_path / "0.tar", [("shards/s000001.txt", b"x")])
     with pytest.raises(sp.ShardError, match=r"'captions' lacks 50 samples in a row, the last one with key"):
         next(custom.Join(reader(data), {"captions": tmp_path}))

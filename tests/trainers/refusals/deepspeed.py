@@ -15,17 +15,29 @@ def test_example_matches_its_comment(runs: Any) -> None:
     assert runs(with_deepspeed.prepare) == [1]
 
 
+def engine_of(**given: Any) -> SimpleNamespace:
+    one = {"micro_steps": 0, "world_size": 1, "dp_world_size": 1, "gradient_accumulation_steps": lambda: 1}
+    return SimpleNamespace(**{**one, **given})
+
+
+def test_processes_of_one_batch_need_shared_batches(make: Any) -> None:
+    engine = engine_of(device="cpu", world_size=2)
+    with pytest.raises(ValueError, match=r"of model_parallel need the same batches\. Pass ranks=sp\.Ranks\.of"):
+        with_deepspeed.prepare(engine, make(ranks=(0, 2)))
+    with_deepspeed.prepare(engine, make(ranks=(0, 1)))
+
+
 def test_nothing_is_saved_between_two_steps(make: Any) -> None:
-    engine = SimpleNamespace(device="cpu", micro_steps=0, gradient_accumulation_steps=lambda: 3)
+    engine = engine_of(device="cpu", gradient_accumulation_steps=lambda: 3)
     batches = with_deepspeed.prepare(engine, make())
     for _ in zip(range(4), batches, strict=False):
         engine.micro_steps += 1
-    with pytest.raises(sp.SavableError, match="the gradients of 1 of 3 micro-batches"):
+    with pytest.raises(sp.SavableError, match=r"the gradients of 1 of 3 batches .*engine\.micro_steps is a multiple"):
         batches.state_dict()
     engine.micro_steps = 6
     assert batches.state_dict()["slot"] == 4
 
 
 def test_batches_are_moved_to_the_device_of_the_engine(make: Any) -> None:
-    engine = SimpleNamespace(device="meta", micro_steps=0, gradient_accumulation_steps=lambda: 1)
+    engine = engine_of(device="meta")
     assert next(iter(with_deepspeed.prepare(engine, make())))["x"].device.type == "meta"
