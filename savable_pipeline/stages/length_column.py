@@ -10,10 +10,8 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.sample import JoinedParts, Sample
 from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks
@@ -46,7 +44,7 @@ class LengthColumn:
         origin: Any = sample.origin
         while isinstance(origin, JoinedParts):
             origin = origin.own
-        (row,) = self._tables[origin].open_samples(np.array([(sample.index, 0)], REF), request=False)
+        row = sample.read_from(self._tables[origin])
         length = -1.0
         with contextlib.suppress(KeyError, ValueError):  # a null is no part of a sample
             length = msgspec.json.decode(row[self._name], type=float)  # pandas has floats beside a null

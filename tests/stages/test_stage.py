@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
-from savable_pipeline import custom
+from savable_pipeline import custom, stages
 from savable_pipeline.stages.item_ref import Element
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.toy_faults import NumberEncoder
@@ -428,3 +428,12 @@ def test_batch_that_needs_several_epochs_of_a_lane_is_yielded(shards: str) -> No
 
     loader = sp.SavableLoader(pipeline, seed=1, lanes=31)
     assert len({number for _, batch in zip(range(31), loader, strict=False) for number in batch}) == 31
+
+
+def test_stage_has_few_public_names_and_a_file_uses_few_of_another() -> None:
+    """What a user must know to write a stage, and what one file of stages must know of another."""
+    assert len({name for name in {*dir(custom.Stage), *custom.Stage.__annotations__} if name[0] != "_"}) <= 12
+    folder = Path(stages.__file__).parent
+    imports = [node for file in folder.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    used = [len(node.names) for node in imports if isinstance(node, ast.ImportFrom) and "stages" in str(node.module)]
+    assert max(used) <= 8

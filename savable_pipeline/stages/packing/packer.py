@@ -22,8 +22,9 @@ from savable_pipeline.stages.packing.packing_policies import (
     Piece,
     Policy,
     make_packing,
+    saved_piece,
 )
-from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref, saved_piece
+from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import check_function, function_settings
@@ -263,7 +264,7 @@ class OnlinePacker(PackStage):
         """
         packing, taken = self._packing, self._pieces.taken
         state = {
-            "packs": [[saved_piece(piece) for piece in pack.pieces] for pack in packing.packs],
+            "packs": [pack.saved.copy() for pack in packing.packs],
             "count": self._count,
             "taken": None if taken is None else taken.ref,
             "source": self.source.save_state(),

@@ -58,6 +58,15 @@ class Piece(Element, kw_only=True, eq=False, gc=False):
         return self.length != self.total
 
 
+def saved_piece(piece: Piece) -> tuple[Any, ...]:
+    """Return a piece as a tuple for a state.
+
+    Trailing fields with their default values are left out.
+    """
+    fields = 6 if piece.rounds else 5 if piece.is_cut else 3 if piece.images else 2
+    return (piece.ref, piece.length, piece.images, piece.start, piece.total, piece.rounds)[:fields]
+
+
 @dataclass(slots=True, eq=False)
 class OpenPack:
     """A pack that is being filled, and its remaining room."""
@@ -70,6 +79,7 @@ class OpenPack:
     # length, whichever is less. It is set when a piece is added.
     slack: int = 0
     pieces: list[Piece] = field(default_factory=list)
+    saved: list[tuple[Any, ...]] = field(default_factory=list)  # the pieces as tuples for a state
     length: int = field(init=False)  # most tokens of the pack
 
     def __post_init__(self) -> None:
@@ -82,6 +92,7 @@ class OpenPack:
     def add(self, piece: Piece) -> None:
         """Append a piece, and update the remaining room."""
         self.pieces.append(piece)
+        self.saved.append(saved_piece(piece))
         self.room -= piece.length
         self.images -= piece.images
         self.cost -= piece.cost

@@ -48,7 +48,7 @@ class PieceMaker(StageBuffer):
     @property
     def built(self) -> int:
         """Return the number of items in memory, in packs or not."""
-        ahead = sum(element.is_built for element in self.ahead)
+        ahead = sum([element.is_built for element in self.ahead])
         return self._share.elements + ahead + (self.taken is not None and self.taken.is_built)
 
     def add_next(self) -> bool:
@@ -285,15 +285,6 @@ class PackerState(msgspec.Struct):
     waiting: list[SavedPiece] = msgspec.field(default_factory=list, name="held")
     rounds: SavedCount = 0
     lengths: list[SavedCount] = []
-
-
-def saved_piece(piece: Piece) -> tuple[Any, ...]:
-    """Return a piece as a tuple for a state."""
-    if piece.rounds:
-        return (piece.ref, piece.length, piece.images, piece.start, piece.total, piece.rounds)
-    if piece.is_cut:
-        return (piece.ref, piece.length, piece.images, piece.start, piece.total)
-    return (piece.ref, piece.length, piece.images) if piece.images else (piece.ref, piece.length)
 
 
 def piece_ref(piece: Piece) -> ItemRef:

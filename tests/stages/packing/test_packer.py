@@ -199,6 +199,23 @@ def test_the_state_is_the_refs_and_lengths_of_open_packs() -> None:
     }
 
 
+@pytest.mark.parametrize("policy", ["best_fit", "first_fit", "first_fit_decreasing"])
+def test_a_saved_state_stays_the_same_while_later_packs_are_filled(policy: Any) -> None:
+    def shuffled() -> sp.OnlinePacker:
+        return packer([1 + number * 7 % 9 for number in range(60)], policy=policy)
+
+    stage, states, saved, packs = shuffled(), [], [], []
+    for pack in stage:
+        packs.append(pack)
+        states.append(stage.save_state())
+        saved.append(msgspec.msgpack.encode(states[-1]))
+    assert [msgspec.msgpack.encode(state) for state in states] == saved
+    for number, state in enumerate(states):
+        resumed = shuffled()
+        resumed.restore_state(state)
+        assert list(resumed) == packs[number + 1 :]
+
+
 def test_pack_has_the_refs_of_its_items_and_is_rebuilt_from_them() -> None:
     stage = packer([4, 6, 3])
     pack = next(stage)
