@@ -39,7 +39,7 @@ _NAMED = 2  # items of a batch whose samples an error names
 
 
 class _Samples(TaskEncoder):
-    """Default encoder of a pipeline without one: a batch is the list of its samples."""
+    """Encoder of a pipeline that has none: a batch is the list of its samples."""
 
     global_rng = False
 

@@ -18,7 +18,7 @@ from savable_pipeline.data.remote.session import Session, close_scratch
 from savable_pipeline.data.shards.paths import list_files
 from savable_pipeline.data.stores.opening import find_source, index_any
 from tests.data.test_layouts import LAYOUTS, Layout
-from tests.support.toy_hub import ToyHub, hub_here
+from tests.support.toy_hub import ToyHub, local_hub
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 
 # What is read from disks alone.
@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, patch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory, server: ToyServer, patch: pytest.MonkeyPatch) -> Iterator[ToyHub]:
-    with hub_here(tmp_path_factory.mktemp("hub"), patch) as hub:
+    with local_hub(tmp_path_factory.mktemp("hub"), patch) as hub:
         downloader = Session.of().connected()
         yield hub
         downloader.close()

@@ -350,7 +350,7 @@ def hash_of(found: RemoteShards, *, sizes: bool = True) -> str:
 def with_stamps(
     found: RemoteShards, session: Session, numbers: Iterable[int], form: Format | None = None
 ) -> RemoteShards:
-    """Return the files with the sizes and stamps of those with these numbers.
+    """Return the files with the missing sizes and stamps of the files `numbers` added.
 
     They come from the listing or from the server. With a `form`, a stamp also covers the file's sidecar. Raises
     `ShardError` for a missing file.

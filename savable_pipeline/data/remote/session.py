@@ -113,7 +113,7 @@ class Downloader:
     def _wait_for_answer(self) -> None:
         """Wait for an answer.
 
-        It kills a process that is suspended for as long as requests are retried.
+        If the process is suspended for longer than requests are retried, it is killed.
         """
         poll, stopped_s = select.poll(), 0.0
         poll.register(self._child.connection.fileno(), select.POLLIN)
@@ -271,7 +271,7 @@ class Session:
         return {name: stat for name, stat in found.items() if stat is not None}
 
     def heads(self, root: str, most: Mapping[str, int]) -> dict[str, bytes]:
-        """Return the first bytes of these objects, at most so many of each.
+        """Return the first bytes of objects, at most `most[name]` of each.
 
         Objects that do not exist are skipped.
         """

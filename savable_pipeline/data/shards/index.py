@@ -323,7 +323,7 @@ def index_name(kind: str) -> str:
 
 
 def marker_object(heads: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the JSON object in a marker, or {} without one."""
+    """Return the JSON object in a marker, or {} if there is none."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = msgspec.json.decode(heads.get(name, b""))
         return found if isinstance(found, dict) else {}

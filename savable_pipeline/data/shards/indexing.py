@@ -154,7 +154,7 @@ def mark_fresh(root: Path, form: Format, index: ShardIndex, folders: Iterable[st
 
 
 def wait_for_mtime_granularity() -> None:
-    """Wait until folders that this process wrote to are old enough for a mark."""
+    """Wait until folders that this process changed are old enough for `mark_fresh`."""
     time.sleep(1.1 * _QUIET_NS / 1e9)
 
 

@@ -64,7 +64,7 @@ _MOST_BRACES = 1000
 
 
 def raise_it(error: ShardError) -> None:
-    """Raise the error, the default for a folder that cannot be listed."""
+    """Raise `error`: the default handler for a folder that cannot be listed."""
     raise error
 
 

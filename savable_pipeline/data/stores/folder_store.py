@@ -173,7 +173,7 @@ def open_folder(files: Shards, form: Format, *, tolerant: bool = False, looked_a
 
 
 def is_known(root: Path) -> bool:
-    """Return whether there is an index of a folder that has not changed since."""
+    """Return whether a folder has an index and has not changed since it was indexed."""
     both = itertools.product((None, "last"), (False, True))
     forms = [FOLDER.for_settings({"key_end": end, "allow_outside": outside}) for end, outside in both]
     return any(_fresh(root, path, form) for form in forms for path in index_places(root, form.index_name, near=False))
@@ -578,9 +578,9 @@ def class_of(key: str) -> str:
 def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
     """Return the names of classes in order of their numbers.
 
-    They are in a list, in a file (a JSON list, or lines), or from another root.
+    `classes` is a list of them, a file with a JSON list or lines, or the folder of a data set with the same classes.
 
-    Raises ValueError for what is no such list, `ShardError`.
+    Raises ValueError if it is none of these, `ShardError`.
     """
     found: Any = classes
     if isinstance(classes, str | os.PathLike):

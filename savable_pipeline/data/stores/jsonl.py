@@ -69,7 +69,7 @@ def _is_blank(file: ByteSource, start: int) -> bool:
 def _checked_lines(file: ByteSource) -> tuple[str, FileBlob]:
     """Return the fault of a truncated last line, or "", and the offsets of the lines before it.
 
-    The last line is truncated if it has no newline and is not JSON, and others are.
+    The last line counts as truncated if it has no newline and is not JSON, and other lines are JSON.
     """
     offsets = line_offsets(file)
     begin, end = (int(offsets[-2]), int(offsets[-1])) if len(offsets) > 1 else (0, 0)

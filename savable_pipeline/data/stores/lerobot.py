@@ -239,7 +239,7 @@ def _values(column: Any) -> NDArray[Any]:
 def _is_lerobot(heads: Mapping[str, bytes]) -> bool:
     """Return whether the metadata say version 3. Raises ValueError for another version.
 
-    Otherwise its tables would be read as Parquet, without their videos.
+    Without this error, tables of another version would be read as Parquet, without their videos.
     """
     version = str(marker_object(heads, INFO).get("codebase_version", ""))
     if version and not version.startswith("v3."):

@@ -247,8 +247,8 @@ class ParquetStore(ColumnarStore):
     def batches(self, shard: int, group: int, columns: list[str] | None) -> tuple[list[Any], int]:
         """Return columns (None: all) of a row group, and their bytes in memory.
 
-        It decodes in the calling thread, and pyarrow starts no other, so that processes may be forked. Raises
-        `ShardError`.
+        The columns are decoded in the calling thread. pyarrow starts no other thread, so processes may be forked.
+        Raises `ShardError`.
         """
         import pyarrow as pa
 
@@ -291,7 +291,7 @@ class ParquetStore(ColumnarStore):
         return rows, decoded()
 
     def _dictionary_bytes(self, shard: int, column: Any) -> int:
-        """Return the bytes of a column's dictionary, or 0 without one. Any number of rows may repeat its values.
+        """Return the bytes of a column's dictionary, or 0 if there is none. Any number of rows may repeat its values.
 
         The page header is a Thrift struct that starts with its type and its decompressed size.
         """

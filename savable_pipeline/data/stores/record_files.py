@@ -330,7 +330,7 @@ def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: 
 
 
 def _listed_file(kind: RecordKind, file: ByteSource, name: str) -> ListedFile | None:
-    """Return the entry of a file in index.json, or None without one. Raises ValueError."""
+    """Return the entry of a file in index.json, or None if there is none. Raises ValueError."""
     index = file.sidecar(INDEX, name)
     if index is None:
         return None

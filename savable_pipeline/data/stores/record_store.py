@@ -302,7 +302,7 @@ class RecordStore(StoreFacts, Protocol):
 def hash_some(digest: Any, file: ByteSource, size: int, blocks: int) -> int:
     """Add the size and some bytes of a file to a hash.
 
-    They are `size` bytes at the start, at the end, and at so many positions between.
+    They are `blocks` + 1 pieces of `size` bytes, from the start to the end.
     """
     places = [(max(0, file.size - size) * block // blocks, size) for block in range(blocks + 1)]
     file.expect(places)

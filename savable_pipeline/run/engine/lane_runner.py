@@ -284,7 +284,7 @@ def _check_last(stage: Any, lane: Lane) -> None:
 def _check_lane(last: Stage, lane: Lane) -> None:
     """Raise ValueError unless all stages were built for this lane.
 
-    Others would yield samples of another lane.
+    Other stages would yield samples of another lane.
     """
     for stage in upstream(last):
         if stage.info.lane is not lane:

@@ -177,7 +177,7 @@ class LaneShares:
     def count(self, epoch: int) -> int:
         """Return the number of samples of an epoch.
 
-        Raises ValueError for an epoch without any.
+        Raises ValueError for an epoch without samples.
         """
         count = self.samples.of(epoch).count
         if self.epochs is None or epoch - self.first_epoch != self.epochs_begun - 1:

@@ -311,7 +311,7 @@ class SourceFiles:
     def check(self, file: int) -> None:
         """Check that a file on a disk was not written since.
 
-        Others are checked when they are read. Raises `SavableError`.
+        Other files are checked when they are read. Raises `SavableError`.
         """
         if self.written_ns:
             dataset = self.dataset()

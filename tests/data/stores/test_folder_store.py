@@ -27,8 +27,8 @@ from savable_pipeline.data.stores.folder_store import FolderFormat
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.testing import assert_exact_resume
 from savable_pipeline.tools.cli.main import app
-from tests.support.draws import examples
-from tests.support.toy_files import fill
+from tests.support.draws import scaled_examples
+from tests.support.toy_files import write_captioned_images
 
 NAMES = st.builds("{}/{}.{}".format, st.sampled_from(["a", "b/c", "a-b"]), st.sampled_from("xyz"), st.sampled_from(
     ["txt", "json", "seg.txt", "TXT2"]))  # fmt: skip
@@ -58,7 +58,7 @@ def opened(folder: Path, **settings: object) -> dict[str, dict[str, bytes]]:
     return {sample.key: {part: sample[part] for part in sample} for sample in samples}
 
 
-@examples(8)
+@scaled_examples(8)
 @given(names=st.sets(NAMES, min_size=1), last=st.booleans())
 def test_samples_equal_those_of_os_walk(tmp_path_factory: pytest.TempPathFactory, names: set[str], last: bool) -> None:
     folder = write(tmp_path_factory.mktemp("in"), *names)
@@ -68,7 +68,7 @@ def test_samples_equal_those_of_os_walk(tmp_path_factory: pytest.TempPathFactory
 
 
 def test_samples_and_classes_equal_converted_ones(tmp_path: Path) -> None:
-    images = fill(tmp_path / "in/images", 8)
+    images = write_captioned_images(tmp_path / "in/images", 8)
     source = write(images.parent, "cat/0.txt", "cat/1.json", "dog/0.txt", ".hidden", "no_extension", "README.md")
     (source / "cat/empty.jpg").touch()
     for each in ({}, {"classes": True}, {"key_end": "last"}):

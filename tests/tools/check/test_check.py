@@ -23,7 +23,7 @@ from savable_pipeline.tools.check.dataset_check import CheckReport, check_datase
 from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_tar
 from tests.support.toy_check import die_over_one
-from tests.support.toy_files import jpeg, snapshot
+from tests.support.toy_files import file_hashes, jpeg
 
 Damage = Callable[[Path], object]
 NAMES = ["0.tar", "1.tar", "2.tar"]
@@ -145,10 +145,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_check_finds_each_kind_of_damage_and_nothing_else(dataset: Path, what: str) -> None:
     damage, expected = DAMAGES[what]
     damage(dataset)
-    before = snapshot(dataset)
+    before = file_hashes(dataset)
     report = check_dataset(dataset)
     assert found(report) == expected
-    assert snapshot(dataset) == before
+    assert file_hashes(dataset) == before
     if not expected:
         assert (report.shards, report.samples) == (3, 9)
 
