@@ -84,12 +84,11 @@ class TarColumns(msgspec.Struct, array_like=True):
         return ShardTable(entry, spooled(itertools.chain([bytes([0x90 + len(fields)])], *map(_packed, fields))), note)
 
 
-def _packed(field: Any) -> Iterator[bytes | memoryview]:
+def _packed(field: Any) -> list[bytes | memoryview]:
+    """Return a field as MessagePack, in which 0xC6 and the length precede many bytes."""
     if isinstance(field, memoryview):
-        yield b"\xc6" + field.nbytes.to_bytes(4, "big")
-        yield field
-    else:
-        yield msgspec.msgpack.encode(field)
+        return [b"\xc6" + field.nbytes.to_bytes(4, "big"), field]
+    return [msgspec.msgpack.encode(field)]
 
 
 class TarIndexHeader(msgspec.Struct, array_like=True):

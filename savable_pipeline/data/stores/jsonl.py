@@ -147,6 +147,8 @@ class JsonlStore(TextStore):
         """Return the offset of the line, which contains its fields."""
         return self.offset(shard, row)
 
+    parts_in_rows = True
+
     def part_sizes(self) -> dict[str, Rows] | None:
         """Return the line sizes with line ends, or None if index rows are missing."""
         if not self.files.has_all_rows():
@@ -167,8 +169,8 @@ class JsonlStore(TextStore):
         try:
             value = decoded_json(line)
         except (ValueError, RecursionError) as error:
-            place = f"row {row}, at byte {self.offset(shard, row)}"
-            raise self.damaged(shard, place, f"invalid JSON: {error}", reason="malformed JSON") from error
+            where = f"row {row}, at byte {self.offset(shard, row)}"
+            raise self.damaged(shard, where, f"invalid JSON: {error}", reason="malformed JSON") from error
         fields = value if isinstance(value, dict) else {}
         self._last = line, fields
         return fields
