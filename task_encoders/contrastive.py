@@ -110,7 +110,7 @@ class ContrastiveEncoder(TaskEncoder):
         return {**self.tokenizer.settings(), **self.crop.settings(), **own, **clips}
 
     def _pair(self, name: str, medium: torch.Tensor, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
-        """Return the item of an image or audio and its text, which is cut to `max_tokens`."""
+        """Return the item of an image or clip and its text, which is cut to `max_tokens`."""
         tokens = self.tokenizer(self._text(sample, rng))
         if len(tokens) == 0:
             return Skip("no text")

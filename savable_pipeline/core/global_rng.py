@@ -127,9 +127,9 @@ class Seeding:
                 start()
 
     def check(self, *, ends: bool = False) -> None:
-        """Raise `DrawFound` if the row drew unseeded.
+        """Raise `DrawFound` if the calls of this row drew from an unseeded generator.
 
-        `ends` says that the row has no more calls.
+        `ends` is whether the row has no more calls.
         """
         if self._watches:
             if (_all_states() if self._in_thread else _outputs()) != self._before:

@@ -14,7 +14,7 @@ from savable_pipeline.core.thread_copies import thread_copy
 
 T = TypeVar("T")
 PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the run's shards (shard_digests.py), or a commit of the Hub
-LANE_COUNT = "lanes"  # the key for the number of lanes, if a run was created without one
+LANE_COUNT = "lanes"  # the key for the number of lanes, if a run was created without a fixed number
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Decisions that hold from the slot `since` on.
 
     `since`: the slot with its epoch, as in receipts: `epoch << 40 | slot`. `digest`: hash of all decisions so far and
-    their slots; 0 without any. `weights`: weights of the sources of each `Blend`, by its branch. `excluded`: ascending
-    indices of excluded samples, 8 bytes each, by the tag of a source. `max_length`: length of packs; 0 if none was
-    decided.
+    their slots; 0 if there are none. `weights`: weights of the sources of each `Blend`, by its branch. `excluded`:
+    ascending indices of excluded samples, 8 bytes each, by the tag of a source. `max_length`: length of packs; 0 if
+    none was decided.
     """
 
     since: SavedCount = 0
@@ -84,7 +84,7 @@ class RunFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def digest(self) -> int:
-        """Hash of the facts that decide a lane's batches in any epoch; 0 without any.
+        """Hash of the facts that decide a lane's batches in any epoch; 0 for none.
 
         Each lane's state has it.
         """

@@ -129,7 +129,7 @@ class SkippedSamples:
             self._elements = []
 
     def _end_rows(self) -> None:
-        """Restart counting samples in a row without an item, if there are items since."""
+        """Reset the count of consecutive samples without an item if items were added since the last reset."""
         if self._elements[self._noted :]:
             self._by_source.end_rows(self._elements[self._noted :])
             self._row, self._noted = 0, len(self._elements)
@@ -181,7 +181,7 @@ class SkippedSamples:
         self.avoided[index, epoch] = reason
 
     def avoided_again(self, sample: Sample) -> None:
-        """Skip a sample that must not be tried again."""
+        """Skip a sample that failed earlier and must not be tried again."""
         self._lost(sample, self.avoided[sample.index, sample.epoch], "avoided since it failed before")
 
     def lose(self, sample: Sample, error: Exception) -> Skip:

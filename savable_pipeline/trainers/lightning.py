@@ -87,7 +87,7 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
         self._checkpoints = _Checkpoints(self, partial(self._loaders, "train"))  # picklable, for `ddp_spawn`
 
     def _loaders(self, name: str) -> Any:
-        """Return the result of the function of this name, or [] without one."""
+        """Return the result of the function of this name, or [] if there is none."""
         if name not in self._created:
             make = self._makers[name]
             loaders = [] if make is None else make()

@@ -241,7 +241,7 @@ class MixedEncoder(TaskEncoder):
                 yield from medium.pieces(medium.tokenize(opened))
 
     def measured_pieces(self, sample: Sample, part: ShownMedia) -> Iterator[str | MediumTokens]:
-        """Yield the same from the header alone, without the fields of tensors.
+        """Yield the texts and tokens from the header of a medium alone, without tensors.
 
         Raises `Unmeasured` if the header does not suffice.
         """

@@ -222,8 +222,7 @@ class Tokenizer:
 
         Raises:
             ValueError: `eos` is None, and the tokenizer has special tokens but adds none after a text. Or the token
-            does
-                not exist, or there would be two ends.
+                does not exist, or there would be two ends.
         """
         tokenize: Any = self.tokenize
         if eos is None or eos is False:

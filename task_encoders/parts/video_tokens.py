@@ -243,7 +243,7 @@ class VideoTokens(FrameRule, Medium):
         return {"class": "VideoTokens", **asdict(self), "mean": list(self.mean), "std": list(self.std)}
 
     def _frame_size(self, frames: int) -> NativeSize:
-        """Return the rule for the size of a frame, if so many frames are chosen."""
+        """Return the rule for the size of a frame, if `frames` frames are chosen."""
         most = min(self.max_pixels, self.total_pixels * self.step // frames)
         return NativeSize(self.patch, self.merge, self.min_pixels, max(most, int(self.min_pixels * 1.05)))
 

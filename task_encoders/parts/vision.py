@@ -69,8 +69,8 @@ class Vision(Medium):
     def from_processor(cls, processor: Any, *, patch: int | None = None, decode: Decode = "scaled") -> Vision:
         """Copy the tiles, numbers and special tokens of a `transformers` processor.
 
-        For the processors of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni, LLaVA 1.5 (the image processors of CLIP and
-        SigLIP), InternVL, and SmolVLM and Idefics3.
+        The supported processors are those of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni, LLaVA 1.5 (the image processors of
+        CLIP and SigLIP), InternVL, and SmolVLM and Idefics3.
 
         Args:
             processor: `AutoProcessor.from_pretrained(name)`.

@@ -21,7 +21,7 @@ from savable_pipeline.core.containers import DifferingItemsError
 from savable_pipeline.run.transport.segments import SegmentWriter
 from savable_pipeline.stages.batch_difference import digest, first_difference
 from tests.conftest import write_tar
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 
 
 class Pair(NamedTuple):
@@ -165,7 +165,7 @@ def test_batches_of_any_size_are_equal_with_and_without_workers(
 ) -> None:
     pipeline = partial(varying, str(make_shards([120, 100])), epochs)
     alone = sp.SavableLoader(pipeline, seed=1, lanes=6)
-    expected = take(alone, 50)
+    expected = next_hashes(alone, 50)
     with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2) as loader:
         held, found = [], []
         for _, batch in zip(range(50), loader, strict=False):
@@ -200,13 +200,13 @@ def test_arrays_read_in_place_are_equal_with_and_without_workers(tmp_path: Path,
     payloads = [bytes([number % 251]) * sizes[number % len(sizes)] for number in range(90)]
     write_tar(tmp_path / "0.tar", [(f"{number:03}.bin", payload) for number, payload in enumerate(payloads)])
     pipeline = partial(raw_pipeline, str(tmp_path))
-    expected = take(sp.SavableLoader(pipeline, seed=1, lanes=6), 30)
+    expected = next_hashes(sp.SavableLoader(pipeline, seed=1, lanes=6), 30)
     with sp.SavableLoader(pipeline, seed=1, lanes=6, num_workers=2) as loader:
-        assert take(loader, 30) == expected
+        assert next_hashes(loader, 30) == expected
         state = loader.state_dict()
-        after = take(loader, 10)
+        after = next_hashes(loader, 10)
         loader.load_state_dict(state)
-        assert take(loader, 10) == after
+        assert next_hashes(loader, 10) == after
 
 
 def test_an_array_has_the_bytes_of_the_part_and_raises_what_reading_raises(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, kinds, seeder
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -86,18 +86,18 @@ def test_drawing_pipeline_function_does_not_change_the_trainers_random_numbers(
     seed_all()
     loader = sp.SavableLoader(pipeline, seed=3, lanes=4)
     loader.state_dict()
-    take(loader, 9)
+    next_hashes(loader, 9)
     assert trainers_draws() == expected
 
 
 def test_draws_of_the_trainer_between_batches_change_no_batch(make_shards: Any) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
-    expected = take(sp.SavableLoader(pipeline, seed=3, lanes=6), 9)
+    expected = next_hashes(sp.SavableLoader(pipeline, seed=3, lanes=6), 9)
     loader = sp.SavableLoader(pipeline, seed=3, lanes=6)
     found = []
     for seed in range(9):
         seed_all(seed)
-        found += take(loader, 1)
+        found += next_hashes(loader, 1)
     assert found == expected
 
 
@@ -134,7 +134,7 @@ def test_a_sum_of_floats_has_the_same_bits_in_this_process_and_in_a_worker(
         with sp.SavableLoader(
             pipeline, seed=3, lanes=2, num_workers=num_workers, workers=sp.Workers(timeout=60)
         ) as loader:
-            found.append(take(loader, 4))
+            found.append(next_hashes(loader, 4))
     assert found[0] == found[1]
 
 

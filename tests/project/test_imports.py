@@ -17,7 +17,7 @@ import task_encoders
 from savable_pipeline import custom, energon
 from savable_pipeline.data.stores.formats import FORMATS, format_named
 from savable_pipeline.tools import convert
-from tests.support.toy_files import fill
+from tests.support.toy_files import write_captioned_images
 from tests.support.toy_server import s3_settings, serving
 from tests.support.toy_stores import WRITERS
 
@@ -138,7 +138,7 @@ def test_commands_on_datasets_and_their_child_processes_import_no_torch(tmp_path
     for kind, write in WRITERS.items():
         (tmp_path / kind).mkdir()
         write(tmp_path / kind, [10, 10])
-    fill(tmp_path / "photos", 8)
+    write_captioned_images(tmp_path / "photos", 8)
     tars, page = tmp_path / "tars", tmp_path / "page.html"
     lines = [
         "--help",

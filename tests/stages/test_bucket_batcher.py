@@ -26,7 +26,7 @@ from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.testing import _take_step, assert_exact_resume
 from tests.conftest import write_numbered_shards
 from tests.stages.packing.test_packer import Items, Packs
-from tests.support.draws import few
+from tests.support.draws import few_examples
 
 
 class Numbers(Packs):
@@ -175,7 +175,7 @@ def test_without_bounds_items_are_batched_by_group_only() -> None:
     assert numbers(batcher([1, 9, 5, 3], bounds=[], group=Modulo(2))) == [[0, 2], [1, 3]]
 
 
-@few(40)
+@few_examples(40)
 @given(
     st.lists(st.integers(1, 6), max_size=30),
     st.sampled_from([None, "kind", kind_of, Modulo(4)]),
@@ -356,7 +356,7 @@ def check_once(shards: str, count: int, how: dict[str, Any], lanes: int, ranks: 
         assert len(ids) == len(valid) == size and set(ids) <= set(kept)
 
 
-@few(4)
+@few_examples(4)
 @given(st.integers(1, 60), st.sampled_from(PADDED), st.sampled_from([(1, 1), (6, 1), (6, 2), (6, 3), (12, 4)]))
 def test_padded_buckets_yield_every_sample_once_on_any_number_of_ranks(
     count: int, how: dict[str, Any], split: tuple[int, int]
@@ -412,7 +412,7 @@ def test_lane_without_items_pads_with_an_item_of_another_lane(make_shards: Any) 
 # The same bucket for the ranks of a step.
 
 
-@few(30)
+@few_examples(30)
 @given(
     st.lists(st.integers(1, 6), max_size=60),
     st.sampled_from([None, "kind"]),

@@ -21,7 +21,7 @@ from savable_pipeline import custom
 from savable_pipeline.stages.encode import DeclaredSize
 from savable_pipeline.stages.stage_info import StageInfo
 from tests.conftest import write_tar
-from tests.support.draws import few
+from tests.support.draws import few_examples
 from tests.support.values_and_refs import values_and_refs
 
 
@@ -107,7 +107,7 @@ def mixed(n: int, rng: sp.Rng) -> Any:
     return (n, 0, rng.integers(1000)) if n % 3 == 0 else fan(n, rng)
 
 
-@few(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@few_examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
 def test_items_do_not_depend_on_chunk_size_or_interruption(encoded: Any, takes: list[int], cuts: list[bool]) -> None:
     whole = encoded(mixed, epochs=2)

@@ -17,7 +17,7 @@ from savable_pipeline.data.dataset import key_index as key_lookup
 from savable_pipeline.stages.item_buffer import is_whole, known_refs
 from savable_pipeline.stages.stage_info import ExcludedSamples
 from savable_pipeline.testing import assert_exact_resume
-from tests.support.streams import take, through_a_file
+from tests.support.streams import next_hashes, through_a_file
 from tests.support.toy_pipelines import ToyEncoder, numbers, toy_pipeline
 
 GONE = frozenset([*range(0, 40, 3), 100, 101])
@@ -82,7 +82,7 @@ def without(streams: dict[int, list[int]]) -> dict[int, list[int]]:
 @pytest.mark.parametrize("begun", [0, 9])
 def test_exclusion_does_not_change_the_order_of_other_samples(shards: str, file: str, encode: bool, begun: int) -> None:
     plain = loader(partial(simple, shards, None, encode=encode))
-    take(plain, begun)
+    next_hashes(plain, begun)
     state = plain.state_dict()
     expected = without(ids_by_lane(plain, 120))
     own = loader(partial(simple, shards, file, encode=encode))
@@ -115,7 +115,7 @@ def test_padding_has_no_excluded_samples(shards: str, file: str) -> None:
         return sp.Batcher(sp.Encode(samples, Ids()), size=3)
 
     plain = loader(partial(pipeline, None), tail="pad")
-    take(plain, 4)  # the first item of lane 0, which would fill up its batches, is sample 0
+    next_hashes(plain, 4)  # the first item of lane 0, which would fill up its batches, is sample 0
     own = loader(partial(pipeline, file), tail="pad")
     own.load_state_dict(plain.state_dict(), allow="exclude")
     for batch in own:
@@ -157,7 +157,7 @@ def toy(shards: str, exclude: str | None, lane: sp.Lane, **how: Any) -> custom.S
 def test_excluded_samples_in_a_state_are_not_yielded(shards: str, file: str, how: dict[str, Any]) -> None:
     plain, held = loader(partial(toy, shards, None, **how)), 0
     for _ in range(2):
-        take(plain, 7)
+        next_hashes(plain, 7)
         state = through_a_file(plain.state_dict())
         own = loader(partial(toy, shards, file, **how))
         own.load_state_dict(state, allow="exclude")
@@ -187,17 +187,17 @@ def test_workers_and_resumes_after_exclusion_agree(shards: str, file: str) -> No
     pipeline = partial(toy, shards, file, **how)
     assert_exact_resume(pipeline, lanes=4, steps=8, after=2, chains=1, world_sizes=(1, 2, 4))
     plain = loader(partial(toy, shards, None, **how))
-    take(plain, 7)
+    next_hashes(plain, 7)
     own = loader(partial(toy, shards, file, **how))
     own.load_state_dict(plain.state_dict(), allow="exclude")
-    expected = take(own, 14)
+    expected = next_hashes(own, 14)
     with loader(partial(toy, shards, file, **how), num_workers=2) as other:
         other.load_state_dict(plain.state_dict(), allow="exclude")
-        found = take(other, 8)
+        found = next_hashes(other, 8)
         state = other.state_dict()
     again = loader(partial(toy, shards, file, **how))
     again.load_state_dict(state)
-    assert found + take(again, 6) == expected
+    assert found + next_hashes(again, 6) == expected
 
 
 def test_buffered_pack_drops_its_excluded_item_and_its_size(shards: str, file: str) -> None:
@@ -250,11 +250,11 @@ def test_changed_exclude_file_ends_the_run_and_a_resume_uses_the_new_one(
     monkeypatch.setattr(key_lookup, "_CHECK_INTERVAL_S", 0)
     pipeline = partial(simple, shards, file)
     with loader(pipeline, num_workers=num_workers) as own:
-        take(own, 5)
+        next_hashes(own, 5)
         with Path(file).open("a") as more:
             more.write("s000001\n")
         with pytest.raises(sp.SavableError, match="changed during the run"):
-            take(own, 20)
+            next_hashes(own, 20)
         state = own.state_dict()
     with loader(pipeline) as own:
         own.load_state_dict(state, allow="exclude")

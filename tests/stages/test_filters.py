@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import MakeShards
-from tests.support.draws import few
+from tests.support.draws import few_examples
 from tests.support.shards import write_numbered_shards
 from tests.support.toy_stores import number_of
 
@@ -31,7 +31,7 @@ def short(item: int) -> bool:
     return item % 5 > 1
 
 
-@few(8)
+@few_examples(8)
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(2, 9))
 def test_filtered_samples_and_items_equal_a_comprehension(
     tmp_path_factory: pytest.TempPathFactory, buffer: int, size: int, divisor: int

@@ -18,7 +18,7 @@ from savable_pipeline import custom
 from savable_pipeline.core.keyed_random import word
 from savable_pipeline.stages.item_buffer import built_items
 from savable_pipeline.testing import assert_exact_resume
-from tests.support.toy_dataset import drained, first, pairs, readers
+from tests.support.toy_dataset import drain, index_epoch_pairs, readers, take_refs
 
 
 def buffer(count: int, size: int, *, epochs: int | None = 1, lanes: int = 1, seed: int = 0) -> sp.ShuffleBuffer:
@@ -46,33 +46,33 @@ def reference(refs: list[tuple[int, int]], size: int, key: int) -> list[tuple[in
 def test_shuffle_buffer_equals_ten_lines_of_plain_python_for_any_chunk_size(
     count: int, size: int, chunks: list[int]
 ) -> None:
-    expected = reference(drained(readers([count], epochs=1)(0)), size, sp.Lane().key("shuffle", 1))
+    expected = reference(drain(readers([count], epochs=1)(0)), size, sp.Lane().key("shuffle", 1))
     stage, given = buffer(count, size), []
     for chunk in itertools.cycle(chunks):
         refs = stage.take(chunk)
         assert len(refs) <= chunk
         if not len(refs):
             break
-        given += pairs(refs)
+        given += index_epoch_pairs(refs)
     assert given == expected
     assert sorted(given) == [(i, 0) for i in range(count)]
 
 
 @given(st.integers(1, 60), st.integers(1, 30), st.integers(0, 130), st.integers(1, 9))
 def test_shuffle_buffer_resumes_exactly_from_any_position(count: int, size: int, cut: int, chunk: int) -> None:
-    expected = drained(buffer(count, size, epochs=2))
+    expected = drain(buffer(count, size, epochs=2))
     cut = min(cut, len(expected))
     before, after = buffer(count, size, epochs=2), buffer(count, size, epochs=2)
-    assert first(before, cut) == expected[:cut]
+    assert take_refs(before, cut) == expected[:cut]
     after.restore_state(before.save_state())
     assert after.save_state() == before.save_state()
-    assert drained(after, chunk) == expected[cut:]
+    assert drain(after, chunk) == expected[cut:]
 
 
 def test_repeated_resumes_are_exact() -> None:
-    expected, stage, given = first(buffer(50, 20, epochs=None), 300), buffer(50, 20, epochs=None), []
+    expected, stage, given = take_refs(buffer(50, 20, epochs=None), 300), buffer(50, 20, epochs=None), []
     for chunk in itertools.cycle([1, 0, 7, 40]):
-        given += first(stage, chunk)
+        given += take_refs(stage, chunk)
         if len(given) > 250:
             break
         state, stage = stage.save_state(), buffer(50, 20, epochs=None)
@@ -82,11 +82,11 @@ def test_repeated_resumes_are_exact() -> None:
 
 def test_state_has_the_refs_in_order_at_twelve_bytes_each() -> None:
     stage = buffer(100, 10)
-    given = first(stage, 25)
+    given = take_refs(stage, 25)
     state = stage.save_state()
     rows = [state["refs"][i : i + 12] for i in range(0, len(state["refs"]), 12)]
     held = [(int.from_bytes(row[:8], "little"), int.from_bytes(row[8:], "little")) for row in rows]
-    taken = drained(readers([100], epochs=1)(0))[:35]
+    taken = drain(readers([100], epochs=1)(0))[:35]
     assert len(held) == 10
     assert sorted(given + held) == sorted(taken)
     key, slots = sp.Lane().key("shuffle", 1), taken[:10]
@@ -98,29 +98,29 @@ def test_state_has_the_refs_in_order_at_twelve_bytes_each() -> None:
 
 def test_rest_of_an_exhausted_source_is_yielded_in_random_order() -> None:
     stage = buffer(1000, 5000)  # larger than the data
-    given = [index for index, _ in drained(stage)]
+    given = [index for index, _ in drain(stage)]
     assert sorted(given) == list(range(1000))
-    assert given != drained(readers([1000], epochs=1)(0))
+    assert given != drain(readers([1000], epochs=1)(0))
     assert len(stage.take(5)) == 0
     assert stage.save_state()["refs"] == b""
 
 
 def test_lanes_seeds_and_pipeline_positions_have_different_draws() -> None:
     def order(stage: custom.Stage) -> list[int]:
-        return [index for index, _ in first(stage, 500)]
+        return [index for index, _ in take_refs(stage, 500)]
 
     once = order(buffer(5000, 100))
     assert once != order(buffer(5000, 100, seed=1))
     twice = sp.ShuffleBuffer(buffer(5000, 100), size=100)
     assert twice._key != buffer(5000, 100)._key
-    assert sorted(drained(sp.ShuffleBuffer(buffer(500, 70), size=30))) == [(i, 0) for i in range(500)]
+    assert sorted(drain(sp.ShuffleBuffer(buffer(500, 70), size=30))) == [(i, 0) for i in range(500)]
     lanes = readers([5000], lanes=2)
     assert sp.ShuffleBuffer(lanes(0), size=9)._key != sp.ShuffleBuffer(lanes(1), size=9)._key
 
 
 def test_mixing_moves_refs_about_as_far_as_the_buffer_is_large() -> None:
     stage = sp.ShuffleBuffer(readers([20_000], shuffle=False, epochs=1)(0), size=1000)
-    moved = np.arange(10_000) - np.array([index for index, _ in first(stage, 10_000)])
+    moved = np.arange(10_000) - np.array([index for index, _ in take_refs(stage, 10_000)])
     assert -1000 <= moved.min() < -950  # nothing comes earlier than it enters
     assert 900 < (moved[2000:] + 1000).mean() < 1100  # a ref stays for about `size` draws
 
@@ -272,8 +272,8 @@ def test_buffer_size_is_at_most_a_lanes_part_of_an_epoch(count: int, size: int, 
     most = min(size, -(-count // lanes))
     source = readers([count], lanes=lanes, epochs=None)
     stage = buffer(count, size, epochs=None, lanes=lanes)
-    given = first(stage, 3 * count)
-    expected = reference(first(source(0), 3 * count + most), most, sp.Lane(count=lanes).key("shuffle", 1))
+    given = take_refs(stage, 3 * count)
+    expected = reference(take_refs(source(0), 3 * count + most), most, sp.Lane(count=lanes).key("shuffle", 1))
     assert given == expected[: 3 * count]
     assert (stage.size, stage.capacity) == (size, most)
     assert len(stage.save_state()["refs"]) == 12 * most
@@ -281,7 +281,7 @@ def test_buffer_size_is_at_most_a_lanes_part_of_an_epoch(count: int, size: int, 
 
 def test_bound_of_the_buffer_is_fixed_for_the_run() -> None:
     stage = buffer(60, 40, epochs=None, lanes=4)
-    first(stage, 5)
+    take_refs(stage, 5)
     state = stage.save_state()
     for other in (buffer(90, 40, epochs=None, lanes=4), buffer(60, 40, epochs=None, lanes=4)):
         other.restore_state(state)
@@ -319,7 +319,7 @@ def test_buffer_has_no_bound_after_a_blend(make_shards: Any) -> None:
 
 def test_state_of_a_smaller_buffer_changes_the_size_of_one_in_use() -> None:
     small, used = buffer(3000, 20), buffer(3000, 50)
-    first(small, 100)
+    take_refs(small, 100)
     used.take(90)  # has computed draws below 50 ahead
     used.restore_state({**small.save_state(), "most": 20})
-    assert drained(used, 30) == drained(small)
+    assert drain(used, 30) == drain(small)

@@ -19,7 +19,7 @@ from savable_pipeline.data.stores.cached_samples import CachedFiles
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.filters import Filter
 from savable_pipeline.stages.pipeline import upstream
-from tests.support.draws import examples
+from tests.support.draws import scaled_examples
 from tests.support.random_stacks import Joining, stack, stacks
 from tests.support.shards import write_numbered_shards
 from tests.support.toy_server import serving_a_machine
@@ -81,7 +81,7 @@ LOST_PACKS = {
 }
 
 
-@examples(200, suite=25)
+@scaled_examples(200, suite=25)
 @example({"chosen": {**DECLARED, "tells": True, "candidates": None}, "all_fine": False, "before": 1, "skipped": 24})
 @example({"chosen": {**DECLARED, "tells": True, "candidates": 8}, "all_fine": False, "before": 0, "skipped": 24})
 @example(
@@ -184,13 +184,13 @@ def outcome(loader: Any) -> str:
     return "" if batch is None else digest(batch)
 
 
-@examples(200, suite=15)
+@scaled_examples(200, suite=15)
 @given(case=runs)
 def test_skip_of_a_loader_equals_as_many_calls_of_next(shards: str, case: dict[str, Any]) -> None:
     check_skips(shards, case)
 
 
-@examples(20, suite=2)
+@scaled_examples(20, suite=2)
 @given(case=runs)
 def test_workers_skip_as_many_batches_as_they_would_build(shards: str, case: dict[str, Any]) -> None:
     check_skips(shards, case, num_workers=2)

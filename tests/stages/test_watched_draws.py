@@ -23,7 +23,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core import global_rng
 from savable_pipeline.core.global_rng import Seeding
-from tests.support.streams import take, through_a_file
+from tests.support.streams import next_hashes, through_a_file
 
 SIZE = 40
 SHARDS = [150, 90]
@@ -199,7 +199,7 @@ PIPELINES: dict[str, Callable[[Path, bool | None], Any]] = {
 def run(pipeline: Any, steps: int, **settings: Any) -> tuple[list[str], dict[str, Any]]:
     """The hashes of batches, and what was dropped."""
     with sp.SavableLoader(pipeline, seed=3, lanes=4, **settings) as loader:
-        batches = take(loader, steps)
+        batches = next_hashes(loader, steps)
         counts = {
             name: n for name, n in loader.stats().items() if "/skipped" in name or name.endswith(("items", "filtered"))
         }
@@ -245,11 +245,11 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(make_shards: Any, nam
     states, expected = [], []
     for _ in range(7):
         states.append(through_a_file(whole.state_dict()))
-        expected += take(whole, 1)
+        expected += next_hashes(whole, 1)
     for step in (1, 4, 5):
         resumed = sp.SavableLoader(pipeline, seed=3, lanes=2)
         resumed.load_state_dict(states[step])
-        assert take(resumed, 7 - step) == expected[step:], f"from step {step}"
+        assert next_hashes(resumed, 7 - step) == expected[step:], f"from step {step}"
 
 
 # What is seeded, and how often functions are called.
@@ -372,7 +372,7 @@ def test_a_sample_that_fails_before_a_draw_is_counted_and_quarantined_once(make_
 def test_errors_beyond_max_errors_end_a_run_at_the_same_sample(make_shards: Any) -> None:
     def ended(setting: bool | None) -> str:
         with pytest.raises(sp.EncodeError, match="of the first") as caught:
-            take(batches(folder, Calls(fails_by_chance, setting), 32, on_error="skip", max_errors=7), 9)
+            next_hashes(batches(folder, Calls(fails_by_chance, setting), 32, on_error="skip", max_errors=7), 9)
         return str(caught.value)
 
     folder = make_shards([200])
@@ -460,7 +460,7 @@ def test_threads_reject_a_function_that_draws_by_name(
     chain = sp.read(str(make_shards([150]))).map(function, on_error="skip").batch(size)
     refused = pytest.raises(sp.EncodeError, match=rf"{function.__name__} draws from global .* start_method='fork'")
     with in_threads(chain) as loader, refused:
-        take(loader, 300 // size)
+        next_hashes(loader, 300 // size)
 
 
 def test_threads_reject_filters_packs_and_batches_that_draw_by_name(make_shards: Any) -> None:
@@ -471,7 +471,7 @@ def test_threads_reject_filters_packs_and_batches_that_draw_by_name(make_shards:
     named = {"of_python": of_filter, "Listing.pack": of_pack, "Listing.batch": of_batch}
     for name, chain in named.items():
         with in_threads(chain) as loader, pytest.raises(sp.EncodeError, match=f"{name} draws from global"):
-            take(loader, 8)
+            next_hashes(loader, 8)
 
 
 def test_threads_distinguish_draws_of_a_function_from_the_trainers(make_shards: Any) -> None:
@@ -481,7 +481,7 @@ def test_threads_distinguish_draws_of_a_function_from_the_trainers(make_shards: 
         found = []
         for _ in range(12):
             draws()
-            found += take(loader, 1)
+            found += next_hashes(loader, 1)
     assert found == expected
 
 

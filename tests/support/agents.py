@@ -1,4 +1,4 @@
-"""Agents of nodes, as processes of this machine."""
+"""Agents of nodes as processes of this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Agent:
-    """`savable serve` on a port of this machine."""
+    """An agent, `savable serve`, on a port of this machine."""
 
     def __init__(self, key_file: Path, workers: int, port: int = 0, **environment: str) -> None:
         command = [sys.executable, "-c", "from savable_pipeline.tools.cli.main import app; app()", "serve"]
@@ -37,7 +37,7 @@ class Agent:
         return int(self.address.rpartition(":")[2])
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """End it, and wait."""
+        """End the process with a signal, and wait."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.send_signal(number)
@@ -46,8 +46,8 @@ class Agent:
             self.process.stdout.close()
 
 
-def new_key(folder: Path) -> Path:
-    """A file with a key."""
+def write_key(folder: Path) -> Path:
+    """Write a new key to a file."""
     file = folder / "nodes.key"
     file.touch(mode=0o600)
     file.write_text(secrets.token_hex(16))
@@ -56,8 +56,8 @@ def new_key(folder: Path) -> Path:
 
 @contextmanager
 def agents(folder: Path, *workers: int) -> Iterator[tuple[list[Agent], Path]]:
-    """Agents with these numbers of workers, and the file of their key."""
-    key_file = new_key(folder)
+    """Start agents with these numbers of workers, and yield them and the file of their key."""
+    key_file = write_key(folder)
     made: list[Agent] = []
     try:
         made.extend(Agent(key_file, each) for each in workers)
@@ -67,6 +67,6 @@ def agents(folder: Path, *workers: int) -> Iterator[tuple[list[Agent], Path]]:
             agent.end()
 
 
-def remote(made: list[Agent], key_file: Path, **settings: Any) -> sp.SocketWorkers:
-    """Workers of these agents."""
+def socket_workers(made: list[Agent], key_file: Path, **settings: Any) -> sp.SocketWorkers:
+    """Return the workers of these agents, as an argument of a loader."""
     return sp.SocketWorkers([agent.address for agent in made], key_file=key_file, **settings)

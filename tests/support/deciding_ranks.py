@@ -1,4 +1,4 @@
-"""Ranks that decide alike, then otherwise: `tests.support.deciding_ranks SHARDS FOLDER`, by `forked_ranks`.
+"""Ranks that decide on equal lengths, then on different ones: `tests.support.deciding_ranks SHARDS FOLDER`.
 
 Each writes what it was told, and its batches, to FOLDER/rankR.json.
 """
@@ -17,11 +17,11 @@ from savable_pipeline.stages.batch_difference import digest
 from tests.support.toy_pipelines import toy_pipeline
 
 SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 4}
-LENGTHS = [(7, 6), (9, 9), (8, 10_000)]  # that ranks 0 and 1 decide, in turn
+LENGTHS = [(7, 6), (9, 9), (8, 10_000)]  # lengths on which ranks 0 and 1 decide, in order
 
 
 def main(shards: str, folder: str) -> None:
-    """One rank of two."""
+    """Run one rank of two."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     said: list[int | str] = []

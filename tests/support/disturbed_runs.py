@@ -1,8 +1,8 @@
-"""Runs that are disturbed in every way give what an undisturbed run gives.
+"""Compare runs that are disturbed in every way with a run that is not.
 
 undisturbed   one process, one rank                         slots 0 1 2 3 4 5 6 …
-disturbed     legs of other ranks and workers, each from the state that the leg before saved through a file; in
-              them workers killed, slots skipped, shards that join, another object around the loader
+disturbed     segments with other ranks and workers, each from the state that the segment before saved in a file;
+              workers are killed, slots skipped, shards added, and the loader is wrapped in another object
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from savable_pipeline.run.loader.ledger import rebuild_batch
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.trainer_loader import TrainerLoader
-from tests.support.exact_search import compared, with_enough
+from tests.support.exact_search import compared, sufficient_sizes
 from tests.support.processes import descendants, workers
 from tests.support.streams import through_a_file
 from tests.support.toy_chains import toy
@@ -45,10 +45,10 @@ def check_disturbed(
     most_workers: int = 3,
     again: int = 4,
 ) -> None:
-    """A chain of legs that is disturbed gives each slot the batch of the undisturbed run."""
-    if grows:  # a folder of files is one shard, whose state is refused when files were added
+    """Check that a disturbed run gives each slot the batch of the undisturbed run."""
+    if grows:  # a folder of files is one shard, and its state is rejected if files were added
         chosen = {**chosen, "subset": None, "store": "tar" if chosen["store"] == "folder" else chosen["store"]}
-    sizes = with_enough(sizes, chosen, LANES)
+    sizes = sufficient_sizes(sizes, chosen, LANES)
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as root:
         plan = []
@@ -75,7 +75,7 @@ def check_disturbed(
 
 
 class _Disturbed:
-    """A run in legs; without `draw` undisturbed, with a leg for each stage of the plan."""
+    """A run in segments. Without `draw`, it is not disturbed and has one segment per stage of the plan."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class _Disturbed:
         self.skipped: set[int] = set()
         self.legs: list[str] = []
         self.kills = 0
-        self.most_ahead = 0  # batches that the objects around the loaders of the last leg may have taken and not given
+        self.most_ahead = 0  # batches that the wrappers of the last segment's loaders may have taken but not returned
         self._slot = 0
         self._state: dict[str, Any] | None = None
 
@@ -143,7 +143,7 @@ class _Disturbed:
         self._slot += world
 
     def _may_skip(self, world: int) -> bool:
-        """Now and then, where a skip is not over the end of an epoch: at that it ends."""
+        """Decide at random whether to skip. A skip over the end of an epoch would stop there, so it is not drawn."""
         epoch_slots = self._settings["epoch_slots"] or 1 << 60
         inside = 0 < self._slot % epoch_slots < epoch_slots - 2 * world
         return self._skips and inside and self._draw is not None and self._draw.random() < 0.2
@@ -168,7 +168,7 @@ class _Disturbed:
 
 
 class _Trained:
-    """A `TrainerLoader` whose trainer is one batch ahead of what it trained on until the state is asked for."""
+    """A `TrainerLoader` whose trainer takes one batch before the last one is trained on, until a state is saved."""
 
     def __init__(self, loader: sp.SavableLoader) -> None:
         self._trained = 0
@@ -199,7 +199,7 @@ _AROUND: dict[str, Any] = {
 
 
 def _next(rank: Any) -> Any:
-    """The next batch, of the next epoch where one is over."""
+    """Return the next batch, starting the next epoch if one is over."""
     try:
         return next(rank)
     except StopIteration:
@@ -207,7 +207,7 @@ def _next(rank: Any) -> Any:
 
 
 def _kill(pid: int) -> None:
-    """Kill a worker of this process, if it still is one."""
+    """Kill a process if it is still a worker of this process."""
     if pid in descendants(os.getpid()):
         os.kill(pid, signal.SIGKILL)
 
@@ -223,11 +223,11 @@ def _check_ledger(
     ids: bool,
     epoch_slots: int | None,
 ) -> None:
-    """Each batch is in the ledger once, in order, and some, made again, are what was given."""
+    """Check that each batch is in the ledger once and in order, and that some rebuilt batches equal the original."""
     ledger = LedgerFiles(folder)
     places = sorted(given.batch.position for given in ledger.batches() if not given.lost)
     assert len(places) == len(set(places)), "a batch is in the ledger twice"
-    taken_ahead = len(places) - len(found)  # by an `OnDevice` on each rank of the last leg
+    taken_ahead = len(places) - len(found)  # batches taken by an `OnDevice` on each rank of the last segment
     assert 0 <= taken_ahead <= most_ahead, f"{taken_ahead} batches more in the ledger than were given"
     by_slot = dict(zip(sorted(found), places, strict=False))
     if not epoch_slots:

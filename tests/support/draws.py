@@ -1,6 +1,7 @@
-"""How much a search of a test draws: little in the suite, the same each time; far more in a long search.
+"""The number of random examples in a test: few and fixed in the suite, many in a long search.
 
-`--hypothesis-profile long` makes a search long: twenty times as much, of other examples each time.
+The option `--hypothesis-profile long` selects a long search, with twenty times as many examples, which differ each
+time.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ from hypothesis import HealthCheck, Phase, settings
 IS_LONG = settings().max_examples > 100
 
 
-def draws(count: int) -> range:
-    """So many, times as many as the profile says, of a hundred."""
+def scaled_range(count: int) -> range:
+    """Return `range(count)`, scaled by the profile's number of examples, per hundred."""
     return range(count * settings().max_examples // 100)
 
 
-def few(count: int, **more: Any) -> settings:
-    """Settings for `count` examples, or, in a long search, as many as its profile says."""
+def few_examples(count: int, **more: Any) -> settings:
+    """Return settings for `count` examples, or in a long search for the number of the profile."""
     return settings(max_examples=settings().max_examples if IS_LONG else count, deadline=None, **more)
 
 
-def examples(count: int, *, suite: int | None = None, shrink: bool = True) -> settings:
-    """Settings for `count` examples, times as many as the profile says, of a hundred; long searches do not shrink.
+def scaled_examples(count: int, *, suite: int | None = None, shrink: bool = True) -> settings:
+    """Return settings for `count` examples, scaled by the profile's number, per hundred.
 
-    Those that start many processes report the one found, without a smaller one. The suite may draw fewer.
+    Without `shrink`, a failure is reported as found, because shrinking would start many processes. `suite` is the
+    number
+    of examples in the suite.
     """
     phases = (Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else []))
-    most = len(draws(count)) if IS_LONG or suite is None else suite
+    most = len(scaled_range(count)) if IS_LONG or suite is None else suite
     return settings(max_examples=most, deadline=None, suppress_health_check=list(HealthCheck), phases=phases)

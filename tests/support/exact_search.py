@@ -1,7 +1,8 @@
-"""The search for a batch that differs: random data, random pipelines, random cuts, chains, other workers and ranks.
+"""Search for a batch that differs after a resume: random data, pipelines, cuts, chains, workers and ranks.
 
-What leaves out samples from a cut on is compared with the run that goes on with all of them, by what is promised of
-`exclude=`: a skip that is counted, after the order is dealt and, at the restore, out of buffers and open packs.
+A run that excludes samples from a cut on is compared with the run that continues with all of them. It must keep the
+promises of `exclude=`: samples are skipped and counted after the order is dealt, and at the restore they are removed
+from buffers and open packs.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ pipelines = st.fixed_dictionaries(
         "filters": st.sampled_from([(), ("samples",), ("items",), ("samples", "items")]),
         "own": st.sampled_from([(), (), ("samples",), ("items",), ("batches",), ("samples", "items", "batches")]),
     }
-).map(lambda chosen: possible(chosen))
+).map(lambda chosen: make_compatible(chosen))
 
 
-def possible(chosen: dict[str, Any]) -> dict[str, Any]:
-    """The settings that go together: windows of tokens have no keys to join by, and a function packs no long item.
+def make_compatible(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings, changed so that they are valid together.
 
-    Filters are of chains.
+    Windows of tokens have no keys to join by, a packing function gets no long items, and only chains have filters.
     """
     if not chosen["chain"]:
         chosen = {**chosen, "filters": ()}
@@ -77,19 +78,20 @@ def possible(chosen: dict[str, Any]) -> dict[str, Any]:
     return {**chosen, "max_length": max(9, chosen["max_length"])} if chosen["pack"] == "function" else chosen
 
 
-def with_an_end(chosen: dict[str, Any]) -> dict[str, Any]:
-    """The settings for a run that ends, of which nothing is left out; a schedule has no end."""
+def finite_settings(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings for a finite run that omits nothing. A schedule has no end."""
     weights = "fixed" if chosen["weights"] in ("step", "linear") else chosen["weights"]
     nothing: dict[str, Any] = {"drop_last": False, "skip": 0, "subset": None, "join": None, "filters": ()}
     return {**chosen, **nothing, "weights": weights}
 
 
-def with_enough(sizes: list[int], chosen: dict[str, Any], lanes: int) -> list[int]:
-    """Sizes with which each lane gets samples that are not left out, in file order too.
+def sufficient_sizes(sizes: list[int], chosen: dict[str, Any], lanes: int) -> list[int]:
+    """Return sizes with which each lane gets samples that are not omitted, even in file order.
 
-    In file order all passes of a lane may be alike: it has at least two blocks, which are not skipped both, since no
-    number of lanes is a multiple of 5 or 7; and eight, of 32 samples, where other things
-    leave out some. Two mixtures read a source in file order.
+    In file order, all passes of a lane may be equal. So a lane has at least two blocks, which are not both skipped
+    because no
+    number of lanes is a multiple of 5 or 7. It has eight blocks, of 32 samples, if other settings omit samples too. Two
+    mixtures read a source in file order.
     """
     others = chosen["subset"] or chosen["join"] or chosen["filters"] or chosen["weights"] != "fixed"
     in_file_order = not chosen["shuffle"] or chosen["blend"] in ("samples", "items")
@@ -99,8 +101,8 @@ def with_enough(sizes: list[int], chosen: dict[str, Any], lanes: int) -> list[in
 
 
 @contextmanager
-def written(sizes: list[int], chosen: dict[str, Any], **settings: Any) -> Iterator[Any]:
-    """The pipeline, a function or a chain, over a folder of these shards, which is removed at the end."""
+def written_pipeline(sizes: list[int], chosen: dict[str, Any], **settings: Any) -> Iterator[Any]:
+    """Write shards, and yield a pipeline over them, a function or a chain. The folder is removed at the end."""
     with tempfile.TemporaryDirectory() as folder:
         WRITERS[chosen["store"]](Path(folder, "data"), sizes)
         write_captions(Path(folder, "joined"), sum(sizes) + 60)
@@ -108,40 +110,40 @@ def written(sizes: list[int], chosen: dict[str, Any], **settings: Any) -> Iterat
 
 
 def check_endless(sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int, **settings: Any) -> None:
-    """Every cut of 20 steps of an endless run, and a chain, in one process with all numbers of ranks."""
+    """Check every cut of 20 steps of an endless run, and a chain, in one process with all numbers of ranks."""
     worlds = [world for world in (1, 2, 3, 4) if lanes % world == 0]
     wide: dict[str, Any] = {"steps": 20, "world_sizes": worlds, "chains": 1, **settings}
-    with written(with_enough(sizes, chosen, lanes), chosen) as pipeline:
-        _compared(assert_exact_resume(pipeline, seed=seed, lanes=lanes, **wide))
+    with written_pipeline(sufficient_sizes(sizes, chosen, lanes), chosen) as pipeline:
+        _count_resumes(assert_exact_resume(pipeline, seed=seed, lanes=lanes, **wide))
 
 
 def check_chains(sizes: list[int], chosen: dict[str, Any], seed: int, **settings: Any) -> None:
-    """Chains of resumes of an endless run in 0 to 3 workers."""
+    """Check chains of resumes of an endless run in 0 to 3 workers."""
     wide: dict[str, Any] = {"workers": (0, 1, 2, 3), "world_sizes": (1, 2, 3, 4), **settings}
-    with written(with_enough(sizes, chosen, lanes=12), chosen) as pipeline:
-        _compared(assert_exact_resume(pipeline, seed=seed, steps=20, chains=1, after=1, **wide))
+    with written_pipeline(sufficient_sizes(sizes, chosen, lanes=12), chosen) as pipeline:
+        _count_resumes(assert_exact_resume(pipeline, seed=seed, steps=20, chains=1, after=1, **wide))
 
 
 def check_finite(size: int, chosen: dict[str, Any], epochs: float, seed: int, tail: Any, **settings: Any) -> None:
-    """Every cut of a run of `epochs` epochs and of those after it, with either tail, and chains."""
-    chosen = with_an_end({**chosen, "block_size": min(chosen["block_size"] or 4, 4)})
-    if tail == "pad":  # which an own stage of batches does not fill up
+    """Check every cut of a run of `epochs` epochs and of the epochs after them, with either tail, and chains."""
+    chosen = finite_settings({**chosen, "block_size": min(chosen["block_size"] or 4, 4)})
+    if tail == "pad":  # a user's own stage of batches does not pad the tail
         chosen["own"] = tuple(kind for kind in chosen["own"] if kind != "batches")
     wide: dict[str, Any] = {"workers": (0, 1, 2), "world_sizes": (1, 2, 3), "after": 2, "chains": 2, "steps": 40}
-    with written([size, 1, 3], chosen, epochs=epochs) as pipeline:
-        _compared(assert_exact_resume(pipeline, seed=seed, lanes=6, tail=tail, **{**wide, **settings}))
+    with written_pipeline([size, 1, 3], chosen, epochs=epochs) as pipeline:
+        _count_resumes(assert_exact_resume(pipeline, seed=seed, lanes=6, tail=tail, **{**wide, **settings}))
 
 
-def _compared(resumes: int) -> None:
+def _count_resumes(resumes: int) -> None:
     compared["resumes"] += resumes
     compared["pipelines"] += 1
 
 
 def check_once(sizes: list[int], chosen: dict[str, Any], lanes: int, seed: int) -> None:
-    """An epoch gives each sample once over all lanes."""
-    chosen = {**with_an_end(chosen), "fan_out": 0, "own": (), "weights": "fixed"}
+    """Check that an epoch gives each sample once over all lanes."""
+    chosen = {**finite_settings(chosen), "fan_out": 0, "own": (), "weights": "fixed"}
     given = Counter[int]()
-    with written(sizes, chosen, epochs=1) as pipeline:
+    with written_pipeline(sizes, chosen, epochs=1) as pipeline:
         for lane in range(lanes):
             for batch in pipeline(sp.Lane(lane, lanes, seed)):
                 given.update(numbers(batch))
@@ -149,15 +151,15 @@ def check_once(sizes: list[int], chosen: dict[str, Any], lanes: int, seed: int) 
     compared["pipelines"] += 1
 
 
-# What is excluded from a cut on.
+# Samples that are excluded from a cut on.
 
 exclusions = st.fixed_dictionaries({"cut": st.integers(0, 20), "share": st.sampled_from([0.03, 0.15, 0.4])})
 """After how many batches which share of the samples is excluded."""
 
 
 @contextmanager
-def _drawn(samples: int, share: float, seed: int) -> Iterator[tuple[frozenset[int], str]]:
-    """Numbers of samples, and the file that names them."""
+def _drawn_exclusions(samples: int, share: float, seed: int) -> Iterator[tuple[frozenset[int], str]]:
+    """Draw numbers of samples, and write a file that names them."""
     drawn = random.Random(seed)
     gone = frozenset(number for number in range(samples) if drawn.random() < share)
     with tempfile.NamedTemporaryFile("w") as file:
@@ -180,10 +182,10 @@ def _stays_in_order(chosen: dict[str, Any]) -> bool:
 def check_excluded_from_a_cut_on(
     sizes: list[int], chosen: dict[str, Any], seed: int, *, lanes: int, cut: int, share: float
 ) -> None:
-    """An endless run whose file names samples since a cut gives none of them, resumes exactly, and counts by source."""
+    """Check an endless run that excludes samples from a cut on: none of them comes, and it resumes exactly."""
     chosen = _with_keys(chosen)
-    sizes = with_enough([*sizes, 80 * lanes], chosen, lanes)
-    with written(sizes, chosen) as build, _drawn(sum(sizes), share, seed) as (gone, file):
+    sizes = sufficient_sizes([*sizes, 80 * lanes], chosen, lanes)
+    with written_pipeline(sizes, chosen) as build, _drawn_exclusions(sum(sizes), share, seed) as (gone, file):
         loader = partial(sp.SavableLoader, seed=seed, lanes=lanes)
         plain = loader(build)
         for _ in range(cut):
@@ -205,7 +207,7 @@ def check_excluded_from_a_cut_on(
         again = loader(partial(build, exclude=file))
         again.load_state_dict(state)
         assert [numbers(next(again)) for _ in range(half)] == list(map(numbers, batches[half:]))
-    _compared(2)
+    _count_resumes(2)
 
 
 def _check_counts(stats: dict[str, Any]) -> None:
@@ -215,7 +217,7 @@ def _check_counts(stats: dict[str, Any]) -> None:
 
 
 def _check_order(batches: list[Any], plain: sp.SavableLoader, gone: frozenset[int], lanes: int, *, first: int) -> None:
-    """The lanes give what they would have given, in that order, without the excluded samples."""
+    """Check that the lanes give the same samples in the same order, without the excluded ones."""
     found: dict[int, list[int]] = {}
     expected: dict[int, list[int]] = {}
     for slot, batch in enumerate(batches, first):
@@ -230,12 +232,12 @@ def _check_order(batches: list[Any], plain: sp.SavableLoader, gone: frozenset[in
 def check_excluded_in_an_epoch(
     size: int, chosen: dict[str, Any], seed: int, *, cut: int, share: float, lane: sp.Lane | None = None
 ) -> None:
-    """A lane gives each other sample of its epoch as often as it would, and counts each one that it leaves out."""
+    """Check that a lane gives each other sample of its epoch as often as before, and counts the excluded ones."""
     lane = lane or sp.Lane(1, 3, seed)
-    chosen = {**with_an_end(_with_keys(chosen)), "own": ()}
+    chosen = {**finite_settings(_with_keys(chosen)), "own": ()}
     with (
-        written([size, 1, 30], chosen, epochs=1) as pipeline,
-        _drawn(size + 31, share, seed) as (gone, file),
+        written_pipeline([size, 1, 30], chosen, epochs=1) as pipeline,
+        _drawn_exclusions(size + 31, share, seed) as (gone, file),
     ):
         build = partial(pipeline, lane)
         every = Counter(number for batch in build() for number in numbers(batch))
@@ -250,4 +252,4 @@ def check_excluded_in_an_epoch(
         if not chosen["fan_out"] and chosen["pack"] != "sequential" and chosen["too_long"] != "split":
             counted = sum(each.counts["skipped/excluded"] for each in upstream(own))
             assert counted == sum(every[number] - given[number] for number in gone)
-    _compared(1)
+    _count_resumes(1)

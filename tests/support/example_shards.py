@@ -12,11 +12,11 @@ from PIL import Image
 from tests.support.shards import write_tar
 from tests.support.toy_files import jpeg
 
-SHARDS, SAMPLES = 4, 25  # shards, and samples in each
+SHARDS, SAMPLES = 4, 25  # number of shards, and of samples in each
 
 
 def write_example_shards(folder: Path) -> None:
-    """100 samples: `jpg`, 32 × 32; `txt`, its caption; `cls`, 0 to 9; `json`, a conversation and a document."""
+    """Write 100 samples: `jpg`, 32 × 32; `txt`, its caption; `cls`, 0 to 9; `json`, a conversation and a document."""
     for shard in range(SHARDS):
         members = []
         for number in range(shard * SAMPLES, (shard + 1) * SAMPLES):
@@ -26,7 +26,7 @@ def write_example_shards(folder: Path) -> None:
 
 
 def write_example_speech(folder: Path) -> None:
-    """20 samples: `wav`, a second at 8 kHz, nearly silent; `txt`."""
+    """Write 20 samples: `wav`, one second at 8 kHz, nearly silent; `txt`."""
     members = []
     for number in range(20):
         file = io.BytesIO()
@@ -38,16 +38,16 @@ def write_example_speech(folder: Path) -> None:
 
 
 def write_example_films(folder: Path) -> None:
-    """6 samples: `mp4`, 4 s of 64 × 48 pixels at 10 frames a second, with a tone; `txt`."""
-    from tests.support.media_files import video_bytes  # here: most examples need no video
+    """Write 6 samples: `mp4`, 4 s of 64 × 48 pixels at 10 frames per second, with a tone; `txt`."""
+    from tests.support.media_files import video_bytes  # imported here because most examples need no video
 
     film = video_bytes(40, fps=10, audio="aac")
     write_tar(folder / "0.tar", [(f"film{n}.{x}", d) for n in range(6) for x, d in (("mp4", film), ("txt", b"a film"))])
 
 
 def write_example_corpus(folder: Path) -> None:
-    """A table `segments.parquet` whose row names a second of `wav/show.wav`, 2 s at 8 kHz."""
-    import pyarrow as pa  # here: most examples need neither
+    """Write a table `segments.parquet` whose rows name seconds of `wav/show.wav`, 2 s at 8 kHz."""
+    import pyarrow as pa  # imported here because most examples need neither
     import pyarrow.parquet as pq
 
     from tests.support.media_files import audio_bytes
@@ -59,7 +59,7 @@ def write_example_corpus(folder: Path) -> None:
 
 
 def write_numbered_pictures(folder: Path) -> None:
-    """400 samples in 0.tar … 3.tar, with keys s000000 …: `json`, {"id": number}; `txt`; `png`, 8 × 8."""
+    """Write 400 samples in 0.tar … 3.tar, with keys s000000 …: `json`, {"id": number}; `txt`; `png`, 8 × 8."""
     for shard in range(4):
         members = []
         for number in range(100 * shard, 100 * (shard + 1)):

@@ -1,4 +1,4 @@
-"""A `Backend` without a pipeline: batch k of lane n in epoch e is (e, n, k); and a run of it.
+"""A `Backend` without a pipeline, whose batch k of lane n in epoch e is (e, n, k), and a run with it.
 
 fake_run(FakeBackend(lengths=None), lanes=4)    yields (0, 0, 0), (0, 1, 0), (0, 2, 0), (0, 3, 0), (0, 0, 1), …
 """
@@ -21,9 +21,9 @@ COUNTERS = {"ready_batches", "viewed_batches", "restarts", "num_workers", "moved
 
 
 class FakeBackend:
-    """Answers as lanes of these `lengths` would; None: endless. `calls` lists all other calls.
+    """A backend whose lanes have these `lengths`; None: endless.
 
-    `fails`, which may be set, is called before each answer and may raise.
+    `calls` lists all calls except those for batches. `fails`, if set, is called before each answer and may raise.
     """
 
     def __init__(self, lengths: list[int] | None = None, capacity: int = 0) -> None:
@@ -83,6 +83,6 @@ class FakeBackend:
 
 
 def fake_run(backend: Backend, shards: Any, *, lanes: int, epochs: int | None = None, **settings: Any) -> Run:
-    """A run of a backend; of the data at `shards`, only whether it is finite matters."""
+    """Return a run with a backend. Of the data at `shards`, only whether it is finite matters."""
     pipeline = partial(number_pipeline, str(shards), epochs=epochs)
     return Run(LoaderSettings(pipeline, seed=0, lanes=lanes, **settings), agree=lambda vote: vote, backend=backend)

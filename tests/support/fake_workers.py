@@ -1,10 +1,11 @@
-"""Workers behind a connection that is late, repeats itself, loses messages, falls silent or dies; with a clock.
+"""Workers with a virtual clock, on a connection that delays, repeats or loses messages, or that hang or die.
 
     sp.SavableLoader(pipeline, seed=7, workers=FakeWorkers(2, world=World(seed=3)))
 
-Each fake worker runs real lanes, in the test's own process. A message, of a request or an answer, takes a drawn time.
-None overtakes another, as on a socket. It may arrive twice, or never. At each one the worker may die or fall silent.
-Nothing sleeps and nothing reads the time: a `World` is a function of its seed and of what is asked of it.
+Each fake worker runs real lanes in the test's own process. A message, a request or an answer, takes a random time. As
+on
+a socket, messages stay in order. A message may arrive twice, or never, and the worker may die or hang at it. Nothing
+sleeps or reads the time: a `World` depends only on its seed and its calls.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ TROUBLES = ("late", "twice", "lost", "silent", "dead", "dies later", "cannot be 
 
 
 class World:
-    """A clock, what will happen, and draws of what goes wrong: how often by name of the trouble, 0 to 1 a message."""
+    """A virtual clock with its future events, and random troubles.
+
+    `troubles` is the probability of each trouble per message, by name.
+    """
 
     def __init__(self, seed: int, troubles: dict[str, float] | None = None) -> None:
         self.draw = random.Random(seed)
@@ -41,19 +45,19 @@ class World:
         self._coming: list[tuple[float, int, Callable[[], None]]] = []
         self._planned = 0
 
-    def has(self, trouble: str) -> bool:
-        """Return whether this goes wrong now."""
+    def draw_trouble(self, trouble: str) -> bool:
+        """Draw whether this trouble occurs now."""
         drawn = self.draw.random() < self.troubles.get(trouble, 0.0)
         self.seen[trouble] += drawn
         return drawn
 
-    def after(self, seconds: float, do: Callable[[], None]) -> None:
-        """Have something happen."""
+    def call_later(self, seconds: float, do: Callable[[], None]) -> None:
+        """Plan a call after some seconds."""
         self._planned += 1
         heapq.heappush(self._coming, (self.now + seconds, self._planned, do))
 
-    def until(self, time: float, enough: Callable[[], bool]) -> None:
-        """Let things happen until this time, or until it is enough."""
+    def run_until(self, time: float, enough: Callable[[], bool]) -> None:
+        """Advance the clock to `time`, or until `enough()` is true, with the calls planned until then."""
         while not enough() and self._coming and self._coming[0][0] <= time:
             at, _, do = heapq.heappop(self._coming)
             self.now = max(self.now, at)
@@ -62,18 +66,20 @@ class World:
             self.now = max(self.now, time)
 
     def carry(self, message: Any, arrive: Callable[[Any], None], earliest: float) -> float:
-        """Have a message arrive as others wrote it: later, perhaps twice, perhaps never. Returns when."""
+        """Plan the arrival of a message: it may be late, arrive twice, or never. Returns the time of arrival."""
         raw = pickle.dumps(message)
-        for _ in range(2 if self.has("twice") else 1):
-            if not self.has("lost"):
-                seconds = self.draw.choice((0.0, 0.001, 0.02)) + (3.0 * self.draw.random() if self.has("late") else 0.0)
+        for _ in range(2 if self.draw_trouble("twice") else 1):
+            if not self.draw_trouble("lost"):
+                seconds = self.draw.choice((0.0, 0.001, 0.02)) + (
+                    3.0 * self.draw.random() if self.draw_trouble("late") else 0.0
+                )
                 earliest = max(earliest, self.now + seconds)
-                self.after(earliest - self.now, lambda: arrive(pickle.loads(raw)))
+                self.call_later(earliest - self.now, lambda: arrive(pickle.loads(raw)))
         return earliest
 
 
 class FakeConnection:
-    """A worker of a `World`."""
+    """Connection to a fake worker of a `World`."""
 
     viewed = 0
 
@@ -84,7 +90,7 @@ class FakeConnection:
         self._alive, self._busy, self._silent, self._looked = True, False, False, True
         self._requests: deque[Request] = deque()
         self._received = 0
-        self._there, self._back = 0.0, 0.0  # when the last message of each direction arrives
+        self._there, self._back = 0.0, 0.0  # times at which the last message of each direction arrives
         self._arrived: list[tuple[int, WorkerAnswer]] = []
         self._words = memoryview(bytearray(64)).cast("Q")
         begin_request(self._words, 0)
@@ -94,38 +100,38 @@ class FakeConnection:
         self._answer(STARTED, 1)
 
     def _answer(self, number: int, answer: WorkerAnswer) -> None:
-        if self._goes_on():
-            self._back = self._world.carry((number, answer), self._arrives, self._back)
+        if self._survives():
+            self._back = self._world.carry((number, answer), self._receive_answer, self._back)
 
-    def _goes_on(self) -> bool:
-        """Return whether the worker is there at this message; it may die of it now, or a little later."""
-        self._silent = self._silent or self._world.has("silent")
-        if self._alive and self._world.has("dies later"):
-            self._world.after(self._world.draw.random(), self.die)
-        if self._alive and self._world.has("dead"):
+    def _survives(self) -> bool:
+        """Return whether the worker receives this message. It may die of it, now or a little later."""
+        self._silent = self._silent or self._world.draw_trouble("silent")
+        if self._alive and self._world.draw_trouble("dies later"):
+            self._world.call_later(self._world.draw.random(), self.die)
+        if self._alive and self._world.draw_trouble("dead"):
             self.die()
         return self._alive and not self._silent
 
     def die(self) -> None:
-        """End at once: what it has sent still arrives, before its end is known or after."""
+        """End the worker at once. Its sent messages arrive before or after the host knows of its end."""
         if self._alive:
             self._alive = False
-            self._world.after(self._world.draw.choice((0.0, 0.01, 2.0)), self._ends)
+            self._world.call_later(self._world.draw.choice((0.0, 0.01, 2.0)), self._report_end)
 
-    def _ends(self) -> None:
+    def _report_end(self) -> None:
         if not self.has_ended:
             self.has_ended = True
             self._host.ended.append(Ended(self, "ended by signal SIGKILL"))
 
-    def _arrives(self, message: tuple[int, WorkerAnswer]) -> None:
+    def _receive_answer(self, message: tuple[int, WorkerAnswer]) -> None:
         self._arrived.append(message)
         self._host.heard.add(self)
 
     def send(self, request: Request) -> None:
-        self._there = self._world.carry(request, self._requested, self._there)
+        self._there = self._world.carry(request, self._receive_request, self._there)
 
-    def _requested(self, request: Request) -> None:
-        if self._goes_on():
+    def _receive_request(self, request: Request) -> None:
+        if self._survives():
             if request.number == self._received + 1:
                 self._received += 1
                 self._requests.append(request)
@@ -136,11 +142,11 @@ class FakeConnection:
             self._busy = True
             request = self._requests.popleft()
             begin_request(self._words, request.number)
-            self._world.after(0.001 + 0.05 * self._world.draw.random(), lambda: self._made(request))
+            self._world.call_later(0.001 + 0.05 * self._world.draw.random(), lambda: self._finish_request(request))
 
-    def _made(self, request: Request) -> None:
+    def _finish_request(self, request: Request) -> None:
         self._busy = False
-        if self._goes_on():
+        if self._survives():
             self._answer(request.number, answer_request(self._runner, request))
             self._work()
 
@@ -152,8 +158,8 @@ class FakeConnection:
 
     def look(self) -> None:
         self._looked = False
-        if self._goes_on():
-            self._world.after(0.01, lambda: setattr(self, "_looked", self._alive))
+        if self._survives():
+            self._world.call_later(0.01, lambda: setattr(self, "_looked", self._alive))
 
     def has_looked(self) -> bool:
         return self._looked
@@ -165,11 +171,11 @@ class FakeConnection:
         return WorkerStatus(*read_status(self._words))
 
     def stack(self) -> str:
-        self._world.until(self._world.now + 0.5, lambda: False)
+        self._world.run_until(self._world.now + 0.5, lambda: False)
         return ""
 
     def kill(self) -> bool:
-        if not self._world.has("cannot be ended"):
+        if not self._world.draw_trouble("cannot be ended"):
             self.die()
         return True
 
@@ -178,7 +184,7 @@ class FakeConnection:
 
 
 class FakeHost:
-    """Begins fake workers, and lets their world go on while it waits."""
+    """A host that starts fake workers, and advances the virtual clock while it waits."""
 
     def __init__(self, world: World, job: LaneJob) -> None:
         self.ended: list[Ended] = []
@@ -198,8 +204,8 @@ class FakeHost:
         return made
 
     def wait(self, seconds: float) -> tuple[list[FakeConnection], list[Ended]]:
-        until = self._world.now + (max(seconds, 1e-6) if seconds else 0.0)  # less would not move this clock
-        self._world.until(until, lambda: bool(self.heard or self.ended))
+        until = self._world.now + (max(seconds, 1e-6) if seconds else 0.0)  # a shorter wait would not advance the clock
+        self._world.run_until(until, lambda: bool(self.heard or self.ended))
         heard, ended, self.ended = [each for each in self._workers if each in self.heard], self.ended, []
         self.heard.clear()
         return heard, ended

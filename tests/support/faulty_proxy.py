@@ -1,4 +1,4 @@
-"""A TCP proxy between loaders and an agent that delays, drops, doubles, swaps, halves or alters frames, or is mute."""
+"""A TCP proxy between loaders and an agent that delays, drops, doubles, swaps, halves or alters frames, or hangs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from savable_pipeline.run.nodes import wire
 TROUBLES = ("delay", "drop", "half", "twice", "swapped", "changed", "silent")
 _HEADER_BYTES = wire.HEADER.size + wire.CODE_BYTES
 _CHUNK = 1 << 20
-_PIECE = 1 << 16  # on a slow link
+_PIECE = 1 << 16  # bytes of a piece on a slow link
 
 
 class FaultyProxy:
-    """Listens at `address` in front of an agent; each frame is in trouble with a probability, by name."""
+    """A proxy at `address`, in front of an agent. Each trouble has a probability per frame, by name."""
 
     def __init__(self, port: int, seed: int = 0) -> None:
         self.troubles: dict[str, float] = {}
-        self.bytes_per_s: float | None = None  # of each connection
+        self.bytes_per_s: float | None = None  # limit of each connection
         self.seen = dict.fromkeys(TROUBLES, 0)
         self.frames = 0
         self.draw = random.Random(seed)
@@ -29,7 +29,7 @@ class FaultyProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._ends: list[socket.socket] = []
-        self._silent: set[int] = set()  # pairs that carry nothing any more
+        self._silent: set[int] = set()  # pairs of connections that carry nothing more
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -71,7 +71,7 @@ class FaultyProxy:
     def _pass_on(
         self, pair: tuple[socket.socket, ...], frame: bytes, body: int, kept: bytes, target: socket.socket
     ) -> bytes:
-        """Send a frame as the troubles have it; returns one that comes after the next."""
+        """Send a frame, subject to the troubles. Returns a frame that is sent after the next one."""
         self.frames += 1
         often = 0.05 if frame[4] in (wire.PING, wire.PONG) else 1.0
         trouble = next((name for name in TROUBLES if self.draw.random() < often * self.troubles.get(name, 0.0)), "")
@@ -102,7 +102,7 @@ class FaultyProxy:
     def _send(self, target: socket.socket, found: bytes) -> None:
         for at in range(0, len(found), _PIECE):
             target.sendall(found[at : at + _PIECE])
-            if (rate := self.bytes_per_s) is not None:  # the test may lift the limit in the meantime
+            if (rate := self.bytes_per_s) is not None:  # the test may remove the limit in the meantime
                 time.sleep(len(found[at : at + _PIECE]) / rate)
 
     def cut(self) -> None:
@@ -111,7 +111,7 @@ class FaultyProxy:
         _shut(ends)
 
     def close(self) -> None:
-        """Drop all connections, and take no more."""
+        """Drop all connections, and accept no more."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -1,10 +1,10 @@
-"""In the tests, a `ChildProcess` of pytest's own process is forked from one that has imported what it imports.
+"""Child processes of tests, forked from a process that has already imported what they import.
 
     pytest ── descriptors, arguments ──▶ this server ── forks twice ──▶ child, whose parent is pytest
            ◀── pid ───
 
-Some 1,500 are started, and each import takes 0.3 s. Processes that tests fork, and `own_interpreters`, start theirs as
-users do.
+The tests start some 1,500 children, and each import takes 0.3 s. Processes that tests fork, and the fixture
+`own_interpreters`, start theirs as users do.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from savable_pipeline.core import child_process
 
 _MODULE = "savable_pipeline.data.remote.download_process"
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
-_SET_CHILD_SUBREAPER = 36  # of prctl: orphans below this process become its children
+_SET_CHILD_SUBREAPER = 36  # option of prctl: orphans below this process become its children
 
 
 class ForkedProcess:
-    """What is needed of `subprocess.Popen`, of a child that another process has forked."""
+    """The methods of `subprocess.Popen` that are needed, for a child that another process has forked."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.returncode = pid, None
@@ -62,7 +62,7 @@ class ForkedProcess:
 
 
 class ForkedChildren:
-    """A server, begun when it is first needed, and a `Popen` that has it fork a child."""
+    """A server, started at the first use, and a `Popen` that forks a child by it."""
 
     def __init__(self) -> None:
         self._owner, self._lock = os.getpid(), threading.Lock()
@@ -91,7 +91,7 @@ class ForkedChildren:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it, children are interpreters of their own."""
+        """Start children as separate interpreters in this context."""
         before, self._on = self._on, False
         yield
         self._on = before
@@ -99,7 +99,7 @@ class ForkedChildren:
 
 @contextmanager
 def forked_children() -> Iterator[ForkedChildren]:
-    """Within it, the children of this process are forked."""
+    """Fork the children of this process in this context."""
     children = ForkedChildren()
     child_process.subprocess = SimpleNamespace(Popen=children.popen, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
     yield children
@@ -108,7 +108,7 @@ def forked_children() -> Iterator[ForkedChildren]:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Within it, orphans below this process become its children."""
+    """Make orphans below this process its children in this context."""
     prctl = ctypes.CDLL(None).prctl
     prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     yield
@@ -116,7 +116,7 @@ def _adopting() -> Iterator[None]:
 
 
 def serve(connection: Connection, messages: Iterator[Any]) -> None:
-    """The server: forks children until pytest has ended."""
+    """Run the server: fork children until pytest has ended."""
     importlib.import_module(_MODULE)
     requests = socket.socket(fileno=connection.fileno())
     while True:
@@ -130,7 +130,7 @@ def serve(connection: Connection, messages: Iterator[Any]) -> None:
 
 
 def _fork(requests: socket.socket, request: list[Any], connection: int, errors: int) -> int:
-    """The pid of a child that begins once its parent is pytest: the process between them has ended."""
+    """Fork a child, and return its pid. The child starts when its parent is pytest, after the process between ended."""
     (begin, go), (told, tell) = os.pipe(), os.pipe()
     between = os.fork()
     if not between:
@@ -161,7 +161,7 @@ def _be_child(
     connection: int,
     errors: int,
 ) -> None:
-    """As a new interpreter does; never returns."""
+    """Run a function as a new interpreter would, and exit."""
     status = 1
     try:
         os.setsid()

@@ -1,7 +1,7 @@
-"""Ranks as torchrun starts them, forked from one process that has imported torch once.
+"""Ranks with torchrun's environment, forked from one process that has imported torch once.
 
-It is started by `python -m tests.support.forked_ranks MODULE WORLD_SIZES ARGUMENT …` and calls on each rank
-`MODULE.main(ARGUMENT, …)`, for one world size after the other: "2,4".
+The command is `python -m tests.support.forked_ranks MODULE WORLD_SIZES ARGUMENT …`. It calls
+`MODULE.main(ARGUMENT, …)` on each rank, for one world size after the other, such as "2,4".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def fork_ranks(main: Callable[..., Any], world_size: int, *arguments: str) -> list[int | None]:
-    """The exit codes of the ranks; None for one that did not end, and was killed."""
+    """Return the exit codes of the ranks: None for a rank that did not end and was killed."""
     ports = [FORK.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
         FORK.Process(target=_rank, args=(main, rank, world_size, port, arguments))
@@ -29,7 +29,7 @@ def fork_ranks(main: Callable[..., Any], world_size: int, *arguments: str) -> li
     ]
     for process in ranks:
         process.start()
-    # Only now: its threads may hold a lock, which a process that is forked until then would wait for without an end.
+    # Started after the forks, because its threads may hold a lock on which a forked process would wait forever.
     store: Any = vars(dist)["TCPStore"]("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for _, told in ports:
         told.send(store.port)
@@ -58,7 +58,7 @@ def _run(module: str, world_size: int, *arguments: str) -> None:
 if __name__ == "__main__":
     for world_size in map(int, sys.argv[2].split(",")):
         run = FORK.Process(target=_run, args=(sys.argv[1], world_size, *sys.argv[3:]))
-        run.start()  # in a process of its own: this one stays without threads
+        run.start()  # in a process of its own, so that this one has no threads
         run.join()
         if run.exitcode:
             sys.exit(run.exitcode)

@@ -1,4 +1,4 @@
-"""The downloading process on a disk of few bytes, as far as its writes to the cache's shards can tell."""
+"""The downloading process with a nearly full disk, simulated at its writes to shards in the cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from savable_pipeline.data.remote import download_process
 from savable_pipeline.data.remote.cache_space import bytes_in_use
 
-DISK_BYTES = "TOY_DISK_BYTES"  # the variable that says how many
+DISK_BYTES = "TOY_DISK_BYTES"  # environment variable with the number of free bytes
 
 
 def serve(connection: Any, requests: Any, cache: str, *settings: Any) -> None:
-    """See `download_process.serve`."""
+    """Run `download_process.serve` with such a disk."""
     pwrite, disk = os.pwrite, int(os.environ[DISK_BYTES])
 
     def limited(fd: int, data: Any, offset: int) -> int:

@@ -1,7 +1,8 @@
-"""Ranks with workers whose rows are acknowledged anywhere, killed and resumed, against one list that all keep alike.
+"""Ranks with workers that acknowledge rows on any rank, are killed and resumed, and keep one list of open rows.
 
-`tests.support.in_flight_ranks SHARDS FOLDER COUNT`, by `forked_ranks` for one world size after the other: each goes on
-with COUNT histories from where the one before has left them in FOLDER.
+The command is `tests.support.in_flight_ranks SHARDS FOLDER COUNT`, by `forked_ranks` for one world size after the
+other.
+Each continues the COUNT histories that the one before saved in FOLDER.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LANES, MOVES = 4, 14
 
 
 def main(shards: str, folder: str, count: str) -> None:
-    """One rank."""
+    """Run one rank."""
     dist.init_process_group("gloo")
     for number in range(int(count)):
         _History(shards, Path(folder, f"{number}.pickle"), number).run()
@@ -40,12 +41,12 @@ class _History:
         self._shards, self._path = shards, path
         saved = pickle.loads(path.read_bytes()) if path.exists() else (None, Oracle(), 0)
         self._state, self._saved_oracle, self._segment = saved
-        self._draw = random.Random(f"{number} {self._segment}")  # alike on all ranks
+        self._draw = random.Random(f"{number} {self._segment}")  # equal on all ranks
         self._how: dict[str, Any] = {"pack": number % 3 == 0, "epochs": None, "size": 1 + number % 3}
         self._loader = self._started()
 
     def _started(self) -> sp.SavableLoader:
-        """A loader where the last state was saved; its own file, or that of all ranks."""
+        """Return a loader with the last saved state, that of this rank or of all ranks."""
         self._oracle = self._saved_oracle.after_resume()
         num_workers = self._draw.choice([0, 1, 2])
         pipeline = partial(numbers_pipeline, self._shards, **self._how)
@@ -57,7 +58,7 @@ class _History:
         return found
 
     def run(self) -> None:
-        """Some moves, and a state that the next world size goes on from."""
+        """Make random moves, and save a state for the next world size."""
         moves = [self._step] * 6 + [self._acknowledge] * 5 + [self._again, self._kill_worker, self._save, self._resume]
         for _ in range(MOVES):
             self._draw.choice(moves)()
@@ -83,7 +84,7 @@ class _History:
                     self._oracle.record_yield((slot, row))
 
     def _acknowledge(self) -> None:
-        """On any rank, by the same draw on all."""
+        """Acknowledge rows on random ranks, equally drawn on all."""
         out = [each for each in self._oracle.open if each not in self._oracle.to_repeat]
         chosen, who = self._draw.sample(out, self._draw.randint(0, len(out))), self._draw.randrange(self._ranks)
         if who == self._rank:
@@ -91,7 +92,7 @@ class _History:
         self._oracle.record_acknowledged(chosen)
 
     def _again(self) -> None:
-        """Of a row, on its rank, which takes one batch more."""
+        """Take a row again on its rank, which then takes one batch more."""
         out = [each for each in self._oracle.open if each not in self._oracle.to_repeat]
         if not out:
             return
@@ -105,7 +106,7 @@ class _History:
 
     def _kill_worker(self) -> None:
         pids = workers(self._loader) if self._loader.stats()["ready_batches"] else []
-        with contextlib.suppress(ProcessLookupError):  # killed a moment ago
+        with contextlib.suppress(ProcessLookupError):  # it may have been killed already
             for pid in pids[:1]:
                 os.kill(pid, signal.SIGKILL)
 
@@ -120,7 +121,7 @@ class _History:
         self._loader = self._started()
 
     def _check(self) -> None:
-        """Every row of every slot so far is done or open, and none is done twice."""
+        """Check that every row of every slot so far is done or open, and that none is done twice."""
         assert len(set(self._oracle.done)) == len(self._oracle.done)
         slots = {slot for slot, _ in [*self._oracle.done, *self._oracle.open]}
         assert self._state is not None and slots == set(range(self._state[0]["slot"]))

@@ -1,9 +1,9 @@
-"""Chains of runs whose ranks share batches, each with other sharing, and each killed: `killed_peers SHARDS FIRST LAST`.
+"""Chains of killed runs whose ranks share batches, each in other groups: `killed_peers SHARDS FIRST LAST`.
 
-For each seed, four ranks share by 4, then by 2, then not at all, and one process resumes alone. In each run a rank or
-a worker is killed, before a step or at any moment. It prints a line for each seed, and ends with an exit code other
-than 0 if a batch differs from those of a run that never stopped. All processes are forked from one that has imported
-torch.
+For each seed, four ranks share by 4, then by 2, then not at all, and one process resumes alone. In each run, a rank or
+a
+worker is killed, before a step or at any moment. The command prints a line per seed, and its exit code is not 0 if a
+batch differs from those of an uninterrupted run. All processes are forked from one that has imported torch.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import savable_pipeline as sp
 from savable_pipeline.errors import SavableError
 from savable_pipeline.stages.batch_difference import digest
 from tests.support.forked_ranks import FORK, fork_ranks
-from tests.support.peer_threads import alone
-from tests.support.streams import take
+from tests.support.peer_threads import unshared_loader
+from tests.support.streams import next_hashes
 from tests.support.toy_peers import descendants, groups_of
 
-STEPS, LONGEST_S = 12, 1.2  # of a run; to the moment of a kill
+STEPS, LONGEST_S = 12, 1.2  # steps of a run, and the longest time before a kill
 
 
 def main(folder: str, shards: str, state: str, size: str, seed: str) -> None:
-    """One rank: take batches from a state on, and save it now and then, until this rank or another is killed.
+    """Run one rank: take batches from a state on, and save it now and then, until this rank or another is killed.
 
-    The first rank writes the state of all. Each batch is written down before the next is taken.
+    The first rank writes the state of all. Each batch is logged before the next is taken.
     """
     drawn, rank = random.Random(int(seed)), int(os.environ["RANK"])
     victim, step, hits_worker = drawn.randrange(4), drawn.randrange(1, STEPS), drawn.random() < 0.4
@@ -49,14 +49,14 @@ def main(folder: str, shards: str, state: str, size: str, seed: str) -> None:
 
     dist.init_process_group("gloo")
     data, shared = groups_of(int(size))
-    dist.barrier()  # one that is killed earlier leaves gloo waiting
+    dist.barrier()  # a rank that is killed earlier leaves gloo waiting
     if rank == victim and moment is not None:
         timer = threading.Timer(moment, kill)
         timer.daemon = True
         timer.start()
     with Path(folder, f"{rank}.batches").open("w") as file, suppress(SavableError, RuntimeError):
         ranks = sp.Ranks.of(data, share=shared)
-        loader = alone(Path(shards), ranks=ranks, num_workers=workers, workers=sp.Workers(timeout=8))
+        loader = unshared_loader(Path(shards), ranks=ranks, num_workers=workers, workers=sp.Workers(timeout=8))
         if Path(state).exists():
             loader.load_state_dict(torch.load(state))
         for taken in range(STEPS):
@@ -78,8 +78,8 @@ def _run(*arguments: str) -> int:
     return 0
 
 
-def _apart(call: Callable[..., int], *arguments: Any) -> int:
-    """The exit code of a function in a process of its own: this one stays without threads."""
+def _run_in_process(call: Callable[..., int], *arguments: Any) -> int:
+    """Return the exit code of a function in a process of its own, so that this one has no threads."""
     process = FORK.Process(target=lambda: sys.exit(call(*arguments)))
     process.start()
     process.join()
@@ -88,26 +88,26 @@ def _apart(call: Callable[..., int], *arguments: Any) -> int:
 
 
 def batches_of(folder: Path) -> list[tuple[int, str]]:
-    """The slots and digests that the ranks of a run wrote down; a killed rank may have broken off its last line."""
+    """Return the slots and digests that the ranks of a run logged. A killed rank's last line may be incomplete."""
     lines = [line for file in folder.glob("*.batches") for line in file.read_text().splitlines(True)]
     return [(int(slot), found) for slot, found in (line.split() for line in lines if line.endswith("\n"))]
 
 
 def chain(shards: str, seed: int) -> int:
-    """Print what a chain took and what is wrong with it; 1 if something is."""
+    """Run one chain, and print its result. Returns 1 if a batch is wrong."""
     drawn, seen = random.Random(seed), []
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder, "state.pt")
         for size in (4, 2, 1):
             (run := Path(folder, str(size))).mkdir()
-            _apart(_run, str(run), shards, str(state), str(size), str(drawn.randrange(1 << 30)))
+            _run_in_process(_run, str(run), shards, str(state), str(size), str(drawn.randrange(1 << 30)))
             seen += batches_of(run)
-        resumed = alone(Path(shards))
+        resumed = unshared_loader(Path(shards))
         if state.exists():
             resumed.load_state_dict(torch.load(state))
     start = resumed.state_dict()["slot"]
-    seen += enumerate(take(resumed, 3), start)
-    expected = take(alone(Path(shards)), max(slot for slot, _ in seen) + 1)
+    seen += enumerate(next_hashes(resumed, 3), start)
+    expected = next_hashes(unshared_loader(Path(shards)), max(slot for slot, _ in seen) + 1)
     wrong = [f"slot {slot}" for slot, found in seen if found != expected[slot]]
     print(seed, len(seen), "batches, saved at", start, *wrong, flush=True)
     return int(bool(wrong))
@@ -115,4 +115,4 @@ def chain(shards: str, seed: int) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(sum(_apart(chain, sys.argv[1], seed) for seed in range(int(sys.argv[2]), int(sys.argv[3]))))
+    sys.exit(sum(_run_in_process(chain, sys.argv[1], seed) for seed in range(int(sys.argv[2]), int(sys.argv[3]))))

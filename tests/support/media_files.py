@@ -1,4 +1,4 @@
-"""Small media files: videos whose frames carry their number, read back after any lossy codec; tones as audio."""
+"""Small media files: videos whose frames show their number, which lossy codecs preserve, and tones as audio."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
-_GRID = 4  # blocks a side: 16 bits of a frame's number
+_GRID = 4  # blocks per side, for the 16 bits of a frame's number
 
 
 def numbered_frame(number: int, size: tuple[int, int], noise: int = 0) -> NDArray[np.uint8]:
-    """A frame uint8 (height, width, 3) of 4 × 4 blocks, black or white by the bits of its number."""
+    """Return a frame, uint8 (height, width, 3), of 4 × 4 blocks that are black or white by the bits of its number."""
     bits = (number >> np.arange(_GRID * _GRID) & 1).reshape(_GRID, _GRID).astype(np.uint8) * 160 + 20
     rows, columns = np.arange(size[1]) * _GRID // size[1], np.arange(size[0]) * _GRID // size[0]
     gray = bits[rows][:, columns]
@@ -26,7 +26,7 @@ def numbered_frame(number: int, size: tuple[int, int], noise: int = 0) -> NDArra
 
 
 def frame_number(frame: NDArray[np.uint8]) -> int:
-    """The number that a decoded frame, uint8 (3, height, width), carries, whatever its size."""
+    """Return the number that a decoded frame, uint8 (3, height, width), shows, at any size."""
     height, width = frame.shape[1:]
     rows, columns = (
         (np.arange(_GRID) * 2 + 1) * height // (2 * _GRID),
@@ -37,7 +37,7 @@ def frame_number(frame: NDArray[np.uint8]) -> int:
 
 
 def tone(seconds: float, rate: int, channels: int) -> NDArray[np.float32]:
-    """A rising tone, float32 (channels, samples), another in each channel: every moment of it differs."""
+    """Return a rising tone, float32 (channels, samples), that differs in each channel and at every moment."""
     times = np.arange(round(seconds * rate)) / rate
     each = [0.5 * np.sin(2 * np.pi * (220 * (channel + 1) * times + 40 * times**2)) for channel in range(channels)]
     return np.array(each, np.float32).reshape(channels, -1)
@@ -59,8 +59,8 @@ def video_bytes(
     numbers_from: int = 0,
     options: dict[str, str] | None = None,
 ) -> bytes:
-    """A video of numbered frames. `audio`: a codec, for a tone beside them; `times`: of frames, in 1/1000 s."""
-    with tempfile.TemporaryDirectory() as folder:  # by its name a header can be brought to the front in a second pass
+    """Return a video of numbered frames. `audio` is a codec for a tone; `times` of the frames are in 1/1000 s."""
+    with tempfile.TemporaryDirectory() as folder:  # a named file, because the second pass moves the header to the front
         path = Path(folder) / "made"
         with av.open(str(path), "w", format=container, options=options or {}) as made:
             stream: Any = made.add_stream(codec, rate=fps)
@@ -87,7 +87,7 @@ def video_bytes(
 
 
 def cut_without_decoding(data: bytes, begin_s: float) -> bytes:
-    """A video as MP4 from a time on, whose edit list leaves out the frames between the last keyframe and that time."""
+    """Return a video as MP4 from a time on. Its edit list hides the frames from the last keyframe to that time."""
     file = io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(file, "w", format="mp4") as made:
         stream = source.streams.video[0]
@@ -101,7 +101,7 @@ def cut_without_decoding(data: bytes, begin_s: float) -> bytes:
 
 
 def joined_without_decoding(videos: list[bytes]) -> bytes:
-    """Videos after each other as one MP4, by FFmpeg's concat demuxer, as LeRobot joins the files of merged sets."""
+    """Concatenate videos as one MP4 with FFmpeg's concat demuxer, as LeRobot does for merged sets."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{number}.mp4" for number in range(len(videos))]
         for path, video in zip(paths, videos, strict=True):
@@ -125,7 +125,7 @@ def joined_without_decoding(videos: list[bytes]) -> bytes:
 def flac_bytes(
     samples: int, rate: int, *, block: int, channels: int = 1, container: str = "flac", gap: tuple[int, int] = (0, 0)
 ) -> bytes:
-    """A tone in FLAC's blocks of some samples; `gap`: from which block on, and by how many samples, it comes later."""
+    """Return a tone as FLAC in blocks. `gap` is a block and the number of samples by which it and the rest are late."""
     file, layout = io.BytesIO(), "mono" if channels == 1 else "stereo"
     pcm = (tone(samples / rate, rate, channels) * 32767).astype(np.int16)
     with av.open(file, "w", format=container) as made:
@@ -149,7 +149,7 @@ def audio_bytes(
     codec: str = "",
     begin_s: float = 0.0,
 ) -> bytes:
-    """A tone, whose times begin at `begin_s`. `codec`: by default the container's usual one."""
+    """Return a tone whose times start at `begin_s`. `codec` is by default the usual one of the container."""
     usual = {"flac": "flac", "wav": "pcm_s16le", "ogg": "libopus", "mp3": "libmp3lame", "mp4": "aac", "webm": "libopus"}
     file = io.BytesIO()
     with av.open(file, "w", format=container) as made:

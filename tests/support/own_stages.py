@@ -1,4 +1,4 @@
-"""Stages as users write them, from the docstring of `Stage` alone: of samples, of items and of batches."""
+"""Stages as users would write them from the docstring of `Stage`: of samples, of items and of batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from savable_pipeline.stages.stage import State
 
 
 class FewOfMany(custom.PassThrough, custom.SampleStage):
-    """Leaves out one sample in four, drawn from the lane's own random numbers."""
+    """A stage that omits one sample in four, by random numbers of the lane."""
 
     def __next__(self) -> sp.Sample:
         rng = self.lane.rng("few of many")
@@ -21,7 +21,7 @@ class FewOfMany(custom.PassThrough, custom.SampleStage):
 
 
 class Swapped(custom.ItemStage):
-    """Gives items in pairs, the second one first; the last of an odd number stays where it is."""
+    """A stage that yields items in pairs, the second one first. The last of an odd number stays in place."""
 
     ref: Any = ()
     held: Any = ()
@@ -48,7 +48,7 @@ class Swapped(custom.ItemStage):
 
 
 class Numbered(custom.BatchStage):
-    """Gives each batch with its number, and leaves out every fifth: that one is counted."""
+    """A stage that yields each batch with its number, and omits and counts every fifth."""
 
     ref: Any = ()
     number = 0

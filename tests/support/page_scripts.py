@@ -1,7 +1,8 @@
-"""Runs the scripts of trainers' pages as they are, each twice: `python -m tests.support.page_scripts FOLDER TRAINER …`.
+"""Run the scripts of trainers' pages unchanged, twice each: `python -m tests.support.page_scripts FOLDER TRAINER …`.
 
-The second time a trainer's script goes on from what the first one saved. What they import is imported once, before each
-runs in a process forked from this one, in a folder of its own that has `shards/`; they run side by side.
+The second run continues from what the first one saved. The scripts' imports are done once. Each script runs in a
+process
+forked from this one, in a folder of its own with `shards/`, and several scripts run in parallel.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BY_TORCHRUN = {"deepspeed", "torchtitan", "megatron"}
 
 
 def longer(script: str) -> str:
-    """The script with ten steps more."""
+    """Return the script with ten more steps."""
     for old, new in STEPS.items():
         if old in script:
             return script.replace(old, new)
@@ -40,7 +41,7 @@ def run(trainer: str, script: str, folder: Path) -> None:
 
 
 def run_twice(trainer: str, folder: Path) -> None:
-    """Raise SystemExit unless it ends, saves, and goes on from there for ten steps."""
+    """Raise SystemExit unless the script ends, saves, and continues from there for ten steps."""
     folder.mkdir(parents=True)
     write_captioned_shards(folder / "shards")
     script = block(trainer)

@@ -1,4 +1,4 @@
-"""Peers of a sharing group as threads of one process, which find each other through a dict."""
+"""Peers of a sharing group as threads of one process, which connect through a dict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 20.0
 
 
 class DictStore:
-    """A store of torch.distributed, as far as peers use one."""
+    """The methods of torch.distributed's stores that peers use, on a dict."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -32,7 +32,7 @@ class DictStore:
         self.values[key] = value
 
     def get(self, key: str) -> bytes:
-        """A value that has been written."""
+        """Return a value, once it is written."""
         value: bytes = self.values[key]
         return value
 
@@ -41,13 +41,13 @@ class DictStore:
         return all(key in self.values for key in keys)
 
     def add(self, key: str, number: int) -> int:
-        """The new value of a counter."""
+        """Add to a counter, and return its value."""
         with self._lock:
             self.values[key] = self.values.get(key, 0) + number
             return int(self.values[key])
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Write a value if the key has the expected one, "" for none; the value that it has then."""
+        """Write a value if the key has the expected one, "" for none. Returns the value of the key after it."""
         with self._lock:
             if self.values.get(key, b"") == expected.encode():
                 self.values[key] = value.encode()
@@ -55,19 +55,19 @@ class DictStore:
 
 
 def sharing_of(ranks: Sequence[int], store: Any = None) -> list[Sharing]:
-    """What each of the peers with these global ranks knows."""
+    """Return the sharing of each of the peers with these global ranks."""
     store = store or DictStore()
     return [Sharing(index, tuple(ranks), store) for index in range(len(ranks))]
 
 
-def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T | Exception]:
-    """What each call returned or raised, each in a thread of its own."""
+def run_in_threads(calls: Sequence[Callable[[], T]]) -> list[T | Exception]:
+    """Return what each call returned or raised, in a thread of its own."""
     with ThreadPoolExecutor(len(calls)) as threads:
-        futures = [threads.submit(_caught, call) for call in calls]
+        futures = [threads.submit(_catch, call) for call in calls]
         return [future.result(TIMEOUT_S * 3) for future in futures]
 
 
-def _caught(call: Callable[[], T]) -> T | Exception:
+def _catch(call: Callable[[], T]) -> T | Exception:
     try:
         return call()
     except Exception as error:
@@ -75,7 +75,7 @@ def _caught(call: Callable[[], T]) -> T | Exception:
 
 
 class Rows(sp.TaskEncoder):
-    """Random rows, four of which are large enough for shared memory."""
+    """An encoder of random rows, four of which are large enough for shared memory."""
 
     global_rng = False
 
@@ -85,25 +85,25 @@ class Rows(sp.TaskEncoder):
 
 
 def pipeline(shards: str, lane: sp.Lane, *, epochs: int | None = None) -> custom.Stage:
-    """Batches of 96 KB."""
+    """Return stages with batches of 96 KB."""
     items = sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs), Rows())
     return sp.Batcher(sp.ShuffleBuffer(items, size=10), size=4)
 
 
-def loaders(
+def peer_loaders(
     shards: Path, peers: int, *, epochs: int | None = None, rank: int = 0, world_size: int = 1, **settings: Any
 ) -> list[sp.SavableLoader]:
-    """The loaders of the peers of one data-parallel rank."""
+    """Return the loaders of the peers of one data-parallel rank."""
     found = []
     for sharing in sharing_of(range(rank * peers, (rank + 1) * peers)):
         ranks = sp.Ranks(rank, world_size)
         ranks.sharing, ranks.name, ranks.builds = sharing, sharing.ranks[sharing.number], sharing.number == 0
         workers = {"workers": sp.Workers(timeout=TIMEOUT_S), "ranks": ranks}
-        found.append(alone(shards, epochs=epochs, **{**workers, **settings}))
+        found.append(unshared_loader(shards, epochs=epochs, **{**workers, **settings}))
     return found
 
 
-def alone(shards: Path, *, epochs: int | None = None, **settings: Any) -> sp.SavableLoader:
-    """A loader that shares nothing, or as its settings say."""
+def unshared_loader(shards: Path, *, epochs: int | None = None, **settings: Any) -> sp.SavableLoader:
+    """Return a loader that does not share, or with the sharing in `settings`."""
     made_by = partial(pipeline, str(shards), epochs=epochs)
     return sp.SavableLoader(made_by, **{"seed": 5, "lanes": 4, "ranks": (0, 1), **settings})

@@ -1,4 +1,4 @@
-"""Looks at processes from outside: who is alive, whose children they are; and kills them, also at a chosen moment."""
+"""Functions that observe processes and their children, and kill them, also at a chosen event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from savable_pipeline.run.engine.process_host import ProcessConnection
 
 
 def descendants(pid: int) -> list[int]:
-    """The living children of a process, and theirs."""
+    """Return the living descendants of a process."""
     try:
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
@@ -26,7 +26,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those that are there and are no zombies."""
+    """Return the processes that exist and are no zombies."""
     found = []
     for pid in pids:
         try:
@@ -38,7 +38,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    """Fails after a minute: a busy machine is no fault."""
+    """Fail if the processes exist for a minute more, which is long enough for a busy machine."""
     deadline = time.monotonic() + 60
     while alive(pids):
         assert time.monotonic() < deadline, f"{alive(pids)} are still there"
@@ -46,24 +46,24 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 def workers(loader: sp.SavableLoader) -> list[int]:
-    """The process ids of a loader's workers, once all have started."""
+    """Return the process ids of a loader's workers, once all have started."""
     pool = loader._run.backend
     if not isinstance(pool, Pool):
         return []
     while not all(worker.started for worker in pool._workers):
         pool._poll(0.05)
-    return started(loader)
+    return started_workers(loader)
 
 
-def started(loader: Any) -> list[int]:
-    """The process ids of those of a loader's workers that have started."""
+def started_workers(loader: Any) -> list[int]:
+    """Return the process ids of those of a loader's workers that have started."""
     pool = loader.__savable_run__().backend
     connections = [worker.connection for worker in pool._workers] if isinstance(pool, Pool) else []
     return [each.pid for each in connections if isinstance(each, ProcessConnection) and each.pid]
 
 
-def notice_deaths(loader: sp.SavableLoader, deaths: int) -> None:
-    """Wait until a loader has heard of so many deaths: the last batches may all have been made by others."""
+def wait_for_deaths(loader: sp.SavableLoader, deaths: int) -> None:
+    """Wait until a loader has noticed so many deaths. The last batches may all come from other workers."""
     pool = loader._run.backend
     assert isinstance(pool, Pool)
     while pool.numbers()["restarts"] < deaths:
@@ -71,13 +71,13 @@ def notice_deaths(loader: sp.SavableLoader, deaths: int) -> None:
 
 
 def kill(pid: int) -> None:
-    """Unless it is gone."""
+    """Kill a process, if it exists."""
     if alive([pid]):
         os.kill(pid, signal.SIGKILL)
 
 
 def run_forked(work: Callable[..., object], *arguments: Any) -> None:
-    """Do `work` in a process of its own, which a signal may end: it must return."""
+    """Run `work` in a process of its own, which a signal may end. It must return."""
     process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
     process.start()
     process.join()
@@ -88,7 +88,9 @@ _TOUCHES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
 
 def run_until_killed(work: Callable[[], object], below: Path, event: int) -> bool:
-    """Do `work` in a process that is killed before its `event`-th touch of a file in `below`; tells whether it was."""
+    """Run `work` in a process that is killed before its `event`-th access to a file in `below`; returns whether it
+    was.
+    """
 
     def child() -> None:
         touched = 0

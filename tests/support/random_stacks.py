@@ -1,7 +1,7 @@
-"""Random stacks of stages that decide by sizes: packs in buffers, blends by tokens, balance, buckets, own stages.
+"""Random stacks of stages that depend on sizes: packs in buffers, blends by tokens, balance, buckets, own stages.
 
-Items are dicts of their samples' numbers and a length. A pack is `gap` longer than its items for each seam, as one that
-joins texts by separators.
+Items are dicts of their samples' numbers and a length. A pack has `gap` tokens between two items, like a pack of texts
+with separators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ COST = sp.attention_cost(hidden=1, per_image=3)
 
 
 class Joining(sp.TaskEncoder):
-    """Items of 1 to 9 tokens; every fifth sample makes three of them. `gap`: tokens between two items of a pack."""
+    """An encoder of items of 1 to 9 tokens, three from every fifth sample. `gap` is the tokens between items of a
+    pack.
+    """
 
     def __init__(self, gap: int = 0, *, fans_out: bool = True) -> None:
         self.gap, self.fans_out = gap, fans_out
@@ -66,8 +68,8 @@ class Joining(sp.TaskEncoder):
         return {"gap": self.gap, "fans_out": self.fans_out}
 
 
-class Telling(Joining):
-    """The same, with sizes that are known without encoding where a sample makes one item."""
+class MeasuringJoining(Joining):
+    """The same encoder, which also measures samples without encoding if a sample has one item."""
 
     def length_of(self, sample: sp.Sample) -> int | None:
         number = number_of(sample)
@@ -78,7 +80,7 @@ class Telling(Joining):
 
 
 class Swapped(custom.ItemStage):
-    """Yields elements in pairs, the second one first, as the example of `custom.ItemBuffer`."""
+    """A stage that yields elements in pairs, the second one first, like the example of `custom.ItemBuffer`."""
 
     ref: Any = ()
 
@@ -102,17 +104,17 @@ class Swapped(custom.ItemStage):
 
 
 def seldom_zero(item: Any) -> bool:
-    """A filter."""
+    """Return False for about a quarter of the items: a filter."""
     return bool(item["drawn"] % 4)
 
 
-def alone(lengths: list[int]) -> list[list[int]]:
-    """A packing function: the first with the last, where they fit."""
+def one_item_packs(lengths: list[int]) -> list[list[int]]:
+    """Return packs of one item each, in reverse order: a packing function."""
     return [[at] for at in reversed(range(len(lengths)))]
 
 
-def thirds(items: list[Any], rng: sp.Rng) -> list[list[Any]]:
-    """A choice for an `ItemPacker`."""
+def random_triples(items: list[Any], rng: sp.Rng) -> list[list[Any]]:
+    """Return packs of three items in random order: a function for an `ItemPacker`."""
     items = [items[at] for at in rng.permutation(len(items))]
     return [items[at : at + 3] for at in range(0, len(items), 3)]
 
@@ -155,9 +157,9 @@ def stack(
     on_error: Any = "raise",
     read: Callable[[str, sp.Lane], Any] = sp.TarShardReader,
 ) -> Any:
-    """The stages of a lane; `held_bytes` must change nothing. `read` builds the stages of samples of a branch."""
+    """Return the stages of a lane. `held_bytes` must not change their batches. `read` builds the first stages."""
     if encoder is None:
-        encoder = (Telling if chosen["tells"] else Joining)(chosen["gap"], fans_out=chosen["fans_out"])
+        encoder = (MeasuringJoining if chosen["tells"] else Joining)(chosen["gap"], fans_out=chosen["fans_out"])
 
     def with_steps(stage: Any, steps: list[Any]) -> Any:
         for name, setting in steps:
@@ -190,8 +192,8 @@ def _step(stage: Any, name: str, setting: Any, held_bytes: int) -> Any:
         return sp.ShuffleBuffer(stage, size=setting, max_buffer_bytes=held_bytes)
     if name == "pack":
         policy, most = setting
-        how: Any = {"max_length": most, "policy": alone if policy == "function" else policy, "open_packs": 3}
+        how: Any = {"max_length": most, "policy": one_item_packs if policy == "function" else policy, "open_packs": 3}
         return sp.OnlinePacker(stage, too_long="truncate", max_buffer_bytes=held_bytes, **how)
     if name == "choose":
-        return custom.ItemPacker(stage, size=setting, select=thirds, max_buffer_bytes=held_bytes)
+        return custom.ItemPacker(stage, size=setting, select=random_triples, max_buffer_bytes=held_bytes)
     return Filter(stage, seldom_zero) if name == "filter" else Swapped(stage)

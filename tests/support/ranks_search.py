@@ -1,7 +1,8 @@
 """One rank of a search over finite runs, started by torchrun: `-m tests.support.ranks_search FOLDER SEED COUNT`.
 
-Each pipeline runs once whole over its epochs, then again cut at random steps, and a new loader goes on from the state
-of all ranks. What a rank got must be the same both times.
+Each pipeline runs over its epochs once without a cut, and once cut at random steps, where a new loader continues with
+the
+state of all ranks. A rank must get the same batches both times.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 import savable_pipeline as sp
 from tests.support.shards import write_numbered_shards
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_pipelines import toy_pipeline
 
 LANES = 6
@@ -24,7 +25,7 @@ LANES = 6
 
 def main(folder: Path, seed: int, count: int) -> None:
     dist.init_process_group("gloo")
-    draw = random.Random(seed)  # alike on all ranks
+    draw = random.Random(seed)  # equal on all ranks
     for number in range(count):
         shards = folder / str(number)
         sizes = [draw.randint(60, 200), 1, 3]
@@ -38,7 +39,7 @@ def main(folder: Path, seed: int, count: int) -> None:
 
 
 def chosen(draw: random.Random) -> dict[str, Any]:
-    """Settings of a toy pipeline that gives every lane a batch."""
+    """Return settings of a toy pipeline that gives every lane a batch."""
     return {
         "shuffle": draw.random() < 0.5,
         "block_size": draw.randint(1, 4),
@@ -60,7 +61,7 @@ def check(pipeline: Any, draw: random.Random) -> None:
     cuts = [draw.randint(0, 5) for _ in range(4)]
     workers = [draw.choice([0, 0, 1, 2]) for _ in cuts]
     with sp.SavableLoader(pipeline, seed=3, lanes=LANES) as loader:
-        expected = [take(loader, 10_000) for _ in range(2)]
+        expected = [next_hashes(loader, 10_000) for _ in range(2)]
     found: list[list[Any]] = [[]]
     state: Any = None
     while len(found) < 3:
@@ -69,7 +70,7 @@ def check(pipeline: Any, draw: random.Random) -> None:
             if state is not None:
                 loader.load_state_dict(state)
             epoch = state["epoch"] if state is not None else 0
-            found[-1] += take(loader, wanted)
+            found[-1] += next_hashes(loader, wanted)
             state = loader.global_state_dict()
             if state["epoch"] > epoch:
                 found.append([])

@@ -1,4 +1,4 @@
-"""A Ray cluster of processes on this machine: a head that runs no task, and nodes that can be killed."""
+"""A Ray cluster of processes on this machine: a head that runs no tasks, and nodes that can be killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support.processes import descendants
 
 _STORE_BYTES = 80_000_000
-_NOTICES = {  # a node is lost after three seconds without a sign of life
+_NOTICES = {  # settings by which a node counts as dead after three seconds without a heartbeat
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 1000,
@@ -22,7 +22,7 @@ _NOTICES = {  # a node is lost after three seconds without a sign of life
 
 
 class RayCluster:
-    """Nodes of one processor each; RAY_ADDRESS names the cluster."""
+    """A cluster of nodes with one processor each, whose address is in RAY_ADDRESS."""
 
     def __init__(self, nodes: int) -> None:
         from ray.cluster_utils import Cluster
@@ -36,11 +36,11 @@ class RayCluster:
         return str(self._cluster.address)
 
     def add(self) -> Any:
-        """One node more."""
+        """Add a node."""
         return self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
 
     def kill(self, node: Any) -> None:
-        """Kill a node as a machine that loses its power."""
+        """Kill a node like a machine that loses power."""
         self._cluster.remove_node(node, allow_graceful=False)
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster(nodes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
-    """A cluster whose nodes find this checkout; the test is skipped where ray is not installed."""
+    """Yield a cluster whose nodes import from this checkout. The test is skipped if ray is not installed."""
     pytest.importorskip("ray", reason="ray is not installed: pip install ray")
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -68,7 +68,7 @@ def is_writing(node: Any, folder: Path) -> bool:
 
 
 def writer(node: Any, folder: Path) -> int:
-    """A process of a node that has a shard open below a folder; 0 for none."""
+    """Return a process of a node that has a shard open below a folder, or 0."""
     raylet = node.all_processes["raylet"][0].process.pid
     for pid in descendants(raylet):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Servers that people really use, on this machine: nginx before a folder, and moto's S3 with a bucket of its files."""
+"""Real servers on this machine: nginx with a folder, and moto's S3 with a bucket of a folder's files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ http {{
 
 
 class Nginx:
-    """An nginx of its own, serving `root`/www on a free port. `www` must be open to all: its workers may be nobody."""
+    """An nginx that serves `root`/www on a free port. Everybody must be able to read `www`: its workers may be
+    nobody.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -70,18 +72,18 @@ class Nginx:
         return ""
 
     def follow(self, rule: str) -> None:
-        """Serve by another rule, in nginx's own words, from now on; an empty one serves plainly."""
+        """Serve by another rule, in nginx's syntax, from now on. An empty rule serves files."""
         self._write(rule)
         self._process.send_signal(signal.SIGHUP)
         self._wait_for_version()
 
     def answers(self) -> Counter[str]:
-        """How many requests were answered, by status; 444 are connections that were closed without an answer."""
+        """Count the answered requests by status. 444 is a connection that was closed without an answer."""
         return Counter((self._root / "access.log").read_text().split())
 
     def kill_workers_while_they_send(self) -> None:
-        """Wait until a transfer is under way, and kill the workers in its middle; nginx itself starts others."""
-        while "Writing: 1 " in self._get("status"):  # which is this very request
+        """Wait until a transfer has started, and kill the workers during it. nginx itself starts others."""
+        while "Writing: 1 " in self._get("status"):  # the request for the status itself is the only one
             time.sleep(0.02)
         workers = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self._process.pid)], capture_output=True, text=True)
         for pid in workers.stdout.split():
@@ -94,7 +96,7 @@ class Nginx:
 
 @contextlib.contextmanager
 def nginx(root: Path) -> Iterator[Nginx]:
-    """An nginx; the test is skipped where there is none."""
+    """Start an nginx. The test is skipped if it is not installed."""
     if NGINX is None:
         pytest.skip("nginx is not installed")
     server = Nginx(root)
@@ -106,12 +108,12 @@ def nginx(root: Path) -> Iterator[Nginx]:
 
 @contextlib.contextmanager
 def bucket_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The files of a folder in the bucket `data` of moto's server, which s3:// and gs:// mean; gives boto3's view.
+    """Put the files of a folder into the bucket `data` of moto's server, for s3:// and gs://; yields boto3's view.
 
-    Google's servers speak the same protocol to obstore, but for the signatures.
+    Google's servers use the same protocol with obstore, except for the signatures.
     """
     boto3, moto = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line a request otherwise
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # otherwise it logs a line per request
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     try:

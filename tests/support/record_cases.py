@@ -1,4 +1,4 @@
-"""Folders of MDS and of LitData, one for each encoding, compression and shape of items, and damaged records in them."""
+"""Folders of MDS and of LitData for each encoding, compression and shape of items, and damaged records."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def one_leaf(kind: str, folder: Path) -> Path:
 
 
 def tree(folder: Path) -> Path:
-    """Dicts, lists and tuples in each other, with values and parts of their own in them."""
+    """Write nested dicts, lists and tuples with values and parts."""
     several_leaves = {"type": "builtins.list", "context": "null", "children_spec": [LEAF, LEAF]}
     spec = dict_spec(
         ["a", "b", "c"], [dict_spec(["x", "y"]), several_leaves, {**several_leaves, "type": "builtins.tuple"}]
@@ -115,13 +115,13 @@ def tree(folder: Path) -> Path:
 
 
 def listed(folder: Path) -> Path:
-    """Items that are lists."""
+    """Write items that are lists."""
     spec = {"type": "builtins.list", "context": "null", "children_spec": [LEAF, LEAF, LEAF]}
     return write_litdata(folder, ["str", "bytes", "int"], spec, [[b"a", jpeg(1), struct.pack("<q", 3)]])
 
 
 def nested_rows(folder: Path) -> Path:
-    """Rows in Arrow with bytes in structs and lists, and nulls."""
+    """Write rows of Arrow with bytes in structs and lists, and nulls."""
     source = write_litdata(folder, ["bytes"], LEAF, [[b""]] * 2)
     rows = [
         {"a": {"x": 1, "y": None}, "b": [1.5], "c": [jpeg(1), jpeg(2)], "d": {"bytes": b"fLaC", "path": "p"}},
@@ -132,13 +132,13 @@ def nested_rows(folder: Path) -> Path:
 
 
 def many_chunks(folder: Path) -> Path:
-    """More chunks than ten, whose order is not that of their names."""
+    """Write more than ten chunks whose order differs from that of their names."""
     rows = [[f"no. {i}".encode()] for i in range(24)]
     return write_litdata(folder, ["str"], dict_spec(["text"]), rows, a_chunk=2)
 
 
 def damaged_columns(folder: Path) -> Path:
-    """Seven records, of which the first and the last two are whole."""
+    """Write seven records, of which the first and the last two are whole."""
     columns = {"a": "ndarray:float32:2", "b": "int", "c": "json", "d": "pil", "e": "float64"}
     good = [bytes(8), bytes(8), b"1", pil("L", b"ab"), bytes(8)]
     others = [bytes(7), bytes(3), b"{", pil("L", b"ab")[:9], struct.pack("<d", float("nan"))]
@@ -147,13 +147,13 @@ def damaged_columns(folder: Path) -> Path:
 
 
 def second_fields(folder: Path) -> Path:
-    """Fields of one kind, of which later ones are called by their names."""
+    """Write several fields of one kind, of which the later ones are called by their names."""
     columns = {"image": "jpeg", "mask.1": "jpeg", "thumb": "bytes", "_x/y": "png", "z": "png"}
     return write_mds(folder, columns, [[jpeg(1), jpeg(2), jpeg(3), png(1), png(2)]])
 
 
 def raw_and_packed(folder: Path) -> Path:
-    """Shards of which some lie beside their compressed ones, and some are compressed alone."""
+    """Write shards of which some exist raw and compressed, and some only compressed."""
     source = write_captioned_mds(folder, packed="zstd")
     write_captioned_mds(folder.with_name("raw"))
     (folder.with_name("raw") / "shard.00001.mds").rename(folder / "shard.00001.mds")
@@ -178,14 +178,14 @@ CASES: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def told(name: str, data: bytes) -> str:
-    """What is compared of a part: of pixels that we encode what they decode to, as releases of Pillow differ."""
+def comparable(name: str, data: bytes) -> str:
+    """Return what is compared of a part: for encoded pixels their decoded values, because Pillow's releases differ."""
     if name.endswith((".png", ".tif")):
         with Image.open(io.BytesIO(data)) as image:
             return f"{image.mode} {image.size} {hashlib.sha256(image.tobytes()).hexdigest()[:16]}"
     return data.decode() if name.endswith(".json") else hashlib.sha256(data).hexdigest()[:16]
 
 
-def told_all(parts: dict[str, bytes]) -> dict[str, Any]:
-    """All members of shards, or parts of samples, by name."""
-    return {name: told(name, data) for name, data in parts.items()}
+def comparable_parts(parts: dict[str, bytes]) -> dict[str, Any]:
+    """Return all members of shards, or parts of samples, by name, as `comparable` returns them."""
+    return {name: comparable(name, data) for name, data in parts.items()}

@@ -1,4 +1,4 @@
-"""One rank of a script on a page: `tests.support.script_rank FILE ARGUMENT …`, by `forked_ranks`."""
+"""One rank of a page's script: `tests.support.script_rank FILE ARGUMENT …`, by `forked_ranks`."""
 
 from __future__ import annotations
 

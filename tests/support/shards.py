@@ -1,4 +1,4 @@
-"""Small shards, written with nothing imported that takes long: many small processes import this file."""
+"""Small shards, written without slow imports, because many short-lived processes import this file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
-    """A plain ustar tar with these members, in order."""
+    """Write a ustar tar with these members, in order."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for name, payload in members:
@@ -20,7 +20,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
 
 
 def write_numbered_shards(folder: Path, sizes: list[int], **extra: Any) -> None:
-    """JSON samples `{"id": n}` with n counting through, `sizes[i]` of them in shard i."""
+    """Write JSON samples `{"id": n}` with consecutive n, `sizes[i]` of them in shard i."""
     n = 0
     for shard, size in enumerate(sizes):
         numbered = range(n, n + size)

@@ -1,4 +1,4 @@
-"""Ctrl-C before a chosen bytecode, delivered where Python next looks for signals, as it is when a user presses it."""
+"""Ctrl-C before a chosen bytecode, delivered where Python next checks for signals, as for a user's Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 class PendingSignal:
-    """A SIGINT that has come, which Python delivers where it next looks for one, as it does with a user's Ctrl-C.
+    """A pending SIGINT, which Python delivers where it next checks for signals.
 
-    It is raised by an operator in place of a call: behind a call Python would deliver it here.
+    An operator raises it instead of a call, because after a call Python would deliver it at once.
     """
 
     __neg__ = ctypes.pythonapi.PyErr_SetInterrupt
@@ -20,7 +20,7 @@ class PendingSignal:
 
 
 class SignalAt:
-    """Has a SIGINT come before the `at`-th bytecode of these modules that is run."""
+    """A tracer that sends SIGINT before the `at`-th executed bytecode of some modules."""
 
     def __init__(self, at: int, modules: Sequence[ModuleType]) -> None:
         self.files = {module.__file__ for module in modules}
@@ -34,13 +34,13 @@ class SignalAt:
         if event == "opcode":
             self.left -= 1
             if not self.left:
-                sys.settrace(None)  # the next call of this function would deliver it too
+                sys.settrace(None)  # the next call of this function would deliver the signal too
                 self.sent = -self.signal
         return self
 
 
-def got(batches: Iterable[Any], most: int, tracer: Any = None) -> int:
-    """How many batches the body of a loop got, at most so many, until Ctrl-C."""
+def count_until_interrupt(batches: Iterable[Any], most: int, tracer: Any = None) -> int:
+    """Return how many batches, at most `most`, the body of a loop gets until Ctrl-C."""
     count, before = 0, sys.gettrace()
     try:
         sys.settrace(tracer)
@@ -48,7 +48,7 @@ def got(batches: Iterable[Any], most: int, tracer: Any = None) -> int:
             count += 1
             if count == most:
                 break
-        sys.settrace(before)  # at the latest here a signal is delivered
+        sys.settrace(before)  # a pending signal is delivered here at the latest
     except KeyboardInterrupt:
         sys.settrace(before)
     return count

@@ -1,4 +1,4 @@
-"""What the tests of the loader have in common: a stream of batches as hashes, and a state through a file."""
+"""Helpers of the loader's tests: hashes of the next batches, and a state saved and loaded."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from savable_pipeline.stages.batch_difference import digest
 
 
-def take(batches: Iterable[Any], n: int) -> list[str]:
-    """The hashes of the next `n` batches; fewer only at the end."""
+def next_hashes(batches: Iterable[Any], n: int) -> list[str]:
+    """Return the hashes of the next `n` batches, or of fewer at the end."""
     return [digest(batch) for _, batch in zip(range(n), batches, strict=False)]
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    """What `torch.load`, with its defaults, makes of what `torch.save` wrote."""
-    import torch  # here, since some small processes need only the hashes
+    """Save a state with `torch.save`, and load it with `torch.load` and its defaults."""
+    import torch  # imported here because some small processes need only the hashes
 
     file = io.BytesIO()
     torch.save({"data": state}, file)

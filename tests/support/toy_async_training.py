@@ -1,6 +1,6 @@
-"""A small model that is trained on rollouts as they finish, of a pool of threads; what finishes too late is dropped.
+"""A small model that is trained on rollouts of a thread pool as they finish, without those that finish too late.
 
-A rollout is generated in parts, each a task of the pool. Long ones have many, during which the model goes on.
+A rollout is generated in parts, each a task of the pool. While a long rollout is generated, the model is updated.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 
 THREADS, IN_FLIGHT, TRAINED_TOGETHER = 3, 16, 8
-OLDEST, SAVED_EVERY = 3, 4  # updates
+OLDEST, SAVED_EVERY = 3, 4  # greatest age of a rollout, and interval of saves, both in updates
 
 
 class Vectors(sp.TaskEncoder):
-    """A prompt is its number, and a vector that is drawn."""
+    """An encoder of prompts: a number and a random vector."""
 
     one_to_one = True
 
@@ -33,12 +33,12 @@ class Vectors(sp.TaskEncoder):
 
 
 def vectors(shards: str, lane: sp.Lane) -> custom.Stage:
-    """Four prompts a batch, each once an epoch."""
+    """Return batches of four prompts, each once per epoch."""
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=1), Vectors()), size=4)
 
 
 class Policy(nn.Module):
-    """A linear layer; its state has what became of each prompt, and how often."""
+    """A linear layer whose state includes the fate of each prompt, and how often."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,21 +47,21 @@ class Policy(nn.Module):
         self.fates: dict[int, list[str]] = {}
 
     def note(self, prompt: int, fate: str) -> None:
-        """Write down what became of a prompt."""
+        """Record the fate of a prompt."""
         self.fates.setdefault(prompt, []).append(fate)
 
     def get_extra_state(self) -> Any:
-        """The notes and the number of updates."""
+        """Return the records and the number of updates."""
         return {"fates": self.fates, "updates": self.updates}
 
     def set_extra_state(self, state: Any) -> None:
-        """Take the notes of a saved model."""
+        """Restore the records of a saved model."""
         self.fates, self.updates = state["fates"], state["updates"]
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """What is generated of a prompt so far; `version` is the number of updates of the model that began it."""
+    """The part of a rollout generated so far; `version` is the number of updates before it was started."""
 
     prompt: int
     receipt: Tensor
@@ -71,16 +71,16 @@ class Rollout:
     parts: int
 
     def extended(self) -> Rollout:
-        """With one more part."""
+        """Return the rollout with one more part."""
         return replace(self, x=torch.tanh(self.weight @ self.x), parts=self.parts - 1)
 
 
 class Killed(Exception):
-    """As if the process had been killed."""
+    """Raised in place of a kill of the process."""
 
 
 class Trainer:
-    """Trains one epoch, and saves model and loader into a file together."""
+    """A trainer that trains one epoch, and saves model and loader into one file."""
 
     def __init__(self, loader: sp.SavableLoader, file: Path) -> None:
         self.model, self._loader, self._file = Policy(), loader, file
@@ -90,7 +90,7 @@ class Trainer:
             loader.load_state_dict(saved["loader"])
 
     def train(self, *, kill_at: int | None = None) -> None:
-        """Train to the end of the epoch. Raises `Killed` at that update."""
+        """Train to the end of the epoch. Raises `Killed` at update `kill_at`."""
         running: set[Future[Rollout]] = set()
         finished: list[Rollout] = []
         has_more = True
@@ -99,19 +99,19 @@ class Trainer:
                 while has_more and len(running) <= IN_FLIGHT:
                     batch = next(self._loader, None)
                     has_more = batch is not None
-                    running |= {pool.submit(begun.extended) for begun in self._begun(batch or {})}
+                    running |= {pool.submit(begun.extended) for begun in self._new_rollouts(batch or {})}
                 ended, running = wait(running, return_when=FIRST_COMPLETED) if running else (set(), running)
                 parts = [each.result() for each in ended]
                 running |= {pool.submit(rollout.extended) for rollout in parts if rollout.parts}
-                finished += self._fresh([rollout for rollout in parts if not rollout.parts])
+                finished += self._recent([rollout for rollout in parts if not rollout.parts])
                 while len(finished) >= TRAINED_TOGETHER or (finished and not (has_more or running)):
                     self._update(finished[:TRAINED_TOGETHER])
                     finished = finished[TRAINED_TOGETHER:]
                     if self.model.updates == kill_at:
                         raise Killed
 
-    def _begun(self, batch: Any) -> list[Rollout]:
-        """A rollout of each row that is to be trained on; every ninth prompt is a long one."""
+    def _new_rollouts(self, batch: Any) -> list[Rollout]:
+        """Return a new rollout for each valid row. Every ninth prompt has a long one."""
         rows = zip(batch.get("prompt", ()), batch.get("receipts", ()), batch.get("x", ()), strict=True)
         version, weight = self.model.updates, self.model.layer.weight.detach().clone()
         return [
@@ -120,8 +120,8 @@ class Trainer:
             if receipt[0] >= 0
         ]
 
-    def _fresh(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Those that are new enough; the others are dropped."""
+    def _recent(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Return the rollouts that are recent enough, and drop the others."""
         stale = [each for each in rollouts if self.model.updates - each.version > OLDEST]
         for each in stale:
             self._loader.drop(each.receipt[None], "stale")

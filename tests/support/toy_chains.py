@@ -1,4 +1,4 @@
-"""The toy pipeline as a value: the same stages with the same settings, by a chain of `sp.read`."""
+"""The toy pipeline as a chain of `sp.read`, with the same stages and settings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from tests.support.own_stages import FewOfMany, Numbered, Swapped
 from tests.support.toy_pipelines import (
-    AtRandom,
     InPairs,
-    TellingEncoder,
+    MeasuringEncoder,
+    RandomPacks,
     ToyEncoder,
     by_parity,
     toy_pipeline,
@@ -22,12 +22,12 @@ from tests.support.toy_stores import READERS, number_of
 
 
 def no_multiple_of_five(sample: sp.Sample, rng: sp.Rng) -> bool:
-    """A filter of samples that draws numbers too; by 3 it would leave some of 12 lanes nothing in file order."""
+    """Return whether to keep a sample. It also draws a random number. By 3, some of 12 lanes would get no samples."""
     return number_of(sample) % 5 > 0 and rng.random() < 0.9
 
 
 def not_of_eight(item: Any) -> bool:
-    """A filter of items."""
+    """Return whether to keep an item."""
     return bool(item["length"] != 8)
 
 
@@ -64,8 +64,8 @@ def toy_chain(
     own: Collection[str] = (),
     filters: Collection[str] = (),
 ) -> sp.Pipeline:
-    """The settings of `toy_pipeline`; `filters` names the places, "samples" and "items", where some are left out."""
-    encoder = (TellingEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)
+    """Return a pipeline with the settings of `toy_pipeline`; `filters` are "samples" and "items", where to filter."""
+    encoder = (MeasuringEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)
     cost = sp.attention_cost(hidden=1, per_image=3)
 
     def samples(shuffle: bool = shuffle, epochs: float | None = epochs) -> Any:
@@ -104,7 +104,7 @@ def toy_chain(
         chain = chain.bucket(bounds, group=group, size=sizes, drop_last=drop_last, **same)
         return chain.then(Numbered) if "batches" in own else chain
     if pack == "items":
-        select = AtRandom(drops=skip > 0)
+        select = RandomPacks(drops=skip > 0)
         chain = chain.then(custom.ItemPacker, size=4 * open_packs + 1, select=select, max_buffer_bytes=max_buffer_bytes)
     elif pack is not None:
         function = pack == "function"
@@ -125,5 +125,5 @@ def toy_chain(
 
 
 def toy(shards: str, *, chain: bool, filters: Collection[str] = (), **settings: Any) -> Any:
-    """A pipeline with these settings: a chain, or a function of a lane, which has no filters."""
+    """Return a pipeline with these settings: a chain, or a function of a lane, which has no filters."""
     return toy_chain(shards, filters=filters, **settings) if chain else partial(toy_pipeline, shards, **settings)

@@ -1,4 +1,4 @@
-"""Chats with images as TRL's data sets have them, and a small Qwen2.5-VL on the disk with its processor."""
+"""Chats with images in the format of TRL's data sets, and a small Qwen2.5-VL with its processor on disk."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from PIL import Image
 
 CHATS = 24
-_SIZES = [(56, 84), (112, 56), (28, 140), (56, 56)]  # of photos that need not be resized
+_SIZES = [(56, 84), (112, 56), (28, 140), (56, 56)]  # sizes of photos that the processor does not resize
 _WORDS = ["what", "does", "this", "photo", "show", "of", "a", "small", "grey", "cat", "that", "sleeps", "on", "boxes"]
 _MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 _PADS = ["<|image_pad|>", "<|video_pad|>"]
 _SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-_TEMPLATE = (  # that of Qwen2.5-VL, for images; and its answers marked, as transformers finds them by
+_TEMPLATE = (  # the template of Qwen2.5-VL for images, with the marks by which transformers finds the answers
     f"{{% for message in messages %}}{{% if loop.first and message.role != 'system' %}}{_SYSTEM}{{% endif %}}"
     "{% if message.content is string %}{% set said = message.content %}{% else %}{% set said %}"
     f"{{% for part in message.content %}}{{% if part.type == 'image' %}}{_IMAGE}{{% else %}}{{{{ part.text }}}}"
@@ -29,7 +29,7 @@ _TEMPLATE = (  # that of Qwen2.5-VL, for images; and its answers marked, as tran
 
 
 def chats() -> list[tuple[list[dict[str, Any]], list[Image.Image]]]:
-    """Messages and images: no image, one or two, some of them in a second turn."""
+    """Return messages and images: no image, one or two, some of them in a second turn."""
     rng = random.Random(7)
 
     def said(most: int) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def chats() -> list[tuple[list[dict[str, Any]], list[Image.Image]]]:
 
 
 def write_chats(folder: Path) -> None:
-    """The chats as Parquet, in the columns `messages` and `images`."""
+    """Write the chats as Parquet, in the columns `messages` and `images`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -67,7 +67,7 @@ def write_chats(folder: Path) -> None:
 
 
 def save_small_qwen(folder: Path) -> None:
-    """What `from_pretrained(folder)` loads: a model of random weights, its processor and its tokenizer of bytes."""
+    """Save a model with random weights, its processor, and its tokenizer of bytes, for `from_pretrained(folder)`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
@@ -120,7 +120,7 @@ def save_small_qwen(folder: Path) -> None:
     torch.manual_seed(1)
     model = Qwen2_5_VLForConditionalGeneration(config)
     with torch.no_grad():
-        for weight in model.parameters():  # large enough for attention to matter
+        for weight in model.parameters():  # large enough for a visible effect of attention
             weight.add_(0.1 * torch.randn_like(weight))
     for part in (model, processor, tokenizer):
         part.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""A check of shards for which the process dies; in a file of its own, since it imports little."""
+"""A check of shards that ends the process. It has its own file because it imports little."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from savable_pipeline.tools.check.file_check import CheckSettings, ShardReport, 
 
 
 def die_over_one(root: Path, name: str) -> ShardReport:
-    """As `check_shard`; over `1.tar` the process ends."""
+    """Check a shard as `check_shard`, but end the process at `1.tar`."""
     return check_file(root, name, CheckSettings()) if name != "1.tar" else os._exit(9)

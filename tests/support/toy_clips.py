@@ -1,4 +1,4 @@
-"""A pipeline over small videos and sounds: clips as a fan-out, shuffled, packed or batched; and its encoder."""
+"""A pipeline of clips from small videos and audio files, shuffled, packed or batched, and its encoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.shards import write_tar
 
 @functools.cache
 def _files() -> list[dict[str, bytes]]:
-    """A video with a sound, one without, one that is cut short, and a sound."""
+    """Return a video with audio, one without, a truncated one, and an audio file."""
     small: Any = {"fps": 12, "size": (32, 24), "gop": 6}
     return [
         {"mp4": video_bytes(30, **small, audio="aac")},
@@ -28,7 +28,7 @@ def _files() -> list[dict[str, bytes]]:
 
 
 def write_media_shards(folder: Path, sizes: list[int]) -> Path:
-    """Shards of `sizes[i]` samples each, numbered through; in file order each kind of file comes in turn."""
+    """Write shards of `sizes[i]` numbered samples, in which the kinds of files alternate."""
     numbers = itertools.count()
     for shard, size in enumerate(sizes):
         members = []
@@ -40,7 +40,7 @@ def write_media_shards(folder: Path, sizes: list[int]) -> Path:
 
 
 class ClipsEncoder(sp.TaskEncoder):
-    """Several clips of most samples, one of every seventh, none of every eleventh."""
+    """An encoder of several clips of most samples, one of every seventh, and none of every eleventh."""
 
     global_rng = False
 
@@ -89,7 +89,9 @@ def clips_pipeline(
     size: int = 2,
     encoder: sp.TaskEncoder | None = None,
 ) -> custom.Stage:
-    """Buffers of `samples` and of `buffered` items, of which a few fit into memory; packs, or items, in batches."""
+    """Return stages with buffers of `samples` and of `buffered` items, of which few fit into memory, then packs or
+    items.
+    """
     how: Any = {"count": 4} if positions == "count" else {"stride_s": 0.4}
     reader = sp.TarShardReader(folder, lane, epochs=epochs, block_size=2, window=2)
     shuffled = sp.ShuffleBuffer(reader, size=samples)
@@ -102,7 +104,7 @@ def clips_pipeline(
 
 
 def clips_of(batch: Any) -> list[tuple[int, float, list[int]]]:
-    """Number of the sample, begin, and the numbers that the frames carry, of each clip in a batch."""
+    """Return the sample number, start and frame numbers of each clip in a batch."""
     items = [item for one in batch["items"] for item in one.get("items", [one])]
     frames = [[] if item["clip"].frames is None else map(frame_number, item["clip"].frames) for item in items]
     return [(item["id"], item["start"], [*shown]) for item, shown in zip(items, frames, strict=True)]

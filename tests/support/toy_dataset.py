@@ -1,4 +1,4 @@
-"""Readers over datasets that are only numbers: no tar is written, no byte is read."""
+"""Readers of datasets that consist of numbers only: no tar is written, and no byte is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from savable_pipeline.data.shards.selection import Selection, Subset
 
 
 class NoGroups:
-    """Stands in for a store that decodes nothing in groups."""
+    """A store without row groups."""
 
     @staticmethod
     def row_groups(shard: int) -> None:
@@ -24,7 +24,7 @@ class NoGroups:
 
 
 class NumberDataset:
-    """Stands in for a `Dataset`: shards of `sizes[i]` samples of which only the numbers exist."""
+    """A dataset with shards of `sizes[i]` samples that have only a number."""
 
     source = 1
     store = NoGroups
@@ -52,35 +52,35 @@ class NumberDataset:
         return [Sample(self, 0, 0, index, epoch) for index, epoch in refs.tolist()]  # type: ignore[arg-type]
 
 
-def known(name: str) -> tuple[Any, ...]:
-    """The name by which the lanes of a process share the dataset of these tars."""
+def dataset_key(name: str) -> tuple[Any, ...]:
+    """Return the identity by which the lanes of a process share the dataset of these tars."""
     return ("tar", name, "raise", None, 1 << 30, ("cache", "None"), ("cache_bytes", "None"))
 
 
 def readers(sizes: list[int], *, lanes: int = 1, seed: int = 0, **settings: Any) -> Callable[[int], sp.TarShardReader]:
-    """A function that makes the reader of a lane, over shards of these sizes."""
-    shared: dict[Any, Any] = {known("numbers"): NumberDataset(sizes)}
+    """Return a function that makes the reader of a lane, over shards of these sizes."""
+    shared: dict[Any, Any] = {dataset_key("numbers"): NumberDataset(sizes)}
     return lambda lane: sp.TarShardReader(
         "numbers", sp.Lane(lane, lanes, seed, worker=WorkerContext(shared=shared)), **settings
     )
 
 
-def pairs(refs: RefArray) -> list[tuple[int, int]]:
-    """Refs as (index, epoch)."""
+def index_epoch_pairs(refs: RefArray) -> list[tuple[int, int]]:
+    """Return refs as (index, epoch)."""
     return [(int(index), int(epoch)) for index, epoch in refs.tolist()]
 
 
-def drained(stage: custom.Stage, chunk: int = 1000) -> list[tuple[int, int]]:
-    """All that `take(chunk)` gives until the end."""
+def drain(stage: custom.Stage, chunk: int = 1000) -> list[tuple[int, int]]:
+    """Return everything that `take(chunk)` yields until the end."""
     given = []
     while len(refs := stage.take(chunk)):
-        given += pairs(refs)
+        given += index_epoch_pairs(refs)
     return given
 
 
-def first(stage: custom.Stage, n: int, chunk: int = 1000) -> list[tuple[int, int]]:
-    """The first `n` refs of a stage, taken `chunk` at a time."""
+def take_refs(stage: custom.Stage, n: int, chunk: int = 1000) -> list[tuple[int, int]]:
+    """Return the first `n` refs of a stage, taken `chunk` at a time."""
     given: list[tuple[int, int]] = []
     while len(given) < n:
-        given += pairs(stage.take(min(chunk, n - len(given))))
+        given += index_epoch_pairs(stage.take(min(chunk, n - len(given))))
     return given

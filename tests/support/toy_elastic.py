@@ -1,7 +1,8 @@
-"""A rank that torchrun starts again and again, on as many ranks as there are.
+"""A rank that torchrun restarts several times, with varying numbers of ranks.
 
-It is started by `-m tests.support.toy_elastic SHARDS FOLDER`. The model of FOLDER/checkpoint.pt counts what it was
-trained on, by slot, and holds the hashes of these batches. It trains until there is a file FOLDER/enough.
+The command is `-m tests.support.toy_elastic SHARDS FOLDER`. The model of FOLDER/checkpoint.pt counts by slot what it
+was
+trained on, with the hashes of these batches. It trains until a file FOLDER/enough exists.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from savable_pipeline.stages.batch_difference import digest
 from tests.support.toy_pipelines import toy_pipeline
 
 SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 12}
-MOST, EVERY = 20_000, 3  # slots that can be counted; steps between two checkpoints
+MOST, EVERY = 20_000, 3  # number of slots that can be counted; steps between two checkpoints
 
 
 def main(shards: str, folder: Path) -> None:

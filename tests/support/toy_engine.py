@@ -1,4 +1,4 @@
-"""An `Engine` of this process alone, which loses machines as a cluster does."""
+"""An `Engine` in this process that behaves like a cluster losing machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from savable_pipeline.core.job_engine import J, R
 
 
 class ToyEngine:
-    """Runs pickled jobs in another order, in another folder; some twice, as if the first run's machine was lost."""
+    """An engine that runs pickled jobs in another order and folder, and some twice, as if a machine was lost."""
 
     def __init__(self, elsewhere: Path, seed: int = 0) -> None:
         self._elsewhere = elsewhere

@@ -1,6 +1,6 @@
-"""Encoders and pipelines that fail: by an error, a signal, an exit, by hanging, or in ways that only a resume shows.
+"""Encoders and pipelines that fail: by an error, a signal, an exit, a hang, or in ways that only a resume shows.
 
-Torch is imported where it is used: fresh interpreters import this file.
+Torch is imported where it is used, because fresh interpreters import this file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from savable_pipeline import custom
 
 
 class NumberEncoder(sp.TaskEncoder):
-    """A sample's number; a batch is the list of them."""
+    """An encoder whose item is a sample's number, and whose batch is a list of them."""
 
     global_rng: bool | tuple[str, ...] = False
 
@@ -43,20 +43,21 @@ def number_pipeline(
     epochs: int | None = None,
     on_error: Any = "raise",
 ) -> custom.Stage:
-    """Numbers in the order of the files, without any shuffling: lane i has the i-th pair of every 2 × lanes samples."""
+    """Return numbers in file order: lane i has the i-th pair of every 2 × lanes samples."""
     samples = sp.TarShardReader(shards, lane, shuffle=False, block_size=2, epochs=epochs)
-    items = sp.Encode(samples, encoder or NumberEncoder(), on_error=on_error, check=0.0)  # some count their calls
+    # some encoders count their calls
+    items = sp.Encode(samples, encoder or NumberEncoder(), on_error=on_error, check=0.0)
     return sp.Batcher(items, size=size)
 
 
 def packed_numbers(shards: str, lane: sp.Lane, *, epochs: int | None = None) -> custom.Stage:
-    """Numbers out of a buffer in packs of three, a pack a batch: stages that hold things, encoded at no cost."""
+    """Return numbers from a buffer in packs of three, one pack per batch: stages with state and a cheap encoder."""
     samples = sp.ShuffleBuffer(sp.TarShardReader(shards, lane, block_size=4, epochs=epochs), size=3)
     return sp.Batcher(sp.OnlinePacker(sp.Encode(samples, NumberEncoder()), max_length=3, open_packs=2), size=1)
 
 
 class UnpicklableError(Exception):
-    """Has a constructor that pickle cannot call, and holds what pickle cannot write."""
+    """An error that pickle can neither construct nor write."""
 
     def __init__(self, first: str, *, second: int) -> None:
         super().__init__(f"{first} {second}")
@@ -64,7 +65,7 @@ class UnpicklableError(Exception):
 
 
 class LocalShardError(sp.ShardError):
-    """Of a user's own stage; its constructor takes two arguments."""
+    """An error of a user's own stage, whose constructor takes two arguments."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
@@ -89,7 +90,7 @@ def fail(how: str) -> None:
 
 
 class FaultyEncoder(NumberEncoder):
-    """Fails at one sample, as long as the file `cured` is not there."""
+    """An encoder that fails at one sample, until the file `cured` exists."""
 
     def __init__(self, how: str, at: int, cured: Path) -> None:
         self.how = how
@@ -97,7 +98,7 @@ class FaultyEncoder(NumberEncoder):
         self.cured = cured
 
     def settings(self) -> dict[str, Any]:
-        return {}  # the items that it gives are the same
+        return {}  # the items are always the same
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         number = super().encode(sample, rng)
@@ -107,7 +108,7 @@ class FaultyEncoder(NumberEncoder):
 
 
 class CuredEncoder(FaultyEncoder):
-    """Fails at one sample a few times, and then no more."""
+    """An encoder that fails at one sample a few times, and then no more."""
 
     def __init__(self, how: str, at: int, times: int, log: Path) -> None:
         super().__init__(how, at, log)
@@ -123,14 +124,14 @@ class CuredEncoder(FaultyEncoder):
 
 
 class LambdaEncoder(NumberEncoder):
-    """Makes batches that cannot pass from a worker to the trainer."""
+    """An encoder whose batches cannot be pickled."""
 
     def batch(self, items: list[Any], rng: sp.Rng) -> Any:
         return lambda: items
 
 
 class LargeEncoder(NumberEncoder):
-    """Batches of 4 MB, which a pipe does not hold."""
+    """An encoder of batches of 4 MB, more than a pipe holds."""
 
     def __init__(self, floats: int = 1 << 20) -> None:
         self.floats = floats
@@ -145,14 +146,14 @@ class LargeEncoder(NumberEncoder):
 
 
 class SkipEverything(NumberEncoder):
-    """Leaves every sample out."""
+    """An encoder that skips every sample."""
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         return sp.Skip("not wanted")
 
 
 class FaultyStage(custom.PassThrough, custom.BatchStage):
-    """Raises an error of its own class at its first item."""
+    """A stage that raises an error of its own class at its first item."""
 
     def __next__(self) -> Any:
         raise LocalShardError("shard 7", "is upside down")
@@ -162,8 +163,8 @@ def faulty_stage_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
     return FaultyStage(number_pipeline(shards, lane))
 
 
-def builds_only_here(process: int, shards: str, lane: sp.Lane) -> custom.Stage:
-    """Cannot be built in another process than `process`."""
+def fails_in_other_processes(process: int, shards: str, lane: sp.Lane) -> custom.Stage:
+    """A pipeline that raises in every process except `process`."""
     if os.getpid() != process:
         raise RuntimeError("no licence for this process")
     return number_pipeline(shards, lane)

@@ -1,4 +1,4 @@
-"""Small folders and JSONL files to convert, and what is in the shards that come of them."""
+"""Small folders and JSONL files to convert, and the contents of shards."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def jpeg(shade: int, side: int = 8) -> bytes:
     return buffer.getvalue()
 
 
-def fill(folder: Path, count: int, **extra: bytes) -> Path:
-    """`count` captioned images, two thirds of them in nested folders, and more files by path."""
+def write_captioned_images(folder: Path, count: int, **extra: bytes) -> Path:
+    """Write `count` captioned images, two thirds of them in nested folders, and more files by path."""
     files = {f"{('', 'b/', 'b/c.d/')[i % 3]}{i:03d}.jpg": jpeg(i % 256) for i in range(count)}
     files |= {name.replace(".jpg", ".txt"): f"caption of {name}".encode() for name in files}
     for name, content in (files | extra).items():
@@ -33,14 +33,14 @@ def fill(folder: Path, count: int, **extra: bytes) -> Path:
     return folder
 
 
-def snapshot(folder: Path) -> dict[str, str]:
-    """The hash of every file, hidden ones too."""
+def file_hashes(folder: Path) -> dict[str, str]:
+    """Return the hash of every file, hidden ones too."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def tar_files(folder: Path) -> dict[str, bytes]:
-    """The members of all shards in their order, read by Python's own tarfile."""
+    """Return the members of all shards in order, read by Python's own tarfile."""
     files = {}
     for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as tar:
@@ -54,7 +54,7 @@ def write_lines(path: Path, *objects: Any) -> Path:
     return path
 
 
-def reasons(folder: Path) -> dict[str, str]:
-    """The reason for each rejected file or line, as the file in the target tells it."""
+def reject_reasons(folder: Path) -> dict[str, str]:
+    """Return the reason for each rejected file or line, from the file in the target."""
     rejects = map(json.loads, (folder / REJECTED).read_text().splitlines())
     return {reject["file"]: reject["reason"] for reject in rejects}

@@ -1,4 +1,4 @@
-"""Flash attention on a CPU: functions in the place of its kernels, which know no documents but their borders."""
+"""Flash attention on a CPU, in place of the kernels, which know documents only by their borders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 def plain_flash(q: Any, k: Any, v: Any, *, causal: bool = False, softmax_scale: Any = None, **_: Any) -> Any:
-    """(B, T, heads, width) as `flash_attn_func`."""
+    """Compute attention of (B, T, heads, width), as `flash_attn_func`."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
     seen = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
@@ -19,7 +19,7 @@ def plain_flash(q: Any, k: Any, v: Any, *, causal: bool = False, softmax_scale: 
 
 
 def varlen_flash(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, **more: Any) -> Any:
-    """(tokens, heads, width) as `flash_attn_varlen_func`."""
+    """Compute attention of (tokens, heads, width), as `flash_attn_varlen_func`."""
     assert int(cu_seqlens_q.diff().max()) == int(more["max_seqlen_q"]) and torch.equal(cu_seqlens_q, cu_seqlens_k)
     assert int(cu_seqlens_q[-1]) == len(q)
     spans = pairwise(cu_seqlens_q)
@@ -27,7 +27,7 @@ def varlen_flash(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any
 
 
 def use_plain_flash(patch: pytest.MonkeyPatch) -> None:
-    """Have models of `transformers` with an attention of "flash_attention_2" call these."""
+    """Make models of `transformers` with an attention of "flash_attention_2" call these."""
     from transformers import modeling_flash_attention_utils as utils
 
     def arguments(*, is_causal: bool, softmax_scale: Any, query_length: int, **more: Any) -> dict[str, Any]:

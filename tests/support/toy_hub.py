@@ -20,13 +20,13 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-SMALL = 200  # bytes up to which a file is in git, and not in the store
-PAGE = 3  # entries of a page of a tree
+SMALL = 200  # greatest size in bytes of a file in git and not in the store
+PAGE = 3  # entries per page of a tree
 Refusal = tuple[int, dict[str, str]]
 
 
 class ToyHub(ThreadingHTTPServer):
-    """Serves the dataset org/name, of which each commit is a folder below `root`; and the store, on another port."""
+    """A Hub with the dataset org/name, whose commits are folders below `root`, and a store on another port."""
 
     daemon_threads = True
 
@@ -34,13 +34,13 @@ class ToyHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Hub)
         self.root, self.lock = root, threading.Lock()
         self.branches: dict[str, str] = {}
-        self.asked: list[str] = []  # of the Hub: method and path
-        self.tokens: list[str | None] = []  # with which it was asked
-        self.stored: list[tuple[str, int]] = []  # sent by the store: name of the content and bytes
-        self.at_store: list[dict[str, str]] = []  # headers of the requests that came there
+        self.asked: list[str] = []  # requests to the Hub: method and path
+        self.tokens: list[str | None] = []  # tokens of these requests
+        self.stored: list[tuple[str, int]] = []  # answers of the store: name of the content, and bytes
+        self.at_store: list[dict[str, str]] = []  # headers of the requests to the store
         self.refuse: Callable[[str, int], Refusal | None] = lambda path, number: None
         self.signatures = itertools.count(1)
-        self.expired: set[int] = set()  # signatures that the store refuses
+        self.expired: set[int] = set()  # signatures that the store rejects
         self.store = ThreadingHTTPServer(("127.0.0.1", 0), _Store)
         self.store.daemon_threads = True
         self.store.hub = self  # type: ignore[attr-defined]
@@ -50,22 +50,22 @@ class ToyHub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def commit(self, folder: Path, branch: str = "main") -> str:
-        """A new commit of a branch, with the files of a folder as they are now."""
+        """Create a commit of a branch, with the current files of a folder."""
         commit = hashlib.sha1(f"{branch} {len(self.branches)} {self.branches.get(branch)}".encode()).hexdigest()
         shutil.copytree(folder, self.root / commit)
         self.branches[branch] = commit
         return commit
 
     def times(self, part: str) -> int:
-        """How often the Hub was asked for what has this in its path."""
+        """Count the requests to the Hub whose path contains `part`."""
         return sum(part in path for path in self.asked)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that go away are no news."""
+        """Ignore clients that disconnect."""
 
 
 def content_of(path: Path) -> tuple[str, bool]:
-    """The hash by which a file is known, and whether it is in the store."""
+    """Return the hash of a file, and whether it is in the store."""
     data = path.read_bytes()
     if len(data) > SMALL:
         return hashlib.sha256(data).hexdigest(), True
@@ -191,8 +191,8 @@ def _entry(root: Path, path: Path) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def hub_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyHub]:
-    """A Hub that `hf://` means, and a cache of its own, in a folder."""
+def local_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyHub]:
+    """Yield a Hub for `hf://`, with its own cache, in a folder."""
     (folder / "commits").mkdir()
     hub = ToyHub(folder / "commits")
     for name in ("HF_HUB_OFFLINE", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_DISABLE_IMPLICIT_TOKEN"):

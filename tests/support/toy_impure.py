@@ -1,4 +1,4 @@
-"""Pipelines for `savable verify-resume`, over the shards in $SHARDS: a good one, and one with each mistake."""
+"""Pipelines for `savable verify-resume` over the shards in $SHARDS: a correct one, and one with each mistake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from savable_pipeline import custom
 
 
 class Toy(sp.TaskEncoder):
-    """Two fields of a sample: its number, and `value`. A batch is the list of its items: torch is not needed."""
+    """An encoder of a sample's number and `value`. A batch is a list of items, so torch is not needed."""
 
     global_rng = False
 
@@ -30,7 +30,7 @@ class Toy(sp.TaskEncoder):
 
 
 class Counter:
-    """Keeps how often it was called."""
+    """An encoder that counts its calls."""
 
     calls = 0
 
@@ -40,7 +40,7 @@ class Counter:
 
 
 class Noise(Toy):
-    """An image, uint8 (3, 8, 8), of an unseeded generator of torch."""
+    """An encoder of images, uint8 (3, 8, 8), from torch's unseeded generator."""
 
     def __init__(self) -> None:
         super().__init__(self.draw)

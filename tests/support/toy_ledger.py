@@ -1,4 +1,4 @@
-"""A trainer that keeps a ledger and is killed: `-m tests.support.toy_ledger SHARDS LEDGER WORKERS`; prints slots."""
+"""A trainer with a ledger, to be killed: `-m tests.support.toy_ledger SHARDS LEDGER WORKERS`. It prints slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A LeRobot folder, version 3, by its documented format: episodes whose frames carry their number in the video."""
+"""A LeRobot folder, version 3, by its documented format. The frames of its episodes show their number in the video."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from tests.support.media_files import numbered_frame, video_bytes
 
 FPS = 10
 TOP = "observation.images.top"
-LENGTHS = [12, 17, 22, 9]  # frames of the episodes
-VIDEO_FILES, DATA_FILES = [(0, 0), (0, 0), (0, 0), (1, 0)], [(0, 0), (0, 1), (0, 1), (0, 1)]  # chunk and file of each
+LENGTHS = [12, 17, 22, 9]  # numbers of frames of the episodes
+# chunk and file of each episode
+VIDEO_FILES, DATA_FILES = [(0, 0), (0, 0), (0, 0), (1, 0)], [(0, 0), (0, 1), (0, 1), (0, 1)]
 FEATURES: dict[str, Any] = {
     TOP: {"dtype": "video", "shape": [48, 64, 3]},
     "observation.state": {"dtype": "float32", "shape": [2]},
@@ -41,7 +42,7 @@ def _file(folder: Path, kind: str, chunk: int, file: int, suffix: str) -> Path:
 
 
 def _where(episode: int, begin: int) -> dict[str, Any]:
-    """The columns that say where the video of an episode is."""
+    """Return the columns with the location of an episode's video."""
     chunk, file = VIDEO_FILES[episode]
     seconds = {"from_timestamp": begin / FPS, "to_timestamp": (begin + LENGTHS[episode]) / FPS}
     return {
@@ -56,9 +57,11 @@ def _png(number: int) -> bytes:
 
 
 def write_lerobot(folder: Path, *, images: bool = False, lacking: int = 0, **info: Any) -> Path:
-    """The folder. The state of a frame is its number in its video, then that among all frames.
+    """Write the folder, and return it.
 
-    `images`: instead of videos, as LeRobot's `use_videos=False` writes; `lacking`: last frames that videos do not have.
+    The state of a frame is its number in its video, then its number among all frames. `images` writes images in place
+    of
+    videos, as LeRobot's `use_videos=False`. `lacking` last frames are missing from the videos.
     """
     firsts = np.cumsum([0, *LENGTHS])
     begins = [

@@ -1,4 +1,4 @@
-"""A video and a sound of known arrays, for encoders: nothing is decoded."""
+"""A video and an audio of known arrays, for encoders, without decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.support.media_files import tone
 
 
 class ArrayVideo:
-    """Frames uint8 (n, 3, height, width), `fps` a second; resized by Pillow. `shown`: those asked for."""
+    """Video of frames uint8 (n, 3, height, width), `fps` per second, resized by Pillow. `shown` lists the read
+    frames.
+    """
 
     def __init__(self, pixels: NDArray[np.uint8], fps: float) -> None:
         self.pixels, self.fps = pixels, fps
@@ -23,7 +25,7 @@ class ArrayVideo:
         self.shown: list[int] = []
 
     def frames(self, times_s: Sequence[float], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-        """The frames on display at these times, which may be rounded by half a millisecond."""
+        """Return the frames displayed at these times, which may be rounded by half a millisecond."""
         numbers = [math.floor((time + 0.0005) * self.fps) for time in times_s]
         self.shown += numbers
         found = self.pixels[numbers]
@@ -36,24 +38,24 @@ def _resized(frame: NDArray[np.uint8], size: tuple[int, int]) -> Any:
 
 
 def plain_video(frames: int, fps: float, size: tuple[int, int]) -> ArrayVideo:
-    """Frame n is of shade n."""
+    """Return a video in which frame n has shade n."""
     shades = np.arange(frames, dtype=np.uint8)[:, None, None, None]
     return ArrayVideo(np.broadcast_to(shades, (frames, 3, size[1], size[0])), fps)
 
 
 def noisy_video(frames: int, fps: float, size: tuple[int, int]) -> ArrayVideo:
-    """Smooth noise, another in each frame."""
+    """Return a video of smooth noise that differs in each frame."""
     small = np.random.default_rng(frames).integers(0, 256, (frames, 3, 9, 12), np.uint8)
     return ArrayVideo(np.stack([_resized(frame, size) for frame in small]), fps)
 
 
 class ToneAudio:
-    """A rising tone of so many samples at 16 kHz."""
+    """A rising tone of some samples at 16 kHz."""
 
     def __init__(self, samples: int) -> None:
         self.duration_s = samples / 16000
         self.tone = tone(self.duration_s, 16000, 1)[:, :samples]
 
     def samples(self, start_s: float = 0.0, stop_s: float | None = None, **_: Any) -> NDArray[np.float32]:
-        """All of it."""
+        """Return the whole tone."""
         return self.tone

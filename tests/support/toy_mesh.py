@@ -1,8 +1,9 @@
 """One of four processes, two data-parallel ranks of two peers each, under torchrun.
 
-It is started by `-m tests.support.toy_mesh SHARDS FOLDER HOW LAYOUT …`. HOW is "groups", or "mesh": then the loader
-gets a slice of a device mesh, and each process saves a checkpoint of torch.distributed.checkpoint; both take seconds
-to import. What it saw with each layout, of "tp", "pp" and "cp", is in FOLDER/LAYOUT_R.pt.
+The command is `-m tests.support.toy_mesh SHARDS FOLDER HOW LAYOUT …`. HOW is "groups" or "mesh". With "mesh", the
+loader
+gets a slice of a device mesh, and each process saves a checkpoint of torch.distributed.checkpoint; both take seconds to
+import. The results for each layout, "tp", "pp" or "cp", are in FOLDER/LAYOUT_R.pt.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.context_parallel import cut_context, join_context
 from task_encoders.parts.token_packing import batch_tokens, document, pack_tokens, padded_length
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 
 SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 4}
 STEPS, AFTER = 5, 4
 
 
 class Letters(sp.TaskEncoder):
-    """Text as bytes, each document padded for two context-parallel ranks."""
+    """An encoder of text as bytes, with each document padded for two context-parallel ranks."""
 
     global_rng = False
 
@@ -46,13 +47,13 @@ class Letters(sp.TaskEncoder):
 
 
 def packed_pipeline(shards: str, lane: sp.Lane, *, epochs: int | None = None) -> custom.Stage:
-    """Packs of short texts."""
+    """Return packs of short texts."""
     items = sp.Encode(sp.TarShardReader(shards, lane, epochs=epochs), Letters())
     return sp.Batcher(sp.OnlinePacker(items, max_length=32, open_packs=3), size=2)
 
 
 def find_groups(how: str, layout: str) -> tuple[Any, Any]:
-    """A loader's `ranks`, for the data-parallel rank it is of, and the group of the peers that share it."""
+    """Return a loader's `ranks`, with its data-parallel rank, and the group of the peers that share it."""
     if how == "mesh":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", layout))
         return mesh["dp"], mesh.get_group(layout)
@@ -62,10 +63,10 @@ def find_groups(how: str, layout: str) -> tuple[Any, Any]:
 
 
 def run(shards: str, folder: Path, how: str, layout: str) -> dict[str, Any]:
-    """Train a while, save, go on; then a finite run, in "pp" by the first stage alone."""
+    """Train a few steps, save, and continue; then run a finite epoch, in "pp" on the first stage alone."""
     ranks, peers = find_groups(how, layout)
     loader = sp.SavableLoader(partial(packed_pipeline, shards), ranks=ranks, **SETTINGS)
-    seen: dict[str, Any] = {"peer": dist.get_rank(peers), "before": take(loader, STEPS)}
+    seen: dict[str, Any] = {"peer": dist.get_rank(peers), "before": next_hashes(loader, STEPS)}
     seen["state"], seen["global"] = loader.state_dict(), loader.global_state_dict()
     if how == "mesh":
         import torch.distributed.checkpoint as dcp
@@ -76,12 +77,12 @@ def run(shards: str, folder: Path, how: str, layout: str) -> dict[str, Any]:
     if layout == "cp":
         seen["joined"] = [digest(exchanged(batch, peers)) for batch in batches]
     finite = sp.SavableLoader(partial(packed_pipeline, shards, epochs=1), ranks=ranks, **SETTINGS)
-    seen["epoch"] = take(finite, 1000) if layout != "pp" or seen["peer"] == 0 else None
+    seen["epoch"] = next_hashes(finite, 1000) if layout != "pp" or seen["peer"] == 0 else None
     return seen
 
 
 def exchanged(batch: dict[str, Any], peers: Any) -> dict[str, Any]:
-    """The whole batch, of the parts of which each context-parallel rank has one."""
+    """Return the whole batch, gathered from the parts of the context-parallel ranks."""
     size = dist.get_world_size(peers)
     part = cut_context(batch, dist.get_rank(peers), size)
     assert part["tokens"].shape[1] * size == batch["tokens"].shape[1]

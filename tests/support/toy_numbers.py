@@ -1,4 +1,4 @@
-"""An evaluation whose length can be counted beforehand."""
+"""An evaluation of a known length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from savable_pipeline import custom
 
 
 class Numbers(sp.TaskEncoder):
-    """A batch is a dict of the samples' numbers, and of numbers drawn for each of them and for the batch."""
+    """An encoder whose batch is a dict of the samples' numbers, and of random numbers for each of them and for the
+    batch.
+    """
 
     global_rng = False
     one_to_one = True
@@ -24,5 +26,5 @@ class Numbers(sp.TaskEncoder):
 
 
 def counted_pipeline(shards: str, lane: sp.Lane, *, size: int = 2, shuffle: bool = True) -> custom.Stage:
-    """Reader, encoder and batcher, one row a sample."""
+    """Return a reader, an encoder and a batcher, with one row per sample."""
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=1, shuffle=shuffle), Numbers()), size=size)

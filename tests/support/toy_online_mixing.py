@@ -1,6 +1,6 @@
-"""A mixture that follows the losses of its domains, as those of DoReMi and ODM do, by exponentiated gradient.
+"""A mixture that follows the losses of its domains by exponentiated gradient, as in DoReMi and ODM.
 
-Every few steps a domain's weight grows by exp(rate · its running loss), and a part of all is given to each alike.
+Every few steps, a domain's weight is multiplied by exp(rate · its running loss). A fixed share is spread evenly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EVERY, RATE, EVEN, KEPT = 6, 1.0, 0.05, 0.8
 
 
 class Points(sp.TaskEncoder):
-    """Points of a line, each domain with its own slope; those of the last are noisy."""
+    """An encoder of points of a line, with a slope per domain. Those of the last domain are noisy."""
 
     def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
         domain, x = DOMAINS.index(sample.source), sample.json()["id"] % 11 / 11
@@ -31,19 +31,19 @@ class Points(sp.TaskEncoder):
 
 
 def domains(shards: str, lane: sp.Lane) -> custom.Stage:
-    """The domains, in equal parts until something else is decided."""
+    """Return the domains, with equal weights until others are decided."""
     sources = {name: sp.TarShardReader(f"{shards}/{name}", lane) for name in DOMAINS}
     blend = sp.Blend(sources, weights=dict.fromkeys(DOMAINS, 1))
     return sp.Batcher(sp.Encode(sp.ShuffleBuffer(blend, size=5), Points()), size=8)
 
 
 def mixed_loader(shards: str, rank: int = 0, world_size: int = 1) -> sp.SavableLoader:
-    """The loader of a rank."""
+    """Return the loader of a rank."""
     return sp.SavableLoader(partial(domains, shards), seed=3, lanes=4, ranks=(rank, world_size))
 
 
 class Mixed(nn.Module):
-    """A slope of each domain; its state has the running losses and the weights, too."""
+    """A model with a slope per domain. Its state includes the running losses and the weights."""
 
     losses: Tensor  # float32 (domains,)
     weights: Tensor  # float32 (domains,)
@@ -55,7 +55,7 @@ class Mixed(nn.Module):
         self.register_buffer("weights", torch.full((len(DOMAINS),), 1 / len(DOMAINS)))
 
     def train_on(self, batch: Any) -> None:
-        """One step of gradient descent, after which the running losses of the batch's domains follow."""
+        """Make one step of gradient descent, and update the running losses of the batch's domains."""
         x, y = batch["points"]
         each = (self.slopes[batch["domain"]] * x - y).square()
         (gradient,) = torch.autograd.grad(each.mean(), self.slopes)
@@ -66,14 +66,14 @@ class Mixed(nn.Module):
                 self.losses[domain] = KEPT * self.losses[domain] + (1 - KEPT) * loss
 
     def new_weights(self) -> dict[str, float]:
-        """The weights by the losses so far, which are those of the next steps."""
+        """Compute the weights of the next steps from the running losses."""
         grown = self.weights * torch.exp(RATE * self.losses)
         self.weights = (1 - EVEN) * grown / grown.sum() + EVEN / len(DOMAINS)
         return dict(zip(DOMAINS, self.weights.tolist(), strict=True))
 
 
 class MixedTraining:
-    """A model and its loader; `batches` are those it was trained on, `decided` the weights, by their first slot."""
+    """A model and its loader. `batches` lists what it was trained on, and `decided` the weights by their first slot."""
 
     def __init__(self, shards: str, saved: Any = None) -> None:
         self.model, self._loader = Mixed(), mixed_loader(shards)
@@ -84,7 +84,7 @@ class MixedTraining:
             self._loader.load_state_dict(saved["loader"])
 
     def train(self, steps: int) -> None:
-        """Train up to this step of the run."""
+        """Train up to a step of the run."""
         while (step := self._loader.state_dict()["slot"]) < steps:
             if step and step % EVERY == 0 and step not in self.decided:
                 weights = self.model.new_weights()
@@ -93,5 +93,5 @@ class MixedTraining:
             self.model.train_on(self.batches[-1])
 
     def saved(self) -> dict[str, Any]:
-        """Model and loader."""
+        """Return the states of model and loader."""
         return {"model": self.model.state_dict(), "loader": self._loader.state_dict()}

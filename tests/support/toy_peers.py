@@ -1,6 +1,6 @@
-"""Ranks that share one decode, as processes: started by `forked_ranks` with a function of this file and its arguments.
+"""Ranks that share batches, as processes that `forked_ranks` starts with a function of this file and its arguments.
 
-Each writes what it returns to FOLDER/RANK.pt.
+Each rank writes the function's result to FOLDER/RANK.pt.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch.distributed as dist
 import savable_pipeline as sp
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.savable_loader import run_of
-from tests.support.peer_threads import alone
-from tests.support.streams import take
+from tests.support.peer_threads import unshared_loader
+from tests.support.streams import next_hashes
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below one."""
+    """Return the processes below one."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     children = [int(child) for task in tasks for child in task.read_text().split()]
     return [each for child in children for each in (child, *descendants(child))]
 
 
 def groups_of(size: int) -> tuple[Any, Any]:
-    """The data group and the sharing group of this process, where `size` processes in a row share."""
+    """Return the data group and the sharing group of this process, where `size` consecutive processes share."""
     world = dist.get_world_size()
     data = [list(range(peer, world, size)) for peer in range(size)]
     shared = [list(range(first, first + size)) for first in range(0, world, size)]
@@ -37,41 +37,41 @@ def groups_of(size: int) -> tuple[Any, Any]:
 
 
 def in_groups(shards: str, size: int, **settings: Any) -> sp.SavableLoader:
-    """A loader of ranks of which `size` in a row share batches."""
+    """Return a loader of ranks of which `size` consecutive ones share batches."""
     data, shared = groups_of(size)
-    return alone(Path(shards), ranks=sp.Ranks.of(data, share=shared), **settings)
+    return unshared_loader(Path(shards), ranks=sp.Ranks.of(data, share=shared), **settings)
 
 
 def in_mesh(shards: str, **settings: Any) -> sp.SavableLoader:
-    """A loader of two data-parallel ranks of two peers, by a device mesh."""
+    """Return a loader of two data-parallel ranks of two peers, by a device mesh."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return alone(Path(shards), ranks=sp.Ranks.of(mesh, share=("tp",)), **settings)
+    return unshared_loader(Path(shards), ranks=sp.Ranks.of(mesh, share=("tp",)), **settings)
 
 
 def train(shards: str, how: str, workers: str) -> dict[str, Any]:
-    """Take some batches, save, take more; then one epoch, at whose end the ranks vote."""
+    """Take some batches, save, and take more; then run one epoch, at whose end the ranks vote."""
     make = in_mesh if how == "mesh" else lambda shards, **settings: in_groups(shards, int(how), **settings)
     with make(shards, num_workers=int(workers)) as loader:
-        seen: dict[str, Any] = {"before": take(loader, 6)}
+        seen: dict[str, Any] = {"before": next_hashes(loader, 6)}
         seen["state"], seen["global"] = loader.state_dict(), loader.global_state_dict()
-        seen["after"] = take(loader, 4)
+        seen["after"] = next_hashes(loader, 4)
         seen["links"] = [reader.is_local for reader in run_of(loader).backend._readers]  # type: ignore[attr-defined]
     with make(shards, num_workers=int(workers), epochs=1) as finite:
-        seen["epoch"] = take(finite, 1000)
+        seen["epoch"] = next_hashes(finite, 1000)
     return seen
 
 
-STOPPED_TIMEOUT_S = 8.0  # of a run in which a rank stops
+STOPPED_TIMEOUT_S = 8.0  # time limit of a run in which a rank stops
 
 
 def die(shards: str, victim: str, workers: str, kind: str = "SIGKILL") -> dict[str, Any]:
-    """Take batches of one group until the victim gets a signal. The last survivor kills one that stopped."""
+    """Take batches of one group until the victim gets a signal. The last survivor kills a victim that stopped."""
     store: Any = dist.distributed_c10d._get_default_store()
     timeout = sp.Workers(timeout=STOPPED_TIMEOUT_S if kind == "SIGSTOP" else 600)
     with in_groups(shards, dist.get_world_size(), num_workers=int(workers), workers=timeout) as loader:
-        seen: dict[str, Any] = {"batches": take(loader, 3)}
+        seen: dict[str, Any] = {"batches": next_hashes(loader, 3)}
         if dist.get_rank() == int(victim):
             torch.save(seen, f"{shards}/../{victim}.pt")
             store.set("victim", str(os.getpid()))
@@ -79,7 +79,7 @@ def die(shards: str, victim: str, workers: str, kind: str = "SIGKILL") -> dict[s
         started = time.monotonic()
         try:
             while True:
-                seen["batches"] += take(loader, 1)
+                seen["batches"] += next_hashes(loader, 1)
         except SavableError as error:
             seen["error"] = str(error)
         seen["state"], seen["waited_s"] = loader.state_dict(), time.monotonic() - started
@@ -89,12 +89,12 @@ def die(shards: str, victim: str, workers: str, kind: str = "SIGKILL") -> dict[s
 
 
 def wrong_groups(shards: str) -> dict[str, Any]:
-    """The data groups do not fit the sharing groups."""
+    """Open a loader whose data groups do not fit the sharing groups."""
     data, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
     shared, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     dist.barrier()
     errors = []
-    for _ in range(2):  # the first time, none has said what it is
+    for _ in range(2):  # at the first attempt, no rank has published its groups
         try:
             sp.Ranks.of(data, share=shared)
         except ValueError as error:

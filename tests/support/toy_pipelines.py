@@ -1,4 +1,4 @@
-"""A pipeline over every store, with every way to join, blend, encode, pack, batch and balance, and its encoder."""
+"""A pipeline over any store, with every way to join, blend, encode, pack, batch and balance, and its encoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.toy_stores import number_of, reader_of
 
 
 class ToyEncoder(sp.TaskEncoder):
-    """Skips every seventh sample, makes three of every fifth, and draws from all generators in every method."""
+    """An encoder that skips every seventh sample, returns three items of every fifth, and draws from all generators."""
 
     def __init__(self, *, skip: int = 7, fan_out: int = 5) -> None:
         self.skip = skip
@@ -45,7 +45,7 @@ class ToyEncoder(sp.TaskEncoder):
         return int(item["id"] % 3)
 
     def third(self, item: Any) -> int:
-        """The group of an item."""
+        """Return the group of an item."""
         return int(item["length"]) % 3
 
     def cut(self, item: Any, start: int, stop: int) -> Any:
@@ -61,8 +61,8 @@ class ToyEncoder(sp.TaskEncoder):
         return {"skip": self.skip, "fan_out": self.fan_out}
 
 
-class TellingEncoder(ToyEncoder):
-    """Tells lengths and images without encoding, where encoding gives one item."""
+class MeasuringEncoder(ToyEncoder):
+    """The same encoder, which also measures samples without encoding if they have one item."""
 
     def length_of(self, sample: sp.Sample) -> int | None:
         number = number_of(sample)
@@ -75,19 +75,19 @@ class TellingEncoder(ToyEncoder):
 
 
 def draw(rng: sp.Rng) -> list[Any]:
-    """Numbers from every source of randomness an encoder has."""
+    """Return numbers from every source of randomness of an encoder."""
     own = [rng.random(), rng.integers(10), rng.normal(), rng.choice("abc"), rng.permutation(3)]
     made = [rng.numpy.random(), torch.rand(2, generator=rng.torch), rng.python.random()]
     return [*own, *made, random.random(), np.random.rand(2), torch.randn(3)]
 
 
 def by_parity(item: Any) -> tuple[str, int]:
-    """A group that is a tuple."""
+    """Return a group that is a tuple."""
     return "parity", int(item["length"]) % 2
 
 
 def in_pairs(lengths: list[int], *, most: int) -> Sequence[Sequence[int]]:
-    """A packing function: the longest with the shortest where they fit, else alone."""
+    """Return packs of the longest item with the shortest if both fit, else alone: a packing function."""
     order = sorted(range(len(lengths)), key=lambda place: (lengths[place], place))
     groups: list[list[int]] = []
     while order:
@@ -99,7 +99,7 @@ def in_pairs(lengths: list[int], *, most: int) -> Sequence[Sequence[int]]:
 
 
 class InPairs:
-    """`in_pairs` with its limit, which a state must agree on."""
+    """`in_pairs` as an object with its limit in the settings, which a state must match."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -111,8 +111,8 @@ class InPairs:
         return {"most": self.most}
 
 
-class AtRandom:
-    """Chooses packs of items at random, of different sizes, with generators of several kinds."""
+class RandomPacks:
+    """A chooser of random packs of different sizes, with generators of several kinds."""
 
     def __init__(self, *, drops: bool) -> None:
         self.drops = drops
@@ -163,16 +163,19 @@ def toy_pipeline(
     exclude: str | None = None,
     own: Collection[str] = (),
 ) -> custom.Stage:
-    """Every stage, each with its settings, or without it.
+    """Return a pipeline with every stage, each with its settings or omitted.
 
-    `blend` is None, "samples" (readers), "items" (branches), "nested" or "ending" (one source ends). `weights` is how:
-    "fixed", "none" given, one of them "zero", or a schedule by "step" or "linear", with changes at `point` samples and
-    twice that. `pack` is a policy, "function", "items" (`ItemPacker`), or batches by "buckets", "groups" or "both".
-    `candidates` is that of a `Balance`, or of buckets; `tells`: the encoder tells lengths without encoding. `own` names
-    the kinds of stages, of "samples", "items" and "batches", after which a user's own stage of that kind stands.
-    Nothing is encoded twice: ranks of some tests are threads, which share the global generators.
+    `blend` is None, "samples" (readers), "items" (branches), "nested" or "ending" (one source ends). `weights` is
+    "fixed",
+    "none" for no weights, "zero" for one weight of 0, or a schedule by "step" or "linear", with changes at `point`
+    samples
+    and twice that. `pack` is a policy, "function", "items" (`ItemPacker`), or batches by "buckets", "groups" or "both".
+    `candidates` is that of a `Balance`, or of buckets. With `tells`, the encoder measures without encoding. `own` has
+    kinds
+    of stages, "samples", "items" and "batches", after which a user's own stage of that kind follows. Nothing is encoded
+    twice, because ranks of some tests are threads, which share the global generators.
     """
-    encoder = (TellingEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)
+    encoder = (MeasuringEncoder if tells else ToyEncoder)(skip=skip, fan_out=fan_out)
     cost = sp.attention_cost(hidden=1, per_image=3)
 
     def reader(shuffle: bool = shuffle, epochs: float | None = epochs) -> custom.SampleStage:
@@ -214,7 +217,7 @@ def toy_pipeline(
         same: Any = {} if candidates is None else {"same_bucket": True, "candidates": candidates}
         return batched(custom.BucketBatcher(stage, bounds=bounds, group=group, size=sizes, drop_last=drop_last, **same))
     if pack == "items":
-        select = AtRandom(drops=skip > 0)
+        select = RandomPacks(drops=skip > 0)
         stage = custom.ItemPacker(stage, size=4 * open_packs + 1, select=select, max_buffer_bytes=max_buffer_bytes)
     elif pack is not None:
         stage = sp.OnlinePacker(
@@ -234,7 +237,7 @@ def toy_pipeline(
 
 
 def weights_of(names: list[str], how: str, by: str, point: int) -> Any:
-    """Weights of sources; in a schedule the second begins and the first ends, or all change together."""
+    """Return weights of sources. In a schedule the second starts and the first ends, or all change together."""
     fixed = {name: 1 + 2 * i for i, name in enumerate(names)}
     if how == "none" and by == "samples":
         return None
@@ -249,12 +252,12 @@ def weights_of(names: list[str], how: str, by: str, point: int) -> Any:
 
 
 def reads_of(blend: str | None) -> int:
-    """How often the pipeline reads each sample in an epoch."""
+    """Return how often the pipeline reads each sample in an epoch."""
     return 1 if blend is None else 3
 
 
 def numbers(batch: Any) -> list[int]:
-    """The ids of the samples in a batch of the toy pipeline."""
+    """Return the ids of the samples in a batch of the toy pipeline."""
     found: list[int] = []
     for item in batch["items"]:
         found += item["id"] if isinstance(item["id"], list) else [item["id"]]

@@ -1,4 +1,4 @@
-"""Small folders of MDS and of LitData, written from the facts of the formats, not by their libraries."""
+"""Small folders of MDS and of LitData, written from the formats' definitions without their libraries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAF = {"type": None, "context": None, "children_spec": []}
 
 
 def block(records: list[bytes], config: bytes = b"") -> bytes:
-    """Number of records, where each begins and the last ends, a header that is passed over, the records."""
+    """Return a chunk: the number of records, the start of each and the end, a header, the records."""
     first = 4 + 4 * (len(records) + 1) + len(config)
     offsets = accumulate((len(record) for record in records), initial=first)
     head = b"".join(struct.pack("<I", number) for number in (len(records), *offsets))
@@ -29,7 +29,7 @@ def block(records: list[bytes], config: bytes = b"") -> bytes:
 
 
 def record(fields: list[bytes], fixed: list[int | None] | None = None) -> bytes:
-    """The sizes of the fields that have none of their own, then the fields."""
+    """Return the sizes of the fields that have no fixed size, then the fields."""
     fixed = fixed or [None] * len(fields)
     sizes = [struct.pack("<I", len(data)) for data, size in zip(fields, fixed, strict=True) if not size]
     return b"".join(sizes + fields)
@@ -44,7 +44,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def cut(rows: list[T], a_file: int | list[int]) -> list[list[T]]:
-    """The rows of each file: so many in each, or as listed."""
+    """Split rows into files: a fixed number per file, or the listed numbers."""
     counts = [a_file] * -(-len(rows) // a_file) if isinstance(a_file, int) else a_file
     return [rows[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
@@ -58,7 +58,7 @@ def write_mds(
     a_shard: int | list[int] = 4,
     packed: str = "",
 ) -> Path:
-    """Rows of encoded columns; those in `sizes` have that size in every row. `packed` is a compression of theirs."""
+    """Write rows of encoded columns. Those in `sizes` have that size in every row. `packed` is their compression."""
     folder.mkdir(parents=True, exist_ok=True)
     fixed = [(sizes or {}).get(name) for name in columns]
     shards = []
@@ -87,20 +87,20 @@ def write_mds(
 
 
 def write_captioned_mds(folder: Path, count: int = 10, **settings: Any) -> Path:
-    """Images, captions, labels and vectors."""
+    """Write images, captions, labels and vectors."""
     columns = {"caption": "str", "image": "jpeg", "label": "int", "vector": "ndarray:float32:2"}
     rows = [[f"no. {i}".encode(), jpeg(i), struct.pack("<q", i), np.full(2, i, "f4").tobytes()] for i in range(count)]
     return write_mds(folder, columns, rows, sizes={"label": 8, "vector": 8}, **settings)
 
 
 def dict_spec(names: list[str], children: list[Any] | None = None) -> dict[str, Any]:
-    """The tree of a dict, as torch writes it."""
+    """Return the tree of a dict in torch's notation."""
     children = children or [LEAF] * len(names)
     return {"type": "builtins.dict", "context": json.dumps(names), "children_spec": children}
 
 
 def arrow_rows(rows: list[dict[str, Any]], *, compression: str | None = None, stream: bool = False) -> bytes:
-    """A chunk of rows in Arrow, two a batch, behind records without bytes."""
+    """Return a chunk of Arrow rows, two per batch, after records without bytes."""
     import pyarrow as pa
 
     table, sink = pa.Table.from_pylist(rows), pa.BufferOutputStream()
@@ -121,7 +121,7 @@ LAYOUTS: dict[str | None, Callable[[list[bytes]], bytes]] = {
 def write_litdata(
     folder: Path, formats: list[str], spec: Any, rows: list[list[bytes]], *, a_chunk: int | list[int] = 4, **config: Any
 ) -> Path:
-    """Rows of encoded leaves; `compression_level` says what is compressed by itself."""
+    """Write rows of encoded leaves. `compression_level` says which unit is compressed."""
     folder.mkdir(parents=True, exist_ok=True)
     chunks = []
     for number, some in enumerate(cut(rows, a_chunk)):
@@ -138,14 +138,14 @@ def write_litdata(
 
 
 def write_captioned_litdata(folder: Path, count: int = 10, level: str | None = None) -> Path:
-    """Images, captions and labels; `level` is what is compressed by itself: chunk or sample."""
+    """Write images, captions and labels. `level` is the compressed unit: chunk or sample."""
     rows = [[jpeg(i), f"no. {i}".encode(), struct.pack("<q", i)] for i in range(count)]
     packing = {"compression": "zstd", "compression_level": level} if level else {}
     return write_litdata(folder, ["jpeg", "str", "int"], dict_spec(["image", "caption", "label"]), rows, **packing)
 
 
 def write_arrow_litdata(folder: Path, count: int = 10, **settings: Any) -> Path:
-    """Images, captions and labels as rows in Arrow."""
+    """Write images, captions and labels as rows of Arrow."""
     write_litdata(folder, ["bytes", "str", "int"], dict_spec(["image", "caption", "label"]), [[b""]] * count)
     for number, path in enumerate(sorted(folder.glob("*.bin"))):
         here = range(4 * number, min(4 * number + 4, count))

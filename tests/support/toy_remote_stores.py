@@ -1,4 +1,4 @@
-"""Folders of every kind of file, with samples large enough that it matters which bytes of them are fetched."""
+"""Folders of every kind of file, with samples so large that the choice of fetched bytes matters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.toy_stores import numbered
 
 SIZES = [40, 66, 50, 80]
 NAMES = "{0000..0003}"
-PAD = 900  # bytes of a sample that nobody asks for
-TOKENS = 100  # of a document
+PAD = 900  # bytes of a sample that nobody reads
+TOKENS = 100  # tokens of a document
 
 
 def pads(count: int) -> list[bytes]:
-    """Bytes that do not compress."""
+    """Return bytes that do not compress."""
     draw = np.random.default_rng(1)
     return [draw.bytes(PAD) for _ in range(count)]
 
@@ -53,7 +53,7 @@ def write_jsonl(folder: Path) -> None:
 
 
 def write_tokens(folder: Path) -> None:
-    """Megatron's `.bin` and `.idx`, and `.npy`, in turn."""
+    """Write Megatron's `.bin` and `.idx`, and `.npy`, alternately."""
     first = 0
     for shard, size in enumerate(SIZES):
         tokens = np.arange(first, first + size * TOKENS, dtype=np.int32).reshape(size, TOKENS)
@@ -72,7 +72,7 @@ def write_tokens(folder: Path) -> None:
 def records(folder_of: Callable[..., Any]) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         numbers = range(sum(SIZES))
-        data = (pad[: PAD // 3] for pad in pads(sum(SIZES)))  # of which a shard fits a small cache
+        data = (pad[: PAD // 3] for pad in pads(sum(SIZES)))  # small enough that a shard fits a small cache
         rows = [[struct.pack("<q", number), pad] for number, pad in zip(numbers, data, strict=True)]
         folder_of(folder, rows)
 
@@ -105,11 +105,11 @@ READERS: dict[str, Any] = {
     "litdata": custom.LitDataReader,
 }
 KINDS = list(WRITERS)
-LISTED = ("mds", "litdata")  # by an index.json
+LISTED = ("mds", "litdata")  # kinds whose files an index.json lists
 
 
 def names_of(kind: str) -> list[str]:
-    """The names of the files of a folder."""
+    """Return the names of the files of a folder."""
     if kind == "mds":
         return [f"shard.{shard:05d}.mds.zstd" for shard in range(len(SIZES))]
     if kind == "litdata":
@@ -120,12 +120,12 @@ def names_of(kind: str) -> list[str]:
 
 
 def urls_of(url: str, kind: str) -> str | list[str]:
-    """The addresses of the files of a folder below `url`; of one whose index.json names them, its own."""
+    """Return the URLs of a folder's files below `url`, or the folder's own if its index.json lists them."""
     return f"{url}/{kind}/" if kind in LISTED else [f"{url}/{kind}/{name}" for name in names_of(kind)]
 
 
 class Ids(sp.TaskEncoder):
-    """The number, the key and a random number of each sample."""
+    """An encoder of the number, the key and a random number of each sample."""
 
     global_rng = False
 

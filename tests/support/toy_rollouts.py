@@ -1,7 +1,7 @@
-"""Rollouts as NeMo-RL's asynchronous trainer makes them, in virtual time: prompts in flight, and gaps filled.
+"""Rollouts as in NeMo-RL's asynchronous trainer, in virtual time: prompts in flight, and gaps filled.
 
-prompts ──▶ 96 in generation, each as long as it takes ──▶ finished ──▶ 32 at a time trained, then `acknowledge`
-            when some finish, as many are taken
+prompts ──▶ 96 in generation, of different durations ──▶ finished ──▶ 32 at a time trained, then `acknowledge`
+            each finished one is replaced
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPTS, IN_FLIGHT, TRAINED_TOGETHER = 736, 96, 32
 
 
 class Prompts(sp.TaskEncoder):
-    """A batch is the numbers of its prompts."""
+    """An encoder whose batch is the numbers of its prompts."""
 
     one_to_one = True
 
@@ -36,31 +36,31 @@ class Prompts(sp.TaskEncoder):
 
 
 def prompts(shards: str, lane: sp.Lane) -> custom.Stage:
-    """One prompt a batch, each once an epoch."""
+    """Return batches of one prompt, each once per epoch."""
     return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane, epochs=1), Prompts()), size=1)
 
 
 def loaders(shards: str, world_size: int, *, acknowledge: bool) -> list[sp.SavableLoader]:
-    """One loader of each rank; padded, for else ranks that resume at a slot they do not divide leave the last out."""
+    """Return one loader per rank. With padding, ranks that resume at a slot they do not divide lose no prompt."""
     make = partial(sp.SavableLoader, partial(prompts, shards), seed=3, lanes=8, tail="pad", acknowledge=acknowledge)
     return [make(ranks=(rank, world_size)) for rank in range(world_size)]
 
 
 def duration(prompt: int) -> float:
-    """How long a prompt is in generation: most are short, a few take a hundred times as long."""
+    """Return the duration of a prompt's generation: mostly short, and a hundred times longer for a few."""
     return random.Random(prompt).paretovariate(1.1)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Of the trainer and of its loaders: how often the model was trained on each prompt, and their state."""
+    """Checkpoint of a trainer and its loaders: how often the model was trained on each prompt, and their state."""
 
     seen: Counter[int]
     loader: dict[str, Any]
 
 
 class Rollouts:
-    """A trainer with a loader of each rank, from the beginning or from a checkpoint."""
+    """A trainer with a loader per rank, from the start or from a checkpoint."""
 
     def __init__(
         self, shards: str, world_size: int, checkpoint: Checkpoint | None = None, *, acknowledge: bool
@@ -90,7 +90,9 @@ class Rollouts:
                 yield self.seen.total()
 
     def _open(self, step: list[Any]) -> Iterator[tuple[int, int, list[int]]]:
-        """Rank, prompt and receipt of what is to be rolled out; rows with receipt -1, or not valid, are not."""
+        """Yield rank, prompt and receipt of each row to roll out. Rows with receipt -1, or that are not valid, are
+        omitted.
+        """
         for rank, batch in enumerate(step):
             receipt = batch["receipts"][0].tolist() if self._acknowledge else [0, 0]
             if receipt[0] >= 0 and batch["valid"][0]:
@@ -103,5 +105,5 @@ class Rollouts:
                 self._ranks[rank].acknowledge([receipt])
 
     def checkpoint(self) -> Checkpoint:
-        """The model and the loaders, between two updates."""
+        """Return the state of the model and the loaders, between two updates."""
         return Checkpoint(Counter(self.seen), sp.merge_states(rank.state_dict() for rank in self._ranks))

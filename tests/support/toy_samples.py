@@ -1,4 +1,4 @@
-"""Samples made by hand, images of known pixels, and real ones: scikit-learn's digits and Python's own source."""
+"""Samples of given parts, images of known pixels, and real ones: scikit-learn's digits and Python's own source."""
 
 from __future__ import annotations
 
@@ -24,52 +24,52 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|endoftext|>"]
 
 
 def sample(parts: dict[str, Any] | None = None, **more: Any) -> Sample:
-    """A sample with these parts, at no place in particular: bytes as they are, text as UTF-8, the rest as JSON."""
+    """Return a sample with these parts: bytes unchanged, text as UTF-8, and the rest as JSON."""
     given = {**(parts or {}), **more}
     return Sample(DetachedSample(1, "a", "0.tar", 0, {name: part(value) for name, value in given.items()}), 0, 0, 0, 0)
 
 
 def part(value: Any) -> bytes:
-    """The bytes of a part."""
+    """Return the bytes of a part."""
     if isinstance(value, bytes):
         return value
     return (value if isinstance(value, str) else json.dumps(value)).encode()
 
 
 def png(pixels: Any) -> bytes:
-    """An image file of uint8 (height, width, 3)."""
+    """Return an image file of uint8 (height, width, 3)."""
     file = io.BytesIO()
     Image.fromarray(np.asarray(pixels, dtype=np.uint8)).save(file, "png")
     return file.getvalue()
 
 
 def plain_png(width: int, height: int, shade: int = 0) -> bytes:
-    """An image file, all of it of one grey."""
+    """Return an image file of one grey."""
     return png(np.full((height, width, 3), shade))
 
 
-def words(text: str) -> list[int]:
-    """A word is its length."""
+def word_lengths(text: str) -> list[int]:
+    """Return the lengths of the words, as tokens."""
     return [len(word) for word in text.split()]
 
 
 def item(encoder: Any, given: Sample) -> dict[str, Any]:
-    """The one item of a sample that is not skipped."""
+    """Return the one item of a sample that is not skipped."""
     made = encoder.encode(given, Rng(7))
     assert not isinstance(made, Skip), made
     assert isinstance(made, dict)
     return made
 
 
-def plain(made: dict[str, Any]) -> dict[str, Any]:
-    """All but pixels, tensors as lists."""
+def without_pixels(made: dict[str, Any]) -> dict[str, Any]:
+    """Return everything except pixels, with tensors as lists."""
     kept = {name: value for name, value in made.items() if name not in ("image", "patches")}
     return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in kept.items()}
 
 
 @functools.cache
 def digits() -> list[tuple[bytes, int]]:
-    """The first 120 of scikit-learn's scanned digits: an image file of 8 × 8, and which digit it is."""
+    """Return the first 120 of scikit-learn's scanned digits: an image file of 8 × 8, and its digit."""
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
@@ -80,14 +80,14 @@ def digits() -> list[tuple[bytes, int]]:
 
 @functools.cache
 def python_sources() -> list[tuple[str, str]]:
-    """Name and text of the small modules at the top of Python's library, some 60."""
+    """Return name and text of the small modules at the top of Python's library, about 60."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return [(path.stem, path.read_text()) for path in files if path.stat().st_size < 8_000]
 
 
 @functools.cache
 def trained_tokenizer(vocab_size: int = 600) -> tokenizers.Tokenizer:
-    """A byte-level byte-pair tokenizer of Python's source, with the special tokens `SPECIAL`: ids 0 to 3."""
+    """Return a byte-level BPE tokenizer trained on Python's source, with the special tokens `SPECIAL`: ids 0 to 3."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -102,7 +102,7 @@ def trained_tokenizer(vocab_size: int = 600) -> tokenizers.Tokenizer:
 
 
 def write_samples(folder: Path, samples: list[dict[str, Any]], per_shard: int = 40) -> Path:
-    """Shards of samples, each a dict of parts as `sample` takes them."""
+    """Write shards of samples, each a dict of parts as in `sample`."""
     for first in range(0, len(samples), per_shard):
         numbered = enumerate(samples[first : first + per_shard], start=first)
         members = [(f"s{i:05d}.{name}", part(value)) for i, parts in numbered for name, value in parts.items()]

@@ -1,4 +1,4 @@
-"""A web server over real sockets that also speaks S3's listing, counts what it sends, and fails when it is told to."""
+"""A web server with S3's listing that counts what it sends, and fails on demand."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ import pytest
 
 from savable_pipeline.data.remote.session import close_scratch
 
-Fault = Callable[[str, int], str | None]  # of a path and the number of the request → what goes wrong with it
+Fault = Callable[[str, int], str | None]  # from a path and the number of the request to the name of a fault
 SLOW_S = 1.0
 
-PAGE = 1000  # objects of one answer about a bucket, as S3 gives
-_TURN = 1 << 14  # bytes of an answer that a limited link carries before those of another
-STALL_BYTES = 600_000  # that come before a stalled answer stalls
+PAGE = 1000  # objects per answer about a bucket, as in S3
+_TURN = 1 << 14  # bytes that an answer may send on a limited link before another one does
+STALL_BYTES = 600_000  # bytes sent before a stalled answer stalls
 STALL_S = 2.5
 
 
 class ToyServer(ThreadingHTTPServer):
-    """Serves the files below `folder` by GET with ranges and HEAD; the first part of a path is also a bucket."""
+    """A server of the files below `folder`, with GET with ranges and HEAD. The first part of a path is also a
+    bucket.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -41,15 +43,16 @@ class ToyServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.folder = folder
         self.fault: Fault = lambda path, number: None
-        self.ranges: list[tuple[str, int, int]] = []  # path, start and stop of all that was sent whole
+        self.ranges: list[tuple[str, int, int]] = []  # path, start and stop of every complete answer
         self.requests = 0
-        self.redirect = ""  # the address that every request is sent on to
-        self.headers: list[dict[str, str]] = []  # of the requests, as they came
-        self.link_bytes_per_s = 0.0  # of all answers together; 0: no limit
-        self.link_bytes = 0  # that the limited link has carried
+        self.redirect = ""  # the address to which every request is redirected
+        self.headers: list[dict[str, str]] = []  # headers of the requests
+        self.link_bytes_per_s = 0.0  # limit of all answers together; 0: none
+        self.link_bytes = 0  # bytes that the limited link has carried
         self._link_free_at = 0.0
-        self.changes = True  # whether objects come and go: if not, a bucket is looked at once
-        self._listed: dict[tuple[str, str], list[tuple[str, int, str]]] = {}  # by bucket and prefix, when last started
+        self.changes = True  # whether objects change; if not, a bucket is listed once
+        # by bucket and prefix, at the last listing from the start
+        self._listed: dict[tuple[str, str], list[tuple[str, int, str]]] = {}
         self.lock = threading.Lock()
 
     @property
@@ -57,11 +60,11 @@ class ToyServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def sent(self, suffix: str = ".tar") -> int:
-        """Bytes sent of files with this ending."""
+        """Return the number of sent bytes of files with this ending."""
         return sum(stop - start for path, start, stop in self.ranges if path.endswith(suffix))
 
     def page(self, bucket: str, prefix: str, first: int) -> tuple[list[tuple[str, int, str]], bool]:
-        """Names, sizes and ETags of the objects from the number `first` on, and whether there are more behind them."""
+        """Return names, sizes and ETags of the objects from number `first` on, and whether more follow."""
         rows = self._listed.get((bucket, prefix))
         if rows is None or (self.changes and not first):
             root = self.folder / bucket
@@ -72,7 +75,7 @@ class ToyServer(ThreadingHTTPServer):
         return rows[first : first + PAGE], first + PAGE < len(rows)
 
     def wait_for_link(self, size: int) -> None:
-        """Return when the link, which all answers share in small turns, has carried so many more bytes."""
+        """Wait until the link, which all answers share in small turns, has carried `size` more bytes."""
         with self.lock:
             self._link_free_at = max(time.monotonic(), self._link_free_at) + size / self.link_bytes_per_s
             self.link_bytes += size
@@ -80,7 +83,7 @@ class ToyServer(ThreadingHTTPServer):
         time.sleep(max(0.0, free_at - time.monotonic()))
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that go away are no news."""
+        """Ignore clients that disconnect."""
 
 
 def _tag(stat: os.stat_result) -> str:
@@ -89,7 +92,7 @@ def _tag(stat: os.stat_result) -> str:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # headers and body together: two small packets would wait 40 ms for each other
+    wbufsize = 1 << 16  # headers and body together, because two small packets would delay each other by 40 ms
     server: ToyServer
 
     def log_message(self, format: str, *args: object) -> None:
@@ -151,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(206, data[: len(data) // 2], {**headers, "Content-Length": str(len(data))})
             self.close_connection = True
             return
-        if fault == "stalled":  # after a part of it, for longer than anybody waits
+        if fault == "stalled":  # stops in the middle, for longer than any client waits
             self._send(206, data[:STALL_BYTES], {**headers, "Content-Length": str(len(data))})
             self.wfile.flush()
             time.sleep(STALL_S)
@@ -160,11 +163,11 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "gzip":
             self._send(206 if wanted else 200, gzip.compress(data), {**headers, "Content-Encoding": "gzip"})
             return
-        if fault == "less":  # than its own headers promise
+        if fault == "less":  # shorter than its headers promise
             data = data[: len(data) // 2]
         elif fault == "more":
             data += b"x" * 9
-        if fault is None:  # before it is sent: whoever has got it may look at once
+        if fault is None:  # counted before it is sent, because a client may read the counters at once
             with self.server.lock:
                 self.server.ranges.append((name, start, stop))
         self._send(206 if wanted else 200, data, headers)
@@ -201,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serving(folder: Path, port: int = 0) -> Iterator[ToyServer]:
-    """A server of this folder, on a free port unless one is given."""
+    """Start a server of this folder, on a free port unless `port` is set."""
     server = ToyServer(folder, port)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -214,10 +217,10 @@ def serving(folder: Path, port: int = 0) -> Iterator[ToyServer]:
 
 @contextlib.contextmanager
 def serving_a_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
-    """A server of `www` in this folder, which `s3://` means too; what passes through this machine lies in `node`."""
+    """Start a server of `www` in this folder, also for `s3://`. What passes through this machine is in `node`."""
     (folder / "www").mkdir(exist_ok=True)
     (folder / "node").mkdir()
-    get_temp_dir()  # of multiprocessing: for its sockets the path below would be too long
+    get_temp_dir()  # of multiprocessing; the path below would be too long for its sockets
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "node"))
     monkeypatch.setenv("SAVABLE_CACHE", str(folder / "cache"))
     monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**8))
@@ -229,7 +232,7 @@ def serving_a_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def s3_settings(server: ToyServer) -> dict[str, str]:
-    """The environment in which `s3://` URLs mean this server."""
+    """Return the environment in which `s3://` URLs refer to this server."""
     return {
         "AWS_ENDPOINT_URL": server.url,
         "AWS_ALLOW_HTTP": "true",
@@ -240,6 +243,6 @@ def s3_settings(server: ToyServer) -> dict[str, str]:
 
 
 def use_as_s3(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `s3://` URLs mean this server."""
+    """Make `s3://` URLs refer to this server."""
     for name, value in s3_settings(server).items():
         monkeypatch.setenv(name, value)

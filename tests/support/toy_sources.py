@@ -1,4 +1,4 @@
-"""A small source of every kind that `savable convert` reads, each of captioned images, to be converted in some way."""
+"""A small source of every kind that `savable convert` reads, each with captioned images."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any
 import zstandard
 
 from savable_pipeline.tools.convert import Options, Report, jobs, run_conversion
-from tests.support.toy_files import fill, jpeg, write_lines
+from tests.support.toy_files import jpeg, write_captioned_images, write_lines
 from tests.support.toy_records import write_arrow_litdata, write_captioned_litdata, write_captioned_mds
 
-Write = Callable[..., Path]  # of a folder, and how many samples if not 8; gives the source
+Write = Callable[..., Path]  # from a folder and the number of samples (default 8) to the source
 
 
 def records(count: int) -> list[dict[str, Any]]:
-    """Objects that name the images of `fill`, in turn."""
+    """Return objects that name the images of `write_captioned_images`, in order."""
     return [{"image": "000.jpg" if i % 2 else "b/001.jpg", "n": i} for i in range(count)]
 
 
 def files(folder: Path, count: int = 8) -> Path:
-    return fill(folder, count)
+    return write_captioned_images(folder, count)
 
 
 def mds(folder: Path, count: int = 8, **settings: Any) -> Path:
@@ -39,22 +39,22 @@ def litdata(folder: Path, count: int = 8, **settings: Any) -> Path:
 
 
 def jsonl(folder: Path, count: int = 8) -> Path:
-    return write_lines(fill(folder, 2) / "a.jsonl", *records(count))
+    return write_lines(write_captioned_images(folder, 2) / "a.jsonl", *records(count))
 
 
 def array(folder: Path, count: int = 8) -> Path:
-    (fill(folder, 2) / "a.json").write_text(json.dumps(records(count)))
+    (write_captioned_images(folder, 2) / "a.json").write_text(json.dumps(records(count)))
     return folder / "a.json"
 
 
 def table(folder: Path, count: int = 8, *, separator: str = ",", name: str = "t.csv") -> Path:
     lines = ["image,n", *(f"{record['image']},{record['n']}" for record in records(count))]
-    (fill(folder, 2) / name).write_text("\n".join(lines).replace(",", separator) + "\n")
+    (write_captioned_images(folder, 2) / name).write_text("\n".join(lines).replace(",", separator) + "\n")
     return folder / name
 
 
 def packed(write: Write, ending: str, folder: Path, count: int = 8) -> Path:
-    """The file of another source, compressed."""
+    """Write the file of another source, compressed."""
     plain = write(folder, count)
     pack = {".gz": partial(gzip.compress, mtime=0), ".xz": lzma.compress, ".zst": zstandard.compress}[ending]
     path = plain.with_name(plain.name + ending)
@@ -64,12 +64,12 @@ def packed(write: Write, ending: str, folder: Path, count: int = 8) -> Path:
 
 
 def tars(folder: Path, count: int = 8) -> Path:
-    run_conversion(fill(folder / "files", count), folder / "tars", Options(shard_samples=4))
+    run_conversion(write_captioned_images(folder / "files", count), folder / "tars", Options(shard_samples=4))
     return folder / "tars"
 
 
 def packed_tars(folder: Path, count: int = 8) -> Path:
-    """Two samples in each."""
+    """Write two samples per tar."""
     folder.mkdir(parents=True)
     for first in range(0, count, 2):
         with tarfile.open(folder / f"{first:03d}.tar.gz", "w:gz", format=tarfile.USTAR_FORMAT) as tar:
@@ -81,14 +81,14 @@ def packed_tars(folder: Path, count: int = 8) -> Path:
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """Images as HF datasets keeps them, captions and numbers."""
+    """Return images in the form of HF datasets, captions and numbers."""
     return [
         {"image": {"bytes": jpeg(i % 256), "path": f"{i}.jpg"}, "caption": f"no. {i}", "n": i} for i in range(count)
     ]
 
 
 def parquet(folder: Path, count: int = 8, *, below: str = "") -> Path:
-    """Two files, or in a folder `below` with what a clone from the hub has beside it."""
+    """Write two files, or in a folder `below` with the other files of a clone from the hub."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -103,7 +103,7 @@ def parquet(folder: Path, count: int = 8, *, below: str = "") -> Path:
 
 
 def arrow(folder: Path, count: int = 8, *, saved: bool = False) -> Path:
-    """A file of Arrow, or a folder as `save_to_disk` writes it."""
+    """Write a file of Arrow, or a folder like `save_to_disk`."""
     import pyarrow as pa
 
     folder.mkdir(parents=True)
@@ -140,7 +140,7 @@ SOURCES: dict[str, Write] = {
     "arrow": arrow,
     "hf": partial(arrow, saved=True),
 }
-# One of each way of reading, without those that know no settings.
+# One source for each way of reading, except those without settings.
 ONE_A_READER = {
     kind: SOURCES[kind] for kind in ("folder", "jsonl", "jsonl.gz", "array", "csv", "mds", "litdata", "tars")
 }
@@ -152,12 +152,12 @@ def convert_in_halves(source: Path, target: Path, **settings: Any) -> Report:
     return run_conversion(source, target, HALVES, reshard="tars" in source.name, **settings)
 
 
-def ranges_written(monkeypatch: Any) -> set[str]:
-    """The names of the ranges that are written from now on."""
+def watch_written_ranges(monkeypatch: Any) -> set[str]:
+    """Return the names of the ranges that are written from now on, as a set that grows."""
     names, write = set[str](), jobs.write_range
 
     def noted(job: Any, *more: Any) -> bytes:
-        names.update([job.name] if job.hashes is None else [])  # else it is compared
+        names.update([job.name] if job.hashes is None else [])  # a job with hashes only compares
         return write(job, *more)
 
     monkeypatch.setattr(jobs, "write_range", noted)

@@ -1,6 +1,6 @@
-"""The same numbered samples in every store, cut alike into shards: JSON `{"id": n}` with a key, or windows of tokens.
+"""The same numbered samples in every store, in equal shards: JSON `{"id": n}` with a key, or windows of tokens.
 
-PyArrow and the readers are imported where they are used: many small processes import this file.
+PyArrow and the readers are imported where they are used, because many short-lived processes import this file.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from savable_pipeline import custom
 from tests.support import toy_records
 from tests.support.shards import write_numbered_shards, write_tar
 
-WIDTH = 3  # tokens of a sample in a token file
+WIDTH = 3  # tokens per sample in a token file
 
 
 def numbered(sizes: list[int]) -> list[list[str]]:
-    """The JSON texts of each shard."""
+    """Return the JSON texts of each shard."""
     counted = iter(range(sum(sizes)))
     return [[json.dumps({"id": next(counted)}) for _ in range(size)] for size in sizes]
 
@@ -42,7 +42,7 @@ def _write_parquet(path: Path, texts: list[str], number: int) -> None:
 
 
 def _write_arrow(path: Path, texts: list[str], number: int) -> None:
-    """Streams and files in turn."""
+    """Write streams and files alternately."""
     import pyarrow as pa
 
     table = _table(texts)
@@ -63,14 +63,14 @@ def _write_csv(path: Path, texts: list[str], number: int) -> None:
 
 
 def _write_folder(folder: Path, sizes: list[int]) -> None:
-    """Files of one sample each: a folder is one shard."""
+    """Write files of one sample each. The folder is one shard."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(sum(sizes)):
         (folder / f"s{number:06d}.json").write_text(json.dumps({"id": number}))
 
 
 def _write_tokens(path: Path, texts: list[str], number: int) -> None:
-    """Sample n is the tokens from 3n up to 3n + 3."""
+    """Write tokens: sample n is the tokens 3n to 3n + 2."""
     first = WIDTH * json.loads(texts[0])["id"]
     np.save(path.with_suffix(".npy"), np.arange(first, first + WIDTH * len(texts), dtype=np.uint16))
 
@@ -82,13 +82,13 @@ def _files(write: Callable[[Path, list[str], int], None], folder: Path, sizes: l
 
 
 def _write_mds(folder: Path, sizes: list[int]) -> None:
-    """Compressed shards of an MDS folder."""
+    """Write compressed shards of an MDS folder."""
     rows = [[struct.pack("<q", number), f"s{number:06d}".encode()] for number in range(sum(sizes))]
     toy_records.write_mds(folder, {"id": "int", "key": "str"}, rows, sizes={"id": 8}, a_shard=sizes, packed="zstd")
 
 
 def _write_litdata(folder: Path, sizes: list[int]) -> None:
-    """Chunks of LitData whose items are compressed."""
+    """Write chunks of LitData with compressed items."""
     rows = [[struct.pack("<q", number), f"s{number:06d}".encode()] for number in range(sum(sizes))]
     packing = {"compression": "zstd", "compression_level": "sample"}
     spec = toy_records.dict_spec(["id", "key"])
@@ -117,22 +117,22 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mds": ("MdsReader", {"key": "key"}),
     "litdata": ("LitDataReader", {"key": "key"}),
 }
-KEYED = [kind for kind in READERS if kind != "tokens"]  # those whose samples have keys, as the tars have them
+KEYED = [kind for kind in READERS if kind != "tokens"]  # stores whose samples have keys, the same as in tars
 
 
 def reader_of(kind: str, files: str, lane: sp.Lane, **settings: Any) -> custom.SampleStage:
-    """The reader of this kind of store."""
+    """Return the reader of a kind of store."""
     name, own = READERS[kind]
     reader: custom.SampleStage = getattr(sp if name in sp.__all__ else custom, name)(files, lane, **own, **settings)
     return reader
 
 
 def number_of(sample: sp.Sample) -> int:
-    """The number of a sample of any store."""
+    """Return the number of a sample of any store."""
     return int(sample.array("tokens")[0]) // WIDTH if "tokens" in sample else int(sample.json()["id"])
 
 
 def write_captions(folder: Path, count: int) -> None:
-    """A tar of captions of most of the first `count` samples, to be joined."""
+    """Write a tar of captions, to be joined, for most of the first `count` samples."""
     captions = [(f"s{i:06d}.txt", f"caption {i}".encode()) for i in range(count) if i % 11]
     write_tar(folder / "0.tar", captions)

@@ -1,7 +1,7 @@
-"""One of four processes, two data-parallel ranks of two peers, with a stand-in for torchtitan's dataloader.
+"""One of four processes, two data-parallel ranks of two peers, with a fake of torchtitan's dataloader.
 
-It is started by `forked_ranks` with FOLDER and SHARDS. torchtitan names each process's data-parallel rank, and calls
-`config.build`. Here ranks 0 and 2 are of the first.
+`forked_ranks` starts it with FOLDER and SHARDS. torchtitan passes each process its data-parallel rank and calls
+`config.build`. Here, ranks 0 and 2 belong to the first data-parallel rank.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 import torch.distributed as dist
 
 from savable_pipeline.stages.batch_difference import digest
-from tests.support.peer_threads import alone
+from tests.support.peer_threads import unshared_loader
 
 
 class BaseDataLoader:
-    """As torchtitan's: a config builds its dataloader."""
+    """torchtitan's base class, whose config builds its dataloader."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """Its settings."""
+        """Settings of the dataloader."""
 
         def build(self, **given: Any) -> Any:
-            """The dataloader of these settings."""
+            """Build the dataloader."""
             from savable_pipeline.trainers.torchtitan import SavableDataLoader
 
             return SavableDataLoader(self, **given)  # type: ignore[arg-type]
 
 
 def main(folder: str, shards: str) -> None:
-    """Take six batches as torchtitan's trainer does, and write down what came."""
+    """Take six batches as torchtitan's trainer does, and write them to a file."""
     tyro: Any = ModuleType("tyro")
     tyro.conf = SimpleNamespace(Suppress="suppressed")
     titan: Any = ModuleType("torchtitan.components.dataloader")
@@ -45,7 +45,7 @@ def main(folder: str, shards: str) -> None:
     from savable_pipeline.trainers.torchtitan import SavableDataLoader
 
     def make(*, ranks: Any, infinite: bool, tokenizer: None, seq_len: int, local_batch_size: int) -> Any:
-        return alone(Path(shards), ranks=ranks, num_workers=1)
+        return unshared_loader(Path(shards), ranks=ranks, num_workers=1)
 
     dist.init_process_group("gloo")
     config = SavableDataLoader.Config(make=make, convert=lambda batch: (batch, batch["id"]))

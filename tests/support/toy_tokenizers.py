@@ -1,4 +1,4 @@
-"""Small tokenizers of `transformers` built as those of Llama, Mistral, Gemma and Qwen are, of Python's source."""
+"""Small tokenizers of `transformers`, of the types of Llama, Mistral, Gemma and Qwen, trained on Python's source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tests.support.toy_samples import python_sources
 
-LLAMA3 = (  # the pattern of Llama 3; Qwen2 has single digits
+LLAMA3 = (  # the pattern of Llama 3; that of Qwen2 has single digits
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -21,7 +21,7 @@ MEDIA = ["<image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<img
 
 @functools.cache
 def _pieces() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """A vocabulary and merges of pieces with `▁` for spaces, with a token for each byte."""
+    """Return a vocabulary and merges of pieces with `▁` for spaces, and a token per byte."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     special = [*SENTENCEPIECE, *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -34,7 +34,7 @@ def _pieces() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 @functools.cache
 def _letters() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """A vocabulary and merges of bytes."""
+    """Return a vocabulary and merges of bytes."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -48,8 +48,10 @@ def _merges(trained: Tokenizer) -> list[tuple[str, str]]:
 
 
 def tokenizer(family: str) -> Any:
-    """One of "llama" (legacy: `▁` before each stretch), "mistral" (before the first), "gemma", "llama3" and "qwen"."""
-    from transformers import PreTrainedTokenizerFast  # takes a second
+    """Return a tokenizer: "llama" (legacy: `▁` before each piece), "mistral" (before the first), "gemma", "llama3",
+    "qwen".
+    """
+    from transformers import PreTrainedTokenizerFast  # this takes a second
 
     if family in ("llama", "mistral", "gemma"):
         vocabulary, merges = _pieces()

@@ -1,4 +1,4 @@
-"""What the tests of trainers train: pipelines of noisy vectors, and a model that writes down what it is given."""
+"""Pipelines of noisy vectors, and a model that logs its batches, for the tests of trainers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from savable_pipeline.stages.batch_difference import digest
 from tests.support.shards import write_numbered_shards
 
 LANES = 6
-SAMPLES = 72  # 18 batches an epoch, of 4 rows: 3 of each lane
+SAMPLES = 72  # 18 batches per epoch, of 4 rows: 3 of each lane
 ROWS = 4
 
 
 class Noisy(sp.TaskEncoder):
-    """A vector whose noise is drawn."""
+    """An encoder of vectors with random noise."""
 
     global_rng = False
 
@@ -36,7 +36,7 @@ class Noisy(sp.TaskEncoder):
 
 
 class Tokens(Noisy):
-    """The same numbers as a causal language model takes them: int64 (rows, 4), of 64 words."""
+    """The same numbers for a causal language model: int64 (rows, 4), of 64 words."""
 
     def batch(self, items: list[Any], rng: sp.Rng) -> Any:
         tokens = (100 * super().batch(items, rng)["x"]).long() % 64
@@ -54,7 +54,9 @@ class Prompts(Noisy):
 
 
 class ToyPipeline:
-    """KIND: "endless"; "counted", whose epochs have a length; "packed", whose epochs have none that is known."""
+    """Pipeline of a KIND: "endless"; "counted", with epochs of known length; "packed", with epochs of unknown
+    length.
+    """
 
     def __init__(self, shards: str, kind: str, *, shuffle: bool = True, encoder: type[Noisy] = Noisy) -> None:
         self.shards = shards
@@ -77,10 +79,9 @@ def write_training_shards(folder: Path) -> None:
 
 
 class Notes:
-    """Writes a line for each batch of a model: its hash and its loss.
+    """A log with a line for each batch of a model: its hash and its loss.
 
-    `kill_at`: the number of batches of this process after which it kills itself; `kill_evaluating`: that of an
-    evaluation's batches.
+    `kill_at` is the number of batches after which the process kills itself; `kill_evaluating`, of evaluation batches.
     """
 
     def __init__(self, log: Path, *, kill_at: int | None, kill_evaluating: int | None = None) -> None:
@@ -103,7 +104,7 @@ class Notes:
 
 
 class Recorder(nn.Module):
-    """A small model, which notes its batches."""
+    """A small model that logs its batches."""
 
     def __init__(self, log: Path, *, kill_at: int | None, dropout: float = 0.2) -> None:
         super().__init__()
@@ -118,6 +119,6 @@ class Recorder(nn.Module):
 
 
 def read_log(log: Path, *, train: bool = True) -> list[tuple[str, str]]:
-    """The hash and the loss of each batch that a process trained on, or evaluated."""
+    """Return the hash and the loss of each batch of a process's training or evaluation."""
     entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return [(entry["batch"], entry["loss"]) for entry in entries if entry["train"] == train]

@@ -1,4 +1,4 @@
-"""A small transformer with variable-length attention: what it makes of a batch, and of its documents one by one."""
+"""A small transformer with variable-length attention, to compare a batch with its separate documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """float64 (T, width) to the same; i sees j where `mask`, bool (T, T), is true at (i, j)."""
+        """Compute float64 (T, width) from the same; i attends to j where `mask`, bool (T, T), is true at (i, j)."""
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(0, 1) for part in self.qkv(self.norms[0](x)).chunk(3, -1))
         seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.out(seen.transpose(0, 1).flatten(1))
@@ -32,9 +32,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two blocks on rows of tokens; `cu_seqlens` is all it knows about documents, `patch_cu_seqlens` about images.
+    """Two blocks on rows of tokens, which know documents by `cu_seqlens` and images by `patch_cu_seqlens`.
 
-    Patches look at those of their own tile, and `merge` of them, one after another, take the place of an image token.
+    Patches attend to those of their own tile, and each `merge` of them replace an image token.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Transformer(nn.Module):
         self.blocks, self.head = nn.ModuleList([Block(width), Block(width)]), nn.Linear(width, vocabulary)
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Logits, float64 (T, vocabulary), T the tokens of all rows."""
+        """Compute logits, float64 (T, vocabulary), for the T tokens of all rows."""
         tokens = batch["tokens"].flatten()
         x = self.tokens(tokens)
         if self.image_token is not None:
@@ -67,20 +67,20 @@ class Transformer(nn.Module):
 
 
 def among(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Which pairs lie in one segment, bool (T, T)."""
+    """Return which pairs are in one segment, bool (T, T)."""
     everything = torch.arange(int(cu_seqlens[-1]), dtype=torch.int32)
     segment = torch.searchsorted(cu_seqlens[1:], everything, right=True)
     return segment[:, None] == segment[None, :]
 
 
 def _starts(lengths: list[int]) -> list[int]:
-    """Where items of these lengths begin."""
+    """Return the starts of items of these lengths."""
     return [0, *accumulate(lengths)][:-1]
 
 
 @torch.no_grad()
 def assert_packs_equal_documents(encoder: Any, rows: list[list[dict[str, Any]]], **model: Any) -> None:
-    """A model makes of a batch of packs, one of each row of items, what it makes of each item alone; to float error."""
+    """Check that a model computes the same for a batch of packs as for each item alone, up to float error."""
     torch.manual_seed(0)
     transformer = Transformer(**model).double()
     packs = [encoder.pack(row, Rng(7)) for row in rows]

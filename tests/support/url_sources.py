@@ -1,4 +1,4 @@
-"""Sources of every kind that is read behind a URL, of twenty samples, and what their conversion must give."""
+"""Sources of twenty samples of every kind that is read from a URL, and the expected result of their conversion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from savable_pipeline.tools.convert import Options, Report, run_conversion
-from tests.support.toy_files import SMALL, fill, jpeg, snapshot
+from tests.support.toy_files import SMALL, file_hashes, jpeg, write_captioned_images
 from tests.support.toy_server import ToyServer
 from tests.support.toy_sources import SOURCES
 
@@ -21,7 +21,7 @@ RECORDS = [{"n": i, "text": "x" * 40 * i} for i in range(20)]
 
 
 def rows() -> pa.Table:
-    """Twenty rows, one of which has no picture that can be read."""
+    """Return twenty rows, one of which has an unreadable image."""
     pictures = [jpeg(i) if i != 7 else b"bad" for i in range(20)]
     return pa.table({"jpg": pa.array(pictures, pa.binary()), "txt": [f"row {i}" for i in range(20)]})
 
@@ -41,8 +41,8 @@ def write_arrow(folder: Path) -> Path:
 
 
 def write_tars(folder: Path) -> Path:
-    """Seven tars without an index."""
-    run_conversion(fill(folder.parent / "files", 20, **{"b/020.jpg": jpeg(1)}), folder, SMALL)
+    """Write seven tars without an index."""
+    run_conversion(write_captioned_images(folder.parent / "files", 20, **{"b/020.jpg": jpeg(1)}), folder, SMALL)
     shutil.rmtree(folder / ".nv-meta")
     return folder
 
@@ -56,7 +56,7 @@ def in_folder(name: str, data: bytes) -> Callable[[Path], Path]:
     return write
 
 
-def in_twenty(kind: str) -> Callable[[Path], Path]:
+def write_twenty(kind: str) -> Callable[[Path], Path]:
     return lambda folder: SOURCES[kind](folder / "in", 20)
 
 
@@ -70,8 +70,8 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "array": in_folder("a.json", json.dumps(RECORDS, indent=1).encode()),
     "packed": in_folder("a.jsonl.gz", gzip.compress(LINES)),
     "table": in_folder("t.csv", b"n,text\n" + b"".join(f"{i},row {i}\n".encode() for i in range(20))),
-    "tars.gz": in_twenty("packed"),
-    **{kind: in_twenty(kind) for kind in FOLDERS},
+    "tars.gz": write_twenty("packed"),
+    **{kind: write_twenty(kind) for kind in FOLDERS},
 }
 SETTINGS = Options(shard_samples=4, split=(("a", "0.5"), ("b", "0.5")))
 
@@ -81,9 +81,9 @@ def url_of(server: ToyServer, source: Path, scheme: str = "s3") -> str:
     return f"s3://{path}" if scheme == "s3" else f"{server.url}/{path}"
 
 
-def shards_in(folder: Path) -> dict[str, str]:
-    """What a conversion wrote; of its manifest all but where the source lies."""
-    found = snapshot(folder)
+def written_files(folder: Path) -> dict[str, str]:
+    """Return what a conversion wrote, without the source's location in the manifest."""
+    found = file_hashes(folder)
     manifest = json.loads((folder / ".nv-meta/savable.convert.json").read_text())
     return {
         **found,
@@ -91,5 +91,5 @@ def shards_in(folder: Path) -> dict[str, str]:
     }
 
 
-def converted(source: Path | str, target: Path, **more: Any) -> Report:
+def convert_source(source: Path | str, target: Path, **more: Any) -> Report:
     return run_conversion(source, target, SETTINGS, reshard="tars" in str(source), **more)

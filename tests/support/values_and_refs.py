@@ -1,4 +1,4 @@
-"""What a stage's `take` returns, as values beside refs."""
+"""The values that a stage's `take` returns, beside their refs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from savable_pipeline import custom
 
 
 def values_and_refs(stage: custom.Stage, n: int) -> tuple[list[Any], list[custom.ItemRef]]:
-    """The values and refs of the next elements."""
+    """Return the values and refs of the next `n` elements."""
     elements = stage.take(n)
     return [element.value for element in elements], [element.ref for element in elements]

@@ -19,7 +19,7 @@ from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, unpack_state
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_tar
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_faults import FaultyEncoder, NumberEncoder, SkipEverything, no_stage_pipeline, number_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -144,7 +144,7 @@ def pipeline(make_shards: Any) -> Any:
 @pytest.fixture
 def state(pipeline: Any) -> dict[str, Any]:
     own = loader(pipeline, lanes=2)
-    take(own, 5)
+    next_hashes(own, 5)
     return own.state_dict()
 
 
@@ -306,9 +306,9 @@ def test_wrong_argument_of_the_loader_has_a_clear_error(pipeline: Any, settings:
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**64 - 1])
 def test_every_seed_of_64_bits_is_a_seed(pipeline: Any, seed: int) -> None:
     own = loader(pipeline, seed=seed)
-    batches = take(own, 3)
+    batches = next_hashes(own, 3)
     own.load_state_dict(own.state_dict())
-    assert batches != take(loader(pipeline, seed=7), 3)
+    assert batches != next_hashes(loader(pipeline, seed=7), 3)
     assert derive_key(seed) != derive_key(7)
 
 

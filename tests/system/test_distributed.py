@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 import savable_pipeline as sp
 from tests.support.shards import write_numbered_shards
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 from tests.support.toy_rank import SETTINGS, STEPS
@@ -62,7 +62,7 @@ def by_slot(ranks: list[list[str]], first: int = 0) -> list[str]:
 def test_ranks_of_a_finite_run_get_the_slots_of_one_rank_and_end_together(runs: Any, world_size: int) -> None:
     folder, seen = runs
     one = alone(folder, epochs=1)
-    expected = [take(one, 1000), take(one, 1000), take(one, world_size)]
+    expected = [next_hashes(one, 1000), next_hashes(one, 1000), next_hashes(one, world_size)]
     for epoch in range(3):
         ranks = [rank["epochs"][epoch] for rank in seen[world_size]]
         assert len({len(batches) for batches in ranks}) == 1
@@ -76,8 +76,8 @@ def test_ranks_of_a_finite_run_get_the_slots_of_one_rank_and_end_together(runs: 
 def test_distributed_checkpoint_of_2_ranks_resumes_on_2_4_and_1(runs: Any, name: str, settings: dict[str, Any]) -> None:
     folder, seen = runs
     one = alone(folder, **settings)
-    take(one, SAVED_AT)
-    expected, following = take(one, 1000 if settings else 24), take(one, 1000) if settings else []
+    next_hashes(one, SAVED_AT)
+    expected, following = next_hashes(one, 1000 if settings else 24), next_hashes(one, 1000) if settings else []
     for world_size in (2, 4):
         found = by_slot([rank[name] for rank in seen[world_size]], SAVED_AT)
         assert by_slot([rank[f"{name}_next"] for rank in seen[world_size]]) == following
@@ -89,7 +89,7 @@ def test_distributed_checkpoint_of_2_ranks_resumes_on_2_4_and_1(runs: Any, name:
     with redirect_stderr(io.StringIO()), pytest.warns(UserWarning, match="single process"):
         dcp.load(state, checkpoint_id=folder / f"checkpoint_{name}")
     fresh.load_state_dict(state["data"])
-    assert take(fresh, len(expected)) == expected
+    assert next_hashes(fresh, len(expected)) == expected
 
 
 @pytest.mark.parametrize("name,settings", [("endless", {}), ("finite", {"epochs": 1})])
@@ -99,15 +99,15 @@ def test_gathered_state_equals_the_merged_one_on_every_rank(runs: Any, name: str
     merged = sp.merge_states(rank[f"own_{name}"] for rank in ranks)
     assert [rank[f"global_{name}"] for rank in ranks] == [merged] * 2
     one = alone(folder, **settings)
-    take(one, SAVED_AT)
+    next_hashes(one, SAVED_AT)
     assert one.state_dict() == merged
 
 
 def test_ranks_resume_a_padded_epoch_and_yield_each_sample_once(runs: Any) -> None:
     folder, seen = runs
     one = sp.SavableLoader(partial(counted_pipeline, str(folder / "shards")), **SETTINGS, tail="pad")
-    take(one, SAVED_AT)
-    expected, following = take(one, 1000), take(one, 1000)
+    next_hashes(one, SAVED_AT)
+    expected, following = next_hashes(one, 1000), next_hashes(one, 1000)
     assert SAVED_AT + len(expected) == len(following) == 76  # of 152 samples in twos
     for world_size in (2, 4):
         found = by_slot([rank["padded"] for rank in seen[world_size]], SAVED_AT)
@@ -121,7 +121,7 @@ def test_ranks_may_interrupt_evaluations_at_different_batches(runs: Any, name: s
     folder, seen = runs
     pipelines = {"counted": counted_pipeline, "packed": partial(toy_pipeline, epochs=1)}
     one = sp.SavableLoader(partial(pipelines[name], str(folder / "shards")), **SETTINGS, tail="pad")
-    whole = take(one, 1000)
+    whole = next_hashes(one, 1000)
     passes = [rank[f"passes_{name}"] for rank in seen[world_size]]
     assert by_slot([found[1] for found in passes])[: len(whole)] == whole
     for rank, found in enumerate(passes):

@@ -19,7 +19,7 @@ from savable_pipeline.tools.convert.describe import describe
 from tests.conftest import write_tar
 from tests.energon.conftest import no_collection
 from tests.support.record_cases import png
-from tests.support.toy_files import SMALL, fill, jpeg, write_lines
+from tests.support.toy_files import SMALL, jpeg, write_captioned_images, write_lines
 
 energon = pytest.importorskip("megatron.energon")
 
@@ -112,7 +112,7 @@ def test_excludes_leave_out_the_same_samples_in_energon(packed: Path, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["folder", "jsonl"])
 def test_converted_captions_load_in_energon_by_our_field_map(tmp_path: Path, kind: str) -> None:
-    source = fill(tmp_path / "in", 7)
+    source = write_captioned_images(tmp_path / "in", 7)
     if kind == "jsonl":
         names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*.jpg"))
         lines = [{"image": name, "caption": f"no. {i} é"} for i, name in enumerate(names)]

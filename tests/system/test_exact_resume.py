@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from tests.support.disturbed_runs import check_disturbed
-from tests.support.draws import IS_LONG, examples
+from tests.support.draws import IS_LONG, scaled_examples
 from tests.support.exact_search import (
     check_chains,
     check_endless,
@@ -48,7 +48,7 @@ disturbances = st.fixed_dictionaries(
 )
 
 
-@examples(12, suite=5)
+@scaled_examples(12, suite=5)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.sampled_from([1, 2, 12]))
 def test_every_interruption_and_chain_of_resumes_of_an_endless_run_is_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int
@@ -56,7 +56,7 @@ def test_every_interruption_and_chain_of_resumes_of_an_endless_run_is_exact(
     check_endless(sizes, chosen, seed, lanes, **({} if IS_LONG else {"after": 2}))
 
 
-@examples(3, suite=2, shrink=False)
+@scaled_examples(3, suite=2, shrink=False)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds)
 def test_chains_of_resumes_with_other_workers_and_ranks_are_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int
@@ -64,7 +64,7 @@ def test_chains_of_resumes_with_other_workers_and_ranks_are_exact(
     check_chains(sizes, chosen, seed)
 
 
-@examples(2, shrink=False)
+@scaled_examples(2, shrink=False)
 @given(
     size=st.integers(60, 200),
     chosen=pipelines,
@@ -78,7 +78,7 @@ def test_finite_runs_and_the_epochs_after_them_are_exact(
     check_finite(size, chosen, epochs, seed, tail, **({} if IS_LONG else {"steps": 24, "after": 1, "chains": 1}))
 
 
-@examples(3, suite=2, shrink=False)
+@scaled_examples(3, suite=2, shrink=False)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, how=disturbances)
 def test_runs_with_skips_ledgers_and_joining_shards_are_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int, how: dict[str, Any]
@@ -86,7 +86,7 @@ def test_runs_with_skips_ledgers_and_joining_shards_are_exact(
     check_disturbed(sizes, chosen, seed, slots=24, most_workers=0, again=1, **how)
 
 
-@examples(10, suite=5)
+@scaled_examples(10, suite=5)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, lanes=st.integers(1, 3), excluded=exclusions)
 def test_samples_excluded_at_a_resume_are_not_yielded_and_no_other_moves(
     sizes: list[int], chosen: dict[str, Any], seed: int, lanes: int, excluded: dict[str, Any]
@@ -94,7 +94,7 @@ def test_samples_excluded_at_a_resume_are_not_yielded_and_no_other_moves(
     check_excluded_from_a_cut_on(sizes, chosen, seed, lanes=lanes, **excluded)
 
 
-@examples(15, suite=8)
+@scaled_examples(15, suite=8)
 @given(size=st.integers(40, 150), chosen=pipelines, seed=seeds, excluded=exclusions)
 def test_epoch_with_samples_excluded_at_a_resume_yields_all_others(
     size: int, chosen: dict[str, Any], seed: int, excluded: dict[str, Any]
@@ -102,7 +102,7 @@ def test_epoch_with_samples_excluded_at_a_resume_yields_all_others(
     check_excluded_in_an_epoch(size, chosen, seed, **excluded)
 
 
-@examples(20, suite=8)
+@scaled_examples(20, suite=8)
 @given(sizes=shard_sizes, chosen=pipelines, lanes=st.integers(1, 13), seed=seeds)
 def test_epoch_yields_every_sample_once_over_all_lanes(
     sizes: list[int], chosen: dict[str, Any], lanes: int, seed: int
@@ -165,7 +165,7 @@ def test_continuously_interrupted_run_yields_every_sample_once(
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@examples(4, shrink=False)
+@scaled_examples(4, shrink=False)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds)
 def test_chains_of_resumes_with_other_start_methods_are_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int, method: str
@@ -174,7 +174,7 @@ def test_chains_of_resumes_with_other_start_methods_are_exact(
 
 
 @pytest.mark.long
-@examples(10, shrink=False)
+@scaled_examples(10, shrink=False)
 @given(sizes=shard_sizes, chosen=pipelines, seed=seeds, how=disturbances)
 def test_chains_of_resumes_with_killed_workers_are_exact(
     sizes: list[int], chosen: dict[str, Any], seed: int, how: Any

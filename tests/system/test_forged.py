@@ -20,7 +20,7 @@ from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.tar_format import TarColumns, TarIndex
 from savable_pipeline.data.stores.tar_store import TARS
 from tests.conftest import write_tar
-from tests.support.draws import examples
+from tests.support.draws import scaled_examples
 from tests.support.toy_faults import NumberEncoder
 from tests.support.values_and_refs import values_and_refs
 
@@ -46,7 +46,7 @@ def with_checksum(raw: bytes) -> bytes:
     return raw[:8] + xxh3_64_intdigest(raw[16:end]).to_bytes(8, "little") + raw[16:]
 
 
-@examples(50)
+@scaled_examples(50)
 @given(EDITS, st.integers(0, 200))
 def test_forged_index_is_detected_or_harmless(indexed: Path, edits: list[tuple[int, int]], cut: int) -> None:
     raw = bytearray((indexed / INDEX_NAME).read_bytes())
@@ -73,7 +73,7 @@ def test_index_with_outside_offsets_or_huge_sizes_reads_nothing(indexed: Path, t
     assert {sample.shard for sample in samples} == {"a.tar", "b.tar"}
 
 
-@examples(50)
+@scaled_examples(50)
 @given(
     st.recursive(
         st.one_of(st.none(), st.integers(-(2**63), 2**64 - 1), st.binary(max_size=30), st.text(max_size=5)),

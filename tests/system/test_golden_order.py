@@ -13,7 +13,7 @@ from xxhash import xxh3_64_hexdigest
 
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.ref import tag_of, untagged
-from tests.support.toy_dataset import first, readers
+from tests.support.toy_dataset import readers, take_refs
 
 SIZES = [50 + 7 * i % 31 for i in range(70)]  # 70 shards of 50 to 80 samples: two windows of 35
 ONE_LARGE = [2**16 * 3]  # with block_size=1 a window of more blocks than are kept as a table
@@ -46,12 +46,12 @@ def test_first_thousand_refs_equal_the_golden_order(
     name: str, sizes: list[int], how: dict[str, Any], lanes: int, alone: str, buffered: str
 ) -> None:
     make = readers(sizes, lanes=lanes, seed=7, **how)
-    assert digest(first(make(1), 1000)) == alone
-    assert digest(first(sp.ShuffleBuffer(make(1), size=100), 1000)) == buffered
+    assert digest(take_refs(make(1), 1000)) == alone
+    assert digest(take_refs(sp.ShuffleBuffer(make(1), size=100), 1000)) == buffered
 
 
 def test_first_refs_of_a_small_run_equal_the_golden_order() -> None:
-    assert first(readers([4, 3, 5], lanes=2, seed=7, block_size=2)(1), 12) == [
+    assert take_refs(readers([4, 3, 5], lanes=2, seed=7, block_size=2)(1), 12) == [
         (10, 0),
         (11, 0),
         (4, 0),
@@ -70,7 +70,7 @@ def test_first_refs_of_a_small_run_equal_the_golden_order() -> None:
 def test_first_refs_of_a_blend_equal_the_golden_order() -> None:
     web = readers([60, 70], lanes=3, seed=7)(1)
     blend = sp.Blend({"web": web, "books": sp.TarShardReader("numbers", web.lane)}, weights={"web": 0.7, "books": 0.3})
-    refs = first(blend, 1000)
+    refs = take_refs(blend, 1000)
     assert [(tag_of(index), untagged(index), epoch) for index, epoch in refs[:6]] == [
         (28653, 59, 0),
         (31919, 123, 0),

@@ -18,7 +18,7 @@ from savable_pipeline import custom
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.testing import assert_exact_resume
-from tests.support.draws import examples
+from tests.support.draws import scaled_examples
 from tests.support.processes import workers
 from tests.support.streams import through_a_file
 from tests.support.toy_clips import ClipsEncoder, clips_of, clips_pipeline, write_media_shards
@@ -160,7 +160,7 @@ pipelines = st.fixed_dictionaries(
 
 
 @pytest.mark.landing
-@examples(4, shrink=False)
+@scaled_examples(4, shrink=False)
 @given(chosen=pipelines, seed=st.integers(0, 2**63), sizes=st.lists(st.integers(4, 20), min_size=1, max_size=3))
 def test_random_pipelines_over_clips_are_exact(
     chosen: dict[str, Any], seed: int, sizes: list[int], tmp_path_factory: pytest.TempPathFactory

@@ -9,7 +9,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.core.keyed_random import below, words
-from tests.support.toy_dataset import first, readers
+from tests.support.toy_dataset import readers, take_refs
 
 CLASSES, BATCH = 100, 256
 
@@ -33,7 +33,7 @@ def test_batches_of_sorted_classes_have_nearly_the_entropy_of_random_ones(shards
     make = readers([count // shards] * shards, lanes=96)  # all settings as they are by default
     begin, later = list[float](), list[float]()
     for lane in range(0, 96, 24):
-        refs = first(sp.ShuffleBuffer(make(lane), size=2000), 24 * BATCH)
+        refs = take_refs(sp.ShuffleBuffer(make(lane), size=2000), 24 * BATCH)
         classes = np.array([index * CLASSES // count for index, _ in refs]).reshape(-1, BATCH)
         begin += map(entropy, classes[:2])
         later += map(entropy, classes[2:])

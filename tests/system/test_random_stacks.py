@@ -11,7 +11,7 @@ from hypothesis import example, given
 
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
-from tests.support.draws import examples
+from tests.support.draws import scaled_examples
 from tests.support.random_stacks import stack, stacks
 from tests.support.shards import write_numbered_shards
 
@@ -32,7 +32,7 @@ def fresh(shards: str, chosen: dict[str, Any], held_bytes: int) -> Any:
     return stack(shards, sp.Lane(1, 2, 7), chosen, held_bytes=held_bytes)
 
 
-@examples(200, suite=8)
+@scaled_examples(200, suite=8)
 @example({**PLAIN, "after": SHUFFLED_PACKS, "tells": False, "gap": 0, "candidates": 8})
 @example({**PLAIN, "after": SHUFFLED_PACKS, "tells": True, "gap": 7, "candidates": 8})
 @example({**PLAIN, "branches": [(20, SHUFFLED_PACKS)] * 2, "tells": False, "gap": 7, "candidates": None})

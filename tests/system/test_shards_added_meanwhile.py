@@ -20,7 +20,7 @@ from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.run.loader.ranks import Ranks
 from tests.conftest import write_numbered_shards
-from tests.support.processes import started
+from tests.support.processes import started_workers
 from tests.support.toy_faults import NumberEncoder
 
 SIZES = [8, 12, 9, 11]
@@ -117,7 +117,7 @@ def test_replacement_worker_uses_the_trainers_shards(data: Path, method: str) ->
 def kill_what_makes_batches(made: sp.SavableLoader) -> None:
     """The worker, and the zygote, which would have kept the shards open for the next worker."""
     host: Any = made._run.backend._host  # type: ignore[attr-defined]
-    for pid in [host.pid, *started(made)]:
+    for pid in [host.pid, *started_workers(made)]:
         os.kill(pid, signal.SIGKILL)
 
 

@@ -14,7 +14,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.testing import assert_exact_resume, sorted_by_slot, steps_of_ranks
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -209,7 +209,7 @@ def test_ranks_of_a_finite_run_in_one_process_yield_what_one_rank_yields(
     alone = sp.SavableLoader(pipeline, seed=3, lanes=12, tail=tail)
     ranks = ranks_of(pipeline, world_size, tail=tail)
     for epoch in range(2):
-        expected, found = take(alone, 1000), in_slots(steps_of_ranks(ranks))
+        expected, found = next_hashes(alone, 1000), in_slots(steps_of_ranks(ranks))
         assert len(expected) > 12 and found[: len(expected)] == expected, f"epoch {epoch}"
         assert len(found) - len(expected) < world_size, "only what fills up the last step"
         assert [rank.epoch for rank in ranks] == [epoch + 1] * world_size
@@ -260,5 +260,5 @@ def test_ranks_at_different_positions_are_rejected(make_shards: Any) -> None:
 def test_an_epoch_of_epoch_slots_ends_in_all_ranks(make_shards: Any) -> None:
     pipeline = partial(number_pipeline, str(make_shards([40, 40])), epochs=None)
     ranks = ranks_of(pipeline, 2, epoch_slots=12)
-    expected = take(sp.SavableLoader(pipeline, seed=3, lanes=12), 24)
+    expected = next_hashes(sp.SavableLoader(pipeline, seed=3, lanes=12), 24)
     assert in_slots(steps_of_ranks(ranks)) + in_slots(steps_of_ranks(ranks)) == expected

@@ -16,7 +16,7 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.stages.task_encoder import Skip
 from task_encoders.captioning import CaptioningEncoder
 from task_encoders.parts.tokenizer import Tokenizer
-from tests.support.toy_samples import item, png, sample, words
+from tests.support.toy_samples import item, png, sample, word_lengths
 from tests.support.toy_transformer import assert_packs_equal_documents
 
 RNG = Rng(7)
@@ -95,13 +95,13 @@ def test_flip_is_the_probability_to_mirror(flip: float, expected: list[int]) -> 
 def test_the_caption_is_the_text_or_else_a_field_of_the_json() -> None:
     both = sample(png=NOISE, txt=b"a bb", json=json.dumps({"caption": "ccc"}).encode())
     only = sample(png=NOISE, json=json.dumps({"caption": "ccc", "alt": "a dddd"}).encode())
-    made = [item(CaptioningEncoder(words), both), item(CaptioningEncoder(words), only)]
-    made.append(item(CaptioningEncoder(words, caption="alt"), only))
+    made = [item(CaptioningEncoder(word_lengths), both), item(CaptioningEncoder(word_lengths), only)]
+    made.append(item(CaptioningEncoder(word_lengths, caption="alt"), only))
     assert [each["tokens"].tolist() for each in made] == [[1, 2], [3], [1, 4]]
 
 
 def test_a_long_caption_is_cut_and_its_last_label_is_the_token_that_would_follow() -> None:
-    made = item(CaptioningEncoder(words, max_tokens=2), sample(png=NOISE, txt=b"a bb ccc dddd"))
+    made = item(CaptioningEncoder(word_lengths, max_tokens=2), sample(png=NOISE, txt=b"a bb ccc dddd"))
     assert (made["tokens"].tolist(), made["labels"].tolist()) == ([1, 2], [2, 3])
 
 
@@ -127,7 +127,7 @@ def test_undecodable_image_raises_an_error() -> None:
 
 
 def test_a_batch_of_items_is_normalized_and_padded_to_the_longest() -> None:
-    encoder = CaptioningEncoder(Tokenizer(words, eos=9), image_size=2, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    encoder = CaptioningEncoder(Tokenizer(word_lengths, eos=9), image_size=2, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
     batch = encoder.batch([item(encoder, coloured(255, "a bb")), item(encoder, coloured(0, "ccc"))], RNG)
     assert (batch["image"].shape, batch["image"].dtype) == ((2, 3, 2, 2), torch.float32)
     assert batch["image"][:, :, 0, 0].tolist() == [[1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]]
@@ -140,7 +140,7 @@ def test_a_batch_of_items_is_normalized_and_padded_to_the_longest() -> None:
 
 
 def test_a_pack_stacks_the_images_and_joins_the_captions() -> None:
-    encoder = CaptioningEncoder(words, image_size=2)
+    encoder = CaptioningEncoder(word_lengths, image_size=2)
     pack = encoder.pack([item(encoder, coloured(10, "a bb")), item(encoder, coloured(20, "ccc"))], RNG)
     assert (pack["image"].shape, pack["image"].dtype) == ((2, 3, 2, 2), torch.uint8)
     assert pack["image"][:, 0, 0, 0].tolist() == [10, 20]
@@ -154,7 +154,7 @@ def test_a_pack_stacks_the_images_and_joins_the_captions() -> None:
 
 
 def test_a_batch_of_packs_says_which_image_each_token_is_about() -> None:
-    encoder = CaptioningEncoder(words, image_size=2, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    encoder = CaptioningEncoder(word_lengths, image_size=2, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     a, b, c = (item(encoder, coloured(*each)) for each in ((51, "a bb"), (102, "ccc"), (204, "dddd ee")))
     batch = encoder.batch([encoder.pack([a, b], RNG), encoder.pack([c], RNG)], RNG)
     assert batch["image"][:, 0, 0, 0].tolist() == pytest.approx([0.2, 0.4, 0.8])

@@ -18,7 +18,7 @@ from task_encoders.parts.image_tiles import NativeSize, Tiles
 from task_encoders.parts.token_packing import IGNORED
 from task_encoders.parts.tokenizer import Tokenizer
 from task_encoders.parts.vision import Vision
-from tests.support.toy_samples import item, plain, plain_png, sample, trained_tokenizer
+from tests.support.toy_samples import item, plain_png, sample, trained_tokenizer, without_pixels
 from tests.support.toy_transformer import assert_packs_equal_documents
 
 RNG = Rng(7)
@@ -81,7 +81,7 @@ def test_conversation_in_both_formats_is_the_same_item() -> None:
     turns = [("system", "Be brief"), ("human", "Hi"), ("gpt", "Yo")]
     roles = {"system": "system", "human": "user", "gpt": "assistant"}
     both = chat(*turns), openai(*((roles[side], text) for side, text in turns))
-    first, second = (plain(item(ChatEncoder(), sample(json=each))) for each in both)
+    first, second = (without_pixels(item(ChatEncoder(), sample(json=each))) for each in both)
     assert first == second
 
 
@@ -174,6 +174,7 @@ def test_a_template_cannot_read_the_clock() -> None:
         ({"txt": "a"}, "no json or messages or conversations or texts"),
         ({"json": chat(("human", "a"))}, "no answer"),
         ({"json": chat()}, "no answer"),
+        ({"json": openai(("user", "a"), ("bot", "b"))}, "no answer, but the role 'bot'"),
         ({"json": openai(("user", "a<|im_end|>"), ("assistant", "b"))}, "special token in text"),
         ({"json": chat(("human", "a" * 99), ("gpt", "b"))}, "longer than max_length"),
     ],

@@ -15,11 +15,11 @@ from task_encoders.contrastive import ContrastiveEncoder
 from task_encoders.parts.square_crop import SquareCrop
 from task_encoders.parts.tokenizer import Tokenizer
 from tests.support.media_files import frame_number, video_bytes
-from tests.support.toy_samples import item, plain_png, sample, words
+from tests.support.toy_samples import item, plain_png, sample, word_lengths
 
 RNG = Rng(7)
 SMALL = SquareCrop(8, augment=False)
-ENDING = Tokenizer(words, bos=8, eos=9)
+ENDING = Tokenizer(word_lengths, bos=8, eos=9)
 
 
 def test_a_batch_pairs_each_image_with_its_padded_text() -> None:
@@ -38,7 +38,7 @@ def test_long_text_is_truncated_before_its_end_token() -> None:
 
 
 def test_one_of_several_texts_is_drawn_for_each_sample() -> None:
-    encoder = ContrastiveEncoder(words, text="json[captions]", crop=SMALL)
+    encoder = ContrastiveEncoder(word_lengths, text="json[captions]", crop=SMALL)
     given = sample(png=plain_png(8, 8), json={"captions": ["a", "bb", "ccc"]})
     drawn = [encoder.encode(given, Rng(seed))["tokens"].item() for seed in range(30)]  # type: ignore[index]
     assert set(drawn) == {1, 2, 3}
@@ -111,7 +111,10 @@ def test_all_frames_of_a_clip_have_the_same_random_crop() -> None:
 
 def test_several_clips_of_a_video_are_several_items() -> None:
     encoder = ContrastiveEncoder(
-        words, crop=SquareCrop(48, augment=False), text="json[texts]", clips=Clips(length_s=0.5, fps=4, stride_s=0.5)
+        word_lengths,
+        crop=SquareCrop(48, augment=False),
+        text="json[texts]",
+        clips=Clips(length_s=0.5, fps=4, stride_s=0.5),
     )
     texts = {"texts": ["a", "bb"]}
     made = items(encoder, webm=video_bytes(24, fps=12, size=(48, 48), container="webm", codec="libvpx"), json=texts)

@@ -16,7 +16,7 @@ from task_encoders.parts.image_tiles import NativeSize, Tiles
 from task_encoders.parts.token_packing import IGNORED
 from task_encoders.parts.tokenizer import Tokenizer
 from task_encoders.parts.vision import Vision
-from tests.support.toy_samples import item, plain, plain_png, sample, words
+from tests.support.toy_samples import item, plain_png, sample, without_pixels, word_lengths
 from tests.support.toy_transformer import assert_packs_equal_documents
 
 RNG = Rng(7)
@@ -33,7 +33,7 @@ def obelics(*parts: Any, **images: bytes) -> Any:
 
 def encoder(**settings: Any) -> InterleavedEncoder:
     """Of words, between a beginning (8) and an end (9)."""
-    return InterleavedEncoder(Tokenizer(words, bos=8, eos=9), vision=VISION, **settings)
+    return InterleavedEncoder(Tokenizer(word_lengths, bos=8, eos=9), vision=VISION, **settings)
 
 
 def items(made: Any) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ def items(made: Any) -> list[dict[str, Any]]:
 
 def test_text_contributes_to_the_loss_and_images_do_not() -> None:
     made = item(encoder(), obelics("a bb", b"1.png", "ccc", b"0.png", **{"0": plain_png(4, 4), "1": plain_png(8, 4)}))
-    assert plain(made) == {
+    assert without_pixels(made) == {
         "tokens": [8, 1, 2, IMAGE, IMAGE, 3, IMAGE, 9],
         "labels": [1, 2, IGNORED, IGNORED, 3, IGNORED, 9, IGNORED],
         "grids": [[2, 4], [2, 2]],
@@ -137,7 +137,12 @@ def test_cut_through_an_image_is_an_error_but_not_next_to_it() -> None:
     made = item(encoder(), obelics("a", b"0.png", "bb", b"1.png", **{"0": plain_png(8, 4, 1), "1": plain_png(4, 4, 2)}))
     assert made["tokens"].tolist() == [8, 1, IMAGE, IMAGE, 2, IMAGE, 9]
     rest = encoder().cut(made, 4, 7)
-    assert plain(rest) == {"tokens": [2, IMAGE, 9], "labels": [-100, 9, -100], "grids": [[2, 2]], "tile_counts": [1]}
+    assert without_pixels(rest) == {
+        "tokens": [2, IMAGE, 9],
+        "labels": [-100, 9, -100],
+        "grids": [[2, 2]],
+        "tile_counts": [1],
+    }
     assert rest["patches"].unique().tolist() == [2]
     assert [encoder().images(each) for each in (made, rest, encoder().cut(made, 0, 2))] == [2, 1, 0]
     with pytest.raises(ValueError, match="tokens 0 to 3 cut through the image at 2 to 4"):
@@ -145,7 +150,7 @@ def test_cut_through_an_image_is_an_error_but_not_next_to_it() -> None:
 
 
 def test_text_with_the_image_token_is_an_error() -> None:
-    clash = InterleavedEncoder(words, vision=Vision(VISION.tiles, 3))
+    clash = InterleavedEncoder(word_lengths, vision=Vision(VISION.tiles, 3))
     with pytest.raises(ValueError, match="the text itself has the image token 3"):
         clash.encode(obelics("a ccc"), RNG)
 

@@ -14,7 +14,7 @@ from savable_pipeline.core.rng import Rng
 from savable_pipeline.stages.task_encoder import Skip
 from task_encoders.language_modeling import LanguageModelingEncoder
 from task_encoders.parts.tokenizer import Tokenizer
-from tests.support.toy_samples import plain, sample, words
+from tests.support.toy_samples import sample, without_pixels, word_lengths
 from tests.support.toy_transformer import assert_packs_equal_documents
 
 RNG = Rng(7)
@@ -28,7 +28,7 @@ def items(encoder: LanguageModelingEncoder, *texts: str) -> list[dict[str, Any]]
 
 def test_bytes_are_between_bos_and_eos_and_labelled_with_the_next() -> None:
     (item,) = items(LanguageModelingEncoder(), "hé")
-    assert plain(item) == {
+    assert without_pixels(item) == {
         "tokens": [BOS, 104, 195, 169, EOS],
         "labels": [104, 195, 169, EOS, -100],
     }
@@ -36,9 +36,9 @@ def test_bytes_are_between_bos_and_eos_and_labelled_with_the_next() -> None:
 
 
 def test_a_pack_restarts_positions_and_masks_labels_at_each_document() -> None:
-    encoder = LanguageModelingEncoder(Tokenizer(words, eos=9))
+    encoder = LanguageModelingEncoder(Tokenizer(word_lengths, eos=9))
     pack = encoder.pack(items(encoder, "a bb ccc", "dddd", "ee f"), RNG)
-    assert plain(pack) == {
+    assert without_pixels(pack) == {
         "tokens": [1, 2, 3, 9, 4, 9, 2, 1, 9],
         "labels": [2, 3, 9, -100, 9, -100, 1, 9, -100],
         "position_ids": [0, 1, 2, 3, 0, 1, 0, 1, 2],
@@ -52,15 +52,15 @@ def test_a_pack_restarts_positions_and_masks_labels_at_each_document() -> None:
 
 
 def test_no_label_is_a_token_of_another_document() -> None:
-    encoder = LanguageModelingEncoder(words)  # nothing marks an end, so only the boundaries keep documents apart
+    encoder = LanguageModelingEncoder(word_lengths)  # nothing marks an end, so only the boundaries keep documents apart
     pack = encoder.pack(items(encoder, "a", "bb", "ccc dddd"), RNG)
     assert pack["labels"].tolist() == [-100, -100, 4, -100]
 
 
 def test_padding_of_a_batch_of_packs_is_masked_in_its_own_segment() -> None:
-    encoder = LanguageModelingEncoder(Tokenizer(words, eos=9, pad=8), max_length=5)
+    encoder = LanguageModelingEncoder(Tokenizer(word_lengths, eos=9, pad=8), max_length=5)
     packs = [encoder.pack(items(encoder, "a bb", "ccc"), RNG), encoder.pack(items(encoder, "dddd"), RNG)]
-    assert plain(encoder.batch(packs, RNG)) == {
+    assert without_pixels(encoder.batch(packs, RNG)) == {
         "tokens": [[1, 2, 9, 3, 9], [4, 9, 8, 8, 8]],
         "labels": [[2, 9, -100, 9, -100], [9, -100, -100, -100, -100]],
         "position_ids": [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]],
@@ -70,8 +70,8 @@ def test_padding_of_a_batch_of_packs_is_masked_in_its_own_segment() -> None:
 
 
 def test_items_batched_without_a_packer_are_padded_to_the_longest() -> None:
-    encoder = LanguageModelingEncoder(words)
-    assert plain(encoder.batch(items(encoder, "a bb ccc", "dddd"), RNG)) == {
+    encoder = LanguageModelingEncoder(word_lengths)
+    assert without_pixels(encoder.batch(items(encoder, "a bb ccc", "dddd"), RNG)) == {
         "tokens": [[1, 2, 3], [4, 0, 0]],
         "labels": [[2, 3, -100], [-100, -100, -100]],
         "position_ids": [[0, 1, 2], [0, 0, 1]],
@@ -80,16 +80,16 @@ def test_items_batched_without_a_packer_are_padded_to_the_longest() -> None:
 
 
 def test_documents_are_padded_to_a_multiple_which_their_length_counts() -> None:
-    encoder = LanguageModelingEncoder(Tokenizer(words, eos=9, pad=8), max_length=12, multiple=4)
+    encoder = LanguageModelingEncoder(Tokenizer(word_lengths, eos=9, pad=8), max_length=12, multiple=4)
     documents = items(encoder, "a bb ccc dddd", "ee", "f gg hhh")
     assert [encoder.length(each) for each in documents] == [8, 4, 4]
     packs = [encoder.pack(documents[:2], RNG), encoder.pack(documents[2:], RNG)]
-    assert plain(packs[0])["tokens"] == [1, 2, 3, 4, 9, 8, 8, 8, 2, 9, 8, 8]
-    assert plain(packs[0])["labels"] == [2, 3, 4, 9, -100, -100, -100, -100, 9, -100, -100, -100]
+    assert without_pixels(packs[0])["tokens"] == [1, 2, 3, 4, 9, 8, 8, 8, 2, 9, 8, 8]
+    assert without_pixels(packs[0])["labels"] == [2, 3, 4, 9, -100, -100, -100, -100, 9, -100, -100, -100]
     batch = encoder.batch(packs, RNG)
     assert batch["cu_seqlens"].tolist() == [0, 8, 12, 16, 24]
     assert batch["position_ids"].tolist()[0] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
-    rows = LanguageModelingEncoder(words, multiple=4)
+    rows = LanguageModelingEncoder(word_lengths, multiple=4)
     assert rows.batch(items(rows, "a bb ccc dddd eeeee", "f"), RNG)["tokens"].shape == (2, 8)
     assert_packs_equal_documents(encoder, [documents[:2], documents[2:]])
 
@@ -100,7 +100,7 @@ def test_rows_that_a_multiple_does_not_divide_are_rejected() -> None:
 
 
 def test_a_pack_that_is_longer_than_max_length_names_both_lengths() -> None:
-    encoder = LanguageModelingEncoder(words, max_length=2)
+    encoder = LanguageModelingEncoder(word_lengths, max_length=2)
     pack = encoder.pack(items(encoder, "a bb", "ccc"), RNG)
     with pytest.raises(ValueError, match="pack of 3 tokens exceeds the encoder's max_length=2"):
         encoder.batch([pack], RNG)
@@ -122,10 +122,10 @@ def test_chunks_of_a_long_document_are_its_tokens_and_labels(text: str, max_leng
 
 
 def test_a_sample_without_text_is_skipped_by_its_reason() -> None:
-    encoder = LanguageModelingEncoder(words, part="py")
+    encoder = LanguageModelingEncoder(word_lengths, part="py")
     made = [encoder.encode(each, RNG) for each in (sample(txt="a"), sample(py=""), sample(py=" "), sample(py="a"))]
     assert [each.reason for each in made[:3] if isinstance(each, Skip)] == ["no py", "empty", "empty"]
-    assert plain(made[3]) == {"tokens": [1], "labels": [-100]}  # type: ignore[arg-type]
+    assert without_pixels(made[3]) == {"tokens": [1], "labels": [-100]}  # type: ignore[arg-type]
 
 
 def test_max_length_must_be_positive() -> None:
@@ -155,20 +155,22 @@ def test_model_computes_the_same_on_a_batch_of_packs_as_on_single_documents() ->
 
 
 def test_prompt_does_not_contribute_to_the_loss() -> None:
-    encoder = LanguageModelingEncoder(Tokenizer(words, bos=8, eos=9), part="json[completion]", prompt="json[prompt]")
+    encoder = LanguageModelingEncoder(
+        Tokenizer(word_lengths, bos=8, eos=9), part="json[completion]", prompt="json[prompt]"
+    )
     record = json.dumps({"prompt": "a bb ", "completion": "ccc dddd"})
-    assert plain(encoder.encode(sample(json=record), RNG)) == {  # type: ignore[arg-type]
+    assert without_pixels(encoder.encode(sample(json=record), RNG)) == {  # type: ignore[arg-type]
         "tokens": [8, 1, 2, 3, 4, 9],
         "labels": [-100, -100, 3, 4, 9, -100],
     }
 
 
 def test_chunks_of_prompt_only_are_dropped() -> None:
-    encoder = LanguageModelingEncoder(words, part="json[completion]", prompt="json[prompt]", max_length=2)
+    encoder = LanguageModelingEncoder(word_lengths, part="json[completion]", prompt="json[prompt]", max_length=2)
     record = json.dumps({"prompt": "a bb ccc dddd eeeee ", "completion": "ffffff ggggggg"})
     first, second, third, last = encoder.encode(sample(json=record), RNG)  # type: ignore[misc]
     assert [each.reason for each in (first, second, last) if isinstance(each, Skip)] == ["no target"] * 3
-    assert plain(third) == {"tokens": [5, 6], "labels": [6, 7]}  # type: ignore[arg-type]
+    assert without_pixels(third) == {"tokens": [5, 6], "labels": [6, 7]}  # type: ignore[arg-type]
     nothing = json.dumps({"prompt": "a", "completion": " "})
     assert isinstance(encoder.encode(sample(json=nothing), RNG), Skip)
 

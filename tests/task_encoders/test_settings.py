@@ -30,7 +30,7 @@ from task_encoders import (
     VideoTokens,
     Vision,
 )
-from tests.support.toy_samples import trained_tokenizer, words
+from tests.support.toy_samples import trained_tokenizer, word_lengths
 from tests.task_encoders.test_chat import TEMPLATE, own_tokenizer
 
 SMALL = NativeSize(patch=2, merge=2, min_pixels=16, max_pixels=256)
@@ -55,8 +55,8 @@ OTHER_MEDIA: list[dict[str, Any]] = [
     {"audio": AudioTokens(302)},
     {"rope": None},
     {"rope": MRope(None)},
-    {"tokenizer": words},
-    {"tokenizer": Tokenizer(words, eos=9)},
+    {"tokenizer": word_lengths},
+    {"tokenizer": Tokenizer(word_lengths, eos=9)},
     {"max_length": 9},
     {"part": "doc"},
     {"multiple": 8},
@@ -77,7 +77,7 @@ CHANGES: dict[type[sp.TaskEncoder], tuple[dict[str, Any], list[dict[str, Any]]]]
     CaptioningEncoder: (
         {},
         [
-            {"tokenizer": words},
+            {"tokenizer": word_lengths},
             {"image_size": 32},
             {"max_tokens": 9},
             {"augment": False},
@@ -94,7 +94,7 @@ CHANGES: dict[type[sp.TaskEncoder], tuple[dict[str, Any], list[dict[str, Any]]]]
     ContrastiveEncoder: (
         {},
         [
-            {"tokenizer": words},
+            {"tokenizer": word_lengths},
             {"text": "md"},
             *CROPS,
             {"max_tokens": 9},
@@ -120,12 +120,12 @@ CHANGES: dict[type[sp.TaskEncoder], tuple[dict[str, Any], list[dict[str, Any]]]]
     InterleavedEncoder: (MEDIA, OTHER_MEDIA),
     LanguageModelingEncoder: (
         {},
-        [{"tokenizer": words}, {"max_length": 8}, {"part": "md"}, {"prompt": "json[asked]"}, {"multiple": 8}],
+        [{"tokenizer": word_lengths}, {"max_length": 8}, {"part": "md"}, {"prompt": "json[asked]"}, {"multiple": 8}],
     ),
     SpeechEncoder: (
         {},
         [
-            {"tokenizer": words},
+            {"tokenizer": word_lengths},
             {"text": "md"},
             {"audio": "wav"},
             {"bins": 128},

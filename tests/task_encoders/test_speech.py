@@ -21,7 +21,7 @@ from task_encoders.parts.log_mel import log_mel
 from task_encoders.parts.tokenizer import Tokenizer
 from task_encoders.speech import SpecAugment, SpeechEncoder
 from tests.support.media_files import audio_bytes, tone, video_bytes
-from tests.support.toy_samples import item, plain, sample, words, write_samples
+from tests.support.toy_samples import item, sample, without_pixels, word_lengths, write_samples
 
 RNG = Rng(7)
 SECOND = audio_bytes(1.0)
@@ -35,7 +35,7 @@ def features(encoder: SpeechEncoder, audio: bytes, seed: int = 7, part: str = "f
 
 
 def test_an_item_has_the_features_of_the_sound_and_the_tokens_of_the_text() -> None:
-    made = item(SpeechEncoder(words), sample(flac=SECOND, txt="a bb"))
+    made = item(SpeechEncoder(word_lengths), sample(flac=SECOND, txt="a bb"))
     assert (made["features"].shape, made["features"].dtype) == ((80, 100), torch.float32)
     np.testing.assert_allclose(made["features"], log_mel(tone(1.0, 16_000, 1)[0]), atol=5e-2)  # of 16 bits
     assert (made["frames"], made["tokens"].tolist(), made["labels"].tolist()) == (100, [1, 2], [2, -100])
@@ -62,7 +62,7 @@ def test_silence_is_encoded_like_other_audio() -> None:
 
 
 def test_every_item_has_the_frames_that_are_asked_for() -> None:
-    made = item(SpeechEncoder(words, frames=3_000), sample(flac=SECOND, txt="a"))
+    made = item(SpeechEncoder(word_lengths, frames=3_000), sample(flac=SECOND, txt="a"))
     assert (made["features"].shape, made["frames"]) == ((80, 3_000), 100)
     np.testing.assert_array_equal(made["features"], features(SpeechEncoder(frames=3_000), SECOND))
 
@@ -108,7 +108,7 @@ def test_broken_sounds_leave_packs_and_are_counted_also_where_only_their_middle_
 
 
 def test_a_part_or_a_field_by_name_and_the_sound_of_a_video() -> None:
-    encoder = SpeechEncoder(words, audio="en.wav", text="json[said]")
+    encoder = SpeechEncoder(word_lengths, audio="en.wav", text="json[said]")
     other = audio_bytes(2.0, container="wav")
     given = sample({"wav": other, "en.wav": audio_bytes(1.0, container="wav"), "json": {"said": "a bb"}})
     assert (item(encoder, given)["frames"], item(encoder, given)["tokens"].tolist()) == (100, [1, 2])
@@ -155,7 +155,7 @@ def test_masks_cover_bands_and_times_with_the_mean_and_never_the_silence_behind(
 
 
 def test_a_batch_pads_sounds_with_silence_and_texts_with_zeros() -> None:
-    encoder = SpeechEncoder(Tokenizer(words, eos=9))
+    encoder = SpeechEncoder(Tokenizer(word_lengths, eos=9))
     given = [sample(flac=SECOND, txt="a bb"), sample(flac=audio_bytes(0.5), txt="ccc")]
     long, short = items = [item(encoder, each) for each in given]
     batch = encoder.batch(items, RNG)
@@ -163,7 +163,7 @@ def test_a_batch_pads_sounds_with_silence_and_texts_with_zeros() -> None:
     assert torch.equal(batch["features"][0], long["features"])
     assert torch.equal(batch["features"][1, :, :50], short["features"])
     assert batch["features"][1, :, 50:].unique().tolist() == [short["features"].min()]
-    assert {name: value for name, value in plain(batch).items() if name != "features"} == {
+    assert {name: value for name, value in without_pixels(batch).items() if name != "features"} == {
         "frames": [100, 50],
         "tokens": [[1, 2, 9], [3, 9, 0]],
         "labels": [[2, 9, -100], [9, -100, -100]],
@@ -173,7 +173,7 @@ def test_a_batch_pads_sounds_with_silence_and_texts_with_zeros() -> None:
 
 
 def test_packs_say_of_which_item_each_frame_and_each_token_is() -> None:
-    encoder = SpeechEncoder(words)
+    encoder = SpeechEncoder(word_lengths)
     texts, seconds = ("a bb", "ccc", "dddd"), (0.2, 0.1, 0.15)
     made = [item(encoder, sample(flac=audio_bytes(s), txt=text)) for s, text in zip(seconds, texts, strict=True)]
     batch = encoder.batch([encoder.pack(made[:2], RNG), encoder.pack(made[2:], RNG)], RNG)
@@ -185,7 +185,7 @@ def test_packs_say_of_which_item_each_frame_and_each_token_is() -> None:
 
 
 def test_a_pack_of_a_fixed_number_of_frames_has_those_of_the_speech_alone() -> None:
-    encoder = SpeechEncoder(words, frames=100, max_s=1.0)
+    encoder = SpeechEncoder(word_lengths, frames=100, max_s=1.0)
     made = item(encoder, sample(flac=audio_bytes(0.2), txt="a"))
     assert encoder.pack([made, made], RNG)["features"].shape == (80, 40)
     assert encoder.batch([made], RNG)["features"].shape == (1, 80, 100)

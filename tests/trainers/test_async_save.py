@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import savable_pipeline as sp
 from tests.conftest import MakeShards
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_pipelines import toy_pipeline
 
 
@@ -42,16 +42,16 @@ def one_rank() -> Iterator[None]:
 def test_async_checkpoint_has_the_state_at_its_call(make_shards: MakeShards, tmp_path: Path, workers: int) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([20, 7, 30])))
     make = partial(sp.SavableLoader, pipeline, seed=3, lanes=4)
-    expected = take(make(), 17)
+    expected = next_hashes(make(), 17)
     may_write = threading.Event()
     with make(num_workers=workers) as loader:
-        take(loader, 5)
+        next_hashes(loader, 5)
         saving: Any = dcp.async_save({"data": loader}, storage_writer=SlowWriter(tmp_path / "run", may_write))
-        assert take(loader, 6) == expected[5:11]  # the buffers, packs and counters that were saved have moved on
+        assert next_hashes(loader, 6) == expected[5:11]  # the buffers, packs and counters that were saved have moved on
         assert not saving.done()
         may_write.set()
         saving.result(timeout=30)
     with make(num_workers=workers) as again:
         dcp.load({"data": again}, checkpoint_id=tmp_path / "run")
         assert again.state_dict()["slot"] == 5
-        assert take(again, 12) == expected[5:]
+        assert next_hashes(again, 12) == expected[5:]

@@ -21,7 +21,7 @@ from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import device
 from savable_pipeline.trainers.device import OnDevice
 from tests.conftest import MakeShards
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -82,7 +82,7 @@ def test_repeat_yields_each_batch_several_times_and_loads_it_once(shards: str) -
 @pytest.mark.parametrize("move", ["load", "skip", "iterate"])
 def test_moving_the_loader_ends_a_repeated_batch(shards: str, move: str) -> None:
     make = streams(shards)["evaluation" if move == "iterate" else "endless"]
-    expected, often = take(make(), 3), OnDevice(make(), "cpu", repeat=3)
+    expected, often = next_hashes(make(), 3), OnDevice(make(), "cpu", repeat=3)
     start = often.state_dict()
     assert digest(next(often)) == expected[0]
     if move == "load":
@@ -98,7 +98,7 @@ def test_moving_the_loader_ends_a_repeated_batch(shards: str, move: str) -> None
 @pytest.mark.parametrize("name,workers", [("endless", 0), ("endless", 1), ("with a length", 0), ("without", 0)])
 def test_run_resumes_exactly_after_any_interruption(shards: str, name: str, workers: int) -> None:
     make = streams(shards)[name]
-    expected = take(make(), 14)
+    expected = next_hashes(make(), 14)
     with OnDevice(make(num_workers=workers), "cpu") as first:
         states = [first.state_dict()]
         for digested in expected:
@@ -107,46 +107,46 @@ def test_run_resumes_exactly_after_any_interruption(shards: str, name: str, work
     for cut in (0, 10) if workers else (1, 6, 10):
         with OnDevice(make(num_workers=workers), "cpu") as again:
             again.load_state_dict(states[cut])
-            assert take(again, 3) == expected[cut : cut + 3]
+            assert next_hashes(again, 3) == expected[cut : cut + 3]
             again.restore_state(states[0])
-            assert take(again, 2) == expected[:2]
+            assert next_hashes(again, 2) == expected[:2]
 
 
 def test_skipping_starts_after_the_last_yielded_batch(shards: str) -> None:
     make = streams(shards)["endless"]
-    expected = take(make(), 12)
+    expected = next_hashes(make(), 12)
     ahead = OnDevice(make(), "cpu")
-    take(ahead, 3)
+    next_hashes(ahead, 3)
     ahead.skip(0)
     ahead.skip(4)
-    assert take(ahead, 3) == expected[7:10]
+    assert next_hashes(ahead, 3) == expected[7:10]
 
 
 def test_skip_after_the_last_batch_does_not_change_the_epochs_end(shards: str) -> None:
     make = streams(shards)["with a length"]
-    first, second = (take(own, 1000) for own in [make()] * 2)
+    first, second = (next_hashes(own, 1000) for own in [make()] * 2)
     ahead = OnDevice(make(), "cpu")
     given = 0
     for _ in ahead:
         given += 1
         if given == len(first):
             ahead.skip(2)
-    assert given == len(first) and take(ahead, 1000) == second[2:]
+    assert given == len(first) and next_hashes(ahead, 1000) == second[2:]
 
 
 def test_loaded_evaluation_continues_once_and_then_restarts(shards: str) -> None:
     make = streams(shards)["evaluation"]
-    whole = take(make(), 100)
+    whole = next_hashes(make(), 100)
     ahead = OnDevice(make(), "cpu")
-    take(ahead, 4)
+    next_hashes(ahead, 4)
     state = ahead.state_dict()
     for asked_before in (0, 1):
         again = OnDevice(make(), "cpu")
         again.load_state_dict(state)
         assert [digest(next(again)) for _ in range(asked_before)] == whole[4 : 4 + asked_before]
-        assert take(again, 100) == whole[4 + asked_before :]
-        assert take(again, 3) == whole[:3]
-        assert take(again, 2) == whole[:2]
+        assert next_hashes(again, 100) == whole[4 + asked_before :]
+        assert next_hashes(again, 3) == whole[:3]
+        assert next_hashes(again, 2) == whole[:2]
 
 
 class Fails(sp.TaskEncoder):
@@ -166,7 +166,7 @@ def test_error_is_raised_at_its_batch(shards: str) -> None:
 
     plain, ahead = (sp.SavableLoader(pipeline, seed=3, lanes=1) for _ in range(2))
     moved = OnDevice(ahead, "cpu")
-    take(plain, 5)
+    next_hashes(plain, 5)
     assert [batch.tolist() for _, batch in zip(range(5), moved, strict=False)] == [[i] for i in range(5)]
     assert moved.state_dict() == plain.state_dict()
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_only_tensors_are_moved_in_containers_of_equal_types(shards: str) -> Non
 
 def test_a_batch_whose_move_fails_is_not_lost(shards: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make = streams(shards)["endless"]
-    expected = take(make(), 4)
+    expected = next_hashes(make(), 4)
     ahead = OnDevice(make(), "cpu")
     assert digest(next(ahead)) == expected[0]
     calls = iter([True, False])
@@ -202,7 +202,7 @@ def test_a_batch_whose_move_fails_is_not_lost(shards: str, monkeypatch: pytest.M
     with pytest.raises(RuntimeError, match="out of memory"):
         next(ahead)
     assert ahead.state_dict() == state
-    assert take(ahead, 3) == expected[1:]
+    assert next_hashes(ahead, 3) == expected[1:]
 
 
 class Interrupt:
@@ -245,10 +245,10 @@ WITH_THE_LOADER = [device, run, savable_loader, epoch_end, misuse]
 )
 def test_interrupt_at_any_line_loses_and_repeats_no_batch(shards: str, modules: Any, name: str, before: int) -> None:
     make = streams(shards)[name]
-    expected = take(make(), before + 3)
+    expected = next_hashes(make(), before + 3)
     for at in range(1, 1000):
         ahead, resumed = OnDevice(make(), "cpu"), make()
-        assert take(ahead, before) == expected[:before]
+        assert next_hashes(ahead, before) == expected[:before]
         interrupt = Interrupt(at, modules, "tensors_changed" if modules == [device] else None)  # called for each number
         tracer = sys.gettrace()
         sys.settrace(interrupt)
@@ -258,7 +258,7 @@ def test_interrupt_at_any_line_loses_and_repeats_no_batch(shards: str, modules: 
         if interrupt.left:
             break
         resumed.load_state_dict(ahead.state_dict())
-        assert take(resumed, 2) == expected[before : before + 2], at
+        assert next_hashes(resumed, 2) == expected[before : before + 2], at
         assert [digest(next(ahead)) for _ in range(3)] == expected[before:], at
     assert at > 10
 
@@ -335,7 +335,7 @@ def test_wrapped_loader_rejects_a_state_one_batch_ahead(shards: str) -> None:
     fresh = loader.state_dict()
     assert fresh == ahead.state_dict()
     loader.load_state_dict(fresh)
-    expected = take(make(), 2)
+    expected = next_hashes(make(), 2)
     assert digest(next(ahead)) == expected[0]
     for act in (
         loader.state_dict,

@@ -21,7 +21,7 @@ from savable_pipeline.errors import StateError
 from savable_pipeline.trainers.elastic import complete_state
 from tests.conftest import MakeShards, write_numbered_shards
 from tests.support.processes import descendants, kill
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -100,14 +100,16 @@ def test_rank_reconstructs_only_the_lanes_it_needs(shards: str) -> None:
     ranks = ranks_of(pipeline, 3)
     last = sp.merge_states(rank.state_dict() for rank in ranks)
     steps(ranks, 3)
-    expected = take(ranks_of(pipeline, 1, sp.merge_states(rank.state_dict() for rank in ranks))[0], 8)
+    expected = next_hashes(ranks_of(pipeline, 1, sp.merge_states(rank.state_dict() for rank in ranks))[0], 8)
     survivors = [rank.state_dict() for rank in ranks[:2]]
     two = [sp.SavableLoader(pipeline, ranks=(rank, 2), **SETTINGS) for rank in (0, 1)]
     for rank, loader in enumerate(two):
         state = complete_state(ranks[0], survivors, last, lanes=range(rank, 12, 2))
         assert sum(name.startswith("lane_") for name in state) == 10  # 8 of survivors, 2 of the 4 that are missing
         loader.load_state_dict(state)
-    assert [batch for pair in zip(take(two[1], 4), take(two[0], 4), strict=True) for batch in pair] == expected
+    assert [
+        batch for pair in zip(next_hashes(two[1], 4), next_hashes(two[0], 4), strict=True) for batch in pair
+    ] == expected
 
 
 @pytest.mark.parametrize("pipeline", [counted_pipeline, partial(toy_pipeline, epochs=1)])
@@ -115,14 +117,14 @@ def test_last_state_of_an_earlier_epoch_suffices(shards: str, pipeline: Any) -> 
     made = partial(pipeline, shards)
     ranks = ranks_of(made, 1)
     last = ranks[0].state_dict()
-    whole = len(take(ranks[0], 1000))
-    take(ranks[0], 5)
+    whole = len(next_hashes(ranks[0], 1000))
+    next_hashes(ranks[0], 5)
     state = ranks[0].state_dict()
     assert (state["epoch"], state["slot"]) == (1, 5) and whole > 5
     own = {name: value for name, value in state.items() if not name.endswith(("2", "5"))}
     completed = complete_state(ranks[0], [own], last)
     again = ranks_of(made, 1, completed)[0]
-    assert take(again, 1000) == take(ranks[0], 1000)
+    assert next_hashes(again, 1000) == next_hashes(ranks[0], 1000)
 
 
 def test_states_that_do_not_fit_are_rejected(shards: str) -> None:
@@ -273,4 +275,4 @@ def test_torchrun_resumes_from_the_last_checkpoint_after_ranks_and_nodes_die(tmp
     one = sp.SavableLoader(partial(toy_pipeline, str(tmp_path / "shards")), **SETTINGS)
     counts, hashes = saved["model"].tolist()
     assert counts == [int(slot < end) for slot in range(len(counts))]
-    assert hashes[:end] == [int(batch[:10], 16) for batch in take(one, end)]
+    assert hashes[:end] == [int(batch[:10], 16) for batch in next_hashes(one, end)]

@@ -11,7 +11,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.errors import StateError
 from savable_pipeline.trainers.forms import from_json, to_json
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_pipelines import toy_pipeline
 
 
@@ -22,16 +22,16 @@ def loader(make_shards: Any) -> sp.SavableLoader:
 
 @pytest.fixture
 def state(loader: sp.SavableLoader) -> dict[str, Any]:
-    take(loader, 5)
+    next_hashes(loader, 5)
     return loader.state_dict()
 
 
 def test_a_state_passes_through_json(state: dict[str, Any], loader: sp.SavableLoader) -> None:
     saved = json.loads(json.dumps(to_json(state)))
     assert from_json(saved) == state
-    expected = take(loader, 4)
+    expected = next_hashes(loader, 4)
     loader.load_state_dict(from_json(saved))
-    assert take(loader, 4) == expected
+    assert next_hashes(loader, 4) == expected
 
 
 @pytest.mark.parametrize("text", ["U0FW", "base64:U0F", "base64:U0F?", "base64:é", "x base64:U0FW"])

@@ -16,7 +16,7 @@ import torch
 import savable_pipeline as sp
 from savable_pipeline.run.state.state_dict import lane_numbers
 from tests.support.shards import write_tar
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_mesh import AFTER, SETTINGS, STEPS, packed_pipeline
 
 LAYOUTS = ("tp", "pp", "cp")
@@ -67,25 +67,27 @@ def test_peers_get_equal_batches_and_data_parallel_ranks_share_slots(runs: Any, 
     for left, right in (processes[:2], processes[2:]):
         assert all(left[what] == right[what] for what in ("before", "after", "state"))
     assert processes[0]["before"] != processes[2]["before"]
-    assert in_slots(processes, "before") + in_slots(processes, "after") == take(alone(folder), 2 * (STEPS + AFTER))
+    assert in_slots(processes, "before") + in_slots(processes, "after") == next_hashes(
+        alone(folder), 2 * (STEPS + AFTER)
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_process_has_the_global_state_and_one_rank_resumes_it(runs: Any, layout: str) -> None:
     folder, seen = runs
     one = alone(folder)
-    take(one, 2 * STEPS)
+    next_hashes(one, 2 * STEPS)
     assert [process["global"] for process in seen[layout]] == [one.state_dict()] * 4
     assert [lane_numbers(process["state"]) for process in seen[layout]] == [[0, 2], [0, 2], [1, 3], [1, 3]]
-    assert take(one, 2 * AFTER) == in_slots(seen[layout], "after")
+    assert next_hashes(one, 2 * AFTER) == in_slots(seen[layout], "after")
     if (checkpoint := folder / f"checkpoint_{layout}").exists():
-        assert take(loaded(alone(folder), checkpoint), 2 * AFTER) == in_slots(seen[layout], "after")
+        assert next_hashes(loaded(alone(folder), checkpoint), 2 * AFTER) == in_slots(seen[layout], "after")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_epoch_ends_on_all_processes_and_pipeline_stages_without_data_need_no_loader(runs: Any, layout: str) -> None:
     folder, seen = runs
-    expected = take(alone(folder, epochs=1), 1000)
+    expected = next_hashes(alone(folder, epochs=1), 1000)
     found = in_slots(seen[layout], "epoch")
     assert found == expected[: len(found)] and len(expected) - len(found) in (0, 1) and len(found) > 20
     others = [process["epoch"] for process in seen[layout] if process["peer"] == 1]

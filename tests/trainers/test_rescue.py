@@ -11,7 +11,7 @@ import pytest
 import savable_pipeline as sp
 from tests.project.pages import ROOT, blocks_of
 from tests.support.shards import write_numbered_shards
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_pipelines import toy_pipeline
 
 
@@ -43,38 +43,38 @@ def lanes_of_a_rank(state: dict[str, Any], rank: int, world_size: int) -> dict[s
 def test_global_state_is_reconstructed(make: Any, epochs: int | None, taken: int, num_workers: int) -> None:
     one = make(epochs=epochs)
     while taken:
-        taken -= len(take(one, taken))
+        taken -= len(next_hashes(one, taken))
     state = one.state_dict()
-    expected = take(one, 5)
+    expected = next_hashes(one, 5)
     assert epochs is None or taken or state["slot"], "in the middle of an epoch"
     with make(epochs=epochs, num_workers=num_workers) as fresh:
         found = rescue(fresh, lanes_of_a_rank(state, 0, 3))
-        assert take(fresh, 5) == expected
+        assert next_hashes(fresh, 5) == expected
     again = make(epochs=epochs)
     again.load_state_dict(found)
-    assert take(again, 5) == expected
+    assert next_hashes(again, 5) == expected
 
 
 def test_rescue_is_suggested_when_a_state_is_rejected(make: Any) -> None:
     one = make()
-    take(one, 6)
+    next_hashes(one, 6)
     with pytest.raises(sp.CheckpointMismatchError, match="To recover without these lanes"):
         make().load_state_dict(lanes_of_a_rank(one.state_dict(), 0, 2))
 
 
 def test_a_state_of_another_run_is_rejected(make: Any) -> None:
     one = make(seed=4)
-    take(one, 6)
+    next_hashes(one, 6)
     with pytest.raises(ValueError, match=r"fingerprint.* differ"):
         rescue(make(), lanes_of_a_rank(one.state_dict(), 0, 2))
 
 
 def test_lanes_that_contradict_their_slots_are_rejected(make: Any) -> None:
     one = make()
-    take(one, 6)
+    next_hashes(one, 6)
     early = one.state_dict()
     one.load_state_dict({**early, "lane_00000": early["lane_00000"]})
-    take(one, 6)
+    next_hashes(one, 6)
     late = one.state_dict()
     mixed = {**late, "lane_00000": early["lane_00000"]}
     with pytest.raises(ValueError, match=r"\['lane_00000'\] differ"):
@@ -83,7 +83,7 @@ def test_lanes_that_contradict_their_slots_are_rejected(make: Any) -> None:
 
 def test_a_slot_beyond_the_epoch_is_rejected(make: Any) -> None:
     one = make(epochs=1)
-    take(one, 6)
+    next_hashes(one, 6)
     with pytest.raises(ValueError, match="differ"):
         rescue(make(epochs=1), {**lanes_of_a_rank(one.state_dict(), 0, 2), "slot": 600})
 
@@ -96,9 +96,9 @@ def test_run_with_joined_shards_is_rejected(tmp_path: Path) -> None:
         return sp.SavableLoader(partial(toy_pipeline, str(tmp_path / folder)), seed=3, lanes=6)
 
     short = begin("first")
-    take(short, 7)
+    next_hashes(short, 7)
     one = begin("all")
     one.load_state_dict(short.state_dict(), allow={"shards"})
-    take(one, 23)
+    next_hashes(one, 23)
     with pytest.raises(ValueError, match=r"lane_00000.* differ"):
         rescue(begin("all"), lanes_of_a_rank(one.state_dict(), 0, 2))

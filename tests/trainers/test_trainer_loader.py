@@ -17,8 +17,8 @@ from savable_pipeline.run.loader import run
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers import trainer_loader
 from savable_pipeline.trainers.trainer_loader import TrainerLoader
-from tests.support.signals import SignalAt, got
-from tests.support.streams import take, through_a_file
+from tests.support.signals import SignalAt, count_until_interrupt
+from tests.support.streams import next_hashes, through_a_file
 from tests.support.toy_faults import packed_numbers
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
@@ -86,11 +86,11 @@ def test_state_saved_before_training_on_the_last_batch_repeats_it(make: Any) -> 
     state = trainer.batches.state_dict()
     assert (state["epoch"], state["slot"]) == (0, 35)
     loader.load_state_dict(state)
-    assert take(loader, 1) == [digest(last)]
+    assert next_hashes(loader, 1) == [digest(last)]
 
 
 def test_fetched_unused_batches_are_repeated_in_the_next_iteration(make: Any) -> None:
-    expected = take(make(), 8)
+    expected = next_hashes(make(), 8)
     trainer = Trainer(make(), ahead=1)
     found = [batch for batch, _ in trainer.steps(3)]
     assert trainer.batches.ahead == 1
@@ -105,7 +105,7 @@ def test_batches_skipped_by_the_trainer_are_detected(make: Any) -> None:
     resumed = Trainer(make(), ahead=0, trained=4)
     resumed.batches.load_state_dict(state)
     batches = iter(resumed.batches)
-    take(batches, 4)  # the skip
+    next_hashes(batches, 4)  # the skip
     with pytest.raises(sp.SavableError, match=r"used 1 of 5 batches .* Turn off its own skipping"):
         resumed.train(next(batches))
 
@@ -136,7 +136,7 @@ def test_loader_moved_by_other_code_is_detected(make: Any, how: str) -> None:
 
 @of_kinds(("endless", 1), ("counted", 0), ("counted", 2), ("packed", 1))
 def test_skip_applies_after_the_fetched_batches(make: Any, ahead: int) -> None:
-    slots = take(make(), 20)
+    slots = next_hashes(make(), 20)
     expected = slots[: 3 + ahead] + slots[5 + ahead : 16]
     trainer = Trainer(make(), ahead=ahead)
     steps, found = trainer.an_epoch(), []
@@ -153,7 +153,7 @@ def test_skip_applies_after_the_fetched_batches(make: Any, ahead: int) -> None:
 
 
 def test_skip_stays_if_fetched_batches_are_repeated(make: Any) -> None:
-    slots = take(make(), 9)
+    slots = next_hashes(make(), 9)
     trainer = Trainer(make(), ahead=1)
     trainer.steps(3)
     trainer.batches.skip(1)
@@ -199,7 +199,7 @@ def test_bare_loader_rejects_a_state_with_a_pending_skip(make: Any) -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("counts", [True, False])
 def test_batch_whose_move_to_the_device_fails_is_repeated(make: Any, ahead: int, counts: bool) -> None:
-    expected, failures = take(make(), 12), iter([False, False, False, True, True, False, True])
+    expected, failures = next_hashes(make(), 12), iter([False, False, False, True, True, False, True])
 
     def to_device(batch: Any) -> Any:
         if next(failures, False):
@@ -235,8 +235,12 @@ def test_batches_are_moved_to_the_device_and_the_rest_is_the_loaders(make: Any) 
 
 def test_interrupted_evaluation_restarts(make: Any) -> None:
     batches = TrainerLoader(make(tail="pad", on_iter="restart"))
-    expected = take(batches, 3)
-    assert take(batches, 1) + take(batches, 3) + take(batches, 3) == [expected[0], *expected, *expected]
+    expected = next_hashes(batches, 3)
+    assert next_hashes(batches, 1) + next_hashes(batches, 3) + next_hashes(batches, 3) == [
+        expected[0],
+        *expected,
+        *expected,
+    ]
 
 
 @pytest.mark.parametrize("make", ["endless"], indirect=True)
@@ -323,14 +327,14 @@ def test_one_more_batch_may_be_in_transit_until_it_is_started(make: Any, ahead: 
     with pytest.raises(sp.SavableError, match="Turn off its own skipping"):
         trainer.batches.state_dict()
     skipped_one = Trainer(make(), ahead)
-    take(iter(skipped_one.batches), ahead + 2)
+    next_hashes(iter(skipped_one.batches), ahead + 2)
     skipped_one.trained = 1
     with pytest.raises(sp.SavableError, match="Turn off its own skipping"):
         skipped_one.batches.check()
 
 
 def test_another_trainer_continues_after_the_firsts_batches(make: Any) -> None:
-    slots = take(make(), 12)
+    slots = next_hashes(make(), 12)
     loader = make()
     first = Trainer(loader, ahead=1)
     assert [batch for batch, _ in first.steps(3)] == slots[:3]
@@ -352,7 +356,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_no_batch_and_training_continues(
         batches = TrainerLoader(loader(), trained=lambda: begun[0], most_ahead=0)
     for at in range(1, 100_000):
         signal = SignalAt(at, [trainer_loader, run])
-        count = got(steps := iter(batches), 1, signal)
+        count = count_until_interrupt(steps := iter(batches), 1, signal)
         begun[0] += count
         assert batches.state_dict()["slot"] == straight.state_dict()["slot"] + count, at
         for _ in range(count):

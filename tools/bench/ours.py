@@ -129,7 +129,7 @@ def _blend(tars: list[str], encoder: sp.TaskEncoder, lane: sp.Lane) -> custom.St
 
 
 def torch_alone(*arguments: Any) -> Iterator[Any]:
-    """Yield None forever: the memory of a process that has only imported_modules torch."""
+    """Yield None forever: the memory of a process that has only imported torch."""
     while True:
         yield None
 

@@ -240,7 +240,7 @@ def kill_and_resume(recipe: Recipe, folder: Path, steps: int) -> Trial:
 
 
 def compare_ranks(recipe: Recipe, folder: Path, world_sizes: list[int]) -> str | None:
-    """Yield the first batches on one rank and on several, and return the first difference, if any."""
+    """Compare the first batches on one rank and on several, and return the first difference, if any."""
     slots = 2 * LANES
     (one,) = run_ranks(recipe, folder, slots, 1)
     differences = {size: first_difference(one, run_ranks(recipe, folder, slots, size), slots) for size in world_sizes}

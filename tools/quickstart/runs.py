@@ -58,7 +58,7 @@ class Run:
         return self.read()
 
     def kill(self) -> Log:
-        """Kill it by SIGKILL, and return the steps that it has logged. Raises `SystemExit` if it had ended before."""
+        """Kill the run with SIGKILL, and return its logged steps. Raises `SystemExit` if it had already ended."""
         self._process.kill()
         self._process.join()
         if self._process.exitcode != -signal.SIGKILL:

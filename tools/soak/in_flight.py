@@ -133,11 +133,11 @@ class History:
 
     def step(self) -> None:
         """Take one batch on each rank, after all batches that are to be repeated."""
-        self._yield_repeats()
+        self._take_repeats()
         self._take_batches(self._runs)
         self._own_files = False
 
-    def _yield_repeats(self) -> None:
+    def _take_repeats(self) -> None:
         """Take repeated batches until all ranks have equally many left.
 
         Ranks that have loaded their own states must first vote on the next step.
@@ -216,7 +216,7 @@ class History:
 
     def exclude(self) -> None:
         """Exclude random samples, of rows in flight or others."""
-        self._yield_repeats()
+        self._take_repeats()
         numbers = sorted(set().union(*(self._samples_of_row[each] for each in self.oracle.open)) - self.oracle.excluded)
         chosen = self._draw.sample(numbers, min(len(numbers), self._draw.randint(0, 3))) or [self._draw.randrange(107)]
         (slot,) = {run.reconfigure(exclude=[f"s{number:06d}" for number in chosen]) for run in self._runs}
@@ -231,7 +231,7 @@ class History:
 
     def save(self) -> None:
         """Save the state of all ranks, merged from files or gathered."""
-        self._yield_repeats()
+        self._take_repeats()
         states = [copy.deepcopy(run.state_dict()) for run in self._runs]
         self._files, self._saved = states, sp.merge_states(self._draw.sample(states, len(states)))
         if self._draw.random() < 0.5:

@@ -149,6 +149,6 @@ def _train(shards: Path, folder: Path, log: Path, num_workers: int) -> None:
 
 
 def _checkpoint_slot(folder: Path) -> int:
-    """Return the slot of the last checkpoint; 0 without one."""
+    """Return the slot of the last checkpoint; 0 if there is none."""
     path = folder / "checkpoint.pt"
     return int(torch.load(path)["slot"]) if path.exists() else 0

@@ -178,7 +178,7 @@ class ClipIterator:
         return clip if self._make is None else self._make(clip)
 
     def pass_over(self, parts: int) -> int:
-        """Skip at most so many clips without decoding; return the number skipped."""
+        """Skip at most `parts` clips without decoding; return the number skipped."""
         passed = min(parts, self._remaining)
         self._remaining -= passed
         return passed

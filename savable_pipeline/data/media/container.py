@@ -417,7 +417,7 @@ class MediaStream:
         self._container.close()
 
     def __del__(self) -> None:
-        """Close it at once.
+        """Close the file at once.
 
         PyAV's objects refer to each other, and would occupy megabytes until the next garbage collection.
         """

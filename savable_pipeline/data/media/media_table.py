@@ -71,7 +71,7 @@ class MediaTable:
         return xxh3_128_hexdigest(np.ascontiguousarray(self._index.checks[self._numbers], dtype="<u8").data)
 
     def first(self, shards: int) -> MediaTable:
-        """Return the table of the first so many shards."""
+        """Return the table of the first `shards` shards."""
         return MediaTable(self.path, self._index, self._numbers[:shards])
 
     def find(self, store: RecordStore, shard: int, row: int, part: str) -> Known | None:
@@ -129,7 +129,7 @@ class MediaTable:
 
 
 class _ShardMedia:
-    """Rows of a shard with so many samples.
+    """Rows of a shard with `samples` samples.
 
     Raises ValueError, IndexError if it is inconsistent.
     """

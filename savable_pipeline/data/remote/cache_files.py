@@ -179,7 +179,7 @@ def range_lock(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator
 
 
 def punch_hole(fd: int, start: int, stop: int) -> None:
-    """Return these bytes of a file to the disk.
+    """Free the disk space of these bytes of a file.
 
     Raises OSError if the file system cannot punch holes.
     """

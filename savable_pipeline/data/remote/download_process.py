@@ -203,7 +203,10 @@ class Downloads:
         return self.part_of(root, name, size, "", start, stop)[0]
 
     def part_of(self, root: str, name: str, size: int, pin: str, start: int, stop: int) -> tuple[bytes, str]:
-        """Return such bytes, of the version `pin` unless it is "", and the version."""
+        """Return the bytes `start` to `stop - 1`, and the version.
+
+        It must be the version `pin`, unless that is "".
+        """
         raw = bytearray(stop - start)
 
         def store(chunk: memoryview, offset: int) -> None:

@@ -199,7 +199,7 @@ class ShardCache:
     def mark_present(self, shard: int, fd: int, row: int, stop: int) -> None:
         """Mark rows of a shard as present after writing them.
 
-        They were absent before. The caller has range_lock their bytes and pinned the shard.
+        They were absent before. The caller has locked their bytes and pinned the shard.
         """
         seed = self._seed(shard)
         self._sums[row:stop] = [self._checksum(fd, each, seed) for each in range(row, stop)]
@@ -291,7 +291,7 @@ class ShardCache:
         return False
 
     def _mark_evicted(self, rows: slice) -> None:
-        """Mark rows as absent and count an eviction. The caller has range_lock their bytes."""
+        """Mark rows as absent and count an eviction. The caller has locked their bytes."""
         self.present[rows] += self.present[rows] & 1
         self.evictions[0] += 1
 
@@ -491,7 +491,7 @@ def open_parts(folder: Path, index: ShardIndex) -> IndexParts | None:
 
 
 def begin_parts(folder: Path, shards: int) -> None:
-    """Record that no rows of an index of so many shards are cached."""
+    """Record that no rows of an index with `shards` shards are cached."""
     replace_file(folder / PARTS, [bytes(shards)])
 
 

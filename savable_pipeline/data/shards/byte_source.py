@@ -167,7 +167,7 @@ class ByteSource:
         """Announce reads of these offsets and sizes."""
 
     def sidecar(self, suffix: str, name: str = "") -> Path | None:
-        """Return a local sidecar of a file, with this suffix, or None without one.
+        """Return a local sidecar of a file, with this suffix, or None if there is none.
 
         If the file's `name` is passed, the sidecar is called `suffix` in the folder of that name.
         """

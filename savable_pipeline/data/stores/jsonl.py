@@ -69,7 +69,7 @@ def _is_blank(file: ByteSource, start: int) -> bool:
 def _checked_lines(file: ByteSource) -> tuple[str, FileBlob]:
     """Return the fault of a truncated last line, or "", and the offsets of the lines before it.
 
-    The last line is truncated if it has no newline and is not JSON, and others are.
+    The last line counts as truncated if it has no newline and is not JSON, and other lines are JSON.
     """
     offsets = line_offsets(file)
     begin, end = (int(offsets[-2]), int(offsets[-1])) if len(offsets) > 1 else (0, 0)
@@ -154,6 +154,8 @@ class JsonlStore(TextStore):
         """Return the offset of the line, which contains its fields."""
         return self.offset(shard, row)
 
+    parts_in_rows = True
+
     def part_sizes(self) -> dict[str, Rows] | None:
         """Return the line sizes with line ends, or None if index rows are missing."""
         if not self.files.has_all_rows():
@@ -174,8 +176,8 @@ class JsonlStore(TextStore):
         try:
             value = decoded_json(line)
         except (ValueError, RecursionError) as error:
-            place = f"row {row}, at byte {self.offset(shard, row)}"
-            raise self.damaged(shard, place, f"invalid JSON: {error}", reason="malformed JSON") from error
+            where = f"row {row}, at byte {self.offset(shard, row)}"
+            raise self.damaged(shard, where, f"invalid JSON: {error}", reason="malformed JSON") from error
         fields = value if isinstance(value, dict) else {}
         self._last = line, fields
         return fields

@@ -68,7 +68,7 @@ class LeRobotStore(RangedRows, ParquetStore):
     in a ZIP archive, see `ImageFrames`, and other values are JSON. Raises `ShardError`, and ValueError for `columns`.
     """
 
-    base = ""
+    base, all_used = "", True
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
         if settings.pop("columns", None) is not None:
@@ -239,7 +239,7 @@ def _values(column: Any) -> NDArray[Any]:
 def _is_lerobot(heads: Mapping[str, bytes]) -> bool:
     """Return whether the metadata say version 3. Raises ValueError for another version.
 
-    Otherwise its tables would be read as Parquet, without their videos.
+    Without this error, tables of another version would be read as Parquet, without their videos.
     """
     version = str(marker_object(heads, INFO).get("codebase_version", ""))
     if version and not version.startswith("v3."):

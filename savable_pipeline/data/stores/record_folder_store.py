@@ -72,7 +72,7 @@ class RecordFolderStore(GroupedStore):
         self._schemas: dict[bytes, Schema] = {}
         self._layouts: dict[int, RecordLayout] = {}
         self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the last record read
-        self.files.fetch_rows(found.numbers)  # all at once, because it is little
+        self.files.fetch_rows(found.numbers)  # of all shards at once, because the rows are few
         kinds = {tuple(self.blob(shard)[:2].tolist()) for shard in np.flatnonzero(self.entries.samples).tolist()}
         self._grouped = any(unit != RECORDS for unit, _ in kinds)
         self.decoded_bytes = self.blocks.limit if self._grouped else 0

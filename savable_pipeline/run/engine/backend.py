@@ -108,7 +108,7 @@ class InProcess(Backend):
     start = open
 
     def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Ticket:
-        """Return the request itself."""
+        """Return the request itself as its ticket."""
         self._is_used = True
         return lane, state, want, facts
 

@@ -282,7 +282,7 @@ class ProcessHost(Host):
             )
 
     def _have_ended(self, seconds: float) -> bool:
-        """Wait up to so many seconds, and return whether all workers have ended."""
+        """Wait up to `seconds`, and return whether all workers have ended."""
         deadline = time.monotonic() + seconds
         while self._workers and (remaining_s := deadline - time.monotonic()) > 0:
             self.wait(remaining_s)

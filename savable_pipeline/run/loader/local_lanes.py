@@ -195,7 +195,7 @@ def with_lanes(wanted: LoaderSettings, ranks: Ranks, local: LocalLanes, lanes: i
 
 
 def lanes_for(batches: int | None, *, endless: bool) -> int:
-    """Return the lanes for an epoch of so many batches, None if unknown."""
+    """Return the number of lanes for an epoch of `batches` batches, None if unknown."""
     if batches is None:
         return MOST_LANES
     lanes = next((lanes for lanes in _COUNTS if batches >= _BATCHES * lanes), 1)

@@ -234,8 +234,8 @@ class Observer:
     def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
         """Return `Remake`s of batches to yield before the next slot, or None (default).
 
-        This is not a case of `on_batch`, because it decides what the step is. `vote` returns the smallest or largest
-        vote of all ranks. It is None if they cannot communicate.
+        It is a method of its own, because it is called before the step, and `on_batch` after it. `vote` returns the
+        smallest or largest vote of all ranks. It is None if they cannot communicate.
         """
 
     def on_batch(self, step: BatchStep) -> None:

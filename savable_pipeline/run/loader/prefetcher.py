@@ -199,7 +199,7 @@ class Prefetcher:
     def close(self) -> str:
         """End the workers and their host. They start again when needed.
 
-        Returns the fault that their last check of the shards found and no error has reported, or "".
+        Returns the fault that the workers' last check of the shards found, unless an error has reported it, or "".
         """
         self.reset()
         self._backend.close()

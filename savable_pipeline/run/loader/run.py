@@ -387,7 +387,7 @@ class Run:
         return Trace(self.ranks.slot(batch.step), batch.lane, rows)
 
     def last_step(self) -> tuple[int, int]:
-        """Return the slot and the lane of the last batch. Raises ValueError without one."""
+        """Return slot and lane of the last batch. Raises ValueError if there is none."""
         return self.ranks.slot((batch := history_of(self.position).lagged()).step), batch.lane
 
 

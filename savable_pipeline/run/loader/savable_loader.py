@@ -211,12 +211,14 @@ class SavableLoader:
     def state_dict(self, *, lag: int = 0) -> dict[str, Any]:
         """Return the state after the last batch, a flat dict of int and bytes.
 
-        Starts nothing and waits for nothing. After an epoch's last batch it is the start of the next epoch.
+        The call starts nothing and waits for nothing. After an epoch's last batch, the state is the start of the next
+        epoch.
 
         Args:
-            lag: How many batches earlier, up to 16. A trainer that fetches one batch ahead always passes 1. Before the
-                first batch since the loader was created, was loaded or started the epoch, it changes nothing. Slots
-                skipped since that batch are repeated, so skip them again after loading.
+            lag: The state is that of this many batches earlier, up to 16. A trainer that fetches one batch ahead
+                always passes 1. As long as no batch was yielded, by a new loader, after loading a state or in an
+                epoch, `lag` has no effect. Slots skipped since the earlier batch are not skipped in the state, so skip
+                them again after loading.
 
         Returns:
             The state, which `torch.save` and torch.distributed.checkpoint take.
@@ -225,8 +227,8 @@ class SavableLoader:
             ValueError: Fewer than `lag` batches were yielded since then.
             SavableError: The caller is a trainer that saves only rank 0's state or fetches ahead (use
                 `savable_pipeline.trainers`), or an `OnDevice` uses the loader.
-            ShardError: A shard was overwritten while batches read from it were yielded. Without workers the shards are
-                checked now. With workers it is what they have reported.
+            ShardError: A shard was overwritten while batches read from it were yielded. Without workers, this call
+                checks the shards. With workers, it raises what they have reported.
         """
         misuse.refuse_trainer(misuse.caller(), misuse.caller(up=1), self._run.ranks.world_size)
         self._run.check_not_ahead()
@@ -409,7 +411,7 @@ class SavableLoader:
         Rows to repeat count, too, such as those of a loaded state.
 
         Returns:
-            `rows`, and `oldest`, a receipt, or None without any.
+            `rows`, and `oldest`, a receipt, or None if there are no rows.
 
         Raises:
             ValueError: The loader has no `acknowledge=True`.

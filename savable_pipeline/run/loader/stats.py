@@ -87,7 +87,7 @@ class Stats(Observer):
             self._window = now, self._wait_s
 
     def _count_samples(self, step: BatchStep) -> None:
-        """Count the samples of a batch, without refs if there is a single source."""
+        """Count the samples of a batch per source. With a single source, their refs are not read."""
         samples = step.delivery.samples
         if len(self._sources()) != 1:
             tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
@@ -272,7 +272,7 @@ class Slowest:
 
 _ENOUGH = 1000  # samples of a source before its fraction is checked
 _MUCH = 0.1  # fraction of a source's samples, or tokens
-# so many dropped samples of a source without any usable one end the run, or all of its first epoch
+# a run ends if a source has no usable one among this number of samples, or in its first epoch
 _MOST_DROPPED = 10_000
 # epochs to wait if other ranks or a buffer have a part of the first epoch: the probability of a mistake is e**-5
 _EPOCHS = 5

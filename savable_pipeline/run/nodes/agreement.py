@@ -146,10 +146,7 @@ def _user_modules(pickled: bytes) -> list[str]:
 
 
 def _named(pickled: bytes) -> set[str]:
-    """Return the names of imported modules among the strings of a pickle.
-
-    Those of its classes and functions are among them.
-    """
+    """Return the names of imported modules among the strings of a pickle, with those of its classes and functions."""
     texts = {arg for _, arg, _ in pickletools.genops(pickled) if isinstance(arg, str)}
     return {word for text in texts for word in text.split(" ")[:1] if word in sys.modules}
 

@@ -473,7 +473,7 @@ def _keys(key: bytes, direction: bytes, transcript: bytes) -> bytes:
 
 
 def read_exactly(end: socket.socket, size: int) -> bytes:
-    """Read so many bytes, for which it waits as long as the socket does."""
+    """Read `size` bytes, within the timeout of the socket."""
     found = b""
     while len(found) < size:
         more = end.recv(size - len(found))

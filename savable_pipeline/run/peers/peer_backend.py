@@ -178,13 +178,13 @@ class PeerBackend:
         return replace(found, written=None)
 
     def _behind(self, answers: int) -> list[Peer]:
-        """Return the readers that have not taken so many answers, or have unsent messages."""
+        """Return the readers that have taken fewer than `answers` answers, or have unsent messages."""
         return [each for each in self._readers if each.unsent or (each.taken < answers and not each.end)]
 
     def _wait(self, missing: Callable[[], list[Peer]], *, timeouts: int = 1) -> None:
         """Wait until no peer is missing.
 
-        Raises `WorkerError` on all ranks if one ended, or sent no alive message for so many timeouts.
+        Raises `WorkerError` on all ranks if one ended, or sent no alive message for `timeouts` times the timeout.
         """
         start, limit = time.monotonic(), self._timeout * timeouts
         while peers := missing():

@@ -72,12 +72,13 @@ def pack_state(state: msgspec.Struct) -> bytes:
 def fresh_lane(lane: int, epoch: int, facts: RunFacts) -> bytes:
     """Return the packed state of a lane before its first batch of an epoch.
 
-        slot 5 of 8 lanes     0 1 2 3 4            5 6 7
-                              started: their own     fresh: the run's facts have the chunk sizes, the units in which the
-                              states say `cut`     shares of all lanes are cut in this epoch
+        slot 5 of 8 lanes     0 1 2 3 4                     5 6 7
+                              started: their own states     fresh: the chunk sizes are in the facts of the run
+                              have the chunk sizes (`cut`)
 
-    When a run continues in mid-epoch with other settings, such as another batch size or `tail`, the shares of all lanes
-    must stay cut as they were, or a fresh lane would read samples of another lane.
+    Chunks are the units in which an epoch is shared out among the lanes. If a run continues in mid-epoch with other
+    settings, such as another batch size or `tail`, all lanes must keep these sizes. Otherwise a fresh lane would read
+    samples of another lane.
     """
     return pack_state(LaneState(lane, epoch, facts=facts.digest))
 

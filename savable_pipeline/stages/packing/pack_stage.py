@@ -41,7 +41,7 @@ class PackStage(ChunkedStage, ItemStage):
         """Build packs of the items that are not lost, and set values, refs and sizes.
 
         If the encoder skips a pack, only its value is set, and it is counted for its first item. If all items of a pack
-        are lost, it is not counted, because its items are already.
+        are lost, the pack is not counted, because its items have been counted.
         """
         for element in elements:
             number, *parts = element.ref

@@ -96,7 +96,7 @@ def check_output(*paths: Path | None) -> None:
             raise ValueError(f"{path}: there is no folder {path.parent} to write it into; make it, or name another")
 
 
-Progress: TypeAlias = Callable[..., None]  # (things done, all things, bytes done if known)
+ShowProgress: TypeAlias = Callable[..., None]  # (things done, all things, bytes done if known)
 TargetArgument: TypeAlias = Annotated[
     str,
     typer.Argument(
@@ -135,7 +135,7 @@ _LINE_EVERY_S = 10.0
 
 
 @contextlib.contextmanager
-def progress_of(console: Console, before: str, things: str, during: str = "") -> Iterator[Progress]:
+def progress_of(console: Console, before: str, things: str, during: str = "") -> Iterator[ShowProgress]:
     """Yield a function that shows progress: a bar on a terminal, else lines.
 
     A line is printed every ten seconds.

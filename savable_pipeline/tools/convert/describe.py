@@ -14,7 +14,7 @@ from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.metadata import INDEX_NAME, META, WRITTEN
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
-from savable_pipeline.data.shards.tar_format import TarIndex, write_tar_idx
+from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.tools.convert.shard_series import room_on
 
@@ -34,10 +34,8 @@ def describe(folder: Path) -> TarIndex:
         index = describe_indexed(folder, path)
         for entry in index.shards:
             offsets = folder / f"{entry.name}.idx"
-            if not entry.fault and not offsets.exists():  # the disk was full when it was indexed
-                write_tar_idx(folder / entry.name, TARS.scan(folder, entry.name))
-                if not offsets.exists():
-                    raise OSError(errno.ENOSPC, f"no room for {offsets.name}")
+            if not entry.fault and not offsets.exists():
+                raise OSError(errno.ENOSPC, f"no room for {offsets.name}")
         return index
 
 

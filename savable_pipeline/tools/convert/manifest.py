@@ -72,7 +72,7 @@ def _public_name(source: str) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a folder, None without one.
+    """Return the manifest of a folder, or None if there is none.
 
     Raises `SavableError` for one of another version.
     """

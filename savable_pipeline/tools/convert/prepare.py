@@ -143,7 +143,7 @@ def _with_file_columns(found: Prepared, store: Any) -> SourceFiles:
 def _check_chosen(source: SourceFiles, store: Any, options: Options, keys: Collection[str] | None) -> None:
     """Raise ValueError for chosen parts and keys that no sample has, as far as the index knows.
 
-    Others are known when everything was read.
+    Other parts are known when everything was read.
     """
     known: set[str] = set()
     if options.only and source.form in (FOLDER, TARS):

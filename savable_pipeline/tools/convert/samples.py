@@ -371,7 +371,7 @@ def _key_in(fields: dict[str, Any], field: str) -> str:
 
 
 def _tar_key_of_row(key: str, shard: str) -> str:
-    """Convert the key of a row without one: "web/0.parquet:17" becomes "web/0/17" in a tar."""
+    """Convert the key of a row that has no key of its own: "web/0.parquet:17" becomes "web/0/17" in a tar."""
     if key.startswith(f"{shard}:"):
         key = f"{PurePosixPath(shard).with_suffix('')}/{key[len(shard) + 1 :]}"
         return key.replace(".", "_")

@@ -1,4 +1,4 @@
-"""Consecutive shards, each of at most so many bytes and samples.
+"""Consecutive shards of limited bytes and samples.
 
 add ─ ShardFile ─ full ─▶ finished(table)      each shard is closed before the next one starts
 """
@@ -41,7 +41,7 @@ class ShardSeries:
         return "" if self._shard is None else self._shard.last_key
 
     def fits(self, size: int) -> bool:
-        """Return whether a sample of so many bytes fits in the open shard."""
+        """Return whether a sample of `size` bytes fits in the open shard."""
         shard = self._shard
         if shard is None or (self._max_samples is not None and shard.samples >= self._max_samples):
             return False

@@ -116,7 +116,7 @@ _LONGEST_QUESTION, _LONGEST_ANSWER = 300, 900  # characters; a long question mus
 def conversation_in(record: Any) -> tuple[list[Turn], Any] | None:
     """Return the turns of the first conversation of a record, and the rest; or None.
 
-    The rest is None for nothing.
+    The rest is None if the record has nothing else.
     """
     if _is_conversation(record):
         return _turns(record), None

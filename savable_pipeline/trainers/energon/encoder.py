@@ -306,7 +306,7 @@ def _sources_of(subject: Any) -> list[SourceInfo] | None:
 
 
 def _restore_keys(items: list[Any]) -> tuple[Any, ...]:
-    """Return the restore key of each item, or None for an item without one."""
+    """Return the restore key of each item, or None for an item that has none."""
     return tuple(
         [
             item.get("__restore_key__") if isinstance(item, dict) else getattr(item, "__restore_key__", None)

@@ -16,7 +16,7 @@ from savable_pipeline.data.media.container import Audio, resample
 from savable_pipeline.data.media.media_info import media_fault, media_info
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
 from savable_pipeline.errors import MediaError
-from tests.support.draws import draws
+from tests.support.draws import scaled_range
 from tests.support.media_files import audio_bytes, flac_bytes, tone, video_bytes
 
 KINDS = {
@@ -47,7 +47,7 @@ def test_range_equals_that_of_a_full_decode(kind: str) -> None:
         whole = found.samples(0.0, 6.0)
         assert whole.shape == (found.channels, 6 * rate) and whole.dtype == np.float32
         assert np.abs(whole - tone(6.0, rate, found.channels)).mean() < 0.05
-        for _ in draws(3):
+        for _ in scaled_range(3):
             start = order.randrange(rate // 9, 5 * rate) / rate
             part = found.samples(start, start + 0.5)
             first = round(start * rate)
@@ -64,7 +64,7 @@ def test_range_does_not_depend_on_earlier_reads(kind: str) -> None:
     settings, rate, _ = KINDS.get(kind, ({"container": "matroska", "codec": "aac", "rate": 44100}, 44100, 0))
     data, order = audio_bytes(8.0, **settings), random.Random(kind)  # type: ignore[arg-type]
     with audio(data) as found:
-        for _ in draws(4):
+        for _ in scaled_range(4):
             start = order.randrange(7 * rate) / rate
             with audio(data) as alone:
                 assert np.array_equal(found.samples(start, start + 0.5), alone.samples(start, start + 0.5))
@@ -93,7 +93,7 @@ def test_any_range_of_flac_equals_a_full_decode(rate: int, block: int, channels:
     data = flac_bytes(samples, rate, block=block, channels=channels)
     whole = decoded(data, samples)
     with audio(data) as found:
-        for number in draws(10):
+        for number in scaled_range(10):
             first = order.randrange(samples - samples // 8 if number % 2 else 0, samples - 8)
             stop = order.randrange(first + 4, samples)
             part = found.samples(first / rate, stop / rate)
@@ -109,7 +109,7 @@ def test_a_gap_in_the_times_of_flac_in_mp4_is_silence(gap: int) -> None:
     assert not whole[:, begin : begin + gap].any() and whole[:, begin - 5 : begin].any()
     with audio(data) as found:
         assert found.duration_s == samples / rate
-        for first in (0, begin - 100, begin, begin + gap, *(order.randrange(samples - 50) for _ in draws(4))):
+        for first in (0, begin - 100, begin, begin + gap, *(order.randrange(samples - 50) for _ in scaled_range(4))):
             part = found.samples(first / rate, min(first + 9000, samples) / rate)
             assert np.array_equal(part, whole[:, first : first + 9000]), first
 
@@ -299,7 +299,7 @@ def test_impossible_sample_rate_in_a_header_is_an_error(rate: int) -> None:
 def test_flipped_bit_never_changes_the_length_silently(container: str, codec: str) -> None:
     data, order = audio_bytes(1.0, container=container, codec=codec), random.Random(codec)
     right = Audio(io.BytesIO(data), "a").samples()
-    faults, flips = 0, draws(20)
+    faults, flips = 0, scaled_range(20)
     for _ in flips:
         damaged, place = bytearray(data), order.randrange(len(data))
         damaged[place] ^= 1 << order.randrange(8)

@@ -18,7 +18,7 @@ from savable_pipeline.data.media.container import Audio
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
 from savable_pipeline.stages.item_buffer import size_of
-from tests.support.draws import draws, examples
+from tests.support.draws import scaled_examples, scaled_range
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
 
 FPS, FRAMES, RATE = 12, 120, 16_000  # 10 s
@@ -81,7 +81,7 @@ def test_frames_and_audio_of_a_clip_match_its_times() -> None:
         np.testing.assert_allclose(clip.audio, whole[:, first : first + 24_000], atol=1e-5)
 
 
-@examples(30)
+@scaled_examples(30)
 @given(st.floats(2.0, 1e6), st.integers(1, 20))
 def test_one_clip_starts_in_each_stratum_of_possible_starts(duration_s: float, count: int) -> None:
     room = duration_s - 2
@@ -141,7 +141,7 @@ def test_damage_raises_in_its_clip_also_without_earlier_clips(how: dict[str, Any
         iterator.pass_over(parts)
         return iterator
 
-    for _ in draws(6):
+    for _ in scaled_range(6):
         at = order.randrange(len(whole) // 4, len(whole) * 3 // 4)
         data = whole[:at] + order.randbytes(400) + whole[at + 400 :]
         after_others = behind(data, 0)

@@ -24,7 +24,7 @@ from savable_pipeline.data.media.media_info import MediaInfo
 from savable_pipeline.data.media.media_table import MediaTotals
 from savable_pipeline.data.shards.indexing import media_table_name
 from savable_pipeline.errors import MediaError
-from tests.support.draws import examples
+from tests.support.draws import scaled_examples
 from tests.support.media_files import audio_bytes, video_bytes
 from tests.support.shards import write_tar
 from tests.support.toy_samples import plain_png
@@ -83,7 +83,7 @@ _PARTS = st.fixed_dictionaries({}, optional={part: st.integers(0, 100) for part 
 _SAMPLE = _PARTS.map(lambda parts: {part: number % len(files()[part]) for part, number in parts.items()})
 
 
-@examples(5)
+@scaled_examples(5)
 @given(shards=st.lists(st.lists(_SAMPLE, min_size=1, max_size=4), min_size=1, max_size=3))
 def test_media_table_equals_the_headers(shards: list[list[dict[str, int]]], tmp_path_factory: Any) -> None:
     root = write(tmp_path_factory.mktemp("data"), *shards)

@@ -16,7 +16,7 @@ from savable_pipeline.data.media import container
 from savable_pipeline.data.media.media_info import media_fault, media_info
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
-from tests.support.draws import draws
+from tests.support.draws import scaled_range
 from tests.support.media_files import audio_bytes, frame_number, numbered_frame, video_bytes
 
 KINDS = {
@@ -63,7 +63,7 @@ def test_frame_by_time_or_index_equals_a_full_decode(kind: str) -> None:
     with video(data) as found:
         assert found.size == (64, 48) and found.fps > 0 and found.codec and found.frame_count in (None, 40)
         assert found.duration_s == pytest.approx(begins[-1] + 1 / 12, abs=0.12)
-        for _ in draws(5):
+        for _ in scaled_range(5):
             chosen = [random_order.randrange(40) for _ in range(random_order.choice([1, 1, 3]))]
             if random_order.random() < 0.5:
                 frames = found.frames_by_index(chosen)

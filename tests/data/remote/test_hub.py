@@ -26,7 +26,7 @@ from savable_pipeline.data.stores.sample_names import is_tar
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.check.dataset_check import check_dataset
 from savable_pipeline.tools.convert import Options, run_conversion
-from tests.support.toy_hub import ToyHub, hub_here
+from tests.support.toy_hub import ToyHub, local_hub
 
 NAME = "hf://datasets/org/name"
 ROWS = 20  # of a file
@@ -34,7 +34,7 @@ ROWS = 20  # of a file
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyHub]:
-    with hub_here(tmp_path, monkeypatch) as served:
+    with local_hub(tmp_path, monkeypatch) as served:
         yield served
     close_scratch()
 

@@ -21,7 +21,7 @@ from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.convert import run_conversion
 from tests.support.processes import run_until_killed
 from tests.support.toy_engine import ToyEngine
-from tests.support.toy_files import SMALL, fill
+from tests.support.toy_files import SMALL, write_captioned_images
 from tests.support.toy_remote_stores import KINDS, WRITERS
 from tests.support.toy_server import ToyServer, serving_a_machine
 
@@ -29,7 +29,7 @@ from tests.support.toy_server import ToyServer, serving_a_machine
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
     """Five tars and a folder of JSONL, without an index; machines have a folder for what passes through."""
-    run_conversion(fill(tmp_path / "in", 15), tmp_path / "www/tar", SMALL)
+    run_conversion(write_captioned_images(tmp_path / "in", 15), tmp_path / "www/tar", SMALL)
     shutil.rmtree(tmp_path / "www/tar/.nv-meta")
     (tmp_path / "www/jsonl").mkdir()
     WRITERS["jsonl"](tmp_path / "www/jsonl")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from savable_pipeline.data.shards.selection import Selection
 from savable_pipeline.errors import ShardError
-from tests.support.toy_dataset import drained, readers
+from tests.support.toy_dataset import drain, readers
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 SHARES = st.lists(st.floats(0.0, 1.0), max_size=4)
@@ -71,7 +71,7 @@ def test_lanes_of_any_order_yield_the_subset_once_per_epoch(subset: Any) -> None
     expected = selected(sizes, subset, [f"{i:04d}.tar" for i in range(4)])
     for settings_ in ({"shuffle": False}, {"block_size": 1, "window": None}, {"block_size": 4, "window": 2}):
         make = readers(sizes, lanes=3, seed=1, epochs=2, subset=subset, **settings_)  # type: ignore[arg-type]
-        given_ = [pair for lane in range(3) for pair in drained(make(lane), chunk=7)]
+        given_ = [pair for lane in range(3) for pair in drain(make(lane), chunk=7)]
         assert sorted(given_) == sorted((index, epoch) for index in expected for epoch in (0, 1))
         assert make(0).population == len(expected)
 

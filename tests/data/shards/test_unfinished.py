@@ -12,7 +12,7 @@ import savable_pipeline as sp
 from savable_pipeline.tools.check.dataset_check import check_dataset
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
-from tests.support.toy_files import SMALL, fill
+from tests.support.toy_files import SMALL, write_captioned_images
 
 
 def stopped_conversion(source: Path, target: Path) -> None:
@@ -44,7 +44,7 @@ def warned(folder: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_output_of_an_interrupted_conversion_is_read_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, target = fill(tmp_path / "in", 9), tmp_path / "out"
+    source, target = write_captioned_images(tmp_path / "in", 9), tmp_path / "out"
     stopped_conversion(source, target)
     (warning,) = warned(target, caplog)
     assert warning.startswith(f"{target}: samples are missing") and "same command again" in warning

@@ -20,7 +20,7 @@ from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.stores.arrow_file import batches_of, is_as_indexed, read_message, read_table
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.cli.main import app
-from tests.support.draws import draws
+from tests.support.draws import scaled_range
 
 ROWS = 20
 BLOCK = struct.Struct("<qi4xq")
@@ -144,7 +144,7 @@ def test_footer_of_any_bytes_is_read_correctly_or_rejected(tmp_path: Path) -> No
     raw = path.read_bytes()
     footer, right = len(raw) - 10 - struct.unpack("<i", raw[-10:-6])[0], 0
     (tmp_path / "b.arrow").write_bytes(raw)
-    for number in draws(50):
+    for number in scaled_range(50):
         forged = bytearray(raw)
         for _ in range(chance.choice([1, 1, 3])):
             forged[chance.randrange(footer, len(raw) - 6)] = chance.choice(

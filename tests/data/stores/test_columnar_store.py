@@ -26,7 +26,7 @@ from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks
 from savable_pipeline.data.stores.opening import open_store
 from savable_pipeline.tools.check.dataset_check import check_dataset
-from tests.support.draws import draws
+from tests.support.draws import scaled_range
 from tests.support.processes import run_forked
 from tests.support.toy_samples import plain_png
 
@@ -380,7 +380,7 @@ def test_flipped_byte_is_at_worst_an_error_or_another_value(tmp_path: Path, name
         for n in range(20)
     ]
     right = write(tmp_path / name, pa.Table.from_pylist(rows), 10).read_bytes()
-    for number in draws(15):
+    for number in scaled_range(15):
         data = bytearray(right)
         for _ in range(draw.choice([1, 1, 3])):
             data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)

@@ -21,13 +21,14 @@ from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.shards.index import Format
+from savable_pipeline.data.shards.indexing import index_places
 from savable_pipeline.data.stores import folder_store
+from savable_pipeline.data.stores.folder_store import FolderFormat
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.testing import assert_exact_resume
 from savable_pipeline.tools.cli.main import app
-from tests.support.draws import examples
-from tests.support.toy_files import fill
+from tests.support.draws import scaled_examples
+from tests.support.toy_files import write_captioned_images
 
 NAMES = st.builds("{}/{}.{}".format, st.sampled_from(["a", "b/c", "a-b"]), st.sampled_from("xyz"), st.sampled_from(
     ["txt", "json", "seg.txt", "TXT2"]))  # fmt: skip
@@ -57,7 +58,7 @@ def opened(folder: Path, **settings: object) -> dict[str, dict[str, bytes]]:
     return {sample.key: {part: sample[part] for part in sample} for sample in samples}
 
 
-@examples(8)
+@scaled_examples(8)
 @given(names=st.sets(NAMES, min_size=1), last=st.booleans())
 def test_samples_equal_those_of_os_walk(tmp_path_factory: pytest.TempPathFactory, names: set[str], last: bool) -> None:
     folder = write(tmp_path_factory.mktemp("in"), *names)
@@ -67,7 +68,7 @@ def test_samples_equal_those_of_os_walk(tmp_path_factory: pytest.TempPathFactory
 
 
 def test_samples_and_classes_equal_converted_ones(tmp_path: Path) -> None:
-    images = fill(tmp_path / "in/images", 8)
+    images = write_captioned_images(tmp_path / "in/images", 8)
     source = write(images.parent, "cat/0.txt", "cat/1.json", "dog/0.txt", ".hidden", "no_extension", "README.md")
     (source / "cat/empty.jpg").touch()
     for each in ({}, {"classes": True}, {"key_end": "last"}):
@@ -172,17 +173,16 @@ def test_index_of_many_files_is_trusted_until_a_folder_changes(tmp_path: Path, m
     monkeypatch.setattr(folder_store, "_LOOKED_AT", 3)
     folder = write(tmp_path, *(f"{name}/{i}.txt" for name in "ab" for i in range(3)))
     old = time.time() - 60
-    (folder / ".nv-meta").mkdir()
     for each in ("a", "b", ""):
         os.utime(folder / each, (old, old))
     assert len(sp.open_dataset(folder)) == 6
     scans: list[str] = []
-    scan = Format.scan
-    monkeypatch.setattr(Format, "scan", lambda *given: scans.append("") or scan(*given))
+    scan = FolderFormat.scan
+    monkeypatch.setattr(FolderFormat, "scan", lambda *given: scans.append("") or scan(*given))
     assert len(sp.open_dataset(folder)) == 6 and not scans
     write(folder, "b/new.txt")
     assert len(sp.open_dataset(folder)) == 7 and scans
-    (folder / ".nv-meta/savable.folder.index").write_bytes(b"damaged")
+    index_places(folder, folder_store.FOLDER.index_name, near=False)[0].write_bytes(b"damaged")
     assert len(sp.open_dataset(folder)) == 7
 
 

@@ -22,7 +22,7 @@ from savable_pipeline.data.stores import shard_files
 from savable_pipeline.data.stores.grouped_store import DecodedBlocks
 from savable_pipeline.data.stores.opening import find_source, open_store
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
-from tests.support.record_cases import CASES, U32, raw_and_packed, told_all
+from tests.support.record_cases import CASES, U32, comparable_parts, raw_and_packed
 from tests.support.toy_files import jpeg
 from tests.support.toy_records import (
     LEAF,
@@ -64,7 +64,7 @@ def test_store_returns_the_parts_and_bytes_of_a_conversion(tmp_path: Path, case:
         extensions = store.extensions(shard, row)
         assert extensions == sorted(extensions)
         parts = {f"{number:09d}.{each}": data for each in extensions if (data := store.read(shard, row, each))}
-        found |= told_all(parts)
+        found |= comparable_parts(parts)
         assert store.sizes(shard, row) == {each: len(store.read(shard, row, each)) for each in extensions}
     assert found == GOLDEN[case]["parts"]
 

@@ -21,8 +21,8 @@ from savable_pipeline.data.dataset.info import dataset_info
 from savable_pipeline.data.stores import jsonl
 from savable_pipeline.errors import ShardError
 from savable_pipeline.testing import assert_exact_resume
-from tests.support.draws import examples
-from tests.support.toy_files import fill
+from tests.support.draws import scaled_examples
+from tests.support.toy_files import write_captioned_images
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\ufeff"), max_size=9)
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | TEXTS, lambda inner: st.lists(inner, max_size=3))
@@ -34,7 +34,7 @@ def read(data: bytes, separator: str) -> list[dict[str, str | None]]:
     return [dict(zip(header, (cell or None for cell in row), strict=True)) for row in rows]
 
 
-@examples(20)
+@scaled_examples(20)
 @given(
     rows=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=8),
     ending=st.sampled_from(["\n", "\r\n", "\r"]),
@@ -62,7 +62,7 @@ def test_rows_equal_those_of_pythons_csv_in_any_order(
     assert [samples[i].json() for i in reversed(range(len(samples)))] == expected[::-1]
 
 
-@examples(12)
+@scaled_examples(12)
 @given(
     values=st.lists(st.dictionaries(TEXTS.filter(lambda name: name not in FIELDS), VALUES), min_size=1, max_size=8),
     indent=st.none() | st.integers(0, 2),
@@ -84,7 +84,7 @@ FIELDS = ("image", "audio", "video", "file", "file_name")
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    folder = fill(tmp_path / "in", 6)
+    folder = write_captioned_images(tmp_path / "in", 6)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.jpg"))
     rows = [{"image": name, "caption": f'a "{i}",\nb'} for i, name in enumerate(names * 4)]
     with (folder / "t.csv").open("w", newline="") as file:
@@ -124,8 +124,10 @@ def test_run_over_tables_resumes_exactly(photos: Path) -> None:
 def test_columns_and_folders_of_files_can_be_named(photos: Path, tmp_path: Path) -> None:
     rows = "left,right,n\n000.jpg,b/001.jpg,1\n"
     (tmp_path / "away.csv").write_text(rows)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/away.csv").write_text(rows)
     with pytest.raises(ShardError, match=r"row 0, at byte .*: missing file: the field 'left' names '000\.jpg'"):
-        sp.open_dataset(tmp_path / "away.csv", file_fields=["left"])[0].json("jpg")
+        sp.open_dataset(tmp_path / "elsewhere/away.csv", file_fields=["left"])[0].json("jpg")
     for settings_of, parts in (
         ({"file_fields": ["left=a", "right=b"]}, ["a.jpg", "b.jpg", "json"]),
         ({}, ["jpg", "json", "right.jpg"]),

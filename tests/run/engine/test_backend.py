@@ -18,7 +18,7 @@ from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.state.lane_state import fresh_lane
 from tests.conftest import write_numbered_shards
-from tests.support.agents import agents, remote
+from tests.support.agents import agents, socket_workers
 from tests.support.fake_backend import COUNTERS, FakeBackend, fake_run
 from tests.support.fake_workers import FakeWorkers, World
 from tests.support.toy_faults import number_pipeline
@@ -46,7 +46,7 @@ def opened(kind: str, shards: str, folder: Path) -> Iterator[Backend]:
             "threads": sp.Workers(2, start_method="thread"),
             "fake workers": FakeWorkers(2, world=World(0, {})),
         }
-        chosen = remote(*nodes) if kind == "sockets" else workers[kind]
+        chosen = socket_workers(*nodes) if kind == "sockets" else workers[kind]
         pipeline = partial(number_pipeline, shards, epochs=1)
         settings = LoaderSettings(pipeline, seed=3, lanes=LANES, workers=chosen)
         local = LocalLanes(settings.job, 0)

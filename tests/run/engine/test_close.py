@@ -20,7 +20,7 @@ import torch
 import savable_pipeline as sp
 from savable_pipeline.run.engine import process_host
 from tests.support.processes import alive, descendants, kill, wait_until_gone, workers
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_faults import FaultyEncoder, LargeEncoder, number_pipeline, packed_numbers
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -59,7 +59,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 def test_close_and_with_block_leave_no_process_also_after_an_error(pipeline: Any, num_workers: int) -> None:
     before = held()
     own = loader(pipeline, num_workers)
-    take(own, 5)
+    next_hashes(own, 5)
     begun = [pid for pid in descendants(os.getpid()) if pid not in before]
     assert len(begun) == (num_workers + 1 if num_workers else 0)  # and a server
     own.close()
@@ -74,7 +74,7 @@ def test_encoder_error_leaves_no_worker(make_shards: Any, tmp_path: Path) -> Non
     encoder = FaultyEncoder("value", 9, tmp_path / "cured")
     own = loader(partial(number_pipeline, str(make_shards([60])), encoder=encoder))
     with pytest.raises(sp.EncodeError):
-        take(own, 100)
+        next_hashes(own, 100)
     assert not workers(own)
     own.close()
 
@@ -124,7 +124,7 @@ def test_killed_process_leaves_no_file_or_shared_memory(pipeline: Any) -> None:
     """A file in /dev/shm outlives whom it belongs to."""
     before = {pid: in_shared_memory(pid) for pid in (*descendants(os.getpid()), os.getpid())}
     with loader(pipeline) as own:
-        take(own, 5)
+        next_hashes(own, 5)
         for pid in (*descendants(os.getpid()), os.getpid()):
             assert in_shared_memory(pid) <= before.get(pid, before[os.getpid()])
 
@@ -136,27 +136,27 @@ def in_shared_memory(pid: int) -> set[str]:
 
 
 def test_many_starts_and_stops_leave_nothing(pipeline: Any) -> None:
-    expected = take(loader(pipeline, 0), 6)
+    expected = next_hashes(loader(pipeline, 0), 6)
     own = loader(pipeline, 1)
     found = []
     for _ in range(6):
-        found += take(own, 1)
+        found += next_hashes(own, 1)
         own.close()
     assert found == expected
 
 
 def test_two_loaders_at_once_do_not_disturb_each_other(pipeline: Any) -> None:
-    train, validation = take(loader(pipeline, 0), 12), take(loader(pipeline, 0, seed=4), 12)
+    train, validation = next_hashes(loader(pipeline, 0), 12), next_hashes(loader(pipeline, 0, seed=4), 12)
     first, second = loader(pipeline), loader(pipeline, seed=4)
     found: list[str] = []
     for step in range(6):
-        found += take(first, 1)
-        assert take(second, 1) == [validation[step]]
+        found += next_hashes(first, 1)
+        assert next_hashes(second, 1) == [validation[step]]
     first.close()
-    assert take(second, 3) == validation[6:9]
-    found += take(first, 3)  # started again, after the other
+    assert next_hashes(second, 3) == validation[6:9]
+    found += next_hashes(first, 3)  # started again, after the other
     second.close()
-    found += take(first, 3)
+    found += next_hashes(first, 3)
     first.close()
     assert found == train
 
@@ -164,21 +164,21 @@ def test_two_loaders_at_once_do_not_disturb_each_other(pipeline: Any) -> None:
 def test_exiting_child_of_the_trainer_ends_no_worker(pipeline: Any) -> None:
     """Such as a process that the trainer forks to save a checkpoint, which inherits the loader."""
     own = loader(pipeline)
-    expected = take(loader(pipeline, 0), 10)
-    found = take(own, 4)
+    expected = next_hashes(loader(pipeline, 0), 10)
+    found = next_hashes(own, 4)
     for _ in range(2):
         child = os.fork()
         if not child:
             own.close()
             os._exit(0)
         os.waitpid(child, 0)
-    assert found + take(own, 6) == expected
+    assert found + next_hashes(own, 6) == expected
     own.close()
 
 
 def test_forked_child_that_iterates_is_an_error_that_suggests_its_own_loader(pipeline: Any) -> None:
     own = loader(pipeline)
-    take(own, 4)
+    next_hashes(own, 4)
     told, write = os.pipe()
     child = os.fork()
     if not child:
@@ -190,7 +190,7 @@ def test_forked_child_that_iterates_is_an_error_that_suggests_its_own_loader(pip
             os._exit(0)
     os.waitpid(child, 0)
     assert b"Create it in the process that uses it" in os.read(told, 1000)
-    assert take(own, 6) == take(loader(pipeline, 0), 10)[4:]
+    assert next_hashes(own, 6) == next_hashes(loader(pipeline, 0), 10)[4:]
     own.close()
     os.close(told)
     os.close(write)
@@ -234,7 +234,7 @@ def test_ctrl_c_reaches_only_the_trainer_and_its_state_is_complete(make_shards: 
     saved = torch.load(tmp_path / "state.pt")
     fresh = loader(partial(packed_numbers, str(tmp_path / "shards")), 0)
     fresh.load_state_dict(saved["data"])
-    assert take(fresh, 3) == saved["next"]
+    assert next_hashes(fresh, 3) == saved["next"]
     assert saved["data"]["slot"] > 3
 
 

@@ -103,7 +103,7 @@ class History:
     def run(self) -> None:
         loader, step = self.loader(), 0
         while step < STEPS:
-            self.world.until(self.world.now + self.draw.choice((0.0, 0.0, 0.05, 2.0)), lambda: False)  # it trains
+            self.world.run_until(self.world.now + self.draw.choice((0.0, 0.0, 0.05, 2.0)), lambda: False)  # it trains
             try:
                 batch = next(loader)
             except StopIteration:

@@ -14,7 +14,7 @@ import savable_pipeline as sp
 from savable_pipeline.core.run_facts import NO_FACTS
 from savable_pipeline.run.engine.pool import LaneAssignment, Pool
 from tests.support.processes import descendants, kill, wait_until_gone, workers
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -72,9 +72,9 @@ def test_running_lane_stays_with_its_worker() -> None:
 def test_moving_lanes_between_workers_changes_no_batch(make_shards: Any, lanes: int, num_workers: int) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
     settings: dict[str, Any] = {"seed": 3, "lanes": lanes}
-    expected = take(sp.SavableLoader(pipeline, **settings), 30)
+    expected = next_hashes(sp.SavableLoader(pipeline, **settings), 30)
     with sp.SavableLoader(pipeline, num_workers=num_workers, **settings) as own:
-        assert take(own, 30) == expected
+        assert next_hashes(own, 30) == expected
 
 
 def test_idle_workers_take_over_waiting_lanes_and_old_ones_forget_them(make_shards: Any) -> None:
@@ -92,15 +92,15 @@ def test_idle_workers_take_over_waiting_lanes_and_old_ones_forget_them(make_shar
 
 def test_fork_server_may_be_killed(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
-    expected = take(sp.SavableLoader(pipeline, seed=3, lanes=12), 30)
+    expected = next_hashes(sp.SavableLoader(pipeline, seed=3, lanes=12), 30)
     before = descendants(os.getpid())
     with sp.SavableLoader(pipeline, seed=3, lanes=12, num_workers=2) as own:
-        found = take(own, 7)
+        found = next_hashes(own, 7)
         pids = workers(own)
         (server,) = set(descendants(os.getpid())) - set(before) - set(pids)
         kill(server)
         wait_until_gone([server, *pids])
-        found += take(own, 23)
+        found += next_hashes(own, 23)
         assert found == expected
         assert server not in descendants(os.getpid()) and set(workers(own)).isdisjoint(pids)
     assert descendants(os.getpid()) == before

@@ -29,8 +29,8 @@ from savable_pipeline.stages.item_buffer import BudgetShare, MemoryBudget
 from savable_pipeline.stages.item_ref import Element
 from tests.run.engine.test_last_look import OVERWRITTEN, overwrite
 from tests.support import toy_pipelines
-from tests.support.draws import examples
-from tests.support.exact_search import pipelines, shard_sizes, with_enough, written
+from tests.support.draws import scaled_examples
+from tests.support.exact_search import pipelines, shard_sizes, sufficient_sizes, written_pipeline
 from tests.support.streams import through_a_file
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 
@@ -76,7 +76,7 @@ quiet = pipelines.map(
 def check_legs(sizes: list[int], chosen: dict[str, Any], seed: int) -> None:
     """A run in legs, of threads, of this process and now and then of processes, is the run that never stopped."""
     draw = random.Random(seed)
-    with written(with_enough(sizes, chosen, LANES), chosen) as pipeline:
+    with written_pipeline(sufficient_sizes(sizes, chosen, LANES), chosen) as pipeline:
         alone = sp.SavableLoader(pipeline, seed=seed, lanes=LANES)
         expected, states = [], [alone.state_dict()]
         for _ in range(STEPS):
@@ -96,7 +96,7 @@ def check_legs(sizes: list[int], chosen: dict[str, Any], seed: int) -> None:
 
 
 @given(shard_sizes, quiet, st.integers(0, 2**20))
-@examples(4, shrink=False)
+@scaled_examples(4, shrink=False)
 def test_threads_and_processes_yield_the_same_batches_and_exchange_states(
     sizes: list[int], chosen: dict[str, Any], seed: int
 ) -> None:
@@ -105,7 +105,7 @@ def test_threads_and_processes_yield_the_same_batches_and_exchange_states(
 
 @pytest.mark.long
 @given(shard_sizes, quiet, st.integers(0, 2**20))
-@examples(300, shrink=False)
+@scaled_examples(300, shrink=False)
 def test_many_threads_and_processes_yield_the_same_batches(sizes: list[int], chosen: dict[str, Any], seed: int) -> None:
     check_legs(sizes, chosen, seed)
 

@@ -10,7 +10,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.run.loader.savable_loader import settings_of
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_pipelines import toy_pipeline
 
 
@@ -33,10 +33,10 @@ def test_a_wrong_setting_is_an_error_at_its_line(wrong: dict[str, Any], told: st
 
 def test_number_of_workers_is_passed_once(make_shards: Any) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40])))
-    expected = take(sp.SavableLoader(pipeline, seed=3, lanes=4), 6)
+    expected = next_hashes(sp.SavableLoader(pipeline, seed=3, lanes=4), 6)
     with sp.SavableLoader(pipeline, seed=3, lanes=4, workers=sp.Workers(2)) as loader:
         assert settings_of(loader).num_workers == 2
-        assert take(loader, 6) == expected
+        assert next_hashes(loader, 6) == expected
     with pytest.raises(ValueError, match=r"pass num_workers=3 or sp\.Workers\(2\), not both"):
         sp.SavableLoader(pipeline, seed=3, num_workers=3, workers=sp.Workers(2))
 

@@ -22,8 +22,8 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.run.engine import pool, process_host
 from savable_pipeline.run.engine import worker_main as worker
-from tests.support.processes import alive, kill, notice_deaths, wait_until_gone, workers
-from tests.support.streams import take
+from tests.support.processes import alive, kill, wait_for_deaths, wait_until_gone, workers
+from tests.support.streams import next_hashes
 from tests.support.toy_faults import (
     CuredEncoder,
     FaultyEncoder,
@@ -31,7 +31,7 @@ from tests.support.toy_faults import (
     LargeEncoder,
     NumberEncoder,
     UnpicklableError,
-    builds_only_here,
+    fails_in_other_processes,
     faulty_stage_pipeline,
     number_pipeline,
     packed_numbers,
@@ -65,24 +65,24 @@ def test_killed_worker_is_replaced_and_the_batches_are_the_same(
     make_shards: Any, killed: slice, after: int, epochs: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=epochs)
-    expected = take(loader(pipeline, 0), 24)
+    expected = next_hashes(loader(pipeline, 0), 24)
     with loader(pipeline) as own:
-        found = take(own, after)
+        found = next_hashes(own, after)
         time.sleep(0.1)  # until what was asked ahead is made, so that the next ask meets a dead worker
         pids = workers(own)[killed]
         for pid in pids:
             kill(pid)
         wait_until_gone(pids)
-        found += take(own, len(expected) - after)
+        found += next_hashes(own, len(expected) - after)
         assert found == expected
-        notice_deaths(own, len(pids))
+        wait_for_deaths(own, len(pids))
         assert len(workers(own)) == 2
     assert "ended by signal SIGKILL" in caplog.text and "replaced" in caplog.text
 
 
 def test_continuously_killed_workers_change_nothing(make_shards: Any) -> None:
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])))
-    expected = take(loader(pipeline, 0), 60)
+    expected = next_hashes(loader(pipeline, 0), 60)
     draw = random.Random(3)
     kills = 0
     with loader(pipeline, 3) as own:
@@ -92,21 +92,21 @@ def test_continuously_killed_workers_change_nothing(make_shards: Any) -> None:
                 kill(draw.choice(there))
                 kills += 1
                 time.sleep(draw.choice([0, 0, 0.002, 0.02]))
-            found += take(own, min(2, len(expected) - len(found)))
+            found += next_hashes(own, min(2, len(expected) - len(found)))
     assert found == expected and kills > 20
 
 
 def test_a_worker_killed_in_the_middle_of_sending_a_batch_is_replaced_and_nothing_is_lost(make_shards: Any) -> None:
     pipeline = partial(number_pipeline, str(make_shards([60])), encoder=LargeEncoder())
-    expected = take(loader(pipeline, 0), 10)
+    expected = next_hashes(loader(pipeline, 0), 10)
     with loader(pipeline) as own:
-        found = take(own, 1)
+        found = next_hashes(own, 1)
         for pause in (0.3, 0.0, 0.001, 0.003):
             time.sleep(pause)
             for pid in workers(own)[:1]:  # there may be none yet in place of the last
                 kill(pid)
-            found += take(own, 1)
-        found += take(own, 5)
+            found += next_hashes(own, 1)
+        found += next_hashes(own, 5)
         assert found == expected
 
 
@@ -133,12 +133,12 @@ def many_descriptors() -> Iterator[None]:
 
 def test_workers_are_replaced_with_any_open_descriptors(faulty: Any, many_descriptors: None) -> None:
     with loader(faulty("none"), 0) as alone:
-        expected = take(alone, 12)
+        expected = next_hashes(alone, 12)
     with loader(faulty("none"), 2) as own:
-        given = take(own, 4)
+        given = next_hashes(own, 4)
         for pid in workers(own):
             kill(pid)
-        assert given + take(own, 8) == expected
+        assert given + next_hashes(own, 8) == expected
         assert own.stats()["restarts"] == 2
 
 
@@ -344,7 +344,7 @@ def test_users_error_class_can_be_caught_as_savable_error(make_shards: Any, num_
 def test_encoder_error_shows_only_the_users_frames(faulty: Any, num_workers: int) -> None:
     with loader(faulty("value", 9), num_workers) as own:
         with pytest.raises(sp.EncodeError) as caught:
-            take(own, 20)
+            next_hashes(own, 20)
         shown = "".join(traceback.format_exception(caught.value))
         assert len(shown.splitlines()) < 40, shown  # of which up to 16 are of this test
         assert 'toy_faults.py", line' in shown
@@ -364,7 +364,7 @@ def test_on_error_function_works_the_same_with_and_without_workers(faulty: Any, 
     with loader(faulty("value", 9, on_error=refuses_to_decide), num_workers) as own:
         for _ in range(2):
             with pytest.raises(LookupError, match="no policy for EncodeError of ValueError"):
-                take(own, 20)
+                next_hashes(own, 20)
 
 
 def test_unpicklable_error_of_an_on_error_function_is_reported_with_its_traceback(faulty: Any) -> None:
@@ -372,11 +372,11 @@ def test_unpicklable_error_of_an_on_error_function_is_reported_with_its_tracebac
         loader(faulty("value", 9, on_error=stops_to_decide), 2) as own,
         pytest.raises(sp.WorkerError, match=r"in a worker(.|\n)*in stops_to_decide"),
     ):
-        take(own, 20)
+        next_hashes(own, 20)
 
 
 def test_pipeline_that_fails_to_build_in_a_worker_is_reported_with_its_traceback(make_shards: Any) -> None:
-    pipeline = partial(builds_only_here, os.getpid(), str(make_shards([20])))
+    pipeline = partial(fails_in_other_processes, os.getpid(), str(make_shards([20])))
     with loader(pipeline) as own:
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no licence") as caught:
@@ -452,7 +452,7 @@ def interrupted_at(moment: int, call: Callable[[], Any]) -> tuple[bool, Any]:
 
 def one(loader: sp.SavableLoader) -> str:
     """The next batch; that of the next epoch after the last one."""
-    return take(loader, 1)[0]
+    return next_hashes(loader, 1)[0]
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_loader_interrupted_at_any_moment_is_before_or_after_a_batch(
     """
     pipeline = partial(packed_numbers, str(make_shards([30])), epochs=epochs)
     alone = loader(pipeline, 0, lanes=3)
-    first = take(alone, 9 if epochs is None else 1000)
+    first = next_hashes(alone, 9 if epochs is None else 1000)
     stream = first + [one(alone) for _ in range(3)]
     start %= len(first)
     own = loader(pipeline, 0, lanes=3)

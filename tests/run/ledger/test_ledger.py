@@ -36,7 +36,7 @@ from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_numbered_shards
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import numbers, toy_pipeline
 
@@ -115,11 +115,11 @@ def test_a_killed_run_loses_no_record_of_a_yielded_batch(shards: str, folder: Pa
 
 def test_loading_a_state_starts_a_new_ledger_file(shards: str, folder: Path) -> None:
     own = loader(partial(toy_pipeline, shards), folder)
-    take(own, 3)
+    next_hashes(own, 3)
     state = own.state_dict()
-    lost = take(own, 4)
+    lost = next_hashes(own, 4)
     own.load_state_dict(state)
-    assert take(own, 2) == lost[:2]
+    assert next_hashes(own, 2) == lost[:2]
     ledger = LedgerFiles(folder)
     assert [start.slot for start in ledger.starts] == [0, 3]
     assert [given.batch.slot for given in ledger.batches() if given.lost] == [3, 4, 5, 6]
@@ -147,16 +147,16 @@ def test_batches_after_an_earlier_position_to_which_the_run_returns_do_not_count
 def test_batches_skipped_after_a_resume_are_lost_in_the_ledger(shards: str, folder: Path, resumes: bool) -> None:
     """The spike of the loss: back to a state, and over the batches after it."""
     own = loader(partial(toy_pipeline, shards), folder)
-    take(own, 5)
+    next_hashes(own, 5)
     state = own.state_dict()
-    take(own, 5)
+    next_hashes(own, 5)
     own.load_state_dict(state)
     own.skip(3)
     if resumes:
         state = own.state_dict()
         own = loader(partial(toy_pipeline, shards), folder)
         own.load_state_dict(state)
-    take(own, 2)
+    next_hashes(own, 2)
     ledger = LedgerFiles(folder)
     assert sorted(kept(ledger)) == [(0, slot) for slot in (0, 1, 2, 3, 4, 8, 9)]
     assert [given.batch.slot for given in ledger.batches() if given.lost] == [5, 6, 7, 8, 9]
@@ -257,14 +257,14 @@ def test_any_batch_can_be_rebuilt_byte_for_byte(
 def test_without_a_state_the_lane_runs_from_the_start_of_its_epoch(shards: str, folder: Path) -> None:
     pipeline = partial(counted_pipeline, shards)
     with loader(pipeline, folder, tail="pad") as own:
-        given = [take(own, 1000) for _ in range(2)]
+        given = [next_hashes(own, 1000) for _ in range(2)]
     for epoch, batches in enumerate(given):
         for slot in (0, len(batches) - 1):
             assert digest(rebuild_batch(pipeline, LedgerFiles(folder), epoch, slot).batch) == batches[slot]
 
 
 def test_another_pipeline_is_rejected(shards: str, folder: Path) -> None:
-    take(loader(partial(toy_pipeline, shards), folder), 13)
+    next_hashes(loader(partial(toy_pipeline, shards), folder), 13)
     with pytest.raises(sp.CheckpointMismatchError, match="max_length"):
         rebuild_batch(partial(toy_pipeline, shards, max_length=21), LedgerFiles(folder), 0, 12)
     with pytest.raises(sp.SavableError, match="slot 13 of epoch 0 is not in the ledger"):
@@ -287,13 +287,13 @@ def largest_file(size: int) -> Iterator[None]:
 
 def test_a_batch_that_cannot_be_recorded_is_not_yielded(shards: str, folder: Path) -> None:
     pipeline = partial(toy_pipeline, shards)
-    expected = take(sp.SavableLoader(pipeline, seed=3, lanes=12), 10)
+    expected = next_hashes(sp.SavableLoader(pipeline, seed=3, lanes=12), 10)
     own = loader(pipeline, folder)
-    found = take(own, 2)
+    found = next_hashes(own, 2)
     (path,) = folder.iterdir()
     with largest_file(path.stat().st_size + 20), pytest.raises(sp.SavableError, match=r"ledger .*Free space or set"):
         next(own)
-    found += take(own, 8)
+    found += next_hashes(own, 8)
     assert found == expected
     assert sorted(kept(LedgerFiles(folder))) == [(0, slot) for slot in range(10)]
 
@@ -307,7 +307,7 @@ def test_a_batch_that_is_not_yielded_is_not_in_the_ledger(
         raise BlockingIOError("no more processes")
 
     own = loader(partial(toy_pipeline, shards), folder)
-    take(own, 2)
+    next_hashes(own, 2)
     with monkeypatch.context() as patch, pytest.raises(BlockingIOError):
         patch.setattr(Prefetcher, "prefetch", fails)
         next(own)
@@ -397,7 +397,7 @@ def test_closed_rank_continues_without_the_others(shards: str, folder: Path) -> 
 
 
 def test_a_record_cut_short_by_a_crash_is_ignored(shards: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    take(loader(partial(toy_pipeline, shards), folder), 5)
+    next_hashes(loader(partial(toy_pipeline, shards), folder), 5)
     (path,) = folder.iterdir()
     whole = path.read_bytes()
     for cut in range(1, 12):
@@ -413,7 +413,7 @@ def test_a_sample_takes_few_bytes(make_shards: Any, folder: Path) -> None:
         return sp.Batcher(sp.TarShardReader(shards, lane), size=8)
 
     shards = str(make_shards([300, 300]))
-    take(loader(pipeline, folder), 120)
+    next_hashes(loader(pipeline, folder), 120)
     (path,) = folder.iterdir()
     batches = [record for record in read_records(path) if isinstance(record, Batch)]
     size = sum(len(records.framed(batch)) for batch in batches)
@@ -454,7 +454,7 @@ def test_a_folder_without_a_ledger_of_one_run_is_an_error(tmp_path: Path, shards
     with pytest.raises(ValueError, match="ledger= does not apply"):
         loader(partial(toy_pipeline, shards), tmp_path, on_iter="restart")
     for seed in (1, 2):
-        take(sp.SavableLoader(partial(toy_pipeline, shards), seed=seed, ledger=tmp_path / f"run{seed}"), 1)
+        next_hashes(sp.SavableLoader(partial(toy_pipeline, shards), seed=seed, ledger=tmp_path / f"run{seed}"), 1)
         shutil.copytree(tmp_path / f"run{seed}", tmp_path / "two", dirs_exist_ok=True)
     with pytest.raises(sp.SavableError, match="ledgers of several runs"):
         LedgerFiles(tmp_path / "two")
@@ -468,8 +468,8 @@ def test_seen_returns_each_time_that_a_sample_was_yielded(shards: str, folder: P
         return sp.Batcher(sp.TarShardReader(shards, lane, epochs=1, shuffle=False), size=4)
 
     with loader(pipeline, folder) as own:
-        take(own, 1000)
-        take(own, 1)
+        next_hashes(own, 1000)
+        next_hashes(own, 1)
     shown = CliRunner().invoke(app, ["ledger", "find", str(folder), "s000000", "s000005"])
     assert shown.exit_code == 0, shown.output
     assert shown.output.splitlines() == [
@@ -563,12 +563,12 @@ def test_with_epoch_slots_the_slot_numbers_continue(shards: str, folder: Path) -
     given: list[str] = []
     with loader(pipeline, folder, epoch_slots=24) as own:
         for _ in range(2):
-            given += take(own, 1000)
-        given += take(own, 5)
+            given += next_hashes(own, 1000)
+        given += next_hashes(own, 5)
         state = own.state_dict()
     with loader(pipeline, folder, epoch_slots=24) as own:
         own.load_state_dict(state)
-        given += take(own, 1000)
+        given += next_hashes(own, 1000)
     ledger = LedgerFiles(folder)
     assert sorted(kept(ledger)) == [(0, slot) for slot in range(72)]
     for slot in (23, 24, 52, 53):
@@ -579,13 +579,13 @@ def test_excluded_samples_are_not_yielded_again(make_shards: Any, folder: Path, 
     shards = str(make_shards([12, 12]))
     (tmp_path / "forget").write_text("s000003\ns000020\n")
     first = loader(partial(toy_pipeline, shards, candidates=3, skip=0), folder)
-    take(first, 30)
+    next_hashes(first, 30)
     state = first.state_dict()
     first.close()
     pipeline = partial(toy_pipeline, shards, candidates=3, skip=0, exclude=str(tmp_path / "forget"))
     own = loader(pipeline, folder)
     own.load_state_dict(state, allow="exclude")
-    expected = take(own, 60)
+    expected = next_hashes(own, 60)
     own.close()
 
     def slots(key: str) -> list[int]:
@@ -602,7 +602,7 @@ def test_excluded_samples_are_not_yielded_again(make_shards: Any, folder: Path, 
 
 
 def test_another_run_in_a_ledger_folder_is_rejected_before_it_writes(folder: Path, shards: str) -> None:
-    take(loader(partial(toy_pipeline, shards), folder), 3)
+    next_hashes(loader(partial(toy_pipeline, shards), folder), 3)
     before = sorted(folder.iterdir())
     other = sp.SavableLoader(partial(toy_pipeline, shards), seed=4, lanes=12, ledger=folder)
     with pytest.raises(sp.SavableError, match="has the ledger of seed=3 and lanes=12, not 4 and 12"):

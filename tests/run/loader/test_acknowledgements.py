@@ -38,8 +38,8 @@ from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.elastic import complete_state
 from savable_pipeline.trainers.trainer_loader import TrainerLoader
 from tests.support.own_stages import Numbered
-from tests.support.processes import notice_deaths, workers
-from tests.support.signals import SignalAt, got
+from tests.support.processes import wait_for_deaths, workers
+from tests.support.signals import SignalAt, count_until_interrupt
 from tests.support.streams import through_a_file
 from tests.support.toy_faults import number_pipeline
 from tests.support.toy_numbers import counted_pipeline
@@ -571,7 +571,7 @@ def test_ctrl_c_at_any_bytecode_leaves_the_state_consistent_with_the_batch(shard
     for how in ("new", "again", "loaded"):
         for at in range(1, 100_000, every):
             own = loader(pipeline, lanes=2)
-            assert got(own, 2) == 2
+            assert count_until_interrupt(own, 2) == 2
             before = {0: [0, 1], 1: [0, 1]}
             if how == "again":
                 own.requeue([(1, 0)])
@@ -580,7 +580,7 @@ def test_ctrl_c_at_any_bytecode_leaves_the_state_consistent_with_the_batch(shard
                 own = loader(pipeline, lanes=2)
                 own.load_state_dict(state)
             interrupt = SignalAt(at, modules)
-            count = got(own, 1, interrupt)
+            count = count_until_interrupt(own, 1, interrupt)
             if interrupt.left > 0:
                 break
             assert own.receipts().tolist()[:1] == [[{"new": 2, "again": 1, "loaded": 0}[how], 0]] or not count
@@ -608,7 +608,7 @@ def test_ctrl_c_at_any_bytecode_of_an_acknowledgement_leaves_a_valid_state(shard
             place = int(receipts[0, 0])
             receipts = receipts if at % 2 else receipts.tolist()
             interrupt = SignalAt(at // 2 + 1, modules)
-            got(saying(partial(getattr(own, kind), receipts)), 1, interrupt)
+            count_until_interrupt(saying(partial(getattr(own, kind), receipts)), 1, interrupt)
             if interrupt.left > 0:
                 break
             rows, is_open = own.in_flight().rows, place in _open(own.state_dict())
@@ -1056,7 +1056,7 @@ def test_workers_rebuild_batches_and_a_killed_one_is_replaced(shards: str) -> No
         resumed.requeue(given[4]["receipts"])
         assert bare(next(resumed)) == bare(given[4])
         assert through_a_file(resumed.state_dict()).keys() == own.state_dict().keys()
-        notice_deaths(resumed, 1)
+        wait_for_deaths(resumed, 1)
         assert set(run_of(resumed).backend._lanes) <= set(range(LANES))  # type: ignore[union-attr]
 
 

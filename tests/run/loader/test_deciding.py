@@ -37,7 +37,7 @@ from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.testing import steps_of_ranks
 from tests.conftest import write_numbered_shards
 from tests.support import deciding_ranks
-from tests.support.processes import started
+from tests.support.processes import started_workers
 from tests.support.toy_pipelines import toy_pipeline
 
 LANES = 4
@@ -196,7 +196,7 @@ def test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their
             if slot in plan:
                 assert made.reconfigure(**plan[slot]) == slot
             if slot % 9 == 5:
-                pids = started(made)
+                pids = started_workers(made)
                 os.kill(pids[slot % len(pids)], signal.SIGKILL)  # one may not have started again
             assert next(made) == batch
     (file,) = tmp_path.glob("*.ledger")

@@ -15,7 +15,7 @@ from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.testing import assert_exact_resume, sorted_by_slot
 from tests.support.processes import workers
-from tests.support.streams import take, through_a_file
+from tests.support.streams import next_hashes, through_a_file
 from tests.support.toy_numbers import Numbers, counted_pipeline
 
 
@@ -36,14 +36,14 @@ def loader(pipeline: Any, num_workers: int = 0, **settings: Any) -> sp.SavableLo
 
 
 def without_epochs(pipeline: Any, n: int) -> list[Any]:
-    return take(loader(pipeline, epoch_slots=None), n)
+    return next_hashes(loader(pipeline, epoch_slots=None), n)
 
 
 @pytest.mark.parametrize(("num_workers", "takes_all"), [(0, True), (2, False)])
 def test_epochs_by_slots_join_to_the_endless_run(endless: Any, num_workers: int, takes_all: bool) -> None:
     """Trainers ask for one batch more, or take `len(loader)` and never do."""
     with loader(endless, num_workers) as own:
-        passes = [take(own if takes_all else islice(own, len(own)), 1000) for _ in range(3)]
+        passes = [next_hashes(own if takes_all else islice(own, len(own)), 1000) for _ in range(3)]
     assert [len(one) for one in passes] == [len(own)] * 3 == [12] * 3
     assert [*chain(*passes)] == without_epochs(endless, 36)
 
@@ -75,14 +75,14 @@ def test_loop_body_sees_its_epoch_and_batch(endless: Any) -> None:
 
 def test_state_with_epoch_slots_equals_the_endless_runs_and_fits_any_length(endless: Any) -> None:
     own, plain = loader(endless), loader(endless, epoch_slots=None)
-    take(islice(own, 12), 1000), take(plain, 12)
+    next_hashes(islice(own, 12), 1000), next_hashes(plain, 12)
     state = own.state_dict()
     assert state == plain.state_dict()
     expected = without_epochs(endless, 36)[12:]
     for epoch_slots, lengths in [(12, [12, 12]), (24, [12, 12]), (None, [24]), (6, [6, 6, 6, 6])]:
         again = loader(endless, epoch_slots=epoch_slots)
         again.load_state_dict(through_a_file(state))
-        found = [take(again, 24 if epoch_slots is None else length) for length in lengths]
+        found = [next_hashes(again, 24 if epoch_slots is None else length) for length in lengths]
         assert [*chain(*found)] == expected
         if epoch_slots == 24:  # the loader stood in the middle of its first epoch
             assert again.epoch == 1
@@ -100,12 +100,12 @@ def test_one_batch_ahead_of_the_trainer_the_state_is_right_at_the_end_of_an_epoc
                 state = own.state_dict(lag=0 if ahead is None else 1)
     again = loader(endless)
     again.load_state_dict(state)
-    assert take(again, 5) == without_epochs(endless, 30)[cut : cut + 5][: 12 - cut % 12]
+    assert next_hashes(again, 5) == without_epochs(endless, 30)[cut : cut + 5][: 12 - cut % 12]
 
 
 def test_load_at_an_epoch_start_repeats_no_earlier_batch(endless: Any) -> None:
     own = loader(endless)
-    take(own, 1000)
+    next_hashes(own, 1000)
     after = own.state_dict()
     iter(own)
     assert own.state_dict(lag=1) == after
@@ -117,32 +117,32 @@ def test_with_restart_each_iteration_is_the_first_epoch(endless: Any) -> None:
     own = loader(endless, 1, on_iter="restart")
     expected = without_epochs(endless, 12)
     with own:
-        assert take(own, 1000) == expected
+        assert next_hashes(own, 1000) == expected
         state = own.state_dict()
         assert (state["slot"], own.epoch) == (0, 0)
-        assert take(islice(own, 5), 5) == expected[:5]
+        assert next_hashes(islice(own, 5), 5) == expected[:5]
         middle = own.state_dict()
-        assert take(own, 1000) == expected
+        assert next_hashes(own, 1000) == expected
     again = loader(endless, on_iter="restart")
     again.load_state_dict(middle)
-    assert [take(again, 1000), take(again, 1000)] == [expected[5:], expected]
+    assert [next_hashes(again, 1000), next_hashes(again, 1000)] == [expected[5:], expected]
 
 
 def test_skipping_ends_with_the_epoch(endless: Any) -> None:
     own = loader(endless, 1)
     expected = without_epochs(endless, 40)
     with own:
-        assert take(islice(own, 4), 4) == expected[:4]
+        assert next_hashes(islice(own, 4), 4) == expected[:4]
         own.skip(3)
-        assert take(islice(own, 2), 2) == expected[7:9]
+        assert next_hashes(islice(own, 2), 2) == expected[7:9]
         own.skip(100)
         assert next(own, None) is None  # the epoch is over
-        assert take(own, 1000) == expected[12:24]
+        assert next_hashes(own, 1000) == expected[12:24]
 
 
 def test_run_started_between_two_steps_loses_no_slot(endless: Any) -> None:
     one = loader(endless)
-    take(islice(one, 5), 5)
+    next_hashes(islice(one, 5), 5)
     runs = [Run(LoaderSettings(endless, seed=3, lanes=6, epoch_slots=12, ranks=(rank, 3))) for rank in range(3)]
     for run in runs:
         run.load_state_dict(one.state_dict())
@@ -159,11 +159,11 @@ def test_run_started_between_two_steps_loses_no_slot(endless: Any) -> None:
 
 def test_workers_persist_and_prefetch_the_next_epoch(endless: Any) -> None:
     with loader(endless, 2) as own:
-        take(islice(own, 11), 11)
+        next_hashes(islice(own, 11), 11)
         before, requested = workers(own), len(own._run.prefetcher._requests)
         next(own)
         assert len(own._run.prefetcher._requests) == requested > 0, "also where the epoch is over"
-        take(own, 1000)
+        next_hashes(own, 1000)
         assert workers(own) == before and own.stats()["restarts"] == 0
 
 

@@ -16,7 +16,7 @@ from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.testing import _take_step
 from tests.support.processes import workers
-from tests.support.streams import take, through_a_file
+from tests.support.streams import next_hashes, through_a_file
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -41,10 +41,10 @@ def packed(make_shards: Any) -> Any:
 def test_trainer_that_takes_len_batches_gets_whole_epochs(counted: Any, num_workers: int, tail: str) -> None:
     """As HF Trainer, Lightning and Composer do. They never hear of the end."""
     with loader(counted, num_workers, tail=tail) as own:
-        passes = [take(islice(own, len(own)), 1000) for _ in range(4)]
+        passes = [next_hashes(islice(own, len(own)), 1000) for _ in range(4)]
     assert [len(one) for one in passes] == [60] * 4
     alone = loader(counted, tail=tail)
-    assert passes == [take(alone, 1000) for _ in range(4)]
+    assert passes == [next_hashes(alone, 1000) for _ in range(4)]
 
 
 @pytest.mark.parametrize("kind", ["counted", "packed"])
@@ -63,9 +63,9 @@ def test_the_state_after_the_last_batch_is_the_start_of_the_next_epoch_for_any_r
 ) -> None:
     pipeline = request.getfixturevalue(kind)
     alone = loader(pipeline)
-    first, second = take(alone, 1000), take(alone, 1000)
+    first, second = next_hashes(alone, 1000), next_hashes(alone, 1000)
     own = loader(pipeline)
-    assert take(islice(own, len(first)), 1000) == first
+    assert next_hashes(islice(own, len(first)), 1000) == first
     state = own.state_dict()
     assert (state["epoch"], state["slot"]) == (1, 0)
     settings: dict[str, Any] = {"seed": 3, "lanes": 6}
@@ -89,15 +89,15 @@ def test_workers_persist_between_epochs(packed: Any, method: str, on_iter: str) 
     with loader(packed, 2, workers=sp.Workers(start_method=method), on_iter=on_iter) as own:
         pids = []
         for _ in range(3):
-            assert len(take(own, 1000)) >= 6
+            assert len(next_hashes(own, 1000)) >= 6
             pids.append(workers(own))
-        take(own, 2)
+        next_hashes(own, 2)
         assert pids == [workers(own)] * 3 and own.stats()["restarts"] == 0
 
 
 def test_ranks_vote_once_per_round_even_if_steps_fail_and_repeat(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = loader(packed)
-    rounds = [len(take(alone, 1000)) // 6 for _ in range(2)]
+    rounds = [len(next_hashes(alone, 1000)) // 6 for _ in range(2)]
     settings: dict[str, Any] = {"seed": 3, "lanes": 6, "pin_memory": True}
     runs = [Run(LoaderSettings(packed, ranks=(rank, 2), **settings)) for rank in range(2)]
     for epoch in range(2):
@@ -170,11 +170,11 @@ def test_received_batch_that_was_not_yielded_is_the_next_one(
     calls: list[int] = []
     monkeypatch.setattr(observers, "in_pinned_memory", fails_at_the_fourth)
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=epochs)
-    expected = take(sp.SavableLoader(pipeline, seed=3, lanes=3), 9)
+    expected = next_hashes(sp.SavableLoader(pipeline, seed=3, lanes=3), 9)
     with sp.SavableLoader(pipeline, seed=3, lanes=3, num_workers=num_workers, pin_memory=True) as loader:
-        found = take(loader, 3)
+        found = next_hashes(loader, 3)
         before = loader.state_dict()
         with pytest.raises(RuntimeError, match="no memory"):
             next(loader)
         assert loader.state_dict() == before
-        assert found + take(loader, 6) == expected
+        assert found + next_hashes(loader, 6) == expected

@@ -13,7 +13,7 @@ import savable_pipeline as sp
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.testing import _take_step, assert_exact_resume
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -35,29 +35,29 @@ def pipeline(request: pytest.FixtureRequest, make_shards: Any) -> Any:
 
 
 def test_every_evaluation_yields_the_same_bytes_after_any_break(pipeline: Any) -> None:
-    whole = take(loader(pipeline, on_iter="continue"), 1000)
+    whole = next_hashes(loader(pipeline, on_iter="continue"), 1000)
     with loader(pipeline, 2) as own:
         start = own.state_dict()
         for taken in (2, 10, 1000, 0, 1, len(whole), 1000, 1000):  # a sanity check, a limit, whole, …
-            assert take(own, taken) == whole[:taken]
+            assert next_hashes(own, taken) == whole[:taken]
             assert own.epoch == 0
         own.skip(6)
-        assert take(own, 1000) == whole
+        assert next_hashes(own, 1000) == whole
         assert own.state_dict() == start, "after a whole pass"
-        assert take(islice(own, len(whole)), 1000) == whole and own.state_dict() == start
+        assert next_hashes(islice(own, len(whole)), 1000) == whole and own.state_dict() == start
 
 
 def test_first_iter_after_a_load_continues_and_later_ones_restart(pipeline: Any) -> None:
-    whole = take(loader(pipeline), 1000)
+    whole = next_hashes(loader(pipeline), 1000)
     first = loader(pipeline)
-    take(first, 5)
+    next_hashes(first, 5)
     state = first.state_dict()
     with loader(pipeline, 2) as own:
         for before in (0, 3, 1000):
-            take(own, before)
+            next_hashes(own, before)
             own.load_state_dict(state)
-            assert take(own, 1000) == whole[5:]
-            assert take(own, 4) == whole[:4]
+            assert next_hashes(own, 1000) == whole[5:]
+            assert next_hashes(own, 4) == whole[:4]
 
 
 def test_on_iter_is_one_of_two_values(pipeline: Any) -> None:
@@ -72,12 +72,12 @@ def test_ranks_that_break_at_different_batches_vote_only_before_the_first(pipeli
         pipeline = partial(counted_pipeline, *pipeline.args)
     settings: dict[str, Any] = {"seed": 3, "lanes": 6, "on_iter": "restart", "tail": tail}
     runs = [Run(LoaderSettings(pipeline, ranks=(rank, 2), **settings)) for rank in range(2)]
-    whole = take(loader(pipeline, tail=tail), 1000)
+    whole = next_hashes(loader(pipeline, tail=tail), 1000)
     first = _take_step(runs)
     assert len(first) == 2
     for passes in ((3, 1000), (1000, 1), (1000, 1000), (0, 1)):
         for rank, (own, taken) in enumerate(zip(runs, passes, strict=True)):
-            assert take(own, taken) == whole[rank::2][:taken]  # none votes: rank and world size are numbers
+            assert next_hashes(own, taken) == whole[rank::2][:taken]  # none votes: rank and world size are numbers
 
 
 # tail="pad".
@@ -114,7 +114,7 @@ def test_480_samples_on_96_lanes_warn_and_on_60_lanes_are_60_full_batches(
     pipeline = partial(counted_pipeline, str(make_shards([480])), size=8)
     with caplog.at_level(logging.WARNING):
         list(loader(pipeline, lanes=96, tail="stop"))
-    assert "begin with lanes=60 or fewer" in caplog.text
+    assert "Start with lanes=60 or fewer" in caplog.text
     batches = list(loader(pipeline, lanes=60, tail="stop"))
     assert [len(batch["id"]) for batch in batches] == [8] * 60
 

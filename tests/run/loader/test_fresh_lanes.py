@@ -20,7 +20,7 @@ from savable_pipeline.run.state.state_dict import lane_name
 from savable_pipeline.testing import _take_step
 from savable_pipeline.trainers.elastic import complete_state
 from tests.conftest import write_numbered_shards
-from tests.support.draws import examples
+from tests.support.draws import scaled_examples
 from tests.support.streams import through_a_file
 
 Given = list[tuple[int, int]]  # epoch and number of each sample that counts
@@ -101,7 +101,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=4),
     steps=st.lists(st.integers(0, 9), min_size=3, max_size=3),
 )
-@examples(20)
+@scaled_examples(20)
 def test_padded_epoch_yields_each_sample_once(
     shards: Path, samples: int, order: dict[str, Any], epochs: float, lanes: int, sizes: list[int], steps: list[int]
 ) -> None:
@@ -116,7 +116,7 @@ def test_padded_epoch_yields_each_sample_once(
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=3),
     steps=st.lists(st.integers(0, 9), min_size=2, max_size=2),
 )
-@examples(8)
+@scaled_examples(8)
 def test_no_sample_repeats_before_the_first_lane_is_exhausted(
     shards: Path, order: dict[str, Any], lanes: int, sizes: list[int], steps: list[int]
 ) -> None:
@@ -131,7 +131,7 @@ def test_no_sample_repeats_before_the_first_lane_is_exhausted(
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=2),
     steps=st.integers(0, 12),
 )
-@examples(8)
+@scaled_examples(8)
 def test_endless_run_in_file_order_yields_each_sample_once_per_epoch(
     shards: Path, block_size: int | None, lanes: int, sizes: list[int], steps: int
 ) -> None:
@@ -233,7 +233,7 @@ def resumed_in(shards: str, order: dict[str, Any], first: str, steps: int, *, la
     steps=st.integers(1, 12),
 )
 @example(samples=17, order=ORDERS[0], lanes=9, size=3, steps=2)
-@examples(14)
+@scaled_examples(14)
 def test_epoch_started_with_tail_stop_and_resumed_with_pad_yields_each_sample_once(
     shards: Path, samples: int, order: dict[str, Any], lanes: int, size: int, steps: int
 ) -> None:
@@ -250,7 +250,7 @@ def test_epoch_started_with_tail_stop_and_resumed_with_pad_yields_each_sample_on
 )
 @example(samples=17, order=ORDERS[0], lanes=9, size=2, steps=3)
 @example(samples=17, order={"shuffle": True, "blend": True}, lanes=4, size=4, steps=7)
-@examples(14)
+@scaled_examples(14)
 def test_epoch_started_with_tail_pad_and_resumed_with_stop_ends_before_an_incomplete_round(
     shards: Path, samples: int, order: dict[str, Any], lanes: int, size: int, steps: int
 ) -> None:

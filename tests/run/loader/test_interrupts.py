@@ -13,7 +13,7 @@ from savable_pipeline import custom
 from savable_pipeline.run.loader import epoch_end, misuse, run, savable_loader
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.stages.batch_difference import digest
-from tests.support.signals import SignalAt, got
+from tests.support.signals import SignalAt, count_until_interrupt
 from tests.support.toy_faults import packed_numbers
 from tests.support.toy_numbers import counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
@@ -44,9 +44,9 @@ def test_ctrl_c_at_any_bytecode_of_a_step_loses_and_repeats_no_batch(
     expected = [digest(next(whole)) for _ in range(before + batches + 1)]
     for at in range(1, 100_000):
         own = made()
-        assert not before or got(own, before) == before
+        assert not before or count_until_interrupt(own, before) == before
         signal = SignalAt(at, [run, savable_loader, epoch_end, misuse])
-        count = got(own, batches, signal)
+        count = count_until_interrupt(own, batches, signal)
         if signal.left > 0:
             break
         assert own.state_dict()["slot"] == before + count, at
@@ -67,6 +67,8 @@ def test_ctrl_c_in_a_numpy_comparison_of_a_restore_is_raised_as_ctrl_c(make_shar
         with sp.SavableLoader(pipeline, seed=3, lanes=1) as resumed:
             resumed.load_state_dict(state)
             signal = SignalAt(at, [_internal])
-            assert got(resumed, 1, signal) == (signal.left > 0)  # it raises nothing but KeyboardInterrupt
+            assert count_until_interrupt(resumed, 1, signal) == (
+                signal.left > 0
+            )  # it raises nothing but KeyboardInterrupt
         if signal.left > 0:
             break

@@ -15,7 +15,7 @@ import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.trainer_loader import TrainerLoader
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_pipelines import toy_pipeline
 
 LANES = 4
@@ -77,12 +77,12 @@ def test_torch_workers_with_explicit_ranks_yield_each_batch_once(make: Any) -> N
         info: Any = get_worker_info()
         return make(ranks=(info.id, info.num_workers))
 
-    assert through_workers(share) == take(make(), 10)
+    assert through_workers(share) == next_hashes(make(), 10)
 
 
 def test_torch_dataloader_without_workers_may_wrap_a_loader(make: Any) -> None:
     loader = make()
-    assert through_workers(lambda: loader, 0) == take(make(), 5)
+    assert through_workers(lambda: loader, 0) == next_hashes(make(), 5)
 
 
 def in_a_fork(work: Callable[[], Any]) -> str:
@@ -107,13 +107,13 @@ def in_a_fork(work: Callable[[], Any]) -> str:
     ("settings", "begun"), [({}, False), ({"num_workers": 1}, True), ({"ranks": (0, 1)}, True)], ids=str
 )
 def test_forked_process_may_not_iterate_its_parents_loader(make: Any, settings: dict[str, int], begun: bool) -> None:
-    expected = take(make(), 6)
+    expected = next_hashes(make(), 6)
     with make(**settings) as loader:
-        found = take(loader, 3) if begun else []
+        found = next_hashes(loader, 3) if begun else []
         told = in_a_fork(lambda: next(iter(loader)))
         assert f"SavableError: this loader was created in process {os.getpid()} but is used in its fork" in told
         assert "SavableError" in in_a_fork(lambda: loader.skip(LANES))
-        assert found + take(loader, 6 - len(found)) == expected  # the parent's goes on
+        assert found + next_hashes(loader, 6 - len(found)) == expected  # the parent's goes on
 
 
 def test_forked_process_may_inspect_its_parents_loader_and_build_its_own(make: Any) -> None:
@@ -125,6 +125,6 @@ def test_forked_process_may_inspect_its_parents_loader_and_build_its_own(make: A
         assert loader.state_dict() == state
         own = make()
         own.load_state_dict(state)
-        assert take(own, 2) == take(make(), 3)[1:]
+        assert next_hashes(own, 2) == next_hashes(make(), 3)[1:]
 
     assert in_a_fork(work) == ""

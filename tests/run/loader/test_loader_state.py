@@ -21,7 +21,7 @@ from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.stages.batch_difference import digest
 from tests.support.processes import descendants, kill, wait_until_gone, workers
-from tests.support.streams import take, through_a_file
+from tests.support.streams import next_hashes, through_a_file
 from tests.support.toy_faults import number_pipeline
 from tests.support.toy_pipelines import numbers, toy_pipeline
 
@@ -59,13 +59,13 @@ def test_a_state_before_the_first_batch_starts_nothing(pipeline: Any, tmp_path: 
     opened = [str(path.resolve()) for path in Path("/proc/self/fd").iterdir()]
     assert not [path for path in opened if path.startswith(str(tmp_path)) and path.endswith(".tar")]
     with resumed(pipeline, state, 1) as fresh:
-        assert take(own, 5) == take(fresh, 5) == take(loader(pipeline), 5)
+        assert next_hashes(own, 5) == next_hashes(fresh, 5) == next_hashes(loader(pipeline), 5)
     own.close()
 
 
 def test_a_state_of_a_resumed_loader_before_its_first_batch_is_the_state_it_loaded(pipeline: Any) -> None:
     own = loader(pipeline)
-    take(own, 17)
+    next_hashes(own, 17)
     state = own.state_dict()
     assert resumed(pipeline, resumed(pipeline, state, 2).state_dict()).state_dict() == state
 
@@ -80,7 +80,7 @@ def test_a_state_after_each_batch_resumes_with_the_next(pipeline: Any) -> None:
             found.append(digest(batch))
             states.append(own.state_dict())
     for step, state in enumerate(states[:15], 1):
-        assert take(resumed(pipeline, state), 3) == found[step : step + 3]
+        assert next_hashes(resumed(pipeline, state), 3) == found[step : step + 3]
 
 
 def test_state_within_a_fan_out_resumes_with_the_remaining_parts(make_shards: Any) -> None:
@@ -99,16 +99,16 @@ def test_state_within_a_fan_out_resumes_with_the_remaining_parts(make_shards: An
 
 def test_state_does_not_change_when_the_loader_continues(pipeline: Any) -> None:
     own = loader(pipeline)
-    take(own, 3)
+    next_hashes(own, 3)
     state = own.state_dict()
     kept = dict(state)
-    take(own, 3)
+    next_hashes(own, 3)
     assert state == kept != own.state_dict()
 
 
 def test_a_state_is_a_flat_dict_of_small_plain_values(pipeline: Any) -> None:
     own = loader(pipeline)
-    take(own, 3)
+    next_hashes(own, 3)
     state = own.state_dict()
     assert list(state) == [
         "order",
@@ -128,10 +128,10 @@ def test_a_state_is_a_flat_dict_of_small_plain_values(pipeline: Any) -> None:
 
 def test_save_state_and_restore_state_are_the_same_two_methods(pipeline: Any) -> None:
     own, fresh = loader(pipeline), loader(pipeline)
-    take(own, 5)
+    next_hashes(own, 5)
     assert own.save_state() == own.state_dict()
     fresh.restore_state(own.save_state())
-    assert take(fresh, 5) == take(own, 5)
+    assert next_hashes(fresh, 5) == next_hashes(own, 5)
 
 
 def test_live_list_in_a_stages_state_is_copied(make_shards: Any) -> None:
@@ -180,30 +180,30 @@ def pairing_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
 
 def test_state_after_the_last_batch_starts_the_next_epoch(finite: Any) -> None:
     alone = loader(finite)
-    first, second = take(alone, 1000), take(alone, 1000)
+    first, second = next_hashes(alone, 1000), next_hashes(alone, 1000)
     with loader(finite, 2) as own:
         batches = iter(own)
-        assert take(batches, len(first)) == first
+        assert next_hashes(batches, len(first)) == first
         before = own.state_dict()
         assert next(batches, None) is None
         assert own.state_dict() == before
     assert (before["epoch"], before["slot"]) == (1, 0)
     with resumed(finite, before, 2) as fresh:
         assert fresh.epoch == 1
-        assert take(fresh, 1000) == second
+        assert next_hashes(fresh, 1000) == second
 
 
 def test_the_second_epoch_differs_from_the_first_and_resumes(finite: Any) -> None:
     alone = loader(finite)
-    first, second, third = (take(alone, 1000) for _ in range(3))
+    first, second, third = (next_hashes(alone, 1000) for _ in range(3))
     assert len({*first, *second, *third}) == len(first) + len(second) + len(third)
     with loader(finite) as own:
-        take(own, 1000)
-        assert take(own, 5) == second[:5]
+        next_hashes(own, 1000)
+        assert next_hashes(own, 5) == second[:5]
         state = own.state_dict()
     with resumed(finite, state, 2) as fresh:
-        assert take(fresh, 1000) == second[5:]
-        assert take(fresh, 1000) == third
+        assert next_hashes(fresh, 1000) == second[5:]
+        assert next_hashes(fresh, 1000) == third
 
 
 # Loading late.
@@ -211,7 +211,7 @@ def test_the_second_epoch_differs_from_the_first_and_resumes(finite: Any) -> Non
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loading_inside_a_running_loop_takes_effect_with_the_next_batch(pipeline: Any, num_workers: int) -> None:
-    expected = take(loader(pipeline), 12)
+    expected = next_hashes(loader(pipeline), 12)
     found: list[str] = []
     with loader(pipeline, num_workers) as own:
         for batch in own:
@@ -227,19 +227,19 @@ def test_loading_inside_a_running_loop_takes_effect_with_the_next_batch(pipeline
 
 def test_loading_into_a_finished_loader_continues_from_the_state(finite: Any) -> None:
     own = loader(finite)
-    take(own, 7)
+    next_hashes(own, 7)
     state = own.state_dict()
-    rest = take(own, 1000)
+    rest = next_hashes(own, 1000)
     own.load_state_dict(state)
     assert own.epoch == 0
-    assert [digest(next(own)), *take(own, 1000)] == rest
+    assert [digest(next(own)), *next_hashes(own, 1000)] == rest
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_failed_load_does_not_move_the_loader(pipeline: Any, num_workers: int) -> None:
-    expected = take(loader(pipeline), 12)
+    expected = next_hashes(loader(pipeline), 12)
     with loader(pipeline, num_workers) as own:
-        assert take(own, 4) == expected[:4]
+        assert next_hashes(own, 4) == expected[:4]
         good = own.state_dict()
         other = loader(pipeline, seed=4).state_dict()
         half = {name: value for name, value in good.items() if name != "lane_00009"}
@@ -253,7 +253,7 @@ def test_failed_load_does_not_move_the_loader(pipeline: Any, num_workers: int) -
             with pytest.raises(error):
                 own.load_state_dict(state)
             assert own.state_dict() == good
-        assert take(own, 8) == expected[4:]
+        assert next_hashes(own, 8) == expected[4:]
 
 
 # Looking back.
@@ -281,21 +281,25 @@ def test_lag_of_a_rank_counts_its_own_batches(pipeline: Any) -> None:
 @pytest.mark.parametrize("lag", [-1, 3, MAX_LAG + 1])
 def test_lag_beyond_the_yielded_batches_is_an_error(pipeline: Any, lag: int) -> None:
     own = loader(pipeline)
-    take(own, 2)
+    next_hashes(own, 2)
     with pytest.raises(ValueError, match=f"lag={lag}: at most 2 batches can be taken back"):
         own.state_dict(lag=lag)
 
 
 def test_lag_does_not_reach_before_a_load_or_the_epoch(finite: Any) -> None:
     own = loader(finite)
-    take(own, 1000)
+    next_hashes(own, 1000)
     for given, begin in ((0, lambda: iter(own)), (3, lambda: own.load_state_dict(own.state_dict()))):
-        take(own, given)
+        next_hashes(own, given)
         begin()
         state = own.state_dict()
         assert own.state_dict(lag=1) == own.state_dict(lag=MAX_LAG) == state, "none was given since: the start itself"
-        following = take(own, 1)
-        assert take(resumed(finite, own.state_dict(lag=1)), 1) == take(resumed(finite, state), 1) == following
+        following = next_hashes(own, 1)
+        assert (
+            next_hashes(resumed(finite, own.state_dict(lag=1)), 1)
+            == next_hashes(resumed(finite, state), 1)
+            == following
+        )
         with pytest.raises(ValueError, match=r"lag=2: at most 1 batches .* Save after as many batches as"):
             own.state_dict(lag=2)
 
@@ -303,7 +307,7 @@ def test_lag_does_not_reach_before_a_load_or_the_epoch(finite: Any) -> None:
 def test_lag_after_the_last_batch_reaches_into_its_epoch(finite: Any) -> None:
     own = loader(finite)
     batches, states = iter(own), [own.state_dict()]
-    for _ in range(len(take(loader(finite), 1000))):
+    for _ in range(len(next_hashes(loader(finite), 1000))):
         next(batches)
         states.append(own.state_dict())
     last = len(states) - 1
@@ -317,7 +321,7 @@ def test_lag_after_the_last_batch_reaches_into_its_epoch(finite: Any) -> None:
 def test_a_trainer_that_fetches_one_ahead_and_saves_with_lag_1_resumes_with_the_next(finite: Any) -> None:
     """As accelerate and Lightning do: they know at the last batch that it is the last."""
     alone = loader(finite)
-    expected = take(alone, 1000) + take(alone, 3)
+    expected = next_hashes(alone, 1000) + next_hashes(alone, 3)
     with loader(finite) as own:
         states, trained = [own.state_dict(lag=1)], []
         for _ in range(2):
@@ -329,7 +333,7 @@ def test_a_trainer_that_fetches_one_ahead_and_saves_with_lag_1_resumes_with_the_
                 states.append(own.state_dict(lag=1))
     assert trained == expected[:-1]
     for step, state in enumerate(states):
-        assert take(resumed(finite, state), 1) == expected[step : step + 1]
+        assert next_hashes(resumed(finite, state), 1) == expected[step : step + 1]
 
 
 # The states of several ranks.
@@ -339,7 +343,7 @@ def rank_states(pipeline: Any, world_size: int, steps: int) -> list[dict[str, An
     states = []
     for rank in range(world_size):
         own = loader(pipeline, ranks=(rank, world_size))
-        take(own, steps)
+        next_hashes(own, steps)
         states.append(own.state_dict())
     return states
 
@@ -348,18 +352,18 @@ def rank_states(pipeline: Any, world_size: int, steps: int) -> list[dict[str, An
 def test_the_joined_states_of_some_ranks_resume_with_any_other_number_of_ranks(
     pipeline: Any, before: int, after: int
 ) -> None:
-    expected = take(loader(pipeline), 5 * before + 2 * after)[5 * before :]
+    expected = next_hashes(loader(pipeline), 5 * before + 2 * after)[5 * before :]
     joined = sp.merge_states(through_a_file(state) for state in rank_states(pipeline, before, 5))
-    found = [take(resumed(pipeline, joined, ranks=(rank, after)), 2) for rank in range(after)]
+    found = [next_hashes(resumed(pipeline, joined, ranks=(rank, after)), 2) for rank in range(after)]
     slots = range(5 * before, 5 * before + 2 * after)
     assert expected == [found[slot % after][i // after] for i, slot in enumerate(slots)]
 
 
 def test_a_ranks_own_state_is_enough_for_the_same_rank(pipeline: Any) -> None:
-    expected = take(loader(pipeline), 24)
+    expected = next_hashes(loader(pipeline), 24)
     for rank, state in enumerate(rank_states(pipeline, 3, 4)):
         assert list(state)[8:] == [f"lane_{lane:05d}" for lane in range(rank, 12, 3)]
-        assert take(resumed(pipeline, state, ranks=(rank, 3)), 4) == expected[12 + rank :: 3]
+        assert next_hashes(resumed(pipeline, state, ranks=(rank, 3)), 4) == expected[12 + rank :: 3]
 
 
 def test_state_with_missing_lanes_names_them(pipeline: Any) -> None:
@@ -369,7 +373,7 @@ def test_state_with_missing_lanes_names_them(pipeline: Any) -> None:
     joined = sp.merge_states(states[:2])
     with pytest.raises(sp.CheckpointMismatchError, match=r"has lanes 0-1, 4-5, 8-9 of 12, .* needs lane 2"):
         loader(pipeline).load_state_dict(joined)
-    assert take(resumed(pipeline, joined, ranks=(1, 4)), 2) == take(loader(pipeline), 16)[9::4]
+    assert next_hashes(resumed(pipeline, joined, ranks=(1, 4)), 2) == next_hashes(loader(pipeline), 16)[9::4]
 
 
 def test_states_saved_at_different_steps_are_rejected_by_name(pipeline: Any) -> None:
@@ -393,7 +397,7 @@ def test_saving_asks_no_worker_anything(make_shards: Any) -> None:
     """With all workers dead the state is the one before."""
     pipeline = partial(number_pipeline, str(make_shards([60])))
     with loader(pipeline, 2) as own:
-        take(own, 5)
+        next_hashes(own, 5)
         state = own.state_dict()
         pids = workers(own)
         for pid in pids:
@@ -405,7 +409,7 @@ def test_saving_asks_no_worker_anything(make_shards: Any) -> None:
 
 def test_loading_logs_nothing_when_nothing_differs(pipeline: Any, caplog: pytest.LogCaptureFixture) -> None:
     own = loader(pipeline)
-    take(own, 3)
+    next_hashes(own, 3)
     with caplog.at_level(logging.DEBUG):
         resumed(pipeline, own.state_dict())
     assert not caplog.records
@@ -457,7 +461,7 @@ def test_epoch_with_less_than_a_larger_batch_remaining_ends(make_shards: Any, nu
     order = [number for batch in list(loader(small, lanes=1)) for number in numbers(batch)]
     for steps, epoch in ((1, 0), (2, 0), (3, 1)):
         with loader(small, lanes=1) as own:
-            take(own, steps)
+            next_hashes(own, steps)
             state = own.state_dict()
         with loader(large, num_workers, lanes=1) as fresh:
             fresh.load_state_dict(state, allow={"batch_size"})

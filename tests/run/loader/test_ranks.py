@@ -17,7 +17,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.loader.ranks import Ranks, check_same_data, find_ranks
 from savable_pipeline.run.loader.savable_loader import run_of
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_numbers import Numbers, counted_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -75,10 +75,10 @@ def test_loader_of_a_process_group_gathers_and_ends_like_a_single_one(
     pipeline = partial(toy_pipeline, str(make_shards([40, 7, 60])), epochs=1)
     alone = sp.SavableLoader(pipeline, seed=3, lanes=12, ranks=(0, 1))
     loader = sp.SavableLoader(pipeline, seed=3, lanes=12)
-    assert take(loader, 5) == take(alone, 5)
+    assert next_hashes(loader, 5) == next_hashes(alone, 5)
     assert loader.global_state_dict() == loader.state_dict() == loader.global_state_dict(dist.group.WORLD)
     assert loader.global_state_dict(lag=2) == loader.state_dict(lag=2) != loader.state_dict()
-    assert take(loader, 1000) == take(alone, 1000)
+    assert next_hashes(loader, 1000) == next_hashes(alone, 1000)
 
 
 @pytest.mark.parametrize("given", [0, (1,), (0, 1, 2), ("0", "1"), "web", object()])
@@ -200,9 +200,9 @@ def test_ranks_as_numbers_use_a_matching_torch_process_group(
 def test_ranks_as_numbers_need_no_agreement_if_the_length_is_known(make_shards: Any) -> None:
     pipeline = partial(counted_pipeline, str(make_shards([50])))
     alone = sp.SavableLoader(pipeline, seed=3, lanes=4, ranks=(0, 1))
-    expected = take(alone, 1000) + take(alone, 1000)
+    expected = next_hashes(alone, 1000) + next_hashes(alone, 1000)
     ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, ranks=(rank, 2)) for rank in range(2)]
-    found = [take(rank, 1000) + take(rank, 1000) for rank in ranks]
+    found = [next_hashes(rank, 1000) + next_hashes(rank, 1000) for rank in ranks]
     assert [batch for step in zip(*found, strict=True) for batch in step] == expected
 
 
@@ -219,7 +219,7 @@ def test_skip_in_an_epoch_of_known_length_is_an_error(make_shards: Any) -> None:
     shards = str(make_shards([50]))
     ranks = [sp.SavableLoader(pipeline, seed=3, lanes=4, ranks=(rank, 2)) for rank in range(2)]
     with pytest.raises(sp.EncodeError, match="one_to_one"):
-        [take(rank, 1000) for rank in ranks]
+        [next_hashes(rank, 1000) for rank in ranks]
     with pytest.raises(ValueError, match="must agree on its end"):
         next(sp.SavableLoader(partial(pipeline, on_error="skip"), seed=3, lanes=4, ranks=(0, 2)))
 

@@ -21,7 +21,7 @@ from savable_pipeline.run.loader.savable_loader import run_of
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.testing import _take_step
 from tests.support.processes import descendants, wait_until_gone
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_faults import number_pipeline, packed_numbers
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -56,32 +56,32 @@ def test_slot_q_is_batch_q_over_l_of_lane_q_mod_l(make_shards: Any) -> None:
 
 def test_slots_are_the_batches_of_the_lanes_in_turn_with_every_stage(pipeline: Any) -> None:
     stages = [pipeline(sp.Lane(lane, 12, 3)) for lane in range(12)]
-    by_hand = [take(stage, 2) for stage in stages]
+    by_hand = [next_hashes(stage, 2) for stage in stages]
     with loader(pipeline) as own:
-        assert take(own, 24) == [by_hand[q % 12][q // 12] for q in range(24)]
+        assert next_hashes(own, 24) == [by_hand[q % 12][q // 12] for q in range(24)]
 
 
 @pytest.mark.parametrize("world_size", [3, 12])
 def test_slot_q_belongs_to_rank_q_mod_w(pipeline: Any, world_size: int) -> None:
-    expected = take(loader(pipeline), 24)
+    expected = next_hashes(loader(pipeline), 24)
     for rank in range(world_size):
         own = loader(pipeline, ranks=(rank, world_size))
-        assert take(own, 24 // world_size) == expected[rank::world_size]
+        assert next_hashes(own, 24 // world_size) == expected[rank::world_size]
 
 
 @pytest.mark.parametrize(("start", "world_size"), [(1, 2), (5, 4), (7, 3), (12, 4), (14, 4)])
 def test_step_takes_consecutive_slots_of_all_ranks_from_any_start(pipeline: Any, start: int, world_size: int) -> None:
     first = loader(pipeline)
-    take(first, start)
+    next_hashes(first, start)
     state = first.state_dict()
-    expected = take(first, 3 * world_size)
+    expected = next_hashes(first, 3 * world_size)
 
     ranks = [loader(pipeline, ranks=(rank, world_size)) for rank in range(world_size)]
     for rank in ranks:
         rank.load_state_dict(state)
     for step in range(3):
         slots = range(start + step * world_size, start + (step + 1) * world_size)
-        given = [take(rank, 1)[0] for rank in ranks]
+        given = [next_hashes(rank, 1)[0] for rank in ranks]
         assert [given[slot % world_size] for slot in slots] == [expected[slot - start] for slot in slots]
         assert {rank.state_dict()["slot"] for rank in ranks} == {slots.stop}
 
@@ -89,21 +89,21 @@ def test_step_takes_consecutive_slots_of_all_ranks_from_any_start(pipeline: Any,
 @pytest.mark.parametrize(("num_workers", "prefetch"), [(1, 7), (2, 1), (3, 2)])
 def test_workers_and_prefetch_change_no_batch(pipeline: Any, num_workers: int, prefetch: int) -> None:
     with loader(pipeline, num_workers, workers=sp.Workers(prefetch=prefetch)) as own:
-        assert take(own, 30) == take(loader(pipeline), 30)
+        assert next_hashes(own, 30) == next_hashes(loader(pipeline), 30)
 
 
 def test_workers_change_no_batch_and_not_the_end_of_a_finite_run(finite: Any) -> None:
     with loader(finite, 2) as own:
         alone = loader(finite)
         for _ in range(3):
-            assert take(own, 1000) == take(alone, 1000)
+            assert next_hashes(own, 1000) == next_hashes(alone, 1000)
 
 
 def test_more_workers_than_lanes_change_no_batch(pipeline: Any) -> None:
     with loader(pipeline, 3, lanes=2) as own:
-        assert take(own, 10) == take(loader(pipeline, lanes=2), 10)
+        assert next_hashes(own, 10) == next_hashes(loader(pipeline, lanes=2), 10)
     with loader(pipeline, 3, ranks=(5, 6)) as own:
-        assert take(own, 4) == take(loader(pipeline), 24)[5::6]
+        assert next_hashes(own, 4) == next_hashes(loader(pipeline), 24)[5::6]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -111,7 +111,7 @@ def test_start_methods_change_no_batch(pipeline: Any, method: str) -> None:
     if method == "forkserver":  # whose workers need not import torch
         pipeline = partial(packed_numbers, *pipeline.args)
     with loader(pipeline, 1, workers=sp.Workers(start_method=method)) as own:
-        assert take(own, 14) == take(loader(pipeline), 14)
+        assert next_hashes(own, 14) == next_hashes(loader(pipeline), 14)
 
 
 PRINT_BATCHES = """
@@ -138,7 +138,7 @@ def test_a_fresh_interpreter_with_another_hash_seed_agrees_with_and_without_work
     other, *printed = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True).stdout.splitlines()
     assert int(other) != hash("a")
     own = loader(pipeline)
-    batches = " ".join(take(own, 16))
+    batches = " ".join(next_hashes(own, 16))
     assert printed == [batches, own.state_dict()["fingerprint"].hex()] * 2
 
 
@@ -170,37 +170,37 @@ def test_arguments_of_the_loader_are_its_settings() -> None:
 
 def test_iterating_after_break_continues(pipeline: Any) -> None:
     with loader(pipeline, 2) as own:
-        assert take(own, 3) + take(own, 1) + take(own, 6) == take(loader(pipeline), 10)
+        assert next_hashes(own, 3) + next_hashes(own, 1) + next_hashes(own, 6) == next_hashes(loader(pipeline), 10)
 
 
 def test_iterating_after_close_continues(pipeline: Any) -> None:
     for num_workers in (0, 2):
         own = loader(pipeline, num_workers)
-        found = take(own, 5)
+        found = next_hashes(own, 5)
         own.close()
         own.close()
-        found += take(own, 9)
+        found += next_hashes(own, 9)
         own.close()
-        assert found == take(loader(pipeline), 14)
+        assert found == next_hashes(loader(pipeline), 14)
 
 
 def test_epoch_ends_and_the_next_iter_starts_another(finite: Any) -> None:
     own = loader(finite)
     assert own.epoch == 0
-    first = take(own, 1000)
+    first = next_hashes(own, 1000)
     assert own.epoch == 1
     with pytest.raises(StopIteration):
         next(own)  # a finished iterator stays finished
-    second = take(own, 1000)
+    second = next_hashes(own, 1000)
     assert own.epoch == 2
     assert first and second and set(first).isdisjoint(second)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_finite_run_ends_at_a_whole_round(finite: Any, num_workers: int) -> None:
-    lengths = [len(take(finite(sp.Lane(lane, 12, 3)), 1000)) for lane in range(12)]
+    lengths = [len(next_hashes(finite(sp.Lane(lane, 12, 3)), 1000)) for lane in range(12)]
     with loader(finite, num_workers) as own:
-        assert len(take(own, 1000)) == 12 * min(lengths) > 0
+        assert len(next_hashes(own, 1000)) == 12 * min(lengths) > 0
 
 
 def test_finite_run_whose_lanes_end_together_yields_every_sample(make_shards: Any) -> None:
@@ -239,7 +239,7 @@ def reader_and_buffer(shards: str, epochs: int | None, lane: sp.Lane) -> custom.
 def test_unused_slots_at_the_end_of_an_epoch_warn(finite: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A run of one rank that goes on with four at slot 3: the last step would need 11 … 14, but the epoch has 12."""
     first = loader(finite)
-    take(first, 3)
+    next_hashes(first, 3)
     ranks = [Run(LoaderSettings(finite, seed=3, lanes=12, ranks=(rank, 4))) for rank in range(4)]
     for rank in ranks:
         rank.load_state_dict(first.state_dict())
@@ -263,7 +263,7 @@ def test_released_loader_leaves_no_reference_cycle(pipeline: Any, num_workers: i
     try:
         before = descendants(os.getpid())
         own = loader(pipeline, num_workers)
-        take(own, 3)
+        next_hashes(own, 3)
         own.state_dict()
         own.stats()
         own.__iter__()

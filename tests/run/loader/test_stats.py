@@ -14,7 +14,7 @@ import torch
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.loader.stats import Recent, Stats
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 from tests.support.toy_pipelines import toy_pipeline
 
@@ -50,7 +50,7 @@ class Pairs(custom.BatchStage):
 def test_samples_of_a_users_batch_stage_are_counted_once(make_shards: Any, num_workers: int) -> None:
     root = str(make_shards([40]))
     with loader(lambda lane: Pairs(sp.TarShardReader(root, lane)), num_workers) as own:
-        assert len(take(own, 7)) == 7
+        assert len(next_hashes(own, 7)) == 7
         assert own.stats()["samples"] == 14
 
 
@@ -93,7 +93,7 @@ def test_each_source_has_its_samples_drawn_and_skipped(make_shards: Any, num_wor
 
 def test_without_a_blend_stats_have_no_sources(make_shards: Any) -> None:
     own = loader(partial(toy_pipeline, str(make_shards([40]))))
-    take(own, 10)
+    next_hashes(own, 10)
     assert not [name for name in own.stats() if "source" in name]
 
 
@@ -101,7 +101,7 @@ def test_without_a_blend_stats_have_no_sources(make_shards: Any) -> None:
 def test_bytes_are_those_of_the_parts_that_were_read(make_shards: Any, num_workers: int) -> None:
     """Each sample reads its JSON, of 8 or 9 bytes, and nothing else; 1 batch in 16 is looked at."""
     with loader(partial(number_pipeline, str(make_shards([60]))), num_workers) as own:
-        take(own, 40)
+        next_hashes(own, 40)
         found = own.stats()
     assert 8 <= found["bytes"] / found["Encode/items"] <= 11
 
@@ -114,9 +114,9 @@ def test_read_time_is_not_counted_as_encode_time(make_shards: Any, monkeypatch: 
         return pread(*place)
 
     with loader(partial(number_pipeline, str(make_shards([60])), size=20), lanes=1) as own:
-        take(own, 1)
+        next_hashes(own, 1)
         monkeypatch.setattr(os, "pread", slow_pread)
-        take(own, 16)  # one of these is timed
+        next_hashes(own, 16)  # one of these is timed
         found = own.stats()
     assert found["seconds/read"] > 5 * found["seconds/Encode"]
 
@@ -135,7 +135,7 @@ class SlowOnce(NumberEncoder):
 def test_slowest_sample_and_shard_are_reported(make_shards: Any, num_workers: int) -> None:
     pipeline = partial(number_pipeline, str(make_shards([20, 20])), encoder=SlowOnce(), size=40)
     with loader(pipeline, num_workers, lanes=1) as own:
-        take(own, 2)  # of which the first is timed
+        next_hashes(own, 2)  # of which the first is timed
         found, names = own.stats(), own._run.observer(Stats).names()  # type: ignore[union-attr]
     assert 0.3 <= found["slowest_sample_s"] < 30 and found["slowest_shard_s"] >= 0.3 / 20
     assert names["slowest_sample_s"].endswith(".tar, sample 20")
@@ -152,7 +152,7 @@ def test_percentiles_are_of_recent_values() -> None:
 
 def test_waits_and_stages_have_percentiles(make_shards: Any) -> None:
     own = loader(partial(toy_pipeline, str(make_shards([40]))))
-    take(own, 20)
+    next_hashes(own, 20)
     found = own.stats()
     for name in ("wait_s", "making_s", "stage_s/Encode", "stage_s/TarShardReader"):
         assert 0 < found[f"{name}/p50"] <= found[f"{name}/p90"] <= found[f"{name}/p99"]

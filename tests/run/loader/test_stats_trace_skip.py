@@ -13,7 +13,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.run.loader import stats
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 from tests.support.toy_pipelines import numbers, toy_pipeline
 
@@ -47,14 +47,14 @@ def test_stats_count_yielded_and_dropped_samples(make_shards: Any, num_workers: 
 
 def test_every_statistic_is_a_plain_number(pipeline: Any) -> None:
     with loader(pipeline, 2) as own:
-        take(own, 5)
+        next_hashes(own, 5)
         for name, number in own.stats().items():
             assert isinstance(name, str) and type(number) in (int, float)
 
 
 def test_rates_are_those_since_the_last_call(pipeline: Any) -> None:
     own = loader(pipeline)
-    take(own, 5)
+    next_hashes(own, 5)
     assert own.stats()["batches_per_s"] > 0
     assert own.stats()["batches_per_s"] == 0
 
@@ -72,8 +72,8 @@ def test_batch_rebuilt_after_an_error_is_counted_once(make_shards: Any) -> None:
 
     own = loader(partial(number_pipeline, str(make_shards([40])), encoder=Sometimes()), lanes=1)
     with pytest.raises(sp.EncodeError):
-        take(own, 10)
-    take(own, 10 - int(own.stats()["batches"]))
+        next_hashes(own, 10)
+    next_hashes(own, 10 - int(own.stats()["batches"]))
     assert own.stats()["Encode/items"] == 20
 
 
@@ -82,7 +82,7 @@ def test_starving_trainer_gets_a_warning_with_the_slowest_stage(
 ) -> None:
     monkeypatch.setattr(stats, "_WINDOW_S", 0.0)
     own = loader(pipeline)
-    take(own, 1)
+    next_hashes(own, 1)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "training waited for data" in record.message and "Encode" in record.message
@@ -110,7 +110,7 @@ def test_trace_names_every_sample_of_the_last_batch_in_order(pipeline: Any, num_
 
 def test_a_loader_is_shown_as_the_tree_of_its_stages(pipeline: Any) -> None:
     own = loader(pipeline, ranks=(1, 2))
-    take(own, 2)
+    next_hashes(own, 2)
     assert repr(own).splitlines() == [
         "SavableLoader(seed=3, lanes=12, num_workers=0): rank 1 of 2, at slot 4 of epoch 0",
         "└─ Batcher(size=2, drop_last=False)",
@@ -127,19 +127,19 @@ def test_a_loader_is_shown_as_the_tree_of_its_stages(pipeline: Any) -> None:
 @pytest.mark.parametrize(("num_workers", "epochs"), [(0, 1), (2, None)])
 def test_skipped_slots_do_not_change_the_rest(pipeline: Any, num_workers: int, epochs: int | None) -> None:
     pipeline = partial(pipeline, epochs=epochs, size=1)
-    expected = take(loader(pipeline), 60)
+    expected = next_hashes(loader(pipeline), 60)
     with loader(pipeline, num_workers) as own:
-        found = take(own, 5)
+        found = next_hashes(own, 5)
         own.skip(0)
         own.skip(9)
-        found += [""] * 9 + take(own, 3)
+        found += [""] * 9 + next_hashes(own, 3)
         state = own.state_dict()
         own.skip(2)
-        found += [""] * 2 + take(own, 20)
+        found += [""] * 2 + next_hashes(own, 20)
     assert [now or then for now, then in zip(found, expected, strict=False)] == expected[: len(found)]
     again = loader(pipeline)
     again.load_state_dict(state)
-    assert take(again, 10) == expected[17:27]
+    assert next_hashes(again, 10) == expected[17:27]
 
 
 def test_skipping_builds_no_batch(make_shards: Any) -> None:
@@ -153,7 +153,7 @@ def test_skipping_builds_no_batch(make_shards: Any) -> None:
     encoder = Counting()
     own = loader(partial(number_pipeline, str(make_shards([80])), encoder=encoder))
     own.skip(24)
-    take(own, 1)
+    next_hashes(own, 1)
     assert encoder.batches == 1
 
 
@@ -185,28 +185,28 @@ def test_workers_skip_in_parallel(make_shards: Any, tmp_path: Path) -> None:
 def test_skipping_stops_at_the_end_of_its_epoch(pipeline: Any) -> None:
     pipeline = partial(pipeline, epochs=1)
     alone = loader(pipeline)
-    first, second, third = take(alone, 1000), take(alone, 1000), take(alone, 1000)
+    first, second, third = next_hashes(alone, 1000), next_hashes(alone, 1000), next_hashes(alone, 1000)
     own = loader(pipeline)
     own.skip(12_000)
     assert (own.epoch, own.state_dict()["epoch"], own.state_dict()["slot"]) == (0, 1, 0)
     own.skip(3)
     assert (own.epoch, own.state_dict()["epoch"], own.state_dict()["slot"]) == (0, 1, 3)
     assert next(own, None) is None, "the epoch is over"
-    assert take(own, 1000) == second[3:]
+    assert next_hashes(own, 1000) == second[3:]
     own.load_state_dict(loader(pipeline).state_dict())
     own.skip(12_000)
     own.skip(12_000)
-    assert take(own, 1000) == third
+    assert next_hashes(own, 1000) == third
     own.load_state_dict(loader(pipeline).state_dict())
     found = 0
     for _ in own:  # the running loop ends, too
         found += 1
         own.skip(12_000)
-    assert found == 1 < len(first) and take(own, 1000) == second
+    assert found == 1 < len(first) and next_hashes(own, 1000) == second
     own.load_state_dict(loader(pipeline).state_dict())
-    take(own, 1000)
+    next_hashes(own, 1000)
     own.skip(2)
-    assert own.epoch == 1 and take(own, 1000) == second[2:]
+    assert own.epoch == 1 and next_hashes(own, 1000) == second[2:]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_after_an_epochs_last_batch_a_running_loader_skips_what_a_resumed_one_do
     epoch_slots = how.get("epoch_slots")
     make = partial(loader, partial(pipeline, epochs=how["epochs"]), num_workers, epoch_slots=epoch_slots)
     with make() as own:
-        following = [take(own, 1000) for _ in range(2)][1]
+        following = [next_hashes(own, 1000) for _ in range(2)][1]
     with make() as own, make() as resumed:
         for slot, _ in enumerate(own):
             if own.state_dict()["epoch"] or slot + 1 == epoch_slots:
@@ -229,7 +229,7 @@ def test_after_an_epochs_last_batch_a_running_loader_skips_what_a_resumed_one_do
                 assert own.state_dict() == resumed.state_dict()
                 assert own.epoch == 0 and own.trace() == before and own.state_dict(lag=2) == lagged
         assert slot + 1 == len(following) >= 12
-        assert take(own, 1000) == take(resumed, 1000) == following[5:]
+        assert next_hashes(own, 1000) == next_hashes(resumed, 1000) == following[5:]
 
 
 @pytest.mark.parametrize("how", [{}, {"ranks": (1, 3)}])
@@ -238,7 +238,7 @@ def test_skipped_slots_are_not_yielded_batches(pipeline: Any, how: dict[str, tup
     states, traces = [], []
     for skipped in (0, 14 * step, 3 * step, 0, 2 * step):
         states.append(own.state_dict())
-        take(own, 1)
+        next_hashes(own, 1)
         traces.append(own.trace())
         own.skip(skipped)
         assert [own.trace(lag=lag) for lag in range(len(traces))] == traces[::-1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_faults import NumberEncoder, number_pipeline, packed_numbers
 
 
@@ -62,7 +62,7 @@ def test_states_saved_continuously_by_another_thread_are_complete(make_shards: A
         saver.start()
         ends = []
         for _ in range(3):
-            expected += take(own, 1000)
+            expected += next_hashes(own, 1000)
             ends.append(len(expected))
         ended.set()
         saver.join()
@@ -71,4 +71,4 @@ def test_states_saved_continuously_by_another_thread_are_complete(make_shards: A
         fresh = sp.SavableLoader(pipeline, seed=3, lanes=6)
         fresh.load_state_dict(state)
         at = slot + (ends[epoch - 1] if epoch else 0)
-        assert take(fresh, 1) == expected[at : at + 1] or epoch == 3
+        assert next_hashes(fresh, 1) == expected[at : at + 1] or epoch == 3

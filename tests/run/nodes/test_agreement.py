@@ -19,7 +19,7 @@ from savable_pipeline.run.nodes import agent as node_agent
 from savable_pipeline.run.nodes import agreement, wire
 from savable_pipeline.run.transport.channel import Channel
 from tests.conftest import write_numbered_shards
-from tests.support.agents import Agent, new_key
+from tests.support.agents import Agent, write_key
 from tests.support.toy_faults import number_pipeline
 
 ENCODER = """
@@ -60,7 +60,7 @@ def test_a_stale_source_file_of_the_user_is_named(tmp_path: Path) -> None:
     here, there = written(tmp_path / "here", 1), written(tmp_path / "there", 2)
     script = here / "train.py"
     script.write_text(SCRIPT)
-    key_file = new_key(tmp_path)
+    key_file = write_key(tmp_path)
     root = str(Path(__file__).parents[3])
     agent = Agent(key_file, 1, PYTHONPATH=f"{there}:{root}")
 
@@ -156,6 +156,6 @@ def test_missing_module_or_main_file_is_named(here: tuple[agreement.Requirements
 
 
 def test_unpicklable_pipeline_is_rejected_at_once(tmp_path: Path) -> None:
-    workers = sp.SocketWorkers(["127.0.0.1:1"], key_file=new_key(tmp_path))
+    workers = sp.SocketWorkers(["127.0.0.1:1"], key_file=write_key(tmp_path))
     with pytest.raises(ValueError, match="cannot be sent to other machines"):
         sp.SavableLoader(lambda lane: number_pipeline("x", lane), seed=3, workers=workers)

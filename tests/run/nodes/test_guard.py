@@ -22,7 +22,7 @@ from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agent import Agent as NodeAgent
 from savable_pipeline.run.nodes.agent import read_address
 from tests.conftest import write_numbered_shards
-from tests.support.agents import Agent, agents, remote
+from tests.support.agents import Agent, agents, socket_workers
 from tests.support.toy_faults import number_pipeline
 
 
@@ -263,7 +263,7 @@ def test_two_hundred_silent_connections_do_not_block_others(guarded: tuple[Agent
     try:
         pipeline = partial(number_pipeline, str(tmp_path / "shards"))
         expected = sp.SavableLoader(pipeline, seed=3, lanes=6)
-        with sp.SavableLoader(pipeline, seed=3, lanes=6, workers=remote([agent], key_file)) as loader:
+        with sp.SavableLoader(pipeline, seed=3, lanes=6, workers=socket_workers([agent], key_file)) as loader:
             assert [next(loader) for _ in range(10)] == [next(expected) for _ in range(10)]
             assert len(os.listdir(f"/proc/{agent.process.pid}/fd")) < before + 80  # noqa: PTH208
     finally:

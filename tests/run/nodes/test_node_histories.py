@@ -19,7 +19,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.run.nodes import socket_host
 from tests.conftest import write_numbered_shards
-from tests.support.agents import Agent, new_key
+from tests.support.agents import Agent, write_key
 from tests.support.faulty_proxy import TROUBLES, FaultyProxy
 from tests.support.processes import descendants
 from tests.support.toy_faults import LargeEncoder, number_pipeline, packed_numbers
@@ -51,7 +51,7 @@ class Nodes:
     """Two agents, each behind a proxy, that are begun again when they have died."""
 
     def __init__(self, folder: Path) -> None:
-        self.key_file = new_key(folder)
+        self.key_file = write_key(folder)
         self.agents = [Agent(self.key_file, 2), Agent(self.key_file, 1)]
         self.proxies = [FaultyProxy(agent.port, seed) for seed, agent in enumerate(self.agents)]
 

@@ -20,7 +20,7 @@ import savable_pipeline as sp
 from savable_pipeline.run.nodes import node_workers, socket_host
 from savable_pipeline.run.nodes.socket_host import AgentAddress
 from tests.conftest import write_numbered_shards
-from tests.support.agents import Agent, agents, new_key, remote
+from tests.support.agents import Agent, agents, socket_workers, write_key
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.processes import descendants
 from tests.support.toy_faults import (
@@ -74,7 +74,12 @@ def test_socket_and_local_workers_exchange_batches_and_states(shards: str, nodes
     expected = taken(sp.SavableLoader(pipeline, seed=3, lanes=LANES), 40)
     made, key_file = nodes
     begin, state = 0, None
-    for workers in (sp.Workers(2), remote(made, key_file), sp.Workers(0), remote(made[:1], key_file, prefetch=1)):
+    for workers in (
+        sp.Workers(2),
+        socket_workers(made, key_file),
+        sp.Workers(0),
+        socket_workers(made[:1], key_file, prefetch=1),
+    ):
         with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=workers) as loader:
             if state is not None:
                 loader.load_state_dict(state)
@@ -104,7 +109,7 @@ def test_two_ranks_use_one_agent(shards: str, nodes: tuple[list[Agent], Path]) -
     with contextlib.ExitStack() as opened:
         for rank in range(2):
             ranked: Any = {"seed": 3, "lanes": LANES, "ranks": (rank, 2)}
-            loader = sp.SavableLoader(pipeline, workers=remote(made[1:], key_file), **ranked)
+            loader = sp.SavableLoader(pipeline, workers=socket_workers(made[1:], key_file), **ranked)
             expected = sp.SavableLoader(pipeline, **ranked)
             assert [next(opened.enter_context(loader)) for _ in range(6)] == [next(expected) for _ in range(6)]
             assert loader.stats()["num_workers"] == 1
@@ -113,7 +118,7 @@ def test_two_ranks_use_one_agent(shards: str, nodes: tuple[list[Agent], Path]) -
 def test_batches_referenced_by_the_trainer_are_not_overwritten(shards: str, one: tuple[list[Agent], Path]) -> None:
     pipeline = partial(number_pipeline, shards, encoder=LargeEncoder(100_000))
     expected = [int(batch[0]) for batch, _ in taken(sp.SavableLoader(pipeline, seed=3, lanes=LANES), 40)]
-    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*one)) as loader:
+    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=socket_workers(*one)) as loader:
         kept = [next(loader) for _ in range(20)]
         assert loader.stats()["viewed_batches"] >= 20
         places = set()
@@ -129,7 +134,7 @@ def test_encoder_error_equals_that_of_a_local_worker(
     shards: str, one: tuple[list[Agent], Path], tmp_path: Path
 ) -> None:
     pipeline = partial(number_pipeline, shards, encoder=FaultyEncoder("value", 20, tmp_path / "cured"))
-    loader = sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*one))
+    loader = sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=socket_workers(*one))
     with loader, pytest.raises(sp.EncodeError, match="no such colour"):
         taken(loader, 24)
 
@@ -140,7 +145,7 @@ def test_a_sample_that_kills_its_workers_is_named_and_skipped(
     pipeline = partial(
         number_pipeline, shards, encoder=FaultyEncoder("segfault", 20, tmp_path / "cured"), on_error="skip"
     )
-    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*one)) as loader:
+    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=socket_workers(*one)) as loader:
         found = [number for _ in range(20) for number in next(loader)]
         assert loader.stats()["restarts"] == 4
     assert 20 not in found and {18, 19, 21, 22} <= set(found)
@@ -153,7 +158,7 @@ def test_a_worker_that_hangs_is_replaced_and_its_stack_is_in_the_message(
     shards: str, one: tuple[list[Agent], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = partial(number_pipeline, shards, encoder=CuredEncoder("hang", 20, 1, tmp_path / "log"))
-    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*one, timeout=1.5)) as loader:
+    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=socket_workers(*one, timeout=1.5)) as loader:
         found = [batch for batch, _ in taken(loader, 24)]
         assert loader.stats()["restarts"] == 1
     assert found == [
@@ -164,7 +169,9 @@ def test_a_worker_that_hangs_is_replaced_and_its_stack_is_in_the_message(
 
 def test_overwritten_shard_is_reported_at_close(tmp_path: Path, one: tuple[list[Agent], Path]) -> None:
     write_numbered_shards(tmp_path / "shards", [84])
-    loader = sp.SavableLoader(partial(number_pipeline, str(tmp_path / "shards")), seed=3, lanes=2, workers=remote(*one))
+    loader = sp.SavableLoader(
+        partial(number_pipeline, str(tmp_path / "shards")), seed=3, lanes=2, workers=socket_workers(*one)
+    )
     taken(loader, 6)
     shard = tmp_path / "shards/0000.tar"
     raw = shard.read_bytes().replace(b'{"id": ', b'{"id":-')
@@ -215,7 +222,7 @@ def test_an_agent_may_join_a_running_loader(shards: str, tmp_path: Path, monkeyp
     with agents(tmp_path, 1, 1) as (made, key_file):
         address = made[1].address
         made[1].end()
-        with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(made, key_file)) as loader:
+        with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=socket_workers(made, key_file)) as loader:
             assert [next(loader) for _ in range(8)] == [next(expected) for _ in range(8)]
             assert loader.stats()["num_workers"] == 1
             made[1] = Agent(key_file, 3, int(address.rpartition(":")[2]))
@@ -231,7 +238,7 @@ def test_a_trainer_that_was_stopped_loses_no_node(
 ) -> None:
     """With large batches, the agents wait with full sockets meanwhile."""
     pipeline = partial(number_pipeline, shards, encoder=LargeEncoder(300_000) if large else None)
-    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=remote(*nodes, prefetch=4)) as loader:
+    with sp.SavableLoader(pipeline, seed=3, lanes=LANES, workers=socket_workers(*nodes, prefetch=4)) as loader:
         taken(loader, 6)
         until(lambda: loader.stats()["num_workers"] == 3 or next(loader) is None)
         pid = os.getpid()
@@ -316,7 +323,7 @@ def test_a_network_that_changes_every_body_is_an_error_that_names_the_connection
 
 def test_socket_workers_need_cryptography_or_a_trusted_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_workers, "can_authenticate_bodies", lambda: False)
-    key_file = new_key(tmp_path)
+    key_file = write_key(tmp_path)
     with pytest.raises(ValueError, match=r"need `cryptography`\. Run pip install cryptography on all machines"):
         sp.SocketWorkers(["127.0.0.1:1"], key_file=key_file)
     with pytest.raises(ValueError, match=r"need `cryptography`\. Run pip install cryptography on all machines"):
@@ -328,7 +335,7 @@ def test_when_no_agent_answers_each_is_named_with_its_reason(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket_host, "_FIRST_S", 1.0)
-    workers = sp.SocketWorkers(["127.0.0.1:1"], key_file=new_key(tmp_path))
+    workers = sp.SocketWorkers(["127.0.0.1:1"], key_file=write_key(tmp_path))
     loader = sp.SavableLoader(partial(number_pipeline, shards), seed=3, lanes=LANES, workers=workers)
     with loader, pytest.raises(sp.WorkerError, match=r"answered in 1 s \(127\.0\.0\.1:1: .*refused.*savable serve"):
         next(loader)
@@ -375,11 +382,11 @@ def test_unused_socket_workers_are_not_imported(shards: str) -> None:
 )
 def test_wrong_settings_are_rejected(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sp.SocketWorkers(**wrong, key_file=new_key(tmp_path))
+        sp.SocketWorkers(**wrong, key_file=write_key(tmp_path))
 
 
 def test_nodes_use_the_number_of_lanes_that_the_data_determine(shards: str, one: tuple[list[Agent], Path]) -> None:
     pipeline = sp.read(shards).shuffle(5).encode(NumberEncoder()).batch(1)
     expected = taken(sp.SavableLoader(pipeline, seed=3, lanes=8), 20)
-    with sp.SavableLoader(pipeline, seed=3, workers=remote(*one)) as loader:
+    with sp.SavableLoader(pipeline, seed=3, workers=socket_workers(*one)) as loader:
         assert taken(loader, 20) == expected

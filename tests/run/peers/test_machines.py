@@ -18,8 +18,8 @@ from savable_pipeline.run.loader.savable_loader import run_of
 from savable_pipeline.run.peers import meeting
 from tests.conftest import MakeShards
 from tests.run.peers.test_peer_backend import closing
-from tests.support.peer_threads import DictStore, alone, loaders, side_by_side
-from tests.support.streams import take
+from tests.support.peer_threads import DictStore, peer_loaders, run_in_threads, unshared_loader
+from tests.support.streams import next_hashes
 
 pytestmark = pytest.mark.usefixtures("own_interpreters")
 caller = threading.local()
@@ -42,7 +42,7 @@ def on_machines(found: list[sp.SavableLoader], call: Any, machines: list[int], m
         return call(found[number])
 
     monkeypatch.setattr(meeting, "reach", reach_own)
-    return side_by_side([partial(called, number) for number in range(len(found))])
+    return run_in_threads([partial(called, number) for number in range(len(found))])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -55,13 +55,13 @@ def test_peers_of_other_machines_get_the_same_batches(
     def train(loader: sp.SavableLoader) -> list[Any]:
         seen: list[Any] = []
         for _, batch in zip(range(8), loader, strict=False):
-            seen += take([batch], 1)
+            seen += next_hashes([batch], 1)
             batch["row"].fill_(7)  # its own
         loader.skip(2)
-        return [*seen, *take(loader, 3), loader.state_dict()]
+        return [*seen, *next_hashes(loader, 3), loader.state_dict()]
 
-    expected = train(alone(shards))
-    with closing(loaders(shards, len(machines), num_workers=workers)) as found:
+    expected = train(unshared_loader(shards))
+    with closing(peer_loaders(shards, len(machines), num_workers=workers)) as found:
         assert on_machines(found, train, machines, monkeypatch) == [expected] * len(machines)
 
 
@@ -69,10 +69,10 @@ def test_epochs_end_alike_on_two_machines(make_shards: MakeShards, monkeypatch: 
     shards = make_shards([40, 40, 40])
 
     def epochs(loader: sp.SavableLoader) -> list[list[str]]:
-        return [take(loader, 1000) for _ in range(2)]
+        return [next_hashes(loader, 1000) for _ in range(2)]
 
-    expected = epochs(alone(shards, epochs=1))
-    with closing(loaders(shards, 3, epochs=1)) as found:
+    expected = epochs(unshared_loader(shards, epochs=1))
+    with closing(peer_loaders(shards, 3, epochs=1)) as found:
         assert on_machines(found, epochs, [0, 1, 1], monkeypatch) == [expected] * 3
 
 
@@ -84,33 +84,33 @@ def test_the_first_rank_does_not_wait_for_the_network(make_shards: MakeShards, m
 
     monkeypatch.setattr("tests.support.peer_threads.Rows.encode", encode)
     shards = make_shards([40])
-    expected = take(alone(shards), 4)
-    with closing(loaders(shards, 2, workers=sp.Workers(timeout=20))) as found:
+    expected = next_hashes(unshared_loader(shards), 4)
+    with closing(peer_loaders(shards, 2, workers=sp.Workers(timeout=20))) as found:
         assert on_machines(found, partial(take_some, 1), [0, 1], monkeypatch) == [expected[:1]] * 2
-        assert take(found[0], 2) == expected[1:3]
-        rest = [partial(take, found[0], 1), partial(take, found[1], 3)]
-        assert side_by_side(rest) == [expected[3:], expected[1:]]
+        assert next_hashes(found[0], 2) == expected[1:3]
+        rest = [partial(next_hashes, found[0], 1), partial(next_hashes, found[1], 3)]
+        assert run_in_threads(rest) == [expected[3:], expected[1:]]
 
 
 def test_the_bytes_pass_once_a_machine(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = make_shards([40, 40, 40])
-    with closing(loaders(shards, 4)) as found:
+    with closing(peer_loaders(shards, 4)) as found:
         on_machines(found, partial(take_some, 2), [0, 1, 1, 1], monkeypatch)
         readers = [[peer.rank for peer in run_of(loader).backend._readers] for loader in found]  # type: ignore[attr-defined]
         assert readers == [[1], [2, 3], [], []]
 
 
 def take_some(number: int, loader: sp.SavableLoader) -> list[str]:
-    return take(loader, number)
+    return next_hashes(loader, number)
 
 
 def test_positions_that_differ_on_two_machines_are_an_error_on_all(
     make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = make_shards([40, 40, 40])
-    one = alone(shards)
-    take(one, 3)
-    with closing(loaders(shards, 3)) as found:
+    one = unshared_loader(shards)
+    next_hashes(one, 3)
+    with closing(peer_loaders(shards, 3)) as found:
         found[2].load_state_dict(one.state_dict())
         errors = on_machines(found, next, [0, 1, 1], monkeypatch)
         assert all("share batches, but not their steps" in str(error) for error in errors)
@@ -119,10 +119,10 @@ def test_positions_that_differ_on_two_machines_are_an_error_on_all(
 def test_a_process_without_the_secret_is_rejected(make_shards: MakeShards) -> None:
     """It connects to the first rank while that waits; the peers meet all the same."""
     shards = make_shards([40, 40, 40])
-    with closing(loaders(shards, 2)) as found:
+    with closing(peer_loaders(shards, 2)) as found:
         store: DictStore = run_of(found[0]).ranks.sharing.store  # type: ignore[union-attr]
         results: list[Any] = []
-        first = threading.Thread(target=lambda: results.append(take(found[0], 3)))
+        first = threading.Thread(target=lambda: results.append(next_hashes(found[0], 3)))
         first.start()
         while not any(key.endswith("unix 0") for key in list(store.values)):
             time.sleep(0.01)
@@ -130,9 +130,9 @@ def test_a_process_without_the_secret_is_rejected(make_shards: MakeShards) -> No
         stranger = socket.socket(socket.AF_UNIX)
         stranger.connect(eval(address))
         stranger.sendall(os.urandom(200))
-        results.append(take(found[1], 3))
+        results.append(next_hashes(found[1], 3))
         first.join()
-        assert results == [take(alone(shards), 3)] * 2
+        assert results == [next_hashes(unshared_loader(shards), 3)] * 2
         stranger.settimeout(5)
         with pytest.raises(OSError):
             while stranger.recv(100):
@@ -143,6 +143,6 @@ def test_a_process_without_the_secret_is_rejected(make_shards: MakeShards) -> No
 
 def test_peers_of_two_users_are_rejected(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting.os, "geteuid", lambda: 4711)
-    with closing(loaders(make_shards([40]), 2)) as found:
-        errors = side_by_side([partial(next, loader) for loader in found])
+    with closing(peer_loaders(make_shards([40]), 2)) as found:
+        errors = run_in_threads([partial(next, loader) for loader in found])
         assert all(isinstance(error, SavableError) and "as users 4711 and 0" in str(error) for error in errors)

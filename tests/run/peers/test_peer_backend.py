@@ -22,8 +22,8 @@ from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.device import OnDevice
 from tests.conftest import MakeShards
-from tests.support.peer_threads import alone, loaders, side_by_side
-from tests.support.streams import take
+from tests.support.peer_threads import peer_loaders, run_in_threads, unshared_loader
+from tests.support.streams import next_hashes
 from tests.support.toy_peers import descendants
 
 pytestmark = pytest.mark.usefixtures("own_interpreters")
@@ -44,18 +44,18 @@ def closing(found: list[sp.SavableLoader]) -> Iterator[list[sp.SavableLoader]]:
 
 
 def on_each(found: list[Any], call: Callable[[Any], Any]) -> list[Any]:
-    return side_by_side([partial(call, loader) for loader in found])
+    return run_in_threads([partial(call, loader) for loader in found])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("peers", [2, 4])
 def test_each_peer_gets_the_batches_of_a_loader_alone(shards: Path, workers: int, peers: int) -> None:
-    expected = take(alone(shards), 12)
-    with closing(loaders(shards, peers, num_workers=workers)) as found:
-        assert on_each(found, lambda loader: take(loader, 12)) == [expected] * peers
+    expected = next_hashes(unshared_loader(shards), 12)
+    with closing(peer_loaders(shards, peers, num_workers=workers)) as found:
+        assert on_each(found, lambda loader: next_hashes(loader, 12)) == [expected] * peers
         states = [loader.state_dict() for loader in found]
-    one = alone(shards)
-    take(one, 12)
+    one = unshared_loader(shards)
+    next_hashes(one, 12)
     assert states == [one.state_dict()] * peers
 
 
@@ -74,27 +74,27 @@ def test_a_peer_may_overwrite_its_batches(shards: Path, workers: int) -> None:
             before = batch
         return seen
 
-    expected = take(alone(shards), 40)
-    with closing(loaders(shards, 3, num_workers=workers)) as found:
+    expected = next_hashes(unshared_loader(shards), 40)
+    with closing(peer_loaders(shards, 3, num_workers=workers)) as found:
         assert on_each(list(enumerate(found)), overwrite) == [expected] * 3
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_viewed_batch_stays_valid_while_the_first_rank_takes_others(shards: Path, workers: int) -> None:
-    expected = take(alone(shards), 30)
-    with closing(loaders(shards, 2, num_workers=workers)) as found:
-        on_each(found, lambda loader: take(loader, 1))
-        assert take(found[0], 2) == expected[1:3]
+    expected = next_hashes(unshared_loader(shards), 30)
+    with closing(peer_loaders(shards, 2, num_workers=workers)) as found:
+        on_each(found, lambda loader: next_hashes(loader, 1))
+        assert next_hashes(found[0], 2) == expected[1:3]
         for number in range(1, 27):
             batch = next(found[1])
-            assert take(found[0], 1) == expected[number + 2 : number + 3]
+            assert next_hashes(found[0], 1) == expected[number + 2 : number + 3]
             assert digest(batch) == expected[number]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_peer_may_collect_many_batches(shards: Path, workers: int) -> None:
-    expected = take(alone(shards), 20)
-    with closing(loaders(shards, 2, num_workers=workers)) as found:
+    expected = next_hashes(unshared_loader(shards), 20)
+    with closing(peer_loaders(shards, 2, num_workers=workers)) as found:
         collected = on_each(found, lambda loader: [next(loader) for _ in range(20)])
         assert [[digest(batch) for batch in batches] for batches in collected] == [expected] * 2
         assert all(loader.stats()["viewed_batches"] <= 8 * 2 + 8 for loader in found)
@@ -110,8 +110,8 @@ def test_peers_reuse_segments(shards: Path) -> None:
 
     gc.collect()
     before = count_segments()
-    with closing(loaders(shards, 2)) as found:
-        on_each(found, lambda loader: take(loader, 60))
+    with closing(peer_loaders(shards, 2)) as found:
+        on_each(found, lambda loader: next_hashes(loader, 60))
         assert 1 <= count_segments() - before <= 6
 
 
@@ -128,37 +128,37 @@ def test_a_descriptor_passes_once(shards: Path, monkeypatch: pytest.MonkeyPatch)
         send(channel, message, descriptors)
 
     monkeypatch.setattr(Channel, "send", counting)
-    with closing(loaders(shards, 2)) as found:
-        on_each(found, lambda loader: take(loader, 40))
+    with closing(peer_loaders(shards, 2)) as found:
+        on_each(found, lambda loader: next_hashes(loader, 40))
         assert len(set(passed)) == len(passed) < 10  # of 40 batches; one that is ahead may not be mapped yet
         assert 1 <= len(segments_of(found[1])) <= len(passed)
 
 
 def test_segments_of_a_dead_worker_are_unmapped(shards: Path) -> None:
-    expected = take(alone(shards), 40)
-    with closing(loaders(shards, 2, num_workers=1)) as found:
-        assert on_each(found, lambda loader: take(loader, 20)) == [expected[:20]] * 2
+    expected = next_hashes(unshared_loader(shards), 40)
+    with closing(peer_loaders(shards, 2, num_workers=1)) as found:
+        assert on_each(found, lambda loader: next_hashes(loader, 20)) == [expected[:20]] * 2
         before = segments_of(found[1])
         os.kill(descendants(run_of(found[0]).backend._builder._host.pid)[0], signal.SIGKILL)  # type: ignore[attr-defined]
-        assert on_each(found, lambda loader: take(loader, 20)) == [expected[20:]] * 2
+        assert on_each(found, lambda loader: next_hashes(loader, 20)) == [expected[20:]] * 2
         assert before and not before & segments_of(found[1])
 
 
 def test_the_first_asks_for_less_while_a_peer_is_behind(shards: Path) -> None:
-    with closing(loaders(shards, 2, num_workers=2)) as found:  # each of which may be two batches ahead
-        on_each(found, lambda loader: take(loader, 1))
+    with closing(peer_loaders(shards, 2, num_workers=2)) as found:  # each of which may be two batches ahead
+        on_each(found, lambda loader: next_hashes(loader, 1))
         backend = run_of(found[0]).backend
         assert backend.capacity == 4
-        take(found[0], 2)
+        next_hashes(found[0], 2)
         assert backend.capacity == 2
-        take(found[1], 2)
+        next_hashes(found[1], 2)
         backend._hear(1.0)  # type: ignore[attr-defined]
         assert backend.capacity == 4
 
 
 def test_only_the_first_builds(shards: Path) -> None:
-    with closing(loaders(shards, 3, num_workers=2)) as found:
-        on_each(found, lambda loader: take(loader, 3))
+    with closing(peer_loaders(shards, 3, num_workers=2)) as found:
+        on_each(found, lambda loader: next_hashes(loader, 3))
         assert [loader.stats()["num_workers"] for loader in found] == [2, 0, 0]
 
 
@@ -166,78 +166,78 @@ def test_only_the_first_builds(shards: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epochs_end_at_the_same_batch_on_all_peers(shards: Path, tail: Any, workers: int) -> None:
     def epochs(loader: sp.SavableLoader) -> list[list[str]]:
-        return [take(loader, 1000) for _ in range(2)]
+        return [next_hashes(loader, 1000) for _ in range(2)]
 
-    expected = epochs(alone(shards, epochs=1, tail=tail))
-    with closing(loaders(shards, 2, epochs=1, tail=tail, num_workers=workers)) as found:
+    expected = epochs(unshared_loader(shards, epochs=1, tail=tail))
+    with closing(peer_loaders(shards, 2, epochs=1, tail=tail, num_workers=workers)) as found:
         assert on_each(found, epochs) == [expected] * 2
 
 
 def test_evaluation_restarts_equally_on_all_peers(shards: Path) -> None:
     def evaluate(loader: sp.SavableLoader) -> list[list[str]]:
-        return [take(loader, 3), take(loader, 1000), take(loader, 2)]
+        return [next_hashes(loader, 3), next_hashes(loader, 1000), next_hashes(loader, 2)]
 
-    expected = evaluate(alone(shards, epochs=1, on_iter="restart"))
-    with closing(loaders(shards, 2, epochs=1, on_iter="restart", num_workers=1)) as found:
+    expected = evaluate(unshared_loader(shards, epochs=1, on_iter="restart"))
+    with closing(peer_loaders(shards, 2, epochs=1, on_iter="restart", num_workers=1)) as found:
         assert on_each(found, evaluate) == [expected] * 2
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_peers_skip_load_and_return_to_the_same_position(shards: Path, workers: int) -> None:
     def travel(loader: sp.SavableLoader) -> list[list[str]]:
-        seen = [take(loader, 3)]
+        seen = [next_hashes(loader, 3)]
         state = loader.state_dict()
         loader.skip(3)
-        seen.append(take(loader, 3))
+        seen.append(next_hashes(loader, 3))
         loader.load_state_dict(state)
-        seen.append(take(loader, 2))
+        seen.append(next_hashes(loader, 2))
         loader.skip(1)
-        return [*seen, take(loader, 2)]
+        return [*seen, next_hashes(loader, 2)]
 
-    expected = travel(alone(shards))
-    with closing(loaders(shards, 3, num_workers=workers)) as found:
+    expected = travel(unshared_loader(shards))
+    with closing(peer_loaders(shards, 3, num_workers=workers)) as found:
         assert on_each(found, travel) == [expected] * 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_peers_apply_the_same_decisions(shards: Path, workers: int) -> None:
     def decide(loader: sp.SavableLoader) -> list[Any]:
-        seen = take(loader, 3)
+        seen = next_hashes(loader, 3)
         loader.reconfigure(exclude=["0001", "0017"])
-        return [*seen, *take(loader, 6), loader.state_dict()]
+        return [*seen, *next_hashes(loader, 6), loader.state_dict()]
 
-    expected = decide(alone(shards))
-    with closing(loaders(shards, 2, num_workers=workers)) as found:
+    expected = decide(unshared_loader(shards))
+    with closing(peer_loaders(shards, 2, num_workers=workers)) as found:
         assert on_each(found, decide) == [expected] * 2
 
 
 def test_on_device_saves_the_batch_before_the_one_ahead(shards: Path) -> None:
     def train(loader: sp.SavableLoader) -> list[Any]:
         batches = OnDevice(loader, "cpu")
-        return [*take(batches, 3), batches.state_dict(), *take(batches, 2)]
+        return [*next_hashes(batches, 3), batches.state_dict(), *next_hashes(batches, 2)]
 
-    expected = train(alone(shards))
-    with closing(loaders(shards, 2, num_workers=1)) as found:
+    expected = train(unshared_loader(shards))
+    with closing(peer_loaders(shards, 2, num_workers=1)) as found:
         assert on_each(found, train) == [expected] * 2
 
 
 def test_a_closed_loader_continues_when_all_are_closed(shards: Path) -> None:
     def train(loader: sp.SavableLoader) -> list[str]:
-        seen = take(loader, 4)
+        seen = next_hashes(loader, 4)
         loader.close()
-        return [*seen, *take(loader, 3)]
+        return [*seen, *next_hashes(loader, 3)]
 
-    with closing(loaders(shards, 2, num_workers=1)) as found:
-        assert on_each(found, train) == [take(alone(shards), 7)] * 2
+    with closing(peer_loaders(shards, 2, num_workers=1)) as found:
+        assert on_each(found, train) == [next_hashes(unshared_loader(shards), 7)] * 2
 
 
 def test_calls_may_differ_by_prefetch(shards: Path) -> None:
     """After the first batch, the first rank takes two more before the other one takes any, and ends before it."""
-    expected = take(alone(shards), 4)
-    with closing(loaders(shards, 2, num_workers=1)) as found:
-        assert on_each(found, lambda loader: take(loader, 1)) == [expected[:1]] * 2
-        assert take(found[0], 2) == expected[1:3]
-        assert on_each(found, lambda loader: take(loader, 1 if loader is found[0] else 3)) == [
+    expected = next_hashes(unshared_loader(shards), 4)
+    with closing(peer_loaders(shards, 2, num_workers=1)) as found:
+        assert on_each(found, lambda loader: next_hashes(loader, 1)) == [expected[:1]] * 2
+        assert next_hashes(found[0], 2) == expected[1:3]
+        assert on_each(found, lambda loader: next_hashes(loader, 1 if loader is found[0] else 3)) == [
             expected[3:],
             expected[1:],
         ]
@@ -247,9 +247,9 @@ def test_calls_may_differ_by_prefetch(shards: Path) -> None:
 
 
 def test_peers_at_different_positions_are_an_error_on_all_ranks(shards: Path) -> None:
-    one = alone(shards)
-    take(one, 3)
-    with closing(loaders(shards, 3)) as found:
+    one = unshared_loader(shards)
+    next_hashes(one, 3)
+    with closing(peer_loaders(shards, 3)) as found:
         found[2].load_state_dict(one.state_dict())
         errors = on_each(found, next)
         assert all(isinstance(error, SavableError) for error in errors)
@@ -260,23 +260,23 @@ def test_peers_at_different_positions_are_an_error_on_all_ranks(shards: Path) ->
 
 
 def test_another_position_of_one_lane_is_an_error_on_all_ranks(shards: Path) -> None:
-    one = alone(shards)
-    take(one, 4)
-    with closing(loaders(shards, 2)) as found:
+    one = unshared_loader(shards)
+    next_hashes(one, 4)
+    with closing(peer_loaders(shards, 2)) as found:
         found[0].load_state_dict(one.state_dict())
         assert all("ranks 1 and 0 share batches" in str(error) for error in on_each(found, next))
 
 
 def test_loading_on_one_rank_alone_is_an_error_on_all_before_a_batch(shards: Path) -> None:
-    with closing(loaders(shards, 2)) as found:
-        on_each(found, lambda loader: take(loader, 3))
-        found[0].load_state_dict(alone(shards).state_dict())
+    with closing(peer_loaders(shards, 2)) as found:
+        on_each(found, lambda loader: next_hashes(loader, 3))
+        found[0].load_state_dict(unshared_loader(shards).state_dict())
         assert all("ranks 1 and 0 share batches" in str(error) for error in on_each(found, next))
 
 
 def test_another_seed_is_an_error(shards: Path) -> None:
-    first = loaders(shards, 2, workers=sp.Workers(timeout=0.5))
-    other = alone(shards, seed=6, ranks=run_of(first[1]).ranks)
+    first = peer_loaders(shards, 2, workers=sp.Workers(timeout=0.5))
+    other = unshared_loader(shards, seed=6, ranks=run_of(first[1]).ranks)
     with closing([first[0], other]) as found:
         with pytest.raises(SavableError, match=r"rank 0 waited 0\.5 s for rank 1"):
             next(found[0])
@@ -288,17 +288,17 @@ def test_a_different_first_batch_is_an_error_on_all(shards: Path, monkeypatch: p
     count = iter(range(10))
     module = "savable_pipeline.run.peers.peer_backend.digest"
     monkeypatch.setattr(module, lambda batch: f"{digest(batch)} {next(count)}")
-    with closing(loaders(shards, 2)) as found:
+    with closing(peer_loaders(shards, 2)) as found:
         assert all(
             "the first batch of rank 1 differs from that of rank 0" in str(error) for error in on_each(found, next)
         )
 
 
 def test_a_skip_on_one_rank_alone_is_an_error_on_all(shards: Path) -> None:
-    with closing(loaders(shards, 2)) as found:
-        on_each(found, lambda loader: take(loader, 2))
+    with closing(peer_loaders(shards, 2)) as found:
+        on_each(found, lambda loader: next_hashes(loader, 2))
         found[0].skip(1)
-        errors = on_each(found, lambda loader: take(loader, 8))
+        errors = on_each(found, lambda loader: next_hashes(loader, 8))
         assert all(isinstance(error, SavableError) for error in errors)
         assert all("ranks 1 and 0 share batches, but not their steps" in str(error) for error in errors)
 
@@ -325,33 +325,33 @@ def test_an_error_of_the_encoder_is_raised_on_all_and_may_be_repeated(
             next(loader)
         return seen
 
-    expected = train(alone(shards))
-    with closing(loaders(shards, 2, num_workers=workers)) as found:
+    expected = train(unshared_loader(shards))
+    with closing(peer_loaders(shards, 2, num_workers=workers)) as found:
         assert on_each(found, train) == [expected] * 2
 
 
 def test_a_peer_that_does_not_come_is_named(shards: Path) -> None:
-    with closing(loaders(shards, 3, workers=sp.Workers(timeout=6))) as found:
+    with closing(peer_loaders(shards, 3, workers=sp.Workers(timeout=6))) as found:
         on_each(found, lambda loader: loader.state_dict())  # so that both come in time
         errors = on_each(found[:2], next)
         assert all(isinstance(error, SavableError) and "rank 2" in str(error) for error in errors)
 
 
 def test_a_peer_that_takes_no_batches_is_named(shards: Path) -> None:
-    with closing(loaders(shards, 2, workers=sp.Workers(timeout=4))) as found:
+    with closing(peer_loaders(shards, 2, workers=sp.Workers(timeout=4))) as found:
         on_each(found, next)
         with pytest.raises(WorkerError, match="rank 0 waited 4 s for rank 1"):
-            take(found[0], 5)
+            next_hashes(found[0], 5)
         states = [loader.state_dict() for loader in found]
         with pytest.raises(WorkerError, match="rank 0 waited 4 s for rank 1"):
-            take(found[1], 5)
-    resumed = alone(shards)
+            next_hashes(found[1], 5)
+    resumed = unshared_loader(shards)
     resumed.load_state_dict(states[1])
-    assert take(resumed, 3) == take(alone(shards), 4)[1:]
+    assert next_hashes(resumed, 3) == next_hashes(unshared_loader(shards), 4)[1:]
 
 
 def test_a_loader_that_was_closed_on_one_rank_is_named(shards: Path) -> None:
-    with closing(loaders(shards, 2)) as found:
+    with closing(peer_loaders(shards, 2)) as found:
         on_each(found, next)
         found[0].close()
         with pytest.raises(SavableError, match="rank 0 closed its loader, which shares batches with rank 1"):
@@ -359,7 +359,7 @@ def test_a_loader_that_was_closed_on_one_rank_is_named(shards: Path) -> None:
 
 
 def test_a_first_rank_that_hangs_is_named(shards: Path) -> None:
-    with closing(loaders(shards, 2, workers=sp.Workers(timeout=2))) as found:
+    with closing(peer_loaders(shards, 2, workers=sp.Workers(timeout=2))) as found:
         on_each(found, next)
         with pytest.raises(WorkerError, match="rank 1 waited 2 s for rank 0"):
             next(found[1])
@@ -367,41 +367,41 @@ def test_a_first_rank_that_hangs_is_named(shards: Path) -> None:
 
 def test_a_rank_that_waits_for_another_is_not_named(shards: Path) -> None:
     """The first rank waits for rank 2, and rank 1 for the first one, which gives signs of life."""
-    with closing(loaders(shards, 3, workers=sp.Workers(timeout=5))) as found:
+    with closing(peer_loaders(shards, 3, workers=sp.Workers(timeout=5))) as found:
         on_each(found, next)
-        errors = on_each(found[:2], lambda loader: take(loader, 5))
+        errors = on_each(found[:2], lambda loader: next_hashes(loader, 5))
         assert all("rank 0 waited 5 s for rank 2" in str(error) for error in errors)
 
 
 def test_peers_wait_for_a_hanging_worker_to_be_replaced(shards: Path) -> None:
     """The first rank kills them after one timeout, and needs a part of another until their successors build."""
-    expected = take(alone(shards), 30)
-    with closing(loaders(shards, 2, num_workers=2, workers=sp.Workers(timeout=5))) as found:
-        assert on_each(found, lambda loader: take(loader, 5)) == [expected[:5]] * 2
+    expected = next_hashes(unshared_loader(shards), 30)
+    with closing(peer_loaders(shards, 2, num_workers=2, workers=sp.Workers(timeout=5))) as found:
+        assert on_each(found, lambda loader: next_hashes(loader, 5)) == [expected[:5]] * 2
         zygote = run_of(found[0]).backend._builder._host.pid  # type: ignore[attr-defined]
         for worker in descendants(zygote):
             os.kill(worker, signal.SIGSTOP)
-        assert on_each(found, lambda loader: take(loader, 25)) == [expected[5:]] * 2
+        assert on_each(found, lambda loader: next_hashes(loader, 25)) == [expected[5:]] * 2
         assert found[0].stats()["restarts"] >= 2
 
 
 def test_a_lost_peer_of_another_loader_frees_no_segment(shards: Path) -> None:
     """Two loaders of a process may have other peers by the same number."""
-    with closing(loaders(shards, 2)) as found, closing(loaders(shards, 2)) as others:
+    with closing(peer_loaders(shards, 2)) as found, closing(peer_loaders(shards, 2)) as others:
         on_each(others, next)
         batches = on_each(found, next)
         segments = list(run_of(found[0]).backend._own.segments._segments.values())  # type: ignore[attr-defined]
         assert 1 in [each.flags[1] for each in segments]
         run_of(others[1]).backend._upstream._channel._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
         with pytest.raises(SavableError, match="rank 1 ended"):
-            take(others[0], 5)
+            next_hashes(others[0], 5)
         assert 1 in [each.flags[1] for each in segments]
         del batches
 
 
 def test_a_peer_that_closes_its_loader_ends_the_first_rank(shards: Path) -> None:
     """As one does that failed, such as for want of descriptors."""
-    with closing(loaders(shards, 3)) as found:
+    with closing(peer_loaders(shards, 3)) as found:
         on_each(found, next)
         found[2].close()
         for loader in found[:2]:
@@ -411,11 +411,11 @@ def test_a_peer_that_closes_its_loader_ends_the_first_rank(shards: Path) -> None
 
 def test_acknowledging_loader_is_rejected_by_peers(shards: Path) -> None:
     with pytest.raises(ValueError, match="peers would acknowledge at different times"):
-        loaders(shards, 2, acknowledge=True)
+        peer_loaders(shards, 2, acknowledge=True)
 
 
 def test_only_the_first_writes_the_ledger(shards: Path, tmp_path: Path) -> None:
-    with closing(loaders(shards, 2, ledger=tmp_path / "ledger")) as found:
-        on_each(found, lambda loader: take(loader, 3))
+    with closing(peer_loaders(shards, 2, ledger=tmp_path / "ledger")) as found:
+        on_each(found, lambda loader: next_hashes(loader, 3))
         on_each(found, lambda loader: loader.state_dict())
     assert len(list((tmp_path / "ledger").iterdir())) == 1

@@ -16,8 +16,8 @@ import torch
 
 from savable_pipeline.run.state.state_dict import lane_numbers
 from tests.conftest import MakeShards
-from tests.support.peer_threads import alone
-from tests.support.streams import take
+from tests.support.peer_threads import unshared_loader
+from tests.support.streams import next_hashes
 from tests.support.toy_peers import STOPPED_TIMEOUT_S
 
 
@@ -40,15 +40,15 @@ def test_two_data_parallel_ranks_of_two_peers(make_shards: MakeShards, tmp_path:
     for each in seen.values():
         del each["links"]
     assert seen[0] == seen[1] and seen[2] == seen[3]
-    one = alone(shards)
+    one = unshared_loader(shards)
     in_slots = [batch for step in zip(seen[0]["before"], seen[2]["before"], strict=True) for batch in step]
-    assert in_slots == take(one, 12)
+    assert in_slots == next_hashes(one, 12)
     assert [lane_numbers(seen[rank]["state"]) for rank in range(4)] == [[0, 2], [0, 2], [1, 3], [1, 3]]
     assert [seen[rank]["global"] for rank in range(4)] == [one.state_dict()] * 4
     in_slots = [batch for step in zip(seen[0]["after"], seen[2]["after"], strict=True) for batch in step]
-    assert in_slots == take(one, 8)
+    assert in_slots == next_hashes(one, 8)
     in_slots = [batch for step in zip(seen[0]["epoch"], seen[2]["epoch"], strict=True) for batch in step]
-    expected = take(alone(shards, epochs=1), 1000)
+    expected = next_hashes(unshared_loader(shards, epochs=1), 1000)
     assert in_slots == expected[: len(in_slots)] and len(expected) - len(in_slots) < 2
 
 
@@ -67,10 +67,10 @@ def test_a_peer_that_is_killed_or_stopped_ends_all_by_name(
         assert re.match(waited if kind == "SIGSTOP" else f"rank {victim} ended", seen[rank]["error"])
         assert seen[rank]["waited_s"] < 4 * STOPPED_TIMEOUT_S
         taken = len(seen[rank]["batches"])
-        assert 3 <= taken <= 6 and seen[rank]["batches"] == take(alone(shards), taken)
-        resumed = alone(shards)
+        assert 3 <= taken <= 6 and seen[rank]["batches"] == next_hashes(unshared_loader(shards), taken)
+        resumed = unshared_loader(shards)
         resumed.load_state_dict(seen[rank]["state"])
-        assert take(resumed, 3) == take(alone(shards), taken + 3)[taken:]
+        assert next_hashes(resumed, 3) == next_hashes(unshared_loader(shards), taken + 3)[taken:]
 
 
 def test_first_ranks_in_two_data_groups_are_rejected(make_shards: MakeShards, tmp_path: Path) -> None:
@@ -116,9 +116,11 @@ def test_two_network_namespaces_are_two_machines(
     seen = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
     assert [each.pop("links") for each in seen] == [[True, False], [], [True], []]
     assert seen == [seen[0]] * 4
-    one = alone(shards)
-    assert seen[0]["before"] == take(one, 6) and seen[0]["state"] == one.state_dict()
-    assert seen[0]["after"] == take(one, 4) and seen[0]["epoch"] == take(alone(shards, epochs=1), 1000)
+    one = unshared_loader(shards)
+    assert seen[0]["before"] == next_hashes(one, 6) and seen[0]["state"] == one.state_dict()
+    assert seen[0]["after"] == next_hashes(one, 4) and seen[0]["epoch"] == next_hashes(
+        unshared_loader(shards, epochs=1), 1000
+    )
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from savable_pipeline.run.state.fingerprint import (
 )
 from savable_pipeline.stages.pipeline import upstream
 from tests.conftest import write_numbered_shards, write_tar
-from tests.support.streams import take, through_a_file
+from tests.support.streams import next_hashes, through_a_file
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 from tests.support.toy_pipelines import ToyEncoder, toy_pipeline
 
@@ -56,7 +56,7 @@ def own_shards(shards: Path, tmp_path: Path) -> Path:
 def saved(shards: Path) -> dict[str, Any]:
     """The state of the toy pipeline after five batches."""
     loader = sp.SavableLoader(partial(toy_pipeline, str(shards)), **SETTINGS)
-    take(loader, 5)
+    next_hashes(loader, 5)
     return through_a_file(loader.state_dict())
 
 
@@ -296,15 +296,15 @@ def test_the_states_of_ranks_that_mount_the_data_elsewhere_are_merged_and_loaded
     states = []
     for rank, folder in enumerate([shards, tmp_path / "mounted"]):
         loader = sp.SavableLoader(partial(toy_pipeline, str(folder)), **SETTINGS, ranks=(rank, 2))
-        take(loader, 2)
+        next_hashes(loader, 2)
         states.append(loader.state_dict())
     assert states[0]["fingerprint"] != states[1]["fingerprint"]
     whole = sp.SavableLoader(partial(toy_pipeline, str(shards)), **SETTINGS)
-    expected = take(whole, 8)[4:]
+    expected = next_hashes(whole, 8)[4:]
     for order in (states, states[::-1]):
         resumed = sp.SavableLoader(partial(toy_pipeline, str(shards)), **SETTINGS)
         resumed.load_state_dict(through_a_file(sp.merge_states(order)))
-        assert take(resumed, 4) == expected
+        assert next_hashes(resumed, 4) == expected
 
 
 def test_the_states_of_runs_with_other_settings_are_not_merged(shards: Path) -> None:
@@ -342,11 +342,11 @@ def test_moved_touched_or_copied_data_are_equal(own_shards: Path, saved: dict[st
     shutil.copytree(shards, elsewhere)
     for path in shards.glob("*.tar"):
         os.utime(path, (1, 1))
-    expected = take(resumed(partial(toy_pipeline, str(shards)), saved), 9)
-    assert take(resumed(partial(toy_pipeline, str(elsewhere)), saved), 9) == expected
+    expected = next_hashes(resumed(partial(toy_pipeline, str(shards)), saved), 9)
+    assert next_hashes(resumed(partial(toy_pipeline, str(elsewhere)), saved), 9) == expected
     shutil.rmtree(elsewhere / ".nv-meta")
-    assert take(resumed(partial(toy_pipeline, str(elsewhere)), saved), 9) == expected
-    assert take(resumed(partial(toy_pipeline, str(elsewhere) + "/{0000..0002}.tar"), saved), 9) == expected
+    assert next_hashes(resumed(partial(toy_pipeline, str(elsewhere)), saved), 9) == expected
+    assert next_hashes(resumed(partial(toy_pipeline, str(elsewhere) + "/{0000..0002}.tar"), saved), 9) == expected
 
 
 def resumed(pipeline: Any, state: dict[str, Any], **settings: Any) -> sp.SavableLoader:

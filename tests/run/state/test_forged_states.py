@@ -25,7 +25,7 @@ from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint
 from savable_pipeline.run.state.lane_state import has_too_many, pack_state
 from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, taken_apart
 from savable_pipeline.run.state.summary import summarize
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_pipelines import toy_pipeline
 from tests.support.toy_stores import WRITERS
 
@@ -139,7 +139,7 @@ def search(folder: Path, name: str, seed: int, tries: int) -> int:
     pipeline = partial(toy_pipeline, str(folder / how["store"]), **how)
     rng = random.Random(seed)
     whole = sp.SavableLoader(pipeline, **SETTINGS)
-    first, state, then = take(whole, 7), whole.state_dict(), take(whole, 3)
+    first, state, then = next_hashes(whole, 7), whole.state_dict(), next_hashes(whole, 3)
     refused = 0
     own = sp.SavableLoader(pipeline, **SETTINGS)
     for _ in range(tries):
@@ -149,14 +149,14 @@ def search(folder: Path, name: str, seed: int, tries: int) -> int:
         try:
             own.load_state_dict(wrong)
             loaded = True
-            take(own, 4)
+            next_hashes(own, 4)
         except REFUSED:
             refused += 1
             assert loaded or own.state_dict() == before
         except sp.EncodeError as error:
             assert "did not yield item" in str(error)  # a ref of a part that a sample may have had
     own.load_state_dict(state)
-    assert len(first) == 7 and take(own, 3) == then, "after all of them a good one loads"
+    assert len(first) == 7 and next_hashes(own, 3) == then, "after all of them a good one loads"
     return refused
 
 
@@ -178,7 +178,7 @@ def test_many_forged_states_are_state_errors(folder: Path, name: str, seed: int)
 @pytest.fixture
 def saved(folder: Path) -> dict[str, Any]:
     own = sp.SavableLoader(partial(toy_pipeline, str(folder / "tar")), **SETTINGS)
-    take(own, 7)
+    next_hashes(own, 7)
     return own.state_dict()
 
 
@@ -302,7 +302,7 @@ def test_error_of_a_users_stage_is_a_state_error_with_its_cause_but_not_a_disk_e
     with sp.SavableLoader(
         pipeline, **SETTINGS, num_workers=num_workers, workers=sp.Workers(start_method="fork" if num_workers else None)
     ) as own:
-        take(own, 3)
+        next_hashes(own, 3)
         state = own.state_dict()
         for mine, kind, said in (
             ({}, StateError, "lane 0 cannot be restored .KeyError: 'given'"),
@@ -316,7 +316,7 @@ def test_error_of_a_users_stage_is_a_state_error_with_its_cause_but_not_a_disk_e
                 next(own)
             assert kind is OSError or caught.value.__cause__ is not None
         own.load_state_dict(state)
-        assert len(take(own, 3)) == 3
+        assert len(next_hashes(own, 3)) == 3
 
 
 def test_a_wrong_name_in_allow_is_still_a_value_error(folder: Path, saved: dict[str, Any]) -> None:
@@ -326,7 +326,7 @@ def test_a_wrong_name_in_allow_is_still_a_value_error(folder: Path, saved: dict[
 
 def test_missing_joined_shards_are_rejected_and_the_next_state_loads(folder: Path, saved: dict[str, Any]) -> None:
     own = toy(folder)
-    expected = take(own, 7)
+    expected = next_hashes(own, 7)
     facts = RunFacts({"": [(0, 1), (1, 900)]})
     wrong = {**saved, "facts": pack_state(facts)}
     for name in ("lane_00000", "lane_00001", "lane_00002"):
@@ -336,7 +336,7 @@ def test_missing_joined_shards_are_rejected_and_the_next_state_loads(folder: Pat
         own.load_state_dict(wrong)
     own.close()
     own.load_state_dict(toy(folder).state_dict())
-    assert take(own, 7) == expected
+    assert next_hashes(own, 7) == expected
 
 
 # Objects.

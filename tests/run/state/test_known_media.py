@@ -21,7 +21,7 @@ from savable_pipeline.data.shards.indexing import media_table_name
 from savable_pipeline.run.state.fingerprint import compare, fingerprint
 from tests.support.media_files import audio_bytes
 from tests.support.shards import write_tar
-from tests.support.streams import take, through_a_file
+from tests.support.streams import next_hashes, through_a_file
 
 TABLE = media_table_name("tar")
 A_SECOND = 20  # tokens
@@ -86,14 +86,14 @@ def loader(root: Path) -> Any:
 
 def saved_after(root: Path, batches: int) -> dict[str, Any]:
     begun = loader(root)
-    take(begun, batches)
+    next_hashes(begun, batches)
     return through_a_file(begun.state_dict())
 
 
 def resumed(root: Path, state: dict[str, Any], batches: int, **settings: Any) -> list[str]:
     again = loader(root)
     again.load_state_dict(state, **settings)
-    return take(again, batches)
+    return next_hashes(again, batches)
 
 
 def with_other_values(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,20 +108,20 @@ def test_packer_gets_the_same_lengths_with_and_without_a_media_table(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_headers, by_table = Sounds(), Sounds()
-    before = take(pipeline(dataset, sp.Lane(seed=3), by_headers), 12)
+    before = next_hashes(pipeline(dataset, sp.Lane(seed=3), by_headers), 12)
     index_media(dataset)
 
     def no_header(*_: object) -> MediaInfo:
         raise AssertionError("a header was read")
 
     monkeypatch.setattr(media_table, "media_info", no_header)
-    assert take(pipeline(dataset, sp.Lane(seed=3), by_table), 12) == before
+    assert next_hashes(pipeline(dataset, sp.Lane(seed=3), by_table), 12) == before
     assert by_table.told == by_headers.told and len({length for _, length in by_table.told}) > 3
 
 
 @pytest.mark.parametrize("first", ["headers", "table"])
 def test_run_resumes_with_an_added_or_removed_media_table(dataset: Path, first: str, caplog: Any) -> None:
-    uninterrupted = take(loader(dataset), 14)
+    uninterrupted = next_hashes(loader(dataset), 14)
     if first == "table":
         index_media(dataset)
     state = saved_after(dataset, 7)

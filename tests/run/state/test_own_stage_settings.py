@@ -12,7 +12,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from tests.support.streams import take, through_a_file
+from tests.support.streams import next_hashes, through_a_file
 
 RUN: dict[str, Any] = {"seed": 3, "lanes": 4}
 
@@ -42,7 +42,7 @@ def filtered(folder: str, lane: sp.Lane, left_out: Path | None = None, **given: 
 
 def state_of(pipeline: Callable[[sp.Lane], custom.Stage]) -> dict[str, Any]:
     loader = sp.SavableLoader(pipeline, **RUN)
-    take(loader, 2)
+    next_hashes(loader, 2)
     return through_a_file(loader.state_dict())
 
 
@@ -61,7 +61,7 @@ def test_filter_named_like_a_reader_may_differ_in_any_setting(shards: str, setti
     assert f"  {field}: saved 1, here 2\n" in told and f"allow=['{field}']" in told
     loader = sp.SavableLoader(changed, **RUN)
     loader.load_state_dict(state, allow=[field])
-    assert len(take(loader, 1)) == 1
+    assert len(next_hashes(loader, 1)) == 1
 
 
 def test_exclude_setting_of_a_filter_is_not_the_readers(shards: str, tmp_path: Path) -> None:

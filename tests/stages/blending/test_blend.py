@@ -21,14 +21,14 @@ from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, tag_of, untagged
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards
-from tests.support.draws import few
-from tests.support.streams import take, through_a_file
-from tests.support.toy_dataset import NumberDataset, drained, first, known, pairs
+from tests.support.draws import few_examples
+from tests.support.streams import next_hashes, through_a_file
+from tests.support.toy_dataset import NumberDataset, dataset_key, drain, index_epoch_pairs, take_refs
 
 
 def make_readers(sizes: dict[str, int], lane: sp.Lane | None = None, **how: Any) -> dict[str, custom.Stage]:
     """Readers of datasets that are only numbers, of so many samples each."""
-    shared: dict[Any, Any] = {known(name): NumberDataset([size]) for name, size in sizes.items()}
+    shared: dict[Any, Any] = {dataset_key(name): NumberDataset([size]) for name, size in sizes.items()}
     lane = lane or sp.Lane(worker=WorkerContext(shared=shared))
     lane.worker.shared.update(shared)
     return {name: sp.TarShardReader(name, lane, **how) for name in sizes}
@@ -46,7 +46,7 @@ def named(refs: list[tuple[int, int]], names: list[str]) -> list[str]:
 
 def test_each_source_has_its_weight_and_its_own_order() -> None:
     readers = make_readers({"a": 100, "b": 50}, shuffle=False)
-    refs = first(sp.Blend(readers, weights={"a": 3, "b": 1}), 40)
+    refs = take_refs(sp.Blend(readers, weights={"a": 3, "b": 1}), 40)
     names = named(refs, ["a", "b"])
     assert Counter(names) == {"a": 30, "b": 10}
     of_b = [untagged(index) for (index, _), name in zip(refs, names, strict=True) if name == "b"]
@@ -60,7 +60,7 @@ def test_weights_that_name_no_source_are_rejected() -> None:
 
 def test_turns_of_an_ended_source_go_to_the_others() -> None:
     readers = make_readers({"a": 4, "b": 20, "c": 10}, epochs=1)
-    names = named(drained(sp.Blend(readers, weights={"a": 2, "b": 1, "c": 1})), ["a", "b", "c"])
+    names = named(drain(sp.Blend(readers, weights={"a": 2, "b": 1, "c": 1})), ["a", "b", "c"])
     assert Counter(names) == {"a": 4, "b": 20, "c": 10}
     assert Counter(names[8:24]) == {"b": 8, "c": 8}
 
@@ -68,7 +68,7 @@ def test_turns_of_an_ended_source_go_to_the_others() -> None:
 def test_blend_can_stop_when_its_first_source_ends() -> None:
     readers = make_readers({"a": 4, "b": 20}, epochs=1)
     stage = sp.Blend(readers, weights={"a": 1, "b": 1}, until="first")
-    names = named(drained(stage), ["a", "b"])
+    names = named(drain(stage), ["a", "b"])
     assert 8 <= len(names) <= 9
     assert not len(stage.take(5))
 
@@ -76,7 +76,7 @@ def test_blend_can_stop_when_its_first_source_ends() -> None:
 def test_a_source_may_have_more_epochs_than_another() -> None:
     lane = sp.Lane()
     readers = {**make_readers({"a": 5}, lane, epochs=3), **make_readers({"b": 15}, lane, epochs=1)}
-    assert Counter(named(drained(sp.Blend(readers, weights={"a": 1, "b": 1})), ["a", "b"])) == {"a": 15, "b": 15}
+    assert Counter(named(drain(sp.Blend(readers, weights={"a": 1, "b": 1})), ["a", "b"])) == {"a": 15, "b": 15}
 
 
 def test_blend_is_endless_if_a_source_is_endless() -> None:
@@ -170,7 +170,7 @@ def test_branches_may_have_their_own_encoders(shards: Path) -> None:
     stage = branches(shards, sp.Lane())
     with pytest.raises(sp.EncodeError, match="Choose one of them with encoder="):
         next(sp.Batcher(stage, size=2))
-    with pytest.raises(ValueError, match=r"samples \(custom.SampleStage\), not Blend, which gives items"):
+    with pytest.raises(ValueError, match=r"samples \(custom.SampleStage\), not Blend, which yields items"):
         sp.Encode(stage, Draws())
     assert len(next(sp.Batcher(stage, size=2, encoder=Draws()))) == 3
     one = Draws()
@@ -233,9 +233,9 @@ def test_refs_drawn_ahead_are_prefetched_after_a_restore(monkeypatch: pytest.Mon
     stage = make()
     stage.take(30)  # b ends before that, and some of a that were to follow are not given
     state, again = stage.save_state(), make()
-    ahead = pairs(np.frombuffer(state["ahead"]["a"], REF))
+    ahead = index_epoch_pairs(np.frombuffer(state["ahead"]["a"], REF))
     announced: list[tuple[int, int]] = []
-    monkeypatch.setattr(again.sources[0], "prefetch", lambda refs: announced.extend(pairs(refs)))
+    monkeypatch.setattr(again.sources[0], "prefetch", lambda refs: announced.extend(index_epoch_pairs(refs)))
     again.restore_state(state)
     assert ahead == announced != []
 
@@ -322,8 +322,8 @@ def test_source_without_blend_has_no_name_and_pickled_samples_have_theirs(shards
 def test_without_weights_sources_are_weighted_by_size() -> None:
     stage = sp.Blend(make_readers({"a": 30, "b": 90}, shuffle=False))
     assert stage.settings()["weights"] == {"a": 1, "b": 3}
-    assert Counter(named(first(stage, 80), ["a", "b"])) == {"a": 20, "b": 60}
-    assert drained(sp.Blend(make_readers({"a": 5, "b": 9}, epochs=1), weights=None)) == drained(
+    assert Counter(named(take_refs(stage, 80), ["a", "b"])) == {"a": 20, "b": 60}
+    assert drain(sp.Blend(make_readers({"a": 5, "b": 9}, epochs=1), weights=None)) == drain(
         sp.Blend(make_readers({"a": 5, "b": 9}, epochs=1), weights={"a": 5, "b": 9})
     )
 
@@ -333,8 +333,8 @@ def test_source_of_weight_0_does_not_change_the_others() -> None:
     for lane in [sp.Lane(), sp.Lane(index=3, count=8)]:
         readers = make_readers(sizes, lane)
         without = {name: readers[name] for name in "ac"}
-        expected = first(sp.Blend(without, weights={"a": 2, "c": 1}), 50)
-        assert first(sp.Blend(make_readers(sizes, lane), weights={"a": 2, "b": 0, "c": 1}), 50) == expected
+        expected = take_refs(sp.Blend(without, weights={"a": 2, "c": 1}), 50)
+        assert take_refs(sp.Blend(make_readers(sizes, lane), weights={"a": 2, "b": 0, "c": 1}), 50) == expected
 
 
 @pytest.mark.parametrize("until", ["all", "first"])
@@ -345,7 +345,7 @@ def test_source_that_is_off_does_not_end_the_blend(until: Any) -> None:
     readers = {**finite, "b": sp.TarShardReader("b", lane)}
     stage = sp.Blend(readers, weights={"a": 1, "b": 0}, until=until)
     assert not stage.info.endless
-    assert len(drained(stage)) == 4
+    assert len(drain(stage)) == 4
 
 
 def test_source_turned_off_and_on_continues_at_its_position() -> None:
@@ -354,7 +354,7 @@ def test_source_turned_off_and_on_continues_at_its_position() -> None:
         stage = sp.Blend(make_readers({"a": 50, "b": 50}, shuffle=False), weights=weights, stride=4)
         if state is not None:
             stage.restore_state(state)
-        refs = first(stage, 20)
+        refs = take_refs(stage, 20)
         of_b.append([untagged(index) for index, _ in refs if tag_of(index) == tag("b")])
         state = stage.save_state()
     assert of_b == [[*range(10)], [], [*range(10, 20)]]
@@ -390,7 +390,7 @@ class Packs(Draws):
         return [item for pack in items for item in pack]
 
 
-@few(5)
+@few_examples(5)
 @given(kind=st.sampled_from(["readers", "branches"]), steps=st.integers(1, 12))
 def test_new_weights_change_no_position_and_no_random_number(
     tmp_path_factory: pytest.TempPathFactory, kind: str, steps: int
@@ -464,18 +464,18 @@ def test_buffered_items_of_a_removed_source_are_dropped_and_counted(shards: Path
 def test_equal_weights_in_another_notation_are_no_difference(shards: Path) -> None:
     make = partial(blended, str(shards))
     with sp.SavableLoader(partial(make, weights={"a": 1, "b": 3}), **SETTINGS) as loader:
-        take(loader, 3)
+        next_hashes(loader, 3)
         state = loader.state_dict()
-        expected = take(loader, 3)
+        expected = next_hashes(loader, 3)
     with sp.SavableLoader(partial(make, weights={"b": 0.75, "a": 0.25}), **SETTINGS) as loader:
         loader.load_state_dict(state)
-        assert take(loader, 3) == expected
+        assert next_hashes(loader, 3) == expected
 
 
 # Cuts by hand, where sources end.
 
 
-@few(30)
+@few_examples(30)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     weights=st.lists(st.integers(1, 9), min_size=4, max_size=4),
@@ -492,12 +492,12 @@ def test_resume_after_any_chunk_is_exact(sizes: list[int], weights: list[int], u
             until=until,
         )
 
-    expected, stage, given = drained(make(), 1), make(), []
+    expected, stage, given = drain(make(), 1), make(), []
     for chunk in chunks:
-        given += pairs(stage.take(chunk))
+        given += index_epoch_pairs(stage.take(chunk))
         state, stage = stage.save_state(), make()
         stage.restore_state(state)
         assert stage.save_state() == state
-    assert given + drained(stage) == expected
+    assert given + drain(stage) == expected
     if until == "all":
         assert Counter(named(expected, list("abcd"))) == named_sizes

@@ -22,10 +22,10 @@ from savable_pipeline.stages.blending.turns import (
     TokenTurns,
     Turns,
     TurnsState,
-    begin_turns,
+    build_turns,
 )
 from savable_pipeline.stages.stage_info import StageInfo
-from tests.support.draws import few
+from tests.support.draws import few_examples
 
 WEIGHTS = st.lists(st.integers(1, 10) | st.integers(1, 2000), min_size=1, max_size=9)
 
@@ -206,7 +206,7 @@ def test_thousand_turns_of_three_lanes_equal_the_golden_digest(weights: list[int
     assert xxh3_64_hexdigest(bytes(chosen.tolist())) == golden
 
 
-@few(20)
+@few_examples(20)
 @given(WEIGHTS, st.lists(st.integers(0, 30), max_size=8), st.integers(0, 6), st.booleans())
 def test_turns_do_not_depend_on_chunk_size_or_resume_position(
     weights: list[int], pieces: list[int], place: int, restored: bool
@@ -241,7 +241,7 @@ def test_impossible_counts_are_rejected(wrong: dict[str, Any]) -> None:
 # By tokens.
 
 
-@few(15)
+@few_examples(15)
 @given(WEIGHTS, st.lists(st.integers(1, 100), min_size=150, max_size=150))
 def test_by_tokens_the_error_is_at_most_two_of_the_longest_items(weights: list[int], lengths: list[int]) -> None:
     schedule, total = schedule_of(weights), sum(weights)
@@ -258,7 +258,7 @@ def test_by_tokens_a_rare_source_is_not_drawn_by_all_lanes_at_once() -> None:
     schedule, chosen = Schedule([(0, {"a": 9, "b": 1})], unit="tokens"), []
     for index in range(96):
         info = StageInfo(sp.Lane(index, 96, 5), 1, 0, True, frozenset(), frozenset())
-        turns = begin_turns(info, schedule, ["a", "b"], 0, stride=8)
+        turns = build_turns(info, schedule, ["a", "b"], 0, stride=8)
         assert isinstance(turns, TokenTurns)
         chosen.append([])
         for _ in range(40):

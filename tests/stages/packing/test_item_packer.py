@@ -22,7 +22,7 @@ from savable_pipeline.stages.item_ref import Element
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.testing import assert_exact_resume
 from tests.stages.packing.test_packer import Items, Packs
-from tests.support.draws import few
+from tests.support.draws import few_examples
 from tests.support.toy_dataset import readers
 from tests.support.toy_pipelines import ToyEncoder, draw
 
@@ -84,7 +84,7 @@ def test_items_in_no_group_are_counted() -> None:
     assert stage.counts["skipped/not selected"] == 3
 
 
-@few(30)
+@few_examples(30)
 @given(st.lists(st.integers(1, 12), max_size=40), st.integers(1, 7), st.sets(st.integers(0, 40), max_size=6))
 def test_resume_after_any_pack_is_exact(lengths: list[int], size: int, cuts: set[int]) -> None:
     build = partial(packer, lengths, drawn, encoder=Drawing(), size=size)

@@ -19,7 +19,7 @@ from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.stages.item_buffer import built_items
 from savable_pipeline.stages.stage import ItemRef
 from savable_pipeline.stages.stage_info import StageInfo
-from tests.support.draws import few
+from tests.support.draws import few_examples
 from tests.support.toy_dataset import readers
 
 LENGTHS = st.lists(st.integers(1, 12), max_size=60)
@@ -121,7 +121,7 @@ REFERENCES: dict[str, Callable[[list[int], int, int], Iterator[Pack]]] = {"best_
 POLICIES = st.sampled_from(["best_fit", "first_fit"])
 
 
-@few(60)
+@few_examples(60)
 @given(LENGTHS, st.integers(1, 14), st.integers(1, 5), POLICIES)
 def test_packs_are_those_of_a_plain_implementation(lengths: list[int], longest: int, n: int, policy: str) -> None:
     stage = packer(lengths, max_length=longest, open_packs=n, policy=policy)
@@ -363,7 +363,7 @@ def cutting(lengths: list[int], **how: Any) -> sp.OnlinePacker:
     return packer(lengths, encoder=Spans(), **how)
 
 
-@few(70)
+@few_examples(70)
 @given(st.lists(st.integers(1, 40), max_size=50), HOW, st.sets(st.integers(0, 30), max_size=6))
 def test_tokens_in_equal_tokens_out_and_counted_after_any_interruption(
     lengths: list[int], how: dict[str, Any], cuts: set[int]

@@ -26,7 +26,7 @@ from savable_pipeline.stages.packing.packing_policies import (
 )
 from savable_pipeline.testing import assert_exact_resume
 from tests.stages.packing.test_packer import LENGTHS, packer
-from tests.support.draws import few
+from tests.support.draws import few_examples
 from tests.support.toy_pipelines import ToyEncoder
 
 POLICIES = get_args(Policy)
@@ -61,7 +61,7 @@ def laid_out(
     return packs
 
 
-@few(50)
+@few_examples(50)
 @given(SIZES, st.integers(12, 30), st.integers(3, 6), st.integers(1, 5), st.sampled_from(POLICIES))
 def test_every_piece_is_in_one_pack_and_no_pack_exceeds_a_limit(
     sizes: list[tuple[int, int]], max_length: int, max_images: int, open_packs: int, policy: Policy
@@ -119,7 +119,7 @@ def with_cost(pieces: list[tuple[int, int]], policy: Policy, *, max_cost: int, m
     return laid_out(pieces, packing)
 
 
-@few(50)
+@few_examples(50)
 @given(SIZES, st.integers(4, 200), st.sampled_from(POLICIES))
 def test_no_pack_exceeds_max_cost_unless_it_has_a_single_piece(
     sizes: list[tuple[int, int]], max_cost: int, policy: Policy
@@ -188,7 +188,7 @@ def given_after(sizes: list[tuple[int, int]], packing: Packing, costs: list[int]
     return after
 
 
-@few(50)
+@few_examples(50)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(0, 3), st.integers(1, 500)), max_size=80),
     st.integers(1, 4),
@@ -285,7 +285,7 @@ def test_packs_are_the_functions_groups_of_buffered_items_in_its_order() -> None
     assert asked == [[5, 5, 4, 6], [5, 5, 4, 6], [3, 2, 1]]  # the first time twice, to find one that draws
 
 
-@few(30)
+@few_examples(30)
 @given(LENGTHS, st.integers(1, 4), st.sets(st.integers(0, 30), max_size=6), st.sampled_from([longest_first, UpTo(10)]))
 def test_resume_after_any_pack_is_exact(lengths: list[int], open_packs: int, cuts: set[int], policy: Any) -> None:
     expected = list(packer(lengths, policy=policy, open_packs=open_packs))

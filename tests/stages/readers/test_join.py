@@ -25,7 +25,7 @@ from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import write_numbered_shards, write_tar
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 
 LANES = 4
 
@@ -249,7 +249,7 @@ def test_join_added_during_a_run_does_not_change_the_order(data: Path, blend: bo
         return sp.Batcher(packer.source, size=3)
 
     without, with_it = (sp.SavableLoader(partial(unpacked, join=join), seed=4, lanes=LANES) for join in (False, True))
-    take(without, 9)
+    next_hashes(without, 9)
     state = without.state_dict()
     with pytest.raises(sp.CheckpointMismatchError, match=r"joins: saved None, here \{'captions': 'empty "):
         with_it.load_state_dict(state)
@@ -261,7 +261,7 @@ def test_join_added_during_a_run_does_not_change_the_order(data: Path, blend: bo
         assert all(len(item) == 2 for item in old[:-1])
     later = sp.SavableLoader(partial(unpacked, join=True), seed=4, lanes=LANES)
     later.load_state_dict(with_it.state_dict())
-    assert take(later, 5) == take(with_it, 5)
+    assert next_hashes(later, 5) == next_hashes(with_it, 5)
 
 
 class Needs(sp.TaskEncoder):

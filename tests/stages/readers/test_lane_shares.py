@@ -12,8 +12,8 @@ import savable_pipeline as sp
 from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.core.run_facts import Growth, RunFacts
 from savable_pipeline.stages.readers.lane_shares import GrowingSamples
-from tests.support.draws import few
-from tests.support.toy_dataset import NumberDataset, drained, first, known
+from tests.support.draws import few_examples
+from tests.support.toy_dataset import NumberDataset, dataset_key, drain, take_refs
 
 SIZES = st.lists(st.integers(0, 30), min_size=3, max_size=9).filter(lambda sizes: sizes[0] > 0)
 HOW = st.fixed_dictionaries(
@@ -35,7 +35,7 @@ def grown(draw: Any) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def reader(sizes: list[int], lane: int, lanes: int, growth: Growth | None = None, epoch: int = 0, **how: Any) -> Any:
-    shared = {known("numbers"): NumberDataset(sizes)}
+    shared = {dataset_key("numbers"): NumberDataset(sizes)}
     return sp.TarShardReader(
         "numbers",
         sp.Lane(lane, lanes, 7, epoch=epoch, facts=RunFacts(growth or {}), worker=WorkerContext(shared=shared)),
@@ -58,7 +58,7 @@ def selects(sizes: list[int], how: dict[str, Any]) -> bool:
     return chosen is None or chosen.count > 0
 
 
-@few(12)
+@few_examples(12)
 @given(grown(), st.integers(1, 7), HOW, st.data())
 def test_growing_endless_run_reads_each_epoch_like_a_run_on_its_shards(
     data: tuple[list[int], list[tuple[int, int]]], lanes: int, how: dict[str, Any], draws: st.DataObject
@@ -67,21 +67,21 @@ def test_growing_endless_run_reads_each_epoch_like_a_run_on_its_shards(
     if not selects(sizes[: pairs[0][1]], how):
         return
     lane = draws.draw(st.integers(0, lanes - 1))
-    found = first(reader(sizes, lane, lanes, {"": pairs}, **how), 250)
+    found = take_refs(reader(sizes, lane, lanes, {"": pairs}, **how), 250)
     expected: list[tuple[int, int]] = []
     for epoch in range(found[-1][1] + 1):
         alone = reader(sizes[: shards_of(epoch, pairs)], lane, lanes, **how)
         alone._move_to(epoch, 0)
-        expected += [ref for ref in first(alone, alone._length) if ref[1] == epoch]
+        expected += [ref for ref in take_refs(alone, alone._length) if ref[1] == epoch]
     assert found == expected[:250]
     stage = reader(sizes, lane, lanes, {"": pairs}, **how)
     stage.take(cut := draws.draw(st.integers(0, 200)))
     by_hand = reader(sizes, lane, lanes, {"": pairs}, **how)
     by_hand.restore_state(stage.save_state())
-    assert first(by_hand, 50) == found[cut : cut + 50]
+    assert take_refs(by_hand, 50) == found[cut : cut + 50]
 
 
-@few(20)
+@few_examples(20)
 @given(grown(), st.integers(1, 7), HOW, st.integers(0, 6), st.integers(1, 5))
 def test_growing_finite_epoch_equals_one_on_its_shards(
     data: tuple[list[int], list[tuple[int, int]]], lanes: int, how: dict[str, Any], epoch: int, rows: int
@@ -95,12 +95,12 @@ def test_growing_finite_epoch_equals_one_on_its_shards(
         at_first = reader(sizes, 0, lanes, {"": pairs}, epochs=1, **how)  # counts beforehand, for any pass
         for each in (here, alone, at_first):
             each.set_batch_size(rows, aligned=True)
-        found = drained(here)
-        assert found == drained(alone)
+        found = drain(here)
+        assert found == drain(alone)
         assert at_first.count_of(lane, epoch) == len(found)
 
 
-@few(20)
+@few_examples(20)
 @given(grown(), st.integers(1, 7), HOW, st.booleans(), st.integers(1, 3), st.integers(0, 2))
 def test_lanes_of_several_epochs_read_each_sample_once_per_epoch(
     data: tuple[list[int], list[tuple[int, int]]],
@@ -113,7 +113,7 @@ def test_lanes_of_several_epochs_read_each_sample_once_per_epoch(
     sizes, pairs = data
     how = {**how, "shuffle": shuffle, "subset": None, "epochs": epochs}
     made = [reader(sizes, lane, lanes, {"": pairs}, epoch=number, **how) for lane in range(lanes)]
-    given = [drained(each, 5) for each in made]
+    given = [drain(each, 5) for each in made]
     expected = [
         (index, epoch)
         for epoch in range(number * epochs, (number + 1) * epochs)
@@ -126,7 +126,7 @@ def test_lanes_of_several_epochs_read_each_sample_once_per_epoch(
 def test_file_order_continues_at_the_lane_after_the_previous_epochs_last() -> None:
     """Blocks 0 to 3 of epoch 0, of one shard, then 0 to 5 of epoch 1, of two: dealt to three lanes in turn."""
     how = {"shuffle": False, "block_size": 2, "epochs": 2}
-    given = [drained(reader([8, 4], lane, 3, {"": [(0, 1), (1, 2)]}, **how)) for lane in range(3)]
+    given = [drain(reader([8, 4], lane, 3, {"": [(0, 1), (1, 2)]}, **how)) for lane in range(3)]
     blocks = [[index // 2 for index, _ in refs[::2]] for refs in given]
     assert blocks == [[0, 3, 2, 5], [1, 0, 3], [2, 1, 4]]
 
@@ -154,18 +154,20 @@ def test_fraction_of_an_epoch_applies_to_its_shards() -> None:
     growth = {"": [(0, 1), (2, 2)]}
     for epoch, count in [(0, 6), (1, 6), (2, 10)]:
         made = [reader([12, 8], lane, 2, growth, epoch=epoch, epochs=0.5) for lane in range(2)]
-        assert sum(len(drained(each)) for each in made) == count
+        assert sum(len(drain(each)) for each in made) == count
         assert sum(made[0].count_of(lane, epoch) for lane in range(2)) == count
 
 
 def test_lane_counts_the_samples_it_has_started() -> None:
     stage = reader([8], 0, 2, epochs=2)
-    assert stage.begun == -1
+    assert stage.last_epoch_read == -1
     stage.take(1)
-    assert stage.begun == 0
+    assert stage.last_epoch_read == 0
     stage.take(3)  # the rest of its share
-    assert stage.begun == 0
+    assert stage.last_epoch_read == 0
     stage.take(1)
-    assert stage.begun == 1
-    assert reader([8], 0, 2, epoch=3, epochs=2).begun == 5
-    assert reader([1], 0, 2, epochs=1).begun == 0  # a lane without a share of the epoch, which might give it one
+    assert stage.last_epoch_read == 1
+    assert reader([8], 0, 2, epoch=3, epochs=2).last_epoch_read == 5
+    assert (
+        reader([1], 0, 2, epochs=1).last_epoch_read == 0
+    )  # a lane without a share of the epoch, which might give it one

@@ -24,7 +24,7 @@ from savable_pipeline.stages.readers.lane_shares import (
     lane_span,
 )
 from savable_pipeline.stages.readers.read_order import DealtOrder, EpochOrder
-from tests.support.draws import few
+from tests.support.draws import few_examples
 
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=20).filter(sum)
 
@@ -47,7 +47,7 @@ def test_samples_of_a_block_stay_together() -> None:
     assert not np.array_equal(order[:, 0], np.arange(0, 800, 8))
 
 
-@few(40)
+@few_examples(40)
 @given(SIZES, st.integers(1, 12))
 def test_window_has_the_requested_number_of_shards(sizes: list[int], window: int) -> None:
     shards = len(sizes)
@@ -103,7 +103,7 @@ def test_first_samples_of_epochs_are_spread_over_the_dataset(window: int | None)
     assert max(counts.values()) < 80  # 40 expected
 
 
-@few(10)
+@few_examples(10)
 @given(st.integers(2**16 * 8, 2**24))
 def test_windows_too_large_for_a_table_have_every_sample_once(count: int) -> None:
     order = shuffled([count], block_size=1)
@@ -115,7 +115,7 @@ def test_windows_too_large_for_a_table_have_every_sample_once(count: int) -> Non
 ROW = 1000  # bytes
 
 
-@few(30)
+@few_examples(30)
 @given(
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any),
     lanes=st.integers(1, 7),

@@ -21,8 +21,8 @@ from savable_pipeline.core.lane import WorkerContext
 from savable_pipeline.data.shards.selection import without_ending
 from savable_pipeline.stages.readers.reader import ReaderSettings
 from tests.conftest import MakeShards, write_tar
-from tests.support.draws import few
-from tests.support.toy_dataset import NumberDataset, drained, first, known, pairs, readers
+from tests.support.draws import few_examples
+from tests.support.toy_dataset import NumberDataset, dataset_key, drain, index_epoch_pairs, readers, take_refs
 
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([0, 1])), min_size=1, max_size=12).filter(sum)
 SETTINGS = st.fixed_dictionaries(
@@ -34,29 +34,29 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@few(40)
+@few_examples(40)
 @given(SIZES, st.integers(1, 30), st.integers(1, 3), st.integers(0, 5), SETTINGS)
 def test_the_lanes_of_an_epoch_have_every_sample_once(
     sizes: list[int], lanes: int, epochs: int, seed: int, how: dict[str, Any]
 ) -> None:
     make = readers(sizes, lanes=lanes, seed=seed, epochs=epochs, **how)
-    given = [ref for lane in range(lanes) for ref in drained(make(lane), 7)]
+    given = [ref for lane in range(lanes) for ref in drain(make(lane), 7)]
     assert sorted(given) == sorted((index, epoch) for epoch in range(epochs) for index in range(sum(sizes)))
 
 
-@few(25)
+@few_examples(25)
 @given(SIZES, st.integers(1, 8), SETTINGS, st.lists(st.integers(1, 50), min_size=1), st.data())
 def test_refs_do_not_depend_on_chunk_size_or_restore(
     sizes: list[int], lanes: int, how: dict[str, Any], chunks: list[int], data: st.DataObject
 ) -> None:
     make = readers(sizes, lanes=lanes, **how)
     lane = data.draw(st.integers(0, lanes - 1))
-    expected = first(make(lane), 200, chunk=1)
+    expected = take_refs(make(lane), 200, chunk=1)
     reader, given = make(lane), []
     for chunk in itertools.islice(itertools.cycle(chunks), 200):
         if len(given) + chunk > 200:
             break
-        given += pairs(reader.take(chunk))
+        given += index_epoch_pairs(reader.take(chunk))
         if data.draw(st.booleans()):
             state = reader.save_state()
             reader = make(lane)
@@ -66,16 +66,16 @@ def test_refs_do_not_depend_on_chunk_size_or_restore(
 
 def test_unshuffled_lanes_read_blocks_of_file_order_in_turn() -> None:
     make = readers([4, 1, 6], lanes=2, epochs=2, shuffle=False, block_size=2)
-    assert drained(make(0)) == [(i, epoch) for epoch in (0, 1) for i in (0, 1, 4, 5, 8, 9)]
-    assert drained(make(1)) == [(i, epoch) for epoch in (0, 1) for i in (2, 3, 6, 7, 10)]
+    assert drain(make(0)) == [(i, epoch) for epoch in (0, 1) for i in (0, 1, 4, 5, 8, 9)]
+    assert drain(make(1)) == [(i, epoch) for epoch in (0, 1) for i in (2, 3, 6, 7, 10)]
 
 
 def test_reader_is_endless_without_epochs_and_finite_with_epochs() -> None:
-    assert {epoch for _, epoch in first(readers([5])(0), 5000)} == set(range(1000))
+    assert {epoch for _, epoch in take_refs(readers([5])(0), 5000)} == set(range(1000))
     assert readers([5])(0).info.endless
     finite = readers([5], epochs=3)(0)
     assert not finite.info.endless
-    assert len(drained(finite)) == 15
+    assert len(drain(finite)) == 15
     assert len(finite.take(1)) == 0
     with pytest.raises(StopIteration):
         next(finite)
@@ -83,28 +83,28 @@ def test_reader_is_endless_without_epochs_and_finite_with_epochs() -> None:
 
 def test_a_lane_of_a_dataset_smaller_than_the_lanes_waits_for_its_turn() -> None:
     make = readers([1, 1], lanes=5, block_size=1)
-    given = [first(make(lane), 4) for lane in range(5)]
+    given = [take_refs(make(lane), 4) for lane in range(5)]
     assert all(len({epoch for _, epoch in refs}) == 4 for refs in given)
     by_epoch = sorted((epoch, index) for refs in given for index, epoch in refs if epoch < 9)
     assert by_epoch == [(epoch, index) for epoch in range(9) for index in (0, 1)]
 
 
 def test_next_run_over_the_data_starts_with_the_next_epoch() -> None:
-    shared: dict[Any, Any] = {known("numbers"): NumberDataset([5])}
+    shared: dict[Any, Any] = {dataset_key("numbers"): NumberDataset([5])}
     second = sp.TarShardReader("numbers", sp.Lane(0, 1, 0, epoch=1, worker=WorkerContext(shared=shared)), epochs=2)
-    refs = drained(second)
+    refs = drain(second)
     assert {epoch for _, epoch in refs} == {2, 3}
-    assert refs == drained(readers([5], epochs=4)(0))[10:]
+    assert refs == drain(readers([5], epochs=4)(0))[10:]
 
 
-@few(15)
+@few_examples(15)
 @given(st.integers(8, 40), st.integers(2, 6), st.integers(1, 6), st.integers(0, 3))
 def test_a_lane_reads_within_two_windows_of_shards_at_a_time(shards: int, window: int, lanes: int, epoch: int) -> None:
     if shards < 2 * window:
         return
     size = 30
     reader = readers([size] * shards, lanes=lanes, window=window, epochs=epoch + 1, block_size=4)(0)
-    refs = [index // size for index, e in drained(reader) if e == epoch]
+    refs = [index // size for index, e in drain(reader) if e == epoch]
     within = window * size // 2  # so many refs in a row touch one window, or at its border two
     for start in range(0, len(refs), within):
         assert len(set(refs[start : start + within])) <= 2 * window
@@ -115,7 +115,7 @@ def test_upcoming_refs_are_announced_once_also_in_batches() -> None:
     told: list[int] = []
     dataset = NumberDataset([5000])
     dataset.prefetch = lambda refs: told.extend(refs["index"].tolist())  # type: ignore[method-assign]
-    shared: dict[Any, Any] = {known("numbers"): dataset}
+    shared: dict[Any, Any] = {dataset_key("numbers"): dataset}
     reader = sp.TarShardReader("numbers", sp.Lane(worker=WorkerContext(shared=shared)), epochs=1, shuffle=False)
     for ahead, taken, expected in [(30, 60, range(90)), (0, 60, range(60, 2108)), (30, 1990, range(2108, 2168))]:
         dataset.prefetch_refs = ahead
@@ -162,7 +162,7 @@ def test_fraction_of_an_epoch_is_the_start_of_its_order_over_all_lanes(shuffle: 
         for number in range(lanes):
             reader = make(number)
             reader.set_batch_size(rows, aligned=True)
-            refs = drained(reader, 3)
+            refs = drain(reader, 3)
             found.update(refs)
             assert reader.count_of(number, 0) == len(refs)
             counted += len(refs)
@@ -224,11 +224,11 @@ def batch_sizes(count: int, lanes: int, rows: int, *, pad: bool = False, **setti
     """Of each lane, how many samples its batches hold in one pass."""
     sizes = []
     for number in range(lanes):
-        shared: dict[Any, Any] = {known("numbers"): NumberDataset([count])}
+        shared: dict[Any, Any] = {dataset_key("numbers"): NumberDataset([count])}
         lane = sp.Lane(number, lanes, pad=pad, worker=WorkerContext(shared=shared))
         reader = sp.TarShardReader("numbers", lane, epochs=1, **settings)
         reader.set_batch_size(rows, aligned=True)
-        given = len(drained(reader))
+        given = len(drain(reader))
         sizes.append([rows] * (given // rows) + [given % rows] * bool(given % rows))
     return sizes
 
@@ -243,14 +243,14 @@ def test_spans_of_a_finite_epoch_are_whole_batches(shuffle: bool) -> None:
 def test_span_smaller_than_a_batch_is_a_smaller_batch_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert batch_sizes(480, 96, 8) == [[5]] * 96
     assert "480 samples are 60 batches of 8, too few for 96 lanes" in caplog.text
-    assert "begin with lanes=60 or fewer" in caplog.text
+    assert "Start with lanes=60 or fewer" in caplog.text
 
 
 def test_epochs_in_file_order_are_equal_and_slots_follow_file_order() -> None:
     def slots(lanes: int, epoch: int) -> list[list[int]]:
         lists = []
         for number in range(lanes):
-            shared: dict[Any, Any] = {known("numbers"): NumberDataset([10, 9])}
+            shared: dict[Any, Any] = {dataset_key("numbers"): NumberDataset([10, 9])}
             reader = sp.TarShardReader(
                 "numbers",
                 sp.Lane(number, lanes, epoch=epoch, worker=WorkerContext(shared=shared)),
@@ -258,7 +258,7 @@ def test_epochs_in_file_order_are_equal_and_slots_follow_file_order() -> None:
                 shuffle=False,
             )
             reader.set_batch_size(3, aligned=True)
-            lists.append([index for index, _ in drained(reader)])
+            lists.append([index for index, _ in drain(reader)])
         batches = [[share[i : i + 3] for i in range(0, len(share), 3)] for share in lists]
         return [batch for step in itertools.zip_longest(*batches) for batch in step if batch]
 
@@ -274,23 +274,23 @@ def test_spans_of_an_epoch_stay_when_the_batch_size_changes() -> None:
     for number in range(4):
         reader = make(number)
         reader.set_batch_size(7, aligned=True)
-        given += [index for index, _ in first(reader, 9)]
+        given += [index for index, _ in take_refs(reader, 9)]
         states.append(reader.save_state())
     for number, state in enumerate(states):
         again = make(number)
         again.set_batch_size(5, aligned=True)
         again.restore_state(state)
-        given += [index for index, _ in drained(again)]
+        given += [index for index, _ in drain(again)]
     assert sorted(given) == list(range(100))
 
 
 def test_remainders_of_many_sources_go_to_different_lanes() -> None:
     sizes = []
     for number in range(10):
-        shared: dict[Any, Any] = {known("numbers"): NumberDataset([25])}
+        shared: dict[Any, Any] = {dataset_key("numbers"): NumberDataset([25])}
         lane = sp.Lane(number, 10, worker=WorkerContext(shared=shared))
         sources = {f"s{i}": sp.TarShardReader("numbers", lane, epochs=1) for i in range(6)}
-        sizes.append(len(drained(sp.Blend(sources, weights=dict.fromkeys(sources, 1)))))
+        sizes.append(len(drain(sp.Blend(sources, weights=dict.fromkeys(sources, 1)))))
     assert sum(sizes) == 6 * 25
     assert max(sizes) - min(sizes) <= 5 and min(sizes) >= 12  # 5 samples of 25 are left over, 6 times
 

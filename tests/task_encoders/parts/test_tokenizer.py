@@ -23,7 +23,7 @@ from task_encoders.parts.image_tiles import NativeSize
 from task_encoders.parts.tokenizer import BYTES, Tokenizer, as_tokenizer
 from task_encoders.parts.vision import Vision
 from task_encoders.speech import SpeechEncoder
-from tests.support.toy_samples import sample, trained_tokenizer, words
+from tests.support.toy_samples import sample, trained_tokenizer, word_lengths
 from tests.support.toy_tokenizers import tokenizer
 
 SENTENCES = ["a cat sat on the mat", "the dog sat on the cat", "the mat is on the dog"]
@@ -41,7 +41,7 @@ def trained(vocab_size: int = 30) -> tokenizers.Tokenizer:
 
 def framed(text: str) -> list[int]:
     """Add its own special ids, to nothing too, as many tokenizers do."""
-    return [8, *words(text), 9]
+    return [8, *word_lengths(text), 9]
 
 
 class Fast:
@@ -74,12 +74,12 @@ def test_byte_tokens_decode_to_the_text(text: str) -> None:
 @pytest.mark.parametrize(
     ("tokenizer", "text", "expected"),
     [
-        (words, "a bb ccc", [1, 2, 3]),
+        (word_lengths, "a bb ccc", [1, 2, 3]),
         (Numbers(), "4 5", [4, 5]),
         (Numbers().encode, "4 5", [4, 5]),
-        (Tokenizer(words, bos=8), "a bb", [8, 1, 2]),
-        (Tokenizer(words, eos=0), "a bb", [1, 2, 0]),
-        (Tokenizer(words, bos=8, eos=9), " ", []),
+        (Tokenizer(word_lengths, bos=8), "a bb", [8, 1, 2]),
+        (Tokenizer(word_lengths, eos=0), "a bb", [1, 2, 0]),
+        (Tokenizer(word_lengths, bos=8, eos=9), " ", []),
         (None, "", []),
         (framed, "a bb", [8, 1, 2, 9]),
         (framed, "", []),
@@ -114,10 +114,10 @@ def test_hugging_face_tokenizer_is_fingerprinted_by_its_vocabulary() -> None:
     ("tokenizer", "name"),
     [
         (None, "bytes"),
-        (words, f"{words.__module__}.words"),
+        (word_lengths, f"{word_lengths.__module__}.word_lengths"),
         (Numbers(), f"{__name__}.Numbers"),
         (Numbers().encode, f"{__name__}.Numbers.encode"),
-        (Tokenizer(words, name="words, 2"), "words, 2"),
+        (Tokenizer(word_lengths, name="words, 2"), "words, 2"),
     ],
 )
 def test_other_tokenizer_is_fingerprinted_by_a_name(tokenizer: Any, name: str) -> None:
@@ -256,7 +256,7 @@ def test_tokenizer_that_adds_no_eos_needs_an_explicit_choice() -> None:
     with pytest.raises(ValueError, match=r"two ends: eos=True, and 3 of the Tokenizer"):
         LanguageModelingEncoder(Tokenizer(own, eos=3), eos=True)
     assert [LanguageModelingEncoder(own, eos=each).settings()["eos"] for each in (False, end)] == [None, end]
-    assert LanguageModelingEncoder(words).tokenizer.eos is None  # a function has no special tokens
+    assert LanguageModelingEncoder(word_lengths).tokenizer.eos is None  # a function has no special tokens
 
 
 def test_eos_of_the_post_processor_is_added_once() -> None:

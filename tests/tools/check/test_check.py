@@ -16,14 +16,14 @@ from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards import index_making as processes_of_shards
-from savable_pipeline.data.shards.indexing import open_index
+from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.tools.check.dataset_check import CheckReport, check_dataset
 from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_tar
 from tests.support.toy_check import die_over_one
-from tests.support.toy_files import jpeg, snapshot
+from tests.support.toy_files import file_hashes, jpeg
 
 Damage = Callable[[Path], object]
 NAMES = ["0.tar", "1.tar", "2.tar"]
@@ -39,7 +39,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
             text = json.dumps({"n": i}).encode()
             members += [(f"k{i}.jpg", jpeg(shard * 3 + i)), (f"k{i}.json", text), (f"k{i}.txt", b"caption")]
         write_tar(root / name, members)
-    open_index(root, NAMES, TARS)
+    index_files(root, TARS, processes=1)
     (root / ".nv-meta/.info.json").write_text(json.dumps({"shard_counts": dict.fromkeys(NAMES, 3)}))
     (root / ".nv-meta/split.yaml").write_text(json.dumps({"split_parts": {"train": NAMES}}))
     return root
@@ -145,10 +145,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_check_finds_each_kind_of_damage_and_nothing_else(dataset: Path, what: str) -> None:
     damage, expected = DAMAGES[what]
     damage(dataset)
-    before = snapshot(dataset)
+    before = file_hashes(dataset)
     report = check_dataset(dataset)
     assert found(report) == expected
-    assert snapshot(dataset) == before
+    assert file_hashes(dataset) == before
     if not expected:
         assert (report.shards, report.samples) == (3, 9)
 

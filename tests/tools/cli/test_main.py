@@ -20,7 +20,7 @@ import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
 from tests.conftest import MakeShards
-from tests.support.toy_files import SMALL, fill, snapshot, tar_files, write_lines
+from tests.support.toy_files import SMALL, file_hashes, tar_files, write_captioned_images, write_lines
 from tests.support.toy_pipelines import toy_pipeline
 
 TOOL = Path(__file__).parents[3] / "tools/convert.py"
@@ -42,7 +42,7 @@ def test_python_m_runs_every_command() -> None:
 
 
 def test_clean_conversion_exits_with_zero_and_reports_its_output(tmp_path: Path) -> None:
-    result = run("convert", fill(tmp_path / "in", 7), tmp_path / "out", "--shard-samples", "3")
+    result = run("convert", write_captioned_images(tmp_path / "in", 7), tmp_path / "out", "--shard-samples", "3")
     assert result.exit_code == 0
     assert result.stdout == "7 samples in 3 shards, 30.7 kB\nnothing rejected\n"
     assert len(tar_files(tmp_path / "out")) == 14
@@ -50,7 +50,7 @@ def test_clean_conversion_exits_with_zero_and_reports_its_output(tmp_path: Path)
 
 def test_rejects_are_reported_with_reasons_and_exit_with_one(tmp_path: Path) -> None:
     bad = {f"bad{i:02d}.jpg": b"x" for i in range(11)} | {"no[red]dot": b"x", ".hidden": b""}
-    result = run("convert", fill(tmp_path / "in", 2, **bad), tmp_path / "out")
+    result = run("convert", write_captioned_images(tmp_path / "in", 2, **bad), tmp_path / "out")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert lines[:6] == [
@@ -71,20 +71,20 @@ def test_rejects_are_reported_with_reasons_and_exit_with_one(tmp_path: Path) -> 
 
 
 def test_with_skip_bad_rejects_are_reported_and_exit_with_zero(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 2, notes=b"x")
+    source = write_captioned_images(tmp_path / "in", 2, notes=b"x")
     result = run("convert", source, tmp_path / "out", "--skip-bad")
     assert result.exit_code == 0 and "1 × no extension" in result.stdout and "FAILED" not in result.stdout
     assert run("convert", source, tmp_path / "out").exit_code == 1, "told again, though all is done"
 
 
 def test_if_everything_is_rejected_the_exit_code_is_two(tmp_path: Path) -> None:
-    result = run("convert", fill(tmp_path / "in", 0, notes=b"x"), tmp_path / "out", "--skip-bad")
+    result = run("convert", write_captioned_images(tmp_path / "in", 0, notes=b"x"), tmp_path / "out", "--skip-bad")
     assert result.exit_code == 2
     assert "1 × no extension" in result.stdout and "everything" in result.stderr
 
 
 def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
-    fill(tmp_path / "pictures", 4, **{"x.jpg": b"unchecked"})
+    write_captioned_images(tmp_path / "pictures", 4, **{"x.jpg": b"unchecked"})
     source = write_lines(tmp_path / "meta.jsonl", {"id": "k", "a": "x.jpg", "b": "../pictures/000.jpg"})
     options = ["--key-field=id", "--file-field=a", "--file-field=b=mask", "--allow-outside", "--no-check-images"]
     result = run("convert", source, tmp_path / "out", *options, "--files-from", tmp_path / "pictures")
@@ -132,7 +132,7 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fill(tmp_path / "in", 2)
+    write_captioned_images(tmp_path / "in", 2)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "table.csv").write_text("path,text\n")
@@ -144,7 +144,7 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_two(
 
 
 def test_another_conversion_into_the_same_folder_exits_with_two(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 2)
+    source = write_captioned_images(tmp_path / "in", 2)
     run("convert", source, tmp_path / "out")
     result = run("convert", source, tmp_path / "out", "--shard-samples=1")
     assert result.exit_code == 2
@@ -152,7 +152,7 @@ def test_another_conversion_into_the_same_folder_exits_with_two(tmp_path: Path) 
 
 
 def test_repeated_conversion_reports_that_it_is_complete(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 2)
+    source = write_captioned_images(tmp_path / "in", 2)
     first, second = (run("convert", source, tmp_path / "out").stdout for _ in range(2))
     assert second == f"all is there already, nothing was written:\n{first}"
     (tmp_path / "out/000000.tar").unlink()
@@ -162,7 +162,7 @@ def test_repeated_conversion_reports_that_it_is_complete(tmp_path: Path) -> None
 def test_repeated_conversion_of_compressed_tars_reports_that_it_is_complete(tmp_path: Path) -> None:
     (tmp_path / "packed").mkdir()
     with tarfile.open(tmp_path / "packed/a.tar.gz", "w:gz") as tar:
-        tar.add(fill(tmp_path / "in", 2) / "000.txt", "000.txt")
+        tar.add(write_captioned_images(tmp_path / "in", 2) / "000.txt", "000.txt")
     os.utime(tmp_path / "packed/a.tar.gz", (0, 0))
     first = run("convert", tmp_path / "packed", tmp_path / "out").stdout
     assert run("convert", tmp_path / "packed", tmp_path / "out").stdout.splitlines() == [
@@ -172,12 +172,12 @@ def test_repeated_conversion_of_compressed_tars_reports_that_it_is_complete(tmp_
 
 
 def test_another_source_into_the_same_folder_is_an_error_with_both_paths(tmp_path: Path) -> None:
-    source, other = fill(tmp_path / "in", 2), fill(tmp_path / "other", 3)
+    source, other = write_captioned_images(tmp_path / "in", 2), write_captioned_images(tmp_path / "other", 3)
     run("convert", source, tmp_path / "out")
     result = run("convert", other, tmp_path / "out")
     assert result.exit_code == 2
     assert f"source: '{source}' there, '{other}' here samples: 2 there, 3 here" in result.stderr
-    same_sizes = fill(tmp_path / "same", 2)
+    same_sizes = write_captioned_images(tmp_path / "same", 2)
     text = (same_sizes / "000.txt").read_bytes()
     (same_sizes / "000.txt").write_bytes(text.upper())
     result = run("convert", same_sizes, tmp_path / "out")
@@ -190,12 +190,12 @@ def test_ctrl_c_prints_one_word_and_exits_with_130(tmp_path: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.setattr("savable_pipeline.tools.convert.run_conversion", interrupted)
-    result = run("convert", fill(tmp_path / "in", 1), tmp_path / "out")
+    result = run("convert", write_captioned_images(tmp_path / "in", 1), tmp_path / "out")
     assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "stopped"
 
 
 def test_a_short_job_shows_no_progress_in_a_pipe_and_a_bar_on_a_terminal(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 3)
+    source = write_captioned_images(tmp_path / "in", 3)
     pipe = run("convert", source, tmp_path / "a")
     assert pipe.stderr == f"reading {source}: a folder of files\n", "the job took less than ten seconds"
     ours, theirs = pty.openpty()
@@ -212,12 +212,12 @@ def test_a_short_job_shows_no_progress_in_a_pipe_and_a_bar_on_a_terminal(tmp_pat
     os.close(ours)
     assert process.returncode == 0
     assert "━" * 20 in shown.decode() and "3/3" in shown.decode() and "converting: 0 of" not in shown.decode()
-    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+    assert file_hashes(tmp_path / "a") == file_hashes(tmp_path / "b")
 
 
 def test_info_summarizes_a_dataset(tmp_path: Path) -> None:
-    run_conversion(fill(tmp_path / "in", 7, **{"b/001.json": b"{}"}), tmp_path / "out", SMALL)
-    before = snapshot(tmp_path / "out")
+    run_conversion(write_captioned_images(tmp_path / "in", 7, **{"b/001.json": b"{}"}), tmp_path / "out", SMALL)
+    before = file_hashes(tmp_path / "out")
     shown = run("info", tmp_path / "out").stdout
     assert shown.splitlines()[0] == f"{tmp_path / 'out'}: 7 samples (3 shards, 30.7 kB)"
     for words in ("split train 7 samples", "000002.tar: 1 sample,", "json │ 1", "000: jpg"):
@@ -230,17 +230,17 @@ def test_info_summarizes_a_dataset(tmp_path: Path) -> None:
     assert facts["first_sample"] == {"key": "000", "parts": {"jpg": facts["first_sample"]["parts"]["jpg"], "txt": 18}}
     assert (facts["shards"], facts["samples"], facts["bytes"]) == (3, 7, 3 * 10_240 + 0)
     assert facts["splits"] == {"train": 7}
-    assert snapshot(tmp_path / "out") == before
+    assert file_hashes(tmp_path / "out") == before
 
 
 def test_info_of_some_shards_counts_those_only(tmp_path: Path) -> None:
-    run_conversion(fill(tmp_path / "in", 7), tmp_path / "out", SMALL)
+    run_conversion(write_captioned_images(tmp_path / "in", 7), tmp_path / "out", SMALL)
     facts = json.loads(run("info", "--json", f"{tmp_path}/out/00000{{1..2}}.tar").stdout)
     assert (facts["shards"], facts["samples"], facts["parts"]["jpg"]["samples"]) == (2, 4, 4)
 
 
 def test_info_shows_splits_and_exclusions(tmp_path: Path) -> None:
-    run_conversion(fill(tmp_path / "in", 7), tmp_path / "out", SMALL)
+    run_conversion(write_captioned_images(tmp_path / "in", 7), tmp_path / "out", SMALL)
     splits = {"split_parts": {"train": ["00000{0..1}.tar"], "val": ["000002.tar"]}, "exclude": ["000000.tar"]}
     (tmp_path / "out/.nv-meta/split.yaml").write_text(json.dumps(splits))
     assert json.loads(run("info", "--json", tmp_path / "out").stdout)["splits"] == {"train": 3, "val": 1}
@@ -251,7 +251,7 @@ def test_info_shows_splits_and_exclusions(tmp_path: Path) -> None:
 
 def test_info_check_and_preview_accept_settings_of_stores(tmp_path: Path) -> None:
     photos, page = tmp_path / "photos", tmp_path / "page.html"
-    fill(photos, 0, **{f"a/img.v1.{i:04d}.txt": b"x" for i in range(30)})
+    write_captioned_images(photos, 0, **{f"a/img.v1.{i:04d}.txt": b"x" for i in range(30)})
     for command in (["info"], ["check", "--workers=1"], ["preview", "-o", str(page)]):
         stopped = run(*command, photos)
         said = " ".join(stopped.output.split())
@@ -265,7 +265,7 @@ def test_info_check_and_preview_accept_settings_of_stores(tmp_path: Path) -> Non
         "txt",
     }
     lines = write_lines(tmp_path / "a.jsonl", *({"id": f"k{i}", "picture": f"{i:03d}.jpg"} for i in (0, 3)))
-    fill(tmp_path / "elsewhere", 4)
+    write_captioned_images(tmp_path / "elsewhere", 4)
     named = ["--files-from", str(tmp_path / "elsewhere"), "--file-field", "picture", "--key-field", "id"]
     first = json.loads(run("info", "--json", lines, *named).stdout)["first_sample"]
     assert (first["key"], first["parts"].keys()) == ("k0", {"jpg", "json"})
@@ -280,7 +280,9 @@ def test_info_check_and_preview_accept_settings_of_stores(tmp_path: Path) -> Non
 
 
 def test_check_groups_errors_of_many_samples_in_one_line(tmp_path: Path) -> None:
-    photos = fill(tmp_path / "photos", 0, **{f"{i:03d}.jpg": b"no image" for i in range(120)}, **{"x.json": b"{"})
+    photos = write_captioned_images(
+        tmp_path / "photos", 0, **{f"{i:03d}.jpg": b"no image" for i in range(120)}, **{"x.json": b"{"}
+    )
     said = run("check", photos, "--workers=1").stdout
     lines = [line for line in said.splitlines() if not line.startswith("warning")]
     assert lines[1:3] == ["      120 × unreadable image", "        1 × malformed JSON"]

@@ -18,7 +18,7 @@ from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
 from tests.conftest import write_tar
-from tests.support.toy_files import SMALL, fill
+from tests.support.toy_files import SMALL, write_captioned_images
 from tests.support.toy_remote_stores import KINDS, LISTED, SIZES, WRITERS, names_of
 from tests.support.toy_server import ToyServer, serving
 
@@ -30,7 +30,7 @@ def run(*arguments: str | Path) -> Result:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """Seven captioned images in three shards, with Energon's metadata and a split that leaves one out."""
-    run_conversion(fill(tmp_path / "in", 7), tmp_path / "data", SMALL)
+    run_conversion(write_captioned_images(tmp_path / "in", 7), tmp_path / "data", SMALL)
     splits = {"split_parts": {"train": ["00000{0..1}.tar"], "val": ["000002.tar"]}, "exclude": ["000001.tar/003"]}
     (tmp_path / "data/.nv-meta/split.yaml").write_text(json.dumps(splits))
     return tmp_path / "data"

@@ -15,7 +15,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, run_conversion
 from tests.conftest import write_tar
-from tests.support.toy_files import snapshot
+from tests.support.toy_files import file_hashes
 
 TEXTS = Options(shard_samples=4)
 
@@ -40,10 +40,10 @@ def test_changed_contents_of_equal_size_are_another_conversion(tmp_path: Path) -
     assert run_conversion(source, tmp_path / "out", TEXTS) == report  # every byte is compared, since each file is newer
     (source / "003.txt").write_text("text X")
     os.utime(source / "003.txt", (1, 1))  # its old date hides nothing
-    before = snapshot(tmp_path / "out")
+    before = file_hashes(tmp_path / "out")
     with pytest.raises(SavableError, match=r"1 files changed at the same size.*\n003\.txt"):
         run_conversion(source, tmp_path / "out", TEXTS)
-    assert snapshot(tmp_path / "out") == before
+    assert file_hashes(tmp_path / "out") == before
 
 
 def test_a_file_that_is_overwritten_and_dated_back_is_a_change(tmp_path: Path) -> None:
@@ -69,10 +69,10 @@ def test_another_source_of_equal_names_and_sizes_is_another_conversion(tmp_path:
         source.rename(tmp_path / "old")
         other.rename(source)
     again = tmp_path / "other" if way == "of another name" else tmp_path / "in"
-    before = snapshot(tmp_path / "out")
+    before = file_hashes(tmp_path / "out")
     with pytest.raises(SavableError, match=r"1 files changed at the same size.*\nsub/003\.txt"):
         run_conversion(again, tmp_path / "out", TEXTS)
-    assert snapshot(tmp_path / "out") == before
+    assert file_hashes(tmp_path / "out") == before
     (again / "sub/003.txt").write_text("text 3")
     assert run_conversion(again, tmp_path / "out", TEXTS) == first
 

@@ -25,7 +25,7 @@ from savable_pipeline.tools.convert.jobs import attempt
 from savable_pipeline.tools.convert.range_job import RangeJob, write_range
 from tests.support.processes import run_until_killed
 from tests.support.toy_engine import ToyEngine
-from tests.support.toy_files import SMALL, fill, snapshot, write_lines
+from tests.support.toy_files import SMALL, file_hashes, write_captioned_images, write_lines
 from tests.support.toy_sources import HALVES, ONE_A_READER
 
 SHORT = ("folder", "jsonl.gz", "mds", "tars")
@@ -50,7 +50,7 @@ def test_lost_machines_do_not_change_the_written_bytes(
         engine=engine,
         progress=lambda done, n, size: told.append((done, n)),
     )
-    assert snapshot(Path("far")) == snapshot(Path("local"))
+    assert file_hashes(Path("far")) == file_hashes(Path("local"))
     assert far == local
     assert engine.runs > (1 if kind == "jsonl.gz" else local.shards)  # a compressed file is one job
     total = 1 if kind == "jsonl.gz" else 8
@@ -61,7 +61,7 @@ def test_lost_machines_do_not_change_the_written_bytes(
 def test_compressed_tars_are_converted_to_the_same_bytes_on_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_conversion(fill(tmp_path / "in", 15), tmp_path / "tars", SMALL)
+    run_conversion(write_captioned_images(tmp_path / "in", 15), tmp_path / "tars", SMALL)
     monkeypatch.chdir(tmp_path)
     Path("packed").mkdir()
     for tar in sorted(Path("tars").glob("*.tar")):
@@ -74,12 +74,12 @@ def test_compressed_tars_are_converted_to_the_same_bytes_on_machines(
         Path("packed"), Path("far"), Options(), engine=engine, workers=2, progress=lambda done, *_: told.append(done)
     )
     assert (far, len(far.rejected), told[0], told[-1]) == (local, 1, 0, 5)
-    assert snapshot(Path("far")) == snapshot(Path("local"))
+    assert file_hashes(Path("far")) == file_hashes(Path("local"))
 
 
 @pytest.mark.parametrize("step", [55, pytest.param(12, marks=pytest.mark.long)])
 def test_killed_and_repeated_conversion_writes_the_same_bytes(tmp_path: Path, step: int) -> None:
-    source = fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""})
+    source = write_captioned_images(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""})
     run_conversion(source, tmp_path / "local", SMALL)
     event = 1
 
@@ -88,14 +88,14 @@ def test_killed_and_repeated_conversion_writes_the_same_bytes(tmp_path: Path, st
 
     while run_until_killed(far, tmp_path, event):
         far()
-        assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local"), event
+        assert file_hashes(tmp_path / "far") == file_hashes(tmp_path / "local"), event
         shutil.rmtree(tmp_path / "far")
         event += step
     assert event > 100  # else the hook saw too little
 
 
 def test_finished_shards_are_not_rewritten_by_any_engine(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 9)
+    source = write_captioned_images(tmp_path / "in", 9)
 
     class Breaks(ToyEngine):
         def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:
@@ -113,7 +113,7 @@ def test_finished_shards_are_not_rewritten_by_any_engine(tmp_path: Path) -> None
 
 
 def test_concurrent_attempts_at_a_shard_leave_its_bytes_and_no_other_file(tmp_path: Path) -> None:
-    run_conversion(fill(tmp_path / "in", 9), tmp_path / "local", Options())
+    run_conversion(write_captioned_images(tmp_path / "in", 9), tmp_path / "local", Options())
     found: list[RangeJob] = []
 
     class Keeps(ToyEngine):
@@ -127,10 +127,10 @@ def test_concurrent_attempts_at_a_shard_leave_its_bytes_and_no_other_file(tmp_pa
             yield from ((job, function(job)) for job in found)  # type: ignore[misc]
 
     run_conversion(tmp_path / "in", tmp_path / "far", Options(), engine=Keeps(tmp_path / "elsewhere"))
-    assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
+    assert file_hashes(tmp_path / "far") == file_hashes(tmp_path / "local")
     with pytest.raises(FileNotFoundError):  # who was taken for lost and comes after the end
         attempt(found[0])
-    assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
+    assert file_hashes(tmp_path / "far") == file_hashes(tmp_path / "local")
 
 
 def test_shard_written_to_another_folder_by_a_machine_is_an_error(
@@ -144,11 +144,16 @@ def test_shard_written_to_another_folder_by_a_machine_is_an_error(
     monkeypatch.setattr(jobs, "_VISIBLE_S", 0.3)
     monkeypatch.setattr(jobs, "attempt", unshared)
     with pytest.raises(SavableError, match=r"000000: finished by another machine, but not visible.* share"):
-        run_conversion(fill(tmp_path / "in", 3), tmp_path / "far", SMALL, engine=ToyEngine(tmp_path / "elsewhere"))
+        run_conversion(
+            write_captioned_images(tmp_path / "in", 3),
+            tmp_path / "far",
+            SMALL,
+            engine=ToyEngine(tmp_path / "elsewhere"),
+        )
 
 
 def test_index_built_by_machines_equals_a_local_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_conversion(fill(tmp_path / "in", 9), tmp_path / "local", SMALL)
+    run_conversion(write_captioned_images(tmp_path / "in", 9), tmp_path / "local", SMALL)
     shutil.rmtree(tmp_path / "local/.nv-meta")
     shutil.copytree(tmp_path / "local", tmp_path / "far")
     monkeypatch.chdir(tmp_path)
@@ -159,7 +164,7 @@ def test_index_built_by_machines_equals_a_local_one(tmp_path: Path, monkeypatch:
     )
     assert not faults and engine.runs >= 3
     assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
+    assert file_hashes(tmp_path / "far") == file_hashes(tmp_path / "local")
 
 
 def test_tables_are_indexed_by_machines(tmp_path: Path) -> None:
@@ -175,7 +180,7 @@ def test_tables_are_indexed_by_machines(tmp_path: Path) -> None:
 
 
 def test_shard_of_another_size_on_a_machine_is_an_error(tmp_path: Path) -> None:
-    run_conversion(fill(tmp_path / "in", 3), tmp_path / "out", SMALL)
+    run_conversion(write_captioned_images(tmp_path / "in", 3), tmp_path / "out", SMALL)
 
     class Elsewhere(ToyEngine):
         def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:
@@ -191,7 +196,7 @@ def test_shard_of_another_size_on_a_machine_is_an_error(tmp_path: Path) -> None:
 
 def test_without_ray_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    fill(tmp_path / "in", 1)
+    write_captioned_images(tmp_path / "in", 1)
     for command in (["convert", str(tmp_path / "in"), str(tmp_path / "out")], ["index", str(tmp_path / "in")]):
         result = CliRunner().invoke(app, [*command, "--engine", "ray"])
         assert result.exit_code == 2

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, conversion, run_conversion
-from tests.support.toy_files import fill, snapshot
+from tests.support.toy_files import file_hashes, write_captioned_images
 
 
 def test_convert_has_the_settings_of_a_conversion_with_their_defaults() -> None:
@@ -52,7 +52,7 @@ def test_each_setting_reaches_the_conversion(tmp_path: Path, monkeypatch: pytest
         "engine": object(),
         "progress": tell,
     }
-    path = fill(tmp_path / "in", 2)
+    path = write_captioned_images(tmp_path / "in", 2)
     sp.convert(
         str(path),
         "s3://bucket/out",
@@ -75,7 +75,7 @@ def test_each_setting_reaches_the_conversion(tmp_path: Path, monkeypatch: pytest
 
 
 def test_convert_writes_the_commands_bytes_and_resumes_its_conversion(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 40)
+    source = write_captioned_images(tmp_path / "in", 40)
     told = ["--split", "train=0.7", "--split", "val=0.3", "--only", "txt", "--shard-samples", "7"]
     assert CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "told"), *told]).exit_code == 0
     settings: dict[str, Any] = {"split": {"train": 0.7, "val": 0.3}, "only": ["txt"], "shard_samples": 7}
@@ -84,7 +84,7 @@ def test_convert_writes_the_commands_bytes_and_resumes_its_conversion(tmp_path: 
         source, str(tmp_path / "called"), progress=lambda count, total, size: done.append(count), **settings
     )
     assert (report.samples, report.already, done[-1]) == (40, False, 40)
-    assert snapshot(tmp_path / "called") == snapshot(tmp_path / "told")
+    assert file_hashes(tmp_path / "called") == file_hashes(tmp_path / "told")
     assert sp.convert(str(source), tmp_path / "told", **settings).already
 
 
@@ -92,7 +92,7 @@ def test_convert_writes_the_commands_bytes_and_resumes_its_conversion(tmp_path: 
 def test_single_str_is_not_treated_as_many(tmp_path: Path, name: str) -> None:
     settings: dict[str, Any] = {name: "txt"}
     with pytest.raises(ValueError, match=rf"{name} must be a list, not a str. Pass \['txt'\]"):
-        sp.convert(fill(tmp_path / "in", 2), tmp_path / "out", **settings)
+        sp.convert(write_captioned_images(tmp_path / "in", 2), tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
 
 
@@ -111,7 +111,7 @@ def test_a_wrong_setting_is_rejected_before_anything_is_written(
     tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        sp.convert(fill(tmp_path / "in", 2), tmp_path / "out", **settings)
+        sp.convert(write_captioned_images(tmp_path / "in", 2), tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
 
 

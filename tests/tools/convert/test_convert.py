@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from savable_pipeline.data.shards.indexing import open_index
+from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.manifest import VERSION
 from savable_pipeline.tools.convert.options import MANIFEST
-from tests.support.toy_files import SMALL, fill, snapshot, tar_files, write_lines
+from tests.support.toy_files import SMALL, file_hashes, tar_files, write_captioned_images, write_lines
 
 
 def test_a_folder_becomes_shards_of_its_samples_sorted_by_key(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 4, **{"b/001.seg.PNG.txt": b"mask"})
+    source = write_captioned_images(tmp_path / "in", 4, **{"b/001.seg.PNG.txt": b"mask"})
     report = run_conversion(source, tmp_path / "out", SMALL)
     assert (report.samples, report.shards, report.rejected) == (4, 2, [])
     names = ["000.jpg", "000.txt", "003.jpg", "003.txt", "b/001.jpg", "b/001.seg.PNG.txt", "b/001.txt"]
@@ -29,7 +29,7 @@ def test_a_folder_becomes_shards_of_its_samples_sorted_by_key(tmp_path: Path) ->
 
 
 def test_a_jsonl_line_is_a_sample_with_the_files_it_names(tmp_path: Path) -> None:
-    fill(tmp_path / "in", 3)
+    write_captioned_images(tmp_path / "in", 3)
     lines = [b'{"image": "000.jpg",  "text": "\xc3\xa9"}', b"", {"image": ["b/001.jpg", "000.jpg"]}, {"x": 1}]
     source = write_lines(tmp_path / "in/meta.jsonl", *lines)
     report = run_conversion(source, tmp_path / "out", SMALL)
@@ -45,7 +45,7 @@ def test_a_jsonl_line_is_a_sample_with_the_files_it_names(tmp_path: Path) -> Non
 
 
 def test_jsonl_fields_name_keys_files_and_parts_by_option(tmp_path: Path) -> None:
-    fill(tmp_path / "pictures", 2)
+    write_captioned_images(tmp_path / "pictures", 2)
     source = write_lines(tmp_path / "meta.jsonl", {"id": "z/1", "a": "000.jpg", "m": "b/001.jpg"}, {"id": 7})
     options = Options(key_field="id", file_fields=("a", "m=mask"))
     run_conversion(source, tmp_path / "out", options, files_from=tmp_path / "pictures")
@@ -62,7 +62,9 @@ def test_a_jsonl_with_a_byte_order_mark_and_no_last_newline_is_read_whole(tmp_pa
 @pytest.mark.parametrize("shard_bytes", [1, 20_480, 30_720])
 def test_shard_size_is_limited(tmp_path: Path, shard_bytes: int) -> None:
     long_names = {f"{i:0200d}.txt": b"x" for i in range(30)}  # each takes two more blocks of headers
-    run_conversion(fill(tmp_path / "in", 30, **long_names), tmp_path / "out", Options(shard_bytes=shard_bytes))
+    run_conversion(
+        write_captioned_images(tmp_path / "in", 30, **long_names), tmp_path / "out", Options(shard_bytes=shard_bytes)
+    )
     sizes = [path.stat().st_size for path in sorted((tmp_path / "out").glob("*.tar"))]
     assert max(sizes) == max(shard_bytes, 10_240)
     assert len(sizes) == 60 if shard_bytes == 1 else len(sizes) < 12
@@ -70,7 +72,7 @@ def test_shard_size_is_limited(tmp_path: Path, shard_bytes: int) -> None:
 
 def test_long_and_non_ascii_names_round_trip(tmp_path: Path) -> None:
     names = ["é/ü.txt", f"{'n' * 200}.txt", f"{'d' * 120}/{'e' * 120}/x.txt"]
-    source = fill(tmp_path / "in", 0, **{name: name.encode() for name in names})
+    source = write_captioned_images(tmp_path / "in", 0, **{name: name.encode() for name in names})
     run_conversion(source, tmp_path / "out", SMALL)
     assert {name: content.decode() for name, content in tar_files(tmp_path / "out").items()} == dict(
         zip(names, names, strict=True)
@@ -78,21 +80,20 @@ def test_long_and_non_ascii_names_round_trip(tmp_path: Path) -> None:
 
 
 def test_index_equals_that_of_a_scan(tmp_path: Path) -> None:
-    run_conversion(fill(tmp_path / "in", 10), tmp_path / "out", SMALL)
-    written = snapshot(tmp_path / "out")
+    run_conversion(write_captioned_images(tmp_path / "in", 10), tmp_path / "out", SMALL)
+    written = file_hashes(tmp_path / "out")
     shutil.rmtree(tmp_path / "out/.nv-meta")
     for path in (tmp_path / "out").glob("*.idx"):
         path.unlink()
-    names = sorted(path.name for path in (tmp_path / "out").glob("*.tar"))
-    assert open_index(tmp_path / "out", names, TARS).index_path.exists()
-    made = {name: hashed for name, hashed in snapshot(tmp_path / "out").items() if not name.endswith(".lock")}
+    assert index_files(tmp_path / "out", TARS)[0].exists()
+    made = {name: hashed for name, hashed in file_hashes(tmp_path / "out").items() if not name.endswith(".lock")}
     assert made == {name: written[name] for name in made}
     assert len(made) == 4 + 4 + 1
 
 
 def test_webdataset_reads_converted_shards(tmp_path: Path) -> None:
     wds = pytest.importorskip("webdataset")
-    source = fill(tmp_path / "in", 7)
+    source = write_captioned_images(tmp_path / "in", 7)
     run_conversion(source, tmp_path / "out", SMALL)
     shards = [str(path) for path in sorted((tmp_path / "out").glob("*.tar"))]
     read = {item["__key__"]: item for item in wds.WebDataset(shards, shardshuffle=False)}
@@ -103,7 +104,7 @@ def test_webdataset_reads_converted_shards(tmp_path: Path) -> None:
 def test_energon_loads_converted_shards(tmp_path: Path) -> None:
     energon = pytest.importorskip("megatron.energon")
     lines = [{"image": f"{('', 'b/', 'b/c.d/')[i % 3]}{i:03d}.jpg", "caption": f"no. {i}"} for i in range(7)]
-    fill(tmp_path / "in", 7)
+    write_captioned_images(tmp_path / "in", 7)
     run_conversion(tmp_path / "in", tmp_path / "folder", SMALL)
     run_conversion(write_lines(tmp_path / "in/meta.jsonl", *lines), tmp_path / "jsonl", SMALL)
     for target, expected in (("folder", "caption of "), ("jsonl", "no. ")):
@@ -117,7 +118,7 @@ def test_energon_loads_converted_shards(tmp_path: Path) -> None:
 def test_the_sample_offsets_equal_those_of_energon_byte_for_byte(tmp_path: Path) -> None:
     prepare = pytest.importorskip("megatron.energon.flavors.webdataset.prepare").WebdatasetPreparator
     path_type = pytest.importorskip("megatron.energon.epathlib").EPath
-    run_conversion(fill(tmp_path / "in", 8, **{f"é{'n' * 150}.txt": b"x"}), tmp_path / "out", SMALL)
+    run_conversion(write_captioned_images(tmp_path / "in", 8, **{f"é{'n' * 150}.txt": b"x"}), tmp_path / "out", SMALL)
     before = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.tar.idx")}
     for path in before:
         path.unlink()
@@ -127,7 +128,7 @@ def test_the_sample_offsets_equal_those_of_energon_byte_for_byte(tmp_path: Path)
 
 
 def test_samples_without_an_energon_type_use_a_cooker(tmp_path: Path) -> None:
-    run_conversion(fill(tmp_path / "in", 1, **{"a.raw": b"x"}), tmp_path / "out", SMALL)
+    run_conversion(write_captioned_images(tmp_path / "in", 1, **{"a.raw": b"x"}), tmp_path / "out", SMALL)
     assert "CrudeWebdataset" in (tmp_path / "out/.nv-meta/dataset.yaml").read_text()
 
 
@@ -143,18 +144,18 @@ def test_samples_without_an_energon_type_use_a_cooker(tmp_path: Path) -> None:
 def test_another_conversion_into_the_same_folder_is_rejected(
     tmp_path: Path, change: str, options: Options, message: str
 ) -> None:
-    source = fill(tmp_path / "in", 4)
+    source = write_captioned_images(tmp_path / "in", 4)
     run_conversion(source, tmp_path / "out", SMALL)
-    before = snapshot(tmp_path / "out")
+    before = file_hashes(tmp_path / "out")
     if change:
         (source / change).write_text("other words")
     with pytest.raises(SavableError, match=message):
         run_conversion(source, tmp_path / "out", options)
-    assert snapshot(tmp_path / "out") == before
+    assert file_hashes(tmp_path / "out") == before
 
 
 def test_manifest_of_another_version_is_rejected_with_a_fix(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 2)
+    source = write_captioned_images(tmp_path / "in", 2)
     run_conversion(source, tmp_path / "out", SMALL)
     path = tmp_path / "out" / MANIFEST
     found = json.loads(path.read_text())
@@ -167,12 +168,12 @@ def test_manifest_of_another_version_is_rejected_with_a_fix(tmp_path: Path) -> N
 
 
 def test_folder_with_foreign_shards_is_rejected_and_unchanged(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 4)
+    source = write_captioned_images(tmp_path / "in", 4)
     (tmp_path / "out/deep").mkdir(parents=True)
     (tmp_path / "out/deep/x.tar").write_bytes(b"")
     with pytest.raises(SavableError, match=r"x\.tar of another origin"):
         run_conversion(source, tmp_path / "out", SMALL)
-    assert list(snapshot(tmp_path / "out")) == ["deep/x.tar"]
+    assert list(file_hashes(tmp_path / "out")) == ["deep/x.tar"]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_folder_with_foreign_shards_is_rejected_and_unchanged(tmp_path: Path) ->
 def test_impossible_source_or_target_is_an_error(
     tmp_path: Path, source: str, target: str, options: dict[str, Any], message: str
 ) -> None:
-    fill(tmp_path / "in", 4)
+    write_captioned_images(tmp_path / "in", 4)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=message):
@@ -206,6 +207,6 @@ def test_shard_size_of_zero_is_an_error(options: dict[str, int]) -> None:
 
 
 def test_a_file_that_changes_after_the_plan_was_made_is_an_error(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 4)
+    source = write_captioned_images(tmp_path / "in", 4)
     with pytest.raises(SavableError, match="it changed during the conversion"):
         run_conversion(source, tmp_path / "out", SMALL, progress=lambda *_: (source / "000.txt").write_bytes(b"no"))

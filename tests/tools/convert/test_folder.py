@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
 from task_encoders import ClassificationEncoder, SquareCrop
-from tests.support.toy_files import fill, jpeg
+from tests.support.toy_files import jpeg, write_captioned_images
 
 NAMES = ["2024.05.08_cat_{}.txt", "v1.0_img_{}.txt", "coco.val.{:04d}.txt", "img.{}.txt"]
 
@@ -89,7 +89,7 @@ CLASSES = [f"{name}/{part}/{i}.jpg" for name in ("dog", "cat", "10") for part in
 
 
 def test_top_folder_becomes_the_class_numbered_like_by_torchvision(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 0, **{name: jpeg(i) for i, name in enumerate(CLASSES)})
+    source = write_captioned_images(tmp_path / "in", 0, **{name: jpeg(i) for i, name in enumerate(CLASSES)})
     done = run("convert", "--classes", source, tmp_path / "out")
     assert done.exit_code == 0 and "warning" not in done.output
     assert json.loads((tmp_path / "out/classes.json").read_text()) == ["10", "cat", "dog"]

@@ -20,8 +20,8 @@ from tests.support.processes import run_until_killed
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL
 from tests.support.toy_server import ToyServer
-from tests.support.toy_sources import HALVES, jsonl, ranges_written
-from tests.support.url_sources import KINDS, converted, rows, shards_in, url_of
+from tests.support.toy_sources import HALVES, jsonl, watch_written_ranges
+from tests.support.url_sources import KINDS, convert_source, rows, url_of, written_files
 
 EACH = ("tars", "parquet", "jsonl", "table", "mds", "litdata.rows")
 SHORT = ("parquet",)
@@ -30,10 +30,10 @@ SHORT = ("parquet",)
 @pytest.mark.parametrize("kind", [k if k in EACH else pytest.param(k, marks=pytest.mark.long) for k in KINDS])
 def test_remote_source_converts_to_the_same_shards(server: ToyServer, tmp_path: Path, kind: str) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
-    local = converted(source, tmp_path / "local")
+    local = convert_source(source, tmp_path / "local")
     assert local.samples >= 19 and local.shards > 3
-    assert converted(url_of(server, source), tmp_path / "there") == local
-    assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+    assert convert_source(url_of(server, source), tmp_path / "there") == local
+    assert written_files(tmp_path / "there") == written_files(tmp_path / "local")
     size = sum(path.stat().st_size for path in source.parent.rglob("*") if path.is_file() and kind in str(path))
     assert sum(stop - start for _, start, stop in server.ranges) <= 1.2 * size + 5000, "each byte is fetched once"
 
@@ -43,7 +43,7 @@ def test_machines_convert_remote_sources_to_the_same_shards_and_leave_nothing(
     server: ToyServer, tmp_path: Path, kind: str
 ) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
-    local = converted(source, tmp_path / "local")
+    local = convert_source(source, tmp_path / "local")
 
     class Tidy(ToyEngine):
         def _run(self, function: Callable[[J], R], job: J) -> R:
@@ -52,8 +52,8 @@ def test_machines_convert_remote_sources_to_the_same_shards_and_leave_nothing(
             return result
 
     engine = Tidy(tmp_path / "elsewhere")
-    assert converted(url_of(server, source), tmp_path / "far", engine=engine) == local
-    assert shards_in(tmp_path / "far") == shards_in(tmp_path / "local")
+    assert convert_source(url_of(server, source), tmp_path / "far", engine=engine) == local
+    assert written_files(tmp_path / "far") == written_files(tmp_path / "local")
     assert engine.runs > (1 if kind in ("packed", "tars.gz") else local.shards)  # a range has whole compressed files
     assert not list((tmp_path / "node").iterdir())
 
@@ -65,10 +65,10 @@ def test_web_source_and_several_processes_convert_to_the_same_shards(
     server: ToyServer, tmp_path: Path, kind: str
 ) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
-    local = converted(source, tmp_path / "local")
+    local = convert_source(source, tmp_path / "local")
     url = url_of(server, source, "http") + ("/{000000..000006}.tar" if kind == "tars" else "")
-    assert converted(url, tmp_path / "there", workers=2) == local
-    assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+    assert convert_source(url, tmp_path / "there", workers=2) == local
+    assert written_files(tmp_path / "there") == written_files(tmp_path / "local")
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,17 @@ def test_killed_remote_conversion_resumes_with_the_same_bytes(
     server: ToyServer, tmp_path: Path, kind: str, engine: bool, moments: Sequence[int]
 ) -> None:
     source, killed = KINDS[kind](tmp_path / "www" / kind), 0
-    converted(source, tmp_path / "local")
+    convert_source(source, tmp_path / "local")
     for moment in moments:
 
         def work() -> None:
             far = ToyEngine(tmp_path / "elsewhere") if engine else None
-            converted(url_of(server, source), tmp_path / "there", engine=far, **({} if engine else {"workers": 1}))
+            convert_source(url_of(server, source), tmp_path / "there", engine=far, **({} if engine else {"workers": 1}))
 
         killed += run_until_killed(work, tmp_path / "there", moment)
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # as on another machine
         work()
-        assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+        assert written_files(tmp_path / "there") == written_files(tmp_path / "local")
         shutil.rmtree(tmp_path / "there")
     assert killed > len(moments) // 2
 
@@ -106,7 +106,7 @@ def test_server_failure_is_one_line_and_a_rerun_resumes(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
-    local = converted(source, tmp_path / "local")
+    local = convert_source(source, tmp_path / "local")
     monkeypatch.setenv("SAVABLE_RETRY_S", "0.3")
 
     def fails(done: int, total: int, size: int) -> None:
@@ -115,15 +115,17 @@ def test_server_failure_is_one_line_and_a_rerun_resumes(
             server.fault = lambda path, number: "503"
 
     def work(**more: Any) -> Report:
-        return converted(url_of(server, source), tmp_path / "there", engine=ToyEngine(tmp_path / "elsewhere"), **more)
+        return convert_source(
+            url_of(server, source), tmp_path / "there", engine=ToyEngine(tmp_path / "elsewhere"), **more
+        )
 
     with pytest.raises(RemoteError, match=rf"s3://{kind}.*: \d+ tries in"):
         work(progress=fails)
     finished = {path.parent.name for path in (tmp_path / "there").rglob("record")}
-    names = ranges_written(monkeypatch)
+    names = watch_written_ranges(monkeypatch)
     server.fault = lambda path, number: None
     assert work() == local
-    assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+    assert written_files(tmp_path / "there") == written_files(tmp_path / "local")
     assert finished and names and not finished & names
 
 
@@ -146,7 +148,7 @@ def test_machine_reads_only_planned_objects(server: ToyServer, tmp_path: Path, k
         SavableError,
         match=rf"{server.url}/{kind}/.*: (its files, or the samples in them, differ|it was replaced since)",
     ):
-        converted(url_of(server, source, "http") + below, tmp_path / "there", progress=replaces, engine=engine)
+        convert_source(url_of(server, source, "http") + below, tmp_path / "there", progress=replaces, engine=engine)
 
 
 def replace_parquet(source: Path) -> None:
@@ -172,13 +174,13 @@ def test_objects_replaced_at_equal_size_are_detected_unless_equal(
 ) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
     url = url_of(server, source, "http") + below
-    report = converted(url, tmp_path / "there")
+    report = convert_source(url, tmp_path / "there")
     for path in source.rglob("*.*"):
         path.write_bytes(path.read_bytes())  # another stamp, where the server has one
-    assert converted(url, tmp_path / "there") == report
+    assert convert_source(url, tmp_path / "there") == report
     replace(source)
     with pytest.raises(SavableError, match=r"has another conversion"):
-        converted(url, tmp_path / "there")
+        convert_source(url, tmp_path / "there")
 
 
 def test_files_named_by_records_come_from_a_folder_or_stay_text(server: ToyServer, tmp_path: Path) -> None:
@@ -191,10 +193,10 @@ def test_files_named_by_records_come_from_a_folder_or_stay_text(server: ToyServe
         run_conversion(url, tmp_path / "there", HALVES)
     assert not (tmp_path / "there").exists()
     assert run_conversion(url, tmp_path / "there", HALVES, files_from=source.parent) == local
-    assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+    assert written_files(tmp_path / "there") == written_files(tmp_path / "local")
     text = Options(shard_samples=2, file_fields=())
     assert run_conversion(url, tmp_path / "text", text) == run_conversion(source, tmp_path / "text_here", text)
-    assert shards_in(tmp_path / "text") == shards_in(tmp_path / "text_here")
+    assert written_files(tmp_path / "text") == written_files(tmp_path / "text_here")
 
 
 @pytest.mark.parametrize("kind", ["mds", pytest.param("litdata", marks=pytest.mark.long)])
@@ -202,10 +204,10 @@ def test_small_cache_converts_to_the_same_shards(
     server: ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     source = KINDS[kind](tmp_path / "www" / kind)
-    local = converted(source, tmp_path / "local")
+    local = convert_source(source, tmp_path / "local")
     monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(1 << 13))
-    assert converted(url_of(server, source), tmp_path / "there", workers=1) == local
-    assert shards_in(tmp_path / "there") == shards_in(tmp_path / "local")
+    assert convert_source(url_of(server, source), tmp_path / "there", workers=1) == local
+    assert written_files(tmp_path / "there") == written_files(tmp_path / "local")
     assert bytes_in_use(tmp_path / "cache") <= 1 << 13
     assert server.sent("") > sum(path.stat().st_size for path in source.iterdir()) + 4096, "some came twice"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from savable_pipeline.errors import SavableError
-from tests.support.toy_files import snapshot
+from tests.support.toy_files import file_hashes
 from tests.support.toy_sources import SOURCES, convert_in_halves
 
 ALONE = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-m", __name__]
@@ -25,7 +25,7 @@ def convert_on_small_disks(kind: str, folder: Path) -> tuple[int, int]:
     """
     source = SOURCES[kind](folder / "in", 12)
     convert_in_halves(source, folder / "calm", workers=1)
-    calm, disk, kept = snapshot(folder / "calm"), folder / "disk", 0
+    calm, disk, kept = file_hashes(folder / "calm"), folder / "disk", 0
     disk.mkdir()
     for attempt in range(1, 60):
         # Grown in place every time but the fourth, which starts on an empty one.
@@ -39,7 +39,7 @@ def convert_on_small_disks(kind: str, folder: Path) -> tuple[int, int]:
             assert shards <= {path.name for path in (disk / "out").glob("*.tar")}, "a shard that was finished is gone"
             kept += bool(shards)
         else:
-            assert snapshot(disk / "out") == calm
+            assert file_hashes(disk / "out") == calm
             return attempt - 1, kept
     raise AssertionError("it never had room enough")
 

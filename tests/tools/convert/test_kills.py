@@ -18,7 +18,7 @@ from savable_pipeline.data.shards.tar_format import ShardFile
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import run_conversion
 from tests.support.processes import run_until_killed
-from tests.support.toy_files import SMALL, fill, snapshot
+from tests.support.toy_files import SMALL, file_hashes, write_captioned_images
 from tests.support.toy_sources import ONE_A_READER, SOURCES, convert_in_halves
 
 
@@ -39,14 +39,14 @@ def events(source: Path, target: Path, below: Path) -> int:
 def kill_and_go_on(folder: Path, source: Path, moments: list[int]) -> None:
     """After a kill at each moment, and at two in one conversion, the same command ends with the same bytes."""
     work(source, folder / "calm")
-    calm = snapshot(folder / "calm")
+    calm = file_hashes(folder / "calm")
     assert sum(name.endswith(".tar") for name in calm) > 2
     killed = 0
     for moment in moments:
         killed += run_until_killed(lambda: work(source, folder / "out"), folder, moment)
         run_until_killed(lambda: work(source, folder / "out"), folder, moment + 7)
         work(source, folder / "out")
-        assert snapshot(folder / "out") == calm, moment
+        assert file_hashes(folder / "out") == calm, moment
         shutil.rmtree(folder / "out")
     assert killed > len(moments) // 2
 
@@ -73,8 +73,8 @@ def test_thirty_kills_at_random_times_change_no_byte(tmp_path: Path, kind: str) 
     source = SOURCES[kind](tmp_path / "in", 48)
     draw, out = random.Random(kind), tmp_path / "out"
     usual_s = {workers: seconds_of(source, tmp_path / f"calm{workers}", workers) for workers in (1, 2)}
-    calm = snapshot(tmp_path / "calm1")
-    assert calm == snapshot(tmp_path / "calm2") and sum(name.endswith(".tar") for name in calm) > 10
+    calm = file_hashes(tmp_path / "calm1")
+    assert calm == file_hashes(tmp_path / "calm2") and sum(name.endswith(".tar") for name in calm) > 10
     kills, ends, shards = 0, 0, set()
     while kills < 30:
         for _ in range(draw.randint(1, 3)):
@@ -82,7 +82,7 @@ def test_thirty_kills_at_random_times_change_no_byte(tmp_path: Path, kind: str) 
             kills += killed_after(draw.random() * usual_s[workers], source, out, workers)
             shards.add(len(list(out.rglob("*.tar"))))
         work(source, out)
-        assert snapshot(out) == calm, kills
+        assert file_hashes(out) == calm, kills
         ends += 1
         shutil.rmtree(out)
     assert len(shards) > 3, "all kills came before the first shard, or after the last"
@@ -136,7 +136,7 @@ def test_a_conversion_leaves_no_file_open(tmp_path: Path, kind: str) -> None:
 
 
 def test_full_disk_is_one_line_and_the_same_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, add, room = fill(tmp_path / "in", 9), ShardFile.add, [5]
+    source, add, room = write_captioned_images(tmp_path / "in", 9), ShardFile.add, [5]
 
     def full(shard: ShardFile, key: str, parts: dict[str, bytes]) -> None:
         if not room[0]:
@@ -151,4 +151,4 @@ def test_full_disk_is_one_line_and_the_same_command_resumes(tmp_path: Path, monk
     assert [path.name for path in (tmp_path / "out").rglob("*.tar")] == ["000000.tar"]
     run_conversion(source, tmp_path / "out", SMALL)
     run_conversion(source, tmp_path / "calm", SMALL)
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+    assert file_hashes(tmp_path / "out") == file_hashes(tmp_path / "calm")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, Report, run_conversion
-from tests.support.toy_files import reasons
+from tests.support.toy_files import reject_reasons
 from tests.support.toy_samples import plain_png
 
 MEDIA = pa.struct({"bytes": pa.binary(), "path": pa.string()})
@@ -120,7 +120,7 @@ def test_path_out_of_the_folder_is_rejected_by_name(tmp_path: Path, pictures: Pa
     assert report.samples == 1
     outside, url = "outside the folder of the files", "a URL, not a file"
     expected = [outside] * 5 + [url] * 2 + ["missing file", "no extension", "no extension", "missing file"]
-    assert list(reasons(tmp_path / "out").values()) == expected
+    assert list(reject_reasons(tmp_path / "out").values()) == expected
 
 
 def test_link_changed_to_lead_out_is_rejected_when_read(

@@ -17,7 +17,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.tools.convert import Options, run_conversion
 from tests.support.toy_server import serving
-from tests.support.url_sources import shards_in
+from tests.support.url_sources import written_files
 
 PYTHON = os.environ.get("SAVABLE_PEERS_PYTHON", "")
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not PYTHON, reason="SAVABLE_PEERS_PYTHON names no interpreter")]
@@ -145,7 +145,7 @@ def samples(source: Path, target: Path, *, reshard: bool = False, from_url: bool
     if from_url:
         with serving(source.parent) as server:
             assert run_conversion(f"{server.url}/{source.name}", target.with_name("there"), SETTINGS) == report
-        assert shards_in(target.with_name("there")) == shards_in(target)
+        assert written_files(target.with_name("there")) == written_files(target)
     return list(sp.TarShardReader(target, sp.Lane(), shuffle=False, epochs=1))
 
 

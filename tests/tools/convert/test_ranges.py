@@ -27,8 +27,8 @@ from savable_pipeline.data.stores.parquet import ParquetStore
 from savable_pipeline.data.stores.table_store import FILE_FIELDS
 from savable_pipeline.tools.convert import Options, conversion, find_files, ranges, run_conversion
 from tests.data.test_layouts import LAYOUTS, Layout
-from tests.support.toy_files import fill, snapshot
-from tests.support.toy_sources import SOURCES, ranges_written
+from tests.support.toy_files import file_hashes, write_captioned_images
+from tests.support.toy_sources import SOURCES, watch_written_ranges
 
 TABLES = ("jsonl", "json", "csv")
 NOT_EQUAL = {"Kaldi with segments", "Kaldi's folders of splits"}  # an error, and keys that repeat in two shards
@@ -87,7 +87,7 @@ def test_one_worker_and_eight_give_the_same_bytes(tmp_path: Path) -> None:
     source = SOURCES["parquet"](tmp_path / "in", 40)
     for workers in (1, 8):
         run_conversion(source, tmp_path / str(workers), Options(shard_samples=4), workers=workers)
-    assert snapshot(tmp_path / "1") == snapshot(tmp_path / "8")
+    assert file_hashes(tmp_path / "1") == file_hashes(tmp_path / "8")
 
 
 LIMIT = 102_400
@@ -151,7 +151,7 @@ def test_a_row_group_that_is_larger_than_a_range_is_decoded_once_and_makes_sever
         return decode(store, shard, group)
 
     monkeypatch.setattr(ParquetStore, "decode", noted)
-    jobs = ranges_written(monkeypatch)
+    jobs = watch_written_ranges(monkeypatch)
     report = run_conversion(source, tmp_path / "out", Options(shard_samples=5), workers=1)
     assert decoded == {(0, 0): 1, (0, 1): 1} and len(jobs) == 2
     assert (report.samples, report.shards) == (60, 12)
@@ -164,10 +164,10 @@ class KilledError(BaseException):
 def test_a_kill_at_each_rename_and_the_same_conversion_again_give_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = fill(tmp_path / "in", 7, **{"003.jpg": b"bad"})
+    source = write_captioned_images(tmp_path / "in", 7, **{"003.jpg": b"bad"})
     options = Options(shard_samples=2, split=(("a", "0.5"), ("b", "0.5")))
     run_conversion(source, tmp_path / "calm", options)
-    calm, moment = snapshot(tmp_path / "calm"), 1
+    calm, moment = file_hashes(tmp_path / "calm"), 1
 
     def killed() -> bool:
         """Convert, and die before this rename; False if there are not so many."""
@@ -193,7 +193,7 @@ def test_a_kill_at_each_rename_and_the_same_conversion_again_give_the_same_bytes
 
     while killed():
         run_conversion(source, tmp_path / "out", options)
-        assert snapshot(tmp_path / "out") == calm, moment
+        assert file_hashes(tmp_path / "out") == calm, moment
         shutil.rmtree(tmp_path / "out")
         moment += 1
     assert moment > 20

@@ -24,9 +24,9 @@ from savable_pipeline.tools.convert import Options, run_conversion
 from tests.project.pages import ROOT, blocks_of, run_blocks, write_captioned_shards, write_files
 from tests.support.ray_cluster import RayCluster, is_writing, ray_cluster, writer
 from tests.support.real_servers import bucket_of
-from tests.support.toy_files import SMALL, fill, snapshot
+from tests.support.toy_files import SMALL, file_hashes, write_captioned_images
 from tests.support.toy_sources import HALVES, ONE_A_READER
-from tests.support.url_sources import KINDS, converted, shards_in
+from tests.support.url_sources import KINDS, convert_source, written_files
 
 PAGE = ROOT / "docs/convert-remote.md"
 pytestmark = pytest.mark.long
@@ -56,14 +56,14 @@ def test_every_source_converts_to_the_same_bytes_on_ray(tmp_path: Path) -> None:
                 progress=lambda done, total, size, told=told: told.append(done),
             )
             assert far == local, kind
-            assert snapshot(tmp_path / kind / "far") == snapshot(tmp_path / kind / "local"), kind
+            assert file_hashes(tmp_path / kind / "far") == file_hashes(tmp_path / kind / "local"), kind
             assert (told[0], told[-1]) == (0, 8), kind
 
 
 def test_killed_node_costs_only_its_shards_in_progress(tmp_path: Path, cluster: RayCluster) -> None:
     from savable_pipeline.tools.convert.ray_engine import RayEngine
 
-    source = fill(tmp_path / "in", 400)
+    source = write_captioned_images(tmp_path / "in", 400)
     run_conversion(source, tmp_path / "local", FEW)
     lost = cluster.add()
     killed: list[int] = []
@@ -79,14 +79,14 @@ def test_killed_node_costs_only_its_shards_in_progress(tmp_path: Path, cluster: 
         report = run_conversion(source, tmp_path / "far", FEW, engine=engine, progress=progress)
     assert killed and killed[0] < 400
     assert report.samples == 400
-    assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
+    assert file_hashes(tmp_path / "far") == file_hashes(tmp_path / "local")
     assert not [path for path in (tmp_path / "far").rglob("*") if path.is_dir() and path.name != ".nv-meta"]
 
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("shards", [*range(0, 50, 2), 1, 3, 5, 47, 49])  # finished when the driver is killed
 def test_killed_driver_resumes_to_the_same_bytes(tmp_path: Path, shards: int) -> None:
-    source = fill(tmp_path / "in", 400)
+    source = write_captioned_images(tmp_path / "in", 400)
     run_conversion(source, tmp_path / "local", FEW)
     command = [sys.executable, "-m", "savable_pipeline.tools.cli.main", "convert", str(source), str(tmp_path / "far")]
     command += ["--engine", "ray", "--shard-samples", "8"]
@@ -99,13 +99,13 @@ def test_killed_driver_resumes_to_the_same_bytes(tmp_path: Path, shards: int) ->
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "400 samples in 50 shards" in done.stdout
-    assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
+    assert file_hashes(tmp_path / "far") == file_hashes(tmp_path / "local")
     assert not [path for path in (tmp_path / "far").rglob("*") if path.is_dir() and path.name != ".nv-meta"]
 
 
 @pytest.mark.usefixtures("cluster")
 def test_index_command_on_ray_writes_the_same_index(tmp_path: Path) -> None:
-    run_conversion(fill(tmp_path / "in", 24), tmp_path / "local", SMALL)
+    run_conversion(write_captioned_images(tmp_path / "in", 24), tmp_path / "local", SMALL)
     (tmp_path / "local/000003.tar").write_bytes((tmp_path / "local/000003.tar").read_bytes()[:900])
     shutil.rmtree(tmp_path / "local/.nv-meta")
     shutil.copytree(tmp_path / "local", tmp_path / "far")
@@ -113,14 +113,14 @@ def test_index_command_on_ray_writes_the_same_index(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "savable_pipeline.tools.cli.main", "index", "far", "--engine", "ray"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert (done.returncode, len(faults)) == (1, 1), done.stderr
-    assert snapshot(tmp_path / "far") == snapshot(tmp_path / "local")
+    assert file_hashes(tmp_path / "far") == file_hashes(tmp_path / "local")
 
 
 @pytest.mark.usefixtures("cluster")
 def test_error_of_a_task_equals_that_of_a_local_process(tmp_path: Path) -> None:
     from savable_pipeline.tools.convert.ray_engine import RayEngine
 
-    source = fill(tmp_path / "in", 9)
+    source = write_captioned_images(tmp_path / "in", 9)
 
     def shrink(done: int, total: int, size: int) -> None:
         (source / "b/c.d/008.jpg").write_bytes(b"")
@@ -187,7 +187,7 @@ def test_nodes_convert_remote_sources_although_a_process_and_a_node_are_killed(
         for kind in ("tars", "parquet", "jsonl", "table", "mds", "litdata.chunk")
     }
     for kind, source in sources.items():
-        converted(source, tmp_path / "local" / kind)
+        convert_source(source, tmp_path / "local" / kind)
     python, killed = [sys.executable, "-m", "savable_pipeline.tools.cli.main"], set[str]()
     with bucket_of(tmp_path / "data", monkeypatch), ray_cluster(2, monkeypatch) as cluster:  # it knows the bucket
         kept, lost = cluster.nodes
@@ -212,12 +212,12 @@ def test_nodes_convert_remote_sources_although_a_process_and_a_node_are_killed(
                     cluster.kill(lost)
                     killed.add("node")
             assert driver.wait(240) == 0, driver.stderr and driver.stderr.read()
-            assert shards_in(tmp_path / "far" / kind) == shards_in(tmp_path / "local" / kind), kind
+            assert written_files(tmp_path / "far" / kind) == written_files(tmp_path / "local" / kind), kind
     assert killed == {"process", "node"}, "killed while they wrote"
 
 
 def test_nodes_write_to_a_bucket_although_the_driver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = fill(tmp_path / "in", 200)
+    source = write_captioned_images(tmp_path / "in", 200)
     run_conversion(source, tmp_path / "local", FEW)
     (tmp_path / "nothing").mkdir()
     command = [sys.executable, "-m", "savable_pipeline.tools.cli.main", "convert", str(source), "s3://data/out"]
@@ -233,4 +233,4 @@ def test_nodes_write_to_a_bucket_although_the_driver_is_killed(tmp_path: Path, m
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         found = {each.key.removeprefix("out/"): each.get()["Body"].read() for each in bucket.objects.all()}
-    assert {name: hashlib.sha256(data).hexdigest() for name, data in found.items()} == snapshot(tmp_path / "local")
+    assert {name: hashlib.sha256(data).hexdigest() for name, data in found.items()} == file_hashes(tmp_path / "local")

@@ -12,8 +12,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.tools.convert import Options, run_conversion
-from tests.support.record_cases import CASES, told_all
-from tests.support.toy_files import SMALL, jpeg, reasons, tar_files
+from tests.support.record_cases import CASES, comparable_parts
+from tests.support.toy_files import SMALL, jpeg, reject_reasons, tar_files
 from tests.support.toy_records import (
     LEAF,
     arrow_rows,
@@ -34,7 +34,7 @@ U32 = struct.Struct("<I").pack
 def test_each_encoding_becomes_its_documented_parts(tmp_path: Path, case: str) -> None:
     """The same file says what a store gives: tests/data/stores/test_record_folder_store.py."""
     report = run_conversion(CASES[case](tmp_path / "in"), tmp_path / "out", UNREAD)
-    assert told_all(tar_files(tmp_path / "out")) == GOLDEN[case]["parts"]
+    assert comparable_parts(tar_files(tmp_path / "out")) == GOLDEN[case]["parts"]
     assert [[reject.file, reject.key, reject.reason] for reject in report.rejected] == GOLDEN[case]["rejected"]
 
 
@@ -153,7 +153,7 @@ def test_sample_that_cannot_be_decompressed_is_rejected_alone(tmp_path: Path) ->
     begin = raw.index(b"\x28\xb5\x2f\xfd")  # the magic of zstd
     path.write_bytes(raw[:begin] + bytes(4) + raw[begin + 4 :])
     assert run_conversion(source, tmp_path / "out", SMALL).samples == 9
-    assert reasons(tmp_path / "out") == {"chunk-0-1.bin, record 4": "damaged record"}
+    assert reject_reasons(tmp_path / "out") == {"chunk-0-1.bin, record 4": "damaged record"}
 
 
 def test_undeclared_framed_chunk_is_rejected_by_name(tmp_path: Path) -> None:

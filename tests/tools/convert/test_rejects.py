@@ -12,7 +12,7 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline.tools.convert import Options, find_files, run_conversion
-from tests.support.toy_files import SMALL, fill, jpeg, reasons, tar_files, write_lines
+from tests.support.toy_files import SMALL, jpeg, reject_reasons, tar_files, write_captioned_images, write_lines
 
 UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
 
@@ -38,11 +38,11 @@ UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
 def test_a_bad_file_of_a_folder_is_rejected_with_its_reason(
     tmp_path: Path, name: str, content: bytes, reason: str
 ) -> None:
-    source = find_files(fill(tmp_path / "in", 4, **{name: content}), "folder")
+    source = find_files(write_captioned_images(tmp_path / "in", 4, **{name: content}), "folder")
     report = run_conversion(source, tmp_path / "out", SMALL)
     rejected = [reason] * (2 if name == "000.TXT" else 1)  # both files of one name
     assert [reject.reason for reject in report.rejected] == rejected
-    assert list(reasons(tmp_path / "out").values()) == rejected
+    assert list(reject_reasons(tmp_path / "out").values()) == rejected
     assert report.samples == (3 if name.startswith("000.") else 4)
     assert len(tar_files(tmp_path / "out")) == 2 * report.samples
 
@@ -80,12 +80,14 @@ def test_a_bad_file_of_a_folder_is_rejected_with_its_reason(
     ],
 )
 def test_a_bad_line_of_a_jsonl_is_rejected_with_its_reason(tmp_path: Path, line: Any, reason: str) -> None:
-    fill(tmp_path / "in", 2, **{"empty.jpg": b"", "bad.jpg": b"x", "x.json": b"{}", "folder.d/x.txt": b""})
+    write_captioned_images(
+        tmp_path / "in", 2, **{"empty.jpg": b"", "bad.jpg": b"x", "x.json": b"{}", "folder.d/x.txt": b""}
+    )
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "in/link.txt").symlink_to(tmp_path / "secret.txt")
     source = write_lines(tmp_path / "in/meta.jsonl", {"id": "first"}, line, {"id": "last"})
     report = run_conversion(source, tmp_path / "out", Options(key_field="id"))
-    assert reasons(tmp_path / "out") == {"bad.jpg" if reason == UNREADABLE else "meta.jsonl:2": reason}
+    assert reject_reasons(tmp_path / "out") == {"bad.jpg" if reason == UNREADABLE else "meta.jsonl:2": reason}
     assert report.samples == 2
     assert list(tar_files(tmp_path / "out")) == ["first.json", "last.json"]
 
@@ -101,7 +103,7 @@ def test_repeated_keys_of_other_ranges_are_rejected(tmp_path: Path, workers: int
 
 
 def test_files_outside_the_source_are_accepted_with_an_option(tmp_path: Path) -> None:
-    (fill(tmp_path / "in", 1) / "link.txt").symlink_to(tmp_path / "words.txt")
+    (write_captioned_images(tmp_path / "in", 1) / "link.txt").symlink_to(tmp_path / "words.txt")
     (tmp_path / "words.txt").write_text("words")
     source = write_lines(tmp_path / "in/meta.jsonl", {"file": "../words.txt"}, {"file": "link.txt"})
     options = Options(allow_outside=True)
@@ -112,7 +114,7 @@ def test_files_outside_the_source_are_accepted_with_an_option(tmp_path: Path) ->
 
 
 def test_links_and_special_files_of_a_folder_are_followed_or_rejected(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 3)
+    source = write_captioned_images(tmp_path / "in", 3)
     (tmp_path / "secret.txt").write_text("secret")
     (source / "inside.txt").symlink_to("000.txt")
     (source / "again").symlink_to("b")
@@ -122,7 +124,7 @@ def test_links_and_special_files_of_a_folder_are_followed_or_rejected(tmp_path: 
     os.mkfifo(source / "pipe.txt")
     run_conversion(source, tmp_path / "out", SMALL)
     assert {"inside.txt", "again/001.jpg"} <= set(tar_files(tmp_path / "out"))
-    assert reasons(tmp_path / "out") == {
+    assert reject_reasons(tmp_path / "out") == {
         "outside.txt": "outside the source",
         "again/loop": "link to a folder above it",
         "b/loop": "link to a folder above it",
@@ -133,25 +135,27 @@ def test_links_and_special_files_of_a_folder_are_followed_or_rejected(tmp_path: 
 
 def test_empty_text_is_valid_and_hidden_files_are_only_counted(tmp_path: Path) -> None:
     extra = {"x.txt": b"", ".git/config.txt": b"x", ".DS_Store": b"", "a/.x.jpg": b"", "Thumbs.db": b"x"}
-    report = run_conversion(fill(tmp_path / "in", 1, **extra), tmp_path / "out", SMALL)
+    report = run_conversion(write_captioned_images(tmp_path / "in", 1, **extra), tmp_path / "out", SMALL)
     assert (report.samples, report.rejected, report.hidden) == (2, [], 4)
 
 
 def test_images_are_not_checked_with_an_option(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 2, **{"bad.jpg": b"no image"})
+    source = write_captioned_images(tmp_path / "in", 2, **{"bad.jpg": b"no image"})
     report = run_conversion(source, tmp_path / "out", Options(check_images=False))
     assert report.samples == 3 and report.rejected == []
 
 
 def test_shard_without_a_valid_sample_is_not_written(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 9, **{f"00{i}.jpg": b"bad" for i in (0, 3, 6)})
+    source = write_captioned_images(tmp_path / "in", 9, **{f"00{i}.jpg": b"bad" for i in (0, 3, 6)})
     report = run_conversion(source, tmp_path / "out", SMALL)
     assert (report.samples, report.shards) == (6, 2)
     assert [path.name for path in sorted((tmp_path / "out").glob("*.tar"))] == ["000000.tar", "000001.tar"]
 
 
 def test_source_without_a_valid_sample_has_a_report_and_no_dataset(tmp_path: Path) -> None:
-    report = run_conversion(fill(tmp_path / "in", 0, notes=b"x", **{"x.jpg": b"x"}), tmp_path / "out", SMALL)
+    report = run_conversion(
+        write_captioned_images(tmp_path / "in", 0, notes=b"x", **{"x.jpg": b"x"}), tmp_path / "out", SMALL
+    )
     assert (report.samples, report.shards, len(report.rejected)) == (0, 0, 2)
     assert sorted(path.name for path in (tmp_path / "out/.nv-meta").iterdir()) == [
         "savable.convert.json",
@@ -165,7 +169,7 @@ def test_reasons_are_the_same_each_time_and_large_images_draw_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)  # an image of 64 pixels warns, one of 256 is an error
-    Image.new("L", (16, 16)).save(fill(tmp_path / "in", 1, **{"x.jpg": b"GIF89a"}) / "huge.png")
+    Image.new("L", (16, 16)).save(write_captioned_images(tmp_path / "in", 1, **{"x.jpg": b"GIF89a"}) / "huge.png")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         first = run_conversion(tmp_path / "in", tmp_path / "one", SMALL)

@@ -19,7 +19,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, find_files, run_conversion
 from tests.conftest import write_tar
-from tests.support.toy_files import reasons, snapshot
+from tests.support.toy_files import file_hashes, reject_reasons
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def test_compressed_tars_are_rejected_by_the_reader_and_read_after_a_conversion(
     assert texts(tmp_path / "out") == [f"text {i}" for i in range(10)]
     train = sp.TarShardReader(tmp_path / "out", sp.Lane(), split="train", epochs=1)
     assert train.population == 10
-    before = snapshot(tmp_path / "out")
+    before = file_hashes(tmp_path / "out")
     run_conversion(packed, tmp_path / "out", Options())  # there is nothing left to do
-    assert snapshot(tmp_path / "out") == before
+    assert file_hashes(tmp_path / "out") == before
 
 
 def test_single_tar_is_repacked(packed: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_damaged_tars_are_skipped_and_reported(packed: Path, tmp_path: Path) -> 
     (packed / "g.tar.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     report = run_conversion(packed, tmp_path / "out", Options())
     assert report.samples == 4
-    found = {Path(name).name: reason for name, reason in reasons(tmp_path / "out").items()}
+    found = {Path(name).name: reason for name, reason in reject_reasons(tmp_path / "out").items()}
     assert found == dict.fromkeys(["a.tar.gz", "d.tar.bz2", "e.tar.xz", "g.tar.zst"], "damaged tar")
     assert texts(tmp_path / "out") == ["text 2", "text 3", "text 8", "text 9"]
 
@@ -145,4 +145,4 @@ def test_kill_between_a_shard_and_its_offsets_loses_nothing(packed: Path, tmp_pa
         patch.setattr("savable_pipeline.tools.convert.finish.tar_idx", killed)
         run_conversion(packed, tmp_path / "out", Options())
     run_conversion(packed, tmp_path / "out", Options())
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+    assert file_hashes(tmp_path / "out") == file_hashes(tmp_path / "calm")

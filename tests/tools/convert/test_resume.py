@@ -21,27 +21,27 @@ from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.jobs import claimed, locked
 from savable_pipeline.tools.convert.options import MANIFEST
 from tests.support import processes
-from tests.support.toy_files import SMALL, fill, snapshot, write_lines
-from tests.support.toy_sources import ranges_written
+from tests.support.toy_files import SMALL, file_hashes, write_captioned_images, write_lines
+from tests.support.toy_sources import watch_written_ranges
 
 
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 40, **{"bad.jpg": b"x", "nodot": b"x", "b/worse.png": b""})
+    source = write_captioned_images(tmp_path / "in", 40, **{"bad.jpg": b"x", "nodot": b"x", "b/worse.png": b""})
     for workers in (1, 2):
         run_conversion(source, tmp_path / str(workers), SMALL, workers=workers)
-    one, two = (snapshot(tmp_path / str(workers)) for workers in (1, 2))
+    one, two = (file_hashes(tmp_path / str(workers)) for workers in (1, 2))
     assert len(one) == 2 * 14 + 7
     assert one == two
 
 
 def test_output_bytes_do_not_depend_on_path_or_time_of_the_input(tmp_path: Path) -> None:
     lines = [{"image": f"{i:03d}.jpg"} for i in (0, 3, 5)]
-    write_lines(fill(tmp_path / "in", 6) / "meta.jsonl", *lines)
+    write_lines(write_captioned_images(tmp_path / "in", 6) / "meta.jsonl", *lines)
     shutil.copytree(tmp_path / "in", tmp_path / "deeper/elsewhere")
     os.utime(tmp_path / "deeper/elsewhere/000.jpg", (1, 1))
     run_conversion(tmp_path / "in/meta.jsonl", tmp_path / "one", SMALL)
     run_conversion(tmp_path / "deeper/elsewhere/meta.jsonl", tmp_path / "two", SMALL)
-    one, two = snapshot(tmp_path / "one"), snapshot(tmp_path / "two")
+    one, two = file_hashes(tmp_path / "one"), file_hashes(tmp_path / "two")
     assert one.pop(MANIFEST) != two.pop(MANIFEST), "where the input lay"
     assert one == two
 
@@ -54,8 +54,10 @@ def run_until_killed(source: Path, target: Path, event: int) -> bool:
 @pytest.fixture
 def undisturbed(tmp_path: Path) -> dict[str, str]:
     """What the conversion of `tmp_path / "in"` comes to when nobody kills it."""
-    run_conversion(fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""}), tmp_path / "calm", SMALL)
-    return snapshot(tmp_path / "calm")
+    run_conversion(
+        write_captioned_images(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""}), tmp_path / "calm", SMALL
+    )
+    return file_hashes(tmp_path / "calm")
 
 
 @pytest.mark.landing
@@ -64,7 +66,7 @@ def test_killed_and_repeated_conversion_writes_the_same_bytes(tmp_path: Path, un
     while run_until_killed(tmp_path / "in", tmp_path / "out", event):
         report = run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
         assert (report.samples, len(report.rejected)) == (6, 2)
-        assert snapshot(tmp_path / "out") == undisturbed, event
+        assert file_hashes(tmp_path / "out") == undisturbed, event
         assert not [path for path in (tmp_path / "out").rglob("*") if path.is_dir() and path.name != ".nv-meta"]
         shutil.rmtree(tmp_path / "out")
         event += 1
@@ -81,10 +83,10 @@ def test_finished_ranges_are_not_written_again(
     with pytest.raises(KeyboardInterrupt):
         run_conversion(tmp_path / "in", tmp_path / "out", SMALL, progress=stopped)
     finished = {path.parent.name for path in (tmp_path / "out").rglob("record")}
-    names = ranges_written(monkeypatch)
+    names = watch_written_ranges(monkeypatch)
     run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
     assert finished and names and not finished & names
-    assert snapshot(tmp_path / "out") == undisturbed
+    assert file_hashes(tmp_path / "out") == undisturbed
 
 
 def test_finished_conversion_is_only_reported_again(tmp_path: Path, undisturbed: dict[str, str]) -> None:
@@ -94,7 +96,7 @@ def test_finished_conversion_is_only_reported_again(tmp_path: Path, undisturbed:
     assert {path: path.stat().st_ino for path in inodes} == inodes
     next(iter(inodes)).unlink()
     assert run_conversion(tmp_path / "in", tmp_path / "calm", SMALL) == first
-    assert snapshot(tmp_path / "calm") == undisturbed
+    assert file_hashes(tmp_path / "calm") == undisturbed
 
 
 def test_missing_offsets_of_a_finished_conversion_are_written_again(
@@ -103,7 +105,7 @@ def test_missing_offsets_of_a_finished_conversion_are_written_again(
     (tmp_path / "calm/000001.tar.idx").unlink()
     (tmp_path / "calm/000001.tar.idx.99.tmp").write_bytes(b"")  # of a process that was killed on a full disk
     assert run_conversion(tmp_path / "in", tmp_path / "calm", SMALL).already
-    found = snapshot(tmp_path / "calm")
+    found = file_hashes(tmp_path / "calm")
     assert {name: found[name] for name in found if not name.endswith(".lock")} == undisturbed
 
 
@@ -192,7 +194,7 @@ def test_conversion_waits_for_the_workers_of_a_killed_one(tmp_path: Path) -> Non
     fcntl.flock(held, fcntl.LOCK_SH)
     begin = time.monotonic()
     threading.Timer(0.3, os.close, (held,)).start()
-    run_conversion(fill(tmp_path / "in", 2), tmp_path / "out", SMALL)
+    run_conversion(write_captioned_images(tmp_path / "in", 2), tmp_path / "out", SMALL)
     assert time.monotonic() - begin > 0.3
 
 
@@ -209,7 +211,7 @@ def test_a_worker_shares_the_lock_of_the_folder_while_it_lives(tmp_path: Path) -
 
 
 def test_concurrent_conversions_into_one_folder_are_excluded(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 2)
+    source = write_captioned_images(tmp_path / "in", 2)
     (tmp_path / "out/.nv-meta").mkdir(parents=True)
     with (
         claimed(tmp_path / "out/.nv-meta", tmp_path / "out/.nv-meta/savable.convert"),

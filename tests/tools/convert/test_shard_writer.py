@@ -22,7 +22,7 @@ from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
 from tests.conftest import write_tar
 from tests.support.processes import run_until_killed
-from tests.support.toy_files import SMALL, fill, snapshot, tar_files
+from tests.support.toy_files import SMALL, file_hashes, tar_files, write_captioned_images
 
 Sample = dict[str, Any]
 
@@ -53,12 +53,12 @@ def test_each_value_type_is_written_as_documented(tmp_path: Path) -> None:
 
 
 def test_written_shards_equal_converted_ones_and_webdataset_reads_them(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 7)
+    source = write_captioned_images(tmp_path / "in", 7)
     run_conversion(source, tmp_path / "one", SMALL)
     paths = sorted(str(path.relative_to(source))[:-4] for path in source.rglob("*.jpg"))
     given = [{"__key__": k, **{e: (source / f"{k}.{e}").read_bytes() for e in ("txt", "jpg")}} for k in paths]
     assert write(tmp_path / "two", given, max_samples=3) == 7
-    one, two = snapshot(tmp_path / "one"), snapshot(tmp_path / "two")
+    one, two = file_hashes(tmp_path / "one"), file_hashes(tmp_path / "two")
     alike = [name for name in one if "convert" not in name and "rejected" not in name and "hashes" not in name]
     assert {name: two[name] for name in alike} == {name: one[name] for name in alike}
     assert ".nv-meta/savable.index" in alike and ".nv-meta/dataset.yaml" in alike and len(alike) == 3 + 3 + 4
@@ -86,7 +86,7 @@ def test_killed_writer_resumes_to_the_same_bytes(tmp_path: Path, step: int) -> N
             assert writer.written == min(10, 3 * finished)
             for sample in samples(10)[writer.written :]:
                 writer.write(sample)
-        assert snapshot(target) == snapshot(tmp_path / "calm"), event
+        assert file_hashes(target) == file_hashes(tmp_path / "calm"), event
         shutil.rmtree(target)
     assert killed > 90 // step
 
@@ -141,7 +141,7 @@ def test_full_disk_is_one_clear_error_and_the_next_writer_resumes(
             write(tmp_path / "out", samples(9), max_samples=2)
     assert write(tmp_path / "out", samples(9), max_samples=2) == 9
     write(tmp_path / "calm", samples(9), max_samples=2)
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+    assert file_hashes(tmp_path / "out") == file_hashes(tmp_path / "calm")
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_other_settings_are_rejected(tmp_path: Path, settings: Sample, message: 
 
 def test_foreign_folders_are_rejected_and_unchanged(tmp_path: Path) -> None:
     write_tar(tmp_path / "tars/a.tar", [("k.txt", b"x")])
-    run_conversion(fill(tmp_path / "in", 2), tmp_path / "converted", SMALL)
-    before = snapshot(tmp_path)
+    run_conversion(write_captioned_images(tmp_path / "in", 2), tmp_path / "converted", SMALL)
+    before = file_hashes(tmp_path)
     for name in ("tars", "converted"):
         with pytest.raises(sp.SavableError, match="of another origin"):
             sp.ShardWriter(tmp_path / name)
-    assert snapshot(tmp_path) == before
+    assert file_hashes(tmp_path) == before
     with sp.ShardWriter(tmp_path / "out", max_samples=2), pytest.raises(sp.SavableError, match="another writer is at"):
         sp.ShardWriter(tmp_path / "out", max_samples=2)
     write(tmp_path / "out", samples(4), max_samples=2)

@@ -15,7 +15,7 @@ from savable_pipeline.tools.convert import Options, Report, conversion, find_fil
 from savable_pipeline.tools.convert.prepare import prepare
 from savable_pipeline.tools.convert.source import close_sources
 from savable_pipeline.tools.convert.target import Target
-from tests.support.toy_files import snapshot
+from tests.support.toy_files import file_hashes
 from tests.support.toy_sources import SOURCES, convert_in_halves
 
 ONE_JOB = ("jsonl.gz", "jsonl.zst", "array.xz", "tsv.gz", "packed")  # which has read all before a change
@@ -63,7 +63,7 @@ def test_changed_source_is_an_error_and_resumes_once_restored(tmp_path: Path, ki
     file.write_bytes(raw)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     convert_in_halves(source, tmp_path / "out", workers=1)
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "calm")
+    assert file_hashes(tmp_path / "out") == file_hashes(tmp_path / "calm")
 
 
 @pytest.mark.parametrize("kind", ["parquet", "mds", "tars"])

@@ -14,7 +14,7 @@ from savable_pipeline.tools.convert import Options, find_files, run_conversion
 from savable_pipeline.tools.convert.source import WORDS
 from tests.conftest import write_tar
 from tests.data.test_layouts import LAYOUTS, Layout
-from tests.support.toy_files import SMALL, fill, tar_files
+from tests.support.toy_files import SMALL, tar_files, write_captioned_images
 
 LIST = b'[\n {"a": 1}]'
 HTTP = b"url\nhttp://x/a.jpg\n"
@@ -110,6 +110,6 @@ def test_tars_are_read_unchanged_with_a_message(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tars need no conversion\. Read them by sp\.TarShardReader.* --reshard"):
         run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
     with pytest.raises(ValueError, match="a folder of files: --reshard is only for tars"):
-        run_conversion(fill(tmp_path / "files", 2), tmp_path / "out", SMALL, reshard=True)
+        run_conversion(write_captioned_images(tmp_path / "files", 2), tmp_path / "out", SMALL, reshard=True)
     (tmp_path / "in/a.tar").rename(tmp_path / "in/a.tar.gz")
     assert run_conversion(tmp_path / "in", tmp_path / "out", SMALL, reshard=True).samples == 1

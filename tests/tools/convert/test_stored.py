@@ -12,7 +12,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.tools.convert import Options, run_conversion
-from tests.support.toy_files import reasons
+from tests.support.toy_files import reject_reasons
 
 ROWS: list[dict[str, Any]] = [
     {"name": f"k{i:03d}", "txt": f"text {i}", "picture": {"bytes": bytes([i] * 9), "path": f"{i}.raw"}, "n": [i, 1]}
@@ -74,7 +74,7 @@ def test_row_without_parts_is_rejected_with_its_position(tmp_path: Path, only: t
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     report = run_conversion(tmp_path / "a.parquet", tmp_path / "out", Options(only=only))
     assert report.samples == 2
-    assert reasons(tmp_path / "out") == {"a.parquet, record 1": "no part"}
+    assert reject_reasons(tmp_path / "out") == {"a.parquet, record 1": "no part"}
 
 
 def test_file_changed_during_a_conversion_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.options import MANIFEST
-from tests.support.toy_files import SMALL, fill, reasons, snapshot, tar_files, write_lines
+from tests.support.toy_files import SMALL, file_hashes, reject_reasons, tar_files, write_captioned_images, write_lines
 
 LLAVA = [
     {"id": "1", "image": "000.jpg", "conversations": [{"from": "human", "value": "<image>\né?"}]},
@@ -26,7 +26,7 @@ LLAVA = [
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_each_object_of_a_json_array_becomes_a_sample(tmp_path: Path, indent: int | None) -> None:
-    source = fill(tmp_path / "in", 2) / "llava.json"
+    source = write_captioned_images(tmp_path / "in", 2) / "llava.json"
     text = json.dumps(LLAVA, indent=indent, ensure_ascii=False)
     source.write_text(f"\ufeff {text}\n")
     assert run_conversion(source, tmp_path / "out", Options(key_field="id")).samples == 3
@@ -41,7 +41,7 @@ def test_bad_elements_are_rejected_by_number_and_a_truncated_array_is_an_error(t
     source = tmp_path / "a.json"
     source.write_text('[{"a": 1}, [2], {"image": "gone.jpg"}, {"a": 4}]')
     assert run_conversion(source, tmp_path / "out", SMALL).samples == 2
-    assert reasons(tmp_path / "out") == {"a.json:2": "not a JSON object", "a.json:3": "missing file"}
+    assert reject_reasons(tmp_path / "out") == {"a.json:2": "not a JSON object", "a.json:3": "missing file"}
     source.write_text('[{"a": 1}, {"a"')
     with pytest.raises(ValueError, match=r"a\.json: not a whole list of objects"):
         run_conversion(source, tmp_path / "cut", SMALL)
@@ -49,7 +49,9 @@ def test_bad_elements_are_rejected_by_number_and_a_truncated_array_is_an_error(t
 
 @pytest.mark.parametrize("name", ["m.jsonl.gz", "m.jsonl.bz2", "m.jsonl.xz", "m.jsonl.zst", "m.json.gz"])
 def test_compressed_records_convert_to_the_same_shards(tmp_path: Path, name: str) -> None:
-    plain = write_lines(fill(tmp_path / "in", 4) / "m.jsonl", *({"image": "000.jpg", "n": i} for i in range(7)))
+    plain = write_lines(
+        write_captioned_images(tmp_path / "in", 4) / "m.jsonl", *({"image": "000.jpg", "n": i} for i in range(7))
+    )
     if ".json." in name:
         plain = tmp_path / "in/m.json"
         plain.write_text(json.dumps([{"image": "000.jpg", "n": i} for i in range(7)]))
@@ -60,7 +62,7 @@ def test_compressed_records_convert_to_the_same_shards(tmp_path: Path, name: str
     packed.write_bytes(packers[packed.suffix](plain.read_bytes()))
     run_conversion(plain, tmp_path / "one", SMALL)
     run_conversion(packed, tmp_path / "two", SMALL)
-    one, two = snapshot(tmp_path / "one"), snapshot(tmp_path / "two")
+    one, two = file_hashes(tmp_path / "one"), file_hashes(tmp_path / "two")
     assert one.pop(MANIFEST) != two.pop(MANIFEST), "which names the source"
     assert one == two
     packed.write_bytes(packed.read_bytes()[:-9])
@@ -99,7 +101,7 @@ def test_text_in_utf_16_is_an_error_that_says_so(tmp_path: Path, name: str) -> N
     ],
 )
 def test_a_row_of_a_table_is_a_sample_with_the_files_it_names(tmp_path: Path, name: str, text: str) -> None:
-    (fill(tmp_path / "in", 2) / name).write_text(text, newline="")
+    (write_captioned_images(tmp_path / "in", 2) / name).write_text(text, newline="")
     assert run_conversion(tmp_path / "in" / name, tmp_path / "out", SMALL).rejected == []
     files = tar_files(tmp_path / "out")
     assert list(files) == ["000000001.jpg", "000000001.json", "000000002.jpg", "000000002.json"]
@@ -108,16 +110,16 @@ def test_a_row_of_a_table_is_a_sample_with_the_files_it_names(tmp_path: Path, na
 
 
 def test_path_columns_are_detected(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 3) / "t.csv"
+    source = write_captioned_images(tmp_path / "in", 3) / "t.csv"
     source.write_text("left,right,url\n000.jpg,b/001.jpg,http://x/y.jpg\n000.jpg,gone.jpg,http://x/z.jpg\n")
     run_conversion(source, tmp_path / "out", SMALL)
     assert list(tar_files(tmp_path / "out")) == ["000000001.jpg", "000000001.json", "000000001.right.jpg"]
-    assert reasons(tmp_path / "out") == {"t.csv:3": "missing file"}
+    assert reject_reasons(tmp_path / "out") == {"t.csv:3": "missing file"}
 
 
 @pytest.mark.parametrize("first", [",a note", "gone.jpg,a note", "http://x/y.jpg,a note"])
 def test_unusual_first_row_hides_no_column(tmp_path: Path, first: str) -> None:
-    source = fill(tmp_path / "in", 3) / "t.csv"
+    source = write_captioned_images(tmp_path / "in", 3) / "t.csv"
     source.write_text(f"picture,text\n{first}\n000.jpg,b\nb/001.jpg,c\nb/c.d/002.jpg,d\n")
     run_conversion(source, tmp_path / "out", SMALL)
     assert [name for name in tar_files(tmp_path / "out") if name.endswith("jpg")] == [
@@ -126,14 +128,14 @@ def test_unusual_first_row_hides_no_column(tmp_path: Path, first: str) -> None:
 
 
 def test_columns_of_equal_file_types_have_separate_parts(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 3, **{"p.png": b"x"}) / "t.csv"
+    source = write_captioned_images(tmp_path / "in", 3, **{"p.png": b"x"}) / "t.csv"
     source.write_text("left,right\n000.jpg,p.png\n000.jpg,b/001.jpg\n")
     assert run_conversion(source, tmp_path / "out", Options(check_images=False)).rejected == []
     assert "000000002.right.jpg" in tar_files(tmp_path / "out")
 
 
 def test_a_column_of_text_that_names_a_few_files_is_a_warning(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 3) / "t.csv"
+    source = write_captioned_images(tmp_path / "in", 3) / "t.csv"
     source.write_text("image,text\n000.jpg,000.txt\n000.jpg,a\n000.jpg,b\n")
     report = run_conversion(source, tmp_path / "out", SMALL)
     assert report.samples == 3 and list(tar_files(tmp_path / "out"))[:2] == ["000000001.jpg", "000000001.json"]
@@ -164,7 +166,7 @@ def test_invalid_table_is_an_error(tmp_path: Path, content: bytes, message: str)
 
 @pytest.mark.parametrize(("cell", "settings"), [("000.jpg", SMALL), ("https://host/0.jpg", Options(file_fields=[]))])
 def test_table_without_a_header_is_an_error(tmp_path: Path, cell: str, settings: Options) -> None:
-    source = fill(tmp_path / "in", 2) / "m.csv"
+    source = write_captioned_images(tmp_path / "in", 2) / "m.csv"
     source.write_text(f"{cell},a cat\n{cell.replace('0', '1')},a dog\n")
     with pytest.raises(ValueError, match=rf"m\.csv: the first line has {cell!r}, not column names"):
         run_conversion(source, tmp_path / "out", settings)
@@ -192,7 +194,7 @@ def test_table_whose_rows_all_have_a_wrong_width_is_not_empty(tmp_path: Path) ->
 
 
 def test_images_named_by_many_records_warn_with_the_factor(tmp_path: Path) -> None:
-    fill(tmp_path / "in", 2)
+    write_captioned_images(tmp_path / "in", 2)
     lines = [{"image": name} for name in ("000.jpg", "000.jpg", "000.jpg", "b/001.jpg")]
     report = run_conversion(write_lines(tmp_path / "in/m.jsonl", *lines), tmp_path / "out", SMALL)
     assert "4 uses of 2 files" in report.warnings[0] and "2.0 times" in report.warnings[0]
@@ -201,7 +203,7 @@ def test_images_named_by_many_records_warn_with_the_factor(tmp_path: Path) -> No
 
 
 def test_missing_files_of_a_table_suggest_the_folder_option(tmp_path: Path) -> None:
-    source = fill(tmp_path / "in", 2) / "m.csv"
+    source = write_captioned_images(tmp_path / "in", 2) / "m.csv"
     source.write_text("image,caption\nelsewhere/0.jpg,a cat\nelsewhere/1.jpg,a dog\n")
     result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")])
     assert result.exit_code == 2

@@ -25,7 +25,7 @@ from tests.project.pages import ROOT, blocks_of, run_blocks, write_files
 from tests.support.processes import run_until_killed
 from tests.support.real_servers import bucket_of
 from tests.support.toy_engine import ToyEngine
-from tests.support.toy_files import SMALL, fill, jpeg, snapshot
+from tests.support.toy_files import SMALL, file_hashes, jpeg, write_captioned_images
 from tests.support.toy_sources import HALVES, ONE_A_READER, SOURCES, packed_tars
 
 URL = "s3://data/out"
@@ -46,14 +46,14 @@ def bucket(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def objects(bucket: Any, prefix: str = "out/") -> dict[str, str]:
-    """The hash of every object below a prefix, as `snapshot` has those of files."""
+    """The hash of every object below a prefix, as `file_hashes` has those of files."""
     found = {each.key: each.get()["Body"].read() for each in bucket.objects.filter(Prefix=prefix)}
     return {key.removeprefix(prefix): hashlib.sha256(data).hexdigest() for key, data in sorted(found.items())}
 
 
 def repacked(folder: Path) -> dict[str, str]:
     """The snapshot of re-packed tars, but for the lock of an index that processes on a disk share."""
-    return {name: found for name, found in snapshot(folder).items() if not name.endswith(".lock")}
+    return {name: found for name, found in file_hashes(folder).items() if not name.endswith(".lock")}
 
 
 def left_behind(folder: Path) -> list[Path]:
@@ -69,33 +69,35 @@ def test_objects_in_a_bucket_equal_the_files_in_a_folder(tmp_path: Path, bucket:
     reshard = "tars" in source.name
     local = run_conversion(source, tmp_path / "out", HALVES, reshard=reshard)
     assert run_conversion(source, URL, HALVES, reshard=reshard, workers=1) == local
-    assert objects(bucket) == snapshot(tmp_path / "out")
+    assert objects(bucket) == file_hashes(tmp_path / "out")
     assert not left_behind(tmp_path)
 
 
 def test_class_names_are_next_to_the_shards(tmp_path: Path, bucket: Any) -> None:
-    source = fill(tmp_path / "in", 0, **{f"{name}/{i}.jpg": jpeg(i) for name in ("a", "b") for i in range(4)})
+    source = write_captioned_images(
+        tmp_path / "in", 0, **{f"{name}/{i}.jpg": jpeg(i) for name in ("a", "b") for i in range(4)}
+    )
     options = Options(shard_samples=3, classes=True)
     local = run_conversion(source, tmp_path / "out", options)
     assert run_conversion(source, URL, options, engine=ToyEngine(tmp_path / "elsewhere")) == local
-    assert objects(bucket) == snapshot(tmp_path / "out")
+    assert objects(bucket) == file_hashes(tmp_path / "out")
     assert (tmp_path / "out/classes.json").read_bytes() == b'["a", "b"]'
 
 
 def test_processes_and_other_machines_write_the_same_objects(tmp_path: Path, bucket: Any) -> None:
-    source = fill(tmp_path / "in", 20, **{"003.jpg": b"bad", "nodot": b""})
+    source = write_captioned_images(tmp_path / "in", 20, **{"003.jpg": b"bad", "nodot": b""})
     local = run_conversion(source, tmp_path / "out", SMALL)
     assert run_conversion(source, URL, SMALL, workers=2) == local
-    assert objects(bucket) == snapshot(tmp_path / "out")
+    assert objects(bucket) == file_hashes(tmp_path / "out")
     assert run_conversion(source, "s3://data/far", SMALL, engine=ToyEngine(tmp_path / "elsewhere")) == local
-    assert objects(bucket, "far/") == snapshot(tmp_path / "out")
+    assert objects(bucket, "far/") == file_hashes(tmp_path / "out")
 
 
 def test_large_shard_is_uploaded_in_parts(tmp_path: Path, bucket: Any) -> None:
-    source = fill(tmp_path / "in", 0, **{f"{i}.raw": os.urandom(3_500_000) for i in range(5)})
+    source = write_captioned_images(tmp_path / "in", 0, **{f"{i}.raw": os.urandom(3_500_000) for i in range(5)})
     run_conversion(source, tmp_path / "out", Options())
     run_conversion(source, URL, Options())
-    assert objects(bucket) == snapshot(tmp_path / "out")
+    assert objects(bucket) == file_hashes(tmp_path / "out")
     Bucket(URL).upload(
         "uploaded", tmp_path / "out/000000.tar"
     )  # shards are copied after that, which merges their parts
@@ -117,9 +119,9 @@ def test_large_shard_is_uploaded_in_parts(tmp_path: Path, bucket: Any) -> None:
 def test_killed_upload_resumes_from_another_machine(
     tmp_path: Path, bucket: Any, engine: bool, moments: Sequence[int]
 ) -> None:
-    source = fill(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""})
+    source = write_captioned_images(tmp_path / "in", 7, **{"003.jpg": b"bad", "nodot": b""})
     run_conversion(source, tmp_path / "out", SMALL)
-    expected = snapshot(tmp_path / "out")
+    expected = file_hashes(tmp_path / "out")
     killed = 0
 
     def work() -> None:
@@ -139,7 +141,7 @@ def test_killed_upload_resumes_from_another_machine(
 
 
 def test_finished_upload_is_rejected_and_unchanged(tmp_path: Path, bucket: Any) -> None:
-    source = fill(tmp_path / "in", 7)
+    source = write_captioned_images(tmp_path / "in", 7)
     run_conversion(source, URL, SMALL)
     times = {each.key: each.last_modified for each in bucket.objects.all()}
     with pytest.raises(SavableError, match=r"^s3://data/out has this whole conversion"):
@@ -164,7 +166,7 @@ def stopped(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interrupted_upload_restarts_with_the_current_source(
     tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = fill(tmp_path / "in", 7)
+    source = write_captioned_images(tmp_path / "in", 7)
     stopped(source, monkeypatch)
     bucket.put_object(Key="out/below/000000.tar", Body=b"of another dataset")
     for path in (source / "b").rglob("*.jpg"):  # at equal size; of all shards but the first no sample is left
@@ -174,13 +176,13 @@ def test_interrupted_upload_restarts_with_the_current_source(
     assert run_conversion(source, URL, SMALL) == local
     found = objects(bucket)
     assert found.pop("below/000000.tar") and "000001.tar" not in found
-    assert found == snapshot(tmp_path / "out")
+    assert found == file_hashes(tmp_path / "out")
 
 
 def test_reader_of_an_interrupted_upload_warns(
     tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = fill(tmp_path / "in", 7)
+    source = write_captioned_images(tmp_path / "in", 7)
     stopped(source, monkeypatch)
     bucket.Object("out/.nv-meta/savable.index").delete()  # as before the metadata
     sp.open_dataset(f"{URL}/")
@@ -192,7 +194,7 @@ def test_reader_of_an_interrupted_upload_warns(
 
 
 def test_other_shards_and_other_options_are_rejected_by_the_name_of_the_url(tmp_path: Path, bucket: Any) -> None:
-    source = fill(tmp_path / "in", 4)
+    source = write_captioned_images(tmp_path / "in", 4)
     bucket.put_object(Key="other/a.tar", Body=b"a tar")
     with pytest.raises(SavableError, match=r"^s3://data/other has a\.tar of another origin"):
         run_conversion(source, "s3://data/other/", SMALL)
@@ -209,7 +211,7 @@ def test_compressed_records_go_into_a_bucket_from_other_machines(tmp_path: Path,
     source = SOURCES[kind](tmp_path / "in")
     local = run_conversion(source, tmp_path / "out", HALVES)
     assert run_conversion(source, URL, HALVES, engine=ToyEngine(tmp_path / "elsewhere")) == local
-    assert objects(bucket) == snapshot(tmp_path / "out")
+    assert objects(bucket) == file_hashes(tmp_path / "out")
     assert not left_behind(tmp_path)
 
 
@@ -252,7 +254,7 @@ def test_killed_repack_into_a_bucket_resumes(tmp_path: Path, bucket: Any, moment
 
 
 def test_two_conversions_at_once_into_one_url_are_rejected(tmp_path: Path, bucket: Any) -> None:
-    source = fill(tmp_path / "in", 4)
+    source = write_captioned_images(tmp_path / "in", 4)
     with mirrored(URL), pytest.raises(SavableError, match=r"^s3://data/out: another conversion is writing there; wait"):
         run_conversion(source, URL, SMALL)
     run_conversion(source, URL, SMALL)
@@ -269,24 +271,24 @@ def test_two_conversions_at_once_into_one_url_are_rejected(tmp_path: Path, bucke
 )
 @pytest.mark.usefixtures("bucket")
 def test_unwritable_url_is_one_line(tmp_path: Path, url: str, words: str) -> None:
-    result = CliRunner().invoke(app, ["convert", str(fill(tmp_path / "in", 1)), url])
+    result = CliRunner().invoke(app, ["convert", str(write_captioned_images(tmp_path / "in", 1)), url])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
 
 
 def test_path_is_not_treated_as_a_url(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a Path cannot hold a URL"):
-        run_conversion(fill(tmp_path / "in", 1), Path("s3://data/out"), SMALL)
+        run_conversion(write_captioned_images(tmp_path / "in", 1), Path("s3://data/out"), SMALL)
 
 
 def test_the_command_writes_to_a_url(tmp_path: Path, bucket: Any) -> None:
-    source = fill(tmp_path / "in", 4, nodot=b"")
+    source = write_captioned_images(tmp_path / "in", 4, nodot=b"")
     result = CliRunner().invoke(app, ["convert", str(source), f"{URL}/", "--shard-samples", "3", "--skip-bad"])
     assert result.exit_code == 0, result.output
     assert "4 samples in 2 shards" in result.output
     assert "all of them: s3://data/out/.nv-meta/savable.rejected.jsonl" in result.output
     run_conversion(source, tmp_path / "out", SMALL)
-    assert objects(bucket) == snapshot(tmp_path / "out")
+    assert objects(bucket) == file_hashes(tmp_path / "out")
 
 
 @pytest.mark.usefixtures("bucket")

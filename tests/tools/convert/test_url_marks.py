@@ -14,7 +14,7 @@ from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import find_files
 from tests.support.toy_server import ToyServer
-from tests.support.url_sources import FOLDERS, KINDS, converted, url_of
+from tests.support.url_sources import FOLDERS, KINDS, convert_source, url_of
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_several_tables_behind_a_url_are_one_source(server: ToyServer, tmp_path:
         (server.folder / name).parent.mkdir(exist_ok=True)
         (server.folder / name).write_text(f'{{"n": "{name}"}}\n')
     for url in ("s3://b/", "s3://b/{a,c/b}.jsonl"):
-        assert converted(url, tmp_path / f"out{len(url)}").samples == 2
+        assert convert_source(url, tmp_path / f"out{len(url)}").samples == 2
 
 
 OTHER = json.dumps({"shards": [{"format": "csv"}]}).encode()
@@ -98,10 +98,10 @@ def test_missing_or_truncated_indexed_file_is_one_line(server: ToyServer, tmp_pa
     with pytest.raises(
         (ValueError, ShardError), match=rf"{url_of(server, cut)}: .*\. Copy it again|{url_of(server, cut)}: damaged"
     ):
-        converted(url_of(server, source), tmp_path / "there")
+        convert_source(url_of(server, source), tmp_path / "there")
     cut.unlink()
     with pytest.raises(ValueError, match=f"{url_of(server, cut)}: named by index.json, and not there. Copy the whole"):
-        converted(url_of(server, source), tmp_path / "again")
+        convert_source(url_of(server, source), tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
