@@ -76,7 +76,8 @@ class ChatEncoder(MixedEncoder):
     and normalized; `video_counts` and `audio_counts`, int64 (B,), of each row; and `mrope_ids`, int64 (B, T, 3).
 
     A sample is skipped as "no json or messages or …" (the parts that were searched), "no answer" (none contributes to
-    the loss), "special token in text" (it would start or end a message) or "longer than max_length".
+    the loss), "no answer, but the role 'bot'" (as before, and one is of another role), "special token in text" (it
+    would start or end a message) or "longer than max_length".
 
     Raises:
         ValueError: A setting or a field is invalid, or a video or audio part is damaged. The message names it.
@@ -169,9 +170,9 @@ class ChatEncoder(MixedEncoder):
             return Skip(f"no {' or '.join((self.part, *columns))}")
         record, arguments = read_record(sample, name)
         messages = parse_conversation(record, media_of(sample))
-        answer_indices = [number for number, message in enumerate(messages) if message.is_answer]
-        if not answer_indices:
-            return Skip("no answer")
+        if not (answer_indices := [number for number, message in enumerate(messages) if message.is_answer]):
+            other = min({message.role for message in messages} - {"system", "user", "assistant"}, default="")
+            return Skip(f"no answer, but the role {other[:20]!r}" if other else "no answer")
         parts = [part for message in messages for part in message.parts]
         texts = [part for part in parts if isinstance(part, str)]
         more = [each for each in [arguments, *(message.more for message in messages)] if each]

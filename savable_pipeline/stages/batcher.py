@@ -82,14 +82,14 @@ class EncoderBatches(ChunkedStage, BatchStage):
             return []
         items, refs, size = due
         batch = self._filled_up(items, refs, size)
-        self._gave(refs)
+        self._count_yielded(refs)
         return [Element(self.ref, batch)]
 
     def pass_over(self) -> bool:
         """Skip the next batch without calling `encoder.batch`. Returns False at the end."""
         due = self._due()
         if due is not None:
-            self._gave(due[1])
+            self._count_yielded(due[1])
         return due is not None
 
     def make(self, elements: Sequence[Element]) -> None:
@@ -135,7 +135,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
         about = error.items if isinstance(error, DifferingItemsError) else range(_NAMED)
         return "".join(f"; item {i} is of {sample_names(self, refs[i])}" for i in about if i < len(refs))
 
-    def _gave(self, refs: list[ItemRef]) -> None:
+    def _count_yielded(self, refs: list[ItemRef]) -> None:
         """Count a yielded or skipped batch of the items with these refs, and set `ref`."""
         self.ref = (self._count, *refs)
         self._count += 1
@@ -171,7 +171,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
             item = self._any_item()
         size = self._rows_of(item)
         batch = self._marked(self._calls.combined([item] * size, self._count, self.info), 0, size)
-        self._gave([])
+        self._count_yielded([])
         return batch
 
     def _any_item(self) -> Any:
@@ -286,7 +286,7 @@ class Batcher(EncoderBatches):
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self.size = size
         self._buffer = ItemBuffer(self)  # items of the next batch
-        self._drops_excluded = source.info.gives_excluded  # drop excluded samples, if no `Encode` has done so
+        self._drops_excluded = source.info.yields_excluded  # drop excluded samples, if no `Encode` has done so
         set_batch_size(source, size)
 
     def describe(self) -> StageInfo:
@@ -294,7 +294,7 @@ class Batcher(EncoderBatches):
 
         This stage drops them if no `Encode` has done so.
         """
-        return replace(super().describe(), gives_excluded=False)
+        return replace(super().describe(), yields_excluded=False)
 
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
         items = self._fill(self.size)
@@ -307,12 +307,12 @@ class Batcher(EncoderBatches):
     def _rows_of(self, item: Any) -> int:
         return self.size
 
-    def _gave(self, refs: list[ItemRef]) -> None:
+    def _count_yielded(self, refs: list[ItemRef]) -> None:
         """Also drop the items of the batch from the buffer.
 
         More may be buffered if the state was saved with a larger `size`.
         """
-        super()._gave(refs)
+        super()._count_yielded(refs)
         self._buffer.drop(len(refs))
 
     def more(self) -> bool:

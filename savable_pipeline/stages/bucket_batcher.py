@@ -369,9 +369,9 @@ class BucketBatcher(EncoderBatches):
         """Return whether an element need not be built, because its batch is skipped and the element cannot be lost."""
         return self.lane.skips and is_certain(self.source, element.ref)
 
-    def _gave(self, refs: list[ItemRef]) -> None:
+    def _count_yielded(self, refs: list[ItemRef]) -> None:
         """Also drop the items of the batch, and move its bucket to the end."""
-        super()._gave(refs)
+        super()._count_yielded(refs)
         if refs:
             buffer = self._buckets.pop(self._due_key)
             buffer.drop(len(refs))

@@ -130,7 +130,7 @@ class Encode(ChunkedStage, ItemStage):
     def describe(self) -> StageInfo:
         """Describe items of the encoder, without excluded samples."""
         return replace(
-            super().describe(), encoder=self._encoder, gives_excluded=False, declared=self.keyed.declared.known
+            super().describe(), encoder=self._encoder, yields_excluded=False, declared=self.keyed.declared.known
         )
 
     def take(self, n: int) -> list[Element]:
@@ -397,8 +397,8 @@ class Encode(ChunkedStage, ItemStage):
                 f"Encode: the state is damaged (part {saved.part} of no sample). Use another copy of the checkpoint."
             )
         # compared as bytes, because NumPy's comparison of structured arrays turns Ctrl-C into another error
-        begun = saved.part > 0 and remaining[:1].tobytes() == refs[:1].tobytes()
-        self._fan = FanOut(self.keyed, self._ahead.samples[0], count=saved.part) if begun else None
+        is_within_sample = saved.part > 0 and remaining[:1].tobytes() == refs[:1].tobytes()
+        self._fan = FanOut(self.keyed, self._ahead.samples[0], count=saved.part) if is_within_sample else None
         self._skipped.restore(self, saved.errors, saved.avoided)
 
     def settings(self) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def blend(
     """
     kinds: set[type[Pipeline]] = {type(each) for each in sources.values()}
     if len(kinds) != 1 or not kinds <= {SamplePipeline, ItemPipeline}:
-        found = {name: getattr(each, "_gives", type(each).__name__) for name, each in sources.items()}
+        found = {name: getattr(each, "_yields", type(each).__name__) for name, each in sources.items()}
         raise ValueError(f"blend takes a dict of pipelines, all of samples or all of items, not {found}")
     check_blend(sources, weights, by, until, stride)
     steps = {name: each.step for name, each in sources.items()}

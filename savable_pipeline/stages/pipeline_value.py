@@ -149,7 +149,7 @@ class Pipeline:
 
     step: PipelineStep
     """The last step, which has the steps before it."""
-    _gives: ClassVar[str] = ""
+    _yields: ClassVar[str] = ""
     _advice: ClassVar[Mapping[str, str]] = {}
 
     def __call__(self, lane: Lane) -> Any:
@@ -256,7 +256,7 @@ class Pipeline:
 
         def __getattr__(self, name: str) -> NoReturn:
             if name in self._advice:
-                raise AttributeError(f".{name} does not take {self._gives}. {self._advice[name]}")
+                raise AttributeError(f".{name} does not take {self._yields}. {self._advice[name]}")
             steps = [step for step in dir(type(self)) if step[0] != "_"]
             meant = "" if name[0] == "_" else closest(name, steps, ".")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{meant}")
@@ -266,7 +266,7 @@ class BatchPipeline(Pipeline):
     """A pipeline of batches: what a loader takes. Only `.then` adds a step to it."""
 
     __slots__ = ()
-    _gives = "batches"
+    _yields = "batches"
     _advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("shuffle", "filter", "map", "encode", "pack", "balance", "batch", "bucket", "clips"), "Put it before .batch."
     )
@@ -276,7 +276,7 @@ class ItemPipeline(Pipeline):
     """A pipeline of items or of packs, which `.map` and `.encode` return."""
 
     __slots__ = ()
-    _gives = "items"
+    _yields = "items"
     _advice: ClassVar[Mapping[str, str]] = {
         "map": "Samples are encoded once: call both functions in one .map.",
         "encode": "Samples are encoded once: write both steps into one encoder.",
@@ -405,7 +405,7 @@ class SamplePipeline(Pipeline):
     """
 
     __slots__ = ()
-    _gives = "samples"
+    _yields = "samples"
     _advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("pack", "balance", "bucket"), "Add .encode(encoder) or .map(function) before it."
     )

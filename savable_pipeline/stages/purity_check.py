@@ -56,9 +56,9 @@ class PurityCheck:
 
     def __call__(self, sample: Sample, rng: Rng) -> Any:
         """Encode `sample`, twice if it is checked. Raises `EncodeError` if the two results differ."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         result = self._encoder.encode(sample, rng)
-        is_slow = time.perf_counter() - begun > self._longest_s
+        is_slow = time.perf_counter() - started > self._longest_s
         is_checked = self.remaining > 0 and word(rng.key, _WORD) < self._limit
         if is_slow or not (is_checked or self._seeding.wants_second_run()):
             return result
@@ -81,10 +81,10 @@ class PurityCheck:
         if not hasattr(other, "__next__"):
             raise self._differs(sample, f"an iterator at first, {type(other).__name__} then")
         for number in count():
-            begun = time.perf_counter()
+            started = time.perf_counter()
             part = next(result, _DONE)
             first = _leaves(part)
-            if number >= self._most_parts or time.perf_counter() - begun > self._longest_s:
+            if number >= self._most_parts or time.perf_counter() - started > self._longest_s:
                 yield from () if part is _DONE else chain([part], result)
                 return
             again.rekey(rng.parts)

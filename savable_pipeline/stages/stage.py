@@ -119,7 +119,7 @@ class Stage:
             return
         found = repr(source)
         if isinstance(source, Stage):
-            found = f"{type(source).__name__}, which gives {source.yields}"
+            found = f"{type(source).__name__}, which yields {source.yields}"
         raise ValueError(
             f"{type(self).__name__} takes a stage of {kind.yields} (custom.{kind.__name__}), not {found}. The order "
             "is reader, ShuffleBuffer, Encode, OnlinePacker, Batcher."

@@ -104,7 +104,7 @@ class StageInfo:
     """The encoder of the items that the stage yields; None if it yields samples."""
     excluded: ExcludedSamples = NOTHING_EXCLUDED
     """The excluded samples of upstream readers."""
-    gives_excluded: bool = False
+    yields_excluded: bool = False
     """Whether the stage may yield excluded samples, because no `Encode` or `Batcher` has left them out yet."""
     raises: bool = False
     """Whether no stage skips samples because of errors, or because a joined sample is missing."""

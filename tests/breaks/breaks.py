@@ -211,7 +211,7 @@ STAGES = [
         "A held pack that can no longer be made takes the slot that it was chosen for: the lane is ahead of the others.",
         _STAGES + "packing/balance.py",
         "                return [element]\n            self._skipped(element.value)\n",
-        "                return [element]\n            self._rule.gave(waiting.cost)\n            self._skipped(element.value)\n",
+        "                return [element]\n            self._rule.count_yielded(waiting.cost)\n            self._skipped(element.value)\n",
         ("tests/stages/packing", "tests/stages/test_lost_items.py", "tests/stages/test_excluded_samples.py"),
         caught_by="tests/stages/packing/test_balance.py::test_a_skipped_pack_is_replaced_in_its_slot[TellingTexts]",
     ),

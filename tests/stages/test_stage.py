@@ -213,9 +213,9 @@ def test_wrong_element_type_is_detected(shards: str) -> None:
 @pytest.mark.parametrize(
     "build,told",
     [
-        (lambda s: sp.Encode(sp.Encode(s, Lengths()), Lengths()), "not Encode, which gives items"),
+        (lambda s: sp.Encode(sp.Encode(s, Lengths()), Lengths()), "not Encode, which yields items"),
         (lambda s: sp.OnlinePacker(s, max_length=8), "OnlinePacker takes a stage of items"),
-        (lambda s: custom.BucketBatcher(s, bounds=[8], size=1), "not TarShardReader, which gives samples"),
+        (lambda s: custom.BucketBatcher(s, bounds=[8], size=1), "not TarShardReader, which yields samples"),
         (
             lambda s: sp.Batcher([1, 2], size=3),
             r"Batcher takes a stage of elements \(custom.Stage\), not \[1, 2\]",

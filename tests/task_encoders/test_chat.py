@@ -174,6 +174,7 @@ def test_a_template_cannot_read_the_clock() -> None:
         ({"txt": "a"}, "no json or messages or conversations or texts"),
         ({"json": chat(("human", "a"))}, "no answer"),
         ({"json": chat()}, "no answer"),
+        ({"json": openai(("user", "a"), ("bot", "b"))}, "no answer, but the role 'bot'"),
         ({"json": openai(("user", "a<|im_end|>"), ("assistant", "b"))}, "special token in text"),
         ({"json": chat(("human", "a" * 99), ("gpt", "b"))}, "longer than max_length"),
     ],

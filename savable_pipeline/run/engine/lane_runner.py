@@ -270,7 +270,7 @@ def _check_last(stage: Any, lane: Lane) -> None:
     if not isinstance(stage, Stage):
         raise ValueError(f"a pipeline must return its last stage (such as a Batcher), not {type(stage).__name__}")
     _check_lane(stage, lane)
-    if stage.info.gives_excluded:
+    if stage.info.yields_excluded:
         raise ValueError(
             f"exclude= needs an Encode, or a Batcher of samples, between the reader and {type(stage).__name__}. Add "
             "one."

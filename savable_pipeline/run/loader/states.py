@@ -310,5 +310,5 @@ def _begun(lanes: Mapping[int, LaneState], facts: RunFacts, local: LocalLanes) -
     for lane in lanes.values():
         for reader in _readers(local.looked_at(lane, facts)).values():
             branch = reader.info.branch
-            begun[branch] = max(begun.get(branch, -1), reader.begun)
+            begun[branch] = max(begun.get(branch, -1), reader.last_epoch_read)
     return begun

@@ -25,7 +25,7 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.advice import check_choice, check_count, closest
 from savable_pipeline.stages.blending.schedule import Schedule
-from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, begin_turns
+from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, build_turns
 from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, make_elements, take_from, value_of
 from savable_pipeline.stages.encoder_calls import measured_length
 from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
@@ -137,7 +137,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         self.weights: dict[str, int] = {}
         self.until = until
         self._before = 0  # samples or tokens that were yielded before the counts of the turns started
-        self._begun: Turns | TokenTurns | None = None
+        self._current_turns: Turns | TokenTurns | None = None
         self._ended: set[str] = set()
         self.name_branch("")
         self.schedule = weights if isinstance(weights, Schedule) else None
@@ -175,7 +175,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             branch=self._branch,
             encoder=common_encoder([info.encoder for info in infos]),
             excluded=reduce(or_, (info.excluded for info in infos)),
-            gives_excluded=any(info.gives_excluded for info in infos),
+            yields_excluded=any(info.yields_excluded for info in infos),
             raises=all(info.raises for info in infos),
             declared=any(info.declared for info in infos),
         )
@@ -257,19 +257,19 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         over = bool(ended) and self.until == "first"
         self._ended = ended
         self._active = [] if over else [name for name in self._on if name not in ended]
-        if self._begun is not None:
-            self._before += self._begun.taken
-        self._begun = None
+        if self._current_turns is not None:
+            self._before += self._current_turns.taken
+        self._current_turns = None
 
     @property
     def _turns(self) -> Turns | TokenTurns:
         """Return the turns of the sources that have not ended."""
-        if self._begun is None:
+        if self._current_turns is None:
             schedule, on = self.schedule, self._on
             if schedule is None or self._decided is not None:
                 schedule = Schedule([(0, {name: on[name] for name in self._active})], unit=self.by)
-            self._begun = begin_turns(self.info, schedule, self._active, self._before, stride=self.stride)
-        return self._begun
+            self._current_turns = build_turns(self.info, schedule, self._active, self._before, stride=self.stride)
+        return self._current_turns
 
     def take(self, n: int) -> Any:
         """Take the next 1 to `n` elements, or none at the end.
@@ -420,11 +420,11 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
                 stage.restore_state(saved.sources[name])
         self._end_sources({name for name in saved.ended if name in self._stages})
         self._ahead = {name: self._restored_ahead(name, saved.ahead.get(name)) for name in self._stages}
-        self._begun, self._before = None, saved.turns.before
+        self._current_turns, self._before = None, saved.turns.before
         if self._active and saved.turns.names == self._active and saved.turns.weights == self._turns.weights:
             self._turns.restore(saved.turns)
         else:
-            self._begun, self._before = None, saved.turns.before + saved.turns.taken
+            self._current_turns, self._before = None, saved.turns.before + saved.turns.taken
             log.info("Blend of %s: the shares are counted again from here", self.lane)
 
     def _restored_ahead(self, name: str, saved: Any) -> _Elements:

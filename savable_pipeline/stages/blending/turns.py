@@ -282,7 +282,7 @@ def _check(saved: TurnsState, sums_match: bool, sources: int) -> None:
         raise CheckpointMismatchError("Blend: the counts of the state are damaged. Use another copy of the checkpoint.")
 
 
-def begin_turns(
+def build_turns(
     info: StageInfo, schedule: Schedule, active: list[str], before: int, *, stride: int
 ) -> Turns | TokenTurns:
     """Build the turns of the `active` sources in a lane.

@@ -94,7 +94,7 @@ class RankRule:
             return False
         return any(now - pack.arrival + i >= longest for i, pack in enumerate(waiting))
 
-    def gave(self, cost: int) -> None:
+    def count_yielded(self, cost: int) -> None:
         """Count a pack of this cost as yielded."""
         self.count += 1
         self.past.append(cost)
@@ -206,15 +206,15 @@ class Balance(ChunkedStage, ItemStage):
             self._buffer.remove(at)
             waiting = self._packs.pop(at)
             if type(element.value) is not Skip:
-                self._gave(waiting)
+                self._count_yielded(waiting)
                 return [element]
             self._skipped(element.value)
 
-    def _gave(self, waiting: WaitingPack) -> None:
+    def _count_yielded(self, waiting: WaitingPack) -> None:
         """Count a pack as yielded."""
         slots = self._rule.count - waiting.arrival
         self._row_of_skips = 0
-        self._rule.gave(waiting.cost)
+        self._rule.count_yielded(waiting.cost)
         self.counts["packs"] += 1
         self.counts["held_slots"] += slots
         self.counts["cost"] += waiting.cost

@@ -133,7 +133,7 @@ class LaneShares:
     cut: int = 0  # unit of shares in samples; with 0, shares differ by at most one sample
 
     @cached_property
-    def epochs_begun(self) -> int:
+    def epochs_started(self) -> int:
         """The number of epochs in a pass, or 0 if the pass never ends.
 
         An epoch of which the pass reads a fraction counts too.
@@ -142,7 +142,7 @@ class LaneShares:
 
     def at_pass(self, number: int) -> LaneShares:
         """Return the shares of the pass with this number, with the best `cut` for it."""
-        shares = replace(self, first_epoch=number * self.epochs_begun)
+        shares = replace(self, first_epoch=number * self.epochs_started)
         if not self.shuffle:
             return replace(shares, cut=self.block_size or (self.rows if self.aligned else 8))
         whole = self.epochs is not None and (self.lane.pad or shares.has_batches)
@@ -153,7 +153,7 @@ class LaneShares:
 
         For the pass of the lane, they are those that it reads.
         """
-        return self if number * self.epochs_begun == self.first_epoch else self.at_pass(number)
+        return self if number * self.epochs_started == self.first_epoch else self.at_pass(number)
 
     def cut_by(self, cut: int) -> LaneShares:
         """Return the same shares with the `cut` of a state.
@@ -180,10 +180,10 @@ class LaneShares:
         Raises ValueError for an epoch without samples.
         """
         count = self.samples.of(epoch).count
-        if self.epochs is None or epoch - self.first_epoch != self.epochs_begun - 1:
+        if self.epochs is None or epoch - self.first_epoch != self.epochs_started - 1:
             return count
-        last = int((Fraction(str(self.epochs)) - (self.epochs_begun - 1)) * count)
-        if self.epochs_begun == 1 and not last:
+        last = int((Fraction(str(self.epochs)) - (self.epochs_started - 1)) * count)
+        if self.epochs_started == 1 and not last:
             raise ValueError(
                 f"{self.reader}: epochs={self.epochs} of {count} samples is less than one sample. Raise epochs."
             )
@@ -227,8 +227,8 @@ class LaneShares:
         if self.epochs is None or self.lane.pad or not 0 < batches < lanes:
             return
         warning = (
-            f"{address}: {count} samples are {batches} batches of {self.rows}, too few for {lanes} lanes: batches will "
-            f"be smaller, or there will be none; begin with lanes={batches} or fewer"
+            f"{address}: {count} samples are {batches} batches of {self.rows}, too few for {lanes} lanes. Batches will "
+            f"be smaller, or there will be none. Start with lanes={batches} or fewer."
         )
         self.lane.shared(("few batches", chosen), lambda: log.warning(warning))
 

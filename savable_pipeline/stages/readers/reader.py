@@ -267,20 +267,20 @@ class RecordReader(_TakesLane):
         self.block_size = BLOCK_SIZE if self.has_default_blocks else block_size
         self._endless = lane if self.epochs is None else None
         self._rows, self._aligned = 1, False  # set by `set_batch_size`
-        self._begin_with(lane.facts.growth.get("", ()))
+        self._start_with(lane.facts.growth.get("", ()))
 
-    def _begin_with(self, growth: Sequence[tuple[int, int]]) -> None:
+    def _start_with(self, growth: Sequence[tuple[int, int]]) -> None:
         """Go to the start. `growth` has the number of shards of the dataset by epoch."""
         self.samples = GrowingSamples(self.dataset, self.selection, growth)
         self._orders = self.lane.shared(
             ("orders", *self.chosen, self.window, self._deals),
             lambda: EpochOrders(self.dataset, self.window, deals=self._deals),
         )
-        self._begin_pass()
+        self._start_pass()
         if self._deals:
             self._orders.groups_of(self.samples.of(self._epoch))  # logs a warning if groups are too large
 
-    def _begin_pass(self) -> None:
+    def _start_pass(self) -> None:
         """Go to the start of the pass. If other lanes have started it, use their chunk size, else the best one."""
         settings = (self.epochs, self.shuffles, self.block_size, self.tag, self._rows, self._aligned)
         shares = LaneShares(type(self).__name__, self.lane, self.samples, *settings).at_pass(self.lane.epoch)
@@ -298,7 +298,7 @@ class RecordReader(_TakesLane):
             aligned: Whether each sample becomes one row.
         """
         self._rows, self._aligned = rows, aligned
-        self._begin_pass()
+        self._start_pass()
         self._shares.warn_of_few(self.dataset.address, self.chosen)
 
     def shares_of(self, number: int) -> LaneShares:
@@ -417,7 +417,7 @@ class RecordReader(_TakesLane):
         if self.epochs is None or self.on_error != "raise":
             return None
         shares = self.shares_of(epoch)
-        spans = [shares.span(lane, shares.first_epoch + each) for each in range(shares.epochs_begun)]
+        spans = [shares.span(lane, shares.first_epoch + each) for each in range(shares.epochs_started)]
         return sum(end - begin for begin, end in spans)
 
     def save_state(self) -> State:
@@ -478,10 +478,10 @@ class RecordReader(_TakesLane):
         self.branch = name
         self.tag = 1 + derive_key("branch", name) % (TAGS - 1)
         self.dataset.names[self.tag] = name
-        self._begin_with(self.lane.facts.growth.get(name, ()))
+        self._start_with(self.lane.facts.growth.get(name, ()))
 
     @property
-    def begun(self) -> int:
+    def last_epoch_read(self) -> int:
         """Return the last epoch of which the lane has read samples.
 
         It is the epoch before the first one if nothing was read yet.
@@ -510,7 +510,7 @@ class RecordReader(_TakesLane):
             origins=frozenset([self.origin]),
             branch=self.branch,
             excluded=ExcludedSamples({self.tag: excluded} if excluded else {}),
-            gives_excluded=bool(excluded),
+            yields_excluded=bool(excluded),
             raises=self.on_error == "raise",
         )
 

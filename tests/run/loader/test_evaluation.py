@@ -114,7 +114,7 @@ def test_480_samples_on_96_lanes_warn_and_on_60_lanes_are_60_full_batches(
     pipeline = partial(counted_pipeline, str(make_shards([480])), size=8)
     with caplog.at_level(logging.WARNING):
         list(loader(pipeline, lanes=96, tail="stop"))
-    assert "begin with lanes=60 or fewer" in caplog.text
+    assert "Start with lanes=60 or fewer" in caplog.text
     batches = list(loader(pipeline, lanes=60, tail="stop"))
     assert [len(batch["id"]) for batch in batches] == [8] * 60
 

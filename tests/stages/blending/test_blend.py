@@ -170,7 +170,7 @@ def test_branches_may_have_their_own_encoders(shards: Path) -> None:
     stage = branches(shards, sp.Lane())
     with pytest.raises(sp.EncodeError, match="Choose one of them with encoder="):
         next(sp.Batcher(stage, size=2))
-    with pytest.raises(ValueError, match=r"samples \(custom.SampleStage\), not Blend, which gives items"):
+    with pytest.raises(ValueError, match=r"samples \(custom.SampleStage\), not Blend, which yields items"):
         sp.Encode(stage, Draws())
     assert len(next(sp.Batcher(stage, size=2, encoder=Draws()))) == 3
     one = Draws()

@@ -22,7 +22,7 @@ from savable_pipeline.stages.blending.turns import (
     TokenTurns,
     Turns,
     TurnsState,
-    begin_turns,
+    build_turns,
 )
 from savable_pipeline.stages.stage_info import StageInfo
 from tests.support.draws import few_examples
@@ -258,7 +258,7 @@ def test_by_tokens_a_rare_source_is_not_drawn_by_all_lanes_at_once() -> None:
     schedule, chosen = Schedule([(0, {"a": 9, "b": 1})], unit="tokens"), []
     for index in range(96):
         info = StageInfo(sp.Lane(index, 96, 5), 1, 0, True, frozenset(), frozenset())
-        turns = begin_turns(info, schedule, ["a", "b"], 0, stride=8)
+        turns = build_turns(info, schedule, ["a", "b"], 0, stride=8)
         assert isinstance(turns, TokenTurns)
         chosen.append([])
         for _ in range(40):

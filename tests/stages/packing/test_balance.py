@@ -348,7 +348,7 @@ def by_the_rule(key: int, candidates: int, costs: list[int], cut: int | None = N
             held.append((number, WaitingPack(cost, rule.count)))
         number, (cost, arrival, _) = held.pop(rule.choose([waiting for _, waiting in held]))
         longest = max(longest, rule.count - arrival)
-        rule.gave(cost)
+        rule.count_yielded(cost)
         order.append(number)
     return order, longest
 
@@ -390,7 +390,7 @@ def test_candidates_grow_by_one_each_slot() -> None:
     rule, rooms = RankRule(key=1, candidates=8), []
     for _ in range(7):
         rooms.append(rule.room)
-        rule.gave(1)
+        rule.count_yielded(1)
     assert rooms == [4, 5, 6, 7, 8, 8, 8]
     assert RankRule(key=1, candidates=2).room == 2
 

@@ -160,12 +160,14 @@ def test_fraction_of_an_epoch_applies_to_its_shards() -> None:
 
 def test_lane_counts_the_samples_it_has_started() -> None:
     stage = reader([8], 0, 2, epochs=2)
-    assert stage.begun == -1
+    assert stage.last_epoch_read == -1
     stage.take(1)
-    assert stage.begun == 0
+    assert stage.last_epoch_read == 0
     stage.take(3)  # the rest of its share
-    assert stage.begun == 0
+    assert stage.last_epoch_read == 0
     stage.take(1)
-    assert stage.begun == 1
-    assert reader([8], 0, 2, epoch=3, epochs=2).begun == 5
-    assert reader([1], 0, 2, epochs=1).begun == 0  # a lane without a share of the epoch, which might give it one
+    assert stage.last_epoch_read == 1
+    assert reader([8], 0, 2, epoch=3, epochs=2).last_epoch_read == 5
+    assert (
+        reader([1], 0, 2, epochs=1).last_epoch_read == 0
+    )  # a lane without a share of the epoch, which might give it one

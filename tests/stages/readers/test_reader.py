@@ -243,7 +243,7 @@ def test_spans_of_a_finite_epoch_are_whole_batches(shuffle: bool) -> None:
 def test_span_smaller_than_a_batch_is_a_smaller_batch_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert batch_sizes(480, 96, 8) == [[5]] * 96
     assert "480 samples are 60 batches of 8, too few for 96 lanes" in caplog.text
-    assert "begin with lanes=60 or fewer" in caplog.text
+    assert "Start with lanes=60 or fewer" in caplog.text
 
 
 def test_epochs_in_file_order_are_equal_and_slots_follow_file_order() -> None:
