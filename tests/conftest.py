@@ -58,7 +58,16 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def children() -> Iterator[ForkedChildren]:
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is written to the user's cache is gone after the tests; matplotlib's fonts stay where they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPLCONFIGDIR", os.environ.get("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib")))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def children(own_cache: None) -> Iterator[ForkedChildren]:
     """Child processes of the package start without an import."""
     with forked_children() as server:
         yield server

@@ -243,6 +243,24 @@ def nemo(root: Path) -> None:
     write(root, {"manifest.json": "".join(json.dumps(row) + "\n" for row in rows)})
 
 
+def common_voice(*tables: str) -> Callable[[Path], None]:
+    """Clips, and tables of splits beside their folder. One table is about sentences without a clip."""
+
+    def all_of(root: Path) -> None:
+        write(root, {f"clips/common_voice_en_{n}.mp3": b"ID3" for n in range(3)})
+        rows = "".join(f"client\tcommon_voice_en_{n}.mp3\tHello {n}\n" for n in range(3))
+        write(root, {f"{name}.tsv": f"client_id\tpath\tsentence\n{rows}" for name in tables})
+        write(root, {"reported.tsv": "sentence_id\tsentence\treason\n1\tx\tgrammar\n"})
+
+    return all_of
+
+
+def below_images(root: Path) -> None:
+    """A list as LLaVA's, whose paths are relative to the folder of images."""
+    write(root, {f"images/coco/{n}.jpg": JPG for n in range(2)})
+    write(root, {"llava.json": json.dumps([{"image": f"coco/{n}.jpg", "conversations": []} for n in range(2)])})
+
+
 def label_table(root: Path) -> None:
     write(root, {f"{n}.jpg": JPG for n in range(2)})
     write(root, {"labels.csv": "filename,label\n0.jpg,cat\n1.jpg,dog\n"})
@@ -379,6 +397,8 @@ LAYOUTS = [
     Layout("LeRobot, version 3", write_lerobot, "lerobot", 4, EPISODE),
     Layout("NeMo manifest beside audio", nemo, "jsonl", 2, frozenset({"json", "wav"})),
     Layout("table of a list of JSON that names images", llava, "json", 2, CAPTIONED),
+    Layout("Common Voice with one table", common_voice("validated"), "csv", 3, frozenset({"json", "mp3"})),
+    Layout("a list of JSON that names images of a folder beside it", below_images, "json", 2, CAPTIONED),
     Layout("JSONL that names images in a folder below", named_images("jsonl"), "jsonl", 2, CAPTIONED),
     Layout("CSV that names images in a folder below", named_images("csv"), "csv", 2, CAPTIONED),
     Layout(
@@ -506,6 +526,27 @@ def test_ambiguous_layout_is_an_error(layout: Layout, root: Path) -> None:
     for opened in (sp.open_dataset, lambda path: sp.read(str(path)).take(1)):
         with pytest.raises(sp.ShardError, match=layout.error):
             opened(root)
+
+
+def test_several_tables_of_the_same_clips_are_an_error_and_each_opens_alone(root: Path) -> None:
+    common_voice("dev", "test", "train", "validated")(root)
+    with pytest.raises(sp.ShardError, match=r"4 tables name files in a folder beside them, dev\.tsv, .* Name one of"):
+        sp.open_dataset(root)
+    for opened in (sp.open_dataset(root / "train.tsv"), sp.read(str(root / "train.tsv"), epochs=1, shuffle=False)):
+        assert [(sample["mp3"], sample.json()["sentence"]) for sample in opened][1] == (b"ID3", "Hello 1")
+
+
+def test_paths_below_a_folder_beside_a_table_stay_inside_the_source(root: Path, tmp_path: Path) -> None:
+    below_images(root)
+    (root / "images").rename(tmp_path / "elsewhere")
+    (root / "images").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(sp.ShardError, match=r"missing file: the field 'image' names 'coco/0\.jpg'"):
+        sp.open_dataset(root / "llava.json")[0]["jpg"]
+    (root / "images").unlink()
+    for name in ("a", "b"):  # either could be meant
+        write(root, {f"{name}/coco/{n}.jpg": JPG for n in range(2)})
+    with pytest.raises(sp.ShardError, match=r"missing file: the field 'image' names 'coco/0\.jpg'"):
+        sp.open_dataset(root / "llava.json")[0]["jpg"]
 
 
 def test_layout_of_several_formats_opens_with_a_format_or_setting(root: Path) -> None:

@@ -74,12 +74,6 @@ MOST = {  # what the last change had reached
     "negatives in messages": 0,
 }
 MOST_IN = {  # the same per folder, so that changes of two folders do not conflict; a folder at 0 is not in it
-    "savable_pipeline/data/remote": {
-        BANNED: 2,
-    },
-    "savable_pipeline/data/stores": {
-        BANNED: 19,
-    },
     "savable_pipeline/stages": {
         BANNED: 2,  # `keep`, the public argument of a filter
     },

@@ -22,11 +22,6 @@ from savable_pipeline.data.shards.metadata import read_counts, read_split, split
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.shards.tar_format import TarIndex
-from savable_pipeline.data.stores.columnar_store import ColumnarStore
-from savable_pipeline.data.stores.jsonl import JsonlStore
-from savable_pipeline.data.stores.record_store import FileStore
-from savable_pipeline.data.stores.tar_store import TarStore
 from savable_pipeline.errors import ShardError
 
 
@@ -87,8 +82,7 @@ def dataset_info(shards: Shards, **settings: Any) -> Info:
     """
     dataset = open_any(shards, inspect=True, **settings)
     unread: list[ShardError] = []
-    # the index of JSONL has no fields
-    sizes, examined = dataset.part_sizes(in_rows=isinstance(dataset.store, JsonlStore), unread=unread)
+    sizes, examined = dataset.part_sizes(in_rows=dataset.store.parts_in_rows, unread=unread)
     nulls, faults = _nulls(dataset, examined)
     media, media_faults = _media(dataset)
     if unread:
@@ -114,14 +108,12 @@ def dataset_info(shards: Shards, **settings: Any) -> Info:
 
 
 def _dotted_layouts(dataset: Dataset, parts: set[str]) -> list[list[str]]:
-    """Return the parts of tar samples in which every part has a dot.
+    """Return the parts of samples in which every part has a dot.
 
     The index of all shards is searched, because other shards may have other `parts`.
     """
-    index = dataset.store.found.index if isinstance(dataset.store, TarStore) else None
-    layouts = index.layouts if isinstance(index, TarIndex) else []
-    found = {tuple(layout.position) for layout in layouts if all("." in part for part in layout.position)}
-    return [list(each) for each in sorted(found) if parts.issuperset(each)]
+    sets = dataset.store.part_sets()
+    return sorted(each for each in sets if parts.issuperset(each) and all("." in part for part in each))
 
 
 def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
@@ -136,13 +128,11 @@ def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
 def _nulls(dataset: Dataset, examined: int) -> tuple[dict[str, int], list[str]]:
     """Return how many of the examined samples have a null in a column, and warnings about skipped content."""
     store = dataset.store
-    if not isinstance(store, ColumnarStore):
-        return {}, [text for text in [store.rejects_warning()] if text]
     nulls, named = Counter[str](), Counter[str]()
     for shard, row in dataset.spread_rows():
-        nulls.update(store.nulls(shard, row))
-        named.update({file.column for file in store.named_files(shard, row)})
-    faults = [
+        for counts, columns in zip((nulls, named), store.lacking(shard, row), strict=True):
+            counts.update(columns)
+    faults = [text for text in [store.rejects_warning()] if text] + [
         f"the column {column!r}: {count:,} of {examined:,} rows have a path and no bytes, which is an error when they "
         f"are read; {store.cure}"
         for column, count in sorted(named.items())
@@ -168,8 +158,8 @@ def split_counts(dataset: Dataset) -> dict[str, int]:
     if root is None:
         return {}
     counts = {entry.name: entry.samples for entry in dataset.entries}
-    indexed = store.found.index.shards.names if isinstance(store, FileStore | TarStore) else ()
-    known = {*counts, *indexed, *(read_counts(root) or ())}
+    found = getattr(store, "found", None)  # not of a store of the user's own
+    known = {*counts, *(() if found is None else found.index.shards.names), *(read_counts(root) or ())}
     splits = {name: read_split(root, name, known) for name in split_names(root)}
     return {
         name: sum(counts[shard] - len(split.excluded.get(shard, ())) for shard in split.shards if shard in counts)

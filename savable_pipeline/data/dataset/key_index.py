@@ -121,8 +121,10 @@ def key_index(dataset: Dataset) -> KeyIndex:
     """
     manifest = dataset.digest()
     name, cache = f"savable.{manifest.hex()}.keys", user_cache()
-    with_metadata = [] if dataset.root is None else [dataset.root / META / name]
-    paths = [*with_metadata, *([] if cache is None else [cache / "savable_pipeline" / name])]
+    near = [] if dataset.root is None else [dataset.root / META / name]
+    paths = [] if cache is None else [cache / "savable_pipeline" / name]
+    # Where the index of raw files is in the cache, so are the keys.
+    paths = [*near, *paths] if near and near[0].parent.is_dir() else [*paths, *near]
 
     def open_or_build(path: Path) -> KeyIndex:
         found = _open_if_valid(path, manifest)  # another process may have built it during the wait
@@ -331,10 +333,8 @@ def _find_keys(
     first = next(keys, None)
     if first is None:
         return
-    from savable_pipeline.data.stores.tar_store import TarStore  # imported here, because few runs exclude samples
-
     # The index of keys belongs to the shards, but for tables, a setting of the reader chooses the column of the key.
-    index = key_index(dataset) if isinstance(dataset.store, TarStore) else None
+    index = key_index(dataset) if dataset.store.keys_in_shards else None
     if index is None or index.duplicate is not None:
         _find_by_reading(dataset, read, found, unknown)
         return

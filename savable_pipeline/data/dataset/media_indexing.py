@@ -66,7 +66,7 @@ def index_media(
         _build(path, indexed, processes or os.cpu_count() or 1, progress)
         return path
 
-    path = at_first_writable(indexed.root, media_table_name(form.index_kind), make)
+    path = at_first_writable(indexed.root, media_table_name(form.index_kind), make, near=(indexed.root / META).is_dir())
     return path, _faults(path, indexed)
 
 

@@ -313,7 +313,7 @@ class RemoteFolder:
         return self.cached.folder / "beside" / name
 
 
-def held(version: Path) -> ShardCache:
+def open_protected(version: Path) -> ShardCache:
     """Open a version in the cache and protect it from eviction."""
     create_flags(version)
     cached = ShardCache(version)
@@ -332,7 +332,7 @@ def unread_version(found: RemoteShards, folder: Path) -> ShardCache:
     except (OSError, ValueError, ShardError):
         entries = zip(found.names, found.sizes.tolist(), strict=True)
         write_index(version / "index", (ShardTable(ShardEntry(*each, 0, 0), b"") for each in sorted(entries)), _UNREAD)
-    cached = held(version)
+    cached = open_protected(version)
     cached.forget_changed()
     return cached
 
@@ -382,7 +382,7 @@ def stamps_of(url: str, names: list[str], session: Session) -> dict[str, tuple[i
     return session.stats(url, names, needed=True)
 
 
-def place_of_object(url: str, session: Session) -> tuple[RemoteFolder, str]:
+def cache_entry_for(url: str, session: Session) -> tuple[RemoteFolder, str]:
     """Return where one object of any kind is cached, and its stamp.
 
     Raises `ShardError`, `RemoteError`.

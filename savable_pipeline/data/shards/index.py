@@ -366,25 +366,16 @@ class Format:
     variant: str = ""
     """Distinguishes the index for these settings, such as `key_end=last`."""
     reader: str = ""
-    """The format whose reader also reads this one, if it has no reader of its own."""
-    scan_folder: Callable[[Path], ShardTable] | None = None
-    """Scans a folder that is one shard, instead of `read`."""
-    open_index: Callable[..., IndexedFiles] | None = None
-    """Opens the index of such a folder."""
-    index: type[ShardIndex] = BlobIndex
-    all_used: bool = True
-    """Whether an epoch reads every byte of a file."""
+    """The name of the format whose reader reads it too, if it has none of its own."""
     whole: bool = False
     """Whether remote files are downloaded whole to index them. Then starts do not ask for their stamps."""
     no_rows: bytes = b""
-    """Index rows of a file that cannot be read."""
-    no_digest: int = 0
+    """The rows in the index of a file that cannot be read."""
     sidecar: tuple[str, str] = ("", "")
-    """Files with the first suffix may have a sidecar with the second."""
-    offsets_suffix: str = ""
-    """Suffix after a file's name for a sidecar that other programs read."""
-    write_offsets: Callable[[Path, ShardTable], None] | None = None
-    offsets_error: Callable[[Path, ShardTable], str] | None = None
+    """Files with the first suffix may have one beside them, with the second."""
+    index: ClassVar[type[ShardIndex]] = BlobIndex
+    offsets_suffix: ClassVar[str] = ""
+    """What follows the name of a file in that of one which other programs read: see `write_offsets`."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Format) and self.index_kind == other.index_kind
@@ -437,7 +428,7 @@ class Format:
         return bool(self.packed) and name.lower().endswith(self.packed)
 
     def sidecar_names(self, name: str) -> list[str]:
-        """Return the names that a file's sidecars may have."""
+        """Return the names of the files that may belong to a file."""
         own, other = self.sidecar
         companion = [self.companion(name)] if other and name.lower().endswith(own) else []
         return [*companion, *([name + self.offsets_suffix] if self.offsets_suffix else [])]
@@ -462,8 +453,6 @@ class Format:
 
         Raises OSError if no descriptor is left, and `RemoteError` for a network disk.
         """
-        if self.scan_folder is not None:
-            return self.scan_folder(root)
         size = 0
 
         def read() -> ShardTable:
@@ -491,9 +480,15 @@ class Format:
         return self.read(file, index.shards.names[number]).entry.digest == int(index.shards.digests[number])
 
     def unreadable(self, name: str, size: int, fault: str) -> ShardTable:
-        """Return the table of a file that cannot be read at all."""
-        entry = ShardEntry(name, size, 0, self.no_digest, encodable(f"{name}: {fault}"))
-        return ShardTable(entry, self.no_rows)
+        """The table of a file of which nothing can be read."""
+        return ShardTable(ShardEntry(name, size, 0, 0, encodable(f"{name}: {fault}")), self.no_rows)
+
+    def write_offsets(self, path: Path, table: ShardTable) -> None:
+        """Write what other programs read beside a file that was indexed."""
+
+    def offsets_error(self, path: Path, table: ShardTable) -> str:
+        """Return what is wrong in it, or ""."""
+        return ""
 
 
 class IndexedFiles:

@@ -173,16 +173,17 @@ class ScannedTables:
 
     def _read(self, offset: int) -> tuple[ShardTable, int] | None:
         """Return the table at an offset and the offset after it, or None if it is incomplete."""
-        head = os.pread(self._file.fileno(), _HEAD.size, offset)
+        head = os.pread(file := self._file.fileno(), _HEAD.size, offset)
         if len(head) < _HEAD.size:
             return None
         length, count, digest = _HEAD.unpack(head)
         start = offset + _HEAD.size + length
-        if start + count > os.fstat(self._file.fileno()).st_size:
+        if start + count > os.fstat(file).st_size:
             return None
-        encoded = os.pread(self._file.fileno(), length, offset + _HEAD.size)
-        # This process has the lock, so no other process writes, and rows can be mapped.
-        rows = np.memmap(self._file, np.uint8, "r", start, (count,)).data if count else b""
+        encoded = os.pread(file, length, offset + _HEAD.size)
+        # This process has the lock, so no other process writes, and many rows can be mapped.
+        many = partial(np.memmap, self._file, np.uint8, "r", start, (count,))
+        rows = os.pread(file, count, start) if count < 1 << 20 else many().data
         if xxh3_64_intdigest(rows, xxh3_64_intdigest(encoded)) != digest:
             return None
         try:
@@ -215,16 +216,20 @@ def make_index(
     processes: int | None = None,
     each: EachShard | None = None,
     progress: Progress = lambda done, total: None,
+    for_others: bool = False,
 ) -> None:
-    """Write the index at `path`, reusing its tables that are still valid."""
+    """Write the index at `path`, reusing its tables that are still valid.
+
+    With `for_others`, also what other programs read beside the files.
+    """
     for name in names:
-        check_utf8(str(root / name), name)
+        check_utf8(f"{root}/{name}", name)
     for stale in path.parent.glob(f"{path.name}.*.tmp"):  # remains of a killed process; this process has the lock
         stale.unlink(missing_ok=True)
-    with ScannedTables(path) as scanned:
-        if len(scanned):  # tables of an interrupted process
-            _join(root, path, form, scanned, _reusable(path, form, form.index.is_whole), ())
+    _join_interrupted(root, path, form)
     reused = _reusable(path, form, partial(_can_reuse, root, form, set(names) if tolerant else set()))
+    if for_others and form.offsets_suffix and path == root / form.index_name:  # reading them wrote no offsets
+        reused = {name: n for name, n in reused.items() if Path(f"{root}/{name}{form.offsets_suffix}").exists()}
     written = _of_writers(root, form, [name for name in names if name not in reused])
     missing = [name for name in names if name not in reused and name not in written]
     log.info("indexing %d of %d shards in %s", len(missing), len(names), root)
@@ -232,9 +237,7 @@ def make_index(
     progress(0, len(missing))
     with ScannedTables(path) as scanned:
         for done, table in enumerate(_scanned(root, missing, form, processes, each), 1):
-            if (
-                form.write_offsets and not table.entry.fault
-            ):  # checked before it is recorded as scanned, because a restart would not scan it again
+            if for_others and not table.entry.fault:  # first: a process that resumes does not scan it again
                 form.write_offsets(root / table.entry.name, table)
             scanned.add(table)
             progress(done, len(missing))
@@ -246,6 +249,12 @@ def make_index(
     for joined in (root / WRITTEN).glob("*.index") if path == root / form.index_name else ():
         if joined.name.removesuffix(".index") in indexed:
             joined.unlink(missing_ok=True)
+
+
+def _join_interrupted(root: Path, path: Path, form: Format) -> None:
+    with ScannedTables(path) as scanned:
+        if len(scanned):
+            _join(root, path, form, scanned, _reusable(path, form, form.index.is_whole), ())
 
 
 def _join(

@@ -1,8 +1,10 @@
 """Finds the index of a folder's files, of any format, or builds it under a lock.
 
-The index is in `.nv-meta/` next to the files, or in the user's cache if that is read-only. A file is scanned again if
-its size has changed, or if it is younger than the index and its content differs. So moving or touching a folder does
-not matter (see index_making.py). For many files, a mark records the folders' times when all files were checked:
+The index of tars is in `.nv-meta/` beside them, or in the user's cache if that place is read-only. Of other files it is
+in the cache, because other programs take a folder beside them for a class or for data, unless `savable index` is asked
+for one or there is a `.nv-meta`. A file is scanned again if its size has changed, or if it is younger than the index
+and is not as it was: moving or touching a folder does not matter (see index_making.py). Of many files a mark says
+whether any folder has changed since all were looked at:
 
     .nv-meta/savable.index.fresh     identity of the index │ each folder: inode, last changes │ Energon's files
 
@@ -21,7 +23,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +39,7 @@ from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles, ShardIndex, index_name
 from savable_pipeline.data.shards.index_making import EachShard, Progress, is_as_indexed, make_index
 from savable_pipeline.data.shards.metadata import META, METADATA_FILES, named_files, read_counts
-from savable_pipeline.data.shards.shard_list import ShardEntry, ShardList
+from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -53,23 +55,22 @@ def media_table_name(kind: str) -> str:
     return index_name("media" if kind == TAR else f"{kind}.media")
 
 
-def index_places(root: Path, name: str) -> Iterator[Path]:
-    """Yield the paths where an index may be.
+def index_places(root: Path, name: str, *, near: bool = True) -> list[Path]:
+    """Return the paths where an index may be, the preferred one first.
 
-    They are `name` below the shards' folder, and one in the user's cache if there is one.
+    They are `name` below the shards' folder, first if `near`, and one in the user's cache if there is one.
     """
-    yield root / name
     hashed = f"{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]}{Path(name).name.removeprefix('savable')}"
-    if (cache := user_cache()) is not None:
-        yield cache / "savable_pipeline" / hashed
+    cached = [] if (cache := user_cache()) is None else [cache / "savable_pipeline" / hashed]
+    return [root / name, *cached] if near else [*cached, root / name]
 
 
-def at_first_writable(root: Path, name: str, make: Callable[[Path], T]) -> T:
+def at_first_writable(root: Path, name: str, make: Callable[[Path], T], *, near: bool) -> T:
     """Return `make(path)` for the index's first path that can be written.
 
-    See `first_writable`.
+    See `index_places` and `first_writable`.
     """
-    return first_writable(index_places(root, name), f"{root}: no place to write an index", make)
+    return first_writable(index_places(root, name, near=near), f"{root}: no place to write an index", make)
 
 
 def first_writable(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -> T:
@@ -219,8 +220,9 @@ def _look_at_all(listed: paths.ListedFiles, form: Format, *, tolerant: bool) -> 
         if began is not None and not listed.unlistable and len(index.shards) >= MARKED_SHARDS:
             mark_fresh(root, form, index, listed.folders, began)
 
-    names = _with_missing(root, listed.names, form, tolerant)
-    return open_index(root, names, form, tolerant=tolerant, looked_at=looked_at)
+    indexes = _indexes(root, form)
+    names = _with_missing(root, listed.names, form, tolerant, _first_of(indexes))
+    return open_index(root, names, form, tolerant=tolerant, indexes=indexes, looked_at=looked_at)
 
 
 def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = False) -> paths.ListedFiles:
@@ -263,29 +265,33 @@ def open_index(
     form: Format,
     *,
     tolerant: bool = False,
+    indexes: Mapping[Path, ShardIndex] | None = None,
     looked_at: Callable[[ShardIndex], None] = lambda index: None,
 ) -> IndexedFiles:
     """Return the index of the files `names` below `root`.
 
-    New and changed files are scanned first. `looked_at` is called with an index of exactly these files, all unchanged.
-    Raises `ShardError` for a damaged one unless `tolerant`, see `open_files`.
+    Files that are new or were rewritten are scanned first.
+
+    `indexes` are those that exist, by path, if they are open. `looked_at` is called with an index that has these files
+    and no others, each as it was found. Raises `ShardError` for a damaged one unless `tolerant`: see `open_files`.
     """
     now = _FilesNow(root, names, form)
-    for path in index_places(root, form.index_name):
-        index = _fresh(path, now, tolerant)
-        if index is not None:
-            if path == root / form.index_name and len(index.shards) == len(names) and now.are_as_in(index, path):
+    for path, index in (_indexes(root, form) if indexes is None else indexes).items():
+        if _fits(index, path, now, tolerant):
+            whole = len(index.shards) == len(names)
+            if whole and path == root / form.index_name and (not tolerant or now.are_as_in(index, path)):
                 looked_at(index)
-            return _checked(IndexedFiles(form, index, path, names, root, tolerant=tolerant))
+            return _checked(IndexedFiles(form, index, path, None if whole else names, root, tolerant=tolerant))
 
     def make(path: Path) -> IndexedFiles:
-        index = _fresh(path, now, tolerant)  # another process may have built it during the wait
-        if index is None:
+        index = _opened(path, form)  # another process may have made it while we waited
+        if index is None or not _fits(index, path, now, tolerant):
             make_index(root, path, names, form, tolerant=tolerant)
             index = form.index_at(path)
         return IndexedFiles(form, index, path, names, root, tolerant=tolerant)
 
-    return _checked(at_first_writable(root, form.index_name, make))
+    near = form.name == TAR or (root / META).is_dir()
+    return _checked(at_first_writable(root, form.index_name, make, near=near))
 
 
 def index_files(
@@ -295,11 +301,15 @@ def index_files(
     processes: int | None = None,
     each: EachShard | None = None,
     progress: Progress = lambda done, total: None,
+    near: bool = True,
 ) -> tuple[Path, list[ShardEntry]]:
     """Index the files that are new or changed.
 
-    `each` reads them, or `processes` processes do (None: one per CPU). Returns the path of the index, and the files
-    that could not be read to their end. Raises `ShardError` if there are no files, or if no index can be written.
+    `each` reads them, or `processes` processes do (None: one a processor). If `near`, the index and what other programs
+    read are written beside the files.
+
+    Returns the path of the index, and the files that could not be read to their end. Raises `ShardError` if there are
+    no files, or no place where an index can be written.
     """
     listed = files if isinstance(files, paths.ListedFiles) else paths.list_files(files)
     for error in listed.unlistable:
@@ -308,11 +318,11 @@ def index_files(
     root, names = found.root, found.names
 
     def make(path: Path) -> tuple[Path, list[ShardEntry]]:
-        make_index(root, path, names, form, processes=processes, each=each, progress=progress)
+        make_index(root, path, names, form, processes=processes, each=each, progress=progress, for_others=near)
         shards, wanted = form.index_at(path).shards, set(names)
         return path, [shards[number] for number in sorted(shards.faults) if shards.names[number] in wanted]
 
-    path, faults = at_first_writable(root, form.index_name, make)
+    path, faults = at_first_writable(root, form.index_name, make, near=near or form.name == TAR)
     if path == root / form.index_name and len(names) >= MARKED_SHARDS:
         _mark(root, form)
     return path, faults
@@ -325,25 +335,29 @@ def _mark(root: Path, form: Format) -> None:
         _look_at_all(files_of(paths.list_files(root), form, missing_too=True), form, tolerant=True)
 
 
-def _with_missing(root: Path, found: list[str], form: Format, tolerant: bool) -> list[str]:
-    indexed = set(_known(root, form).names)
+def _with_missing(root: Path, found: list[str], form: Format, tolerant: bool, known: ShardList) -> list[str]:
+    counted = {name for name in read_counts(root) or () if form.has(name)}
+    if found == [*known.names] and counted.issubset(found):
+        return found
+    indexed = set(known.names)
     if not tolerant:
         check_none_gone(str(root), indexed.difference(found))
-    counted = (name for name in read_counts(root) or () if form.has(name))
     return sorted({*found, *indexed, *counted})
 
 
 def known_files(root: Path, form: Format) -> dict[str, ShardEntry]:
-    """Return the entries of the index of `root` by name, even for files that are gone."""
-    return {entry.name: entry for entry in _known(root, form)}
+    """The entries of the index of `root`, by name, whatever has become of the files."""
+    return {entry.name: entry for entry in _first_of(_indexes(root, form))}
 
 
-def _known(root: Path, form: Format) -> ShardList:
-    """Return the shards in the index of `root`, or none without a valid index."""
-    for path in index_places(root, form.index_name):
-        with contextlib.suppress(OSError, ValueError, ShardError):
-            return form.index_at(path).shards
-    return ShardList.of(())
+def _indexes(root: Path, form: Format) -> dict[Path, ShardIndex]:
+    """Return the indexes of `root` that are whole, by path."""
+    found = {path: _opened(path, form) for path in index_places(root, form.index_name)}
+    return {path: index for path, index in found.items() if index is not None}
+
+
+def _first_of(indexes: Mapping[Path, ShardIndex]) -> ShardList:
+    return next((index.shards for index in indexes.values()), ShardList.of(()))
 
 
 def check_none_gone(address: str, gone: Collection[str]) -> None:
@@ -386,35 +400,39 @@ class _FilesNow:
                 self.written[number] = max(self.written[number], self._sidecar_written_ns(name))
 
     def _sidecar_written_ns(self, name: str) -> int:
-        """Return when a file's sidecar was put there, because a moved file keeps its old time."""
+        """When what lies beside a file was put there; one that was moved there is as old as before otherwise."""
         try:
             return FileVersion.of((self.root / self.form.companion(name)).stat()).newest_ns
         except OSError:
             return time.time_ns()  # the sidecar may be deleted
 
-    def are_as_in(self, index: ShardIndex, path: Path) -> bool:
-        """Return whether the index at `path` has all of these files, unchanged.
+    def are_as_in(self, index: ShardIndex, path: Path, numbers: Rows | None = None) -> bool:
+        """Whether the index at `path` has all of them as they are.
 
-        Raises KeyError if one is missing, OSError.
+        `numbers` are theirs in it. Raises KeyError without one of them, OSError.
         """
-        numbers = index.numbers(self.names)
+        numbers = index.numbers(self.names) if numbers is None else numbers
         if not np.array_equal(index.shards.sizes[numbers], self.sizes):
             return False
         touched = numbers[self.written > path.stat().st_mtime_ns].tolist()
         return all(is_as_indexed(self.root, index, number, self.form) for number in touched)
 
 
-def _fresh(path: Path, now: _FilesNow, tolerant: bool) -> ShardIndex | None:
-    """Return the index at `path` if it is valid and all files are unchanged, else None."""
+def _opened(path: Path, form: Format) -> ShardIndex | None:
+    """Return the index at `path` if it exists and is whole."""
     try:
-        index = now.form.index_at(path)
-        numbers = index.numbers(now.names)
-        if tolerant:
-            return index
-        faulty = bool(index.shards.faults) and not index.shards.faults.keys().isdisjoint(numbers.tolist())
-        return index if not faulty and now.are_as_in(index, path) else None
-    except (OSError, ValueError, KeyError):
+        return form.index_at(path)
+    except (OSError, ValueError):
         return None
     except ShardError as error:
         log.warning("%s. It is rebuilt", error)
         return None
+
+
+def _fits(index: ShardIndex, path: Path, now: _FilesNow, tolerant: bool) -> bool:
+    """Return whether an index has each file as it is now, or if `tolerant` has it at all."""
+    with contextlib.suppress(OSError, ValueError, KeyError, ShardError):
+        numbers = index.numbers(now.names)
+        faulty = bool(index.shards.faults) and not index.shards.faults.keys().isdisjoint(numbers.tolist())
+        return tolerant or (not faulty and now.are_as_in(index, path, numbers))
+    return False

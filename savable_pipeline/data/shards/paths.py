@@ -99,6 +99,7 @@ class ListedFiles:
         found = {}
         for name, most in wanted.items():
             with contextlib.suppress(OSError), with_handles(partial(self._opened, name)) as file:
+                check_marker(f"{self.root}/{name}", os.fstat(file.fileno()).st_size, most)
                 found[name] = file.read(most)
         return found
 
@@ -111,6 +112,12 @@ class ListedFiles:
         cut = len(folder.strip("/")) + bool(folder.strip("/"))
         root, exact = self.root / folder.strip("/"), frozenset(name[cut:] for name in self.exact.intersection(names))
         return replace(self, root=root, names=[name[cut:] for name in names], exact=exact)
+
+
+def check_marker(path: str, size: int, most: int) -> None:
+    """Raise `ShardError` for an index of another program that is too large."""
+    if size > most >= LARGEST_INDEX:
+        raise ShardError(f"{path}: {size:,} bytes, but an index has at most {most:,}. Split it, or pass format=")
 
 
 def list_files(files: Shards) -> ListedFiles:

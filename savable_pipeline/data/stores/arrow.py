@@ -76,6 +76,5 @@ ARROW = Format(
     claims=_is_saved,
     listed=_data_files,
     by_settings=partial(with_ranges, _open_ranged),
-    all_used=False,  # a reader may select columns, so an epoch may not read every byte
     no_rows=bytes(16),
 )

@@ -370,12 +370,10 @@ def _leading_schema(file: ByteSource) -> ArrowMessage | None:
 def _overlap(found: _Found) -> str:
     """Return the fault of a footer whose batches overlap, or "". No batch of such a file is used."""
     batches = sorted(found.batches, key=lambda message: message.offset)
-    for before, after in pairwise(batches):
-        if after.offset < before.end:
+    for one, other in pairwise(batches):
+        if other.offset < one.end:
             found.batches.clear()
-            return (
-                f"the footer names record batches at the bytes {before.offset} and {after.offset} that overlap: {_CURE}"
-            )
+            return f"the footer names record batches at bytes {one.offset} and {other.offset} that overlap: {_CURE}"
     return ""
 
 

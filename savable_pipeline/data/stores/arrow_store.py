@@ -68,8 +68,8 @@ class UnreadBatch:
 
     def holds(self, columns: list[Any]) -> bool:
         """Return whether these arrays only view the batch's memory."""
-        blob = [(self._place(buffer), buffer.size) for column in columns for buffer in column.buffers() if buffer]
-        return all(0 <= place <= place + size <= len(self.raw) for place, size in blob)
+        blob = [(self._offset_of(buffer), buffer.size) for column in columns for buffer in column.buffers() if buffer]
+        return all(0 <= offset <= offset + size <= len(self.raw) for offset, size in blob)
 
     def buffers(self, columns: list[Any], *, whole: bool = False) -> list[tuple[int, int]]:
         """Return offset and size of the buffers of these arrays that are read at once.
@@ -78,14 +78,14 @@ class UnreadBatch:
         are read one by one.
         """
         pairs = [pair for column in columns for pair in _buffers(column, nested=False)]
-        found = [(self._place(buffer), buffer.size) for buffer, by_value in pairs if buffer and not by_value]
+        found = [(self._offset_of(buffer), buffer.size) for buffer, by_value in pairs if buffer and not by_value]
         values = 0
         for buffer in sorted((buffer for buffer, by_value in pairs if buffer and by_value), key=lambda each: each.size):
             values += buffer.size
             if whole or values <= _WHOLE:
-                found.append((self._place(buffer), buffer.size))
+                found.append((self._offset_of(buffer), buffer.size))
             else:
-                self._unread.add(self._place(buffer))
+                self._unread.add(self._offset_of(buffer))
         return found
 
     def reader(self, buffer: Any) -> Callable[[int, int], bytes] | None:
@@ -93,10 +93,10 @@ class UnreadBatch:
 
         It is None if they are in memory.
         """
-        if buffer is None or self._place(buffer) not in self._unread:
+        if buffer is None or self._offset_of(buffer) not in self._unread:
             return None
-        read, shard, place = self._files.read, self._shard, self._begin + self._place(buffer)
-        return lambda begin, end: read(shard, place + begin, end - begin)
+        read, shard, start = self._files.read, self._shard, self._begin + self._offset_of(buffer)
+        return lambda begin, end: read(shard, start + begin, end - begin)
 
     def rows(self, array: Any, first: int, count: int) -> Any:
         """Return rows of an array that is valid except for unread values.
@@ -104,7 +104,7 @@ class UnreadBatch:
         They have everything below them. Raises `ShardError`.
         """
         kind, buffers = array.type, array.buffers()
-        if not any(buffer and self._place(buffer) in self._unread for buffer in buffers):
+        if not any(buffer and self._offset_of(buffer) in self._unread for buffer in buffers):
             return array.slice(first, count)
         own, children = [_bits(buffers[0], first, count)], []
         if pa.types.is_fixed_size_list(kind):
@@ -130,10 +130,10 @@ class UnreadBatch:
         read = self.reader(buffer)
         return buffer.slice(begin, end - begin) if read is None else pa.py_buffer(read(begin, end))
 
-    def _place(self, buffer: Any) -> int:
+    def _offset_of(self, buffer: Any) -> int:
         """Return the offset of a buffer in the batch's memory."""
-        place: int = buffer.address - self._address
-        return place
+        offset: int = buffer.address - self._address
+        return offset
 
 
 def _buffers(array: Any, *, nested: bool) -> Iterator[tuple[Any, bool]]:
@@ -170,8 +170,8 @@ def _bits(bits: Any, first: int, count: int) -> Any:
     if bits is None:
         return None
     used = np.frombuffer(bits, np.uint8)[first // 8 : (first + count + 7) // 8]
-    here = np.unpackbits(used, bitorder="little")[first % 8 : first % 8 + count]
-    return pa.py_buffer(np.packbits(here, bitorder="little"))
+    bits = np.unpackbits(used, bitorder="little")[first % 8 : first % 8 + count]
+    return pa.py_buffer(np.packbits(bits, bitorder="little"))
 
 
 class _File:
@@ -236,8 +236,8 @@ class ArrowStore(ColumnarStore):
         blob = unread.buffers(batch.columns, whole=remote)
         size = end - begin if remote else max(_SMALL, sum(size for _, size in blob))
         self._check_size(size)
-        for place, length in blob:
-            unread.fill(place, length)
+        for offset, length in blob:
+            unread.fill(offset, length)
         return DecodedGroup([batch], size, None if remote else unread)
 
     def _whole(self, raw: memoryview, message: ArrowMessage, file: _File, size: int) -> DecodedGroup:

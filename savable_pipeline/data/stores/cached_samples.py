@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.remote.cache_files import PIECE
-from savable_pipeline.data.remote.lookup import held, locked_folder
+from savable_pipeline.data.remote.lookup import locked_folder, open_protected
 from savable_pipeline.data.remote.session import Urgency
 from savable_pipeline.data.remote.shard_cache import LONG_FOLDER, NO_SPACE, USED, WANTED
 from savable_pipeline.data.shards.index import IndexedFiles
@@ -251,7 +251,7 @@ class LongSamples:
         folder = self._cached.folder / LONG_FOLDER
         with locked_folder(self._cached.dataset):
             folder.mkdir(exist_ok=True)
-            extent = replace(extent, cached=held(folder))
+            extent = replace(extent, cached=open_protected(folder))
         return CachedBlocks(extent, self._found, looked_at=False)
 
     def _look(self, shard: int, row: int) -> None:

@@ -59,6 +59,8 @@ class ColumnarStore(GroupedStore):
     some times its bytes in the file. Raises ValueError for a column that the first file does not have.
     """
 
+    all_used = False  # columns that are not asked for are not read
+
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
         super().__init__(found, settings.get("blocks"))
         self.columns, self.key_column = settings.get("columns"), settings.get("key")
@@ -126,6 +128,14 @@ class ColumnarStore(GroupedStore):
         Raises `ShardError`.
         """
         return self._of_row(shard, row, lambda rows, position: rows.nulls(position))
+
+    def lacking(self, shard: int, row: int) -> tuple[list[str], set[str]]:
+        """See `StoreFacts.lacking`."""
+        return self.nulls(shard, row), {file.column for file in self.named_files(shard, row)}
+
+    def next_readable(self, shard: int, row: int, reason: str) -> int:
+        """See `StoreFacts.next_readable`: the first row of the next group."""
+        return super().next_readable(shard, row, "damaged shard")
 
     def named_files(self, shard: int, row: int) -> list[NamedFile]:
         """Return the files that a row names without their bytes. Raises `ShardError`."""

@@ -15,21 +15,19 @@ import io
 import itertools
 import re
 import sys
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from json.encoder import encode_basestring
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from savable_pipeline.core.wording import counted
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
 from savable_pipeline.data.shards.index import FileBlob
-from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, is_url, text_format
+from savable_pipeline.data.shards.number_spool import NumberSpool
+from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, folders_in, is_file, is_url, text_format
 
 _SEPARATORS = ",;\t|"
 _BLOCK = 1 << 20
@@ -42,15 +40,16 @@ Row: TypeAlias = list[str]
 
 def _found_rows(file: ByteSource) -> tuple[str, FileBlob]:
     """Return the fault of a file, or "", and the offsets of the rows before the fault."""
-    fault, begins = "", array("Q")
+    fault, begins = "", NumberSpool()
     try:
         with _wide_fields():
-            begins.extend(_row_begins(file))
+            for begin in _row_begins(file):
+                begins.append(begin)
     except ValueError as error:
         fault = str(error)
-    if not (fault and begins):  # otherwise the last row may end after the fault
+    if not (fault and len(begins.numbers())):  # otherwise the last row may end after the fault
         begins.append(file.size)
-    return fault, np.frombuffer(begins, "<u8")
+    return fault, begins.numbers()
 
 
 def _row_begins(file: ByteSource) -> Iterator[int]:
@@ -214,13 +213,13 @@ class _Column:
     """Statistics of a column in the first rows."""
 
     name: str
-    cells: int  # number of cells that are not empty
-    paths: list[str]  # cells that are not URLs
-    there: int  # number of these paths that are existing files
+    cells: int  # that are not empty
+    paths: list[str]  # those of them that are no URLs
+    existing: int  # those of them that are files
 
     @property
     def names_files(self) -> bool:
-        return bool(self.name in FILE_FIELDS and self.paths) or (self.there > 0 and 2 * self.there >= self.cells)
+        return bool(self.name in FILE_FIELDS and self.paths) or (self.existing > 0 and 2 * self.existing >= self.cells)
 
     @property
     def endings(self) -> set[str]:
@@ -239,17 +238,21 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
     root, head = store.root_of(0), list(_first_rows(store))
     if not root:
         return [*FILE_FIELDS], [], ""
-    refuse_row(name, (cell for cell in store.header(0) if _is_file(root, cell)))
+    refuse_row(name, (cell for cell in store.header(0) if is_file(root, cell)))
     columns = [_look(column, head, root) for column in store.header(0)]
     found = [column for column in columns if column.names_files]
+    if not found:  # as the `clips/` of Common Voice
+        few = [[_look(column, head[:16], each) for column in store.header(0)] for each in folders_in(root)]
+        below = [naming for each in few if (naming := [column for column in each if column.names_files])]
+        found = below[0] if len(below) == 1 else []
     urls = next((column.name for column in columns if column.cells and 2 * len(column.paths) <= column.cells), "")
     fields = _as_fields(found)
     warnings = [
-        f"{name}: the column {column.name!r} names {counted(column.there, 'file')} in {counted(len(head), 'row')} and "
-        "is taken for text; if it names files, give "
+        f"{name}: the column {column.name!r} names {counted(column.existing, 'file')} in {counted(len(head), 'row')} "
+        "and is taken for text; if it names files, give "
         + " ".join(f"--file-field {each}" for each in [*fields, column.name])
         for column in columns
-        if column.there and column not in found
+        if column.existing and column not in found
     ]
     return fields, warnings, "" if found else urls
 
@@ -269,13 +272,7 @@ def _first_rows(store: CsvStore) -> Iterator[dict[str, str | None]]:
 def _look(column: str, head: list[dict[str, str | None]], root: str) -> _Column:
     cells = [cell for row in head if (cell := row[column])]
     paths = [cell for cell in cells if not is_url(cell)]
-    return _Column(column, len(cells), paths, sum(_is_file(root, path) for path in paths))
-
-
-def _is_file(root: str, cell: str) -> bool:
-    with contextlib.suppress(ValueError, OSError):
-        return len(PurePosixPath(cell).suffix) > 1 and Path(root, cell).is_file()
-    return False
+    return _Column(column, len(cells), paths, sum(is_file(root, path) for path in paths))
 
 
 def _as_fields(columns: list[_Column]) -> list[str]:

@@ -34,8 +34,8 @@ def needed_package(kind: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        what = "rows in Arrow need" if kind == "rows" else "reading zstd needs"
-        raise ValueError(f"{what} {package}. Run `pip install {package}`") from None
+        need = "rows in Arrow need" if kind == "rows" else "reading zstd needs"
+        raise ValueError(f"{need} {package}. Run `pip install {package}`") from None
 
 
 class Unpacked(io.RawIOBase):

@@ -26,7 +26,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -114,14 +113,31 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
         return False
 
 
-def scan_folder(root: Path, *, key_end_last: bool = False, allow_outside: bool = False) -> ShardTable:
-    """List a folder and return its table. Raises OSError."""
-    table = _scanned(str(root), key_end_last=key_end_last, allow_outside=allow_outside)
-    digest = xxh3_64(table.names)
-    digest.update(table.sizes)
-    size = int(np.frombuffer(table.sizes, "<i8").sum())
-    entry = ShardEntry(ALL, size, len(table.firsts) // 8 - 1, digest.intdigest())
-    return ShardTable(entry, table.blob())
+@dataclass(frozen=True, slots=True, eq=False)
+class FolderFormat(Format):
+    """Format of a folder that is one shard, with the settings that change its index."""
+
+    key_end_last: bool = False
+    allow_outside: bool = False
+
+    def files(self, names: Sequence[str], heads: Mapping[str, bytes]) -> list[str]:
+        """Return the name of the folder as a shard."""
+        return [ALL]
+
+    def for_settings(self, settings: dict[str, Any]) -> FolderFormat:
+        """See `Format.for_settings`."""
+        last, outside = settings.get("key_end") == "last", settings.pop("allow_outside", False)
+        variant = ".".join(["key_end_last"] * last + ["allow_outside"] * outside)
+        return replace(self, variant=variant, key_end_last=last, allow_outside=outside)
+
+    def scan(self, root: Path, name: str) -> ShardTable:
+        """Return the table of the folder. Raises OSError."""
+        table = _scanned(str(root), key_end_last=self.key_end_last, allow_outside=self.allow_outside)
+        digest = xxh3_64(table.names)
+        digest.update(table.sizes)
+        size = int(np.frombuffer(table.sizes, "<i8").sum())
+        entry = ShardEntry(ALL, size, len(table.firsts) // 8 - 1, digest.intdigest())
+        return ShardTable(entry, table.blob())
 
 
 def _read(file: ByteSource, name: str) -> ShardTable:
@@ -138,7 +154,7 @@ def open_folder(files: Shards, form: Format, *, tolerant: bool = False, looked_a
     if len(specs) != 1 or not Path(specs[0]).is_dir():
         raise ShardError(f"{listed(specs)}: raw files are read as one folder. Name it, or mix several by sp.blend")
     root = Path(specs[0]).absolute()
-    for path in index_places(root, form.index_name) if not looked_at else ():
+    for path in index_places(root, form.index_name, near=False) if not looked_at else ():
         if (index := _fresh(root, path, form)) is not None:
             return IndexedFiles(form, index, path, None, root, tolerant=tolerant)
 
@@ -153,14 +169,14 @@ def open_folder(files: Shards, form: Format, *, tolerant: bool = False, looked_a
             known = BlobIndex(path, form.index_kind)
         return IndexedFiles(form, known, path, None, root, tolerant=tolerant)
 
-    return at_first_writable(root, form.index_name, make)
+    return at_first_writable(root, form.index_name, make, near=False)
 
 
 def is_known(root: Path) -> bool:
     """Return whether a folder has an index and has not changed since it was indexed."""
     both = itertools.product((None, "last"), (False, True))
-    forms = [by_settings(FOLDER, {"key_end": end, "allow_outside": outside}) for end, outside in both]
-    return any(_fresh(root, path, form) for form in forms for path in index_places(root, form.index_name))
+    forms = [FOLDER.for_settings({"key_end": end, "allow_outside": outside}) for end, outside in both]
+    return any(_fresh(root, path, form) for form in forms for path in index_places(root, form.index_name, near=False))
 
 
 def _known(path: Path, form: Format) -> BlobIndex | None:
@@ -181,7 +197,7 @@ def _fresh(root: Path, path: Path, form: Format) -> BlobIndex | None:
 def _stays(index: BlobIndex, table: ShardTable, tolerant: bool) -> bool:
     """Return whether an existing index remains valid: it equals the table, or `tolerant` allows lost files."""
     ours, theirs = FolderTable.of(np.frombuffer(table.rows, "<u8")), FolderTable.of(index.blob(0))
-    if tolerant:
+    if tolerant and theirs.folders[""].inode == ours.folders[""].inode:  # not another folder of the same path
         sizes_now = dict(zip(ours.files, np.frombuffer(ours.sizes, "<i8").tolist(), strict=True))
         sizes = np.frombuffer(theirs.sizes, "<i8").tolist()
         if any(sizes_now.get(name) != size for name, size in zip(theirs.files, sizes, strict=True)):
@@ -457,6 +473,10 @@ class FolderStore(RecordStore):
         why = listed([f"{each.file}: {each.reason}" for each in rejected])
         return f"{self.address}: {counted(len(rejected), 'file')} left out with the samples of their names: {why}"
 
+    def rejects(self) -> list[Reject]:
+        """See `StoreFacts.rejects`."""
+        return self.table.rejected
+
     def files(self, row: int) -> dict[str, int]:
         """Return the numbers of a sample's files, by part."""
         return self._sample(row)[2]
@@ -580,26 +600,4 @@ def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
     return names
 
 
-def _the_folder(heads: Mapping[str, bytes]) -> list[tuple[str, ...]]:
-    return [(ALL,)]
-
-
-def by_settings(form: Format, settings: dict[str, Any]) -> Format:
-    """Return the format of folders with these settings for keys and links."""
-    scan = {"key_end_last": settings.get("key_end") == "last", "allow_outside": settings.pop("allow_outside", False)}
-    variant = ".".join(name for name, value in scan.items() if value)
-    return replace(form, variant=variant, scan_folder=partial(scan_folder, **scan)) if variant else form
-
-
-FOLDER = Format(
-    "folder",
-    (ALL,),
-    _read,
-    FolderStore,
-    ("key_end", "classes", "allow_outside"),
-    listed=_the_folder,
-    by_settings=by_settings,
-    scan_folder=scan_folder,
-    open_index=open_folder,
-    no_rows=bytes(8),
-)
+FOLDER = FolderFormat("folder", (ALL,), _read, FolderStore, ("key_end", "classes", "allow_outside"), no_rows=bytes(8))

@@ -28,6 +28,7 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from savable_pipeline.core.wording import counted, listed
@@ -44,7 +45,7 @@ from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
 from savable_pipeline.data.stores.sample_names import is_for_people, is_media_file, no_samples, stem_of, suffix_of
 from savable_pipeline.data.stores.shar import SHAR
-from savable_pipeline.data.stores.table_store import FILE_FIELDS, JSON, MARK
+from savable_pipeline.data.stores.table_store import FILE_FIELDS, FIRST_ROWS, JSON, MARK
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.data.stores.token_store import TOKENS
 
@@ -64,7 +65,7 @@ _MAGICS = {b"PAR1": PARQUET, b"ARROW1": ARROW}
 # names of images for readers of a README
 _SHOWN = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")
 _TABLES = {  # tables with fewer rows than their folder has files
-    re.compile(r"(?:.*/)?_delta_log/.*"): "Delta Lake",
+    re.compile(r"(?:.*/)?_delta_log/[^/]*\.json"): "Delta Lake",
     re.compile(r"(?:.*/)?metadata/[^/]*\.metadata\.json"): "Apache Iceberg",
 }
 _FEW, _HEAD = 16, 1 << 16  # most tables that are inspected, and bytes of each
@@ -96,13 +97,14 @@ def wanted(names: Sequence[str]) -> dict[str, int]:
     Args:
         names: The names of all files, relative to the folder that was named.
     """
+    endings = {*map(suffix_of, names)}
     markers = {marker for form in FORMATS for marker in form.markers}
-    texts = [name for name in names if JSON.has(name) or JSONL.has(name) or CSV.has(name)]
+    texts = _select(names, endings, JSON.suffixes)
     found = {name: LARGEST_INDEX for name in texts if name in markers}
-    if any(map(TARS.has, names)):
+    if any(map(TARS.has, endings)):
         return found
-    if not any(map(is_media_file, names)):
-        texts = [*filter(JSON.has, texts)]
+    if any(map(is_media_file, endings)):
+        texts += _select(names, endings, (*JSONL.suffixes, *CSV.suffixes))
     alone = _alone(texts, names) or _bare(names)
     return {**dict.fromkeys(sorted(alone)[:_FEW], _HEAD), **found}
 
@@ -130,28 +132,28 @@ def recognize(
         return Recognized(form, form.files(names, heads))
     if INDEX in heads and (other := index_format(heads)) not in ("", "mds", "litdata"):
         raise ValueError(f"Mosaic Streaming shards of the format {other}, not mds. To read them, {OTHER}")
-    text = "\n".join(names)
+    text, endings = "\n".join(names), {*map(suffix_of, names)}
     for form in FORMATS:
         if form.choose is not None and form.choose[0] in text and (files := form.choose[1](names)):
-            if rest := [name for name in names if TARS.has(name) and name not in files]:
+            if rest := [name for name in _select(names, endings, TARS.suffixes) if name not in files]:
                 raise _ambiguous({form: files, TARS: rest})
             return Recognized(form, files)
-    tars = sorted(filter(TARS.has, names)) or sorted(filter(TARS.packs, names))
-    media = sum(is_media_file(name) and not name.lower().startswith(_SHOWN) for name in names)
+    tars = sorted(_select(names, endings, TARS.suffixes) or _select(names, endings, TARS.packed))
+    media_files = [*filter(is_media_file, names)] if any(map(is_media_file, endings)) else []
+    media = sum(not name.lower().startswith(_SHOWN) for name in media_files)
     if media > len(tars) and tars:
-        raise _ambiguous({TARS: tars, FOLDER: [*filter(is_media_file, names)]})
+        raise _ambiguous({TARS: tars, FOLDER: media_files})
     if tars:
         return Recognized(TARS, tars)
-    _check_several(names)
-    found = _by_format(names, heads)
+    found = _by_format(names, endings, heads)
     if not found and not media and (bare := _bare(names)):
         kinds = {*map(_format_of, filter(None, map(heads.get, bare)))}
         return _folder(names) if len(kinds) != 1 or None in kinds else Recognized(kinds.pop() or FOLDER, bare)
     able = [form for form in found if set(settings) <= set(form.settings)] if settings else []
     if len(able) == 1:
         return Recognized(able[0], found[able[0]])
-    tables = {form: files for form in found if form is not TOKENS and (files := _alone(found[form], names))}
-    if any(map(is_media_file, names)) and not (settings and set(settings) <= set(FOLDER.settings)):
+    if media_files and not (settings and set(settings) <= set(FOLDER.settings)):
+        tables = {form: files for form in found if form is not TOKENS and (files := _alone(found[form], names))}
         if naming := _naming(names, heads, tables):
             return naming
         if media:
@@ -160,24 +162,33 @@ def recognize(
     return _without_media(names, found)
 
 
+def _select(names: Sequence[str], endings: set[str], suffixes: tuple[str, ...]) -> list[str]:
+    """Return the names with these suffixes. `endings` has the last one of each name."""
+    return [] if endings.isdisjoint(map(suffix_of, suffixes)) else [n for n in names if n.lower().endswith(suffixes)]
+
+
 def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the names whose stem is unique, without files for people."""
     stems = Counter(map(stem_of, names)) if some else {}
     return [name for name in some if stems[stem_of(name)] == 1 and not is_for_people(name)]
 
 
-def _by_format(names: Sequence[str], heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
-    """Group files by format, using names, and the first bytes of JSON."""
+def _by_format(names: Sequence[str], endings: set[str], heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
+    """Group files by format, using names, and the first bytes of JSON.
+
+    Raises ValueError for several datasets.
+    """
+    _check_several(names, endings)
     json_files = sorted(filter(JSON.has, heads))
     lists, lines = ([name for name in json_files if begin.match(heads[name])] for begin in (_LIST, _LINES))
     found: dict[Format, list[str]] = {}
     for form in FORMATS:
         if form in (TARS, FOLDER) or form.reader or form.choose or INDEX in form.markers:
             continue
-        files = lists if form is JSON else form.files(names, {})
-        files = sorted([*files, *lines]) if form is JSONL else files
-        if files := files or [*filter(form.packs, names)]:
-            found[form] = files
+        files = lists if form is JSON else _select(names, endings, form.suffixes)
+        files = [*files, *lines] if form is JSONL else files
+        if files := files or _select(names, endings, form.packed):
+            found[form] = sorted(files)
     return found
 
 
@@ -190,6 +201,15 @@ def _naming(names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[For
         fields = [_fields_of(table, heads.get(table, b""), known) for table in files]
         if all(fields):
             return Recognized(form, files, {"file_fields": fields[0]})
+        below = {table: naming for table in files if (naming := _fields_below(table, heads, known))}
+        if len(below) > len({*map(posixpath.dirname, below)}):
+            raise ValueError(
+                f"{len(below)} tables name files in a folder beside them, {listed([*below])}. Name one of them, as "
+                "several may name the same files"
+            )
+        if below:
+            unread = [table for table in files if table not in below]
+            return Recognized(form, [*below], {"file_fields": next(iter(below.values()))}, unread)
     return None
 
 
@@ -255,17 +275,28 @@ def _ambiguous(found: Mapping[Format, Sequence[str]]) -> ValueError:
     return ValueError(f"several kinds of files, {listed(kinds)}. Pass {choice}, or name those of one by a glob")
 
 
-def _fields_of(table: str, head: bytes, names: Collection[str]) -> tuple[str, ...]:
-    """Return the fields whose first rows name files of the folder, as `file_fields`.
+def _fields_below(table: str, heads: Mapping[str, bytes], names: Collection[str]) -> tuple[str, ...]:
+    """Return the fields whose first rows name media files of one folder beside a table, such as `clips/`."""
+    if table not in heads:
+        return ()
+    folder = posixpath.join(posixpath.dirname(table), "")
+    below = {name[len(folder) :].partition("/")[0] for name in names if name.startswith(folder) and is_media_file(name)}
+    naming = [*filter(None, (_fields_of(table, heads[table], names, each) for each in sorted(below)))]
+    return naming[0] if len(naming) == 1 else ()
+
+
+def _fields_of(table: str, head: bytes, names: Collection[str], below: str = "") -> tuple[str, ...]:
+    """Return the fields whose first rows name files of the folder, or media files of a folder `below` it.
 
     These are the usual fields, if there are any, and otherwise all fields. A field has its own part name if another
     field has files of the same kind.
     """
-    folder, found = posixpath.dirname(table), dict[str, str]()
-    for row in _first_rows(table, head):
+    folder, found = posixpath.join(posixpath.dirname(table), below), dict[str, str]()
+    for row in islice(_first_rows(table, head), FIRST_ROWS if below else None):
         for field, value in row.items():
             path = value[0] if isinstance(value, list) and value else value
-            if field and isinstance(path, str) and posixpath.normpath(posixpath.join(folder, path)) in names:
+            is_path = bool(field) and isinstance(path, str) and (not below or is_media_file(path))
+            if is_path and posixpath.normpath(posixpath.join(folder, path)) in names:
                 found.setdefault(field, path)
     usual = [field for field in _USUAL if field in found]
     suffixes = [suffix_of(path) for path in found.values()]
@@ -289,9 +320,12 @@ def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
 
 def _bare(names: Sequence[str]) -> list[str]:
     """Return the files without a suffix, if all others are for people."""
-    own = [name for name in names if not name.endswith(".tar.idx") and not is_for_people(name)]
-    found = [name for name in own if not posixpath.basename(name).startswith("_")]
-    return [] if any("." in posixpath.basename(name) for name in found) else sorted(found)
+    has_others = any("." in posixpath.basename(name) and _is_data(name) for name in names)
+    return [] if has_others else sorted(filter(_is_data, names))
+
+
+def _is_data(name: str) -> bool:
+    return not (name.endswith(".tar.idx") or is_for_people(name) or posixpath.basename(name).startswith("_"))
 
 
 def _format_of(head: bytes) -> Format | None:
@@ -302,14 +336,15 @@ def _format_of(head: bytes) -> Format | None:
     return found or (JSON if _LIST.match(head) else JSONL if _LINES.match(head) else None)
 
 
-def _check_several(names: Sequence[str]) -> None:
+def _check_several(names: Sequence[str], endings: set[str]) -> None:
     """Raise ValueError for several datasets, and for tables of several versions."""
+    json_files = _select(names, endings, JSON.suffixes)
     for pattern, program in _TABLES.items():
-        if any(map(pattern.fullmatch, names)):
+        if any(map(pattern.fullmatch, json_files)):
             raise ValueError(f"a table of {program}, whose files have rows of older versions. To read it, {OTHER}")
-    folders = {posixpath.dirname(name) for name in names if name.lower().endswith((".mds", ".bin"))}
-    folders &= {posixpath.dirname(name) for name in names if name.endswith(f"/{INDEX}")}
-    folders |= {name.removesuffix(f"/{INFO}") for name in names if name.endswith(f"/{INFO}")}
+    folders = {posixpath.dirname(name) for name in _select(names, endings, (".mds", ".bin"))}
+    folders &= {posixpath.dirname(name) for name in json_files if name.endswith(f"/{INDEX}")}
+    folders |= {name.removesuffix(f"/{INFO}") for name in json_files if name.endswith(f"/{INFO}")}
     if folders:
         raise ValueError(
             f"{counted(len(folders), 'folder')} of records, {listed(sorted(folders))}. Name one, or mix by sp.blend"

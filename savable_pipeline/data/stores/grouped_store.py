@@ -244,6 +244,11 @@ class GroupedStore(FileStore):
         Raises `ShardError`.
         """
 
+    def next_readable(self, shard: int, row: int, reason: str) -> int:
+        """See `StoreFacts.next_readable`: skips the rest of a damaged group."""
+        ends = self.group_ends(shard) if reason == "damaged shard" else []
+        return ends[bisect_right(ends, row)] if ends else row + 1
+
     @property
     def most_decoded(self) -> int:
         """Return the most bytes that a group may decode to."""

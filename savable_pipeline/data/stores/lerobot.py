@@ -68,7 +68,7 @@ class LeRobotStore(RangedRows, ParquetStore):
     in a ZIP archive, see `ImageFrames`, and other values are JSON. Raises `ShardError`, and ValueError for `columns`.
     """
 
-    base = ""
+    base, all_used = "", True
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
         if settings.pop("columns", None) is not None:

@@ -36,7 +36,7 @@ from savable_pipeline.data.shards.indexing import check_faults, index_files, ope
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores import formats
 from savable_pipeline.data.stores.arrow import ARROW, STATE
-from savable_pipeline.data.stores.folder_store import FOLDER, is_known
+from savable_pipeline.data.stores.folder_store import FOLDER, is_known, open_folder
 from savable_pipeline.data.stores.formats import Recognized, recognize, wanted
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.tar_store import TARS
@@ -305,8 +305,8 @@ def open_indexed(
 
     Remote files are read through the cache. Raises `ShardError`, also for damage unless `tolerant`, `RemoteError`.
     """
-    if form.open_index is not None:
-        return form.open_index(source.files, form, tolerant=tolerant)
+    if form.name == FOLDER.name:
+        return open_folder(source.files, form, tolerant=tolerant)
     if source.session is None:
         return open_files(source.listed or source.files, form, tolerant=tolerant, unlistable=unlistable)
     from savable_pipeline.data.stores.remote_indexing import open_remote  # imported only for remote files
@@ -341,7 +341,7 @@ def index_any(
         from savable_pipeline.data.stores.remote_indexing import index_remote  # imported only for remote files
 
         return index_remote(source.files, remote_files(source, form), form, source.session, progress, engine)
-    if form.open_index is not None:
-        return form.open_index(source.files, form, looked_at=True).index_path, []
+    if form.name == FOLDER.name:
+        return open_folder(source.files, form, looked_at=True).index_path, []
     each = None if engine is None else each_shard_by(engine)
     return index_files(source.listed or source.files, form, processes=processes, each=each, progress=progress)

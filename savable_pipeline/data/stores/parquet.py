@@ -279,13 +279,13 @@ class ParquetStore(ColumnarStore):
 
         def decoded() -> Iterator[Any]:
             few = file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
-            size, said = 0, sum(column.total_uncompressed_size for column in used)
-            while max(size, said) <= most and (batch := next(few, None)) is not None:
+            size, declared = 0, sum(column.total_uncompressed_size for column in used)
+            while max(size, declared) <= most and (batch := next(few, None)) is not None:
                 size += batch.nbytes
                 yield batch
-            if max(size, said) > most:
-                what = "cache_bytes" if most == self.most_decoded else "unpacked_bytes"
-                more = f"Write smaller row groups, or raise {what}="
+            if max(size, declared) > most:
+                setting = "cache_bytes" if most == self.most_decoded else "unpacked_bytes"
+                more = f"Write smaller row groups, or raise {setting}="
                 raise ValueError(f"it decodes to more than {human_bytes(most)}. {more}")
 
         return rows, decoded()
@@ -299,17 +299,15 @@ class ParquetStore(ColumnarStore):
             return 0
         head = self.file(shard).read_at(column.dictionary_page_offset, _DICTIONARY_HEAD)
         found = re.match(rb"\x15[^\x80-\xff]\x15([\x80-\xff]{0,4}[^\x80-\xff])", head, re.DOTALL)
-        return 0 if found is None else sum((byte & 127) << 7 * place for place, byte in enumerate(found[1])) // 2
+        return 0 if found is None else sum((byte & 127) << 7 * digit for digit, byte in enumerate(found[1])) // 2
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """Return byte ranges of the decoded columns of the row groups with these rows."""
         ranges = self._column_bytes.get(shard)
         if ranges is None:
-            metadata = self._file(shard).metadata
-            groups = range(metadata.num_row_groups)
-            ranges = [
-                np.array(column_bytes(metadata.row_group(i), self.wanted), np.int64).reshape(-1, 2) for i in groups
-            ]
+            footer = self._file(shard).metadata
+            groups = range(footer.num_row_groups)
+            ranges = [np.array(column_bytes(footer.row_group(i), self.wanted), np.int64).reshape(-1, 2) for i in groups]
             self._column_bytes[shard] = ranges
         found = np.unique(np.searchsorted(self.group_ends(shard), rows, side="right"))
         begins, ends = np.concatenate([ranges[group] for group in found]).T
@@ -393,7 +391,6 @@ PARQUET = Format(
     {"partial": True},
     is_same=is_as_indexed,
     by_settings=partial(with_ranges, RangedParquetStore),
-    all_used=False,  # a reader may select columns, so an epoch may not read every byte
 )
 PARQUET_OF_FILES = dataclasses.replace(PARQUET, store=NamingParquetStore)
 """The same, of tables that name files, such as those of HF's image folders."""

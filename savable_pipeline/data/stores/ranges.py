@@ -152,9 +152,9 @@ def checked_range(
     return MediaRange(path, begin_s, end_s)
 
 
-def _no_range(store: FileStore, shard: int, row: int, what: str) -> ShardError:
+def _no_range(store: FileStore, shard: int, row: int, reason: str) -> ShardError:
     """Return the error for a row with an invalid range."""
-    return store.damaged(shard, f"row {row}", f"no range of a file: {what}", reason="malformed range")
+    return store.damaged(shard, f"row {row}", f"no range of a file: {reason}", reason="malformed range")
 
 
 class RangedTable(RangedRows):
@@ -163,6 +163,8 @@ class RangedTable(RangedRows):
     None stands for the start and the end of a file. A null path means no range. Raises ValueError for a column of
     `ranges` that the first file lacks.
     """
+
+    all_used = False  # rows name some ranges of long files
 
     def __init__(self, found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> None:
         self._ranges, self.range_parts = ranges, tuple(ranges)
@@ -211,7 +213,6 @@ def with_media(form: Format, media: tuple[str, ...] = _ENDINGS, *, samples_below
         suffixes=(*form.suffixes, *media),
         read=partial(_read_table_or_media, form, samples_below),
         is_same=partial(_is_unchanged, form),
-        all_used=bool(samples_below),  # rows name only some ranges of long files
         **changes,
     )
 

@@ -402,10 +402,8 @@ def wrong_hash(hashes: Mapping[str, str], algorithm: str, pieces: Iterable[bytes
     hasher: Any = getattr(xxhash, algorithm)() if algorithm in xxhash.algorithms_available else hashlib.new(algorithm)
     for piece in pieces:
         hasher.update(piece)
-    found = hasher.hexdigest()
-    return (
-        "" if found == hashes[algorithm].lower() else f"its {algorithm} is {found}, index.json says {hashes[algorithm]}"
-    )
+    found, expected = hasher.hexdigest(), hashes[algorithm]
+    return "" if found == expected.lower() else f"its {algorithm} is {found}, index.json says {expected}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,8 +73,8 @@ class MdsColumns(msgspec.Struct, frozen=True):
 
     def fields(self, record: ByteSource) -> list[Value | Blob]:
         """Return the columns of a sample. Raises `RecordError`."""
-        told = sum(not size for size in self.sizes)
-        lengths, offset = iter(record.uint32s(0, told)), 4 * told
+        unsized = sum(not size for size in self.sizes)
+        lengths, offset = iter(record.uint32s(0, unsized)), 4 * unsized
         found: list[Value | Blob] = []
         for name, encoding, fixed in zip(self.names, self.encodings, self.sizes, strict=True):
             size = fixed or next(lengths)
@@ -251,8 +251,8 @@ def _assembled(spec: Any, leaves: Iterator[Sequence[Value | Blob]]) -> Any:
     if names is None and _NOTHING not in found:
         return found
     named = dict(zip(names or map(str, range(len(found))), found, strict=False))
-    kept = {name: value for name, value in named.items() if value is not _NOTHING}
-    return kept or _NOTHING
+    rest = {name: value for name, value in named.items() if value is not _NOTHING}
+    return rest or _NOTHING
 
 
 def _items(spec: Any, values: Any) -> list[tuple[str, Any]]:
@@ -264,13 +264,13 @@ def _items(spec: Any, values: Any) -> list[tuple[str, Any]]:
     return [("item", values)] if spec is _LEAF else [(str(i), value) for i, value in enumerate(values)]
 
 
-def _paths(spec: Any, here: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _paths(spec: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     if spec is _LEAF:
-        yield here
+        yield path
         return
     names, children = spec
     for i, child in enumerate(children):
-        yield from _paths(child, (*here, str(names[i] if names else i)))
+        yield from _paths(child, (*path, str(names[i] if names else i)))
 
 
 def _listed_chunks(index: bytes) -> list[tuple[ListedFile, ...]]:
@@ -295,10 +295,10 @@ def _listed_chunks(index: bytes) -> list[tuple[ListedFile, ...]]:
 def _forms_of_chunk(chunk: _Chunk, config: _Config, schema: bytes) -> tuple[ListedFile, ...]:
     below, slash, name = chunk.filename.rpartition("/")
     plain = f"{below}{slash}{name.replace(f'.{config.compression}.', '.')}"
-    as_left = ListedFile(plain, chunk.chunk_size, schema)
+    unpacked = ListedFile(plain, chunk.chunk_size, schema)
     if plain == chunk.filename:
-        return (as_left,)
-    return ListedFile(chunk.filename, chunk.chunk_size, schema, packed="zst"), as_left
+        return (unpacked,)
+    return ListedFile(chunk.filename, chunk.chunk_size, schema, packed="zst"), unpacked
 
 
 def _spec(loaded: Any) -> Any:
@@ -330,9 +330,9 @@ def _check_config(config: _Config) -> None:
         f"the compression {config.compression}": (config.compression or "zstd").partition(":")[0] != "zstd",
         f"compression by {config.compression_level}": config.compression_level not in _LEVELS,
     }
-    for what, is_refused in refused.items():
+    for setting, is_refused in refused.items():
         if is_refused:
-            raise ValueError(f"{what} is not supported. {INSTEAD}")
+            raise ValueError(f"{setting} is not supported. {INSTEAD}")
     for kind in config.data_format:
         plain = kind.partition(":")[0]
         if plain in ("pickle", "graph"):

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import FileBlob, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.part_types import is_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
+from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.data.stores.shard_files import LocalFiles, StoreFile
 from savable_pipeline.errors import SavableError, ShardError
 
@@ -36,7 +37,55 @@ if TYPE_CHECKING:
     from savable_pipeline.data.stores.cached_blocks import CachedBlocks
 
 
-class RecordStore(Protocol):
+class StoreFacts(Protocol):
+    """Facts that commands ask of a store. Most stores keep the defaults.
+
+    `keys_in_shards` says whether the shards alone decide the keys, and no setting. `parts_in_rows` says whether the
+    index lacks the parts of rows.
+    """
+
+    keys_in_shards: ClassVar[bool] = False
+    parts_in_rows: ClassVar[bool] = False
+    key_column: str | None = None
+    decoded_bytes: int = 0
+
+    @property
+    def cure(self) -> str:
+        """What to do about rows that name files without their bytes."""
+        return ""
+
+    def part_sets(self) -> list[list[str]]:
+        """Return the sets of parts that samples have, if the index has them."""
+        return []
+
+    def lacking(self, shard: int, row: int, /) -> tuple[list[str], set[str]]:
+        """Return the null columns of a row, and those that name files without bytes."""
+        return [], set()
+
+    def rejects(self) -> list[Reject]:
+        """Return the files that are no parts of samples."""
+        return []
+
+    def validate(self, shard: int, /) -> None:
+        """Raise `ShardError` for a shard that has another hash than its index."""
+        return
+
+    def row_groups(self, shard: int, /) -> tuple[list[int], int] | None:
+        """Return the rows of each group that is decoded as a whole, and the bytes of all.
+
+        It is None without groups.
+
+        Args:
+            shard: The number of the shard.
+        """
+        return None
+
+    def next_readable(self, shard: int, row: int, reason: str, /) -> int:
+        """Return the next row to read after one that raised an error with this reason."""
+        return row + 1
+
+
+class RecordStore(StoreFacts, Protocol):
     """Base of a store of your own, for `custom.RecordReader`.
 
     A sample is named by its shard, a number, and its row there; the same shard and row always return the same bytes.
@@ -72,7 +121,6 @@ class RecordStore(Protocol):
     entries: Sequence[ShardEntry]
     unit: str = "row"
     root: Path | None = None
-    key_column: str | None = None
     endings: Sequence[str] = ()
 
     @abstractmethod
@@ -194,18 +242,6 @@ class RecordStore(Protocol):
         """
         return None
 
-    decoded_bytes: int = 0
-
-    def row_groups(self, shard: int, /) -> tuple[list[int], int] | None:
-        """Return the rows of each group that is decoded as a whole, and the bytes of all.
-
-        It is None without groups.
-
-        Args:
-            shard: The number of the shard.
-        """
-        return None
-
     def rows(self, shards: Rows, places: Rows, /) -> Rows:
         """Return the rows of samples by their places in shards: int64 of the same shape.
 
@@ -278,7 +314,8 @@ def hash_some(digest: Any, file: ByteSource, size: int, blocks: int) -> int:
 class FileStore(RecordStore):
     """Base of stores with indexed files of one format, local or remote."""
 
-    range_parts: Collection[str] = ()  # the parts that are ranges of other files, see ranges.py
+    all_used: ClassVar[bool] = True  # whether an epoch reads every byte of a file
+    range_parts: Collection[str] = ()  # the parts that are ranges of other files: see ranges.py
 
     def __init__(self, found: IndexedFiles) -> None:
         self.found = found
@@ -293,7 +330,7 @@ class FileStore(RecordStore):
             return LocalFiles(found)
         from savable_pipeline.data.stores.cached_blocks import CachedBlocks  # imported only for remote files
 
-        return CachedBlocks(found.remote, found, all_used=found.form.all_used)
+        return CachedBlocks(found.remote, found, all_used=self.all_used)
 
     def file(self, shard: int) -> StoreFile:
         """Return a file as formats read it."""

@@ -33,9 +33,9 @@ from savable_pipeline.data.remote.lookup import (
     RemoteFolder,
     Version,
     hash_of,
-    held,
     locked_dataset,
     newest_version,
+    open_protected,
     point,
     pointed_version,
     unread_version,
@@ -146,7 +146,7 @@ class PartScans:
             shutil.rmtree(version, ignore_errors=True)
             fresh.replace(self.aside / "index")
             self.aside.replace(version)
-            return held(version)
+            return open_protected(version)
         cached = _with_index(version, fresh)
         for number in scanned:
             cached.pin(number, self.pin(number))
@@ -159,7 +159,7 @@ def _with_index(version: Path, fresh: Path) -> ShardCache:
     version.mkdir(exist_ok=True)
     fresh.replace(version / "index")
     (version / "parts").unlink(missing_ok=True)
-    return held(version)
+    return open_protected(version)
 
 
 RemoteScans: TypeAlias = WholeScans | PartScans  # scanner of files with known names and sizes, by number
@@ -268,7 +268,7 @@ def open_remote(
         making = _Making(form, folder, session, tolerant, anew, engine, progress)
         stays = tolerant and not anew and not form.whole  # keep the index, even if files changed
         if own is not None and _knows(own.index, found, tolerant, making.changed(own), sizes=not stays):
-            cached = held(own.folder)
+            cached = open_protected(own.folder)
         else:
             found, cached = making.index_of(files, found, own)
         session.call("forget", str(cached.folder))  # another opening may have deleted the replaced version
@@ -363,7 +363,7 @@ class _Making:
         if before is not None and self.tolerant and not self.anew:
             names = before.index.shards.names
             if set(found.names) <= set(names):
-                return RemoteShards.named(found.root, names), held(before.folder)
+                return RemoteShards.named(found.root, names), open_protected(before.folder)
         if not self.form.whole:
             known = () if own is None else set(own.index.shards.names)
             unknown = [number for number, name in enumerate(found.names) if name not in known]
@@ -371,7 +371,7 @@ class _Making:
         stamps = found.stamps if any(found.stamps) else ()
         stamp = hash_of(replace(found, stamps=stamps), sizes=False)
         if before is not None and before.stamp == stamp and _knows(before.index, found, self.tolerant, changed):
-            return found, held(before.folder)
+            return found, open_protected(before.folder)
         cached = self._build(found, before, own)
         point(pointer, Version(cached.folder, cached.layout.index, stamp, stamps))
         for stale in self.folder.glob("new-*"):  # old versions of files, left by an interrupted call

@@ -420,10 +420,8 @@ class LocalFiles(ShardFiles):
                 if self.get(shard) is descriptor:
                     self.reopen(shard)  # compares the file with its pin
                 continue
-            same = (
-                stat.st_ctime_ns == was.changed_ns and stat.st_mtime_ns == was.written_ns and stat.st_size == was.size
-            )
-            if not same:
+            was_ns = was.changed_ns, was.written_ns
+            if (stat.st_ctime_ns, stat.st_mtime_ns) != was_ns or stat.st_size != was.size:
                 self._look_closer(shard, stat, descriptor)
 
     def _look_closer(self, number: int, stat: os.stat_result, descriptor: int | None) -> None:

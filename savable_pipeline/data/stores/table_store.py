@@ -12,6 +12,7 @@ whole to index it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -34,7 +35,9 @@ from savable_pipeline.core.patience import with_retries
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile, RecordError
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardIndex, ShardTable
+from savable_pipeline.data.shards.number_spool import NumberSpool
 from savable_pipeline.data.shards.part_types import as_part, find_part
+from savable_pipeline.data.shards.paths import is_hidden
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.stores.record_store import FileStore
 from savable_pipeline.data.stores.sample_names import outside, parts_fault
@@ -49,7 +52,10 @@ NAMING_SETTINGS = ("file_fields", "files_from", "allow_outside", "pinned")
 TABLE_SETTINGS = ("key", *NAMING_SETTINGS)
 FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
 A_URL = "a URL, not a file"
-_BLOCK = 4 << 20  # bytes to read at once when rows are read in order
+_COMMA = re.compile(rb"\}\s*(,)\s*\{")  # between two objects
+_TAIL = 1 << 16  # bytes at the end of a piece in which it may be cut
+FIRST_ROWS = 16  # of a table, by which the folder of the files that it names is found
+_BLOCK = 4 << 20  # bytes of rows that are read at once, in their order
 
 
 def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
@@ -195,6 +201,7 @@ class NamingStore(FileStore):
         self.fields = tuple(fields)
         self._named = [(field, part) for field, _, part in (each.partition("=") for each in self.fields)]
         self._last_row = None
+        self._roots.clear()
 
     def usual_fields(self) -> Iterable[str]:
         """Return the fields that name files by default."""
@@ -258,11 +265,28 @@ class NamingStore(FileStore):
         return [self._named_part(shard, *each) for each in self._file_names(fields)]
 
     def root_of(self, shard: int) -> str:
-        """Return the real path of the folder for the files of a table, or ""."""
+        """Return the real path of the folder for the files of a table, or "".
+
+        It is that of the table, or the one folder in it that has the file that a first row names.
+        """
         if shard not in self._roots:
-            here = "" if self.found.remote else os.path.realpath(self.found.root / self.entries.names[shard] / "..")
-            self._roots[shard] = here if self._files_from is None else self._files_from
+            folder = "" if self.found.remote else os.path.realpath(self.found.root / self.entries.names[shard] / "..")
+            path = self._first_path(shard) if folder and self._files_from is None else None
+            if path is not None and not os.path.lexists(os.path.join(folder, path)):  # noqa: PTH118
+                found = [each for each in folders_in(folder) if is_file(each, path)]
+                found = [each for each in found if self._allow_outside or not outside(folder, f"{each}/{path}")]
+                folder = found[0] if len(found) == 1 else folder
+            self._roots[shard] = folder if self._files_from is None else self._files_from
         return self._roots[shard]
+
+    def _first_path(self, shard: int) -> str | None:
+        """Return the first path of a file in the first rows of a table."""
+        for row in range(min(int(self.entries.samples[shard]), FIRST_ROWS)):
+            with contextlib.suppress(RecordError, ShardError):
+                for _, path, _ in self._file_names(self.row_of(shard, row)[0]):
+                    if not is_url(path):
+                        return path
+        return None
 
     def _row(self, shard: int, row: int) -> TableRow:
         last = self._last_row
@@ -406,24 +430,72 @@ class TableStore(NamingStore, TextStore):
         return self.parsed(shard, *self.raw(shard, row))
 
 
+def is_file(folder: str, path: str) -> bool:
+    """Return whether a path in a folder is that of a file, with a suffix."""
+    with contextlib.suppress(ValueError, OSError):
+        return len(PurePosixPath(path).suffix) > 1 and Path(folder, path).is_file()
+    return False
+
+
+def folders_in(folder: str) -> list[str]:
+    """Return the real paths of the visible folders in one, sorted."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return sorted(os.path.realpath(each.path) for each in entries if each.is_dir() and not is_hidden(each.name))
+    return []
+
+
 def is_url(text: str) -> bool:
     """Return whether a field is a web address."""
     return text.startswith(("http://", "https://", "s3://", "gs://", "ftp://"))
 
 
 def _elements(file: ByteSource) -> tuple[str, FileBlob]:
-    """Return the fault of a JSON list, or "", and where its elements and their end are."""
-    data, begins = file.read(), []
-    end = len(MARK) if data.startswith(MARK) else 0
+    """Return the fault of a JSON list, or "", and where its elements and their end are.
+
+    The file is read in pieces. One that ends at a comma is a list of some elements only if this comma is between two:
+
+        [{"a": [{}, {}]}, {"a": [{}│, {}]}, …      no JSON with a bracket after it
+        [{"a": [{}, {}]}│, {"a": [{}, {}]}, …      one element
+    """
+    begins, size = NumberSpool(), _BLOCK
+    end = len(MARK) if file.head(len(MARK)) == MARK else 0  # of the last element so far
+    before, ending, is_last = b"", b"", False
+    while not is_last:
+        piece = file.read_at(end, size)
+        is_last = end + len(piece) == file.size
+        cuts = [match.start(1) for match in _COMMA.finditer(piece, max(0, len(piece) - _TAIL))][::-1]
+        cuts.sort(key=lambda cut: piece[cut - 2 : cut] != ending)  # first those after the ending of the last element
+        found = filter(None, (_listed(before + piece[:cut] + b"]", before) for cut in cuts))
+        if (elements := _listed(before + piece, before) if is_last else next(found, None)) is None:
+            if is_last:
+                return _list_fault(file.read()), np.zeros(1, "<u8")
+            size *= 2  # an element that is longer, or no list of objects
+            continue
+        position, before, size = 0, b"[0", _BLOCK
+        for element in map(bytes, elements):
+            position = piece.index(element, position)  # only commas and blanks are between two elements
+            begins.append(end + position)
+            position += len(element)
+        end, ending = end + position, piece[position - 2 : position]
+    begins.append(end)
+    return "", begins.numbers()
+
+
+def _listed(text: bytes, before: bytes) -> list[msgspec.Raw] | None:
+    """Return the elements of a list after those in `before`, or None for other text."""
     try:
-        elements = msgspec.json.decode(memoryview(data)[end:], type=list[msgspec.Raw])
+        return msgspec.json.decode(text, type=list[msgspec.Raw])[len(before) > 0 :]
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _list_fault(data: bytes) -> str:
+    try:
+        msgspec.json.decode(data.removeprefix(MARK), type=list[msgspec.Raw])
     except (msgspec.DecodeError, RecursionError) as error:
         advice = "Write null for NaN, or one object a line (JSONL)" if re.search(rb"\b(NaN|Infinity)\b", data) else ""
-        return f"not a whole list of objects: {error}{advice and f'. {advice}'}", np.zeros(1, "<u8")
-    for element in map(bytes, elements):
-        begins.append(data.index(element, end))  # only commas and blanks are between two elements
-        end = begins[-1] + len(element)
-    return "", np.array([*begins, end], "<u8")
+        return f"not a whole list of objects: {error}{advice and f'. {advice}'}"
+    return "the file changed while it was read. Start again"
 
 
 class JsonArrayStore(TableStore):

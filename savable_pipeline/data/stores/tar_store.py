@@ -38,6 +38,7 @@ from savable_pipeline.data.shards.part_types import find_part, is_part
 from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
 from savable_pipeline.data.shards.tar import members, split_name
+from savable_pipeline.data.stores.record_store import StoreFacts
 from savable_pipeline.data.stores.shard_files import LocalFiles, ShardFiles
 from savable_pipeline.errors import SavableError, ShardError
 
@@ -229,7 +230,7 @@ def _files_of(found: IndexedFiles) -> ShardFiles:
     return CachedFiles(found)
 
 
-class TarStore:
+class TarStore(StoreFacts):
     """`RecordStore` of tars: an index locates samples, and `TarParts` reads them.
 
     `root` has the metadata. Rows are those of the index.
@@ -237,9 +238,7 @@ class TarStore:
     Methods of its parts are bound as attributes, because a wrapper around `read` would cost up to a tenth of a read.
     """
 
-    unit = "byte offset"
-    decoded_bytes = 0
-    key_column: str | None = None
+    unit, keys_in_shards = "byte offset", True
 
     def __init__(self, found: IndexedFiles) -> None:
         self.found, self.address = found, found.address
@@ -262,6 +261,10 @@ class TarStore:
         self.files.fetch_rows(self.found.numbers[[shard]])
         return self.found.table(shard)
 
+    def part_sets(self) -> list[list[str]]:
+        """See `StoreFacts.part_sets`."""
+        return [[*layout.position] for layout in self._rows.index.layouts]
+
     def rejects_warning(self) -> str:
         """See `RecordStore.rejects_warning`. It counts links."""
         index = self._rows.index
@@ -281,9 +284,6 @@ class TarStore:
     def part_sizes(self) -> dict[str, Rows] | None:
         """See `RecordStore.part_sizes`. The result is None if index rows are missing."""
         return self._rows.part_sizes() if self.files.has_all_rows() else None
-
-    def row_groups(self, shard: int) -> None:
-        """Return None, because nothing is decoded in groups."""
 
     @property
     def prefetch_refs(self) -> int:
@@ -349,24 +349,37 @@ def warning_of_links(address: str, index: tar_format.TarIndex, numbers: Iterable
     found = [(number, index.links[number]) for number in numbers if number in index.links] if index.links else []
     if not found:
         return ""
-    number, first = found[0]
-    return links_warning(
-        address, sum(links.count for _, links in found), f"{first.first} in {index.shards.names[number]}"
-    )
+    number, link = found[0]
+    return links_warning(address, sum(each.count for _, each in found), f"{link.first} in {index.shards.names[number]}")
 
 
-TARS = Format(
+class _TarFormat(Format):
+    """Tars have an index of their own, and offsets beside them that Energon reads."""
+
+    index, offsets_suffix = tar_format.TarIndex, ".idx"
+
+    def unreadable(self, name: str, size: int, fault: str) -> ShardTable:
+        """See `Format.unreadable`."""
+        table = super().unreadable(name, size, fault)
+        table.entry = msgspec.structs.replace(table.entry, digest=xxh3_64().intdigest())
+        return table
+
+    def write_offsets(self, path: Path, table: ShardTable) -> None:
+        """See `Format.write_offsets`."""
+        tar_format.write_tar_idx(path, table)
+
+    def offsets_error(self, path: Path, table: ShardTable) -> str:
+        """See `Format.offsets_error`."""
+        return tar_format.tar_idx_fault(path, table)
+
+
+TARS = _TarFormat(
     TAR,
     (TARS_END,),
     tar_format.read_table,
     TarStore,
     is_same=tar_format.is_as_indexed,
     packed=PACKED_TARS,
-    index=tar_format.TarIndex,
     whole=True,
-    no_rows=msgspec.msgpack.encode(tar_format.TarColumns(b"")),
-    no_digest=xxh3_64().intdigest(),
-    offsets_suffix=".idx",
-    write_offsets=tar_format.write_tar_idx,
-    offsets_error=tar_format.tar_idx_fault,
+    no_rows=msgspec.msgpack.encode(tar_format.TarColumns(memoryview(b""))),
 )

@@ -38,9 +38,7 @@ from savable_pipeline.data.stores.record_store import FileStore, hash_some
 from savable_pipeline.errors import ShardError
 
 FLAT, INDEXED, ARRAY = 0, 1, 2
-_parsing = (
-    threading.Lock()
-)  # NumPy parses a header with `ast`, which fails in two threads at once (CPython's gh-106905)
+_parsing = threading.Lock()  # NumPy parses a header with `ast`, which fails in two threads (CPython's gh-106905)
 TYPES = ("", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16", "uint32", "uint64")
 _MAGIC = b"MMIDIDX\0\0"
 _HEAD = struct.Struct("<9sQBQQ")
@@ -107,8 +105,8 @@ def digest_of(file: ByteSource) -> int:
     digest = xxh3_64()
     _update(digest, file)
     if (idx := idx_of(file)) is not None:
-        with opened(idx) as beside:
-            _update(digest, beside)
+        with opened(idx) as sidecar:
+            _update(digest, sidecar)
     return digest.intdigest()
 
 
@@ -126,10 +124,8 @@ def read_documents(idx: Path) -> Documents:
         raise TokenFileError(f"{idx.name}: {idx_size} bytes, but its header says {needed}. Copy it again")
     raw = np.frombuffer(WholeFile(idx).view, np.uint8)
     ends = np.cumsum([_HEAD.size, 4 * sequences, 8 * sequences, 8 * documents]).tolist()
-    arrays = [
-        raw[begin:end].view(form) for begin, end, form in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)
-    ]
-    return Documents(arrays[0], arrays[1], arrays[2], TYPES[kind])
+    parts = [raw[begin:end].view(form) for begin, end, form in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)]
+    return Documents(parts[0], parts[1], parts[2], TYPES[kind])
 
 
 def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
@@ -243,37 +239,37 @@ class TokenStore(FileStore):
         """Return the bytes of the tokens, as stored in the file."""
         if extension != TOKENS_PART:
             find_part(extension, [TOKENS_PART])
-        return self.files.read(shard, *self._place(shard, row))
+        return self.files.read(shard, *self._extent(shard, row))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.generic]:
         """Return the tokens: (tokens,) of the type in the file."""
         if extension != TOKENS_PART:
             find_part(extension, [TOKENS_PART])
-        begin, size = self._place(shard, row)
+        begin, size = self._extent(shard, row)
         array = empty_bytes(size)
         self.files.read_into(array, shard, begin)
         return array.view(self._layouts[shard].dtype)
 
     def sizes(self, shard: int, row: int) -> dict[str, int]:
         """See `RecordStore.sizes`."""
-        return {TOKENS_PART: self._place(shard, row)[1]}
+        return {TOKENS_PART: self._extent(shard, row)[1]}
 
     def offset(self, shard: int, row: int) -> int:
         """Return the number of the sample's first token in its file."""
         layout = self._layouts[shard]
-        return (self._place(shard, row)[0] - layout.begin) // np.dtype(layout.dtype).itemsize
+        return (self._extent(shard, row)[0] - layout.begin) // np.dtype(layout.dtype).itemsize
 
     def part_sizes(self) -> dict[str, Rows] | None:
         """Return the sizes of documents, or None for windows, whose sizes are equal."""
         if self.length is not None:
             return None
         counts = enumerate(self.entries.samples.tolist())
-        sizes = [self._place(shard, row)[1] for shard, count in counts for row in range(count)]
+        sizes = [self._extent(shard, row)[1] for shard, count in counts for row in range(count)]
         return {TOKENS_PART: np.array(sizes, dtype=np.int64)}
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """Return the byte ranges of the documents or windows."""
-        begins, sizes = np.array([self._place(shard, row) for row in rows.tolist()], dtype=np.int64).T
+        begins, sizes = np.array([self._extent(shard, row) for row in rows.tolist()], dtype=np.int64).T
         return begins, begins + sizes
 
     def _layout(self, shard: int, dtype: str | None) -> TokenLayout:
@@ -329,7 +325,7 @@ class TokenStore(FileStore):
             return f"{size} bytes are no whole number of {dtype}; copy it again, or give the right dtype="
         return ""
 
-    def _place(self, shard: int, row: int) -> tuple[int, int]:
+    def _extent(self, shard: int, row: int) -> tuple[int, int]:
         """Return offset and size in bytes of a sample. Raises `ShardError` for an invalid index."""
         layout = self._layouts[shard]
         if shard not in self._checked:
@@ -353,14 +349,14 @@ class TokenStore(FileStore):
 
     def _check(self, shard: int) -> None:
         """Raise `ShardError` unless the file and its `.idx` are as indexed."""
-        place, file = self.where(shard), self.file(shard)
+        where, file = self.where(shard), self.file(shard)
         try:
             idx = idx_of(file) if self._layouts[shard].layout_kind == INDEXED and self.length is None else None
             if idx is not None:
                 self.files.watch_view(~shard, idx)
                 if digest_of(file) != self.entries.digests[shard]:
                     raise ShardError(
-                        f"{place}: it or its .idx was rewritten after indexing. Start again, or restore the old file",
+                        f"{where}: it or its .idx was rewritten after indexing. Start again, or restore the old file",
                         reason="changed shard",
                     )
                 self._documents[shard] = with_handles(lambda: with_retries(idx, partial(read_documents, idx)))
@@ -368,7 +364,7 @@ class TokenStore(FileStore):
             raise self.damaged(shard, "index", str(error)) from error
         except OSError as error:
             raise ShardError(
-                f"{error.filename or place}: {error.strerror}. It was there when indexed: restore it",
+                f"{error.filename or where}: {error.strerror}. It was there when indexed: restore it",
                 reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
             ) from error
         self._checked.add(shard)

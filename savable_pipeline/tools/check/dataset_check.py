@@ -25,6 +25,7 @@ from savable_pipeline.data.shards.metadata import read_counts, read_field_map, r
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.paths import ALL, ListedFiles, Shards, is_remote, list_files
 from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.opening import Source, find_source, remote_files, with_settings
 from savable_pipeline.data.stores.tar_store import links_warning
 from savable_pipeline.errors import ShardError
@@ -134,7 +135,8 @@ def _find_dataset(source: Source, form: Format) -> _Dataset:
         return _Dataset(found.root, list(found.names), found.whole, metadata, indexed)
     listed = source.listed or list_files(source.files)
     problems = [Problem(error.reason, str(error)) for error in listed.unlistable]
-    found_files = ListedFiles(listed.root, [ALL]) if form.scan_folder else files_of(listed, form, missing_too=True)
+    is_folder = form.name == FOLDER.name
+    found_files = ListedFiles(listed.root, [ALL]) if is_folder else files_of(listed, form, missing_too=True)
     root = found_files.root
     if text := unfinished(root):
         problems.append(Problem("unfinished", text))

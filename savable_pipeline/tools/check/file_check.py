@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,13 +32,10 @@ from savable_pipeline.data.shards.part_types import (
 )
 from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.tar_format import Links, TarColumns
-from savable_pipeline.data.stores.columnar_store import NO_BYTES, ColumnarStore
-from savable_pipeline.data.stores.folder_store import FolderStore
+from savable_pipeline.data.stores.columnar_store import NO_BYTES
 from savable_pipeline.data.stores.formats import FORMATS
-from savable_pipeline.data.stores.grouped_store import GroupedStore
 from savable_pipeline.data.stores.lerobot import INFO, EpisodeRange
 from savable_pipeline.data.stores.opening import store_of
-from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError, ShardError
@@ -102,7 +98,7 @@ def check_file(root: Path, name: str, options: CheckSettings) -> ShardReport:
     if entry.fault:
         reason = "damaged shard" if (root / name).exists() else "missing shard"
         problems.append(Problem(reason, entry.fault.removeprefix(f"{name}: "), name))
-    elif file_format.offsets_error and (fault := file_format.offsets_error(root / name, table)):
+    elif fault := file_format.offsets_error(root / name, table):
         problems.append(Problem(f"wrong {file_format.suffixes[0]}{file_format.offsets_suffix}", fault, name))
     if table.note:
         problems.append(Problem("torn samples", table.note, name))
@@ -133,11 +129,10 @@ def _store(options: CheckSettings, tables: list[ShardTable], root: Path, path: P
 
 def _check_store(store: RecordStore, name: str, counts: _FileCounts) -> Iterator[Problem]:
     """Read every sample of a file, and yield problems."""
-    if isinstance(store, RecordFolderStore):
-        try:
-            store.validate(0)
-        except ShardError as error:
-            yield Problem("wrong hash", encodable(str(error).removeprefix(f"{store.address}/{name}: damaged: ")), name)
+    try:
+        store.validate(0)
+    except ShardError as error:
+        yield Problem("wrong hash", encodable(str(error).removeprefix(f"{store.address}/{name}: damaged: ")), name)
     row = 0
     while row < store.entries[0].samples:
         try:
@@ -146,12 +141,10 @@ def _check_store(store: RecordStore, name: str, counts: _FileCounts) -> Iterator
         except SavableError as error:
             detail = encodable(str(error).removeprefix(f"{store.address}/{name}: "))
             yield Problem(reason_of(error), detail, name, index=row)
-            row = _next_readable_row(store, row, reason_of(error))
-    if isinstance(store, ColumnarStore):
-        yield from _check_named_files(store, name, counts)
-    if isinstance(store, FolderStore):
-        twins = (each for each in store.table.rejected if each.reason == "two parts with one extension")
-        yield from (Problem(each.reason, each.detail, each.file, each.key) for each in twins)
+            row = store.next_readable(0, row, reason_of(error))
+    yield from _check_named_files(store, name, counts)
+    twins = (each for each in store.rejects() if each.reason == "two parts with one extension")
+    yield from (Problem(each.reason, each.detail, each.file, each.key) for each in twins)
 
 
 def _check_frames(store: RecordStore, root: Path, name: str, counts: _FileCounts) -> Iterator[Problem]:
@@ -188,7 +181,7 @@ class _FileCounts:
         self.dotted: set[tuple[str, ...]] = set()  # the parts of samples whose part names all have a dot
 
 
-def _check_named_files(store: ColumnarStore, name: str, counts: _FileCounts) -> Iterator[Problem]:
+def _check_named_files(store: RecordStore, name: str, counts: _FileCounts) -> Iterator[Problem]:
     """Yield a problem for each column whose rows name files without their bytes."""
     for column, count in sorted(counts.named.items()):
         detail = f"the column {column!r}: {count:,} of {store.entries[0].samples:,} rows have a path and no bytes"
@@ -218,9 +211,9 @@ def _check_row(store: RecordStore, name: str, row: int, counts: _FileCounts) -> 
     counts.parts.update(extensions)
     if all("." in extension for extension in extensions):
         counts.dotted.add(tuple(extensions))
-    if isinstance(store, ColumnarStore):
-        counts.nulls.update(store.nulls(0, row))
-        counts.named.update({file.column for file in store.named_files(0, row)})
+    nulls, named = store.lacking(0, row)
+    counts.nulls.update(nulls)
+    counts.named.update(named)
     for extension in extensions:
         data, size = store.head(0, row, extension, LARGEST)
         counts.empty.update([] if size else [extension])
@@ -243,15 +236,6 @@ def _media_fault(store: RecordStore, name: str, row: int, extension: str, counts
         return ""
     counts.media[ONE_KEYFRAME] += one_keyframe
     return fault
-
-
-def _next_readable_row(store: RecordStore, row: int, reason: str) -> int:
-    """Return the next row to read after a damaged one. If rows are decoded in groups, the next group starts with it."""
-    whole = isinstance(store, ColumnarStore) or reason == "damaged shard"
-    if not isinstance(store, GroupedStore) or not whole:
-        return row + 1
-    ends = store.group_ends(0)
-    return ends[bisect_right(ends, row)]
 
 
 def _problem(store: RecordStore, name: str, row: int, extension: str, fault: str) -> Problem:

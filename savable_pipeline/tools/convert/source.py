@@ -25,14 +25,14 @@ import msgspec
 from savable_pipeline.core.file_heads import HEAD, compression_of
 from savable_pipeline.core.files import regular_file
 from savable_pipeline.data.dataset.dataset import Dataset
-from savable_pipeline.data.remote.lookup import RemoteFolder, check_stamp, held, place_of_object, stamps_of
+from savable_pipeline.data.remote.lookup import RemoteFolder, cache_entry_for, check_stamp, open_protected, stamps_of
 from savable_pipeline.data.remote.session import close_scratch, job_session, scratch
 from savable_pipeline.data.remote.urls import list_remote
 from savable_pipeline.data.shards.byte_source import FileVersion, SourceFile
 from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.shards.paths import missing_error
+from savable_pipeline.data.shards.paths import ALL, missing_error
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.data.shards.tar import tar_compression
 from savable_pipeline.data.stores.cached_blocks import CachedBlocks
@@ -207,7 +207,7 @@ def open_file(path: str) -> Iterator[io.BufferedReader[Any]]:
         with open(path, "rb", opener=regular_file) as file:
             yield file
         return
-    content = StoreFile(CachedBlocks(place_of_object(path, job_session())[0], all_used=True), 0)
+    content = StoreFile(CachedBlocks(cache_entry_for(path, job_session())[0], all_used=True), 0)
     with io.BufferedReader(SourceFile(content, _AHEAD), _CHUNK) as remote:
         yield remote
 
@@ -281,10 +281,10 @@ class SourceFiles:
         """Open the store of raw files, with an index in the work folder. Nothing is written next to the files."""
         form, root, index = self.form.for_settings(settings), Path(str(self.found.files)), Path(self.index)
         with contextlib.ExitStack() as stack:
-            if not index.exists() and form.scan_folder is not None:
+            if not index.exists():
                 if not index.parent.exists():  # on a machine that does not see the work folder
                     index = Path(stack.enter_context(tempfile.TemporaryDirectory()), "index")
-                write_index(index, [form.scan_folder(root)], form)
+                write_index(index, [form.scan(root, ALL)], form)
             return store_of(IndexedFiles(form, form.index_at(index), index, None, root, tolerant=True), **settings)
 
     def at_start(self) -> SourceFiles:
@@ -294,8 +294,8 @@ class SourceFiles:
         close_source()
         if self.index:  # the index of an earlier run
             Path(self.index).unlink(missing_ok=True)
-        elif self.form in TABLES and not self.is_remote:  # a tolerant opening uses the index of a file that changed
-            index_files(self.found.listed or self.found.files, self.form)
+        elif self.form in TABLES and not self.is_remote:  # a tolerant opening takes the index of a file that changed
+            index_files(self.found.listed or self.found.files, self.form, near=False)
         dataset = self.dataset()
         names = () if self.is_remote or self.form == FOLDER else dataset.entries.names
         times = (os.stat(Path(dataset.address, name)).st_mtime_ns for name in names)  # noqa: PTH116  # there may be many
@@ -396,11 +396,7 @@ def close_sources() -> None:
 
 
 class EmptySourceError(Exception):
-    """A source has no sample."""
-
-    def __init__(self, store: RecordStore) -> None:
-        super().__init__(store)
-        self.store = store
+    """A source has no sample. The argument is its store."""
 
 
 def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Dataset:
@@ -413,7 +409,7 @@ def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Datas
     write_index(
         folder / "version/index", [msgspec.msgpack.decode(f.table, type=ShardTable) for f in source.files], form
     )
-    remote = RemoteFolder(url, held(folder / "version"), session)
+    remote = RemoteFolder(url, open_protected(folder / "version"), session)
     indexed = IndexedFiles(form, remote.index, remote.index_path, None, folder, remote, tolerant=True)
     return Dataset(store_of(indexed, inspect=True, **source.settings))
 

@@ -128,7 +128,7 @@ def test_the_offsets_file_equals_megatron_energons_byte_for_byte(mixed: Any) -> 
     with tarfile.open(root / "odd0.tar", "a") as tar:
         tar.addfile(info)
     names = sorted(path.name for path in root.glob("*.tar"))
-    open_index(root, names)
+    index_files(root, TARS, processes=1)
     for name in names:
         ours = (root / name).with_suffix(".tar.idx").read_bytes()
         list(WebdatasetPreparator._preprocess_tar(name, {name: 0}, EPath(str(root)), 10))
@@ -137,7 +137,7 @@ def test_the_offsets_file_equals_megatron_energons_byte_for_byte(mixed: Any) -> 
 
 def test_offsets_file_has_the_start_of_each_sample_and_the_end(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("a.txt", b"1"), ("a.json", b"2"), ("b.txt", b"x" * 600)])
-    open_index(tmp_path, ["a.tar"])
+    index_files(tmp_path, TARS, processes=1)
     raw = (tmp_path / "a.tar.idx").read_bytes()
     assert [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)] == [0, 2048, 3584]
 
@@ -389,7 +389,7 @@ def test_newer_offsets_of_another_program_are_not_overwritten(mixed: Any, caplog
     (root / "a.tar.idx").write_bytes(bytes(8))
     (root / "c.tar.idx").write_bytes(bytes(8))
     os.utime(root / "c.tar.idx", (1, 1))  # older than the shard
-    open_index(root, NAMES)
+    index_files(root, TARS, processes=1)
     assert (root / "a.tar.idx").read_bytes() == bytes(8)
     assert len((root / "c.tar.idx").read_bytes()) == 32
     assert "a.tar.idx: not the offsets" in caplog.text
@@ -483,7 +483,7 @@ def table(name: str, layouts: list[LayoutParts], samples: int = 4, size: int = 7
     parts = sum(len(layouts[number]) for number in layout_of.tolist())
     starts, sizes = np.arange(samples, dtype="<u8") * 512, np.full(parts, size, dtype="<u8")
     entry = ShardEntry(name, 1 << 40, samples, samples * 7919)
-    return TarColumns(starts.tobytes(), 0, layouts, layout_of.tobytes(), sizes.tobytes()).table(entry)
+    return TarColumns(starts.data, 0, layouts, layout_of.data, sizes.data).table(entry)
 
 
 @pytest.mark.parametrize(

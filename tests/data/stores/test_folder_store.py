@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.shards.index import Format
+from savable_pipeline.data.shards.indexing import index_places
 from savable_pipeline.data.stores import folder_store
+from savable_pipeline.data.stores.folder_store import FolderFormat
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
 from savable_pipeline.testing import assert_exact_resume
 from savable_pipeline.tools.cli.main import app
@@ -172,17 +173,16 @@ def test_index_of_many_files_is_trusted_until_a_folder_changes(tmp_path: Path, m
     monkeypatch.setattr(folder_store, "_LOOKED_AT", 3)
     folder = write(tmp_path, *(f"{name}/{i}.txt" for name in "ab" for i in range(3)))
     old = time.time() - 60
-    (folder / ".nv-meta").mkdir()
     for each in ("a", "b", ""):
         os.utime(folder / each, (old, old))
     assert len(sp.open_dataset(folder)) == 6
     scans: list[str] = []
-    scan = Format.scan
-    monkeypatch.setattr(Format, "scan", lambda *given: scans.append("") or scan(*given))
+    scan = FolderFormat.scan
+    monkeypatch.setattr(FolderFormat, "scan", lambda *given: scans.append("") or scan(*given))
     assert len(sp.open_dataset(folder)) == 6 and not scans
     write(folder, "b/new.txt")
     assert len(sp.open_dataset(folder)) == 7 and scans
-    (folder / ".nv-meta/savable.folder.index").write_bytes(b"damaged")
+    index_places(folder, folder_store.FOLDER.index_name, near=False)[0].write_bytes(b"damaged")
     assert len(sp.open_dataset(folder)) == 7
 
 

@@ -17,10 +17,9 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile
-from savable_pipeline.data.stores.opening import find_source
+from savable_pipeline.data.stores.opening import find_source, index_any
 from savable_pipeline.errors import MediaError
 from savable_pipeline.testing import assert_exact_resume
 from tests.support.media_files import frame_number, joined_without_decoding, video_bytes
@@ -82,7 +81,7 @@ def test_remote_episode_equals_the_local_one(folder: Path, tmp_path: Path, monke
         check_episodes("s3://robot/")
         reader = custom.ParquetReader("s3://robot/", sp.Lane(), shuffle=False)
         assert next(reader).array("observation.state").shape == (12, 2)
-        open_any(folder)  # which leaves its index there
+        index_any(folder, processes=1)
         check_episodes(f"{server.url}/robot/")
 
 

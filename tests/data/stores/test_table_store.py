@@ -124,8 +124,10 @@ def test_run_over_tables_resumes_exactly(photos: Path) -> None:
 def test_columns_and_folders_of_files_can_be_named(photos: Path, tmp_path: Path) -> None:
     rows = "left,right,n\n000.jpg,b/001.jpg,1\n"
     (tmp_path / "away.csv").write_text(rows)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/away.csv").write_text(rows)
     with pytest.raises(ShardError, match=r"row 0, at byte .*: missing file: the field 'left' names '000\.jpg'"):
-        sp.open_dataset(tmp_path / "away.csv", file_fields=["left"])[0].json("jpg")
+        sp.open_dataset(tmp_path / "elsewhere/away.csv", file_fields=["left"])[0].json("jpg")
     for settings_of, parts in (
         ({"file_fields": ["left=a", "right=b"]}, ["a.jpg", "b.jpg", "json"]),
         ({}, ["jpg", "json", "right.jpg"]),

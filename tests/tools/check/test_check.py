@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards import index_making as processes_of_shards
-from savable_pipeline.data.shards.indexing import open_index
+from savable_pipeline.data.shards.indexing import index_files
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.tools.check.dataset_check import CheckReport, check_dataset
@@ -39,7 +39,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
             text = json.dumps({"n": i}).encode()
             members += [(f"k{i}.jpg", jpeg(shard * 3 + i)), (f"k{i}.json", text), (f"k{i}.txt", b"caption")]
         write_tar(root / name, members)
-    open_index(root, NAMES, TARS)
+    index_files(root, TARS, processes=1)
     (root / ".nv-meta/.info.json").write_text(json.dumps({"shard_counts": dict.fromkeys(NAMES, 3)}))
     (root / ".nv-meta/split.yaml").write_text(json.dumps({"split_parts": {"train": NAMES}}))
     return root
