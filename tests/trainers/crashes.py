@@ -22,6 +22,7 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, suppress
@@ -44,6 +45,8 @@ def kill_before(change: int, below: Path, changes: Path) -> None:
     Files that are not synced at that moment are listed in another one.
     """
     done, unsynced = 0, set[str]()
+    tempfile.tempdir = str(below / "temporary")  # where Lightning writes a checkpoint before it renames it
+    Path(tempfile.tempdir).mkdir(exist_ok=True)
     listing = os.open(changes, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def changed(name: str, *paths: Any) -> None:

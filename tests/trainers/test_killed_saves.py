@@ -17,7 +17,7 @@ from tests.trainers.crashes import Trainer, tried
 STRIDES = {
     "quickstart": 4,
     "hf": 24,
-    "lightning": 2,
+    "lightning": 4,
     "accelerate": 13,
     "torch": 13,
 }  # of the small form: about four tries each

@@ -111,11 +111,11 @@ def write_one(folder: str, shards: int) -> Measurements:
     from savable_pipeline.data.stores.tar_store import TARS
 
     draw = np.random.default_rng(0)
-    starts, zeros = (np.arange(SAMPLES, dtype="<u8") * 1024).tobytes(), bytes(4 * SAMPLES)
+    starts, zeros = (np.arange(SAMPLES, dtype="<u8") * 1024).data, memoryview(bytes(4 * SAMPLES))
 
     def tables() -> Iterator[Any]:
         for i in range(shards):
-            sizes = draw.integers(1, 512, SAMPLES).astype("<u8").tobytes()
+            sizes = draw.integers(1, 512, SAMPLES).astype("<u8").data
             rows = TarColumns(starts, 0, [(("bin", 1),)], zeros, sizes)
             yield rows.table(ShardEntry(shard_name(i), SHARD_BYTES, SAMPLES, i))
 

@@ -1,4 +1,4 @@
-"""The format of tars: scans their headers up to the first damage, and index rows.
+"""Tars: their index rows, and the scan of their headers up to the first damage.
 
     starts   uint64 (samples,)      offset of the sample's first header in its shard
     layouts  uint32 (samples,)      the sample's number in the header's table of layouts: extensions in order, and
@@ -6,10 +6,7 @@
     firsts   uint64 (samples,)      where the sample's sizes start. Absent if all samples have equally many members
     sizes    uint32/64 (members,)   size of each member's payload in bytes
 
-A row is a sample. Links to other files of their tar are counted: see tar_store.py.
-
-A writer adds samples to a shard in the bytes of webdataset's. Members are regular files of mode 0644 without time and
-owner, sorted by extension. The tar ends with two empty blocks and is padded to a whole record.
+A row is a sample. Links are counted, and tar_store.py resolves them.
 """
 
 from __future__ import annotations
@@ -17,11 +14,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
-import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Protocol, TypeAlias
+from typing import IO, Any, BinaryIO, TypeAlias
 
 import msgspec
 import numpy as np
@@ -45,8 +40,9 @@ from savable_pipeline.data.shards.index import (
     kind_of,
     write_aligned,
 )
+from savable_pipeline.data.shards.number_spool import NumberSpool, spooled
 from savable_pipeline.data.shards.shard_list import Count, ShardEntry, check_utf8
-from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, members, of_samples, padded, samples
+from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, members, of_samples, samples
 from savable_pipeline.errors import ShardError
 
 LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
@@ -54,7 +50,7 @@ log = logging.getLogger(__name__)
 
 _USUAL_END = 10_240 + 2 * BLOCK  # usual maximum of zero bytes at the end; GNU tar's records may be larger
 _OFFSET = 8  # bytes of an offset in X.tar.idx
-_RECORDS = (1 << 14, 1 << 15, 1 << 16)
+_RECORDS = (1 << 14, 1 << 15, 1 << 16)  # other usual sizes of records
 
 
 class Links(msgspec.Struct, frozen=True, array_like=True):
@@ -70,11 +66,11 @@ class Links(msgspec.Struct, frozen=True, array_like=True):
 class TarColumns(msgspec.Struct, array_like=True):
     """Index rows of a tar. The arrays are little-endian bytes."""
 
-    starts: bytes  # uint64 (samples,)
-    end: int = 0  # offset after the last member
+    starts: memoryview  # uint64 (samples,)
+    end: int = 0  # the offset after the last member
     layouts: list[LayoutParts] = []
-    layout_of: bytes = b""  # uint32 (samples,)
-    sizes: bytes = b""  # uint64 (members,)
+    layout_of: memoryview = memoryview(b"")  # uint32 (samples,)
+    sizes: memoryview = memoryview(b"")  # uint64 (members,)
     links: Links = Links(0)
 
     @classmethod
@@ -83,8 +79,16 @@ class TarColumns(msgspec.Struct, array_like=True):
         return msgspec.msgpack.decode(table.rows, type=cls)
 
     def table(self, entry: ShardEntry, note: str = "") -> ShardTable:
-        """Build a table with these rows."""
-        return ShardTable(entry, msgspec.msgpack.encode(self), note)
+        """Return the table with these rows, as MessagePack that is mapped if it is long."""
+        fields = [getattr(self, name) for name in self.__struct_fields__]
+        return ShardTable(entry, spooled(itertools.chain([bytes([0x90 + len(fields)])], *map(_packed, fields))), note)
+
+
+def _packed(field: Any) -> list[bytes | memoryview]:
+    """Return a field as MessagePack, in which 0xC6 and the length precede many bytes."""
+    if isinstance(field, memoryview):
+        return [b"\xc6" + field.nbytes.to_bytes(4, "big"), field]
+    return [msgspec.msgpack.encode(field)]
 
 
 class TarIndexHeader(msgspec.Struct, array_like=True):
@@ -112,7 +116,9 @@ class TarWriter:
         found = msgspec.msgpack.decode(rows, type=TarColumns)
         numbers = [self._layouts.setdefault(layout, len(self._layouts)) for layout in found.layouts]
         starts, sizes = np.frombuffer(found.starts, "<u8"), np.frombuffer(found.sizes, "<u8")
-        layout_of = np.array(numbers, "<u4")[np.frombuffer(found.layout_of, "<u4")]
+        layout_of = np.frombuffer(found.layout_of, "<u4")
+        if numbers != [*range(len(numbers))]:  # the copy of a huge shard would need memory
+            layout_of = np.array(numbers, "<u4")[layout_of]
         self._starts.write(starts.data)
         self._layout_of.write(layout_of.data)
         self._sizes.write(sizes.data)
@@ -245,7 +251,7 @@ class TarIndex(ShardIndex):
 
     def _layouts_of(self, rows: range) -> NDArray[np.uint32]:
         if not self.layout_of:
-            return np.zeros(len(rows), dtype="<u4")
+            return np.broadcast_to(np.uint32(0), len(rows))
         return np.asarray(self.layout_of)[rows.start : rows.stop]
 
     def _sizes_of(self, rows: slice) -> memoryview[int] | None:
@@ -323,11 +329,11 @@ class TarIndex(ShardIndex):
         assert sizes is not None, number
         used, layout_of = np.unique(self._layouts_of(mine), return_inverse=True)
         rows = TarColumns(
-            starts.tobytes(),
+            starts.data,
             0,
             [self._layout_parts[number] for number in used],
-            layout_of.astype("<u4").tobytes(),
-            np.asarray(sizes).astype("<u8").tobytes(),
+            layout_of.astype("<u4").data,
+            np.asarray(sizes).astype("<u8").data,
             self.links.get(number, Links(0)),
         )
         return rows.table(self.shards[number])
@@ -338,11 +344,11 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
 
     Damage becomes the `fault` of its entry, which still has the samples before it.
     """
-    found, torn, fault, fd = ShardRows(name), _Torn(), "", file.fileno()
+    found, keys, fault, fd = ShardRows(name), NumberSpool(), "", file.fileno()
     try:
         for extent in samples(name, fd, found.links):
             found.add(extent)
-            torn.add(extent)
+            keys.append(hash(extent.key) % (1 << 64))
         for member in members(name, fd, found.end):
             found.end = member.end
     except OSError as error:
@@ -353,7 +359,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
         fault = str(error)
     if not fault:
         _tell_doubts(name, file.size, found)
-    note = torn.note()
+    note = _torn_warning(name, fd, found, keys)
     if note:
         log.warning("%s: %s", name, note)
     return found.table(file.size, fault, note)
@@ -373,11 +379,11 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
 def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
     """Warn if samples seem to be missing from a complete tar."""
     zeros = size - found.end
-    if not found.starts or size - found.in_samples > max(size // 2, _USUAL_END):
+    if not found.samples or size - found.in_samples > max(size // 2, _USUAL_END):
         log.warning(
             "%s: its %d samples take %d of %d bytes. The rest is skipped: name files KEY.EXTENSION to read it",
             path,
-            len(found.starts),
+            found.samples,
             found.in_samples,
             size,
         )
@@ -390,34 +396,25 @@ def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
         )
 
 
-class _Torn:
-    """Finds samples whose files are in two runs, as of `tar cf x.tar *.jpg *.txt`.
+def _torn_warning(name: str, fd: int, found: ShardRows, key_hashes: NumberSpool) -> str:
+    """Return a warning of samples whose files are in two places, as of `tar cf x.tar *.jpg *.txt`, or "".
 
-    Each run looks like a sample of its own. If both runs have a file of the same extension, they are different samples
-    that share a key.
+    Each place is read as a sample. If both have a file of the same extension, two samples happen to have one key.
     """
-
-    def __init__(self) -> None:
-        self._extensions: dict[int, tuple[str, ...]] = {}  # by the hash of a key
-        self._alike: dict[tuple[str, ...], tuple[str, ...]] = {}  # one tuple for all samples with the same extensions
-        self._count, self._first = 0, ""
-
-    def add(self, extent: Extent) -> None:
-        extensions = tuple(extent.extensions)
-        extensions = self._alike.setdefault(extensions, extensions)
-        before = self._extensions.setdefault(hash(extent.key), extensions)
-        if before is not extensions and not set(before).intersection(extensions):
-            self._first = self._first or extent.key
-            self._count += 1
-
-    def note(self) -> str:
-        if not self._count:
-            return ""
-        return encodable(
-            f"the files of {counted(self._count, 'sample')} do not lie side by side, such as those of {self._first!r}, "
-            "so each is read as several samples, each with some of the parts; write the tar again in the order of "
-            "names, as `tar --sort=name` does of a folder"
-        )
+    torn, before = [], dict[int, set[str]]()
+    layouts, layout_of = [{extension for extension, _ in each} for each in found.layouts], found.layout_of.numbers()
+    for row, key_hash in key_hashes.repeated():
+        extensions = layouts[layout_of[row]]
+        if not before.setdefault(key_hash, extensions) & extensions:
+            torn.append(row)
+    if not torn:
+        return ""
+    _, key, _ = next(of_samples(members(name, fd, int(found.starts.numbers()[torn[0]]))))
+    return encodable(
+        f"the files of {counted(len(torn), 'sample')} do not lie side by side, such as those of {key!r}, so each is "
+        "read as several samples, each with some of the parts; write the tar again in the order of names, as "
+        "`tar --sort=name` does of a folder"
+    )
 
 
 class ShardRows:
@@ -425,10 +422,9 @@ class ShardRows:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.starts: list[int] = []
+        self.samples = 0
+        self.starts, self.layout_of, self.sizes = NumberSpool(), NumberSpool("<u4"), NumberSpool()
         self.layouts: dict[LayoutParts, int] = {}
-        self.layout_of: list[int] = []
-        self.sizes: list[int] = []
         self.digest = xxh3_64()
         self.end = 0  # offset after the last member
         self.in_samples = 0  # bytes of samples, including headers
@@ -444,24 +440,20 @@ class ShardRows:
             check_utf8(self.name, extension)
         self.starts.append(extent.members[0].header)
         self.layout_of.append(self.layouts.setdefault(layout, len(self.layouts)))
-        self.sizes.extend(member.size for member in extent.members)
+        for member in extent.members:
+            self.sizes.append(member.size)
+        self.samples += 1
         self.end = extent.members[-1].end
         self.in_samples += self.end - extent.members[0].header
         for member in extent.members:
             self.digest.update(f"{member.name}\0{member.payload}\0{member.size}\0".encode("utf-8", "surrogateescape"))
 
     def table(self, size: int, fault: str, note: str = "") -> ShardTable:
-        """Return the rows of a shard of `size` bytes."""
-        rows = TarColumns(
-            np.array(self.starts, dtype="<u8").tobytes(),
-            self.end,
-            list(self.layouts),
-            np.array(self.layout_of, dtype="<u4").tobytes(),
-            np.array(self.sizes, dtype="<u8").tobytes(),
-            Links(len(self.links), encodable(self.links[0].name) if self.links else ""),
-        )
-        entry = ShardEntry(self.name, size, len(self.starts), self.digest.intdigest(), encodable(fault))
-        return rows.table(entry, note)
+        """Return the table of the shard, of `size` bytes."""
+        starts, layout_of, sizes = (each.numbers().data for each in (self.starts, self.layout_of, self.sizes))
+        links = Links(len(self.links), encodable(self.links[0].name) if self.links else "")
+        entry = ShardEntry(self.name, size, self.samples, self.digest.intdigest(), encodable(fault))
+        return TarColumns(starts, self.end, list(self.layouts), layout_of, sizes, links).table(entry, note)
 
 
 def _layout(extent: Extent) -> LayoutParts:
@@ -489,7 +481,7 @@ def write_tar_idx(shard: Path, table: ShardTable) -> None:
 def tar_idx(table: ShardTable) -> bytes:
     """Return the valid content of `X.tar.idx`."""
     rows = TarColumns.of(table)
-    return rows.starts + np.array([rows.end], dtype="<u8").tobytes()
+    return spooled([rows.starts, rows.end.to_bytes(_OFFSET, "little")])
 
 
 def tar_idx_fault(shard: Path, table: ShardTable) -> str:
@@ -512,114 +504,3 @@ def tar_idx_fault(shard: Path, table: ShardTable) -> str:
         return ""
     first = int((np.frombuffer(found_offsets, "<u8") != np.frombuffer(expected, "<u8")).argmax())
     return f"{path.name} has another offset for sample {first} than the shard"
-
-
-RECORD = 20 * BLOCK  # a tar is padded to a multiple of this
-END = 2 * BLOCK  # least zero bytes at the end
-_LONGEST_PLAIN_NAME = 100  # a longer name takes two more blocks, as does one that is not ASCII
-_LARGEST_PLAIN = 8**11 - 1  # a larger size in bytes takes two more blocks
-_EMPTY = tarfile.TarInfo().tobuf(tarfile.PAX_FORMAT)
-_SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # positions in a header
-
-
-def header_bytes(name: str, size: int) -> int:
-    """Return the bytes of a member's headers."""
-    return BLOCK if _is_plain(name, size) else 3 * BLOCK
-
-
-def sample_bytes(key: str, sizes: Mapping[str, int]) -> int:
-    """Return the bytes of a sample in a tar, from the sizes of its parts by extension."""
-    return sum(header_bytes(f"{key}.{extension}", size) + padded(size) for extension, size in sizes.items())
-
-
-def room_in(shard_bytes: int) -> int:
-    """Return the most bytes of samples in a shard of at most `shard_bytes`."""
-    return shard_bytes // RECORD * RECORD - END
-
-
-def member_headers(name: str, size: int) -> bytes:
-    """Return the headers of a member.
-
-    They are one block, after two more for a name or size that does not fit.
-    """
-    if not _is_plain(name, size):
-        info = tarfile.TarInfo(name)
-        info.size = size
-        return info.tobuf(tarfile.PAX_FORMAT)
-    header = bytearray(_EMPTY)
-    header[: len(name)] = name.encode()
-    header[_SIZE] = b"%011o" % size
-    header[_CHECKSUM] = b" " * 8
-    header[_CHECKSUM] = b"%06o\0 " % sum(header)
-    return bytes(header)
-
-
-def _is_plain(name: str, size: int) -> bool:
-    return len(name) <= _LONGEST_PLAIN_NAME and name.isascii() and size <= _LARGEST_PLAIN
-
-
-class Chunked(Protocol):
-    """Bytes that arrive in pieces, with a known total size."""
-
-    def __len__(self) -> int: ...
-    def chunks(self) -> Iterable[bytes]: ...
-
-
-class ShardFile:
-    """New shard at `path`, called `name` in the index.
-
-    It is a context manager that closes the file, complete or not.
-    """
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.path = path
-        self.samples = 0
-        self.size = 0  # bytes so far
-        self._rows = ShardRows(name)
-        self.last_key = ""
-        self._file = path.open("wb", buffering=1 << 20)
-
-    def __enter__(self) -> ShardFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def add(self, key: str, parts: Mapping[str, bytes | Chunked]) -> None:
-        """Append a sample of at least one part, as bytes or in pieces.
-
-        Its key must differ from the previous one, because readers would merge the two. Raises OSError, for example for
-        a full disk.
-        """
-        assert parts and key != self.last_key, key
-        self.last_key = key
-        extent = Extent(key)
-        for extension in sorted(parts):
-            data = parts[extension]
-            name = f"{key}.{extension}"
-            headers = member_headers(name, len(data))
-            payload = (data,) if isinstance(data, bytes) else data.chunks()
-            self._file.writelines(itertools.chain((headers,), payload, (bytes(-len(data) % BLOCK),)))
-            extent.members.append(Member(name, self.size, self.size + len(headers), len(data), True))
-            extent.extensions.append(extension)
-            self.size += len(headers) + padded(len(data))
-        self._rows.add(extent)
-        self.samples += 1
-
-    def finish(self) -> ShardTable:
-        """Complete the tar, sync it to the disk, and return its index rows."""
-        zeros = END + -(self.size + END) % RECORD
-        self._file.write(bytes(zeros))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.size += zeros
-        self.close()
-        return self._rows.table(self.size, "")
-
-    def close(self) -> None:
-        """Close the file as it is, without an error for bytes that do not fit on the disk.
-
-        The shard is incomplete then.
-        """
-        with contextlib.suppress(OSError):
-            self._file.close()

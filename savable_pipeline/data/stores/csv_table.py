@@ -15,7 +15,6 @@ import io
 import itertools
 import re
 import sys
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,11 +23,10 @@ from json.encoder import encode_basestring
 from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from savable_pipeline.core.wording import counted
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
 from savable_pipeline.data.shards.index import FileBlob
+from savable_pipeline.data.shards.number_spool import NumberSpool
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, folders_in, is_file, is_url, text_format
 
 _SEPARATORS = ",;\t|"
@@ -42,15 +40,16 @@ Row: TypeAlias = list[str]
 
 def _found_rows(file: ByteSource) -> tuple[str, FileBlob]:
     """Return the fault of a file, or "", and the offsets of the rows before the fault."""
-    fault, begins = "", array("Q")
+    fault, begins = "", NumberSpool()
     try:
         with _wide_fields():
-            begins.extend(_row_begins(file))
+            for begin in _row_begins(file):
+                begins.append(begin)
     except ValueError as error:
         fault = str(error)
-    if not (fault and begins):  # otherwise the last row may end after the fault
+    if not (fault and len(begins.numbers())):  # otherwise the last row may end after the fault
         begins.append(file.size)
-    return fault, np.frombuffer(begins, "<u8")
+    return fault, begins.numbers()
 
 
 def _row_begins(file: ByteSource) -> Iterator[int]:

@@ -7,7 +7,6 @@ line before them.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import FileBlob, IndexedFiles
+from savable_pipeline.data.shards.number_spool import NumberSpool
 from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.stores.ranges import RangedTable, with_ranges
@@ -32,27 +32,20 @@ from savable_pipeline.data.stores.table_store import (
 _CHUNK = 1 << 20
 LONGEST_LINE = 1 << 30
 _FEW = 64  # first bytes of a line to inspect, to see whether it is blank
-_MANY = 1 << 20  # most bytes of offsets to keep in memory
 
 
 def line_offsets(file: ByteSource) -> FileBlob:
-    """Return the offsets of lines with text, then the end: uint64 (lines + 1,).
-
-    For a long file, the offsets are in a memory-mapped temporary file.
-    """
-    offset, is_start = 0, True
-    with tempfile.SpooledTemporaryFile(_MANY) as found:
-        while chunk := file.read_at(offset, _CHUNK):
-            raw = np.frombuffer(chunk, np.uint8)
-            starts = np.concatenate([np.arange(int(is_start)), np.flatnonzero(raw[:-1] == ord("\n")) + 1])
-            maybe = np.flatnonzero(raw[starts] <= ord(" ")).tolist()
-            blank = [i for i in maybe if _is_blank(file, offset + int(starts[i]))]
-            found.write((np.delete(starts, blank) + offset).astype("<u8").tobytes())
-            offset, is_start = offset + len(chunk), chunk.endswith(b"\n")
-        found.write(offset.to_bytes(8, "little"))
-        size = found.tell()
-        found.seek(0)
-        return np.memmap(found, "<u8", "r") if size > _MANY else np.frombuffer(found.read(), "<u8")
+    """Return the offsets of lines with text, then the end: uint64 (lines + 1,)."""
+    offset, is_start, found = 0, True, NumberSpool()
+    while chunk := file.read_at(offset, _CHUNK):
+        raw = np.frombuffer(chunk, np.uint8)
+        starts = np.concatenate([np.arange(int(is_start)), np.flatnonzero(raw[:-1] == ord("\n")) + 1])
+        maybe = np.flatnonzero(raw[starts] <= ord(" ")).tolist()
+        blank = [i for i in maybe if _is_blank(file, offset + int(starts[i]))]
+        found.write(np.delete(starts, blank) + offset)
+        offset, is_start = offset + len(chunk), chunk.endswith(b"\n")
+    found.append(offset)
+    return found.numbers()
 
 
 def _is_blank(file: ByteSource, start: int) -> bool:

@@ -35,6 +35,7 @@ from savable_pipeline.core.patience import with_retries
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile, RecordError
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardIndex, ShardTable
+from savable_pipeline.data.shards.number_spool import NumberSpool
 from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.paths import is_hidden
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
@@ -51,6 +52,8 @@ NAMING_SETTINGS = ("file_fields", "files_from", "allow_outside", "pinned")
 TABLE_SETTINGS = ("key", *NAMING_SETTINGS)
 FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
 A_URL = "a URL, not a file"
+_COMMA = re.compile(rb"\}\s*(,)\s*\{")  # between two objects
+_TAIL = 1 << 16  # bytes at the end of a piece in which it may be cut
 FIRST_ROWS = 16  # of a table, by which the folder of the files that it names is found
 _BLOCK = 4 << 20  # bytes of rows that are read at once, in their order
 
@@ -447,18 +450,52 @@ def is_url(text: str) -> bool:
 
 
 def _elements(file: ByteSource) -> tuple[str, FileBlob]:
-    """Return the fault of a JSON list, or "", and where its elements and their end are."""
-    data, begins = file.read(), []
-    end = len(MARK) if data.startswith(MARK) else 0
+    """Return the fault of a JSON list, or "", and where its elements and their end are.
+
+    The file is read in pieces. One that ends at a comma is a list of some elements only if this comma is between two:
+
+        [{"a": [{}, {}]}, {"a": [{}│, {}]}, …      no JSON with a bracket after it
+        [{"a": [{}, {}]}│, {"a": [{}, {}]}, …      one element
+    """
+    begins, size = NumberSpool(), _BLOCK
+    end = len(MARK) if file.head(len(MARK)) == MARK else 0  # of the last element so far
+    before, ending, is_last = b"", b"", False
+    while not is_last:
+        piece = file.read_at(end, size)
+        is_last = end + len(piece) == file.size
+        cuts = [match.start(1) for match in _COMMA.finditer(piece, max(0, len(piece) - _TAIL))][::-1]
+        cuts.sort(key=lambda cut: piece[cut - 2 : cut] != ending)  # first those after the ending of the last element
+        found = filter(None, (_listed(before + piece[:cut] + b"]", before) for cut in cuts))
+        if (elements := _listed(before + piece, before) if is_last else next(found, None)) is None:
+            if is_last:
+                return _list_fault(file.read()), np.zeros(1, "<u8")
+            size *= 2  # an element that is longer, or no list of objects
+            continue
+        position, before, size = 0, b"[0", _BLOCK
+        for element in map(bytes, elements):
+            position = piece.index(element, position)  # only commas and blanks are between two elements
+            begins.append(end + position)
+            position += len(element)
+        end, ending = end + position, piece[position - 2 : position]
+    begins.append(end)
+    return "", begins.numbers()
+
+
+def _listed(text: bytes, before: bytes) -> list[msgspec.Raw] | None:
+    """Return the elements of a list after those in `before`, or None for other text."""
     try:
-        elements = msgspec.json.decode(memoryview(data)[end:], type=list[msgspec.Raw])
+        return msgspec.json.decode(text, type=list[msgspec.Raw])[len(before) > 0 :]
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _list_fault(data: bytes) -> str:
+    try:
+        msgspec.json.decode(data.removeprefix(MARK), type=list[msgspec.Raw])
     except (msgspec.DecodeError, RecursionError) as error:
         advice = "Write null for NaN, or one object a line (JSONL)" if re.search(rb"\b(NaN|Infinity)\b", data) else ""
-        return f"not a whole list of objects: {error}{advice and f'. {advice}'}", np.zeros(1, "<u8")
-    for element in map(bytes, elements):
-        begins.append(data.index(element, end))  # only commas and blanks are between two elements
-        end = begins[-1] + len(element)
-    return "", np.array([*begins, end], "<u8")
+        return f"not a whole list of objects: {error}{advice and f'. {advice}'}"
+    return "the file changed while it was read. Start again"
 
 
 class JsonArrayStore(TableStore):

@@ -381,5 +381,5 @@ TARS = _TarFormat(
     is_same=tar_format.is_as_indexed,
     packed=PACKED_TARS,
     whole=True,
-    no_rows=msgspec.msgpack.encode(tar_format.TarColumns(b"")),
+    no_rows=msgspec.msgpack.encode(tar_format.TarColumns(memoryview(b""))),
 )

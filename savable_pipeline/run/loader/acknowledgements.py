@@ -113,13 +113,11 @@ class Acknowledgements:
 
         A batch without any other row is not repeated. Padding batches follow until there are `coming`.
         """
-        loaded = [
-            OpenFlight(each.batch, each.ref, each.rows, each.done, each.size, to_come=each.open) for each in saved
-        ]
+        loaded = [OpenFlight(one.batch, one.ref, one.rows, one.done, one.size, to_come=one.open) for one in saved]
         with self._lock:
             self._lanes = {lane: _Lane() for lane in self._ranks.lanes(self._lane_count)}
             for flight in loaded:
-                self._lanes[self._number_of(flight.batch)].flights[flight.batch] = flight
+                self._lanes[(flight.batch & flights.SLOTS) % self._lane_count].flights[flight.batch] = flight
             self._handed: dict[int, OpenFlight] = {}  # by the id of their receipts
             self._out = 0  # rows yielded and not acknowledged
             self.waiting = deque(  # batches to repeat, in this order; other threads add to it
@@ -131,14 +129,9 @@ class Acknowledgements:
                 self._lose(flight, lost.get(flight.batch, 0))
         self.fill_up(coming)
 
-    def _number_of(self, batch: int) -> int:
-        """Return the number of a batch's lane."""
-        return (batch & flights.SLOTS) % self._lane_count
-
     def fill_up(self, coming: int) -> None:
         """Add padding batches until `coming` batches are repeated."""
-        own = self._ranks.rank
-        self.waiting += [OpenFlight(own, (), 0) for _ in range(coming - len(self.waiting))]
+        self.waiting += [OpenFlight(self._ranks.rank, (), 0) for _ in range(coming - len(self.waiting))]
 
     def _change(self, flight: OpenFlight, done: int, to_come: int) -> None:
         """Set the rows of a batch that are done, and those to repeat. With its last row it leaves the table."""
@@ -159,8 +152,7 @@ class Acknowledgements:
         with self._lock:
             for flight in [flight for lane in self._lanes.values() for flight in lane.flights.values()]:
                 self._lose(flight, lost(flight))
-            if self._is_awaited:
-                self._freed.notify_all()
+            self._freed.notify_all()
 
     def _lose(self, flight: OpenFlight, rows: int) -> None:
         if rows:
@@ -242,7 +234,11 @@ class Acknowledgements:
     def acknowledge(self, receipts: Any, kind: Acknowledgement, reason: str = "") -> None:
         """Record the outcome of rows. Raises ValueError for anything but receipts."""
         whole, odd = self._handed.get(id(receipts)), 0
-        if whole is not None and whole.handed.is_unchanged:  # type: ignore[union-attr]
+        handed: Any = whole and whole.handed
+        # Was the tensor neither changed nor moved to shared memory?
+        if whole and handed.memory.tobytes() == handed.raw and receipts.data_ptr() == handed.pointer:
+            if kind != "again" and self._closed(whole, kind, reason):
+                return
             named = {whole.batch: (1 << whole.rows) - 1}
         else:
             named, odd = rows_of(receipts)
@@ -257,30 +253,42 @@ class Acknowledgements:
             if self._is_awaited:
                 self._freed.notify_all()
 
+    def _closed(self, flight: OpenFlight, kind: Acknowledgement, reason: str) -> bool:
+        """Acknowledge all rows of a batch, and return whether none was acknowledged or requeued before.
+
+        This is a case of `_acknowledged` that takes half the time. Most trainers always use it.
+        """
+        batch, rows, key = flight.batch, flight.rows, id(flight.handed.tensor)  # type: ignore[union-attr]
+        lane = self._lanes[(batch & flights.SLOTS) % self._lane_count]
+        with self._lock:
+            if flight.done or flight.to_come or key not in self._handed:
+                return False
+            # Make no calls here: Ctrl-C comes before, or after.
+            flight.done, lane.packed, lane.columns, self._out = (1 << rows) - 1, None, None, self._out - rows
+            del lane.flights[batch], self._handed[key]
+            self._note(batch, flight.done, kind, reason)
+            if self._is_awaited:
+                self._freed.notify_all()
+        return True
+
     def _acknowledged(self, batch: int, rows: int, kind: Acknowledgement) -> int:
         """Acknowledge those of a batch's rows that can be, and return them."""
         lane = self._lanes.get((batch & flights.SLOTS) % self._lane_count)
         if lane is None:
-            return 0 if kind == "again" else self._of_others(batch, rows)
-        flight = lane.flights.get(batch)
-        if flight is None:
+            rows &= 0 if kind == "again" else ~self._elsewhere.get(batch, 0)
+            if rows:  # of another rank
+                self._elsewhere[batch] = self._elsewhere.get(batch, 0) | rows
+            return rows
+        if (flight := lane.flights.get(batch)) is None:
             return 0
         rows &= (1 << flight.rows) - 1 & ~flight.done
         if kind != "again":
             self._change(flight, flight.done | rows, flight.to_come)
             return rows
-        rows &= ~flight.to_come
-        if rows and not flight.to_come:
+        if (rows := rows & ~flight.to_come) and not flight.to_come:
             self.waiting.append(flight)
         self._change(flight, flight.done, flight.to_come | rows)
         return rows
-
-    def _of_others(self, batch: int, rows: int) -> int:
-        """Record acknowledged rows of another rank's batch, and return those that are new."""
-        before = self._elsewhere.get(batch, 0)
-        if rows & ~before:
-            self._elsewhere[batch] = before | rows
-        return rows & ~before
 
     def _note(self, batch: int, rows: int, kind: Acknowledgement, reason: str) -> None:
         self._counts[kind, reason] += rows.bit_count()
@@ -343,8 +351,7 @@ class Acknowledgements:
         with self._lock:
             for lane, of_lane in own.items():
                 for flight in of_lane:
-                    own_flight = self._lanes[lane].flights.get(flight.batch)
-                    if own_flight is not None:
+                    if (own_flight := self._lanes[lane].flights.get(flight.batch)) is not None:
                         gone = flight.open & ~open_rows.get(flight.batch, 0)
                         self._change(own_flight, own_flight.done | gone, own_flight.to_come)
             for batch, rows in acks.items():
@@ -352,8 +359,7 @@ class Acknowledgements:
                     del self._elsewhere[batch]
                 else:
                     self._elsewhere[batch] &= ~rows
-            if self._is_awaited:
-                self._freed.notify_all()
+            self._freed.notify_all()
 
 
 _AHEAD = 32  # batches whose receipts are built together, because those of one batch alone would take ten times as long
@@ -376,11 +382,6 @@ class IssuedReceipts(NamedTuple):
         tensors = torch.from_numpy(receipts).unbind(0)  # indexing a tensor for each batch takes ten times as long
         rows = list(receipts)
         return [cls(tensor, row.tobytes(), row, tensor.data_ptr()) for tensor, row in zip(tensors, rows, strict=True)]
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Return whether the tensor was neither changed nor moved to shared memory."""
-        return self.memory.tobytes() == self.raw and self.tensor.data_ptr() == self.pointer
 
 
 def receipts_of(batch: int, size: int, rows: int = 0, numbers: Sequence[int] | None = None) -> torch.Tensor:

@@ -86,7 +86,10 @@ class RowsInFlight(Observer):
         if not rows:
             step.samples = BatchSamples.of(())
             if isinstance(step.batch, dict):
-                step.batch = {VALID: _none_of(size), **step.batch}  # a batch may already have such a key of the encoder
+                step.batch = {
+                    VALID: receipts_of(0, size)[:, 0] >= 0,
+                    **step.batch,
+                }  # a batch may already have such a key of the encoder
         step.repeated = self.table.give_again(step.at.history.total, rows)
         return receipts_of(flight.batch, size, step.repeated, rows)
 
@@ -157,9 +160,3 @@ def open_rows_lost(last: Stage, flight: Flight) -> int:
 def _size(batch: Any, rows: int) -> int:
     """Return the number of rows of a batch with its padding."""
     return len(batch[VALID]) if isinstance(batch, dict) and VALID in batch else rows
-
-
-def _none_of(size: int) -> torch.Tensor:
-    import torch
-
-    return torch.zeros(size, dtype=torch.bool)

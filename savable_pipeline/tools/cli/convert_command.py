@@ -94,7 +94,7 @@ def convert(
             classes=tuple(class_names(classes_from)) if classes_from else classes,
             key_end=key_end,  # type: ignore[arg-type]  # Options checks it
             file_fields=_file_fields(no_files, file_field),
-            split=tuple(_parse_split(share) for share in split or ()),
+            split=tuple((name, share) for name, _, share in (each.partition("=") for each in split or ())),
             only=_parse_parts(only),
             unpacked_bytes=unpacked_bytes,
         )
@@ -130,11 +130,6 @@ def _file_fields(no_files: bool, named: list[str] | None) -> tuple[str, ...] | N
     if no_files and named:
         raise ValueError("--no-files and --file-field exclude each other")
     return () if no_files else tuple(named) if named else None
-
-
-def _parse_split(text: str) -> tuple[str, str]:
-    name, _, share = text.partition("=")
-    return name, share
 
 
 def _parse_parts(text: str | None) -> tuple[str, ...]:

@@ -173,16 +173,16 @@ def index(
     Shards whose index is up to date are skipped. The exit code is 1 if a shard or a header cannot be read.
     """
     from savable_pipeline.data.dataset.media_indexing import reject_remote
-    from savable_pipeline.data.shards.metadata import unfinished
+    from savable_pipeline.data.shards.metadata import WRITTEN, unfinished
     from savable_pipeline.data.stores.opening import index_any
-    from savable_pipeline.tools.convert.describe import describe_indexed, is_written
+    from savable_pipeline.tools.convert.describe import describe_indexed
 
     with errors_as_lines():
         if media:
             reject_remote(path)
         with engine_named(engine, workers) as cluster, progress_of(err, "indexing", "shards") as progress:
             index_path, faults = index_any(path, processes=workers, engine=cluster, progress=progress)
-            if is_written(Path(path)) and not faults:
+            if (Path(path) / WRITTEN).is_dir() and not faults:
                 describe_indexed(Path(path), index_path)
         _print_index(index_path, faults)
         if text := unfinished(Path(path)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,7 +42,7 @@ from savable_pipeline.tools.convert.manifest import (
 )
 from savable_pipeline.tools.convert.options import HASHES, MANIFEST, WORK, Options, Report
 from savable_pipeline.tools.convert.prepare import Prepared, prepare
-from savable_pipeline.tools.convert.range_job import RECORD_FILE, RangeJob
+from savable_pipeline.tools.convert.range_job import RECORD_FILE, Hashes, RangeJob
 from savable_pipeline.tools.convert.shard_series import room_on
 from savable_pipeline.tools.convert.source import ConversionSource, close_sources, find_files
 from savable_pipeline.tools.convert.target import Target, target_at
@@ -140,7 +141,7 @@ def convert(
         classes=classes if isinstance(classes, bool) else tuple(class_names(classes)),
         file_fields=_listed("file_fields", file_fields),
         split=tuple((name, _share(share)) for name, share in (split or {}).items()),
-        only=_parts(only),
+        only=_listed("only", only) or (),
         unpacked_bytes=unpacked_bytes,
     )
     found = find_files(source, format)
@@ -162,14 +163,10 @@ def _listed(name: str, texts: Iterable[str] | None) -> tuple[str, ...] | None:
     """Return a tuple. Raises ValueError for one str, whose characters would be taken for the strings."""
     if isinstance(texts, str):
         raise ValueError(f"{name} must be a list, not a str. Pass [{texts!r}]")
-    return None if texts is None else tuple(texts)
-
-
-def _parts(only: Iterable[str] | None) -> tuple[str, ...]:
-    names = _listed("only", only)
-    if names == ():
+    found = None if texts is None else tuple(texts)
+    if name == "only" and found == ():
         raise ValueError("only= names no part. Pass extensions, such as jpg and txt, or None for all")
-    return names or ()
+    return found
 
 
 def _share(share: float | str) -> str:
@@ -217,7 +214,7 @@ def run_conversion(
         if engine is not None:  # the machines of an engine have other current folders
             output = replace(output, folder=output.folder.absolute())
         _check_reshard(source, reshard)
-        _check_apart(source.path, output.folder if output.bucket is None else output.name)
+        _check_apart(source.path, output.folder if output.bucket is None else output.bucket.url)
         _refuse_other_shards(output)
         wanted = None if keys is None else frozenset(keys)
         if wanted is not None and not wanted:
@@ -297,7 +294,10 @@ def _resumed(
         check_same(output.folder, manifest, before)
     report = finished_report(output, before)
     if may_have_changed(output.folder, manifest, before, newest_ns):
-        known = _hashes(output, before, jobs) if report is not None else [_known(job) for job in jobs]
+        firsts = itertools.accumulate(before.hashes, initial=0)
+        known: Iterable[Hashes | None] = zip(itertools.repeat(output.folder / HASHES), firsts, before.hashes)
+        if report is None:
+            known = (job.written_hashes() if job.is_finished and job.bucket is None else None for job in jobs)
         compared = [replace(job, hashes=hashes) for job, hashes in zip(jobs, known, strict=True) if hashes is not None]
         if files := sorted(do(compared)):
             raise changed_files(output.folder, manifest, before, files)
@@ -306,16 +306,6 @@ def _resumed(
                 output.folder, msgspec.structs.replace(before, versions=manifest.versions, source_id=manifest.source_id)
             )
     return report
-
-
-def _known(job: RangeJob) -> bytes | None:
-    return job.record().hashes if job.is_finished and job.bucket is None else None
-
-
-def _hashes(output: Target, before: Manifest, jobs: list[RangeJob]) -> list[bytes]:
-    """Return the hashes of each range of a finished conversion."""
-    with (output.folder / HASHES).open("rb") as file:
-        return [file.read(8 * count) for count in before.hashes[: len(jobs)]]
 
 
 def _do(
@@ -343,7 +333,7 @@ def _do(
             if job.hashes is None:
                 job.note(written)
             else:
-                changed.update(msgspec.msgpack.decode(written.record, type=list[str]))
+                changed.update(written.changed)
     return changed
 
 
@@ -352,11 +342,10 @@ def _check_apart(source: str, target: Path | str) -> None:
         inner, outer = f"{source.rstrip('/')}/", f"{target.rstrip('/')}/"
         if inner.startswith(outer) or outer.startswith(inner):
             raise ValueError(f"{target} and {source} must not contain each other. Convert to another URL")
-    if "://" in source or isinstance(target, str):
-        return
-    first, second = Path(source).resolve(), target.resolve()
-    if first.is_dir() and (first == second or second in first.parents or first in second.parents):
-        raise ValueError(f"{target} and {source} must not contain each other. Convert into another folder")
+    elif "://" not in source and not isinstance(target, str):
+        first, second = Path(source).resolve(), target.resolve()
+        if first.is_dir() and (first == second or second in first.parents or first in second.parents):
+            raise ValueError(f"{target} and {source} must not contain each other. Convert into another folder")
 
 
 def _refuse_other_shards(output: Target) -> None:

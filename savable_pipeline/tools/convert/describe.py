@@ -12,14 +12,14 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import index_files
-from savable_pipeline.data.shards.metadata import INDEX_NAME, META, WRITTEN
+from savable_pipeline.data.shards.metadata import INDEX_NAME, META
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS
 from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.tools.convert.shard_series import room_on
 
 
-def describe(folder: Path) -> TarIndex:
+def describe(folder: Path) -> None:
     """Index the new shards, and write Energon's files next to the index.
 
     Raises `ShardError`, OSError, and `SavableError` if the index cannot be written next to the shards.
@@ -36,7 +36,6 @@ def describe(folder: Path) -> TarIndex:
             offsets = folder / f"{entry.name}.idx"
             if not entry.fault and not offsets.exists():
                 raise OSError(errno.ENOSPC, f"no room for {offsets.name}")
-        return index
 
 
 def describe_tables(folder: Path, work: Path, tables: Iterable[ShardTable], *described: Any) -> None:
@@ -55,11 +54,6 @@ def describe_indexed(folder: Path, index_path: Path) -> TarIndex:
     counts = {entry.name: entry.samples for entry in index.shards}
     _write_energon_files(folder, counts, {frozenset(layout.position) for layout in index.layouts}, frozenset(), ())
     return index
-
-
-def is_written(folder: Path) -> bool:
-    """Return whether `sp.ShardWriter` wrote the shards of a folder."""
-    return (folder / WRITTEN).is_dir()
 
 
 _VERSION = "7.4.1"  # version of Energon with this layout

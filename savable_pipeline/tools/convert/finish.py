@@ -8,33 +8,34 @@ Each step may be repeated after a kill: the records of the ranges stay until the
 
 from __future__ import annotations
 
-import functools
+import bisect
+import itertools
 import json
 import re
-from collections import deque
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TypeAlias
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from savable_pipeline.core.files import replace_file, replacing
 from savable_pipeline.core.wording import counted, human_bytes, listed
 from savable_pipeline.data.shards.index import ShardTable
+from savable_pipeline.data.shards.number_spool import NumberSpool
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
-from savable_pipeline.data.shards.tar_format import room_in, tar_idx
+from savable_pipeline.data.shards.shard_list import ShardEntry
+from savable_pipeline.data.shards.tar_format import tar_idx
 from savable_pipeline.data.stores.folder_store import FOLDER, SPLITS
-from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.data.stores.table_store import A_URL
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.tools.convert.describe import describe_tables
 from savable_pipeline.tools.convert.manifest import Manifest, write_manifest
 from savable_pipeline.tools.convert.options import CLASSES, HASHES, REJECTED, Options, Report
 from savable_pipeline.tools.convert.prepare import NO_FILES, Prepared, check_keys, check_parts
-from savable_pipeline.tools.convert.range_job import RangeJob, RangeRecord, RangeShard, join_shards
+from savable_pipeline.tools.convert.range_job import RangeJob, join_shards
 from savable_pipeline.tools.convert.samples import Statistics
+from savable_pipeline.tools.convert.shard_series import room_in
 from savable_pipeline.tools.convert.source import ConversionSource
 from savable_pipeline.tools.convert.target import Target
 
@@ -43,14 +44,7 @@ _SHARED = 1.1  # a warning above this multiple of the bytes of the files that re
 _COUNTED = re.compile(r"[0-9._-]{3,}")  # numbered parts of a large dataset, and dates
 
 
-class _Shard(NamedTuple):
-    """A shard of a range: the number of its job, and its own number in the record."""
-
-    job: RangeJob
-    number: int
-    name: str
-    samples: int
-    size: int
+_Shard: TypeAlias = tuple[RangeJob, ShardEntry]
 
 
 def finish(
@@ -68,30 +62,33 @@ def finish(
     splits = [name for name, _ in options.split] or [""]
     shards: dict[str, list[_Shard]] = {split: [] for split in splits}
     statistics, rejected, hashes = Statistics(), [*found.rejected], list[int]()
-    records = functools.lru_cache(maxsize=2)(RangeJob.record)
     with replacing(output.folder / HASHES, sync=True) as file:
         for job in jobs:
-            record = records(job)
+            record = job.record()
             statistics.add(record.statistics)
             rejected += record.rejected
-            hashes.append(len(record.hashes) // 8)
-            file.write(record.hashes)
-            for number, piece in enumerate(record.pieces):
-                shards[piece.split].append(_shard(job, number, piece))
-    _check_found(jobs, statistics, rejected, options, sum(map(len, shards.values())))
+            path, _, count = job.written_hashes()
+            hashes.append(count)
+            with path.open("rb") as written:
+                shutil.copyfileobj(written, file)
+            for split, shard in record.shards:
+                shards[split].append((job, shard))
+    check_keys(((jobs[0].keys if jobs else None) or frozenset()).difference(statistics.found))
+    check_parts(options, statistics.parts or [""], {*statistics.parts, *statistics.dropped})
+    if not any(shards.values()) and (named := next((each for each in rejected if each.reason == A_URL), None)):
+        raise ValueError(f"{named.file}: records name URLs, not files, such as {named.detail}. {NO_FILES}")
     for split in splits:
-        shards[split] = [*_joined(jobs, split, shards[split], options, records)]
+        shards[split] = _joined(jobs, split, shards[split], options)
     names = {name: shard for split in sorted(splits) for name, shard in _named(split, shards[split])}
-    _publish(output, options, splits, names, records, statistics)
+    _publish(output, options, splits, names, statistics)
     replace_file(output.folder / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     if found.classes:
         replace_file(output.folder / CLASSES, [json.dumps(found.classes, ensure_ascii=False).encode()], sync=True)
-    samples, size = sum(shard.samples for shard in names.values()), sum(shard.size for shard in names.values())
+    samples, size = (sum(getattr(shard, name) for _, shard in names.values()) for name in ("samples", "size"))
     warnings = _warnings(source, found, options, samples, statistics)
     report = Report(samples, len(names), size, rejected, found.hidden, warnings, statistics.nulls)
-    result = {"size": size, "hidden": found.hidden, "warnings": warnings, "nulls": statistics.nulls}
-    result |= {"hashes": hashes, "names_files": bool(statistics.uses or statistics.named)}
-    write_manifest(output.folder, msgspec.structs.replace(manifest, done=True, **result))
+    result = {"report": replace(report, rejected=[]), "names_files": bool(statistics.uses or statistics.named)}
+    write_manifest(output.folder, msgspec.structs.replace(manifest, done=True, hashes=hashes, **result))
     output.publish({*names})
     return report
 
@@ -99,91 +96,44 @@ def finish(
 def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
     """Return the jobs, with new ones for ranges in which keys are repeated.
 
-    A new job knows which samples have a repeated key, and writes the range again.
-
-    Hashes are compared in a file, so that memory does not grow with the number of samples.
+    A new job knows which samples have a repeated key, and writes the range again. Memory grows only with the number of
+    repeated keys.
     """
-    if not jobs:
-        return jobs
-    path = jobs[0].work / "keys"
-    with path.open("wb") as file:
-        for job in jobs:
-            file.write(job.record().keys)
-    if not path.stat().st_size:
-        return jobs
-    hashes = np.memmap(path, "<u8", "r+")
-    hashes.sort()
-    blocks = (hashes[start : start + (1 << 20) + 1] for start in range(0, len(hashes), 1 << 20))
-    repeated = np.unique(np.concatenate([block[1:][block[1:] == block[:-1]] for block in blocks]))
-    # Among files of a folder with one key, no file is the first.
-    met = np.full(len(repeated), jobs[0].source.form == FOLDER)  # whether a key occurred in an earlier range
-    return [_with_repeats(job, job.record().keys, repeated, met) for job in jobs] if len(met) else jobs
+    keys, firsts = NumberSpool(), [0]
+    for job in jobs:
+        keys.write(hashes := job.key_hashes())
+        firsts.append(firsts[-1] + len(hashes))
+    met, repeats = set[int](), dict[int, bytearray]()
+    for position, key in keys.repeated():
+        if key in met or jobs[0].source.form == FOLDER:  # among files of a folder with one key, no file is the first
+            number = bisect.bisect_right(firsts, position) - 1
+            bits = repeats.setdefault(number, bytearray((firsts[number + 1] - firsts[number] + 7) // 8))
+            sample = position - firsts[number]
+            bits[sample >> 3] |= 1 << (sample & 7)
+        met.add(key)
+    again = [(job, bytes(repeats.get(number, b""))) for number, job in enumerate(jobs)]
+    return [replace(job, name=f"{job.name}-again", repeats=bits) if bits else job for job, bits in again]
 
 
-def _with_repeats(job: RangeJob, keys: bytes, repeated: NDArray[np.uint64], met: NDArray[np.bool_]) -> RangeJob:
-    numbers = np.frombuffer(keys, "<u8")
-    at = np.minimum(np.searchsorted(repeated, numbers), len(repeated) - 1)
-    again = repeated[at] == numbers
-    samples = np.flatnonzero(again)
-    found, first = np.unique(at[samples], return_index=True)
-    again[samples[first[~met[found]]]] = False  # the first sample with a key has it
-    met[found] = True
-    if not again.any():
-        return job
-    return replace(job, name=f"{job.name}-again", repeats=np.packbits(again, bitorder="little").tobytes())
-
-
-def _shard(job: RangeJob, number: int, piece: RangeShard) -> _Shard:
-    entry = piece.table.entry
-    return _Shard(job, number, entry.name, entry.samples, entry.size)
-
-
-def _check_found(
-    jobs: list[RangeJob], statistics: Statistics, rejected: list[Reject], options: Options, shards: int
-) -> None:
-    """Raise ValueError for chosen keys and parts that no sample has, and for URLs instead of files."""
-    check_keys((jobs[0].keys if jobs and jobs[0].keys else frozenset()).difference(statistics.found))
-    check_parts(options, statistics.parts or [""], {*statistics.parts, *statistics.dropped})
-    named = next((reject for reject in rejected if reject.reason == A_URL), None)
-    if not shards and named is not None:
-        raise ValueError(f"{named.file}: records name URLs, not files, such as {named.detail}. {NO_FILES}")
-
-
-def _joined(
-    jobs: list[RangeJob],
-    split: str,
-    shards: list[_Shard],
-    options: Options,
-    records: Callable[[RangeJob], RangeRecord],
-) -> Iterator[_Shard]:
-    """Yield the shards, with the last ones of the ranges joined if these are too many."""
+def _joined(jobs: list[RangeJob], split: str, shards: list[_Shard], options: Options) -> list[_Shard]:
+    """Return the shards, with the last ones of the ranges joined if these are too many."""
     room = max(1, room_in(options.shard_bytes))
-    fewest = -(-sum(shard.size for shard in shards) // room)
+    fewest = -(-sum(shard.size for _, shard in shards) // room)
     if options.shard_samples is not None:
-        fewest = max(fewest, -(-sum(shard.samples for shard in shards) // options.shard_samples))
-    last = [i for i, shard in enumerate(shards) if i + 1 == len(shards) or shards[i + 1].job is not shard.job]
+        fewest = max(fewest, -(-sum(shard.samples for _, shard in shards) // options.shard_samples))
+    last = [i for i, (job, _) in enumerate(shards) if i + 1 == len(shards) or shards[i + 1][0] is not job]
     if len(shards) <= _MOST * fewest or len(last) < 2:
-        yield from shards
-        return
+        return shards
     job = replace(jobs[0], name=f"joined-{split}")
     if not job.is_finished:
-        job.note(
-            join_shards(job, [(shards[i].job.name, records(shards[i].job).pieces[shards[i].number]) for i in last])
-        )
-    yield from _in_order(shards, {*last}, [_shard(job, *each) for each in enumerate(records(job).pieces)])
-
-
-def _in_order(shards: list[_Shard], last: set[int], joined: list[_Shard]) -> Iterator[_Shard]:
-    """Yield the shards, each joined one where the first of its samples was."""
-    waiting, start, end = deque(joined), 0, 0
-    for i, shard in enumerate(shards):
-        if i not in last:
-            yield shard
-            continue
-        end += shard.samples
-        while waiting and start < end:
-            start += waiting[0].samples
-            yield waiting.popleft()
+        job.note(join_shards(job, split, [shards[i] for i in last]))
+    joined = [shard for _, shard in job.record().shards]
+    ends = [*itertools.accumulate(shards[i][1].samples for i in last)]
+    firsts = itertools.accumulate((shard.samples for shard in joined), initial=0)
+    found = {(i, 0): shards[i] for i in {*range(len(shards))}.difference(last)}
+    for number, (first, shard) in enumerate(zip(firsts, joined, strict=False)):  # where the first of its samples was
+        found[last[bisect.bisect_right(ends, first)], number] = job, shard
+    return [found[order] for order in sorted(found)]
 
 
 def _named(split: str, shards: list[_Shard]) -> Iterator[tuple[str, _Shard]]:
@@ -197,22 +147,21 @@ def _publish(
     options: Options,
     splits: list[str],
     names: dict[str, _Shard],
-    records: Callable[[RangeJob], RangeRecord],
     statistics: Statistics,
 ) -> None:
     """Rename the shards, after their offsets, and write the index and the metadata."""
 
     def tables() -> Iterator[ShardTable]:
-        for name, shard in names.items():
-            table = records(shard.job).pieces[shard.number].table
+        for name, (job, shard) in names.items():
+            table = job.table(shard)
             yield msgspec.structs.replace(table, entry=msgspec.structs.replace(table.entry, name=name))
 
     for table in tables():
-        name, shard = table.entry.name, names[table.entry.name]
+        name, (job, shard) = table.entry.name, names[table.entry.name]
         (output.work / f"{name}.idx").write_bytes(tar_idx(table))
-        output.publish_shard(f"{shard.job.name}/{shard.name}", name)
+        output.publish_shard(f"{job.name}/{shard.name}", name)
     if names:
-        counts = {name: shard.samples for name, shard in names.items()}
+        counts = {name: shard.samples for name, (_, shard) in names.items()}
         texts = frozenset(statistics.texts or ())
         if options.only and "json" not in {name.lower() for name in options.only}:
             texts = frozenset()

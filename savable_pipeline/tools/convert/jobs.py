@@ -26,11 +26,11 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from savable_pipeline.core.file_locks import LOCK_ADVICE, requiring_locks
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.index_making import NOTE, each_job
 from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.tools.convert.range_job import RangeJob, Written, write_range
+from savable_pipeline.tools.convert.shard_series import locked
 from savable_pipeline.tools.convert.source import close_source
 
 _VISIBLE_S = 120.0  # seconds; network file systems may cache for a minute that a file does not exist
@@ -152,18 +152,3 @@ def claimed(meta: Path, work: Path) -> Iterator[None]:
         with locked(work):
             pass
         yield
-
-
-@contextlib.contextmanager
-def locked(folder: Path, busy: str = "") -> Iterator[None]:
-    """Lock a folder, once it is free; with `busy` raise `SavableError` if it is not."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            with requiring_locks(folder, LOCK_ADVICE):
-                fcntl.flock(fd, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
-        except BlockingIOError as error:
-            raise SavableError(busy) from error
-        yield
-    finally:
-        os.close(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ from savable_pipeline.tools.convert.prepare import Prepared
 from savable_pipeline.tools.convert.source import sizes_digest, versions_of
 from savable_pipeline.tools.convert.target import Target
 
-VERSION = 4  # only manifests of this version are read
+VERSION = 5  # only manifests of this version are read
 _MARGIN_NS = 2_000_000_000  # clock granularity of file systems
 _SHOWN = 10  # most files that an error names
 
@@ -36,10 +37,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     options: Options
     source: str = ""  # path or URL, for messages
     done: bool = False
-    size: int = 0
-    hidden: int = 0
-    warnings: list[str] = []
-    nulls: dict[str, int] = {}
+    report: Report | None = None  # without its rejects
     hashes: list[int] = []  # number of hashes of contents of each range
     names_files: bool = False  # whether rows name files, whose versions are not in `versions`
 
@@ -110,7 +108,7 @@ def finished_report(output: Target, before: Manifest) -> Report | None:
     Raises `SavableError` for a finished one in a bucket.
     """
     folder = output.folder
-    if not before.done:
+    if before.report is None:
         return None
     if output.bucket is not None:
         raise SavableError(f"{folder} has this whole conversion. Remove it to write it again, or use another URL")
@@ -121,10 +119,7 @@ def finished_report(output: Target, before: Manifest) -> Report | None:
         describe(folder)
     with (folder / REJECTED).open("rb") as file:
         rejected = [msgspec.json.decode(line, type=Reject) for line in file]
-    samples = sum(entry.samples for entry in entries)
-    return Report(
-        samples, len(entries), before.size, rejected, before.hidden, before.warnings, before.nulls, already=True
-    )
+    return replace(before.report, rejected=rejected, already=True)
 
 
 def check_same(folder: Path, manifest: Manifest, before: Manifest) -> None:

@@ -78,13 +78,8 @@ def file_data(path: Path, extension: str, size: int) -> PartData:
     return data
 
 
-def may_be_long(extension: str) -> bool:
-    """Return whether parts of this name may be read in pieces."""
-    return part_type(extension) in _MEDIA
-
-
-def is_long(extension: str, size: int) -> bool:
-    """Return whether a part of this size is read in pieces."""
+def is_long(extension: str, size: float = float("inf")) -> bool:
+    """Return whether a part of this size, or of any, is read in pieces."""
     return size > _LONG and part_type(extension) in _MEDIA
 
 

@@ -75,7 +75,8 @@ def _with_settings(source: ConversionSource, options: Options, files_from: Path 
             raise ValueError(
                 f"{source.path} is {source.words}: {name}{'_field' * (name == 'key')} does not apply to it"
             )
-    started_ns = _started_ns(output.work)
+    (output.work / "started").open("a").close()  # its time is that of the first start, by the file system's clock
+    started_ns = (output.work / "started").stat().st_mtime_ns
     automatic = {"unpacked_bytes": options.unpacked_bytes, "pinned": started_ns}
     settings = {**chosen, **{name: each for name, each in automatic.items() if name in form.settings or source.packed}}
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -95,14 +96,6 @@ def _without_names(source: ConversionSource) -> Any:
     return replace(found, listed=None)
 
 
-def _started_ns(work: Path) -> int:
-    """Return when the conversion was first started, by the clock of its file system."""
-    path = work / "started"
-    if not path.exists():
-        path.touch()
-    return path.stat().st_mtime_ns
-
-
 def _opened(source: SourceFiles, options: Options, keys: Collection[str] | None) -> Prepared:
     """Return the source as it is now, with the files and lines that its store does not read."""
     if source.packed:
@@ -113,7 +106,7 @@ def _opened(source: SourceFiles, options: Options, keys: Collection[str] | None)
         source = source.at_start()
         store: Any = source.dataset().store
     except EmptySourceError as error:
-        store, is_empty = error.store, True
+        store, is_empty = error.args[0], True
     found = Prepared(source)
     if source.form == FOLDER:
         found.hidden, found.rejected, found.classes = store.table.hidden, [*store.table.rejected], store.classes

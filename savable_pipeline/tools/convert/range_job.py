@@ -1,11 +1,16 @@
 """A job that writes one range: the same bytes each time, after any kill.
 
-    work/000012.k3x9/train-000000.tar     one attempt, in a folder of its own
-    work/000012.k3x9/record               its shards with their rows of the index, rejects and counts
-    work/000012/                          ─ renamed when all of it is on the disk: the range is finished
+    work/000012.k3x9/train-000000.tar         one attempt, in a folder of its own
+    work/000012.k3x9/train-000000.tar.rows    its rows of the index
+    work/000012.k3x9/hashes                   uint64: of the contents of parts, and of rejects
+    work/000012.k3x9/keys                     uint64: hashes of the keys of samples, if they may be repeated
+    work/000012.k3x9/record                   its shards, rejects and counts
+    work/000012/                              ─ renamed when all of it is on the disk: the range is finished
 
-Two attempts at one range end with the same bytes, so the first one to be renamed stays. For a bucket the folder of an
-attempt is on the machine that writes, its shards are uploaded, and the record is returned.
+Two attempts at one range end with the same bytes, so the first one to be renamed stays. For a bucket, the folder of an
+attempt is on the machine that writes. Its shards are uploaded, and its other files are returned.
+
+What a job has in memory does not grow with the samples of its range.
 """
 
 from __future__ import annotations
@@ -13,22 +18,24 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.files import replace_file
+from savable_pipeline.core.files import replace_file, replacing
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.remote.session import Bucket, BucketObject
 from savable_pipeline.data.shards.index import ShardTable
+from savable_pipeline.data.shards.number_spool import NumberSpool
+from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar import samples as tar_samples
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.sample_names import Reject, printable
@@ -40,36 +47,34 @@ from savable_pipeline.tools.convert.samples import CHANGED, SampleReader, Statis
 from savable_pipeline.tools.convert.shard_series import ShardSeries, room_on
 from savable_pipeline.tools.convert.source import EmptySourceError, RowSpan, SourceFiles
 
-RECORD_FILE = "record"
+RECORD_FILE, KEYS, HASHES, ROWS = "record", "keys", "hashes", ".rows"
 _ALL = 1 << 64
 _EXAMPLES = 5  # examples of repeated keys
 _NOTED_ROWS, _NOTED_BYTES = 256, 16_000_000  # progress is noted after so many rows or bytes
 
 
-class RangeShard(msgspec.Struct, frozen=True):
-    """A shard of a range: its split, and its rows of the index."""
-
-    split: str
-    table: ShardTable
-
-
 class RangeRecord(msgspec.Struct):
     """Result of a range."""
 
-    pieces: list[RangeShard] = []
+    shards: list[tuple[str, ShardEntry]] = []  # each with its split
     rejected: list[Reject] = []
     statistics: Statistics = msgspec.field(default_factory=Statistics)
     size: int = 0  # bytes read
-    keys: bytes = b""  # hashes of the keys of samples, if keys may be repeated
-    hashes: bytes = b""  # hashes of the contents of parts, and of rejects
 
 
 class Written(NamedTuple):
-    """Rows and bytes that a job read, and its record if not in the work folder."""
+    """Rows and bytes that a job read.
+
+    `files` are files for the work folder if it is on another machine, `changed` the names of files that differ.
+    """
 
     rows: int
     size: int
-    record: bytes = b""
+    files: dict[str, bytes]
+    changed: list[str]
+
+
+Hashes: TypeAlias = tuple[Path, int, int]  # a file of uint64, and the number and count of those of a range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,7 +92,12 @@ class RangeJob:
     keys: frozenset[str] | None = None
     repeats: bytes = b""  # a bit for each sample whose key may be repeated: whether another sample has it
     bucket: Bucket | None = None
-    hashes: bytes | None = None
+    hashes: Hashes | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the finished range."""
+        return self.work / self.name
 
     @property
     def rows(self) -> int:
@@ -96,18 +106,31 @@ class RangeJob:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the range was written."""
-        return (self.work / self.name / RECORD_FILE).exists()
+        """Whether the range was written."""
+        return (self.folder / RECORD_FILE).exists()
 
     def record(self) -> RangeRecord:
         """Return the record of the finished range."""
-        return msgspec.msgpack.decode((self.work / self.name / RECORD_FILE).read_bytes(), type=RangeRecord)
+        return msgspec.msgpack.decode((self.folder / RECORD_FILE).read_bytes(), type=RangeRecord)
+
+    def table(self, shard: ShardEntry) -> ShardTable:
+        """Return the rows of a shard, which are mapped."""
+        return ShardTable(shard, cast("bytes", np.memmap(self.folder / f"{shard.name}{ROWS}", np.uint8, "r").data))
+
+    def written_hashes(self) -> Hashes:
+        """Return the hashes of contents."""
+        path = self.folder / HASHES
+        return path, 0, path.stat().st_size // 8
+
+    def key_hashes(self) -> NDArray[np.uint64]:
+        """Return the hashes of the keys of samples."""
+        return np.fromfile(self.folder / KEYS, "<u8")
 
     def note(self, written: Written) -> None:
-        """Write the record of a range whose shards are in a bucket."""
-        if self.bucket is not None:
-            (self.work / self.name).mkdir(exist_ok=True)
-            replace_file(self.work / self.name / RECORD_FILE, [written.record])
+        """Write the files of a range whose shards are in a bucket."""
+        for name, data in written.files.items():
+            self.folder.mkdir(exist_ok=True)
+            replace_file(self.folder / name, [data])
 
 
 def write_range(job: RangeJob, note: Callable[[int, int], None] = lambda rows, size: None) -> Written:
@@ -125,21 +148,19 @@ def write_range(job: RangeJob, note: Callable[[int, int], None] = lambda rows, s
             if error.reason in CHANGED:
                 raise
             raise ValueError(str(error)) from error
-        compared = job.hashes is not None
-        result = msgspec.msgpack.encode(sorted(writer.changed)) if compared else _finish(job, folder, record)
-        return Written(job.rows - writer.noted.rows, record.size - writer.noted.size, result)
+        files = {} if job.hashes is not None else _finish(job, folder, record)
+        return Written(job.rows - writer.noted[0], record.size - writer.noted[1], files, sorted(writer.changed))
 
 
-def join_shards(job: RangeJob, pieces: list[tuple[str, RangeShard]]) -> Written:
+def join_shards(job: RangeJob, split: str, shards: list[tuple[RangeJob, ShardEntry]]) -> Written:
     """Write the samples of shards of several ranges, which are small, as one range."""
     with room_on(job.work.parent.parent), _own_folder(job) as folder:
         record = RangeRecord()
-        series = _series(folder, pieces[0][1].split, job.options, record)
-        for range_name, piece in pieces:
-            name = piece.table.entry.name
-            path = job.work / range_name / name
+        series = _series(folder, split, job.options, record)
+        for other, shard in shards:
+            path = other.folder / shard.name
             if job.bucket is not None:
-                found = BucketObject(f"{WORK}/{range_name}/{name}", piece.table.entry.size, 0)
+                found = BucketObject(f"{WORK}/{other.name}/{shard.name}", shard.size, 0)
                 job.bucket.fetch([found], job.work.parent.parent)
             with path.open("rb") as file:
                 for extent in tar_samples(path.name, file.fileno()):
@@ -150,7 +171,7 @@ def join_shards(job: RangeJob, pieces: list[tuple[str, RangeShard]]) -> Written:
             if job.bucket is not None:
                 path.unlink()
         series.finish()
-        return Written(0, 0, _finish(job, folder, record))
+        return Written(0, 0, _finish(job, folder, record), [])
 
 
 @contextlib.contextmanager
@@ -160,24 +181,24 @@ def _own_folder(job: RangeJob) -> Iterator[Path]:
         yield Path(name)
 
 
-def _finish(job: RangeJob, folder: Path, record: RangeRecord) -> bytes:
-    encoded = msgspec.msgpack.encode(record)
-    if job.bucket is not None:
-        for piece in record.pieces:
-            name = piece.table.entry.name
-            job.bucket.upload(f"{WORK}/{job.name}/{name}", folder / name)
-        return encoded
-    replace_file(folder / RECORD_FILE, [encoded], sync=True)
-    with contextlib.suppress(OSError):  # another attempt was faster
-        folder.rename(job.work / job.name)
-    return b""
+def _finish(job: RangeJob, folder: Path, record: RangeRecord) -> dict[str, bytes]:
+    if job.bucket is None:
+        replace_file(folder / RECORD_FILE, [msgspec.msgpack.encode(record)], sync=True)
+        with contextlib.suppress(OSError):  # another attempt was faster
+            folder.rename(job.folder)
+        return {}
+    for _, shard in record.shards:
+        job.bucket.upload(f"{WORK}/{job.name}/{shard.name}", folder / shard.name)
+    others = [path for path in folder.iterdir() if path.suffix != ".tar"]
+    return {path.name: path.read_bytes() for path in others} | {RECORD_FILE: msgspec.msgpack.encode(record)}
 
 
 def _series(folder: Path, split: str, options: Options, record: RangeRecord) -> ShardSeries:
     prefix = f"{split}-" if split else ""
 
     def finished(table: ShardTable) -> None:
-        record.pieces.append(RangeShard(split, table))
+        replace_file(folder / f"{table.entry.name}{ROWS}", [table.rows], sync=True)
+        record.shards.append((split, table.entry))
 
     return ShardSeries(folder, lambda n: f"{prefix}{n:06d}.tar", options.shard_bytes, options.shard_samples, finished)
 
@@ -187,11 +208,12 @@ class _RangeWriter:
 
     def __init__(self, job: RangeJob, folder: Path, note: Callable[[int, int], None]) -> None:
         self._job, self._folder, self._record = job, folder, RangeRecord()
-        self._note_progress, self.noted, self._rows = note, Written(0, 0), 0
-        self._keys, self._last, self._renamed = array("Q"), "", set[str]()
-        self._rejected = list[Reject]()  # rejects among the rows that are read
-        self._hashes, self.changed = array("Q"), set[str]()  # hashes; names of files with changed content
-        self._known = None if job.hashes is None else {*np.frombuffer(job.hashes, "<u8").tolist()}
+        self._note_progress, self.noted, self._rows = note, (0, 0), 0
+        self._samples, self._last, self._renamed = 0, "", set[str]()
+        self._rejected = list[Reject]()  # of the rows that are read
+        self.changed = set[str]()  # the names of files whose content is another
+        path, first, count = job.hashes or ("", 0, 0)
+        self._known = np.sort(np.fromfile(path, "<u8", count, offset=8 * first)) if path else None
         self._ends = [int(end * _ALL) for end in accumulate(Fraction(part) for _, part in job.options.split)]
         splits = [name for name, _ in job.options.split] or [""]
         self._series = [_series(folder, split, job.options, self._record) for split in splits if job.hashes is None]
@@ -199,17 +221,19 @@ class _RangeWriter:
         self._may_repeat = form == TARS or options.key_field is not None or options.key_end == "last"
 
     def write(self) -> RangeRecord:
-        try:
+        with contextlib.ExitStack() as stack:
+            keys, hashes = (stack.enter_context(replacing(self._folder / name, sync=True)) for name in (KEYS, HASHES))
+            self._keys, self._hashes = NumberSpool(file=keys), NumberSpool(file=hashes)
+            for series in self._series:
+                stack.callback(series.close)
             if self._job.source.packed:
                 self._write_packed()
             else:
                 self._write_spans(self._job.source, self._job.source.dataset(), self._job.spans)
             for series in self._series:
                 series.finish()
-        finally:
-            for series in self._series:
-                series.close()
-        self._record.keys, self._record.hashes = self._keys.tobytes(), self._hashes.tobytes()
+            self._keys.write()
+            self._hashes.write()
         return self._record
 
     def _write_spans(self, source: SourceFiles, dataset: Dataset, spans: tuple[RowSpan, ...]) -> None:
@@ -232,25 +256,28 @@ class _RangeWriter:
         for part in sample.parts:
             self._note(part.file, _hashed(f"{sample.key}.{part.extension}") ^ content_hash(part.data))
         self._record.size += sum(map(len, parts.values()))
-        self._rows += not self._job.source.packed  # rows of a packed source are files
-        rows, size = self._rows - self.noted.rows, self._record.size - self.noted.size
+        self._rows += not self._job.source.packed  # whose rows are files
+        rows, size = self._rows - self.noted[0], self._record.size - self.noted[1]
         if rows >= _NOTED_ROWS or size >= _NOTED_BYTES:
             self._note_progress(rows, size)
-            self.noted = Written(self._rows, self._record.size)
+            self.noted = self._rows, self._record.size
 
     def _note(self, file: str, content: int) -> None:
         """Record the hash of a part or a reject, or a changed file if the known hash differs."""
         self._hashes.append(content)
-        if self._known is not None and content not in self._known:
-            self.changed.add(file)
+        if self._known is not None:
+            found = np.uint64(content)
+            if found not in self._known[np.searchsorted(self._known, found) :][:1]:
+                self.changed.add(file)
 
     def _reject(self, reject: Reject) -> None:
         self._record.rejected.append(reject)
         self._note(reject.file, _hashed(f"{reject.file}\0{reject.reason}"))
 
     def _distinct_key(self, sample: TarSample) -> str:
-        """Return the key, prefixed with the name of its tar if it is repeated; "" if the sample is rejected."""
-        number, before = len(self._keys), self._last
+        """Return the key, of a repeated one with the name of its tar before it; "" if the sample is rejected."""
+        number, before = self._samples, self._last
+        self._samples += 1
         self._keys.append(_hashed(sample.key))
         self._last = key = sample.key
         byte = self._job.repeats[number >> 3] if number >> 3 < len(self._job.repeats) else 0
@@ -298,7 +325,7 @@ class _RangeWriter:
         try:
             dataset = source.dataset()
         except EmptySourceError as error:
-            store: Any = error.store
+            store: Any = error.args[0]
         else:
             store = dataset.store
             if links := store.rejects_warning():

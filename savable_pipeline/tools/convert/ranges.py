@@ -20,10 +20,10 @@ import numpy as np
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar import BLOCK
-from savable_pipeline.data.shards.tar_format import room_in, sample_bytes
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.options import Options
 from savable_pipeline.tools.convert.samples import SampleReader
+from savable_pipeline.tools.convert.shard_series import room_in, sample_bytes
 from savable_pipeline.tools.convert.source import RowSpan, SourceFiles
 
 _MOST_SHARDS = 8  # most shards of a range

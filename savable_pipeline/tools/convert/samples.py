@@ -32,7 +32,7 @@ from savable_pipeline.data.stores.table_store import JSON, LINE
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.convert.options import Options
-from savable_pipeline.tools.convert.part_data import LongPart, PartData, data_fault, file_data, is_long, may_be_long
+from savable_pipeline.tools.convert.part_data import LongPart, PartData, data_fault, file_data, is_long
 from savable_pipeline.tools.convert.source import RECORDS, TABLES, RowSpan, SourceFiles, changed
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class SampleReader:
 
     def _part(self, file: int, row: int, extension: str, size: int | None, name: str) -> Part:
         """Return a part, in pieces if it is a long video or sound."""
-        if may_be_long(extension):
+        if is_long(extension):
             size = self._store.head(file, row, extension, 0)[1] if size is None else size
             if is_long(extension, size):
                 opens = functools.partial(self._store.open, file, row, extension)

@@ -11,8 +11,7 @@ With `part=(3, 16)` the names start with `00003-of-00016-`, and no two processes
 
 from __future__ import annotations
 
-import fcntl
-import itertools
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -23,7 +22,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from savable_pipeline.core.file_locks import LOCK_ADVICE, requiring_locks
 from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.index import ShardTable
@@ -40,7 +38,7 @@ from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.describe import describe
 from savable_pipeline.tools.convert.options import MANIFEST
-from savable_pipeline.tools.convert.shard_series import ShardSeries, room_on
+from savable_pipeline.tools.convert.shard_series import ShardSeries, locked, room_on
 
 
 def sample_parts(sample: Mapping[str, Any]) -> tuple[str, dict[str, bytes]]:
@@ -147,7 +145,10 @@ class ShardWriter:
         self._ended = ""  # why nothing can be written any more
         self._refuse_others()
         self._work.mkdir(parents=True, exist_ok=True)
-        self._lock = self._locked()
+        self._lock, lock = contextlib.ExitStack(), self._work / f"{self._prefix}lock"
+        lock.touch()
+        others = f"another writer is at {self._prefix}*.tar. Give each process its part=(i, n)"
+        self._lock.enter_context(locked(lock, f"{self._folder}: {others}"))
         try:
             self._settle()
             self._sweep()
@@ -158,7 +159,7 @@ class ShardWriter:
             self._first_written = self._first_key()  # "" if no sample is safe yet, or for a writer that resumes
             self._open_mark.touch()
         except BaseException:
-            os.close(self._lock)
+            self._lock.close()
             raise
 
     @property
@@ -241,22 +242,10 @@ class ShardWriter:
             return
         self._ended = why
         self._series.close()
-        os.close(self._lock)
+        self._lock.close()
 
     def _name(self, number: int) -> str:
         return f"{self._prefix}{number:06d}.tar"
-
-    def _locked(self) -> int:
-        lock = os.open(self._work / f"{self._prefix}lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        try:
-            with requiring_locks(self._folder, LOCK_ADVICE):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            raise SavableError(
-                f"{self._folder}: another writer is at {self._prefix}*.tar. Give each process its part=(i, n)"
-            ) from error
-        return lock
 
     def _refuse_others(self) -> None:
         """Raise `SavableError` for shards of another origin."""
@@ -269,7 +258,8 @@ class ShardWriter:
         ours = self._settings
         for path in self._work.glob("*settings.json"):
             found = msgspec.json.decode(path.read_bytes(), type=_Settings)
-            if _parts(found) != _parts(ours) or (found.part == ours.part and found != ours):
+            parts, is_own = ((each.part or (0, 1))[1] for each in (found, ours)), found.part == ours.part
+            if len({*parts}) > 1 or (is_own and found != ours):
                 raise SavableError(
                     f"{self._folder} was started with other settings. Pass the same, or another folder\n"
                     f"{_described(found)}, here {_described(ours)}"
@@ -284,17 +274,11 @@ class ShardWriter:
 
     def _finished(self) -> list[ShardEntry]:
         """Return the finished shards. Raises `SavableError` if one of them is damaged or missing."""
-        entries = []
+        names = [self._name(number) for number, _ in enumerate(self._folder.glob(f"{self._prefix}[0-9]*.tar"))]
+        if missing := next((name for name in names if not (self._folder / name).exists()), ""):
+            raise SavableError(f"{self._folder / missing} is gone, but later shards are there. Restore it")
         known = known_files(self._folder, TARS)
-        for number in itertools.count():
-            name = self._name(number)
-            if not (self._folder / name).exists():
-                break
-            entries.append(self._entry(name, known))
-        count = len(list(self._folder.glob(f"{self._prefix}[0-9]*.tar")))
-        if count > len(entries):
-            raise SavableError(f"{self._folder / name} is gone, but later shards are there. Restore it")
-        return entries
+        return [self._entry(name, known) for name in names]
 
     def _first_key(self) -> str:
         """Return the key of the first sample that is safe."""
@@ -319,11 +303,6 @@ def _check(max_bytes: int, max_samples: int | None, part: tuple[int, int] | None
         raise ValueError(f"max_bytes and max_samples must be at least 1, not {max_bytes} and {max_samples}")
     if part is not None and not 0 <= part[0] < part[1] <= 99_999:
         raise ValueError(f"part={part}: expected (i, n) with i from 0 to n - 1")
-
-
-def _parts(settings: _Settings) -> int:
-    """Return the number of writers of a folder."""
-    return 1 if settings.part is None else settings.part[1]
 
 
 def _described(settings: _Settings) -> str:

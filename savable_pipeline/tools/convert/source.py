@@ -396,11 +396,7 @@ def close_sources() -> None:
 
 
 class EmptySourceError(Exception):
-    """A source has no sample."""
-
-    def __init__(self, store: RecordStore) -> None:
-        super().__init__(store)
-        self.store = store
+    """A source has no sample. The argument is its store."""
 
 
 def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Dataset:

@@ -23,8 +23,9 @@ from savable_pipeline.data.remote.cache_space import cache_folder
 from savable_pipeline.data.remote.session import SCHEMES, Bucket, close_buckets
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.errors import SavableError
-from savable_pipeline.tools.convert.jobs import claimed, locked
+from savable_pipeline.tools.convert.jobs import claimed
 from savable_pipeline.tools.convert.options import CLASSES, MANIFEST, WORK
+from savable_pipeline.tools.convert.shard_series import locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +92,7 @@ def target_at(path: Path | str) -> Iterator[Target]:
     if "://" not in str(path):
         yield Target(Path(path))
         return
-    with mirrored(str(path)) as target:
-        yield target
-
-
-@contextlib.contextmanager
-def mirrored(url: str) -> Iterator[Target]:
-    """Open the mirror of a URL, for one conversion of this machine at a time.
-
-    Raises ValueError for an unsupported URL.
-    """
-    url = url.rstrip("/")
+    url = str(path).rstrip("/")
     scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES or not rest:
         raise ValueError(
@@ -112,7 +103,7 @@ def mirrored(url: str) -> Iterator[Target]:
     bucket = Bucket(url)
     folder = cache_folder(None) / f"convert-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, f"{url}: another conversion is writing there; wait until it ends"):
+    with locked(folder, f"{url}: another conversion is writing there; wait until it ends"):  # on this machine
         try:
             _empty(folder)
             found = bucket.listing()

@@ -13,7 +13,7 @@ from savable_pipeline.core.wording import clean_address
 from savable_pipeline.data.remote.object_store import ObjectStore
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.convert.target import mirrored
+from savable_pipeline.tools.convert.target import target_at
 from tests.conftest import MakeShards
 from tests.support.toy_server import serving, use_as_s3
 
@@ -69,7 +69,7 @@ def test_a_target_with_a_secret_is_rejected_and_the_secret_not_repeated(
     written = capsys.readouterr()
     assert ended.value.code and written.err
     assert "hidden" not in written.out + written.err
-    with pytest.raises(ValueError, match=r"bucket|folder|password") as caught, mirrored(target):
+    with pytest.raises(ValueError, match=r"bucket|folder|password") as caught, target_at(target):
         pass
     assert "hidden" not in str(caught.value)
 

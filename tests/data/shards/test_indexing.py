@@ -483,7 +483,7 @@ def table(name: str, layouts: list[LayoutParts], samples: int = 4, size: int = 7
     parts = sum(len(layouts[number]) for number in layout_of.tolist())
     starts, sizes = np.arange(samples, dtype="<u8") * 512, np.full(parts, size, dtype="<u8")
     entry = ShardEntry(name, 1 << 40, samples, samples * 7919)
-    return TarColumns(starts.tobytes(), 0, layouts, layout_of.tobytes(), sizes.tobytes()).table(entry)
+    return TarColumns(starts.data, 0, layouts, layout_of.data, sizes.data).table(entry)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from savable_pipeline.data.shards.tar_format import ShardFile
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import run_conversion
+from savable_pipeline.tools.convert.shard_series import ShardFile
 from tests.support.processes import run_until_killed
 from tests.support.toy_files import SMALL, file_hashes, write_captioned_images
 from tests.support.toy_sources import ONE_A_READER, SOURCES, convert_in_halves

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,13 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from savable_pipeline.data.shards import byte_source, index, number_spool
+from savable_pipeline.data.stores import csv_table, jsonl, table_store
+from savable_pipeline.data.stores.formats import format_named
 from savable_pipeline.data.stores.tar_store import TARS
-from savable_pipeline.tools.convert import ranges
+from savable_pipeline.tools.convert import ranges, run_conversion
 from savable_pipeline.tools.convert.finish import jobs_with_repeats
 from savable_pipeline.tools.convert.options import Options
 from savable_pipeline.tools.convert.prepare import Prepared, prepare
-from savable_pipeline.tools.convert.range_job import RangeJob, RangeRecord, write_range
+from savable_pipeline.tools.convert.range_job import RangeJob, write_range
+from savable_pipeline.tools.convert.shard_series import ShardFile
 from savable_pipeline.tools.convert.source import close_sources, find_files
 from savable_pipeline.tools.convert.target import Target
 
@@ -45,6 +52,61 @@ def test_a_job_takes_no_memory_for_records_of_other_ranges(tmp_path: Path, monke
     assert many - few < 100_000, (few, many)
 
 
+def test_a_job_takes_no_memory_for_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are one range, in three shards and in twelve."""
+    monkeypatch.setattr(ranges, "LEAST_BYTES", 1 << 40)
+
+    def only_range_of(count: int) -> int:
+        options = Options(shard_samples=1_000)
+        found = _planned(_records(tmp_path, count), options)
+        (spans,) = found.ranges
+        job = RangeJob(name="0", source=found.source, spans=spans, options=options, work=tmp_path / f"{count}-out/work")
+        job.work.mkdir(parents=True)
+        return _peak(write_range, job)
+
+    few, many = map(only_range_of, (3_000, 12_000))
+    assert many - few < 100_000, (few, many)
+
+
+@pytest.mark.parametrize("kind", ["tar", "jsonl", "csv", "json"])
+def test_a_scan_of_one_file_takes_no_memory_for_its_samples(tmp_path: Path, kind: str) -> None:
+    names = [_one_file(tmp_path / f"{count}.{kind}", count) for count in (10, 2_000, 8_000)]
+    _, few, many = (_peak(format_named(kind).scan, tmp_path, name) for name in names)  # the first one imports
+    assert many - few < 20_000, (few, many)
+
+
+@pytest.mark.parametrize("kind", ["tar", "jsonl", "csv", "json"])
+def test_a_conversion_takes_no_memory_for_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(ranges, "LEAST_BYTES", 1)
+
+    def convert(count: int) -> int:
+        name = _one_file(tmp_path / f"{count}.{kind}", count)
+        options = Options(shard_samples=250)
+        reshard = kind == "tar"
+        return _peak(lambda: run_conversion(tmp_path / name, tmp_path / f"{count}-out", options, reshard=reshard))
+
+    convert(100)  # imports
+    few, many = map(convert, (1_000, 4_000))
+    assert many - few < 50_000, (few, many)
+
+
+def _one_file(path: Path, count: int) -> str:
+    """Write a file of this many samples, and return its name."""
+    if path.suffix == ".tar":
+        with contextlib.closing(ShardFile(path, path.name)) as shard:
+            for number in range(count):
+                shard.add(f"{number:09d}", {"txt": b"a", "json": b"{}"})
+            shard.finish()
+    elif path.suffix == ".json":
+        path.write_text(f"[{', '.join([json.dumps({'caption': [{'a': 'b' * 300}]})] * count)}]")
+    else:
+        header, row = ("a,b\n", "1," + "2" * 300) if path.suffix == ".csv" else ("", json.dumps({"a": "b" * 300}))
+        path.write_text(header + f"{row}\n" * count)
+    return path.name
+
+
 def test_repeated_keys_are_found_in_no_more_memory_than_those_of_a_range_take(tmp_path: Path) -> None:
     def find(ranges: int) -> int:
         jobs: list[Any] = [_Keys(tmp_path, start=100_000 * number) for number in range(ranges)]
@@ -56,13 +118,13 @@ def test_repeated_keys_are_found_in_no_more_memory_than_those_of_a_range_take(tm
 
 @dataclass
 class _Keys:
-    """A finished job whose record has 100,000 hashes of keys."""
+    """A finished job with 100,000 hashes of keys."""
 
     work: Path
     start: int
 
-    def record(self) -> RangeRecord:
-        return RangeRecord(keys=np.arange(self.start, self.start + 100_000, dtype="<u8").tobytes())
+    def key_hashes(self) -> NDArray[np.uint64]:
+        return np.arange(self.start, self.start + 100_000, dtype="<u8")
 
     @property
     def source(self) -> SimpleNamespace:
@@ -70,8 +132,16 @@ class _Keys:
 
 
 @pytest.fixture(autouse=True)
-def _private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Less is in memory than by default, so that few samples are more than that."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(number_spool, "_IN_MEMORY", 1 << 12)
+    monkeypatch.setattr(number_spool, "_BUFFERED", 1 << 8)
+    monkeypatch.setattr(byte_source, "IN_MEMORY_BYTES", 1 << 12)
+    monkeypatch.setattr(byte_source, "_COPIED", 1 << 12)
+    monkeypatch.setattr(index, "_BLOCK", 1 << 12)
+    for module, name in ((table_store, "_BLOCK"), (jsonl, "_CHUNK"), (csv_table, "_BLOCK")):
+        monkeypatch.setattr(module, name, 1 << 14)
     yield
     close_sources()
 

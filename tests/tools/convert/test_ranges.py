@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
-import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -134,7 +130,7 @@ def test_shards_are_full_and_as_few_as_can_be(
             fewest = max(-(-sum(written) // LIMIT), -(-sum(counts) // (most or 1000)))
             assert len(paths) <= math.ceil(1.15 * fewest)
             for record in records:
-                tables = [each.table.entry for each in record.pieces if each.split == part.removesuffix("-")]
+                tables = [entry for split_name, entry in record.shards if split_name == part.removesuffix("-")]
                 full = [entry.size >= 0.7 * LIMIT or entry.samples >= 0.7 * (most or 1000) for entry in tables[:-1]]
                 assert all(full)
 
@@ -197,38 +193,6 @@ def test_a_kill_at_each_rename_and_the_same_conversion_again_give_the_same_bytes
         shutil.rmtree(tmp_path / "out")
         moment += 1
     assert moment > 20
-
-
-PEAK = """
-import re, sys
-from pathlib import Path
-from savable_pipeline.tools.convert import Options, ranges, run_conversion
-
-ranges.LEAST_BYTES = 4_000_000
-source, target = Path(sys.argv[1]), Path(sys.argv[2])
-run_conversion(source, target, Options(shard_bytes=4_000_000), workers=1)
-print(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
-"""
-
-
-def peak_of(folder: Path, count: int) -> int:
-    """The most memory in kB of a process that converts so many records, in files of 5,000."""
-    source = folder / "in"
-    source.mkdir(parents=True)
-    for first in range(0, count, 5000):
-        lines = "".join(f"{json.dumps({'n': i})}\n" for i in range(first, first + 5000))
-        (source / f"{first:09d}.jsonl").write_text(lines)
-    command = [sys.executable, "-c", PEAK, str(source), str(folder / "out")]
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-    return int(re.findall(r"\d+", found.stdout)[-1])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc says it on Linux alone")
-@pytest.mark.parametrize("count", [30_000, pytest.param(1_000_000, marks=pytest.mark.long)])
-def test_memory_does_not_grow_with_the_number_of_samples(tmp_path: Path, count: int) -> None:
-    few, many = peak_of(tmp_path / "few", 10_000), peak_of(tmp_path / "many", count)
-    blocks = min(20 * count // 1000, 24_000)  # kB: small indexes are read, larger ones are mapped and written by blocks
-    assert many < few + 4000 + blocks, "a plan of all samples took 391 bytes for each"
 
 
 def test_ranges_are_cut_by_the_source_and_the_settings_alone(tmp_path: Path) -> None:

@@ -122,12 +122,19 @@ def start_command(source: Path, target: Path) -> subprocess.Popen[bytes]:
     arguments = [sys.executable, "-c", COMMAND, "convert", str(source), str(target), "--shard-samples=3", "--workers=2"]
     with target.with_name("errors").open("wb") as errors:
         process = subprocess.Popen(arguments, stderr=errors, start_new_session=True)
-    enough = len(list(target.rglob("*.tar"))) + 3
+    enough = len(_tars(target)) + 3
     deadline = time.monotonic() + 60
-    while len(list(target.rglob("*.tar"))) < enough and time.monotonic() < deadline:
+    while len(_tars(target)) < enough and time.monotonic() < deadline:
         time.sleep(0.01)
     assert process.poll() is None, "it ended before it could be disturbed"
     return process
+
+
+def _tars(target: Path) -> list[Path]:
+    """The shards so far; none while a folder is renamed."""
+    with contextlib.suppress(FileNotFoundError):
+        return [*target.rglob("*.tar")]
+    return []
 
 
 def living(target: Path) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import tempfile
 from pathlib import Path
@@ -10,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from webdataset.writer import TarWriter
 
-from savable_pipeline.data.shards.tar_format import ShardFile
 from savable_pipeline.data.stores.tar_store import TARS
+from savable_pipeline.tools.convert.shard_series import ShardFile
 from savable_pipeline.tools.convert.shard_writer import name_fault
 
 Sample = tuple[str, dict[str, bytes]]  # key, and bytes by extension
@@ -31,7 +32,10 @@ samples = st.lists(
 
 
 def by_us(given: list[Sample]) -> bytes:
-    with tempfile.TemporaryDirectory() as folder, ShardFile(Path(folder, "a.tar"), "a.tar") as shard:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(ShardFile(Path(folder, "a.tar"), "a.tar")) as shard,
+    ):
         for key, parts in given:
             shard.add(key, parts)
         rows = shard.finish()

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards.index import Format
-from savable_pipeline.data.shards.tar_format import ShardFile
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import run_conversion
+from savable_pipeline.tools.convert.shard_series import ShardFile
 from tests.conftest import write_tar
 from tests.support.processes import run_until_killed
 from tests.support.toy_files import SMALL, file_hashes, tar_files, write_captioned_images

@@ -12,6 +12,7 @@ import pytest
 import zstandard
 from typer.testing import CliRunner
 
+import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.options import MANIFEST
@@ -35,6 +36,17 @@ def test_each_object_of_a_json_array_becomes_a_sample(tmp_path: Path, indent: in
     assert [json.loads(files[f"{i}.json"]) for i in (1, 2, 3)] == LLAVA
     assert files["1.json"].decode() in text, "byte for byte"
     assert files["3.jpg"] == (tmp_path / "in/b/001.jpg").read_bytes()
+
+
+def test_keys_of_records_are_rows_of_reading_in_place_which_count_no_blank_lines(tmp_path: Path) -> None:
+    for name, lines in (("a", '{"n": 1}\n\n  \t\n{"n": 2}\n'), ("b", '\n\n{"n": 3}\n\n\n{"n": 4}')):
+        (tmp_path / f"in/{name}.jsonl").parent.mkdir(exist_ok=True)
+        (tmp_path / f"in/{name}.jsonl").write_text(lines)
+    run_conversion(tmp_path / "in", tmp_path / "out", Options())
+    source, shards = sp.open_dataset(tmp_path / "in"), sp.open_dataset(tmp_path / "out")
+    assert [each.key for each in source] == ["a.jsonl:0", "a.jsonl:1", "b.jsonl:0", "b.jsonl:1"]
+    assert [each.key for each in shards] == ["000000001", "000000002", "000000003", "000000004"]
+    assert [each.json() for each in shards] == [each.json() for each in source] == [{"n": n} for n in (1, 2, 3, 4)]
 
 
 def test_bad_elements_are_rejected_by_number_and_a_truncated_array_is_an_error(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, run_conversion
 from savable_pipeline.tools.convert.options import WORK
-from savable_pipeline.tools.convert.target import mirrored
+from savable_pipeline.tools.convert.target import target_at
 from tests.conftest import write_tar
 from tests.project.pages import ROOT, blocks_of, run_blocks, write_files
 from tests.support.processes import run_until_killed
@@ -255,7 +255,10 @@ def test_killed_repack_into_a_bucket_resumes(tmp_path: Path, bucket: Any, moment
 
 def test_two_conversions_at_once_into_one_url_are_rejected(tmp_path: Path, bucket: Any) -> None:
     source = write_captioned_images(tmp_path / "in", 4)
-    with mirrored(URL), pytest.raises(SavableError, match=r"^s3://data/out: another conversion is writing there; wait"):
+    with (
+        target_at(URL),
+        pytest.raises(SavableError, match=r"^s3://data/out: another conversion is writing there; wait"),
+    ):
         run_conversion(source, URL, SMALL)
     run_conversion(source, URL, SMALL)
     assert len(objects(bucket)) > 4
