@@ -120,7 +120,7 @@ class LocalLanes:
             self._example, self.facts = self._built(facts), facts
 
     def pin(self, pinned: PinnedShards) -> None:
-        """Read these shards and commits of the Hub from now on, and others as found."""
+        """Read these shards and commits of the Hub from now on, and the current ones of other datasets."""
         self.close()
         lanes = self.lanes
         self.pinned.clear()
