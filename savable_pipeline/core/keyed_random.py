@@ -144,7 +144,8 @@ class SharedRanks:
     """
 
     def __init__(self, *, key: int, steps: int) -> None:
-        self._key, self._count, self._block = key, steps, -1
+        self._key, self._count = key, steps
+        self._block = -1  # the block whose steps are known
         self._steps: list[int] = []
 
     def step(self, n: int) -> int:

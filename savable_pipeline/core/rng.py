@@ -173,12 +173,10 @@ class Rng(msgspec.Struct, gc=False, eq=False):
             raise ValueError(
                 f"lane.rng(...).{kind} cannot be saved. Draw from lane.rng(...), or seed anew by its bits()"
             )
-        if self._generators is None:
-            self._generators = {}
-        if kind not in self._generators:
-            self._generators[kind] = make(word(self.key, -1 - _KINDS.index(kind)))
-        generator: T = self._generators[kind]
-        return generator
+        generators = self._generators = self._generators or {}
+        if kind not in generators:
+            generators[kind] = make(word(self.key, -1 - _KINDS.index(kind)))
+        return generators[kind]  # type: ignore[no-any-return]
 
 
 def _log(x: float) -> float:
@@ -215,9 +213,10 @@ def _normal_quantile(p: float) -> float:
         r = 0.180625 - q * q
         return q * _polynomial(r, _CENTRE[0]) / _polynomial(r, _CENTRE[1])
     r = math.sqrt(-_log(min(p, 1.0 - p)))
-    near, far = r <= 5.0, r - 5.0
-    value = _polynomial(r - 1.6, _NEAR[0]) / _polynomial(r - 1.6, _NEAR[1]) if near else 0.0
-    value = value if near else _polynomial(far, _FAR[0]) / _polynomial(far, _FAR[1])
+    if r <= 5.0:
+        value = _polynomial(r - 1.6, _NEAR[0]) / _polynomial(r - 1.6, _NEAR[1])
+    else:
+        value = _polynomial(r - 5.0, _FAR[0]) / _polynomial(r - 5.0, _FAR[1])
     return value if q > 0 else -value
 
 

@@ -63,4 +63,4 @@ def clean_address(text: str) -> str:
 
 def has_user(url: str) -> bool:
     """Return whether a URL has a user or a password in it."""
-    return "@" in urlsplit(url).netloc
+    return "@" in url and "@" in urlsplit(url).netloc

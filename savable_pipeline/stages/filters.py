@@ -46,40 +46,41 @@ class FilterCounts(msgspec.Struct):
 
 
 class Filter(ChunkedStage, SampleStage, ItemStage):
-    """Yields the samples, items or packs for which `keep` returns True.
+    """Yields the samples, items or packs for which `function` returns True.
 
-    Samples that a reader excludes, or a `Join` skips, pass through without a call of `keep`.
+    Samples that a reader excludes, or a `Join` skips, pass through without a call of `function`.
 
     Args:
         source: A stage of samples, or of items.
-        keep: `keep(sample)`, `keep(sample, rng)` or `keep(item)`. The result must only depend on the arguments.
-        on_error: For elements for which `keep` raises, as for `sp.Encode`. A tenth of a lane's elements may be
+        function: `function(sample)`, `function(sample, rng)` or `function(item)`. The result must only depend on the
+            arguments.
+        on_error: For elements for which `function` raises, as for `sp.Encode`. A tenth of a lane's elements may be
             skipped; up to 100 are always allowed. Of items, errors of disk, network or memory are always raised.
         global_rng: See `TaskEncoder.global_rng`; only for samples.
 
     Raises:
         ValueError: A setting is wrong.
-        EncodeError: `keep` raised, or nothing is kept of very many in a row, or of a whole pass without a loader.
+        EncodeError: `function` raised, or nothing is kept of very many in a row, or of a whole pass without a loader.
     """
 
     def __init__(
         self,
         source: SampleStage | ItemStage,
-        keep: Callable[..., bool],
+        function: Callable[..., bool],
         *,
         on_error: OnError = "raise",
         global_rng: bool | tuple[str, ...] | None = None,
     ) -> None:
         Stage.__init__(self, source)
-        self.keep, self.on_error, self.yields = keep, on_error, source.yields
-        self._name, self._tally, self._function = f".filter({mapped_name(keep)})", FilterCounts(), source.lane.own(keep)
+        self.function, self.on_error, self.yields, self._tally = function, on_error, source.yields, FilterCounts()
+        self._own_function, self._name = source.lane.own(function), f".filter({mapped_name(function)})"
         if source.yields != "samples":
-            check_mapped(".filter", keep, most=1)
+            check_mapped(".filter", function, most=1)
             check_on_error("filter", on_error)
             return
         self._ahead = SamplesAhead()
         self._skipped = SkippedSamples(self._name, on_error, _MAX_ERRORS, self.counts, source.info, self._ahead)
-        encoder = MappedFunction(".filter", self._function, global_rng=global_rng)
+        encoder = MappedFunction(".filter", self._own_function, global_rng=global_rng)
         self.keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
 
     def take(self, n: int) -> Any:
@@ -103,9 +104,9 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         return []
 
     def _try_item(self, item: Any) -> bool | None:
-        """Return the result of `keep` for an item, or None if the item is skipped because of an error."""
+        """Return the result of `function` for an item, or None if the item is skipped because of an error."""
         try:
-            result = self._function(item)
+            result = self._own_function(item)
             if result is None:
                 raise TypeError(_NOTHING)
             return bool(result)
@@ -159,7 +160,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         return np.empty(0, REF)
 
     def _try_sample(self, sample: Sample) -> bool | None:
-        """Return the result of `keep` for a sample, or None if the sample is skipped because of an error."""
+        """Return the result of `function` for a sample, or None if the sample is skipped because of an error."""
         try:
             result, _ = self.keyed.encoded(sample)
             if result is not None:
@@ -172,7 +173,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         return None
 
     def _count(self, passed: Sequence[bool | None]) -> None:
-        """Count results of `keep`. Raises `EncodeError` if very many in a row were dropped."""
+        """Count results of `function`. Raises `EncodeError` if very many in a row were dropped."""
         counts = self._tally
         if dropped := passed.count(False):
             self.counts["filtered"] += dropped
@@ -201,7 +202,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         return {**ahead, **self._skipped.save_state(), **state}
 
     def restore_state(self, state: State) -> None:
-        """Return to the position in `state`, without calling `keep`."""
+        """Return to the position in `state`, without calling `function`."""
         saved: Any = parse_state(self, state, _SampleFilterState if self.yields == "samples" else _FilterState)
         self.source.restore_state(saved.source)
         self._tally = saved.counts
@@ -210,8 +211,8 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             self._skipped.restore(self, saved.errors, saved.avoided)
 
     def settings(self) -> dict[str, Any]:
-        """Return the name of `keep`, and the arguments that a `partial` binds."""
-        return mapped_settings("keep", self.keep)
+        """Return the name of `function`, and the arguments that a `partial` binds."""
+        return mapped_settings("function", self.function)
 
 
 class _FilterState(msgspec.Struct):

@@ -293,21 +293,21 @@ class ItemPipeline(Pipeline):
         check_count("ShuffleBuffer", "size", size)
         return self._then(type(self), ShuffleBuffer, size=size, max_buffer_bytes=max_buffer_bytes)
 
-    def filter(self, keep: Callable[[Any], bool], *, on_error: OnError = "raise") -> Self:
-        """Drop items for which `keep(item)` is false. They are counted as "filtered".
+    def filter(self, function: Callable[[Any], bool], *, on_error: OnError = "raise") -> Self:
+        """Drop items for which `function(item)` is false. They are counted as "filtered".
 
         Args:
-            keep: Returns whether to yield an item, which must depend on the item alone.
-            on_error: For an item for which `keep` raises, as for `sp.Encode`.
+            function: Returns whether to yield an item, which must depend on the item alone.
+            on_error: For an item for which `function` raises, as for `sp.Encode`.
 
         Example:
             >>> numbers = sp.read("shards/", shuffle=False).map(lambda sample: sample.json()["id"])
             >>> numbers.filter(lambda number: number % 100 == 5).take(3)
             [5, 105, 205]
         """
-        check_mapped(".filter", keep, most=1)
+        check_mapped(".filter", function, most=1)
         check_on_error(".filter", on_error)
-        return self._then(type(self), Filter, keep, on_error=on_error)
+        return self._then(type(self), Filter, function, on_error=on_error)
 
     def pack(
         self,
@@ -421,20 +421,20 @@ class SamplePipeline(Pipeline):
 
     def filter(
         self,
-        keep: Callable[..., bool],
+        function: Callable[..., bool],
         *,
         on_error: OnError = "raise",
         global_rng: bool | tuple[str, ...] | None = None,
     ) -> Self:
-        """Drop samples for which `keep(sample)` or `keep(sample, rng)` is false.
+        """Drop samples for which `function(sample)` or `function(sample, rng)` is false.
 
         They are counted as "filtered".
 
         The filter runs in each epoch. Put a slow one into the encoder, as a `Skip`, or into a file for `exclude=`.
 
         Args:
-            keep: Returns whether to yield a sample, which must depend on the sample and `rng` alone.
-            on_error: For a sample for which `keep` raises, as for `sp.Encode`.
+            function: Returns whether to yield a sample, which must depend on the sample and `rng` alone.
+            on_error: For a sample for which `function` raises, as for `sp.Encode`.
             global_rng: See `TaskEncoder.global_rng`.
 
         Raises:
@@ -445,9 +445,9 @@ class SamplePipeline(Pipeline):
             >>> [sample.key for sample in even.take(3)]
             ['s000000', 's000002', 's000004']
         """
-        check_mapped(".filter", keep, most=2)
+        check_mapped(".filter", function, most=2)
         check_on_error(".filter", on_error)
-        return self._then(type(self), Filter, keep, on_error=on_error, global_rng=global_rng)
+        return self._then(type(self), Filter, function, on_error=on_error, global_rng=global_rng)
 
     def map(
         self,

@@ -90,7 +90,7 @@ class ChatML:
         return "".join(rendered_messages) + f"{self.start}assistant\n" * answering
 
     def settings(self) -> str:
-        """Both marks."""
+        """Return both marks."""
         return f"ChatML {self.start} {self.end}"
 
 

@@ -238,7 +238,7 @@ class PartsOfKind(Generic[Opened]):
         """Return all parts if the text has used none, else []."""
         return [] if self._used else [self.named(name, name) for name in self.names]
 
-    def take(self, name: str) -> None:
+    def mark_used(self, name: str) -> None:
         """Count a part as used."""
         self._used += 1
         if name in self._unused:
@@ -251,7 +251,7 @@ class PartsOfKind(Generic[Opened]):
         """
         for known in self.names:
             if known.lower() == name.lower():
-                self.take(known)
+                self.mark_used(known)
                 return self._read(known)
         hint = self._hint or (
             f". Nothing is downloaded: store the {self._kind} beside the text" if "://" in name else ""
@@ -294,7 +294,7 @@ class SampleImages(PartsOfKind[DecodedImage]):
         if not name.startswith("data:"):
             return super().named(name, field)
         if name in self.names:
-            self.take(name)
+            self.mark_used(name)
         return _from_data_url(name, field, self._exif)
 
 

@@ -15,10 +15,13 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.remote.session import Session, close_scratch
+from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.paths import list_files
+from savable_pipeline.data.stores import formats
 from savable_pipeline.data.stores.opening import find_source, index_any
 from tests.data.test_layouts import LAYOUTS, Layout
 from tests.support.toy_hub import ToyHub, local_hub
+from tests.support.toy_records import write_captioned_mds
 from tests.support.toy_server import ToyServer, serving, use_as_s3
 
 # What is read from disks alone.
@@ -108,6 +111,17 @@ def test_named_objects_and_web_addresses_give_the_samples_of_named_files(
             assert there == [(key, {"json": parts["json"]}) for key, parts in local] or re.search(NAMING, there)
         else:
             check_equal(there, local)
+
+
+def test_an_index_of_another_program_that_is_too_large_is_an_error(
+    bucket: Path, server: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_captioned_mds(folder := bucket / "data", 5)
+    for module in (formats, paths):
+        monkeypatch.setattr(module, "LARGEST_INDEX", 100)
+    for files in (folder, f"s3://{bucket.name}/data/", f"{server.url}/{bucket.name}/data/"):
+        with pytest.raises(sp.ShardError, match=r"data/index\.json: [\d,]+ bytes, but an index has at most 100"):
+            sp.open_dataset(files)
 
 
 # Web servers cannot be listed: a folder of one opens if a file of this name says what is in it.

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
@@ -180,7 +180,11 @@ def check_skips(shards: str, case: dict[str, Any], **settings: Any) -> None:
 
 def outcome(loader: Any) -> str:
     """A digest of the next batch; "" at the end of an epoch."""
-    batch = next(loader, None)
+    try:
+        batch = next(loader, None)
+    except sp.SavableError as error:  # so much is skipped that a lane has no batch in a finite run
+        assume("too few samples" not in str(error))
+        raise
     return "" if batch is None else digest(batch)
 
 

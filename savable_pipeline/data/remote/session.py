@@ -33,7 +33,7 @@ from savable_pipeline.core.child_process import ChildProcess
 from savable_pipeline.core.patience import retry_s
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.listing import Listing
-from savable_pipeline.data.shards.paths import NO_SUCH_PATH, check_marker
+from savable_pipeline.data.shards.paths import NO_SUCH_PATH, head_size
 from savable_pipeline.errors import RemoteError, ShardError
 
 log = logging.getLogger(__name__)
@@ -276,9 +276,7 @@ class Session:
         Objects that do not exist are skipped.
         """
         stats = self.stats(root, most)
-        for name, stat in stats.items():
-            check_marker(f"{root}/{name}", stat[0], most[name])
-        sizes = {name: min(stat[0], most[name]) for name, stat in stats.items()}
+        sizes = {name: head_size(f"{root}/{name}", stat[0], most[name]) for name, stat in stats.items()}
         asked = [name for name, size in sizes.items() if size and (root, name, size) not in self._contents]
         parts = self.each("part", [(root, name, stats[name][0], 0, sizes[name]) for name in asked])
         self._contents |= {(root, name, sizes[name]): bytes(part) for name, part in zip(asked, parts, strict=True)}

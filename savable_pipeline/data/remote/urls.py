@@ -32,7 +32,7 @@ _WORDS = "train|training|validation|valid|val|dev|test|testing|eval|evaluation"
 _WORD = re.compile(rf"(?:.*[/._ -]|.*\d|)({_WORDS})(?=[/._ \d-]|$)")
 _CARD = re.compile(rb"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
 _SHOWN = 12
-_MAGIC = "*?["
+_MAGIC = frozenset("*?[")
 _SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$")  # a file suffix, but not a version such as v1.5
 
 
@@ -152,13 +152,13 @@ def _objects(specs: Sequence[str], session: Session) -> set[str]:
     """Return the addresses of objects. If a suffix does not tell files from folders, the server is asked."""
     alone, found, asked = len(specs) == 1, set[str](), defaultdict[str, list[str]](list)
     for spec in specs:
-        parts, has_suffix = urlsplit(spec).path.split("/"), _SUFFIX.search(spec) is not None
-        if any(c in spec for c in _MAGIC) or not parts[-1] or len(parts) <= (3 if paths.is_hub(spec) else 1):
+        (folder, _, name), has_suffix = spec.rpartition("/"), _SUFFIX.search(spec) is not None
+        if not name or folder.count("/") < (4 if paths.is_hub(spec) else 2) or not _MAGIC.isdisjoint(spec):
             continue
         if has_suffix > alone or (spec.startswith("http") and has_suffix >= alone):
             found.add(spec)
         elif has_suffix == alone and not spec.startswith("http"):
-            asked[spec.rpartition("/")[0]].append(parts[-1])
+            asked[folder].append(name)
     return found.union(*({f"{folder}/{name}" for name in session.stats(folder, asked[folder])} for folder in asked))
 
 

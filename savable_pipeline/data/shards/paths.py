@@ -44,6 +44,7 @@ _ADDRESS = re.compile(
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FIXED = re.compile(r"(?<=^hf://datasets/)([^@]+)@[0-9a-f]{40}")
+_PLAIN_URL = re.compile(r"(?:s3|gs|az|https?)://(?!.*(?:\$|::))")  # nothing in it stands for something else
 _BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # a separator, unless it is in an address such as http://[::1]/
 # hidden names of desktops, archives, a NAS and Spark
 _OF_TOOLS = ("Thumbs.db", "desktop.ini", "__MACOSX", "@eaDir", "_temporary")
@@ -99,8 +100,7 @@ class ListedFiles:
         found = {}
         for name, most in wanted.items():
             with contextlib.suppress(OSError), with_handles(partial(self._opened, name)) as file:
-                check_marker(f"{self.root}/{name}", os.fstat(file.fileno()).st_size, most)
-                found[name] = file.read(most)
+                found[name] = file.read(head_size(f"{self.root}/{name}", os.fstat(file.fileno()).st_size, most))
         return found
 
     def _opened(self, name: str) -> BinaryIO:
@@ -114,10 +114,14 @@ class ListedFiles:
         return replace(self, root=root, names=[name[cut:] for name in names], exact=exact)
 
 
-def check_marker(path: str, size: int, most: int) -> None:
-    """Raise `ShardError` for an index of another program that is too large."""
+def head_size(path: str, size: int, most: int) -> int:
+    """Return the bytes to read of a file, at most so many.
+
+    Raises `ShardError` for an index of another program, which is read whole, that is larger.
+    """
     if size > most >= LARGEST_INDEX:
         raise ShardError(f"{path}: {size:,} bytes, but an index has at most {most:,}. Split it, or pass format=")
+    return min(size, most)
 
 
 def list_files(files: Shards) -> ListedFiles:
@@ -176,8 +180,11 @@ def expand_specs(shards: Shards) -> list[str]:
     support, and names the alternative.
     """
     specs = [os.fspath(spec) for spec in ([shards] if isinstance(shards, str | os.PathLike) else shards)]
-    parts = [part for spec in specs for part in ([spec] if _exists(spec) else _BETWEEN.split(spec))]
-    return [_expand_spec(part) for part in parts]
+    return [part for spec in specs for part in ([spec] if _PLAIN_URL.match(spec) else _parts_of(spec))]
+
+
+def _parts_of(spec: str) -> list[str]:
+    return [_expand_spec(part) for part in ([spec] if _exists(spec) else _BETWEEN.split(spec))]
 
 
 def is_remote(shards: Shards) -> bool:

@@ -394,7 +394,7 @@ class FolderStore(RecordStore):
         self._sizes, self._times, self._firsts, self._ends = (
             each.cast("q") for each in (self.table.sizes, self.table.times, self.table.firsts, self.table.ends)
         )
-        self._last = key_end == "last"
+        self.keys_end_last = key_end == "last"
         self._row: tuple[int, str, dict[str, int]] = -1, "", {}  # the last requested sample: key, and files by part
         if key_end is None and (fault := self.table.fault(self.address, 'key_end="{0}" (--key-end {0})')):
             raise ShardError(fault)
@@ -515,9 +515,9 @@ class FolderStore(RecordStore):
             key, files = "", {}
             for number in range(self._firsts[row], self._firsts[row + 1]):
                 name = self.path(number)
-                found = split_name(without_dots(name) if self._last else name)
+                found = split_name(without_dots(name) if self.keys_end_last else name)
                 assert found is not None, name
-                key, files[found[1]] = name.rpartition(".")[0] if self._last else found[0], number
+                key, files[found[1]] = name.rpartition(".")[0] if self.keys_end_last else found[0], number
             self._row = row, key, files
         return self._row
 
@@ -591,9 +591,7 @@ def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
             text = read_regular(path, _LONGEST_LIST).decode()
             found = msgspec.json.decode(text) if text.lstrip().startswith("[") else re.findall(r"[^\r\n]+", text)
         except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"classes={str(path)!r}: {error}. Pass a folder, or a file with one name a line"
-            ) from error
+            raise ValueError(f"classes={str(path)!r}: {error}. Pass a folder, or a file with a name a line") from error
     names: list[str] = [*found]
     if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"classes={classes!r}: pass the names of the folders in their order, each once")

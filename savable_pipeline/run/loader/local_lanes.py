@@ -120,7 +120,10 @@ class LocalLanes:
             self._example, self.facts = self._built(facts), facts
 
     def pin(self, pinned: PinnedShards) -> None:
-        """Read these shards and commits of the Hub from now on, and others as found."""
+        """Read these shards and commits of the Hub from now on.
+
+        Datasets without an entry are read in their current version.
+        """
         self.close()
         lanes = self.lanes
         self.pinned.clear()
@@ -222,7 +225,7 @@ def first_epoch_batches(last: Stage) -> int | None:
     return max(0, count - len(excluded)) // last.size
 
 
-# Neighbors in a block remain neighbors: 87 % of them in batches of samples, about a third in packs.
+# stages that keep samples of a block together: 87 % of them in batches of samples, about a third in packs
 _IN_ORDER = (Blend, Filter, Join, PassThrough, Encode, OnlinePacker, Batcher)
 
 
@@ -245,9 +248,10 @@ def _warn_of_blocks() -> None:
 
 
 def _leaves_blocks(stage: Stage) -> bool:
-    """Return whether a stage yields blocks of neighbors by default.
+    """Return whether consecutive samples stay together, because the user has set no block size.
 
-    A finite run is usually an evaluation, whose order does not matter. Windows of tokens are not sorted.
+    It is False for a finite run, because that is usually an evaluation, whose order does not matter. It is also False
+    for windows of tokens, because consecutive windows are not similar.
     """
     if not isinstance(stage, RecordReader):
         return isinstance(stage, _IN_ORDER) and any(map(_leaves_blocks, stage.sources))

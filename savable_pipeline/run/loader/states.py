@@ -207,7 +207,7 @@ class NewShards:
         return {branch: [(0, old)] for branch, (old, _) in self._shards.items()}
 
     def join(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `state` with the epochs at which the shards join.
+        """Return `state` with the epochs at which the new shards join.
 
         Raises `CheckpointMismatchError` if it lacks lanes.
         """

@@ -96,15 +96,16 @@ def check_dataset(
     progress(0, len(names))
     for done, (name, answer) in enumerate(_check_shards(dataset, names, processes or os.cpu_count() or 1, options), 1):
         if answer is None:
-            problems.append(
-                Problem("cannot be checked", "the process that read it was killed, perhaps since memory ran out", name)
-            )
+            fault = "the process that read it was killed, perhaps since memory ran out"
+            problems.append(Problem("cannot be checked", fault, name))
         else:
             reports.append(msgspec.msgpack.decode(answer, type=ShardReport))
         progress(done, len(names))
     for report in reports:
         problems += report.problems
         problems += _index_problems(report, dataset.indexed.get(report.name), counts.get(report.name))
+    if not problems and not any(report.samples for report in reports):
+        problems.append(Problem("no samples", "readers raise an error for a dataset without samples"))
     problems.sort(key=lambda problem: (problem.shard, problem.index if problem.index is not None else -1, problem.part))
     return _join_reports(dataset.root, len(names), reports, problems)
 

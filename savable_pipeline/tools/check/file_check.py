@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -20,16 +22,9 @@ from savable_pipeline.data.dataset.decoding import image_warnings
 from savable_pipeline.data.media.media_info import media_fault
 from savable_pipeline.data.media.video import Video, frames_lacking
 from savable_pipeline.data.remote.session import Session
+from savable_pipeline.data.shards import part_types
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
-from savable_pipeline.data.shards.part_types import (
-    AUDIO_PARTS,
-    IMAGE_PARTS,
-    VIDEO_PARTS,
-    decode_error,
-    part_type,
-    utf8_error,
-)
 from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.tar_format import Links, TarColumns
 from savable_pipeline.data.stores.columnar_store import NO_BYTES
@@ -218,7 +213,7 @@ def _check_row(store: RecordStore, name: str, row: int, counts: _FileCounts) -> 
         data, size = store.head(0, row, extension, LARGEST)
         counts.empty.update([] if size else [extension])
         fault = part_fault(extension, data, counts.media) if size <= LARGEST else ""
-        if not fault and part_type(extension) in (*VIDEO_PARTS, *AUDIO_PARTS):
+        if not fault and part_types.part_type(extension) in (*part_types.VIDEO_PARTS, *part_types.AUDIO_PARTS):
             fault = _media_fault(store, name, row, extension, counts)
         if fault:
             yield _problem(store, name, row, extension, fault)
@@ -252,7 +247,11 @@ def part_fault(extension: str, data: bytes, counts: Counter[str]) -> str:
     """
     if len(data) >= _ZEROS and not data.strip(b"\0"):
         return f"zero-filled: all {len(data)} bytes are zeros"
-    fault = decode_error(extension, data) or utf8_error(extension, data)
-    if not fault and part_type(extension) in IMAGE_PARTS:
+    fault = part_types.decode_error(extension, data) or part_types.utf8_error(extension, data)
+    if not fault and part_types.part_type(extension) in part_types.IMAGE_PARTS:
         counts.update(image_warnings(data))
+    if not fault and part_types.part_type(extension) == "json" and (b"\\u" in data or b"\xed" in data):
+        strings = json.dumps(json.loads(data), ensure_ascii=False)
+        half = re.search(rb"\xed[\xa0-\xbf]", strings.encode(errors="surrogatepass"))
+        fault = "malformed text: a string has half of a surrogate pair" if half else ""
     return fault

@@ -103,7 +103,7 @@ def _whole_player(sample: Sample, part: str, kind: str, room: Room) -> Player | 
     head, size = sample.head(part, room.excerpt)
     if len(head) < size or is_range(sample, part, head):
         return None
-    return Player(kind, room.take(f"{kind}/{played}", head))
+    return Player(kind, room.embed(f"{kind}/{played}", head))
 
 
 def _clip_player(video: Video | None, audio: Audio | None, kind: str, room: Room) -> Player:
@@ -112,7 +112,7 @@ def _clip_player(video: Video | None, audio: Audio | None, kind: str, room: Room
     data = clip(video, audio, seconds, room.excerpt) if seconds > 0 else b""
     if not data:
         return Player(kind, "", "no room for an excerpt: let the page show fewer samples")
-    return Player(kind, room.take(f"{kind}/mp4", data), f"its first {seconds:.3g} s, encoded anew")
+    return Player(kind, room.embed(f"{kind}/mp4", data), f"its first {seconds:.3g} s, encoded anew")
 
 
 def _video_facts(video: Video | None) -> str:

@@ -195,8 +195,8 @@ class Room:
         """The most bytes of an excerpt. As base64, an excerpt takes a third more."""
         return min(EXCERPT_BYTES, self.free * 3 // 4 - 3)
 
-    def take(self, kind: str, data: bytes) -> str:
-        """Return the data as a URI, or "" if there is no room."""
+    def embed(self, kind: str, data: bytes) -> str:
+        """Return data as a URI, and reserve room for it; "" if there is no room."""
         uri = f"data:{kind};base64,{base64.b64encode(data).decode()}"
         return uri if self.reserve(uri) else ""
 

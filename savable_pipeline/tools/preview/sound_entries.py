@@ -87,7 +87,7 @@ def picture_of(pixels: Pixels, room: Room) -> str:
     """Return a spectrogram as a data URI, or "" if there is no room."""
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).save(file, "JPEG", quality=85)
-    return room.take("image/jpeg", file.getvalue())
+    return room.embed("image/jpeg", file.getvalue())
 
 
 _SOUNDS = ("audio", "sound", "wave", "speech")  # words in the names of fields that are audio

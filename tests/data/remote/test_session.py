@@ -15,7 +15,7 @@ import savable_pipeline as sp
 from savable_pipeline.core import child_process
 from savable_pipeline.data.remote.session import Session, job_session, scratch
 from savable_pipeline.data.shards.metadata import META
-from savable_pipeline.data.stores.opening import find_source, open_store
+from savable_pipeline.data.stores.opening import find_source, index_any, open_store
 from tests.conftest import write_numbered_shards
 from tests.support import toy_server
 from tests.support.toy_server import ToyServer, serving_a_machine
@@ -35,7 +35,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServe
                 pa.table({"json": [f'{{"id": {2 * number + i}}}' for i in range(2)]}), folder / f"{number}.parquet"
             )
         for name in ("tars", "tables"):
-            sp.open_dataset(tmp_path / "www" / "b" / name)  # writes the index
+            index_any(tmp_path / "www" / "b" / name, processes=1)
         yield server
 
 

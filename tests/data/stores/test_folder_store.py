@@ -197,6 +197,12 @@ def test_run_resumed_without_a_lost_file_has_the_other_samples(tmp_path: Path) -
     assert len(sp.open_dataset(folder)) == 39
 
 
+def test_keys_are_found_for_each_end_of_keys(tmp_path: Path) -> None:
+    folder = write(tmp_path, "a.b.txt", "c.d.txt")
+    for end, key in (("first", "a"), ("last", "a.b"), ("first", "c")):
+        assert sp.open_dataset(folder, key_end=end)[key].key == key  # type: ignore[arg-type]
+
+
 def labels(folder: Path, classes: Any) -> dict[str, int | None]:
     samples = sp.open_dataset(folder, classes=classes)
     return {sample.key: int(sample["cls"]) if "cls" in sample else None for sample in samples}

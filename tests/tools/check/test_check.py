@@ -154,6 +154,28 @@ def test_check_finds_each_kind_of_damage_and_nothing_else(dataset: Path, what: s
 
 
 @pytest.mark.usefixtures("here")
+def test_half_of_a_surrogate_pair_in_json_is_a_problem(tmp_path: Path) -> None:
+    """A tokenizer raises an error for it. A pair, and letters whose bytes start alike, are text."""
+    lines = [
+        rb'{"m": "\ud83d\ude00 \uD55C"}',
+        '{"m": "한글"}'.encode(),
+        rb'{"m": "\\ud83d"}',
+        rb'{"m": ["\ud83d"]}',
+        b'{"m": "\xed\xa0\x80"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    report = check_dataset(tmp_path, processes=1)
+    assert [(each.reason, each.index) for each in report.problems] == [("malformed text", 3), ("malformed text", 4)]
+
+
+def test_dataset_without_samples_is_a_problem(tmp_path: Path) -> None:
+    """As readers raise an error. An empty file beside others is none: Spark writes them."""
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    assert [each.reason for each in check_dataset(tmp_path, processes=1).problems] == ["no samples"]
+    (tmp_path / "b.jsonl").write_bytes(b'{"a": 1}\n')
+    assert not check_dataset(tmp_path, processes=1).problems
+
+
 def test_error_of_a_sample_names_it_and_its_position(dataset: Path) -> None:
     DAMAGES["malformed JSON"][0](dataset)
     (problem,) = check_dataset(dataset).problems
