@@ -61,8 +61,8 @@ class ChildProcess:
             start_new_session=True,
         )
         theirs.close()
-        # This is no __del__. In a reference cycle, that of `connection` may run first, and the descriptor number that
-        # it closed may belong to another file by then.
+        # A finalizer and no `__del__`, because in a reference cycle the one of `connection` may run first. The number
+        # of the descriptor that it has closed may then belong to another file.
         self._end = weakref.finalize(self, _end, self.connection, self.process, self.owner)
 
     def is_stopped(self) -> bool:

@@ -46,8 +46,8 @@ _STUCK_S = 600.0  # the program fails after so many seconds without success
 class Replica:
     """Process that trains: its loader, and a model that was trained on the slots before `model["slot"]`."""
 
-    def __init__(self, me: int, shards: Path, store: Any) -> None:
-        self._me, self._store = me, store  # `me` is a number that no other process has or will have
+    def __init__(self, member: int, shards: Path, store: Any) -> None:
+        self._member, self._store = member, store  # a number that no other process has or will have
         self._pipeline = partial(soak_pipeline, str(shards), copies=1)
         self._loader: sp.SavableLoader | None = None
         self._model: dict[str, Any] = {"slot": -1, "counts": torch.zeros(MAX_SLOTS), "hashes": torch.zeros(MAX_SLOTS)}
@@ -58,7 +58,7 @@ class Replica:
         """Train in one group after another until a generation has no members. Rank 0 then saves its model."""
         rank = 0
         while members := self._next_members():
-            rank = members.index(self._me)
+            rank = members.index(self._member)
             if not self._all_are_ready(len(members)):
                 continue
             group = dist.PrefixStore(f"group{self._generation}", self._store)  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ class Replica:
             newest = int(self._store.get("generation"))
             if newest > self._generation:
                 members = json.loads(self._store.get(f"members{newest}"))
-                if self._me in members or not members:
+                if self._member in members or not members:
                     self._generation = newest
                     return list(members)
             time.sleep(0.005)
@@ -87,7 +87,7 @@ class Replica:
     def _all_are_ready(self, number: int) -> bool:
         """Wait until all members are ready. Return False if a newer generation is announced before."""
         name = f"ready{self._generation}"
-        self._store.set(f"{name}/{self._me}", "")
+        self._store.set(f"{name}/{self._member}", "")
         self._store.add(name, 1)
         while self._store.add(name, 0) < number:
             if int(self._store.get("generation")) > self._generation:
@@ -113,7 +113,7 @@ class Replica:
             self._store.add("made_up", completed)
         last = sp.merge_states(all_gather(loader.state_dict()))
         self._loader, self._model, self._last = loader, model, last
-        self._store.set(f"has a model: {self._me}", "")
+        self._store.set(f"has a model: {self._member}", "")
 
     def _state_at(self, slot: int) -> dict[str, Any] | None:
         """Return this rank's state at a slot. It is the previous state if the last batch was not trained on."""
@@ -201,7 +201,7 @@ class Supervisor:
             if time.monotonic() > last_check + _HUNG_S:
                 self._replace_hung()
                 last_check = time.monotonic()
-            ended = [me for me, process in self._ranks.items() if not process.is_alive()]
+            ended = [member for member, process in self._ranks.items() if not process.is_alive()]
             if ended or time.monotonic() > start + _STUCK_S:
                 raise SystemExit(f"generation {self._generation}: no {number} steps; ranks {ended} have ended")
             time.sleep(0.005)
@@ -217,17 +217,17 @@ class Supervisor:
 
     def _replace_hung(self) -> None:
         """Replace the ranks that have not joined this generation. One rank with a model survives in any case."""
-        survivor = next((me for me in self._ranks if self.store.check([f"has a model: {me}"])), None)
-        for me in sorted(self._ranks.keys() - {survivor}):
-            if self.store.check([f"ready{self._generation}/{me}"]):
+        survivor = next((member for member in self._ranks if self.store.check([f"has a model: {member}"])), None)
+        for member in sorted(self._ranks.keys() - {survivor}):
+            if self.store.check([f"ready{self._generation}/{member}"]):
                 continue
-            self._kill(me)
+            self._kill(member)
             self.add()
             self.hung += 1
         self.announce()
 
-    def _kill(self, me: int) -> None:
-        process = self._ranks.pop(me)
+    def _kill(self, member: int) -> None:
+        process = self._ranks.pop(member)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
@@ -235,18 +235,18 @@ class Supervisor:
     def end(self) -> None:
         """Tell all ranks to exit, and wait for them. The first one saves the model."""
         self.announce(end=True)
-        for me, process in self._ranks.items():
+        for member, process in self._ranks.items():
             process.join(_STUCK_S)
             if process.exitcode != 0:
-                raise SystemExit(f"rank {me} ended with {process.exitcode}")
+                raise SystemExit(f"rank {member} ended with {process.exitcode}")
 
 
-def _live(me: int, folder: Path, shards: Path, port: int) -> None:
+def _live(member: int, folder: Path, shards: Path, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=_STUCK_S)
     )
-    Replica(me, shards, store).live(folder)
+    Replica(member, shards, store).live(folder)
 
 
 def survive(folder: Path, kills: int) -> dict[str, Any]:

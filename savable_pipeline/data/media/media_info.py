@@ -129,6 +129,7 @@ def media_fault(file: BinaryIO) -> tuple[str, bool]:
 
 
 def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
+    """Return the fault of a file, or "", and whether it is a long video with a single keyframe."""
     both = {"video": first_stream(container, "video"), "audio": first_stream(container, "audio")}
     streams = {stream.index: (kind, stream) for kind, stream in both.items() if stream is not None}
     if not streams:

@@ -120,7 +120,8 @@ class _StoredAnswer(msgspec.Struct, Generic[T]):
 def shared_answer(cache: Path, question: str, ask: Callable[[], T], kind: type[T], *, lasts: bool = False) -> T:
     """Return `ask()`, or the answer that another process got while this one waited.
 
-    The answer is of type `kind`. Raises what `ask` raises.
+    The answer is of type `kind`. With `lasts`, an answer of an earlier call is returned too, because it never changes.
+    Raises what `ask` raises.
     """
     asked = time.monotonic()
     path = private_folder(cache / "listings") / hashlib.sha256(question.encode()).hexdigest()[:32]

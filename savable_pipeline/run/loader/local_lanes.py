@@ -120,7 +120,10 @@ class LocalLanes:
             self._example, self.facts = self._built(facts), facts
 
     def pin(self, pinned: PinnedShards) -> None:
-        """Read these shards and commits of the Hub from now on, and others as found."""
+        """Read these shards and commits of the Hub from now on.
+
+        Datasets without an entry are read in their current version.
+        """
         self.close()
         lanes = self.lanes
         self.pinned.clear()
