@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _IN_MEMORY = 1 << 20  # bytes; more numbers are in a file
-_BUFFERED = 4096  # numbers that are written together
+_BUFFERED = 4096  # numbers to write together
 _BLOCK = 1 << 18  # numbers that are compared together
 
 
@@ -31,20 +31,20 @@ class NumberSpool:
     """
 
     def __init__(self, kind: str = "<u8", file: IO[bytes] | None = None) -> None:
-        self._kind, self._buffered = kind, list[int]()
+        self._kind, self.buffer = kind, list[int]()  # numbers to append at the next `write`
         self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY) if file is None else file  # noqa: SIM115
 
     def append(self, number: int) -> None:
         """Append a number."""
-        self._buffered.append(number)
-        if len(self._buffered) == _BUFFERED:
+        self.buffer.append(number)
+        if len(self.buffer) == _BUFFERED:
             self.write()
 
     def write(self, numbers: NDArray[Any] | None = None) -> None:
-        """Append an array, after the numbers that were appended one by one."""
-        for each in (self._buffered, () if numbers is None else numbers):
+        """Append the numbers of the buffer, then an array."""
+        for each in (self.buffer, () if numbers is None else numbers):
             _write(self._file, np.asarray(each, self._kind).data)
-        self._buffered.clear()
+        self.buffer.clear()
 
     def numbers(self) -> NDArray[Any]:
         """Return all numbers so far. Those in a file are mapped."""

@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 _USUAL_END = 10_240 + 2 * BLOCK  # usual maximum of zero bytes at the end; GNU tar's records may be larger
 _OFFSET = 8  # bytes of an offset in X.tar.idx
+_AT_ONCE = 1024  # samples whose numbers are written together
 _RECORDS = (1 << 14, 1 << 15, 1 << 16)  # other usual sizes of records
 
 
@@ -328,15 +329,9 @@ class TarIndex(ShardIndex):
         starts, sizes = np.asarray(self.starts)[mine.start : mine.stop], self._sizes_of(slice(mine.start, mine.stop))
         assert sizes is not None, number
         used, layout_of = np.unique(self._layouts_of(mine), return_inverse=True)
-        rows = TarColumns(
-            starts.data,
-            0,
-            [self._layout_parts[number] for number in used],
-            layout_of.astype("<u4").data,
-            np.asarray(sizes).astype("<u8").data,
-            self.links.get(number, Links(0)),
-        )
-        return rows.table(self.shards[number])
+        layouts, links = [self._layout_parts[number] for number in used], self.links.get(number, Links(0))
+        columns = layout_of.astype("<u4").data, np.asarray(sizes).astype("<u8").data
+        return TarColumns(starts.data, 0, layouts, *columns, links).table(self.shards[number])
 
 
 def read_table(file: ByteSource, name: str) -> ShardTable:
@@ -438,11 +433,13 @@ class ShardRows:
         layout = _layout(extent)
         for extension, _ in layout if layout not in self.layouts else ():
             check_utf8(self.name, extension)
-        self.starts.append(extent.members[0].header)
-        self.layout_of.append(self.layouts.setdefault(layout, len(self.layouts)))
-        for member in extent.members:
-            self.sizes.append(member.size)
+        self.starts.buffer.append(extent.members[0].header)
+        self.layout_of.buffer.append(self.layouts.setdefault(layout, len(self.layouts)))
+        self.sizes.buffer.extend([member.size for member in extent.members])
         self.samples += 1
+        if self.samples % _AT_ONCE == 0:
+            for column in (self.starts, self.layout_of, self.sizes):
+                column.write()
         self.end = extent.members[-1].end
         self.in_samples += self.end - extent.members[0].header
         for member in extent.members:

@@ -124,7 +124,7 @@ class RangeJob:
 
     def key_hashes(self) -> NDArray[np.uint64]:
         """Return the hashes of the keys of samples."""
-        return np.fromfile(self.folder / KEYS, "<u8")
+        return _numbers(self.folder / KEYS)
 
     def note(self, written: Written) -> None:
         """Write the files of a range whose shards are in a bucket."""
@@ -212,8 +212,7 @@ class _RangeWriter:
         self._samples, self._last, self._renamed = 0, "", set[str]()
         self._rejected = list[Reject]()  # of the rows that are read
         self.changed = set[str]()  # the names of files whose content is another
-        path, first, count = job.hashes or ("", 0, 0)
-        self._known = np.sort(np.fromfile(path, "<u8", count, offset=8 * first)) if path else None
+        self._known = None if job.hashes is None else np.sort(_numbers(*job.hashes))
         self._ends = [int(end * _ALL) for end in accumulate(Fraction(part) for _, part in job.options.split)]
         splits = [name for name, _ in job.options.split] or [""]
         self._series = [_series(folder, split, job.options, self._record) for split in splits if job.hashes is None]
@@ -333,6 +332,10 @@ class _RangeWriter:
             self._write_spans(source, dataset, (RowSpan(0, 0, dataset.count, 0),))
         for number in sorted(store.entries.faults):
             self._reject(line_fault(source, store, number))
+
+
+def _numbers(path: Path, first: int = 0, count: int = -1) -> NDArray[np.uint64]:
+    return np.fromfile(path, "<u8", count, offset=8 * first)
 
 
 def _hashed(key: str) -> int:

@@ -38,8 +38,8 @@ _SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # in a header
 
 def sample_bytes(key: str, sizes: Mapping[str, int]) -> int:
     """Return the bytes of a sample in a tar, by the sizes of its parts."""
-    plain = (_is_plain(f"{key}.{extension}", size) for extension, size in sizes.items())
-    return sum(map(padded, sizes.values())) + sum(BLOCK if each else 3 * BLOCK for each in plain)
+    plain = [_is_plain(f"{key}.{extension}", size) for extension, size in sizes.items()]
+    return sum(map(padded, sizes.values())) + BLOCK * (3 * len(plain) - 2 * sum(plain))
 
 
 def room_in(shard_bytes: int) -> int:
@@ -138,8 +138,7 @@ class ShardSeries:
     def add(self, key: str, parts: Mapping[str, PartData]) -> None:
         """Append a sample to the open shard, or to the next one if it does not fit."""
         size = sample_bytes(key, {extension: len(data) for extension, data in parts.items()})
-        shard = self._shard
-        if shard is not None and (shard.size + size > self._room or shard.samples == self._max_samples):
+        if (shard := self._shard) and (shard.size + size > self._room or shard.samples == self._max_samples):
             self.finish()
         if self._shard is None:
             name = self._name(self._number)
