@@ -111,7 +111,7 @@ def _rows(file: Any, name: str) -> Iterator[tuple[int, int, Row]]:
     except UnicodeEncodeError as error:
         fault = f"it holds the byte 0x{ord(error.object[error.start]) & 0xFF:02x}"
     except csv.Error as error:
-        fault = str(error)
+        fault = f"{error}. Write it again with Python's csv.writer, which doubles quotes in cells"
     else:
         return
     raise ValueError(f":{line}: cannot be read as a table in UTF-8: {fault}")

@@ -169,8 +169,8 @@ def index(
 ) -> None:
     """Index the shards of a dataset before a run.
 
-    The index is written beside the shards, or to the cache (`SAVABLE_CACHE`) if their folder is read-only or remote.
-    Shards whose index is up to date are skipped. The exit code is 1 if a shard or a header cannot be read.
+    The index of shards and tables is written beside them. That of other files, read-only or remote data is in your
+    cache. Shards whose index is up to date are skipped. The exit code is 1 if a shard or a header cannot be read.
     """
     from savable_pipeline.data.dataset.media_indexing import reject_remote
     from savable_pipeline.data.shards.metadata import WRITTEN, unfinished
