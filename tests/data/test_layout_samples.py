@@ -60,11 +60,15 @@ def as_bytes(value: Any) -> bytes:
 
 
 def named_files(path: Path, fields: dict[str, Any]) -> dict[str, bytes]:
-    """The files that a row names, by suffix; the second of one suffix has its field before it."""
+    """The files that a row names, by suffix; the second of one suffix has its field before it.
+
+    They are beside the table, or below a folder that is.
+    """
     found: dict[str, bytes] = {}
+    folders = [path.parent, *(each for each in path.parent.iterdir() if each.is_dir())]
     for field, value in fields.items():
-        file = path.parent / str(value)
-        if isinstance(value, str) and file.suffix and file.is_file():
+        file = next((folder / str(value) for folder in folders if (folder / str(value)).is_file()), path)
+        if isinstance(value, str) and file.suffix and file != path:
             part = file.suffix[1:]
             found[f"{field}.{part}" if part in found else part] = file.read_bytes()
     return found
@@ -80,7 +84,9 @@ def of_rows(root: Path, path: Path, rows: list[dict[str, Any]], texts: list[byte
 
 
 def of_texts(root: Path) -> Samples:
+    """The rows of the tables that name files, if there are some, else of all."""
     found: dict[str, Any] = {}
+    naming: dict[str, Any] = {}
     for path in ending(".jsonl", ".ndjson", ".json", ".csv", ".tsv")(root):
         raw = path.read_bytes()
         if path.suffix.lower() in (".csv", ".tsv"):
@@ -96,7 +102,9 @@ def of_texts(root: Path) -> Samples:
         else:
             continue
         found |= dict(of_rows(root, path, rows, texts))
-    return found
+        if any(named_files(path, row) for row in rows):
+            naming |= dict(of_rows(root, path, rows, texts))
+    return naming or found
 
 
 def of_parquet(root: Path) -> Samples:

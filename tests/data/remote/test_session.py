@@ -40,8 +40,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServe
 
 
 @pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The downloading processes that were started."""
+def children(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The downloading processes that were started; one that indexes the server's tables was started before."""
     begun: list[Any] = []
     start = child_process.subprocess.Popen
 

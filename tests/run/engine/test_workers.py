@@ -381,7 +381,7 @@ def test_pipeline_that_fails_to_build_in_a_worker_is_reported_with_its_traceback
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no licence") as caught:
                 next(own)
-            assert "in builds_only_here" in caught.value.__notes__[0]
+            assert "in fails_in_other_processes" in caught.value.__notes__[0]
 
 
 def test_unpicklable_batch_is_reported(make_shards: Any) -> None:

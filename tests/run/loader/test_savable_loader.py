@@ -118,13 +118,13 @@ PRINT_BATCHES = """
 import sys
 from functools import partial
 import savable_pipeline as sp
-from tests.support.streams import take
+from tests.support.streams import next_hashes
 from tests.support.toy_pipelines import toy_pipeline
 
 print(hash("a"))
 for num_workers in (0, 2):
     with sp.SavableLoader(partial(toy_pipeline, sys.argv[1]), seed=3, lanes=12, num_workers=num_workers) as loader:
-        print(*take(loader, 16))
+        print(*next_hashes(loader, 16))
         print(loader.state_dict()["fingerprint"].hex())
 """
 
