@@ -33,7 +33,7 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/run": 8145,
     "savable_pipeline/stages": 6641,
     "savable_pipeline/tools": 6272,
-    "savable_pipeline/trainers": 2596,
+    "savable_pipeline/trainers": 2595,
     "task_encoders": 2457,
 }
 MOST_LINES_OF_TOOLS = 6135  # of the repository's own: quickstart, benchmarks, soaks, trials
