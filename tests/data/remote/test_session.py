@@ -145,7 +145,7 @@ def test_datasets_of_one_cache_share_a_process_that_ends_with_the_last(
     assert only.poll() is None
     del some[:]
     gc.collect()
-    only.wait(60)  # it ends by itself
+    only.wait()  # it ends by itself
 
 
 def test_repeated_lookups_of_an_opening_are_requested_once(server: ToyServer, tmp_path: Path) -> None:
