@@ -536,7 +536,7 @@ def test_several_tables_of_the_same_clips_are_an_error_and_each_opens_alone(root
         assert [(sample["mp3"], sample.json()["sentence"]) for sample in opened][1] == (b"ID3", "Hello 1")
 
 
-def test_paths_below_a_folder_beside_a_table_stay_inside_the_source(root: Path, tmp_path: Path) -> None:
+def test_paths_that_a_table_names_stay_inside_the_source(root: Path, tmp_path: Path) -> None:
     below_images(root)
     (root / "images").rename(tmp_path / "elsewhere")
     (root / "images").symlink_to(tmp_path / "elsewhere")

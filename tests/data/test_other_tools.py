@@ -95,9 +95,7 @@ def test_webdataset_reads_a_glob_of_tars_after_us(make_shards: MakeShards) -> No
     assert [sample["__key__"] for sample in shards] == [f"s{number:06d}" for number in range(5)]
 
 
-def test_reading_writes_nothing_beside_tables_and_only_an_index_beside_tars(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
+def test_reading_writes_only_the_index_of_tars_into_the_folder(make_shards: MakeShards, tmp_path: Path) -> None:
     """As Polars takes all files of a folder, and HF `datasets` all that are not hidden."""
     root = tmp_path / "tables"
     root.mkdir()

@@ -29,7 +29,7 @@ from xxhash import xxh3_128_hexdigest
 from savable_pipeline.data.media.media_info import MediaInfo, media_info
 from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, IndexedFiles
-from savable_pipeline.data.shards.indexing import index_places, media_table_name
+from savable_pipeline.data.shards.indexing import index_paths, media_table_name
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -215,7 +215,7 @@ def open_table(root: Path, shards: ShardList, kind: str) -> MediaTable | None:
     Raises `ShardError` if it is of other shards.
     """
     fault: ShardError | None = None
-    for path in index_places(root, media_table_name(kind)):
+    for path in index_paths(root, media_table_name(kind)):
         try:
             index = BlobIndex(path, KIND)
             return MediaTable(path, index, _numbers(index, shards))

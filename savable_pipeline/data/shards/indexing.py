@@ -55,7 +55,7 @@ def media_table_name(kind: str) -> str:
     return index_name("media" if kind == TAR else f"{kind}.media")
 
 
-def index_places(root: Path, name: str, *, near: bool = True) -> list[Path]:
+def index_paths(root: Path, name: str, *, near: bool = True) -> list[Path]:
     """Return the paths where an index may be, the preferred one first.
 
     They are `name` below the shards' folder, first if `near`, and one in the user's cache if there is one.
@@ -68,9 +68,9 @@ def index_places(root: Path, name: str, *, near: bool = True) -> list[Path]:
 def at_first_writable(root: Path, name: str, make: Callable[[Path], T], *, near: bool) -> T:
     """Return `make(path)` for the index's first path that can be written.
 
-    See `index_places` and `first_writable`.
+    See `index_paths` and `first_writable`.
     """
-    return first_writable(index_places(root, name, near=near), f"{root}: no place to write an index", make)
+    return first_writable(index_paths(root, name, near=near), f"{root}: no place to write an index", make)
 
 
 def first_writable(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -> T:
@@ -352,7 +352,7 @@ def known_files(root: Path, form: Format) -> dict[str, ShardEntry]:
 
 def _indexes(root: Path, form: Format) -> dict[Path, ShardIndex]:
     """Return the indexes of `root` that are whole, by path."""
-    found = {path: _opened(path, form) for path in index_places(root, form.index_name)}
+    found = {path: _opened(path, form) for path in index_paths(root, form.index_name)}
     return {path: index for path, index in found.items() if index is not None}
 
 

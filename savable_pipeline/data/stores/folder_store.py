@@ -38,7 +38,7 @@ from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import write_index
-from savable_pipeline.data.shards.indexing import at_first_writable, index_places
+from savable_pipeline.data.shards.indexing import at_first_writable, index_paths
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS, are_merged, find_part
 from savable_pipeline.data.shards.paths import ALL, Shards, expand_specs, is_hidden
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList, ShardNames
@@ -154,7 +154,7 @@ def open_folder(files: Shards, form: Format, *, tolerant: bool = False, looked_a
     if len(specs) != 1 or not Path(specs[0]).is_dir():
         raise ShardError(f"{listed(specs)}: raw files are read as one folder. Name it, or mix several by sp.blend")
     root = Path(specs[0]).absolute()
-    for path in index_places(root, form.index_name, near=False) if not looked_at else ():
+    for path in index_paths(root, form.index_name, near=False) if not looked_at else ():
         if (index := _fresh(root, path, form)) is not None:
             return IndexedFiles(form, index, path, None, root, tolerant=tolerant)
 
@@ -176,7 +176,7 @@ def is_known(root: Path) -> bool:
     """Return whether a folder has an index and has not changed since it was indexed."""
     both = itertools.product((None, "last"), (False, True))
     forms = [FOLDER.for_settings({"key_end": end, "allow_outside": outside}) for end, outside in both]
-    return any(_fresh(root, path, form) for form in forms for path in index_places(root, form.index_name, near=False))
+    return any(_fresh(root, path, form) for form in forms for path in index_paths(root, form.index_name, near=False))
 
 
 def _known(path: Path, form: Format) -> BlobIndex | None:

@@ -15,7 +15,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.data.shards import byte_source
-from savable_pipeline.data.shards.indexing import index_places
+from savable_pipeline.data.shards.indexing import index_paths
 from savable_pipeline.data.stores.folder_store import FOLDER
 from tests.conftest import MakeShards, write_tar
 
@@ -136,7 +136,7 @@ def test_overwritten_large_folder_table_does_not_affect_a_run(tmp_path: Path, la
     def batches(change: str) -> list[Any]:
         with sp.SavableLoader(sp.read(tmp_path).map(sp.Sample.text).batch(4), seed=0, lanes=2) as loader:
             found = [next(loader)]
-            overwrite(index_places(tmp_path, FOLDER.index_name, near=False)[0], CHANGES.get(change, bytes))
+            overwrite(index_paths(tmp_path, FOLDER.index_name, near=False)[0], CHANGES.get(change, bytes))
             return [*found, *islice(loader, 20)]
 
     assert batches("shifted") == batches("")

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.shards.indexing import index_places
+from savable_pipeline.data.shards.indexing import index_paths
 from savable_pipeline.data.stores import folder_store
 from savable_pipeline.data.stores.folder_store import FolderFormat
 from savable_pipeline.errors import CheckpointMismatchError, ShardError
@@ -182,7 +182,7 @@ def test_index_of_many_files_is_trusted_until_a_folder_changes(tmp_path: Path, m
     assert len(sp.open_dataset(folder)) == 6 and not scans
     write(folder, "b/new.txt")
     assert len(sp.open_dataset(folder)) == 7 and scans
-    index_places(folder, folder_store.FOLDER.index_name, near=False)[0].write_bytes(b"damaged")
+    index_paths(folder, folder_store.FOLDER.index_name, near=False)[0].write_bytes(b"damaged")
     assert len(sp.open_dataset(folder)) == 7
 
 

@@ -38,7 +38,7 @@ def test_each_object_of_a_json_array_becomes_a_sample(tmp_path: Path, indent: in
     assert files["3.jpg"] == (tmp_path / "in/b/001.jpg").read_bytes()
 
 
-def test_keys_of_records_are_rows_of_reading_in_place_which_count_no_blank_lines(tmp_path: Path) -> None:
+def test_keys_of_records_are_row_numbers_without_blank_lines(tmp_path: Path) -> None:
     for name, lines in (("a", '{"n": 1}\n\n  \t\n{"n": 2}\n'), ("b", '\n\n{"n": 3}\n\n\n{"n": 4}')):
         (tmp_path / f"in/{name}.jsonl").parent.mkdir(exist_ok=True)
         (tmp_path / f"in/{name}.jsonl").write_text(lines)
