@@ -38,8 +38,8 @@ from savable_pipeline.core.file_heads import media_of
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, as_part, find_part
 
 OFFSETS = {"string": "i", "binary": "i", "large_string": "q", "large_binary": "q"}
-NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float": "f", "double": "d"}
-NUMBERS |= {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}
+NUMBER_FORMATS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float": "f", "double": "d"}
+NUMBER_FORMATS |= {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}
 _LONGEST_EXTENSION = 8
 _UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 T = TypeVar("T")
@@ -183,7 +183,7 @@ class NumberColumn:
         _, data = array.buffers()
         self._first, self._validity = array.offset, Validity(array)
         self._has_nulls = self._validity.has_nulls
-        self._values = _numbers(data, NUMBERS[str(array.type)])
+        self._values = _numbers(data, NUMBER_FORMATS[str(array.type)])
 
     def value(self, row: int) -> bytes | None:
         """Return the value of a row as JSON, or None for null. Raises `BrokenColumnError`."""
@@ -460,7 +460,7 @@ def column_of(name: str, array: Any, unread: Unread | None = None) -> Column:
         return MediaColumn(array, unread)
     if str(array.type) in OFFSETS or array.type in (pa.string_view(), pa.binary_view()):
         return BytesColumn(array, unread)
-    if str(array.type) in NUMBERS:
+    if str(array.type) in NUMBER_FORMATS:
         return NumberColumn(array)
     if is_media_list(array.type):
         return MediaListColumn(array, unread)
