@@ -520,7 +520,7 @@ class JoinedParts(msgspec.Struct, eq=False):
 
 
 def sample_name(sample: Sample) -> str:
-    """Return a sample's key and shard for messages. A folder of files has no shard to name."""
+    """Return a sample's key and shard for messages; a folder has no shard to name."""
     try:
         key = repr(sample.key)
     except ShardError:  # the header with the key may be unreadable too

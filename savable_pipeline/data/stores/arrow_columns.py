@@ -265,7 +265,7 @@ def _numbers_of(rows: Any) -> NDArray[Any]:
 
 
 def _tensor_axes(kind: Any) -> tuple[list[int], list[int]] | None:
-    """Return the stored shape of a tensor type and the order of its axes, or None for other types.
+    """Return the stored shape and the order of axes of a tensor type, or None.
 
     Raises ValueError for an order that differs from its inverse: pyarrow writes the inverse of what it reads.
     """
