@@ -2,9 +2,9 @@
 
 It is for models that pad instead of packing.
 
-With `same_bucket`, `StepRule` chooses the next bucket, so that all lanes yield a batch of the same bucket at a time. The
-cost of a batch is the number of its bucket. A lane without a batch of that bucket mostly yields a shorter one, so that
-other ranks seldom wait for this one.
+With `same_bucket`, `StepRule` chooses the next bucket, so that all lanes yield a batch of the same bucket at a time.
+The cost of a batch is the number of its bucket. A lane without a batch of that bucket mostly yields a shorter one, so
+that other ranks seldom wait for this one.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class BucketBatcher(EncoderBatches):
     encoder's keys, "valid": bool (rows,), which is False for padding rows, which repeat an item.
 
     With `same_bucket` the ranks of a step mostly get batches of the same bucket, without communication. Each lane holds
-    full batches, and a random number that is equal in all lanes chooses the bucket. If it has no full batch, the
-    nearest shorter bucket that has one is used, else the nearest longer one.
+    full batches, and a random number that is equal in all lanes chooses the bucket. If it has no full batch, mostly the
+    nearest shorter bucket that has one is used.
 
     Args:
         source: A stage of items.
@@ -262,7 +262,7 @@ class BucketBatcher(EncoderBatches):
         self._by_source = SourceCounts(self.counts)
         self.same_bucket, self.candidates = same_bucket, candidates
         self.in_step = "BucketBatcher(same_bucket=True)" if same_bucket else ""
-        rule = StepRule("BucketBatcher", self.lane, candidates=candidates, weight=1)
+        rule = StepRule("BucketBatcher", self.lane, candidates=candidates, weight=1, costlier=16)
         self._rule = rule if same_bucket else None
 
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
@@ -281,15 +281,15 @@ class BucketBatcher(EncoderBatches):
     def _next_bucket(self) -> BucketKey | None:
         """Return the bucket of the next batch, whose items are built, or None at the end."""
         while (key := self._fill()) is not None:
-            if self._make_items(key):
+            if self._build_missing(key):
                 return key
         return None
 
-    def _make_items(self, key: BucketKey) -> bool:
+    def _build_missing(self, key: BucketKey) -> bool:
         """Build the missing items of a bucket's next batch. Returns False if one of them left the bucket."""
         buffer = self._buckets[key]
         due = range(min(self._size(key), len(buffer)))
-        return buffer.built == len(buffer) or all(self._is_skipped(buffer[i]) or self._make(key, i) for i in due)
+        return buffer.built == len(buffer) or all(self._is_skipped(buffer[i]) or self._build_item(key, i) for i in due)
 
     def _is_skipped(self, element: Element) -> bool:
         """Return whether an element need not be built, because its batch is skipped and the element cannot be lost."""
@@ -371,7 +371,7 @@ class BucketBatcher(EncoderBatches):
                 f"BucketBatcher: {row:,} items in a row were longer than the last bound, {self.bounds[-1]}. Raise it."
             )
 
-    def _make(self, key: BucketKey, i: int) -> bool:
+    def _build_item(self, key: BucketKey, i: int) -> bool:
         """Build item `i` of a bucket. Returns False if it is lost, or if it is a pack that lost items and moved."""
         buffer = self._buckets[key]
         element = buffer[i]

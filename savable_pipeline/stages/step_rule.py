@@ -24,19 +24,18 @@ from savable_pipeline.stages.advice import check_count
 PAST = 16  # the ranking has this many times `candidates` of what was yielded last
 LONGEST = 6  # the longest wait is this many times `candidates` slots
 AGE = 50  # after this many times `candidates` slots, waiting counts as much as the whole range of quantiles
-COSTLIER = 4  # a part above the quantile counts as this many times as far away
 
 
 class StepRule:
     """Rule that chooses which waiting pack or batch a lane yields next.
 
-    Up to `candidates` wait. In the ranking, one that waits counts `weight` times as much as a yielded one. `stage` is the name of the stage's
-    class.
+    Up to `candidates` wait. In the ranking, one that waits counts `weight` times as much as a yielded one. A part above
+    the quantile counts as `costlier` times as far away. `stage` is the name of the stage's class.
     """
 
-    def __init__(self, stage: str, lane: Lane, *, candidates: int, weight: int) -> None:
+    def __init__(self, stage: str, lane: Lane, *, candidates: int, weight: int, costlier: int) -> None:
         check_count(stage, "candidates", candidates)
-        self.candidates, self._weight, self._stage = candidates, weight, stage
+        self.candidates, self._weight, self._costlier, self._stage = candidates, weight, costlier, stage
         self.count = 0  # number of yielded ones
         self.past = array("q")  # costs of those yielded last, int64, the newest at the end
         self._sorted: list[int] = []  # the same, sorted
@@ -70,7 +69,7 @@ class StepRule:
         for i, (cost, arrival) in enumerate(zip(costs, arrivals, strict=True)):
             begin = (weight * bisect_left(ranked, cost) + bisect_left(past, cost)) * RANKS
             if begin > wanted:
-                distance = COSTLIER * (begin - wanted)
+                distance = self._costlier * (begin - wanted)
             else:
                 distance = max(0, wanted - (weight * bisect_right(ranked, cost) + bisect_right(past, cost)) * RANKS)
             score = distance * scale - (now - arrival) * age

@@ -53,7 +53,7 @@ def plainly(seed: int, candidates: int, weight: int, costs: list[int]) -> list[i
 
 
 def rule_of(seed: int, candidates: int, weight: int = 8) -> StepRule:
-    return StepRule("Balance", sp.Lane(seed=seed), candidates=candidates, weight=weight)
+    return StepRule("Balance", sp.Lane(seed=seed), candidates=candidates, weight=weight, costlier=4)
 
 
 def by_the_rule(

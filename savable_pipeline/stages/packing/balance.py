@@ -20,8 +20,6 @@ from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.step_rule import StepRule
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
-_WEIGHT = 8  # weight of a waiting pack in the ranking, relative to a yielded one
-
 
 class _WaitingPack(NamedTuple):
     cost: int
@@ -103,7 +101,7 @@ class Balance(ChunkedStage, ItemStage):
         self._costing = Costing("Balance", source.lane.own(cost))
         self._calls = EncoderCalls("Balance", source.info, encoder, "batch")
         self.candidates, self.cost, self.max_buffer_bytes = candidates, cost, max_buffer_bytes
-        self._rule = StepRule("Balance", self.lane, candidates=candidates, weight=_WEIGHT)
+        self._rule = StepRule("Balance", self.lane, candidates=candidates, weight=8, costlier=4)
         self._buffer = ItemBuffer(self, max_bytes=max_buffer_bytes)  # oldest first
         self._packs: list[_WaitingPack] = []  # the same packs
         self._row_of_skips = 0
