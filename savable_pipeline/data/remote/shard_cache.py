@@ -549,7 +549,7 @@ class BlockLayout:
         self.firsts: Rows = np.concatenate([[0], np.cumsum(-(-index.shards.sizes // self.block))])
 
     def begins(self, rows: Rows) -> Rows:
-        """Return the first byte of each of these rows. See `TarLayout.begins`."""
+        """Return the offset of each of these rows. See `TarLayout.begins`."""
         found: Rows = (rows - self.firsts[np.searchsorted(self.firsts, rows, side="right") - 1]) * self.block
         return found
 

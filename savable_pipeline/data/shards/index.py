@@ -484,7 +484,7 @@ class Format:
         return ShardTable(ShardEntry(name, size, 0, 0, encodable(f"{name}: {fault}")), self.no_rows)
 
     def write_offsets(self, path: Path, table: ShardTable) -> None:
-        """Write what other programs read beside a file that was indexed."""
+        """Write the sidecar of an indexed file that other programs read."""
 
     def offsets_error(self, path: Path, table: ShardTable) -> str:
         """Return what is wrong in it, or ""."""

@@ -429,7 +429,7 @@ def each_job(
 
 
 def serve_files(connection: Connection, jobs: Iterator[FileJob]) -> None:
-    """Serve jobs one by one, in the child process."""
+    """Run jobs one by one, in the child process."""
     for job in jobs:
         connection.send_bytes(job.do())
 

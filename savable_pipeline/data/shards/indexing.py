@@ -1,10 +1,10 @@
 """Finds the index of a folder's files, of any format, or builds it under a lock.
 
-The index of tars is in `.nv-meta/` beside them, or in the user's cache if that place is read-only. Of other files it is
-in the cache, because other programs take a folder beside them for a class or for data, unless `savable index` is asked
-for one or there is a `.nv-meta`. A file is scanned again if its size has changed, or if it is younger than the index
-and is not as it was: moving or touching a folder does not matter (see index_making.py). Of many files a mark says
-whether any folder has changed since all were looked at:
+The index of tars is in `.nv-meta/` in their folder, or in the user's cache if that folder is read-only. The index of
+other files is in the cache, because other programs would read a new folder as a class or as data. It is in `.nv-meta/`
+too if that exists, or if `savable index` built it. A file is scanned again if its size has changed, or if it is younger
+than the index and its content differs, so moving or touching a folder does not matter (see index_making.py). With many
+files, a mark shows whether any folder has changed since all files were checked:
 
     .nv-meta/savable.index.fresh     identity of the index │ each folder: inode, last changes │ Energon's files
 
@@ -400,7 +400,7 @@ class _FilesNow:
                 self.written[number] = max(self.written[number], self._sidecar_written_ns(name))
 
     def _sidecar_written_ns(self, name: str) -> int:
-        """When what lies beside a file was put there; one that was moved there is as old as before otherwise."""
+        """Return when the sidecar of a file was written or moved to its folder, or now if it is gone."""
         try:
             return FileVersion.of((self.root / self.form.companion(name)).stat()).newest_ns
         except OSError:

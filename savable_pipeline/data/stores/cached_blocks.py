@@ -342,13 +342,13 @@ class DownloadBlocks:
         self._announced.clear()
 
     def block_of(self, row: int) -> Block:
-        """The block to download for a row: its piece, or the run that it was announced in."""
+        """Return the block to download for a row: its piece, or the run in which it was announced."""
         if self.in_pieces:
             return self._piece(self._cached.shard_of(row), self._cached.extent(row, row + 1)[0] // PIECE)
         return self._by_row.get(row, (row, row + 1))
 
     def _blocks(self, rows: Rows) -> list[Block]:
-        """The blocks that hold these ascending rows; runs of rows are cut where a piece of the shard ends."""
+        """Return the blocks with these ascending rows. Runs of rows are cut where a piece of the shard ends."""
         shards = self._cached.shards_of(rows)
         pieces = self._cached.layout.begins(rows) // PIECE
         if self.in_pieces:

@@ -276,8 +276,9 @@ def _examined(column: str, head: list[dict[str, str | None]], root: str) -> _Col
 
 
 def _as_fields(columns: list[_Column]) -> list[str]:
-    """Return the columns as `file_fields`. If two columns have the same extensions, the second gives its name to its
-    parts.
+    """Return the columns as `file_fields`.
+
+    If two columns have the same extensions, the parts of the second have the column's name.
     """
     fields, taken = [], set[str]()
     for column in columns:

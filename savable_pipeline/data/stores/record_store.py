@@ -89,17 +89,17 @@ class RecordStore(StoreFacts, Protocol):
     """Base of a store of your own, for `custom.RecordReader`.
 
     A sample is named by its shard, a number, and its row there; the same shard and row always return the same bytes.
-    Methods raise `ShardError` for damaged data, with the place and what to do, and KeyError for a missing part. What
-    cannot be used after a fork, such as a connection, is opened at the first read in the process that reads.
+    Methods raise `ShardError` for damaged data, which says where it is and what to do, and KeyError for a missing part.
+    An object that cannot be used after a fork, such as a connection, is created at the first read of a process.
 
     Attributes:
         address: The store's name in messages: a folder or a URL.
-        entries: The shards, sorted by name. A digest is any number that changes with the shard's content: a state is
-            refused where it differs.
+        entries: The shards, sorted by name. A digest is any number that changes with the shard's content. A
+            state whose digests differ is rejected.
         unit: The unit of `offset`.
         root: The folder that may hold Megatron-Energon's metadata (`.nv-meta`).
         key_column: The column that keys are read from, if that is a setting of the store.
-        endings: Endings of shards' names that mark the format, such as ".tar": a `subset` is the same with any of them.
+        endings: Suffixes of the format, such as ".tar". A `subset` is the same with any of them.
         decoded_bytes: The most bytes of row groups that the store keeps decoded.
 
     Example:

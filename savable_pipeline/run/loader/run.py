@@ -208,8 +208,10 @@ class Run:
                 observer.on_skip(self.position)
         if self.settings.epoch_slots is not None:
             slots = min(slots, remaining_slots(self.position, self.settings.epoch_slots))
-        over = self.position.previous  # the epoch whose last batch was yielded, but whose iterator has not ended yet
-        while slots and self.position.previous is over:
+        finished = (
+            self.position.previous
+        )  # the epoch whose last batch was yielded, but whose iterator has not ended yet
+        while slots and self.position.previous is finished:
             with self._process.moving():
                 _, self.position = self._step("skip", slots)
             slots -= self.ranks.world_size

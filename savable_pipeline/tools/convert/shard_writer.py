@@ -1,10 +1,10 @@
 """`ShardWriter`: shards that a program writes, and resumes after a kill.
 
     out/000000.tar  000000.tar.idx            finished, and safe
-    out/.nv-meta/savable.writer/000001.tar    the one that is written      ─ renamed when it is full ─▶  out/000001.tar
+    out/.nv-meta/savable.writer/000001.tar    unfinished                   ─ renamed when it is full ─▶  out/000001.tar
     out/.nv-meta/savable.writer/000000.tar.index   its rows of the index, until they are joined
-    out/.nv-meta/savable.writer/settings.json      what a writer that goes on must agree with
-    out/.nv-meta/savable.writer/open               there until the writer has ended: readers warn
+    out/.nv-meta/savable.writer/settings.json      must equal those of a writer that continues
+    out/.nv-meta/savable.writer/open               exists until the writer has finished: readers warn
 
 With `part=(3, 16)` the names start with `00003-of-00016-`, and no two processes write one file.
 """
