@@ -345,8 +345,6 @@ class ImageFrames(Video):
     """Frames of an archive of images, with the interface of `Video`.
 
     Raises `MediaError` for a damaged archive.
-
-    Raises `MediaError` for an archive that is damaged.
     """
 
     def __init__(self, file: BinaryIO, name: str) -> None:

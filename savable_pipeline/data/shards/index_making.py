@@ -220,7 +220,7 @@ def build_index(
 ) -> None:
     """Write the index at `path`, reusing its tables that are still valid.
 
-    With `for_others`, also what other programs read beside the files.
+    With `for_others`, sidecars for other programs are written too.
     """
     for name in names:
         check_utf8(f"{root}/{name}", name)

@@ -276,13 +276,13 @@ class CachedBlocks(DownloadedFiles):
             self._prefetch(Urgency.SOON if soon else Urgency.LATER, *self._request(*block), [], False)
 
     def _blocks_of(self, shard: int, begins: Rows, ends: Rows) -> Rows:
-        """The rows of the cache with these bytes, ascending."""
+        """Return the rows of the cache with these bytes, ascending."""
         pairs = zip(begins.tolist(), ends.tolist(), strict=True)
         slices = [self._rows(shard, begin, end - begin) for begin, end in pairs]
         return np.unique(np.concatenate([np.arange(rows.start, rows.stop) for rows in slices])) if slices else begins
 
     def _rows(self, shard: int, offset: int, size: int) -> slice:
-        """The rows of the cache with these bytes of a file."""
+        """Return the rows of the cache with these bytes of a file."""
         row_from, number = self._cached.layout.row_from, int(self._numbers[shard])
         if size <= 0:
             return slice(0, 0)
@@ -312,7 +312,7 @@ class DownloadBlocks:
         self._announced: set[Block] = set()  # pieces
 
     def announce(self, rows: Rows) -> list[Block]:
-        """The blocks of these ascending rows, without pieces that were announced before."""
+        """Return the blocks of these ascending rows, without pieces that were announced before."""
         blocks = self._blocks(rows)
         if self.in_pieces:
             blocks = [block for block in blocks if block not in self._announced]
@@ -338,7 +338,7 @@ class DownloadBlocks:
         return found
 
     def forget_announced(self) -> None:
-        """Lets pieces be announced again: the downloader that knew of them is gone."""
+        """Announce pieces again, because the downloader that knew of them is gone."""
         self._announced.clear()
 
     def block_of(self, row: int) -> Block:
@@ -357,7 +357,7 @@ class DownloadBlocks:
         return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
 
     def _piece(self, shard: int, piece: int) -> Block:
-        """The rows of a shard that start in its piece number `piece`, without one that is longer than a piece."""
+        """Return the rows of a shard that start in its piece `piece`, without one longer than a piece."""
         row_from = self._cached.layout.row_from
         row, stop = row_from(shard, piece * PIECE), row_from(shard, (piece + 1) * PIECE)
         if row < stop:

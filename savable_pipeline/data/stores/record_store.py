@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class StoreFacts(Protocol):
-    """Facts that commands ask of a store. Most stores keep the defaults.
+    """Facts about a store for commands. Most stores use the defaults.
 
     `keys_in_shards` says whether the shards alone decide the keys, and no setting. `parts_in_rows` says whether the
     index lacks the parts of rows.
@@ -142,7 +142,7 @@ class RecordStore(StoreFacts, Protocol):
         """
 
     def has_part(self, shard: int, row: int, extension: str, /) -> bool:
-        """Return whether `read` gives a part of this name.
+        """Return whether `read` returns a part of this name.
 
         Args:
             shard: The number of the shard.
@@ -153,7 +153,7 @@ class RecordStore(StoreFacts, Protocol):
 
     @abstractmethod
     def read(self, shard: int, row: int, extension: str, /) -> bytes:
-        """Return the bytes of one part. Called once for each part: keep it direct.
+        """Return the bytes of one part. It is called once for each part, so avoid wrappers.
 
         Args:
             shard: The number of the shard.
@@ -278,7 +278,7 @@ class RecordStore(StoreFacts, Protocol):
     def verify(self, slot: int, /) -> None:
         """Check the data read for the next batch.
 
-        Called for each batch: look at most once a second.
+        It is called for each batch, so check at most once a second.
 
         Args:
             slot: The slot of the batch.
@@ -291,7 +291,7 @@ class RecordStore(StoreFacts, Protocol):
     def verify_yielded(self) -> None:
         """Check the data read for batches yielded since the last check.
 
-        Called where a run pauses or ends, and when it is saved, also from another thread: look at once.
+        It is called when a run pauses, ends or is saved, also from another thread. Check at once.
 
         Raises:
             ShardError: A file read for them has changed.

@@ -32,7 +32,7 @@ from typing import Any
 from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Ended
 from savable_pipeline.run.engine.process_host import ProcessConnection, ProcessHost, end_process
 from savable_pipeline.run.engine.sealed_job import PROCESS_NAME, SealedJob, begin_interpreter
-from savable_pipeline.run.engine.worker_main import be_quiet
+from savable_pipeline.run.engine.worker_main import ignore_job_signals
 from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agreement import unmet_requirements
 from savable_pipeline.run.transport import batch_pickle
@@ -208,7 +208,7 @@ _POLL_S = 0.005  # the same while a worker checks its shards on request
 
 def run_session(end: int, workers: int) -> None:
     """Run a session on the agent's channel until the trainer or the agent has gone."""
-    be_quiet()
+    ignore_job_signals()
     session = NodeSession(Channel(socket.socket(fileno=end), waits=False), workers)
     try:
         session.run()

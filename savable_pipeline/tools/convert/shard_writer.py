@@ -143,7 +143,7 @@ class ShardWriter:
         self._prefix = "" if part is None else f"{part[0]:05d}-of-{part[1]:05d}-"
         self._open_mark = self._work / f"{self._prefix}{OPEN}"
         self._ended = ""  # why nothing can be written any more
-        self._refuse_others()
+        self._reject_other_origins()
         self._work.mkdir(parents=True, exist_ok=True)
         self._lock, lock = contextlib.ExitStack(), self._work / f"{self._prefix}lock"
         lock.touch()
@@ -247,7 +247,7 @@ class ShardWriter:
     def _name(self, number: int) -> str:
         return f"{self._prefix}{number:06d}.tar"
 
-    def _refuse_others(self) -> None:
+    def _reject_other_origins(self) -> None:
         """Raise `SavableError` for shards of another origin."""
         written = any(self._work.glob("*settings.json"))
         if (self._folder / MANIFEST).exists() or (not written and any(self._folder.glob("*.tar"))):

@@ -558,7 +558,7 @@ def forged(body: Any) -> bytes:
 @pytest.mark.parametrize("other", ["from slot 7 on: a=2", "ValueError: decide: pass weights="])
 def test_different_decisions_of_communicating_ranks_are_an_immediate_error(shards: Path, other: str) -> None:
     class Talking(Ranks):
-        can_talk = True
+        has_group = True
 
         def gather(self, value: Any) -> list[Any]:
             return [value, (other, 1)]
