@@ -346,7 +346,7 @@ def _with_missing(root: Path, found: list[str], form: Format, tolerant: bool, kn
 
 
 def known_files(root: Path, form: Format) -> dict[str, ShardEntry]:
-    """Return the entries of the index of `root` by name, also of files that have changed or are gone."""
+    """Return the entries of an index by name, also of changed or missing files."""
     return {entry.name: entry for entry in _first_of(_indexes(root, form))}
 
 

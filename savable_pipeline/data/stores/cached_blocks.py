@@ -312,7 +312,7 @@ class DownloadBlocks:
         self._announced: set[Block] = set()  # pieces
 
     def announce(self, rows: Rows) -> list[Block]:
-        """Return the blocks of these ascending rows, without pieces that were announced before."""
+        """Return the blocks of these ascending rows, without announced pieces."""
         blocks = self._blocks(rows)
         if self.in_pieces:
             blocks = [block for block in blocks if block not in self._announced]
@@ -342,7 +342,7 @@ class DownloadBlocks:
         self._announced.clear()
 
     def block_of(self, row: int) -> Block:
-        """Return the block to download for a row: its piece, or the run in which it was announced."""
+        """Return the block to download for a row: its piece, or its announced run."""
         if self.in_pieces:
             return self._piece(self._cached.shard_of(row), self._cached.extent(row, row + 1)[0] // PIECE)
         return self._by_row.get(row, (row, row + 1))

@@ -153,7 +153,9 @@ class RecordStore(StoreFacts, Protocol):
 
     @abstractmethod
     def read(self, shard: int, row: int, extension: str, /) -> bytes:
-        """Return the bytes of one part. It is called once for each part, so avoid wrappers.
+        """Return the bytes of one part.
+
+        It is called once for each part, so avoid wrappers.
 
         Args:
             shard: The number of the shard.

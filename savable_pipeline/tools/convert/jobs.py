@@ -97,7 +97,7 @@ def _sigterm_exits() -> Iterator[None]:
 
 
 def serve_ranges(connection: Connection, jobs: Iterator[RangeJob], work: str) -> None:
-    """Run jobs one by one, in the child process, and send what each has written, or its error."""
+    """Run jobs in the child process, and send the result or error of each."""
     fcntl.flock(os.open(work, os.O_RDONLY), fcntl.LOCK_SH)  # stays open until the process ends
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the conversion was killed
         for job in jobs:
