@@ -334,14 +334,14 @@ class SourceCounts:
         if self.rows:
             self.rows.pop(tag, None)
 
-    def count_dropped(self, reason: str, ref: ItemRef, tokens: int = 0, *, requested: bool = False) -> int:
+    def count_dropped(self, reason: str, ref: ItemRef, tokens: int = 0, *, asked: bool = False) -> int:
         """Count a dropped sample, or a dropped item for the source of its first sample.
 
-        With `requested`, the user has requested the drop. Returns how many samples of this source were dropped in a row.
+        `asked` is True if the user requested it. Returns how many samples of this source were dropped in a row.
         """
         index, epoch = next(sample_refs(ref))[:2]
         self._counts.update(skip_counters(reason, index))
-        if not requested:
+        if not asked:
             self._counts[source_counter(index, f"skipped/{reason}")] += 1
             for counter, number in (("first", int(not epoch)), ("skipped_tokens", tokens)):
                 if number:

@@ -126,10 +126,7 @@ class OnlinePacker(PackStage):
         self.policy: Policy | PackingFunction = source.lane.own(policy)
         self.open_packs, self.max_images = open_packs, max_images
         self.max_cost, self.cost, self.max_buffer_bytes = max_cost, cost, max_buffer_bytes
-        self.too_long, self._requested = (
-            too_long or ("split" if policy == "sequential" else "skip"),
-            too_long is not None,
-        )
+        self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
         self._count = self._row_of_skipped_packs = 0  # `_count`: yielded packs
         self._counts_late = False  # whether packs were yielded unbuilt, and are counted when they are built
 
@@ -150,7 +147,7 @@ class OnlinePacker(PackStage):
     def _pieces(self) -> PieceMaker:
         """Return the object that cuts items into pieces for the policy."""
         bound = self.max_buffer_bytes
-        return PieceMaker(self, self._calls, self._packing, self.too_long, requested=self._requested, max_bytes=bound)
+        return PieceMaker(self, self._calls, self._packing, self.too_long, asked=self._asked, max_bytes=bound)
 
     def describe(self) -> StageInfo:
         """Describe packs of the encoder.

@@ -32,24 +32,17 @@ class PieceMaker(StageBuffer):
 
     Their values may take `max_bytes`.
 
-    `requested` is whether the user chose `too_long`; skipped items are then not counted as problems.
+    `asked` is whether the user chose `too_long`; skipped items are then not counted as problems.
     """
 
     def __init__(
-        self,
-        stage: ItemStage,
-        calls: EncoderCalls,
-        packing: Packing,
-        too_long: TooLong,
-        *,
-        requested: bool,
-        max_bytes: int,
+        self, stage: ItemStage, calls: EncoderCalls, packing: Packing, too_long: TooLong, *, asked: bool, max_bytes: int
     ) -> None:
         self.taken: Piece | None = None  # an item that is not completely in packs yet, with `sizes` if declared
         self.ahead: list[Element] = []  # the items after it
         super().__init__(stage, max_bytes)
         self._calls, self._packing = calls, packing
-        self._too_long, self._requested = too_long, requested
+        self._too_long, self._asked = too_long, asked
         self._by_source = SourceCounts(stage.counts)
 
     @property
@@ -107,7 +100,7 @@ class PieceMaker(StageBuffer):
         stop = taken.total = total
         if total > self._packing.max_length:
             if self._too_long == "skip" and not taken.start:
-                self._skipped("longer than max_length", total, total, requested=self._requested)
+                self._skipped("longer than max_length", total, total, asked=self._asked)
                 return True
             if self._too_long == "truncate":
                 stop = self._packing.max_length
@@ -230,11 +223,11 @@ class PieceMaker(StageBuffer):
         """Return length and images of a built item."""
         return self._calls.length(element, least=_LEAST), self._calls.images(element.value)
 
-    def _skipped(self, why: str, tokens: int, measure: int, *, requested: bool = False) -> None:
+    def _skipped(self, why: str, tokens: int, measure: int, *, asked: bool = False) -> None:
         """Count a dropped item. Raises `EncodeError` for very many in a row, with the `measure` that is too large."""
         assert self.taken is not None
         stage, packing = self._owner, self._packing
-        row = self._by_source.count_dropped(why, self.taken.ref, tokens, requested=requested)
+        row = self._by_source.count_dropped(why, self.taken.ref, tokens, asked=asked)
         stage.counts["skipped_tokens"] += tokens
         if row >= stage.info.max_empty:
             limit = f"max_length={packing.max_length}, or pass too_long="
