@@ -218,8 +218,8 @@ class ValueColumn:
         Raises `BrokenColumnError`.
         """
         if not self._converts:
-            return as_part(self._of_row(row, lambda rows: rows[0].as_py()))
-        found = self._of_row(row, lambda rows: plain_value(rows[0]))
+            return as_part(self._call_with_row(row, lambda rows: rows[0].as_py()))
+        found = self._call_with_row(row, lambda rows: plain_value(rows[0]))
         return f'"{found}"'.encode() if isinstance(found, str) else as_part(found)
 
     def array(self, row: int) -> NDArray[Any]:
@@ -227,9 +227,9 @@ class ValueColumn:
 
         Raises `BrokenColumnError`, TypeError.
         """
-        return self._of_row(row, _numbers_of)
+        return self._call_with_row(row, _numbers_of)
 
-    def _of_row(self, row: int, make: Callable[[Any], T]) -> T:
+    def _call_with_row(self, row: int, make: Callable[[Any], T]) -> T:
         """Return the result of a function for an array of this row alone."""
         try:
             if not self._checked:
@@ -243,7 +243,7 @@ class ValueColumn:
 
     def has_part(self, row: int) -> bool:
         """Return whether a row has a value. Raises `BrokenColumnError`."""
-        return self._of_row(row, lambda rows: not rows.null_count)
+        return self._call_with_row(row, lambda rows: not rows.null_count)
 
 
 def _numbers_of(rows: Any) -> NDArray[Any]:

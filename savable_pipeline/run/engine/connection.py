@@ -120,7 +120,7 @@ class Host(Protocol):
         """
         return wanted
 
-    def begin(self, pinned: PinnedShards) -> Connection:
+    def start_worker(self, pinned: PinnedShards) -> Connection:
         """Start a worker that reads these shards."""
 
     def wait(self, seconds: float) -> tuple[Sequence[Connection], list[Ended]]:

@@ -91,7 +91,7 @@ class ProcessConnection:
             self.channel.flush()
             messages = self.channel.receive()
             # the worker sent more than one read can receive
-            while not messages and self.ended and self.channel.has_come():
+            while not messages and self.ended and self.channel.has_message():
                 messages = self.channel.receive()
         except (EOFError, OSError) as error:
             self.gone = True
@@ -193,7 +193,7 @@ class ProcessHost(Host):
         assert self._process.pid is not None
         return self._process.pid
 
-    def begin(self, pinned: PinnedShards) -> ProcessConnection:
+    def start_worker(self, pinned: PinnedShards) -> ProcessConnection:
         """Let the zygote fork a worker."""
         self._begun += 1
         number = self._begun

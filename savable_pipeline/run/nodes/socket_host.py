@@ -139,7 +139,7 @@ class SocketConnection:
         """Number of batches whose memory is viewed in this process."""
         return self.link.viewed[0] if self.link else 0
 
-    def begin(self, node: Node, link: wire.Link) -> None:
+    def run_on(self, node: Node, link: wire.Link) -> None:
         """Run on this node."""
         self.node, self.link = node, link
         for kind, head in self._unsent:
@@ -357,12 +357,12 @@ class SocketHost(Host):
                 )
                 return
             try:
-                worker.begin(node, node.connect(wire.FOR_WORKER, self._memory))
+                worker.run_on(node, node.connect(wire.FOR_WORKER, self._memory))
                 return
             except (OSError, EOFError) as error:
                 self._lose(node, wire.error_text(error))
 
-    def begin(self, pinned: PinnedShards) -> SocketConnection:
+    def start_worker(self, pinned: PinnedShards) -> SocketConnection:
         """Start a worker, on a node if one answers, else as soon as one does."""
         worker = SocketConnection(pinned, self)
         self._connections.append(worker)

@@ -198,7 +198,7 @@ def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[st
     """
     allowed = checked_allow(allow, saved, current)
     check_shards(saved, current)
-    before, after = _of_shared_sources(saved.fields, current.fields), _of_shared_sources(current.fields, saved.fields)
+    before, after = _shared_fields(saved.fields, current.fields), _shared_fields(current.fields, saved.fields)
     differing = sorted(name for name in before.keys() | after.keys() if _differs(name, before, after, current))
     if "stages" in differing:  # skip the settings of stages that only one side has
         shared = set(before) & set(after) | _OF_THE_RUN
@@ -266,7 +266,7 @@ def _base(field: str) -> str:
     return field.rsplit("/")[-1].split("#")[0]
 
 
-def _of_shared_sources(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def _shared_fields(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields without those of `Blend` sources that `others` lacks, with the weights of the rest."""
     found = dict(fields)
     for field, names in fields.items():
