@@ -237,7 +237,7 @@ def build_index(
     progress(0, len(missing))
     with ScannedTables(path) as scanned:
         for done, table in enumerate(_scanned(root, missing, form, processes, each), 1):
-            if for_others and not table.entry.fault:  # first: a process that resumes does not scan it again
+            if for_others and not table.entry.fault:  # before `add`, because a resumed process skips added files
                 form.write_offsets(root / table.entry.name, table)
             scanned.add(table)
             progress(done, len(missing))

@@ -234,7 +234,7 @@ class CachedBlocks(DownloadedFiles):
 
     def _check(self, shard: int) -> None:
         """Raise `ShardError` unless the file is the one that was indexed."""
-        self._checked.add(shard)  # first: the check reads the file
+        self._checked.add(shard)  # before the check, which reads the file by the same methods
         try:
             if self._indexed is not None:
                 self.fetch_rows(self._numbers[[shard]])

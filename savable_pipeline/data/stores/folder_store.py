@@ -91,7 +91,7 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
         return ShardNames(self.names, np.frombuffer(self.ends, "<i8"))
 
     def fault(self, root: str, option: str) -> str:
-        """Return why names may be meant differently, or "".
+        """Return a warning that names may be misread, or "".
 
         `option` shows how `key_end` is set, with {} for its value.
         """

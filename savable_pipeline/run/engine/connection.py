@@ -82,7 +82,7 @@ class Connection(Protocol):
         """Return whether the worker has checked them since `check_shards`."""
 
     def fault(self) -> str:
-        """Return what is wrong with batches that the worker delivered, or "".
+        """Return the error of batches that the worker delivered, or "".
 
         Any thread may call this.
         """

@@ -269,11 +269,11 @@ class Pool(Backend):
         return self._replaced_worker_fault or next(filter(None, [worker.connection.fault() for worker in workers]), "")
 
     def _poll(self, seconds: float) -> None:
-        """Wait up to `seconds` for news of workers, handle them, and send requests."""
-        heard, ended = self._host.wait(seconds)
-        if self._start_missing() or heard or ended:
+        """Wait up to `seconds` for answers and ends of workers, handle them, and send requests."""
+        ready, ended = self._host.wait(seconds)
+        if self._start_missing() or ready or ended:
             for worker in self._workers:
-                if worker.connection in heard:
+                if worker.connection in ready:
                     self._receive_from(worker)
             if ended:
                 self._handle_ended(ended)

@@ -3,10 +3,10 @@
     loader ── greets each agent, in a thread ──▶ agent ── starts ──▶ session, one process per loader and node
            ◀────── a connection for the job, one for each worker (wire.py) ──────▶
 
-A loader reads only when it wants a batch. Each time, it pings silent connections. One that leaves several pings in a
-row unanswered while the loader waits is lost. So neither a suspended trainer nor an agent that waits for it is taken
-for dead. A lost connection is not reopened. Agents that answer are asked for other workers, and the others are retried
-from time to time.
+A loader reads only when it wants a batch, and then pings silent connections. A connection is lost if several pings in
+a row are not answered while the loader waits. So neither a suspended trainer nor an agent that waits for it counts as
+lost. A lost connection is not reopened. Its worker is replaced by one of an agent that answers. Agents that do not
+answer are retried from time to time.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class SocketConnection:
         return self._checked or self.end is not None
 
     def fault(self) -> str:
-        """Return what it has reported as wrong with batches that it delivered."""
+        """Return the reported error of delivered batches, or ""."""
         return self._fault
 
     def working_on(self) -> WorkerStatus:

@@ -3,9 +3,9 @@
     pipeline ── settings() of each stage ──▶ fields, such as "web/TarShardReader.shuffle"
     state ── its fingerprint ──▶ compare, field by field ──▶ the same, allowed, or an error with both values
 
-A stage says by a `SettingRule` whether a field may differ, follows another one, or may come and go. Versions of
-libraries and the processor are in the environment, of which a difference is only a warning. A state has the
-fingerprint compressed. What inflates to over 64 MiB, or to over a million objects, is rejected before it is decoded.
+By a `SettingRule`, a stage permits that a field differs, alone or together with another field, or is added or removed.
+Versions of libraries and the processor are in the environment. A difference there is only a warning. The fingerprint
+is compressed in a state. One that decompresses to over 64 MiB or a million objects is rejected before it is decoded.
 """
 
 from __future__ import annotations

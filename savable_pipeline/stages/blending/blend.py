@@ -1,7 +1,7 @@
 """`Blend`: stage that merges several sources in exact proportions.
 
 turns                 a b a a c a b …          turns.py: by weights, which may change during the run
-sources  a ──▶ ahead  a0 a1 a2                 what was taken of each before its turn
+sources  a ──▶ ahead  a0 a1 a2                 elements taken from each before its turn
          b ──▶ ahead  b0
          c ──▶ ahead  c0 c1
 """
