@@ -1,7 +1,7 @@
 """Global generators of Python, NumPy and torch: seeded for users, restored after.
 
 Calls of a user's function are made in rows, one after the other. With `global_rng=None`, a row is watched for draws
-from these generators, which costs 9 µs per row in a hot loop. Where the trainer's states must be restored, that costs
+from these generators, which costs 10 µs per row in a hot loop. Where the trainer's states must be restored, that costs
 as much again. Seeding would cost 7 µs per call:
 
     start    the generators get states of this process and row, which no function can restore by chance
