@@ -42,7 +42,7 @@ from savable_pipeline.tools.convert.manifest import (
 )
 from savable_pipeline.tools.convert.options import HASHES, MANIFEST, WORK, Options, Report
 from savable_pipeline.tools.convert.prepare import Prepared, prepare
-from savable_pipeline.tools.convert.range_job import RECORD_FILE, Hashes, RangeJob
+from savable_pipeline.tools.convert.range_job import RECORD, Hashes, RangeJob
 from savable_pipeline.tools.convert.shard_series import room_on
 from savable_pipeline.tools.convert.source import ConversionSource, close_sources, find_files
 from savable_pipeline.tools.convert.target import Target, target_at
@@ -260,7 +260,7 @@ def _work_in(output: Target) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, ValueError) or not any(work.glob(f"*/{RECORD_FILE}")):
+            if isinstance(error, ValueError) or not any(work.glob(f"*/{RECORD}")):
                 shutil.rmtree(folder / META if is_new else work)
                 if not existed:
                     folder.rmdir()
@@ -294,10 +294,10 @@ def _resumed(
         check_same(output.folder, manifest, before)
     report = finished_report(output, before)
     if may_have_changed(output.folder, manifest, before, newest_ns):
-        firsts = itertools.accumulate(before.hashes, initial=0)
-        known: Iterable[Hashes | None] = zip(itertools.repeat(output.folder / HASHES), firsts, before.hashes)
+        firsts = itertools.accumulate((8 * count for count in before.hashes), initial=0)
+        known: Iterable[Hashes | None] = map(Hashes, itertools.repeat(output.folder / HASHES), firsts, before.hashes)
         if report is None:
-            known = (job.written_hashes() if job.is_finished and job.bucket is None else None for job in jobs)
+            known = (job.content_hashes() if job.is_finished and job.bucket is None else None for job in jobs)
         compared = [replace(job, hashes=hashes) for job, hashes in zip(jobs, known, strict=True) if hashes is not None]
         if files := sorted(do(compared)):
             raise changed_files(output.folder, manifest, before, files)
