@@ -44,7 +44,7 @@ from savable_pipeline.tools.convert.options import HASHES, MANIFEST, WORK, Optio
 from savable_pipeline.tools.convert.prepare import Prepared, prepare
 from savable_pipeline.tools.convert.range_job import RECORD, Hashes, RangeJob
 from savable_pipeline.tools.convert.shard_series import room_on
-from savable_pipeline.tools.convert.source import ConversionSource, close_sources, find_files
+from savable_pipeline.tools.convert.source import SourceFiles, close_sources, find_files
 from savable_pipeline.tools.convert.target import Target, target_at
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ _LITTLE_BYTES = 100_000_000  # bytes that one process converts before others wou
 
 
 def run_conversion(
-    source: Path | str | ConversionSource,
+    source: Path | str | SourceFiles,
     target: Path | str,
     options: Options,
     *,
@@ -207,7 +207,7 @@ def run_conversion(
     Raises ValueError for a wrong source or setting, `SavableError` if `target` has another conversion or its disk is
     full, OSError for files that cannot be read or written, `RemoteError` for a bucket or a web server.
     """
-    source = source if isinstance(source, ConversionSource) else find_files(source)
+    source = source if isinstance(source, SourceFiles) else find_files(source)
     with target_at(target) as output:
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be 1 or more, not {workers}")
@@ -221,7 +221,7 @@ def run_conversion(
             raise ValueError("keys= is empty. Name the samples to take, or pass None for all")
         with room_on(output.folder), _work_in(output):
             found = prepare(source, options, files_from, output, wanted)
-            manifest, newest_ns = manifest_of(source.path, found, options, wanted)
+            manifest, newest_ns = manifest_of(found, options, wanted)
             before = read_manifest(output.folder)
             jobs = _jobs(output, found, options, wanted)
             do = functools.partial(_do, output, found, workers, engine, progress)
@@ -232,11 +232,11 @@ def run_conversion(
                 do(jobs)
                 jobs = jobs_with_repeats(jobs)
                 do(jobs)
-                report = finish(output, source, found, options, jobs, manifest)
+                report = finish(output, found, options, jobs, manifest)
         return report
 
 
-def _check_reshard(source: ConversionSource, reshard: bool) -> None:
+def _check_reshard(source: SourceFiles, reshard: bool) -> None:
     """Check that tars are converted with `reshard`, and other formats without.
 
     Raises ValueError.
@@ -247,7 +247,7 @@ def _check_reshard(source: ConversionSource, reshard: bool) -> None:
             "--reshard for other sizes, parts, keys or splits"
         )
     if reshard and source.form != TARS:
-        raise ValueError(f"{source.path} is {source.words}: --reshard is only for tars")
+        raise ValueError(f"{source.path} has the {source.words}: --reshard is only for tars")
 
 
 @contextlib.contextmanager

@@ -33,7 +33,6 @@ from savable_pipeline.tools.convert.prepare import NO_FILES, Prepared, check_key
 from savable_pipeline.tools.convert.range_job import RangeJob, WrittenShard, join_shards, table_of
 from savable_pipeline.tools.convert.samples import Statistics
 from savable_pipeline.tools.convert.shard_series import room_in
-from savable_pipeline.tools.convert.source import ConversionSource
 from savable_pipeline.tools.convert.target import Target
 
 _MOST = 1.15  # small shards are joined above this multiple of the fewest possible
@@ -43,7 +42,6 @@ _COUNTED = re.compile(r"[0-9._-]{3,}")  # numbered parts of a large dataset, and
 
 def finish(
     output: Target,
-    source: ConversionSource,
     found: Prepared,
     options: Options,
     jobs: list[RangeJob],
@@ -78,7 +76,7 @@ def finish(
         replace_file(output.folder / CLASSES, [json.dumps(found.classes, ensure_ascii=False).encode()], sync=True)
     entries = [shard.entry for shard in names.values()]
     samples, size = (sum(getattr(shard, name) for shard in entries) for name in ("samples", "size"))
-    warnings = _warnings(source, found, options, samples, statistics)
+    warnings = _warnings(found, options, samples, statistics)
     report = Report(samples, len(names), size, rejected, found.hidden, warnings, statistics.nulls)
     result = {"report": replace(report, rejected=[]), "names_files": bool(statistics.uses or statistics.named)}
     write_manifest(output.folder, msgspec.structs.replace(manifest, done=True, hashes=hashes, **result))
@@ -162,15 +160,13 @@ def _publish(
         describe_tables(output.folder, output.work, tables(), counts, layouts, texts, parts)
 
 
-def _warnings(
-    source: ConversionSource, found: Prepared, options: Options, samples: int, statistics: Statistics
-) -> list[str]:
+def _warnings(found: Prepared, options: Options, samples: int, statistics: Statistics) -> list[str]:
     """Return warnings about samples that differ from the others, and about ambiguous names."""
     warnings = [*_shared(statistics), *found.warnings]
     if statistics.renamed:
         keys = counted(statistics.renamed, "key")
         warnings.append(f"{keys} had dots, which become _ in tars: {statistics.example}")
-    form = source.form
+    form = found.source.form
     if statistics.repeats and form == TARS:
         keys = counted(statistics.repeats, "key occurs", "keys occur")
         warnings.append(f"{keys} again, and got the name of their shard before them: {listed(statistics.repeated)}")
@@ -179,7 +175,7 @@ def _warnings(
     warnings += lacking_parts(samples, statistics.parts)
     if not options.key_end:
         warnings += dotted_parts(samples, statistics.parts, statistics.most_parts)
-    if not options.split and not source.packed and form.name in ("tar", "jsonl", "parquet", "arrow"):
+    if not options.split and not found.source.packed and form.name in ("tar", "jsonl", "parquet", "arrow"):
         warnings.append(
             "subset= draws fractions of shards by their order, so other samples than of the source. Use --split to "
             "separate some"

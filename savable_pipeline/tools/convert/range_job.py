@@ -86,15 +86,15 @@ class Written(NamedTuple):
 
 
 class Hashes(NamedTuple):
-    """Some numbers of a file: uint64 (count,), from byte `start`."""
+    """Some numbers of a file: uint64 (length,), from byte `start`."""
 
     path: Path
     start: int
-    count: int
+    length: int
 
     def array(self) -> NDArray[np.uint64]:
         """Return the numbers, which are mapped."""
-        return np.memmap(self.path, "<u8", "r", self.start, self.count) if self.count else np.empty(0, "<u8")
+        return np.memmap(self.path, "<u8", "r", self.start, self.length) if self.length else np.empty(0, "<u8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,7 +16,7 @@ import posixpath
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -51,21 +51,6 @@ from savable_pipeline.data.stores.table_store import JSON
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError, ShardError
 
-WORDS = {
-    "folder": "a folder of files",
-    "jsonl": "JSONL",
-    "json": "JSON arrays",
-    "csv": "tables (CSV or TSV)",
-    "mds": "MDS of Mosaic Streaming",
-    "litdata": "LitData",
-    "tar": "tars",
-    "parquet": "Parquet",
-    "arrow": "Arrow",
-    "lerobot": "LeRobot",
-    "tokens": "token files",
-    "kaldi": "Kaldi",
-    "shar": "Lhotse Shar",
-}
 TABLES, RECORDS = (JSONL, JSON, CSV), (MDS, LITDATA)
 _ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 _MANY = 4096  # most files whose first bytes are read; in more files, compression is seldom hidden by the names
@@ -99,22 +84,7 @@ class PackedFile(NamedTuple):
         return cls(f"{root}/{name}", name, size, version)
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionSource:
-    """The files of an address that a user named, their format, and compressed ones."""
-
-    path: str
-    found: Source
-    form: Format
-    packed: tuple[PackedFile, ...] = ()
-
-    @property
-    def words(self) -> str:
-        """Return its format, for people."""
-        return f"{WORDS[self.form.name]}{', compressed' if self.packed else ''}"
-
-
-def find_files(files: str | os.PathLike[str], format: str | None = None) -> ConversionSource:
+def find_files(files: str | os.PathLike[str], format: str | None = None) -> SourceFiles:
     """Recognize a source.
 
     Raises ValueError for what cannot be read or could be of several formats, `RemoteError`.
@@ -146,7 +116,7 @@ def find_files(files: str | os.PathLike[str], format: str | None = None) -> Conv
                 return _packed_source(address, found, root, names)
             if not plain:  # no plain file is known: there is only an index, or nothing
                 open_store(found, inspect=True)
-        return ConversionSource(address, found, found.format)
+        return SourceFiles(address, found, found.format)
     except DamagedError as error:
         raise ValueError(f"{files}: damaged: {error}") from error
     except ShardError as error:
@@ -179,7 +149,7 @@ def _head(found: Source, root: str, name: str) -> bytes:
     return b""
 
 
-def _packed_source(address: str, found: Source, root: str, names: list[str]) -> ConversionSource:
+def _packed_source(address: str, found: Source, root: str, names: list[str]) -> SourceFiles:
     form = found.format
     files = [name for name in names if name.lower().endswith((*form.suffixes, *_packed_endings(form)))]
     if form != TARS:  # only the first bytes tell a list of JSON from lines
@@ -189,7 +159,7 @@ def _packed_source(address: str, found: Source, root: str, names: list[str]) -> 
             with open_content(f"{root}/{plain[name]}") as file:
                 heads[name] = file.read(_PEEK)
         form = recognize([*plain], heads).format
-    return ConversionSource(address, found, form, tuple(PackedFile.of(root, name) for name in files))
+    return SourceFiles(address, found, form, tuple(PackedFile.of(root, name) for name in files))
 
 
 def _packed_endings(form: Format) -> tuple[str, ...]:
@@ -227,23 +197,29 @@ def open_content(path: str, line_bytes: int | None = None) -> Iterator[IO[bytes]
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """Files of a source and the settings of their store. It is picklable.
+    """Files of a source and the settings of their store.
 
     It is picklable, and opened once in each process.
     """
 
+    path: str  # as a user named it
     found: Source
     form: Format
-    settings: Mapping[str, Any]
+    packed: tuple[PackedFile, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     files_from: str = ""  # real path of the folder of files that rows of columns name
     newest_ns: int = 0  # no file that rows name may be newer
     digest: str = ""  # digest of the index
     written_ns: int = 0  # time of the last write to a local file
-    packed: tuple[PackedFile, ...] = ()
     files: tuple[RemoteFile, ...] = ()  # remote files of one range
     index: str = ""  # index of raw files
     name: str = ""  # name of the only file, if it differs from that in the index
     prefix: str = ""  # prefix of keys that are row numbers
+
+    @property
+    def words(self) -> str:
+        """Return its format, for people."""
+        return f"format {self.form.name}{', compressed' if self.packed else ''}"
 
     def dataset(self) -> Dataset:
         """Return the samples.
@@ -363,7 +339,7 @@ class SourceFiles:
         found = find_source(str(plain), format=self.form.name)
         prefix = f"{_plain_name(packed.name).partition('.')[0]}/" if len(self.packed) > 1 else ""
         try:
-            yield SourceFiles(found, self.form, settings, name=packed.name, prefix=prefix), fault
+            yield SourceFiles(str(plain), found, self.form, settings=settings, name=packed.name, prefix=prefix), fault
         finally:
             close_source()
             shutil.rmtree(folder)
@@ -435,7 +411,7 @@ def sizes_digest(source: SourceFiles) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(rows)).hexdigest()
 
 
-def versions_of(source: SourceFiles, address: str) -> tuple[str, str, int]:
+def versions_of(source: SourceFiles) -> tuple[str, str, int]:
     """Return the files' identity, a hash of their versions, and the last change.
 
     Files of a server have no such time, because their versions cover every change.
@@ -458,7 +434,7 @@ def versions_of(source: SourceFiles, address: str) -> tuple[str, str, int]:
         version = FileVersion.of(os.stat(path))  # noqa: PTH116  # there may be many
         digest.update(version.written_ns.to_bytes(8, "little", signed=True))
         newest_ns = max(newest_ns, version.newest_ns)
-    real = Path(address).resolve()
+    real = Path(source.path).resolve()
     root = f"{real}\0{real.stat().st_ino}" if real.exists() else ""
     return hashlib.sha256(root.encode("utf-8", "surrogateescape")).hexdigest()[:16], digest.hexdigest(), newest_ns
 

@@ -112,7 +112,7 @@ def test_shards_are_full_and_as_few_as_can_be(
         finish = conversion.finish
 
         def noted(*given: Any) -> Any:
-            records.extend(job.record() for job in given[4])
+            records.extend(job.record() for job in given[3])
             return finish(*given)
 
         patch.setattr(conversion, "finish", noted)
