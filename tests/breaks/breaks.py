@@ -751,7 +751,7 @@ DATA = [
         "conversion",
         "A range that was being written when the process was killed is taken for finished.",
         _CONVERT + "range_job.py",
-        "        return (self.folder / RECORD).exists()\n",
+        "        return (self.folder / RECORD_FILE).exists()\n",
         "        return any(self.work.glob(f'{self.name}*'))\n",
         ("tests/tools/convert/test_resume.py", "tests/tools/convert/test_kills.py"),
         caught_by="tests/tools/convert/test_resume.py::test_killed_worker_is_an_error_that_says_how_to_resume",

@@ -42,7 +42,7 @@ from savable_pipeline.tools.convert.manifest import (
 )
 from savable_pipeline.tools.convert.options import HASHES, MANIFEST, WORK, Options, Report
 from savable_pipeline.tools.convert.prepare import Prepared, prepare
-from savable_pipeline.tools.convert.range_job import RECORD, Hashes, RangeJob
+from savable_pipeline.tools.convert.range_job import RECORD_FILE, Hashes, RangeJob
 from savable_pipeline.tools.convert.shard_series import room_on
 from savable_pipeline.tools.convert.source import SourceFiles, close_sources, find_files
 from savable_pipeline.tools.convert.target import Target, target_at
@@ -260,7 +260,7 @@ def _work_in(output: Target) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, ValueError) or not any(work.glob(f"*/{RECORD}")):
+            if isinstance(error, ValueError) or not any(work.glob(f"*/{RECORD_FILE}")):
                 shutil.rmtree(folder / META if is_new else work)
                 if not existed:
                     folder.rmdir()

@@ -30,7 +30,7 @@ from savable_pipeline.tools.convert.describe import describe_tables
 from savable_pipeline.tools.convert.manifest import Manifest, write_manifest
 from savable_pipeline.tools.convert.options import CLASSES, HASHES, REJECTED, Options, Report
 from savable_pipeline.tools.convert.prepare import NO_FILES, Prepared, check_keys, check_parts
-from savable_pipeline.tools.convert.range_job import RangeJob, WrittenShard, join_shards, table_of
+from savable_pipeline.tools.convert.range_job import RangeJob, WrittenShard, join_shards, shard_table
 from savable_pipeline.tools.convert.samples import Statistics
 from savable_pipeline.tools.convert.shard_series import room_in
 from savable_pipeline.tools.convert.target import Target
@@ -144,7 +144,7 @@ def _publish(
 
     def tables() -> Iterator[ShardTable]:
         for name, shard in names.items():
-            table = table_of(output.work, shard)
+            table = shard_table(output.work, shard)
             yield msgspec.structs.replace(table, entry=msgspec.structs.replace(table.entry, name=name))
 
     for table in tables():

@@ -47,7 +47,7 @@ from savable_pipeline.tools.convert.samples import CHANGED, SampleReader, Statis
 from savable_pipeline.tools.convert.shard_series import ShardSeries, room_on
 from savable_pipeline.tools.convert.source import EmptySourceError, RowSpan, SourceFiles
 
-RECORD = "record"
+RECORD_FILE = "record"
 _ALL = 1 << 64
 _EXAMPLES = 5  # examples of repeated keys
 _NOTED_ROWS, _NOTED_BYTES = 256, 16_000_000  # progress is noted after so many rows or bytes
@@ -127,28 +127,28 @@ class RangeJob:
     @property
     def is_finished(self) -> bool:
         """Whether the range was written."""
-        return (self.folder / RECORD).exists()
+        return (self.folder / RECORD_FILE).exists()
 
     def record(self) -> RangeRecord:
         """Return the record of the finished range."""
-        with (self.folder / RECORD).open("rb") as file:
+        with (self.folder / RECORD_FILE).open("rb") as file:
             end = file.seek(-8, os.SEEK_END)
             file.seek(end - int.from_bytes(file.read(), "little"))
             return msgspec.msgpack.decode(file.read()[:-8], type=RangeRecord)
 
     def content_hashes(self) -> Hashes:
         """Return the hashes of contents of the finished range."""
-        return Hashes(self.folder / RECORD, *self.record().contents)
+        return Hashes(self.folder / RECORD_FILE, *self.record().contents)
 
     def key_hashes(self) -> NDArray[np.uint64]:
         """Return the hashes of the keys of samples of the finished range."""
-        return Hashes(self.folder / RECORD, *self.record().keys).array()
+        return Hashes(self.folder / RECORD_FILE, *self.record().keys).array()
 
     def note(self, written: Written) -> None:
         """Write the record of a range whose shards are in a bucket."""
         if self.bucket is not None:
             self.folder.mkdir(exist_ok=True)
-            replace_file(self.folder / RECORD, [written.record])
+            replace_file(self.folder / RECORD_FILE, [written.record])
 
 
 def write_range(job: RangeJob, note: Callable[[int, int], None] = lambda rows, size: None) -> Written:
@@ -192,7 +192,7 @@ def join_shards(job: RangeJob, split: str, shards: list[WrittenShard]) -> Writte
 
 
 class _Attempt:
-    """One attempt to write a range, in a `folder` of its own. Its record grows in a file."""
+    """One attempt to write a range in its own `folder`, with a growing record."""
 
     def __init__(self, job: RangeJob) -> None:
         self._job, self.record, self._open = job, RangeRecord(), contextlib.ExitStack()
@@ -201,7 +201,7 @@ class _Attempt:
         parent = self._job.work if self._job.bucket is None else None
         name = tempfile.TemporaryDirectory(dir=parent, prefix=f"{self._job.name}.", ignore_cleanup_errors=True)
         self.folder = Path(self._open.enter_context(name))
-        self._file = self._open.enter_context((self.folder / RECORD).open("wb"))
+        self._file = self._open.enter_context((self.folder / RECORD_FILE).open("wb"))
         self.contents, self.keys = self._numbers(), self._numbers()
         return self
 
@@ -246,12 +246,12 @@ class _Attempt:
             return b""
         for shard in self.record.shards:
             bucket.upload(f"{WORK}/{shard.range}/{shard.entry.name}", self.folder / shard.entry.name)
-        return (self.folder / RECORD).read_bytes()
+        return (self.folder / RECORD_FILE).read_bytes()
 
 
-def table_of(work: Path, shard: WrittenShard) -> ShardTable:
+def shard_table(work: Path, shard: WrittenShard) -> ShardTable:
     """Return the rows of a shard, which are mapped."""
-    rows = np.memmap(work / shard.range / RECORD, np.uint8, "r", *shard.rows)
+    rows = np.memmap(work / shard.range / RECORD_FILE, np.uint8, "r", *shard.rows)
     return ShardTable(shard.entry, cast("bytes", rows.data))
 
 
