@@ -40,7 +40,7 @@ class Prepared:
     classes: list[str] = field(default_factory=list)
 
 
-def prepare(
+def prepare_source(
     source: SourceFiles, options: Options, files_from: Path | None, output: Target, keys: Collection[str] | None
 ) -> Prepared:
     """Open a source and cut its ranges.

@@ -226,7 +226,10 @@ class _Attempt:
         return series
 
     def finish(self) -> bytes:
-        """Finish the range, unless another attempt was faster. Return the record of one in a bucket."""
+        """Finish the range, unless another attempt was faster.
+
+        Returns the record of a range in a bucket.
+        """
         if self._job.hashes is not None:  # it was only compared
             return b""
         starts = list[tuple[int, int]]()
@@ -307,7 +310,10 @@ class _RangeWriter:
             self.noted = self._rows, self._record.size
 
     def _note(self, file: str, content: int) -> None:
-        """Record the hash of a part or a reject, or a changed file if the known hash differs."""
+        """Record the hash of a part or a reject.
+
+        If none of the known hashes equals it, the file has changed.
+        """
         self._contents.append(content)
         if self._known is not None:
             found = np.uint64(content)
@@ -319,7 +325,10 @@ class _RangeWriter:
         self._note(reject.file, _hashed(f"{reject.file}\0{reject.reason}"))
 
     def _distinct_key(self, sample: TarSample) -> str:
-        """Return the key, of a repeated one with the name of its tar before it; "" if the sample is rejected."""
+        """Return the key, or "" if the sample is rejected.
+
+        A repeated key of a tar gets the name of its tar before it.
+        """
         number, before = self._samples, self._last
         self._samples += 1
         self._keys.append(_hashed(sample.key))
@@ -345,7 +354,7 @@ class _RangeWriter:
         return ""
 
     def _write_packed(self) -> None:
-        """Decompress the files of the range, one after another, and write the samples of each."""
+        """Decompress one file after another, and write the samples of each."""
         (span,) = self._job.spans
         folder = self._folder / "decompressed"
         for number in range(span.start, span.end):
