@@ -10,7 +10,6 @@ Unfinished work is in `.nv-meta/savable.convert/`, which the last step removes. 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import shutil
@@ -213,9 +212,7 @@ def run_conversion(
             raise ValueError(f"workers must be 1 or more, not {workers}")
         if engine is not None:  # the machines of an engine have other current folders
             output = replace(output, folder=output.folder.absolute())
-        _check_reshard(source, reshard)
-        _check_apart(source.path, output.folder if output.bucket is None else output.bucket.url)
-        _refuse_other_shards(output)
+        _check_addresses(source, output, reshard)
         wanted = None if keys is None else frozenset(keys)
         if wanted is not None and not wanted:
             raise ValueError("keys= is empty. Name the samples to take, or pass None for all")
@@ -224,7 +221,11 @@ def run_conversion(
             manifest, newest_ns = manifest_of(found, options, wanted)
             before = read_manifest(output.folder)
             jobs = _jobs(output, found, options, wanted)
-            do = functools.partial(_do, output, found, workers, engine, progress)
+            workers = workers or (1 if found.size < _LITTLE_BYTES else os.cpu_count() or 1)
+
+            def do(jobs: list[RangeJob]) -> set[str]:
+                return do_jobs(jobs, output.work, workers, engine, progress)
+
             report = None if before is None else _resumed(output, manifest, before, newest_ns, jobs, do)
             if report is None:
                 write_manifest(output.folder, manifest)
@@ -234,6 +235,12 @@ def run_conversion(
                 do(jobs)
                 report = finish(output, found, options, jobs, manifest)
         return report
+
+
+def _check_addresses(source: SourceFiles, output: Target, reshard: bool) -> None:
+    _check_reshard(source, reshard)
+    _check_apart(source.path, output.folder if output.bucket is None else output.bucket.url)
+    _refuse_other_shards(output)
 
 
 def _check_reshard(source: SourceFiles, reshard: bool) -> None:
@@ -306,35 +313,6 @@ def _resumed(
                 output.folder, msgspec.structs.replace(before, versions=manifest.versions, source_id=manifest.source_id)
             )
     return report
-
-
-def _do(
-    output: Target,
-    found: Prepared,
-    workers: int | None,
-    engine: Engine | None,
-    progress: SampleProgress,
-    jobs: list[RangeJob],
-) -> set[str]:
-    """Write the ranges that are not finished, or compare them and return the names of files that changed."""
-    for path in output.work.glob("[0-9]*.*"):  # attempts of a killed conversion
-        shutil.rmtree(path, ignore_errors=True)
-    total = sum(job.rows for job in jobs)
-    missing = [job for job in jobs if job.hashes is not None or not job.is_finished]
-    if not missing and jobs:
-        return set()
-    before = total - sum(job.rows for job in missing)
-    progress(before, total, 0)
-    workers = workers or (1 if found.size < _LITTLE_BYTES else os.cpu_count() or 1)
-    changed = set[str]()
-    each = do_jobs(missing, output.work, workers, engine, lambda done, size: progress(before + done, total, size))
-    with contextlib.closing(each):
-        for job, written in each:
-            if job.hashes is None:
-                job.note(written)
-            else:
-                changed.update(written.changed)
-    return changed
 
 
 def _check_apart(source: str, target: Path | str) -> None:

@@ -31,8 +31,9 @@ from savable_pipeline.tools.convert.manifest import Manifest, write_manifest
 from savable_pipeline.tools.convert.options import CLASSES, HASHES, REJECTED, Options, Report
 from savable_pipeline.tools.convert.prepare import NO_FILES, Prepared, check_keys, check_parts
 from savable_pipeline.tools.convert.range_job import RangeJob, WrittenShard, join_shards, shard_table
-from savable_pipeline.tools.convert.samples import Statistics
+from savable_pipeline.tools.convert.samples import TEXT_FIELDS, Statistics
 from savable_pipeline.tools.convert.shard_series import room_in
+from savable_pipeline.tools.convert.source import TABLES
 from savable_pipeline.tools.convert.target import Target
 
 _MOST = 1.15  # small shards are joined above this multiple of the fewest possible
@@ -70,7 +71,7 @@ def finish(
     for split in splits:
         shards[split] = _joined(jobs, split, shards[split], options)
     names = {name: shard for split in sorted(splits) for name, shard in _named(split, shards[split])}
-    _publish(output, options, splits, names, statistics)
+    _publish(output, found, options, splits, names, statistics)
     replace_file(output.folder / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     if found.classes:
         replace_file(output.folder / CLASSES, [json.dumps(found.classes, ensure_ascii=False).encode()], sync=True)
@@ -135,6 +136,7 @@ def _named(split: str, shards: list[WrittenShard]) -> Iterator[tuple[str, Writte
 
 def _publish(
     output: Target,
+    found: Prepared,
     options: Options,
     splits: list[str],
     names: dict[str, WrittenShard],
@@ -153,9 +155,8 @@ def _publish(
         output.publish_shard(f"{shard.range}/{shard.entry.name}", name)
     if names:
         counts = {name: shard.entry.samples for name, shard in names.items()}
-        texts = frozenset(statistics.texts or ())
-        if options.only and "json" not in {name.lower() for name in options.only}:
-            texts = frozenset()
+        has_texts = found.source.form in TABLES and (not options.only or "json" in map(str.lower, options.only))
+        texts = frozenset(TEXT_FIELDS if has_texts else ()) - statistics.not_texts
         layouts, parts = map(frozenset, statistics.layouts), tuple(splits) if options.split else ()
         describe_tables(output.folder, output.work, tables(), counts, layouts, texts, parts)
 
@@ -165,16 +166,18 @@ def _warnings(found: Prepared, options: Options, samples: int, statistics: Stati
     warnings = [*_shared(statistics), *found.warnings]
     if statistics.renamed:
         keys = counted(statistics.renamed, "key")
-        warnings.append(f"{keys} had dots, which become _ in tars: {statistics.example}")
+        warnings.append(f"{keys} had dots, which become _ in tars: {min(statistics.examples)}")
     form = found.source.form
     if statistics.repeats and form == TARS:
         keys = counted(statistics.repeats, "key occurs", "keys occur")
-        warnings.append(f"{keys} again, and got the name of their shard before them: {listed(statistics.repeated)}")
+        warnings.append(
+            f"{keys} again, and got the name of their shard before them: {listed(sorted(statistics.repeated))}"
+        )
     if found.source.files_from and not statistics.named:
         warnings.append("no row names a file without its bytes: --files-from is not needed")
     warnings += lacking_parts(samples, statistics.parts)
     if not options.key_end:
-        warnings += dotted_parts(samples, statistics.parts, statistics.most_parts)
+        warnings += dotted_parts(samples, statistics.parts, max(map(len, statistics.layouts), default=0))
     if not options.split and not found.source.packed and form.name in ("tar", "jsonl", "parquet", "arrow"):
         warnings.append(
             "subset= draws fractions of shards by their order, so other samples than of the source. Use --split to "
@@ -199,13 +202,8 @@ def _shared(found: Statistics) -> list[str]:
 
 def _classes_hint(samples: int, found: Statistics) -> list[str]:
     """Return a hint if folders look like classes: each sample is one medium, and no folder is a split."""
-    names = {*found.folders}
-    if (
-        not found.only_media
-        or not 1 < len(names) <= samples // 2
-        or names <= SPLITS
-        or all(map(_COUNTED.fullmatch, names))
-    ):
+    names = found.folders
+    if found.others or not 1 < len(names) <= samples // 2 or names <= SPLITS or all(map(_COUNTED.fullmatch, names)):
         return []
     return [
         f"the folders {listed(sorted(names))} look like classes: --classes gives each sample its folder's number "

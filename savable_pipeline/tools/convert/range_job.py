@@ -338,8 +338,8 @@ class _RangeWriter:
             return key
         statistics, form = self._record.statistics, self._job.source.form
         statistics.repeats += 1
-        if len(statistics.repeated) < _EXAMPLES and key not in statistics.repeated:
-            statistics.repeated.append(key)
+        if len(statistics.repeated) < _EXAMPLES:
+            statistics.repeated.add(key)
         name, fault = sample.name(), "duplicate key: twice in one shard"
         if form == TARS:
             key = f"{name.partition(', record ')[0].rpartition('.')[0].replace('.', '_')}/{key}"

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import os
 import posixpath
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -236,7 +237,7 @@ class SourceFiles:
                     if not self.digest:
                         raise
                     raise changed(str(self.found.files), str(error)) from error
-                if self.digest and not self.files and self.digest != index_digest(dataset):
+                if self.digest and not self.files and self.digest != index_digest(self, dataset):
                     raise changed(
                         str(self.found.files), "its files, or the samples in them, differ from those at the start"
                     )
@@ -275,7 +276,7 @@ class SourceFiles:
         dataset = self.dataset()
         names = () if self.is_remote or self.form == FOLDER else dataset.entries.names
         times = (os.stat(Path(dataset.address, name)).st_mtime_ns for name in names)  # noqa: PTH116  # there may be many
-        found = replace(self, digest=index_digest(dataset), written_ns=max(times, default=0))
+        found = replace(self, digest=index_digest(self, dataset), written_ns=max(times, default=0))
         _open[0] = found.digest, found.files
         return found
 
@@ -390,24 +391,26 @@ def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Datas
     return Dataset(store_of(indexed, inspect=True, **source.settings))
 
 
-def index_digest(dataset: Dataset) -> str:
+def index_digest(source: SourceFiles, dataset: Dataset) -> str:
     """Return a hash of the index rows of the files.
 
     For a folder it covers the times of the last writes.
     """
-    times: Any = getattr(getattr(dataset.store, "table", None), "times", b"")
-    return hashlib.sha256(dataset.digest() + bytes(times)).hexdigest()
+    store: Any = dataset.store
+    return hashlib.sha256(dataset.digest() + (bytes(store.table.times) if source.form == FOLDER else b"")).hexdigest()
 
 
 def sizes_digest(source: SourceFiles) -> str:
     """Return a hash of the names and the sizes of all files."""
     if source.packed:
-        rows: Any = [(file.name, file.size) for file in source.packed]
-    elif isinstance(table := getattr(source.dataset().store, "table", None), msgspec.Struct):
-        rows = [bytes(getattr(table, "names")), bytes(getattr(table, "sizes"))]  # noqa: B009
-    else:
-        entries = source.dataset().entries
-        rows = [list(entries.names), entries.sizes.tolist()]
+        return _digest([(file.name, file.size) for file in source.packed])
+    store: Any = source.dataset().store
+    if source.form == FOLDER:
+        return _digest([bytes(store.table.names), bytes(store.table.sizes)])
+    return _digest([list(store.entries.names), store.entries.sizes.tolist()])
+
+
+def _digest(rows: Any) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(rows)).hexdigest()
 
 
@@ -416,19 +419,17 @@ def versions_of(source: SourceFiles) -> tuple[str, str, int]:
 
     Files of a server have no such time, because their versions cover every change.
     """
-    if source.packed:
-        names, paths = list[str](), [file.path for file in source.packed]
-    else:
-        dataset = source.dataset()
-        table: Any = getattr(dataset.store, "table", None)
-        names = [*table.files, *table.folders] if hasattr(table, "files") else [*dataset.entries.names]
-        paths = [f"{dataset.store.root}/{name}" for name in names]
+    store: Any = None if source.packed else source.dataset().store
     if source.is_remote:
-        versions: Any = [file.version for file in source.packed]
-        if not source.packed:
-            stamps = stamps_of(dataset.store.address, names, job_session())
-            versions = [stamps[name][1] for name in names]
-        return "", hashlib.sha256(msgspec.msgpack.encode(versions)).hexdigest(), 0
+        stamps = {} if store is None else stamps_of(store.address, [*store.entries.names], job_session())
+        versions = [file.version for file in source.packed]
+        return "", _digest(versions or [stamps[name][1] for name in store.entries.names]), 0
+    paths: Iterable[str] = (file.path for file in source.packed)
+    if store is not None:
+        names = (
+            itertools.chain(store.table.files, store.table.folders) if source.form == FOLDER else store.entries.names
+        )
+        paths = (f"{store.root}/{name}" for name in names)
     digest, newest_ns = hashlib.sha256(), 0
     for path in paths:
         version = FileVersion.of(os.stat(path))  # noqa: PTH116  # there may be many
