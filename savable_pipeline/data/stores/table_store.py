@@ -95,7 +95,7 @@ def _digest(file: ByteSource, offsets: FileBlob) -> int:
     return digest.intdigest()
 
 
-def without_mark(line: bytes, begin: int) -> bytes:
+def without_byte_order_mark(line: bytes, begin: int) -> bytes:
     """Return a line without the byte order mark at the start of some files."""
     return line if begin else line.removeprefix(MARK)
 

@@ -240,7 +240,7 @@ def run_conversion(
 def _check_addresses(source: SourceFiles, output: Target, reshard: bool) -> None:
     _check_reshard(source, reshard)
     _check_apart(source.path, output.folder if output.bucket is None else output.bucket.url)
-    _refuse_other_shards(output)
+    _reject_other_shards(output)
 
 
 def _check_reshard(source: SourceFiles, reshard: bool) -> None:
@@ -326,7 +326,7 @@ def _check_apart(source: str, target: Path | str) -> None:
             raise ValueError(f"{target} and {source} must not contain each other. Convert into another folder")
 
 
-def _refuse_other_shards(output: Target) -> None:
+def _reject_other_shards(output: Target) -> None:
     """Raise `SavableError` for shards that `savable convert` did not write."""
     folder = output.folder
     if folder.exists() and not folder.is_dir():
