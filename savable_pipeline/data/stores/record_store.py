@@ -192,7 +192,7 @@ class RecordStore(StoreFacts, Protocol):
         return array
 
     def open(self, shard: int, row: int, extension: str, /) -> BinaryIO:
-        """Return one part as a seekable file, for those who read a little of a large one.
+        """Return one part as a seekable file, to read only some of a large part.
 
         Args:
             shard: The number of the shard.
@@ -296,7 +296,7 @@ class RecordStore(StoreFacts, Protocol):
             slot: The slot of the batch.
 
         Raises:
-            ShardError: A file read for it has changed.
+            ShardError: A file that was read for the batch has changed.
         """
         return
 

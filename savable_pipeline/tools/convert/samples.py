@@ -118,8 +118,8 @@ class SampleReader:
 
     def samples(self, span: RowSpan) -> Iterator[TarSample]:
         """Yield the samples of some rows. Raises `SavableError` if the source changed."""
-        readers = {FOLDER: self._of_folder, **dict.fromkeys(TABLES, self._of_table)}
-        read: Callable[[int, int, int], TarSample | None] = readers.get(self._source.form, self._of_store)
+        readers = {FOLDER: self._read_folder, **dict.fromkeys(TABLES, self._read_table)}
+        read: Callable[[int, int, int], TarSample | None] = readers.get(self._source.form, self._read_store)
         try:
             if self._source.form in RECORDS:
                 self._store.validate(span.file)
@@ -192,7 +192,7 @@ class SampleReader:
             return Part(extension, name, LongPart(partial(self._store.open, file, row, extension), size, name))
         return Part(extension, name, self._store.read(file, row, extension))
 
-    def _of_folder(self, file: int, row: int, number: int) -> TarSample | None:
+    def _read_folder(self, file: int, row: int, number: int) -> TarSample | None:
         store, found = self._store, self.statistics
         own, files = store.key(file, row), store.files(row)
         key = tar_key(own)
@@ -215,7 +215,7 @@ class SampleReader:
             parts.append(Part(CLASS, first, store.read(file, row, CLASS)))
         return self._sample(key, first, parts, lambda: first)
 
-    def _of_table(self, file: int, row: int, number: int) -> TarSample | None:
+    def _read_table(self, file: int, row: int, number: int) -> TarSample | None:
         store, field, key = self._store, self._options.key_field, ""
         raw, start = store.raw(file, row)
         name = partial(self._line_of, file, start, row)
@@ -257,7 +257,7 @@ class SampleReader:
         self._line = file, start, lines + lines_between(self._store, file, end, start)
         return f"{name}:{self._line[2]}"
 
-    def _of_store(self, file: int, row: int, number: int) -> TarSample | None:
+    def _read_store(self, file: int, row: int, number: int) -> TarSample | None:
         store, shard = self._store, self._source.name or self._dataset.entries.names[file]
         name, is_record = f"{shard}, record {number}", self._source.form in RECORDS
         key = f"{number:09d}"

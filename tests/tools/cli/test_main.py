@@ -106,7 +106,7 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
         (["convert", "in", "file"], "file is a file"),
         (["convert", "in", "file/out"], "Not a directory"),
         (["convert", "in", "out", "--keys", "file"], "file: no key in it; expected the keys of samples, one a line"),
-        (["convert", "in", "out", "--only", " , "], "--only names no part; expected extensions, such as jpg,txt"),
+        (["convert", "in", "out", "--only", " , "], "--only names no part. Pass extensions, such as jpg,txt"),
         (["preview", "in", "-o", "gone/page.html"], "gone/page.html: there is no folder gone to write it into"),
         (["preview", "in", "-o", "in"], "in is a folder; expected a name for a file, such as in/page.html"),
         (["ledger", "report", "in", "-o", "gone/page.html"], "there is no folder gone to write it into"),
