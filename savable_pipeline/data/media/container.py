@@ -556,7 +556,7 @@ class MediaStream:
 
 
 def _frames(container: Any, stream: Any, name: str, kind: str) -> Iterator[Any]:
-    """Yield frames. A method's generator would keep the `MediaStream` and its decoder alive."""
+    """Yield frames. A method would keep the `MediaStream` and its decoder alive."""
     chunks: deque[int] | None = deque() if is_reordered(container, stream) else None
     decoded = (frame for packet in container.demux(stream) for frame in decoded_frames(container, packet, chunks))
     while True:
@@ -643,16 +643,16 @@ class Audio(MediaStream):
             raise ValueError(f"{self.name}: invalid range from {start_s} to {stop_s} s")
         if rate is not None and rate <= 0:
             raise ValueError(f"rate must be above 0 Hz, not {rate}")
-        out_rate = rate or self.rate
-        count = round((stop - Fraction(start_s)) * out_rate)
+        new_rate = rate or self.rate
+        count = round((stop - Fraction(start_s)) * new_rate)
         if count * self.channels > _MOST_SAMPLES:
             raise ValueError(f"{self.name}: {count} samples at once. Read shorter ranges")
         first = round(Fraction(start_s) * self.rate)
-        extra = ceil(_GAP_S * out_rate) if stop_s is None and self._to_file_end else 0
-        decode = self._native if out_rate == self.rate else partial(self._resampled, rate=out_rate)
+        extra = ceil(_GAP_S * new_rate) if stop_s is None and self._to_file_end else 0
+        decode = self._native if new_rate == self.rate else partial(self._resampled, rate=new_rate)
         found = decode(first, count + extra)
         if extra:  # read to the last decoded sample, unless the audio continues after the end in the header
-            end = round((Fraction(self._end_sample or 0, self.rate) - Fraction(start_s)) * out_rate)
+            end = round((Fraction(self._end_sample or 0, self.rate) - Fraction(start_s)) * new_rate)
             found = found[:, : count if self._end_sample is None or end > count + extra else max(end, 0)]
         return found.mean(0, keepdims=True) if mono and len(found) > 1 else found
 
@@ -708,7 +708,7 @@ class Audio(MediaStream):
         return bool(self._container.format.name == "ogg")
 
     def _frames_before(self, time: Fraction) -> Any:
-        """Return the frames from a seek point before `time`, in seconds, or from the start."""
+        """Return frames from a seek point before `time`, in seconds, or from the start."""
         if time <= (_OGG_S if self._is_ogg else 0):
             return self._frames_from_start()
         # Reopen, because results could depend on earlier ranges: a demuxer learns seek points, and AAC decoders draw

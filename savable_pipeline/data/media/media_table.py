@@ -327,7 +327,7 @@ class MediaTotals:
 
 
 def _most_frequent(values: NDArray[Any], format_value: Any) -> str:
-    """Format the most frequent value, with its fraction if there are others; "" for none."""
+    """Format the most frequent value and its fraction, or return "" without values."""
     if not len(values):
         return ""
     distinct, counts = np.unique(values, return_counts=True)
