@@ -399,6 +399,6 @@ def check_stamp(url: str, stamp: str, found: str) -> None:
     """Raise `ShardError` if an object has another stamp than before."""
     if stamp != found:
         raise ShardError(
-            f"{url}: it was replaced since the start ({stamp} then, {found} now). Do not change it, and start again",
+            f"{url}: it was replaced after the start ({stamp} then, {found} now). Do not change it, and start again",
             reason="changed shard",
         )
