@@ -53,9 +53,9 @@ _UNREAD = "files"  # the kind of an index that has only names and sizes
 def describe_url(
     found: RemoteShards, form: Format, session: Session
 ) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
-    """Return these files, their metadata folder, and the entries of the own index.
+    """Return these files, their metadata folder, and the entries of the dataset's own index.
 
-    Files that no server lists are those of the index.
+    If the server cannot list a folder, its files are those in the index.
     """
     with locked_dataset(found, form, session) as (found, folder, own):
         entries = () if own is None else own.index.shards

@@ -384,6 +384,7 @@ class FolderStore(RecordStore):
     """
 
     unit = "file"
+    found: IndexedFiles
 
     def __init__(
         self, found: IndexedFiles, *, key_end: Literal["first", "last"] | None = None, classes: Classes = False

@@ -197,7 +197,7 @@ def test_ctrl_c_prints_one_word_and_exits_with_130(tmp_path: Path, monkeypatch: 
 def test_a_short_job_shows_no_progress_in_a_pipe_and_a_bar_on_a_terminal(tmp_path: Path) -> None:
     source = write_captioned_images(tmp_path / "in", 3)
     pipe = run("convert", source, tmp_path / "a")
-    assert pipe.stderr == f"reading {source}: a folder of files\n", "the job took less than ten seconds"
+    assert pipe.stderr == f"reading {source}: format folder\n", "the job took less than ten seconds"
     ours, theirs = pty.openpty()
     terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     arguments = [sys.executable, TOOL, source, tmp_path / "b"]

@@ -1,4 +1,4 @@
-"""Folders of files: names whose dots would make one sample of many, and folders that are classes."""
+"""Folders of files: names whose dots would build one sample of many, and folders that are classes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_samples_without_a_folder_or_with_their_own_class_are_rejected(tmp_path:
 
 def test_classes_need_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl is JSONL: classes does not apply to it"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: classes= does not apply to jsonl files"):
         sp.convert(tmp_path / "a.jsonl", tmp_path / "out", classes=True)
 
 
