@@ -1,6 +1,6 @@
 """Index of a folder of shards of any format, in columns instead of objects.
 
-    "SAVIDX05" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
+    "SAVIDX06" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
     │ shards: ends │ sizes │ samples │ digests │ checks │ counts │ names │ padding
     │ rows
 
@@ -44,7 +44,7 @@ from savable_pipeline.errors import ShardError
 FileBlob: TypeAlias = NDArray[np.uint64]  # data of a format about a file: (any,)
 Read: TypeAlias = Callable[[int, int], bytes]  # returns bytes `start` to `stop - 1` of an index
 
-MAGIC = b"SAVIDX05"
+MAGIC = b"SAVIDX06"
 TAR = "tar"
 _LFS = b"version https://git-lfs.github.com/spec/"
 PARTS = "parts"  # name of the sidecar of an index of which only some rows are cached

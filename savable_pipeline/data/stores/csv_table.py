@@ -3,7 +3,11 @@
     image,caption
     a.jpg,a cat           →      {"image": "a.jpg", "caption": "a cat"}     strings; an empty cell is null
 
-Blob of a file in the index: the offset of each non-blank row below the header, then the end of the file.
+Some programs never quote the cells of a TSV file, such as those of Common Voice. Quotes are then text, which is decided
+when the file is indexed: see `quotes_are_text`.
+
+Blob of a file in the index: the offset of each non-blank row below the header, then the end of the file, which is
+repeated if quotes are text.
 """
 
 from __future__ import annotations
@@ -16,9 +20,9 @@ import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from json.encoder import encode_basestring
 from pathlib import PurePosixPath
 from typing import Any, TypeAlias
@@ -34,27 +38,90 @@ _BLOCK = 1 << 20
 _as_json = encode_basestring  # encodes a string as JSON
 _WIDE = 1 << 17  # most bytes of a cell
 _LOOKED_AT = 1000  # rows that are inspected to find the columns that name files
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell with quotes as a CSV writer writes them
+_FEW = 16  # quoted cells of a column that are compared with others
+_SOLUTION = "Write it again as JSONL"
 
 Row: TypeAlias = list[str]
 
 
 def _found_rows(file: ByteSource) -> tuple[str, FileBlob]:
     """Return the fault of a file, or "", and the offsets of the rows before the fault."""
-    fault, begins = "", NumberSpool()
+    fault, begins, lines = "", NumberSpool(), partial(_lines_of, file)
+    plain = quotes_are_text(lines, file.name)
     try:
         with _wide_fields():
-            for begin in _row_begins(file):
+            for begin in _row_begins(_rows(lines(), file.name, plain=plain)):
                 begins.append(begin)
     except ValueError as error:
         fault = str(error)
+        if fault.endswith(_SOLUTION) and ".tsv" in file.name.lower() and (number := _uneven_line(lines())):
+            fault += f", or give line {number} as many cells as the first line, so that quotes can be text"
     if not (fault and len(begins.numbers())):  # otherwise the last row may end after the fault
         begins.append(file.size)
+    if plain:
+        begins.append(int(begins.numbers()[-1]))
     return fault, begins.numbers()
 
 
-def _row_begins(file: ByteSource) -> Iterator[int]:
+def _lines_of(file: ByteSource) -> Iterator[str]:
+    binary: Any = io.BufferedReader(SourceFile(file), _BLOCK)
+    return io.TextIOWrapper(binary, "utf-8", errors="surrogateescape", newline="")
+
+
+def quotes_are_text(lines: Callable[[], Iterable[str]], name: str) -> bool:
+    """Return whether the quotes in a TSV file are a part of its text.
+
+        id  sentence
+        1   "Hello," she said     a CSV writer quotes whole cells, and doubles the quotes in them
+        2   "Bye."                and it would quote both of these or neither, as each has a dot at its end
+        3   Goodbye.
+
+    One such cell suffices, if each line has as many cells as the first, which has several and no quotes.
+
+    Args:
+        lines: Returns the lines of the file, with their ends.
+        name: The name of the file.
+    """
+    if ".tsv" not in name.lower() or _uneven_line(lines()):
+        return False
+    (_, header), *_ = itertools.chain(itertools.islice(_with_text(lines()), 1), [(0, "")])
+    if "\t" not in header or '"' in header:
+        return False
+    quoted: dict[int, list[set[str]]] = {}
+    for _, line in _with_text(lines()):
+        for column, cell in enumerate(line.split("\t") if '"' in line else ()):
+            is_quoted = _QUOTED.fullmatch(cell.rstrip("\r\n"))
+            if '"' in cell and not is_quoted and line[-1] in "\r\n":  # another last line may have been cut
+                return True
+            if is_quoted and '""' not in cell and len(found := quoted.setdefault(column, [])) < _FEW:
+                found.append(_marks_of(cell))
+    rows = (line.split("\t") for _, line in itertools.islice(_with_text(lines()), 1, None if quoted else 1))
+    plain = ((row[column], cells) for row in rows for column, cells in quoted.items() if '"' not in row[column])
+    return any(cell.strip("\r\n") and any(each <= _marks_of(cell) for each in cells) for cell, cells in plain)
+
+
+def _marks_of(cell: str) -> set[str]:
+    """Return the characters of a cell for which a CSV writer may quote it, also those at its start and its end."""
+    text = cell.strip("\r\n")
+    text = text[1:-1] if _QUOTED.fullmatch(text) else text
+    return {mark for mark in (*text, f"first {text[0]}", f"last {text[-1]}") if not mark[-1].isalnum()}
+
+
+def _uneven_line(lines: Iterable[str]) -> int:
+    """Return the number of the first line that has not as many tabs as the first, or 0."""
+    rows = ((number, line.count("\t")) for number, line in _with_text(lines))
+    _, tabs = next(rows, (0, 0))
+    return next((number for number, count in rows if count != tabs), 0)
+
+
+def _with_text(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not blank, with their numbers from 1."""
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip("\r\n"))
+
+
+def _row_begins(rows: Iterator[tuple[int, int, Row]]) -> Iterator[int]:
     """Yield where the rows below the header start. Raises ValueError, which starts with `:LINE`, for invalid rows."""
-    rows = _rows(io.BufferedReader(SourceFile(file), _BLOCK), file.name)
     _, _, header = next(rows, (0, 1, []))
     if not any(header):
         raise ValueError(f": expected a first line with column names, found {header}")
@@ -93,40 +160,50 @@ def refuse_row(name: str, values: Iterable[str]) -> None:
         )
 
 
-def _rows(file: Any, name: str) -> Iterator[tuple[int, int, Row]]:
+def _rows(text: Iterable[str], name: str, *, plain: bool) -> Iterator[tuple[int, int, Row]]:
     """Yield the rows that are not blank, each with its first byte and line. Raises ValueError."""
-    text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
     lines = _Counted(text)
-    begin, line = 0, 1
+    begin, line, tabs = 0, 1, -1
     try:
         head = next(lines, "")
-        rows = csv.reader(
-            itertools.chain([head.removeprefix("\ufeff")], lines), delimiter=separator_of(head, name), strict=True
-        )
+        separator = separator_of(head, name)
+        rows = rows_of(itertools.chain([head.removeprefix("\ufeff")], lines), separator, plain=plain)
         for row in rows:
             "".join(row).encode()
+            if rows.line_num > line and separator == "\t" and lines.first.count("\t") == lines.last.count("\t") == tabs:
+                raise csv.Error(f"quotes join the lines to {rows.line_num} into one row, but each has all cells")
             if row:
+                tabs = len(row) - 1 if tabs < 0 else tabs
                 yield begin, line, row
-            begin, line = lines.bytes, rows.line_num + 1
+            begin, line, lines.first = lines.bytes, rows.line_num + 1, ""
     except UnicodeEncodeError as error:
         fault = f"it holds the byte 0x{ord(error.object[error.start]) & 0xFF:02x}"
     except csv.Error as error:
-        fault = f"{error}. Write it again with Python's csv.writer, which doubles quotes in cells"
+        fault = f"{error}. {_SOLUTION}"
     else:
         return
     raise ValueError(f":{line}: cannot be read as a table in UTF-8: {fault}")
 
 
 class _Counted(Iterator[str]):
-    """Lines of a text, with the number of bytes of those that were yielded."""
+    """Lines of a text, with the number of bytes of those that were yielded, and the first and last of a row."""
 
     def __init__(self, text: Iterable[str]) -> None:
         self._text, self.bytes = iter(text), 0
+        self.first = self.last = ""
 
     def __next__(self) -> str:
-        line = next(self._text)
+        line = self.last = next(self._text)
+        self.first = self.first or line
         self.bytes += len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
         return line
+
+
+def rows_of(lines: Iterable[str], separator: str, *, plain: bool) -> Any:
+    """Return Python's reader of the rows in lines. Quotes are text in `plain` ones."""
+    if plain:
+        return csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_NONE, strict=True)
+    return csv.reader(lines, delimiter=separator, strict=True)
 
 
 def separator_of(head: str, name: str) -> str:
@@ -146,11 +223,12 @@ def _wide_fields() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """First row of a file: its columns, their names as JSON, and the separator of cells."""
+    """First row of a file: its columns, their names as JSON, the separator of cells, and whether quotes are text."""
 
     columns: Row
     names: list[str]
     separator: str
+    plain: bool
 
 
 class CsvStore(TableStore):
@@ -180,7 +258,7 @@ class CsvStore(TableStore):
         header = self._known.get(shard) or self._headers(shard)
         try:
             with _wide_fields() if len(raw) > _WIDE else contextlib.nullcontext():
-                (row,) = csv.reader([raw.decode().rstrip("\r\n")], delimiter=header.separator, strict=True)
+                (row,) = rows_of([raw.decode().rstrip("\r\n")], header.separator, plain=header.plain)
         except (ValueError, csv.Error) as error:
             raise self.damaged(shard, f"byte {begin}", f"no row now: {error}", reason="changed shard") from error
         if len(row) != len(header.columns):
@@ -198,9 +276,10 @@ class CsvStore(TableStore):
             head = self.files.read(shard, 0, int(self.blob(shard)[0])).removeprefix(codecs.BOM_UTF8)
             lines = list(io.StringIO(head.decode(), newline=""))
             separator = separator_of(lines[0], self.entries.names[shard])
+            plain = len(self.blob(shard)) > self.entries.samples[shard] + 1
             with _wide_fields():
-                columns = named(next(row for row in csv.reader(lines, delimiter=separator, strict=True) if row))
-            found = self._known[shard] = _Header(columns, [f"{_as_json(name)}: " for name in columns], separator)
+                columns = named(next(row for row in rows_of(lines, separator, plain=plain) if row))
+            found = self._known[shard] = _Header(columns, [f"{_as_json(name)}: " for name in columns], separator, plain)
         return found
 
     @cached_property

@@ -35,7 +35,7 @@ from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.index import Format
 from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, LARGEST_INDEX
 from savable_pipeline.data.stores.arrow import ARROW
-from savable_pipeline.data.stores.csv_table import CSV, separator_of
+from savable_pipeline.data.stores.csv_table import CSV, quotes_are_text, rows_of, separator_of
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.jsonl import JSONL
 from savable_pipeline.data.stores.kaldi import KALDI
@@ -308,10 +308,13 @@ def _fields_of(table: str, head: bytes, names: Collection[str], below: str = "")
 
 def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
     """Yield the complete rows in the first bytes of a table."""
-    text = head.removeprefix(MARK).decode("utf-8", "replace").lstrip()
-    with contextlib.suppress(ValueError, csv.Error, RecursionError):
+    text = head.removeprefix(MARK).decode("utf-8", "replace").lstrip(" \r\n")
+    with contextlib.suppress(ValueError, LookupError, StopIteration, csv.Error, RecursionError):
         if CSV.has(table):
-            yield from csv.DictReader(io.StringIO(text, newline=""), delimiter=separator_of(text, table))
+            lines = [*io.StringIO(text, newline="")][: None if len(head) < _HEAD else -1]
+            rows = rows_of(lines, separator_of(lines[0], table), plain=quotes_are_text(lambda: lines, table))
+            header = next(rows)
+            yield from (dict(zip(header, row, strict=False)) for row in rows)
         end, decoder = 0, json.JSONDecoder()
         while not CSV.has(table):
             row, end = decoder.raw_decode(text, text.index("{", end))

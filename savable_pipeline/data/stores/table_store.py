@@ -6,8 +6,8 @@
 The files that fields name are relative to the folder of the table, or to another folder that the user names. Nothing
 outside of it is read, even if a path or a link points there.
 
-Blob of a file in the index: the offset of each row, then the end of the last. A JSON list, such as LLaVA's, is read
-whole to index it.
+Blob of a file in the index: the offset of each row, then the end of the last. A format may repeat the end. A JSON list,
+such as LLaVA's, is read whole to index it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
         fault, offsets = find(file)
     if fault:
         fault = encodable(f"{name}{fault}" if fault.startswith(":") else f"{name}: {fault}")
-    entry = ShardEntry(name, file.size, len(offsets) - 1, _digest(file, offsets), fault)
+    entry = ShardEntry(name, file.size, _count(offsets), _digest(file, offsets), fault)
     return ShardTable(entry, cast("bytes", offsets.view(np.uint8).data))
 
 
@@ -85,13 +85,18 @@ def is_same_text(file: ByteSource, index: ShardIndex, number: int) -> bool:
 def _digest(file: ByteSource, offsets: FileBlob) -> int:
     """Return a hash of the offsets of rows and of the first, a middle and the last row."""
     digest = xxh3_64(offsets.data)
-    digest.update(file.read_at(0, min(int(offsets[0]), _COMPARED)) if len(offsets) > 1 else b"")
-    lines = len(offsets) - 1
+    lines = _count(offsets)
+    digest.update(file.read_at(0, min(int(offsets[0]), _COMPARED)) if lines else b"")
     for line in sorted({0, lines // 2, lines - 1}) if lines else []:
         begin, end = int(offsets[line]), int(offsets[line + 1])
         digest.update(file.read_at(begin, min(end - begin, _COMPARED)))
         digest.update(file.read_at(begin - 1, 1) if begin else b"\n")
     return digest.intdigest()
+
+
+def _count(offsets: FileBlob) -> int:
+    """Return the number of rows. Their end may be repeated, as a setting of the file."""
+    return int(np.searchsorted(offsets, offsets[-1]))
 
 
 def without_mark(line: bytes, begin: int) -> bytes:
