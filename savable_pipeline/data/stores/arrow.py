@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from savable_pipeline.core.wording import listed
+from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.index import Format, IndexedFiles, marker_object
 from savable_pipeline.data.stores.arrow_file import is_as_indexed, read_table
 from savable_pipeline.data.stores.columnar_store import COLUMNAR_SETTINGS
@@ -48,7 +48,7 @@ def _data_files(heads: Mapping[str, bytes]) -> list[tuple[str, ...]] | None:
     """
     if SPLITS in heads:
         names = _split_names(marker_object(heads, SPLITS))
-        raise ValueError(f"{len(names)} splits, {listed(names)}. Read the folder of one, such as {names[0]}")
+        raise ValueError(f"{counted(len(names), 'split')}, {listed(names)}. Read the folder of one, such as {names[0]}")
     state = marker_object(heads, STATE)
     if state.get("_indices_files"):
         raise ValueError("an index table selects its rows. Save it after `flatten_indices()`")

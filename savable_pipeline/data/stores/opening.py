@@ -131,7 +131,11 @@ def _recognized(where: str, names: Sequence[str], heads: Heads, asked: Asked) ->
     except ValueError as error:
         raise ShardError(f"{where}: {error}") from error
     for name in found.unread:
-        log.warning("%s: %s is not read, as its first row names no file here. To read it, name it alone.", where, name)
+        log.warning(
+            "%s: %s is not read, as its first row names no file here. Name it alone, with files_from= for its files",
+            where,
+            name,
+        )
     return found
 
 

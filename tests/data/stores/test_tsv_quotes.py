@@ -26,7 +26,7 @@ SENTENCES = [
     '"Nothing is better than a good book."',
     'The so-called "city" is a village.',
     '""Getting to play someone as unrestricted as a vampire is a thrill,"" she says.',
-    '"I don\'t know',
+    "\"I don't know",
     'why you say goodbye."',
     "It's 5\" wide.",
     '"',
@@ -92,7 +92,9 @@ def test_no_row_is_joined_or_lost(tmp_path_factory: pytest.TempPathFactory, sent
 def csv_writer_like(sentences: list[str]) -> bool:
     """Whether a CSV writer may have written all of these cells."""
     texts = [sentence for sentence in sentences if '"' in sentence]
-    return all(text[0] == text[-1] == '"' and len(text) > 1 and '"' not in text[1:-1].replace('""', "") for text in texts)
+    return all(
+        text[0] == text[-1] == '"' and len(text) > 1 and '"' not in text[1:-1].replace('""', "") for text in texts
+    )
 
 
 @scaled_examples(40)
@@ -136,7 +138,11 @@ def test_quoted_cells_are_compared_with_the_others_of_their_column(
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [
-        ("a.tsv", 'a\tb\n1\t"x" y\n2\n', r"a\.tsv:2: .*expected after.*JSONL, or give line 3 as many cells as the first"),
+        (
+            "a.tsv",
+            'a\tb\n1\t"x" y\n2\n',
+            r"a\.tsv:2: .*expected after.*JSONL, or give line 3 as many cells as the first",
+        ),
         ("a.tsv", 'a\tb\n1\t"x\n2\ty"\n3\n', r"a\.tsv:2: .*quotes join the lines to 3 into one.*or give line 4"),
         ("a.tsv", 'a\n"x\ny"\n', r"a\.tsv:2: .*quotes join the lines to 3 into one row.*again as JSONL$"),
         ("a.tsv", 'a\tb\n1\t"say ""x"""\n2\t"cut', r"a\.tsv:3: .*unexpected end of data"),
