@@ -24,7 +24,7 @@ from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import Ref
-from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample import Sample, sample_name
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
 from savable_pipeline.stages.chunked_stage import ChunkedStage, count_of
 from savable_pipeline.stages.cost import Size
@@ -513,7 +513,7 @@ class KeyedEncoder:
             item = fan.next() if fan.pass_over(part) else DONE
         if item is DONE:
             raise EncodeError(
-                f"{self._name}.encode did not yield item {part} of sample {sample.key!r} of {sample.shard} again. "
+                f"{self._name}.encode did not yield item {part} of {sample_name(sample)} again. "
                 "It must depend on the sample and `rng` alone."
             )
         return item
@@ -543,7 +543,7 @@ class FanOut:
         self.encoded, self.count = self._keyed.opened(self.sample, wanted)
         if not hasattr(self.encoded[0], "__next__") or not self.pass_over(wanted):
             raise CheckpointMismatchError(
-                f"Encode: sample {self.sample.key!r} of {self.sample.shard} yields fewer items than in the saved "
+                f"Encode: {sample_name(self.sample)} yields fewer items than in the saved "
                 "run. Use its encoder, which must depend on the sample and `rng` alone."
             )
         return self._next(*self.encoded)
@@ -625,7 +625,7 @@ class DeclaredSize:
             return
         name = type(self._encoder).__name__
         length_of = "length_of" if self._encoder.length_column is None else "length_column"
-        where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"
+        where = f"stage Encode, {sample_name(sample)}"
         if type(item) is Skip or hasattr(item, "__next__"):
             did = f"skipped the sample with {item.reason!r}" if type(item) is Skip else "yields several items"
             raise EncodeError(

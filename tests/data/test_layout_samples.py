@@ -60,9 +60,9 @@ def as_bytes(value: Any) -> bytes:
 
 
 def named_files(path: Path, fields: dict[str, Any]) -> dict[str, bytes]:
-    """The files that a row names, by suffix; the second of one suffix has its field before it, those of a list a number.
+    """The files that a row names, by suffix; the second of one suffix has its field before it.
 
-    They are beside the table, or below a folder that is.
+    They are beside the table, or below a folder that is. Those of a list have a number before their suffix.
     """
     found: dict[str, bytes] = {}
     folders = [path.parent, *(each for each in path.parent.iterdir() if each.is_dir())]

@@ -23,7 +23,7 @@ from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.media.media_table import KIND, MEDIA_PARTS, Known, MediaTable, headers, is_touched, pack_rows
 from savable_pipeline.data.shards.index import BlobIndex, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import (
-    Progress,
+    FileProgress,
     ScannedTables,
     each_shard,
     serial_then_parallel,
@@ -50,7 +50,7 @@ class MediaFaults:
 
 
 def index_media(
-    files: Shards, *, processes: int | None = None, progress: Progress = lambda done, total: None
+    files: Shards, *, processes: int | None = None, progress: FileProgress = lambda done, total: None
 ) -> tuple[Path, MediaFaults]:
     """Build the media table of indexed files in `processes` processes.
 
@@ -78,7 +78,7 @@ def reject_remote(files: Shards) -> None:
         )
 
 
-def _build(path: Path, indexed: IndexedFiles, processes: int, progress: Progress) -> None:
+def _build(path: Path, indexed: IndexedFiles, processes: int, progress: FileProgress) -> None:
     """Write the table at `path`. The caller has locked it."""
     for stale in path.parent.glob(f"{path.name}.*.tmp"):
         stale.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ from savable_pipeline.core.files import replace_file, user_cache, with_handles
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles, ShardIndex, index_name
-from savable_pipeline.data.shards.index_making import EachShard, Progress, is_as_indexed, make_index
+from savable_pipeline.data.shards.index_making import EachShard, FileProgress, file_matches_index, make_index
 from savable_pipeline.data.shards.metadata import META, METADATA_FILES, named_files, read_counts
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
 from savable_pipeline.errors import ShardError
@@ -300,7 +300,7 @@ def index_files(
     *,
     processes: int | None = None,
     each: EachShard | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: FileProgress = lambda done, total: None,
     near: bool = True,
 ) -> tuple[Path, list[ShardEntry]]:
     """Index the files that are new or changed.
@@ -415,7 +415,7 @@ class _FilesNow:
         if not np.array_equal(index.shards.sizes[numbers], self.sizes):
             return False
         touched = numbers[self.written > path.stat().st_mtime_ns].tolist()
-        return all(is_as_indexed(self.root, index, number, self.form) for number in touched)
+        return all(file_matches_index(self.root, index, number, self.form) for number in touched)
 
 
 def _opened(path: Path, form: Format) -> ShardIndex | None:

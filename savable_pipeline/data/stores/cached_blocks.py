@@ -239,7 +239,7 @@ class CachedBlocks(DownloadedFiles):
             if self._indexed is not None:
                 self.fetch_rows(self._numbers[[shard]])
                 self._indexed.check_rows(shard)
-                if self._looked_at and not self._indexed.is_as_indexed(shard, StoreFile(self, shard)):
+                if self._looked_at and not self._indexed.matches_index(shard, StoreFile(self, shard)):
                     self._cached.note_changed(int(self._numbers[shard]))
                     raise ShardError(
                         f"{self.name(shard)}: not as its index says. Start again to index it, or restore the old file",

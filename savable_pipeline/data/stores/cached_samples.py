@@ -32,7 +32,7 @@ from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.cached_blocks import TRIES, Block, CachedBlocks, DownloadedFiles
-from savable_pipeline.data.stores.shard_files import Locate, MemberReader, Read, T, Where
+from savable_pipeline.data.stores.shard_files import Locate, MemberReader, ReadRow, T, Where
 from savable_pipeline.errors import ShardError
 
 LONG = PIECE  # a sample with more bytes, headers included, is long
@@ -76,7 +76,7 @@ class CachedFiles(DownloadedFiles):
         self._long = LongSamples(self, self._found, extent)
         return self._long
 
-    def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
+    def guard(self, read: ReadRow[Where, T], long: ReadRow[Where, T]) -> ReadRow[Where, T]:
         """Return `read`, extended to download the row first.
 
         The download is repeated if the row is evicted or damaged. `long` reads a long sample.

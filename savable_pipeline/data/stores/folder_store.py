@@ -295,7 +295,7 @@ def _samples(
     for name, status, fault in met:
         parts = split_name(without_dots(name) if key_end_last else name)
         if parts is None:
-            unread = "readers take it for metadata" if is_metadata(name) else "no extension"
+            unread = "named like metadata (__name__ or ._name)" if is_metadata(name) else "no extension"
             rejected.append(Reject(printable(name), "", fault or unread))
             continue
         key, extension = parts

@@ -31,7 +31,7 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles
-from savable_pipeline.data.shards.index_making import Progress, each_shard_by
+from savable_pipeline.data.shards.index_making import FileProgress, each_shard_by
 from savable_pipeline.data.shards.indexing import check_faults, index_files, open_files, valid_mark
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores import formats
@@ -333,7 +333,7 @@ def index_any(
     *,
     processes: int | None = None,
     engine: Engine | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: FileProgress = lambda done, total: None,
 ) -> tuple[Path, list[ShardEntry]]:
     """Index files of any format, in processes or by the machines of an `engine`.
 

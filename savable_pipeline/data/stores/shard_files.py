@@ -45,7 +45,7 @@ _SLOTS_SHOWN = 20
 Where = TypeVar("Where")  # names a part of a sample
 T = TypeVar("T")
 Locate: TypeAlias = Callable[[Rows, Rows], Rows]  # from shards, and positions in them, to rows of the index
-Read: TypeAlias = Callable[[int, int, Where], T]  # from shard, row, and location in the sample, to the value
+ReadRow: TypeAlias = Callable[[int, int, Where], T]  # from shard, row, and location in the sample, to the value
 
 
 class MemberReader(Protocol):
@@ -244,7 +244,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
         """Return a reader of parts of samples too long to download, or `parts`."""
         return parts
 
-    def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
+    def guard(self, read: ReadRow[Where, T], long: ReadRow[Where, T]) -> ReadRow[Where, T]:
         """Return `read`, extended to wait for the bytes of the row.
 
         The read is repeated if they are evicted in the meantime. `long` reads a missing row that is too long to
@@ -351,7 +351,7 @@ class LocalFiles(ShardFiles):
             )
         if shard not in self._checked:
             found.check_rows(shard)
-            if not found.is_as_indexed(shard, LocalFile(path, descriptor)):
+            if not found.matches_index(shard, LocalFile(path, descriptor)):
                 sidecar = found.form.sidecar[1]
                 file = f"the shard or its {sidecar} was" if sidecar else "the shard was"
                 raise ShardError(
@@ -454,7 +454,7 @@ class LocalFiles(ShardFiles):
         try:
             if descriptor is None or number < 0:
                 descriptor = own = _open_without_atime(self.path(shard))
-            if not self._found.is_as_indexed(shard, LocalFile(self.path(shard), descriptor)):
+            if not self._found.matches_index(shard, LocalFile(self.path(shard), descriptor)):
                 return False
         except (OSError, ShardError):
             return False

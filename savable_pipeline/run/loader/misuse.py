@@ -120,7 +120,7 @@ _LIGHTNING = "lightning.pytorch"
 _KEEPS_ONE = "saves the state of rank 0 only"
 _CURES = {  # by calling module: whether a single rank is rejected too, the problem, and the solution
     "accelerate.checkpointing": (False, f"Accelerate {_KEEPS_ONE}", "savable_pipeline.trainers.accelerate.prepare"),
-    "lightning.fabric.strategies": (False, f"Fabric {_KEEPS_ONE}", "savable_pipeline.trainers.fabric.prepare"),
+    "lightning.fabric.strategies": (False, f"Fabric {_KEEPS_ONE}", "savable_pipeline.trainers.fabric.setup_loader"),
     _LIGHTNING: (
         True,
         f"Lightning may have fetched a batch ahead and {_KEEPS_ONE}",

@@ -34,7 +34,7 @@ from savable_pipeline.tools.convert.shard_series import locked
 from savable_pipeline.tools.convert.source import close_source
 
 _VISIBLE_S = 120.0  # seconds; network file systems may cache for a minute that a file does not exist
-_SERVE = "savable_pipeline.tools.convert.jobs:serve"
+_SERVE = "savable_pipeline.tools.convert.jobs:serve_ranges"
 
 
 def do_jobs(
@@ -96,7 +96,7 @@ def _sigterm_exits() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def serve(connection: Connection, jobs: Iterator[RangeJob], work: str) -> None:
+def serve_ranges(connection: Connection, jobs: Iterator[RangeJob], work: str) -> None:
     """Do one job after another; sends what was written, or the error."""
     fcntl.flock(os.open(work, os.O_RDONLY), fcntl.LOCK_SH)  # stays open until the process ends
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the conversion was killed

@@ -22,7 +22,7 @@ from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.tools.convert import ranges, run_conversion
 from savable_pipeline.tools.convert.finish import jobs_with_repeats
 from savable_pipeline.tools.convert.options import Options
-from savable_pipeline.tools.convert.prepare import Prepared, prepare
+from savable_pipeline.tools.convert.prepare import Prepared, prepare_source
 from savable_pipeline.tools.convert.range_job import RangeJob, write_range
 from savable_pipeline.tools.convert.shard_series import ShardFile
 from savable_pipeline.tools.convert.source import close_sources, find_files
@@ -155,7 +155,7 @@ def _records(folder: Path, count: int) -> Path:
 def _planned(source: Path, options: Options | None = None) -> Prepared:
     output = Target(source.parent / f"{source.name}-plan")
     output.work.mkdir(parents=True)
-    return prepare(find_files(source), options or Options(shard_bytes=4_000_000_000), None, output, None)
+    return prepare_source(find_files(source), options or Options(shard_bytes=4_000_000_000), None, output, None)
 
 
 def _peak(run: Callable[..., Any], *arguments: Any) -> int:
