@@ -32,8 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from savable_pipeline.core.files import lacks_handles, with_handles
-from savable_pipeline.core.patience import with_retries
+from savable_pipeline.core.files import lacks_handles, with_handles, with_retries
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, WholeFile, opened
 from savable_pipeline.data.shards.metadata import INDEX_NAME, META
@@ -361,8 +360,8 @@ class Format:
     """Returns the names that each file may have, if the markers list them. Raises ValueError."""
     choose: tuple[str, Callable[[Sequence[str]], list[str]]] | None = None
     """A string in the name of a characteristic file, and a function that selects the files of this format."""
-    by_settings: Callable[[Format, dict[str, Any]], Format] | None = None
-    """Returns the format for these settings, if they change the index."""
+    by_setting: Mapping[str, Callable[[Format], Format]] = field(default_factory=dict)
+    """Return the format for settings that change the index, by their names."""
     variant: str = ""
     """Distinguishes the index for these settings, such as `key_end=last`."""
     reader: str = ""
@@ -414,7 +413,8 @@ class Format:
 
     def for_settings(self, settings: dict[str, Any]) -> Format:
         """Return the format for these settings of the store."""
-        return self if self.by_settings is None else self.by_settings(self, settings)
+        changed = next((name for name in self.by_setting if settings.get(name) is not None), "")
+        return self.by_setting[changed](self) if changed else self
 
     def has(self, name: str) -> bool:
         """Return whether a name has a suffix of this format, ignoring case."""

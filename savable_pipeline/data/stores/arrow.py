@@ -15,8 +15,8 @@ from typing import Any
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.index import Format, IndexedFiles, marker_object
 from savable_pipeline.data.stores.arrow_file import arrow_matches_index, read_arrow_table
-from savable_pipeline.data.stores.columnar_store import COLUMNAR_SETTINGS
-from savable_pipeline.data.stores.ranges import with_ranges
+from savable_pipeline.data.stores.grouped_store import COLUMNAR_SETTINGS
+from savable_pipeline.data.stores.ranges import with_media
 
 
 def open_arrow(found: IndexedFiles, **settings: Any) -> Any:
@@ -75,6 +75,6 @@ ARROW = Format(
     markers=(STATE, INFO, SPLITS),
     claims=_is_saved,
     listed=_data_files,
-    by_settings=partial(with_ranges, _open_ranged),
+    by_setting={"ranges": partial(with_media, variant="ranges", store=_open_ranged)},
     no_rows=bytes(16),
 )

@@ -27,8 +27,16 @@ from typing import ClassVar, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.files import Descriptor, close_down_to, handle_limit, lacks_handles, register, with_handles
-from savable_pipeline.core.patience import retry, with_retries
+from savable_pipeline.core.files import (
+    Descriptor,
+    close_down_to,
+    handle_limit,
+    lacks_handles,
+    register,
+    retry,
+    with_handles,
+    with_retries,
+)
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion, LocalFile
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.indexing import forget_mark

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import json
 import os
 import re
@@ -30,8 +29,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from savable_pipeline.core.file_heads import HEAD, text_error
-from savable_pipeline.core.files import regular_file, with_handles
-from savable_pipeline.core.patience import with_retries
+from savable_pipeline.core.files import regular_file, with_handles, with_retries
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile, RecordError
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardIndex, ShardTable
@@ -404,17 +402,6 @@ class TableStore(NamingStore, TextStore):
             return self.body(shard, *self.raw(shard, row)).strip()
         except RecordError as error:
             raise self.row_error(shard, row, error) from error
-
-    def rows_in_order(self, shard: int) -> Iterator[bytes]:
-        """Yield the bytes of each row of a file with what follows, then the rest."""
-        self.files[shard]
-        ends = [*self.blob(shard).tolist(), int(self.entries.sizes[shard])]
-        block, first = b"", 0
-        for begin, end in itertools.pairwise(ends):
-            if end > first + len(block):
-                wanted = min(max(end - begin, _BLOCK), ends[-1] - begin)
-                block, first = self.files.read(shard, begin, wanted), begin
-            yield block[begin - first : end - first]
 
     def parsed(self, shard: int, raw: bytes, begin: int) -> tuple[dict[str, Any], bytes]:
         """Return the fields and the JSON of a row, from its bytes at `begin`.

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from savable_pipeline.core.batch_memory import empty_bytes
-from savable_pipeline.core.files import with_handles
-from savable_pipeline.core.patience import with_retries
+from savable_pipeline.core.files import with_handles, with_retries
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, WholeFile, opened
 from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex, ShardTable
