@@ -243,7 +243,7 @@ class Encode(ChunkedStage, ItemStage):
         """Return whether a sample failed before. If so, count it."""
         if (sample.index, sample.epoch) in self._skipped.avoided:
             self.keyed.seeding.check(ends=True)
-            self._skipped.avoided_again(sample)
+            self._skipped.count_avoided_again(sample)
         return (sample.index, sample.epoch) in self._skipped.avoided
 
     def _add_plain(self, item: Any) -> None:

@@ -86,7 +86,7 @@ class ItemBuffer(StageBuffer):
         ...         self.held = custom.ItemBuffer(self)
         ...     def __next__(self):
         ...         while self.held or self.held.fill(2):
-        ...             item, self.ref = self.held.take(-1)
+        ...             item, self.ref = self.held.pop(-1)
         ...             if type(item) is not sp.Skip:
         ...                 return item
         ...         raise StopIteration
@@ -190,7 +190,7 @@ class ItemBuffer(StageBuffer):
             self.add(elements)
         return len(self._elements) - before
 
-    def take(self, at: int) -> tuple[Any, ItemRef]:
+    def pop(self, at: int) -> tuple[Any, ItemRef]:
         """Remove an element, and return it with its ref.
 
         If the source raises, it is still in the buffer.

@@ -180,7 +180,7 @@ class SkippedSamples:
         """Never try this sample again, for this reason."""
         self.avoided[index, epoch] = reason
 
-    def avoided_again(self, sample: Sample) -> None:
+    def count_avoided_again(self, sample: Sample) -> None:
         """Skip a sample that failed earlier and must not be tried again."""
         self._lost(sample, self.avoided[sample.index, sample.epoch], "avoided since it failed before")
 

@@ -174,7 +174,7 @@ class SavableDataMixin:
                 state = self._batches.state_dict()
             except BaseException:
                 if self.args.should_save:
-                    take_away(Path(output_dir))
+                    remove_empty_checkpoint(Path(output_dir))
                 raise
             if self.args.should_save:
                 begin(Path(output_dir), state)
@@ -281,7 +281,7 @@ class _Counter(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _check_accumulation(args, self.batches, self.times)
-        self.batches.give_back()  # the batches of an interrupted step, whose gradients are lost
+        self.batches.rewind()  # the batches of an interrupted step, whose gradients are lost
         self.begun = self.trained = self.trained // self.times * self.times
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -474,7 +474,7 @@ def begin(folder: Path, state: Mapping[str, Any]) -> None:
     replace_file(folder / JSON_FILE, [json.dumps(to_json(state)).encode()], sync=True)
 
 
-def take_away(folder: Path) -> None:
+def remove_empty_checkpoint(folder: Path) -> None:
     """Remove the folder of a checkpoint if nothing was saved in it.
 
     Args:

@@ -62,11 +62,11 @@ def index_media(
     form = source.format
     indexed = open_files(source.listed or source.files, form, tolerant=True)
 
-    def make(path: Path) -> Path:
+    def scan(path: Path) -> Path:
         _build(path, indexed, processes or os.cpu_count() or 1, progress)
         return path
 
-    path = at_first_writable(indexed.root, media_table_name(form.index_kind), make, near=(indexed.root / META).is_dir())
+    path = at_first_writable(indexed.root, media_table_name(form.index_kind), scan, near=(indexed.root / META).is_dir())
     return path, _faults(path, indexed)
 
 
@@ -184,7 +184,7 @@ def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:
     numbers = table.numbers(indexed.entries.names)
     faults = [table.shards.faults[number] for number in numbers.tolist() if number in table.shards.faults]
     whole = [shard for shard, number in enumerate(numbers.tolist()) if number not in table.shards.faults]
-    count, names = len(faults), indexed.entries.take(np.array(whole, np.int64)).names
+    count, names = len(faults), indexed.entries.select(np.array(whole, np.int64)).names
     files = IndexedFiles(indexed.form, indexed.index, indexed.index_path, names, indexed.root, tolerant=True)
     if not files.firsts[-1]:
         return MediaFaults(count, faults[:_MOST_FAULTS])

@@ -517,7 +517,7 @@ class IndexedFiles:
             numbers = np.arange(len(index.shards))
             self.entries: ShardList = index.shards
         else:
-            self.entries = index.shards.take(numbers)
+            self.entries = index.shards.select(numbers)
         self.numbers = numbers  # numbers in the index, int64 (shards,)
         self._whole: set[int] = set()  # files whose index rows match their checksums
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
@@ -568,8 +568,8 @@ class IndexedFiles:
 
         `shard` is the number of the file that was to be read.
         """
-        cure = f"Remove {self.index_path} and start again"
+        fix = f"Remove {self.index_path} and start again"
         if self.remote is not None:
             self.index_path.unlink(missing_ok=True)
-            cure = "Start again to rebuild it"
-        return ShardError(f"{self.address}: the index of {shard} is damaged. {cure}", reason="damaged index")
+            fix = "Start again to rebuild it"
+        return ShardError(f"{self.address}: the index of {shard} is damaged. {fix}", reason="damaged index")

@@ -206,7 +206,7 @@ def _is_the_same(root: Path, index: ShardIndex, number: int, form: Format) -> bo
         return False
 
 
-def make_index(
+def build_index(
     root: Path,
     path: Path,
     names: list[str],

@@ -64,7 +64,7 @@ _MOST_CHARACTERS = 1 << 28  # most characters of all of these names
 _MOST_BRACES = 1000
 
 
-def raise_it(error: ShardError) -> None:
+def raise_error(error: ShardError) -> None:
     """Raise `error`: the default handler for a folder that cannot be listed."""
     raise error
 

@@ -352,7 +352,7 @@ def read_tar_table(file: ByteSource, name: str) -> ShardTable:
     except ShardError as error:
         fault = str(error)
     if not fault:
-        _tell_doubts(name, file.size, found)
+        _warn_if_suspicious(name, file.size, found)
     note = _torn_warning(name, fd, found, keys)
     if note:
         log.warning("%s: %s", name, note)
@@ -370,7 +370,7 @@ def tar_matches_index(file: ByteSource, index: ShardIndex, number: int) -> bool:
     return all(index.header_matches(name, file.fileno(), row) for row in some)
 
 
-def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
+def _warn_if_suspicious(path: str, size: int, found: ShardRows) -> None:
     """Warn if samples seem to be missing from a complete tar."""
     zeros = size - found.end
     if not found.samples or size - found.in_samples > max(size // 2, _USUAL_END):

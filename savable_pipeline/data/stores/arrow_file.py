@@ -47,7 +47,7 @@ _NO_DICTIONARIES = "dictionary-encoded columns are not read; write them as plain
 _BIG_ENDIAN = (
     "its numbers are big-endian, which are not read; write what pyarrow's `ipc.open_file(FILE).read_all()` reads anew"
 )
-_CURE = "the file was cut short or is damaged; copy it again"
+_FIX = "the file was cut short or is damaged; copy it again"
 T = TypeVar("T")
 
 
@@ -211,7 +211,7 @@ def read_arrow_table(file: ByteSource, name: str) -> ShardTable:
     try:
         fault = _read_file(file, found) if file.head(len(ARROW_MAGIC)) == ARROW_MAGIC else _read_stream(file, found)
     except MessageError as error:
-        fault = f"{error}: {_CURE}"
+        fault = f"{error}: {_FIX}"
     blob = _blob(found)
     rows = sum(message.rows for message in found.batches)
     digest = _digest(blob, found.schema_digest)
@@ -373,7 +373,7 @@ def _overlap(found: _Found) -> str:
     for one, other in pairwise(batches):
         if other.offset < one.end:
             found.batches.clear()
-            return f"the footer names record batches at bytes {one.offset} and {other.offset} that overlap: {_CURE}"
+            return f"the footer names record batches at bytes {one.offset} and {other.offset} that overlap: {_FIX}"
     return ""
 
 
@@ -384,7 +384,7 @@ def _unnamed(file: ByteSource, found: _Found) -> str:
     for end in ends:
         with contextlib.suppress(MessageError):
             if end not in named and read_message(file, end).kind == _BATCH:
-                return f"the footer does not name the record batch at byte {end}: {_CURE}"
+                return f"the footer does not name the record batch at byte {end}: {_FIX}"
     return ""
 
 

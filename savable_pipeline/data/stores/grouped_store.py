@@ -88,7 +88,7 @@ class AwaitedRows:
         """Return the number of announced rows of a group."""
         return len(self._rows.get(group, ()))
 
-    def take(self, group: RowGroup) -> list[int]:
+    def pop(self, group: RowGroup) -> list[int]:
         """Remove and return the announced rows of a group."""
         rows = sorted(self._rows.pop(group, ()))
         self._count -= len(rows)
@@ -111,12 +111,12 @@ class AwaitedOfGroup:
     def __len__(self) -> int:
         return self._awaited.count(self._group)
 
-    def take(self) -> Iterator[tuple[int, Any, int]]:
-        """Yield number, row and size of each row that is not damaged.
+    def pop_retained(self) -> Iterator[tuple[int, Any, int]]:
+        """Remove these rows, and yield number, copy and size of each undamaged one.
 
         Damaged rows raise when they are read.
         """
-        for row in self._awaited.take(self._group):
+        for row in self._awaited.pop(self._group):
             with contextlib.suppress(ValueError):
                 retained = self.rows.retain(row - self._first)
                 yield row, retained, retained.size
@@ -158,7 +158,7 @@ class DecodedBlocks(Generic[T]):
 
         `decode` returns the block and its bytes.
 
-        When the block is given up, those of its rows that are `awaited` are kept.
+        When the block is evicted, those of its rows that are `awaited` are retained.
         """
         found = self.cached(key)
         return self._add(key, *decode(), awaited) if found is None else found
@@ -189,23 +189,23 @@ class DecodedBlocks(Generic[T]):
         self.decoded += 1
         self._retained_bytes -= sum(each for _, each in self._retained.pop(key, {}).values())
         while self._blocks and self.bytes + size > self.limit:
-            self._give_up()
+            self._evict_block()
         self._blocks[key] = block, size, awaited
         self._block_bytes += size
         return block
 
-    def _give_up(self) -> None:
+    def _evict_block(self) -> None:
         """Evict the block of which the fewest rows are awaited; of several, the one used longest ago."""
         key = min(self._blocks, key=lambda key: len(self._blocks[key][2] or ()))
         _, size, awaited = self._blocks.pop(key)
         self._block_bytes -= size
         if awaited:
-            self._retained[key] = {row: (value, each) for row, value, each in awaited.take()}
+            self._retained[key] = {row: (value, each) for row, value, each in awaited.pop_retained()}
             self._retained_bytes += sum(each for _, each in self._retained[key].values())
         while self._retained_bytes > self.limit // 2:
             oldest = next(iter(self._retained))
             self._drop(oldest, next(iter(self._retained[oldest])))
-            self._tell()
+            self._log_once()
 
     def _drop(self, key: Hashable, row: int) -> None:
         rows = self._retained.get(key)
@@ -214,12 +214,12 @@ class DecodedBlocks(Generic[T]):
             if not rows:
                 del self._retained[key]
 
-    def _tell(self) -> None:
+    def _log_once(self) -> None:
         if not self._warned:
             self._warned = True
             log.info(
                 "rows of more than %s are in shuffle buffers, or were never read: row groups may be decoded again for "
-                "them; give more cache_bytes, or smaller buffers",
+                "them. Pass a larger cache_bytes, or smaller buffers",
                 human_bytes(self.limit // 2),
             )
 
@@ -350,7 +350,7 @@ class ColumnarStore(GroupedStore):
         """Return the rows of a group. Raises `ShardError`."""
 
     @property
-    def cure(self) -> str:
+    def fix(self) -> str:
         """Return what to do about rows that name files without their bytes."""
         source = self.where(0) if len(self.entries) == 1 else self.address
         return (
@@ -463,7 +463,7 @@ class ColumnarStore(GroupedStore):
         from savable_pipeline.data.stores.arrow_columns import NoBytesError
 
         if isinstance(error, NoBytesError):
-            return ShardError(f"{self.where(shard)}: row {row}: {error}; {self.cure}", reason=NO_BYTES)
+            return ShardError(f"{self.where(shard)}: row {row}: {error}; {self.fix}", reason=NO_BYTES)
         return self.damaged(shard, f"row {row}", str(error))
 
     def _check_columns_of_first_file(self) -> None:

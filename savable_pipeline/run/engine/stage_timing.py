@@ -36,7 +36,7 @@ class WatchedSamples(msgspec.Struct):
     bytes_read: int = 0
 
 
-def take_counts(stages: Sequence[Stage]) -> dict[str, int | float]:
+def pop_counts(stages: Sequence[Stage]) -> dict[str, int | float]:
     """Collect and clear the event counters of these stages, as `STAGE/NAME`."""
     counts: dict[str, int | float] = {}
     for stage in stages:

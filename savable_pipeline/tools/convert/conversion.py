@@ -44,7 +44,7 @@ from savable_pipeline.tools.convert.options import HASHES, MANIFEST, WORK, Optio
 from savable_pipeline.tools.convert.prepare import Prepared, prepare_source
 from savable_pipeline.tools.convert.range_job import RECORD_FILE, Hashes, RangeJob
 from savable_pipeline.tools.convert.shard_series import room_on
-from savable_pipeline.tools.convert.source import ConversionSource, close_sources, find_files
+from savable_pipeline.tools.convert.source import ConversionSource, close_all, find_files
 from savable_pipeline.tools.convert.target import Target, target_at
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def _work_in(output: Target) -> Iterator[None]:
                     folder.rmdir()
             raise
         finally:
-            close_sources()
+            close_all()
         shutil.rmtree(work)
 
 

@@ -31,7 +31,7 @@ from savable_pipeline.data.shards.index_making import NOTE, each_job
 from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.tools.convert.range_job import RangeJob, Written, write_range
 from savable_pipeline.tools.convert.shard_series import locked
-from savable_pipeline.tools.convert.source import close_source
+from savable_pipeline.tools.convert.source import close_open_source
 
 _VISIBLE_S = 120.0  # seconds; network file systems may cache for a minute that a file does not exist
 _SERVE = "savable_pipeline.tools.convert.jobs:serve_ranges"
@@ -126,7 +126,7 @@ def attempt(job: RangeJob) -> Written:
     try:
         return write_range(job)
     finally:
-        close_source()
+        close_open_source()
 
 
 def _wait_until_visible(job: RangeJob) -> None:
