@@ -131,10 +131,11 @@ def _all_caches() -> list[DescriptorCache]:
     return [cache for known in _caches.valuerefs() if (cache := known()) is not None]
 
 
-def handle_limit() -> int:
-    """Return how many descriptors all datasets of this process may keep open together."""
+def make_room() -> None:
+    """Close descriptors until one more is within the limit of all datasets of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 30 if soft == resource.RLIM_INFINITY else max(1, soft // 2)
+    if soft != resource.RLIM_INFINITY:
+        close_down_to(max(1, soft // 2) - 1)
 
 
 def close_down_to(limit: int) -> None:

@@ -76,7 +76,7 @@ class Dataset:
         self.count = int(self.firsts[-1])
         if not self.count:
             raise ShardError(
-                f"{self.address}: no sample in {len(self.entries)} shards. {store.rejects_warning()}".rstrip()
+                f"{self.address}: no sample in {len(self.entries)} shards. {store.rejects_warning()}".strip()
             )
         # Methods that samples call are bound here, because a wrapper around `read` would cost a tenth of it.
         self.read, self.array, self.head, self.key = store.read, store.array, store.head, store.key

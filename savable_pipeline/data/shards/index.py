@@ -245,10 +245,8 @@ def kind_of(path: Path) -> str:
     with path.open("rb") as file:
         begin = file.read(_FIRST)
         begin += file.read(min(int.from_bytes(begin[16:], "little"), path.stat().st_size))
-    length = len(begin) - _FIRST
-    if begin[:8] != INDEX_MAGIC or length <= 0:
-        raise ShardError(f"{path}: not an index of this version, or damaged")
-    return _head(path, memoryview(begin), length)[0].kind
+    head_bytes(str(path), begin)  # raises for another file
+    return _head(path, memoryview(begin), len(begin) - _FIRST)[0].kind
 
 
 def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList, NDArray[np.uint64], Rows, int]:

@@ -21,15 +21,10 @@ from savable_pipeline.data.stores.ranges import with_media
 
 def open_arrow(found: IndexedFiles, **settings: Any) -> Any:
     """Open the store of Arrow files."""
-    from savable_pipeline.data.stores.arrow_store import ArrowStore
+    from savable_pipeline.data.stores import arrow_store
 
-    return ArrowStore(found, **settings)
-
-
-def _open_ranged(found: IndexedFiles, **settings: Any) -> Any:
-    from savable_pipeline.data.stores.arrow_store import RangedArrowStore
-
-    return RangedArrowStore(found, **settings)
+    plain = settings.get("ranges") is None
+    return (arrow_store.ArrowStore if plain else arrow_store.RangedArrowStore)(found, **settings)
 
 
 # names of the metadata files of HF `datasets`
@@ -75,6 +70,6 @@ ARROW = Format(
     markers=(STATE, INFO, SPLITS),
     claims=_is_saved,
     listed=_data_files,
-    by_setting={"ranges": partial(with_media, variant="ranges", store=_open_ranged)},
+    by_setting={"ranges": partial(with_media, variant="ranges")},
     no_rows=bytes(16),
 )

@@ -20,17 +20,17 @@ import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from json.encoder import encode_basestring
-from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 
 from savable_pipeline.core.wording import counted
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
 from savable_pipeline.data.shards.index import FileBlob
 from savable_pipeline.data.shards.number_spool import NumberSpool
+from savable_pipeline.data.stores.sample_names import suffix_of
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, folders_in, is_file, is_url, text_format
 
 _SEPARATORS = ",;\t|"
@@ -55,7 +55,7 @@ def _found_rows(file: ByteSource) -> tuple[str, FileBlob]:
                 begins.append(begin)
     except ValueError as error:
         fault = str(error)
-        if fault.endswith(_SOLUTION) and ".tsv" in file.name.lower() and (number := _uneven_line(lines())):
+        if fault.endswith(_SOLUTION) and ".tsv" in file.name.lower() and (number := _shape(lines())[1]):
             fault += f", or give line {number} as many cells as the first line, so that quotes can be text"
     if not (fault and len(begins.numbers())):  # otherwise the last row may end after the fault
         begins.append(file.size)
@@ -83,10 +83,8 @@ def quotes_are_text(lines: Callable[[], Iterable[str]], name: str) -> bool:
         lines: Returns the lines of the file, with their ends.
         name: The name of the file.
     """
-    if ".tsv" not in name.lower() or _uneven_line(lines()):
-        return False
-    (_, header), *_ = itertools.chain(itertools.islice(_with_text(lines()), 1), [(0, "")])
-    if "\t" not in header or '"' in header:
+    header, uneven = _shape(lines()) if ".tsv" in name.lower() else ("", 0)
+    if uneven or "\t" not in header or '"' in header:
         return False
     quoted: dict[int, list[set[str]]] = {}
     for _, line in _with_text(lines()):
@@ -108,11 +106,11 @@ def _marks_of(cell: str) -> set[str]:
     return {mark for mark in (*text, f"first {text[0]}", f"last {text[-1]}") if not mark[-1].isalnum()}
 
 
-def _uneven_line(lines: Iterable[str]) -> int:
-    """Return the number of the first line that has not as many tabs as the first, or 0."""
-    rows = ((number, line.count("\t")) for number, line in _with_text(lines))
-    _, tabs = next(rows, (0, 0))
-    return next((number for number, count in rows if count != tabs), 0)
+def _shape(lines: Iterable[str]) -> tuple[str, int]:
+    """Return the first line, and the number of the first line that has not as many tabs, or 0."""
+    rows = _with_text(lines)
+    _, header = next(rows, (0, ""))
+    return header, next((number for number, line in rows if line.count("\t") != header.count("\t")), 0)
 
 
 def _with_text(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
@@ -162,41 +160,40 @@ def refuse_row(name: str, values: Iterable[str]) -> None:
 
 def _rows(text: Iterable[str], name: str, *, plain: bool) -> Iterator[tuple[int, int, Row]]:
     """Yield the rows that are not blank, each with its first byte and line. Raises ValueError."""
-    lines = _Counted(text)
-    begin, line, tabs = 0, 1, -1
+    source, lines, begin, number, tabs = iter(text), list[str](), 0, 1, -1
+    head = next(source, "")
+
+    def next_lines() -> Iterator[str]:
+        for line in itertools.chain([head], source):
+            lines.append(line)
+            yield line if begin else line.removeprefix("\ufeff")
+
+    separator = separator_of(head, name)
+    rows = rows_of(next_lines(), separator, plain=plain)
     try:
-        head = next(lines, "")
-        separator = separator_of(head, name)
-        rows = rows_of(itertools.chain([head.removeprefix("\ufeff")], lines), separator, plain=plain)
         for row in rows:
             "".join(row).encode()
-            if rows.line_num > line and separator == "\t" and lines.first.count("\t") == lines.last.count("\t") == tabs:
+            if len(lines) > 1 and separator == "\t" and lines[0].count("\t") == lines[-1].count("\t") == tabs:
                 raise csv.Error(f"quotes join the lines to {rows.line_num} into one row, but each has all cells")
             if row:
                 tabs = len(row) - 1 if tabs < 0 else tabs
-                yield begin, line, row
-            begin, line, lines.first = lines.bytes, rows.line_num + 1, ""
+                yield begin, number, row
+            begin += sum(
+                len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape")) for line in lines
+            )
+            number += len(lines)
+            lines.clear()
     except UnicodeEncodeError as error:
         fault = f"it holds the byte 0x{ord(error.object[error.start]) & 0xFF:02x}"
     except csv.Error as error:
         fault = f"{error}. {_SOLUTION}"
     else:
         return
-    raise ValueError(f":{line}: cannot be read as a table in UTF-8: {fault}")
+    raise ValueError(f":{number}: cannot be read as a table in UTF-8: {fault}")
 
 
-class _Counted(Iterator[str]):
-    """Lines of a text, with the number of bytes of those that were yielded, and the first and last of a row."""
-
-    def __init__(self, text: Iterable[str]) -> None:
-        self._text, self.bytes = iter(text), 0
-        self.first = self.last = ""
-
-    def __next__(self) -> str:
-        line = self.last = next(self._text)
-        self.first = self.first or line
-        self.bytes += len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
-        return line
+def _bytes_of(line: str) -> int:
+    return len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
 
 
 def rows_of(lines: Iterable[str], separator: str, *, plain: bool) -> Any:
@@ -287,24 +284,6 @@ class CsvStore(TableStore):
         return {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """Statistics of a column in the first rows."""
-
-    name: str
-    cells: int  # that are not empty
-    paths: list[str]  # those of them that are no URLs
-    existing: int  # those of them that are files
-
-    @property
-    def names_files(self) -> bool:
-        return bool(self.name in FILE_FIELDS and self.paths) or (self.existing > 0 and 2 * self.existing >= self.cells)
-
-    @property
-    def endings(self) -> set[str]:
-        return {PurePosixPath(path).suffix.lower() for path in self.paths}
-
-
 def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]:
     """Return the columns that name files, warnings, and a column of URLs.
 
@@ -314,26 +293,29 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
     of its non-empty cells are paths of files. Messages call the table `name`. Raises ValueError if the name of a column
     is the path of a file.
     """
-    root, head = store.root_of(0), list(_first_rows(store))
+    root, rows = store.root_of(0), list(_first_rows(store))
     if not root:
         return [*FILE_FIELDS], [], ""
-    refuse_row(name, (cell for cell in store.header(0) if is_file(root, cell)))
-    columns = [_examined(column, head, root) for column in store.header(0)]
-    found = [column for column in columns if column.names_files]
-    if not found:  # as the `clips/` of Common Voice
-        few = [[_examined(column, head[:16], each) for column in store.header(0)] for each in folders_in(root)]
-        below = [naming for each in few if (naming := [column for column in each if column.names_files])]
-        found = below[0] if len(below) == 1 else []
-    urls = next((column.name for column in columns if column.cells and 2 * len(column.paths) <= column.cells), "")
-    fields = _as_fields(found)
+    header = store.header(0)
+    refuse_row(name, (cell for cell in header if is_file(root, cell)))
+    cells = {column: [cell for row in rows if (cell := row[column])] for column in header}
+    paths = {column: [cell for cell in cells[column] if not is_url(cell)] for column in header}
+    files = {column: _count_files(root, paths[column]) for column in header}
+    naming = [c for c in header if (c in FILE_FIELDS and paths[c]) or 0 < len(cells[c]) <= 2 * files[c]]
+    if not naming:  # as the `clips/` of Common Voice
+        few = {column: cells[column][:16] for column in header if cells[column]}
+        below = [[c for c in few if len(few[c]) <= 2 * _count_files(folder, few[c])] for folder in folders_in(root)]
+        naming = found[0] if len(found := [*filter(None, below)]) == 1 else []
+    fields = as_fields({column: paths[column] for column in naming})
     warnings = [
-        f"{name}: the column {column.name!r} names {counted(column.existing, 'file')} in {counted(len(head), 'row')} "
+        f"{name}: the column {column!r} names {counted(count, 'file')} in {counted(len(rows), 'row')} "
         "and is taken for text; if it names files, give "
-        + " ".join(f"--file-field {each}" for each in [*fields, column.name])
-        for column in columns
-        if column.existing and column not in found
+        + " ".join(f"--file-field {each}" for each in [*fields, column])
+        for column, count in files.items()
+        if count and column not in naming
     ]
-    return fields, warnings, "" if found else urls
+    urls = next((c for c in header if cells[c] and 2 * len(paths[c]) <= len(cells[c])), "")
+    return fields, warnings, "" if naming else urls
 
 
 def _first_rows(store: CsvStore) -> Iterator[dict[str, str | None]]:
@@ -343,20 +325,20 @@ def _first_rows(store: CsvStore) -> Iterator[dict[str, str | None]]:
             yield store.row_of(0, row)[0]
 
 
-def _examined(column: str, head: list[dict[str, str | None]], root: str) -> _Column:
-    cells = [cell for row in head if (cell := row[column])]
-    paths = [cell for cell in cells if not is_url(cell)]
-    return _Column(column, len(cells), paths, sum(is_file(root, path) for path in paths))
+def _count_files(folder: str, cells: list[str]) -> int:
+    return sum(is_file(folder, cell) for cell in cells)
 
 
-def _as_fields(columns: list[_Column]) -> list[str]:
-    """Return the columns as `file_fields`. If two columns have the same extensions, the second gives its name to its
-    parts.
+def as_fields(named: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return columns as `file_fields`, from the paths in each.
+
+    If two columns have the same suffixes, the second gives its name to its parts.
     """
     fields, taken = [], set[str]()
-    for column in columns:
-        fields.append(column.name if taken.isdisjoint(column.endings) else f"{column.name}={column.name}")
-        taken |= column.endings
+    for column, paths in named.items():
+        suffixes = {suffix_of(path) for path in paths}
+        fields.append(column if taken.isdisjoint(suffixes) else f"{column}={column}")
+        taken |= suffixes
     return fields
 
 

@@ -35,7 +35,7 @@ from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.index import Format
 from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, LARGEST_INDEX
 from savable_pipeline.data.stores.arrow import ARROW
-from savable_pipeline.data.stores.csv_table import CSV, quotes_are_text, rows_of, separator_of
+from savable_pipeline.data.stores.csv_table import CSV, as_fields, quotes_are_text, rows_of, separator_of
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.jsonl import JSONL
 from savable_pipeline.data.stores.kaldi import KALDI
@@ -43,14 +43,7 @@ from savable_pipeline.data.stores.lerobot import INFO, LEROBOT
 from savable_pipeline.data.stores.parquet import PARQUET, PARQUET_OF_FILES
 from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
-from savable_pipeline.data.stores.sample_names import (
-    is_for_people,
-    is_media_file,
-    lone_names,
-    no_samples,
-    stem_of,
-    suffix_of,
-)
+from savable_pipeline.data.stores.sample_names import is_for_people, is_media_file, lone, no_samples, stem_of, suffix_of
 from savable_pipeline.data.stores.shar import SHAR
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, FIRST_ROWS, JSON, MARK
 from savable_pipeline.data.stores.tar_store import TARS
@@ -116,8 +109,7 @@ def wanted(names: Sequence[str]) -> dict[str, int]:
         return found
     if any(map(is_media_file, endings)):
         texts += _select(names, endings, (*JSONL.suffixes, *CSV.suffixes))
-        plain = _tables(_select(names, endings, (".txt",)), names)
-        found |= dict.fromkeys(sorted(plain)[:_FEW], _HEAD)
+        found |= dict.fromkeys(sorted(_tables(_select(names, endings, (".txt",)), names))[:_FEW], _HEAD)
     alone = _tables(texts, names) or _bare(names)
     return {**dict.fromkeys(sorted(alone)[:_FEW], _HEAD), **found}
 
@@ -188,7 +180,7 @@ def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
 
 def _tables(some: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the names of tables about others, without files for people."""
-    return [name for name in lone_names(some, names) if not is_for_people(name)]
+    return [name for name in lone(some, names) if not is_for_people(name)]
 
 
 def _by_format(names: Sequence[str], endings: set[str], heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
@@ -308,8 +300,6 @@ def _ambiguous(found: Mapping[Format, Sequence[str]]) -> ValueError:
 
 def _fields_below(table: str, heads: Mapping[str, bytes], names: Collection[str]) -> tuple[str, ...]:
     """Return the fields whose first rows name media files of one folder beside a table, such as `clips/`."""
-    if table not in heads:
-        return ()
     folder = posixpath.join(posixpath.dirname(table), "")
     below = {name[len(folder) :].partition("/")[0] for name in names if name.startswith(folder) and is_media_file(name)}
     naming = [*filter(None, (_fields_of(table, heads[table], names, each) for each in sorted(below)))]
@@ -330,11 +320,7 @@ def _fields_of(table: str, head: bytes, names: Collection[str], below: str = "")
             if is_path and posixpath.normpath(posixpath.join(folder, path)) in names:
                 found.setdefault(field, path)
     usual = [field for field in _USUAL if field in found]
-    suffixes = [suffix_of(path) for path in found.values()]
-    return tuple(usual) or tuple(
-        field if suffixes.index(suffix) == number else f"{field}={field}"
-        for number, (field, suffix) in enumerate(zip(found, suffixes, strict=True))
-    )
+    return tuple(usual or as_fields({field: [path] for field, path in found.items()}))
 
 
 def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:

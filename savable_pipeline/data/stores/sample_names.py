@@ -9,14 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from savable_pipeline.data.shards.part_types import (
-    AUDIO_PARTS,
-    IMAGE_PARTS,
-    SUBTITLE_PARTS,
-    TEXT_PARTS,
-    VIDEO_PARTS,
-    part_type,
-)
+from savable_pipeline.data.shards.part_types import MEDIA_PARTS, SUBTITLE_PARTS, TEXT_PARTS, part_type
 from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
 from savable_pipeline.data.shards.tar import split_name
 
@@ -25,7 +18,7 @@ Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]  # True, name
 
 _PEOPLE = ("readme", "license", "notice", "citation", "changelog")
 _ROWS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc")
-_MEDIA = frozenset(f".{name}" for name in (*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
+_MEDIA = frozenset(f".{name}" for name in MEDIA_PARTS)
 
 
 class Reject(msgspec.Struct, frozen=True):
@@ -140,13 +133,13 @@ def no_samples(names: Iterable[str]) -> set[str]:
     known = {*names} if has_media else set()
     return {
         name
-        for name in lone_names(names, names)
+        for name in lone(names, names)
         if is_for_people(name)
         or (has_media and (is_table(name) or f"{name.removesuffix('_stats.json')}.parquet" in known))
     }
 
 
-def lone_names(some: Iterable[str], names: Iterable[str]) -> list[str]:
+def lone(some: Iterable[str], names: Iterable[str]) -> list[str]:
     """Return the names whose stem is that of no other file but tables, such as metadata.csv and metadata.jsonl."""
     stems = Counter(stem_of(name) for name in names if not is_table(name))
     return [name for name in some if stems[stem_of(name)] == (not is_table(name))]

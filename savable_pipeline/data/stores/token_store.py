@@ -34,6 +34,7 @@ from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex,
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
 from savable_pipeline.data.stores.record_store import FileStore, hash_some
+from savable_pipeline.data.stores.shard_files import unreadable_error
 from savable_pipeline.errors import ShardError
 
 FLAT, INDEXED, ARRAY = 0, 1, 2
@@ -362,10 +363,7 @@ class TokenStore(FileStore):
         except TokenFileError as error:
             raise self.damaged(shard, "index", str(error)) from error
         except OSError as error:
-            raise ShardError(
-                f"{error.filename or where}: {error.strerror}. It was there when indexed: restore it",
-                reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
-            ) from error
+            raise unreadable_error(error.filename or where, error) from error
         self._checked.add(shard)
 
 
