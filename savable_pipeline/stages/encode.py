@@ -211,7 +211,7 @@ class Encode(ChunkedStage, ItemStage):
                 if sample.origin is not dataset:
                     dataset, base = sample.origin, keyed.base(sample.origin.source)
                     absent = absent_reason(dataset)
-                index, epoch = sample.index, sample.epoch
+                index, epoch, _ = ref = (sample.index, sample.epoch, 0)
                 if absent or (excluded and index in excluded):
                     self._skipped.skipped(sample, EXCLUDED if index in excluded else Skip(absent))
                     continue
@@ -219,7 +219,7 @@ class Encode(ChunkedStage, ItemStage):
                     status[0], status[1], status[2] = depth, index, epoch
                 if avoided and self._fails_again(sample):
                     break
-                rng: Any = Rng(base, (index, epoch, 0)) if function is None else None
+                rng: Any = Rng(base, ref) if function is None else None
                 if seed is not None:
                     seed(rng.key)
                 try:
@@ -232,11 +232,11 @@ class Encode(ChunkedStage, ItemStage):
                     break  # otherwise a draw in a later sample would undo this count
                 if type(item) not in plain:
                     if type(item) is Skip or hasattr(item, "__next__"):
-                        if self._opens_fan(sample, item, rng or Rng(base, (index, epoch, 0))):
+                        if self._opens_fan(sample, item, rng or Rng(base, ref)):
                             return
                         continue
                     self._add_plain(item)
-                append(Element((index, epoch, 0), item))
+                append(Element(ref, item))
         ahead.next += 1
 
     def _fails_again(self, sample: Sample) -> bool:

@@ -389,12 +389,12 @@ class RefBuffer:
         If a slot repeats, the second time returns the ref that was put there the first time. Slots 5 2 5 return the ref
         in slot 5, the ref in slot 2, and the first of `fresh`.
         """
-        replaced, last, numbers = self._slots[slots], dict[int, int](), slots.tolist()
-        for at, slot in enumerate(numbers) if len(set(numbers)) < len(numbers) else ():
-            if slot in last:
-                replaced[at] = fresh[last[slot]]
-            last[slot] = at
-        self._slots[slots] = fresh  # of a repeated slot, NumPy keeps the last ref
+        replaced, order = self._slots.take(slots), slots.argsort(kind="stable")
+        ordered = slots.take(order)
+        repeats = (ordered[1:] == ordered[:-1]).nonzero()[0]
+        if len(repeats):
+            replaced.put(order[repeats + 1], fresh.take(order[repeats]))
+        self._slots.put(slots, fresh)  # of a repeated slot, NumPy keeps the last ref
         return replaced
 
     def remove(self, at: int, *, last_fills: bool) -> Any:

@@ -16,7 +16,6 @@ The lanes that build new batches do not move, because a rebuilt batch takes no s
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -47,7 +46,7 @@ class _Live:
     lane: Lane
     batches: int
     dropped: dict[str, dict[str, int]]  # in the form of its state
-    counts: Counter[str] = field(default_factory=Counter)  # counters of its stages since the last delivery
+    counts: dict[str, int | float] = field(default_factory=dict)  # counters of its stages since the last delivery
     state: bytes | None = None  # state delivered with the last batch
     early: tuple[Any, bytes] | None = None  # a batch built only to find out that it exists, and the state before it
 
@@ -60,7 +59,8 @@ class _Live:
         """Collect the counters of the stages."""
         if fresh := pop_counts(self.stages):
             self.dropped = with_counts(self.dropped, fresh)
-            self.counts.update(fresh)
+            before = self.counts
+            self.counts = {name: before.get(name, 0) + fresh.get(name, 0) for name in before | fresh}
 
 
 class RebuildRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -141,12 +141,11 @@ class LaneRunner:
                 batch, ref, more = self._serve(live, want)
         self._built_count += 1
         live.collect()
-        counts: dict[str, int | float] = {**live.counts, **{f"{name}/ns": spent_ns for name, spent_ns in spent.items()}}
-        live.counts = Counter()
-        self._live[lane] = live
+        counts = {**live.counts, **{f"{name}/ns": spent_ns for name, spent_ns in spent.items()}}
+        live.counts, self._live[lane] = {}, live
         seconds = time.perf_counter() - start
-        buffered = sum(map(built_items, live.stages))
-        rebuild_s = seconds * buffered / max(1, counts.get("Encode/items", 1))
+        stages = () if self._worker.status is None else live.stages  # in the trainer, no lane moves
+        rebuild_s = seconds * sum(map(built_items, stages)) / max(1, counts.get("Encode/items", 1))
         assert live.state is not None
         dry = batch is _DRY
         batch = None if dry or want == "skip" else batch

@@ -43,7 +43,8 @@ def pop_counts(stages: Sequence[Stage]) -> dict[str, int | float]:
         if stage.counts:
             name = type(stage).__name__
             for event, number in stage.counts.items():
-                counts[f"{name}/{event}"] = counts.get(f"{name}/{event}", 0) + number
+                key = f"{name}/{event}"
+                counts[key] = counts.get(key, 0) + number
             stage.counts.clear()
     return counts
 
