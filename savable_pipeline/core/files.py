@@ -1,4 +1,4 @@
-"""Atomically replaced files, retries, and the limit on descriptors that datasets keep open.
+"""Atomically replaced files, retries, and the limit on open descriptors.
 
 A reader of a replaced file gets the old or the new contents, never a mixture.
 
@@ -132,7 +132,7 @@ def _all_caches() -> list[DescriptorCache]:
 
 
 def make_room() -> None:
-    """Close descriptors until one more is within the limit of all datasets of this process."""
+    """Close descriptors of datasets until one more is within their limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         close_down_to(max(1, soft // 2) - 1)

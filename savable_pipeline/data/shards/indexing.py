@@ -236,8 +236,9 @@ def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = Fal
         is_listed = form.listed is not None and form.listed(heads) is not None
     except ValueError as error:
         raise ShardError(f"{root}: {error}", reason=paths.NO_SUCH_PATH) from error
-    advice = "file in this folder or below it", "sp.read(…) reads any kind, and `savable convert` writes shards"
-    names = without_compressed(str(root), form, listed, names, listed.exact, advice)
+    advice = "sp.read(…) reads files of any kind, and `savable convert SRC DST` writes shards"
+    advices = "file in this folder or below it", advice
+    names = without_compressed(str(root), form, listed, names, listed.exact, advices)
     for name in listed.exact:
         if not (root / name).exists() and not (missing_too and form.has(name)):
             raise paths.missing_error(root / name)
@@ -252,10 +253,10 @@ def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = Fal
 def without_compressed(
     root: str, form: Format, listed: Any, names: Sequence[str], exact: Collection[str], advice: tuple[str, str]
 ) -> list[str]:
-    """Return the names and the `exact` ones, sorted, without compressed files, about which it warns.
+    """Return the names and the `exact` ones, sorted, without compressed files.
 
-    Raises `ShardError` for none, and for a compressed file that is `listed` by name instead of a whole folder. `advice`
-    is what files are called, and what to do without any.
+    It warns of these. Raises `ShardError` for none, and for a compressed file that is `listed` by name instead of a
+    whole folder. `advice` is what files are called, and what to do without any.
     """
     packed = [*filter(form.packs, listed.names)] if form.packed else []
     if packed and not listed.whole:

@@ -88,26 +88,24 @@ def quotes_are_text(lines: Callable[[], Iterable[str]], name: str) -> bool:
         return False
     quoted: dict[int, list[set[str]]] = {}
     for _, line in _with_text(lines()):
-        for column, cell in enumerate(line.split("\t") if '"' in line else ()):
-            is_quoted = _QUOTED.fullmatch(cell.rstrip("\r\n"))
+        for column, cell in enumerate(line.rstrip("\r\n").split("\t") if '"' in line else ()):
+            is_quoted = _QUOTED.fullmatch(cell)
             if '"' in cell and not is_quoted and line[-1] in "\r\n":  # another last line may have been cut
                 return True
             if is_quoted and '""' not in cell and len(found := quoted.setdefault(column, [])) < _FEW:
-                found.append(_marks_of(cell))
-    rows = (line.split("\t") for _, line in itertools.islice(_with_text(lines()), 1, None if quoted else 1))
-    plain = ((row[column], cells) for row in rows for column, cells in quoted.items() if '"' not in row[column])
-    return any(cell.strip("\r\n") and any(each <= _marks_of(cell) for each in cells) for cell, cells in plain)
+                found.append(_signs_of(cell[1:-1]))
+    rows = (row.strip("\r\n").split("\t") for _, row in itertools.islice(_with_text(lines()), 1, None if quoted else 1))
+    cells = ((row[column], found) for row in rows for column, found in quoted.items() if '"' not in row[column])
+    return any(each <= _signs_of(cell) for cell, found in cells if cell for each in found)
 
 
-def _marks_of(cell: str) -> set[str]:
-    """Return the characters of a cell for which a CSV writer may quote it, also those at its start and its end."""
-    text = cell.strip("\r\n")
-    text = text[1:-1] if _QUOTED.fullmatch(text) else text
-    return {mark for mark in (*text, f"first {text[0]}", f"last {text[-1]}") if not mark[-1].isalnum()}
+def _signs_of(cell: str) -> set[str]:
+    """Return why a CSV writer may quote a cell: its signs, and those at its ends."""
+    return {sign for sign in (*cell, f"first {cell[0]}", f"last {cell[-1]}") if not sign[-1].isalnum()}
 
 
 def _shape(lines: Iterable[str]) -> tuple[str, int]:
-    """Return the first line, and the number of the first line that has not as many tabs, or 0."""
+    """Return the first line, and the number of the first one with other tabs, or 0."""
     rows = _with_text(lines)
     _, header = next(rows, (0, ""))
     return header, next((number for number, line in rows if line.count("\t") != header.count("\t")), 0)
@@ -169,7 +167,7 @@ def _rows(text: Iterable[str], name: str, *, plain: bool) -> Iterator[tuple[int,
             yield line if begin else line.removeprefix("\ufeff")
 
     separator = separator_of(head, name)
-    rows = rows_of(next_lines(), separator, plain=plain)
+    rows = csv_rows(next_lines(), separator, plain=plain)
     try:
         for row in rows:
             "".join(row).encode()
@@ -196,7 +194,7 @@ def _bytes_of(line: str) -> int:
     return len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
 
 
-def rows_of(lines: Iterable[str], separator: str, *, plain: bool) -> Any:
+def csv_rows(lines: Iterable[str], separator: str, *, plain: bool) -> Any:
     """Return Python's reader of the rows in lines. Quotes are text in `plain` ones."""
     if plain:
         return csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_NONE, strict=True)
@@ -255,7 +253,7 @@ class CsvStore(TableStore):
         header = self._known.get(shard) or self._headers(shard)
         try:
             with _wide_fields() if len(raw) > _WIDE else contextlib.nullcontext():
-                (row,) = rows_of([raw.decode().rstrip("\r\n")], header.separator, plain=header.plain)
+                (row,) = csv_rows([raw.decode().rstrip("\r\n")], header.separator, plain=header.plain)
         except (ValueError, csv.Error) as error:
             raise self.damaged(shard, f"byte {begin}", f"no row now: {error}", reason="changed shard") from error
         if len(row) != len(header.columns):
@@ -275,7 +273,7 @@ class CsvStore(TableStore):
             separator = separator_of(lines[0], self.entries.names[shard])
             plain = len(self.blob(shard)) > self.entries.samples[shard] + 1
             with _wide_fields():
-                columns = named(next(row for row in rows_of(lines, separator, plain=plain) if row))
+                columns = named(next(row for row in csv_rows(lines, separator, plain=plain) if row))
             found = self._known[shard] = _Header(columns, [f"{_as_json(name)}: " for name in columns], separator, plain)
         return found
 

@@ -35,7 +35,7 @@ from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.index import Format
 from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, LARGEST_INDEX
 from savable_pipeline.data.stores.arrow import ARROW
-from savable_pipeline.data.stores.csv_table import CSV, as_fields, quotes_are_text, rows_of, separator_of
+from savable_pipeline.data.stores.csv_table import CSV, as_fields, csv_rows, quotes_are_text, separator_of
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.jsonl import JSONL
 from savable_pipeline.data.stores.kaldi import KALDI
@@ -329,7 +329,7 @@ def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(ValueError, LookupError, StopIteration, csv.Error, RecursionError):
         if CSV.has(table):
             lines = [*io.StringIO(text, newline="")][: None if len(head) < _HEAD else -1]
-            rows = rows_of(lines, separator_of(lines[0], table), plain=quotes_are_text(lambda: lines, table))
+            rows = csv_rows(lines, separator_of(lines[0], table), plain=quotes_are_text(lambda: lines, table))
             header = next(rows)
             yield from (dict(zip(header, row, strict=False)) for row in rows)
         end, decoder = 0, json.JSONDecoder()

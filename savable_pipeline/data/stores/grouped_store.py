@@ -1,4 +1,4 @@
-"""`GroupedStore`: files with rows that are decoded in groups, and `ColumnarStore`, the base of Parquet and Arrow.
+"""`GroupedStore` decodes rows in groups. `ColumnarStore` is that of columns.
 
     file ─ groups of rows ─ each decoded once, into `DecodedBlocks` ─ rows
 

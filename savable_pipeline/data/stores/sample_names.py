@@ -140,6 +140,9 @@ def no_samples(names: Iterable[str]) -> set[str]:
 
 
 def lone(some: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return the names whose stem is that of no other file but tables, such as metadata.csv and metadata.jsonl."""
+    """Return the names whose stem is that of no other file but tables.
+
+    An example is metadata.csv beside metadata.jsonl.
+    """
     stems = Counter(stem_of(name) for name in names if not is_table(name))
     return [name for name in some if stems[stem_of(name)] == (not is_table(name))]
