@@ -99,7 +99,7 @@ class TarRows:
         if not found.firsts[-1]:
             fault = next(iter(found.entries.faults.values()), "")
             why = fault or "Name a sample's files KEY.EXTENSION in the tar"
-            raise ShardError(f"{found.address}: no sample in {len(found.entries)} shards. {why}")
+            raise ShardError(f"{found.address}: no sample in {counted(len(found.entries), 'shard')}. {why}")
 
     def rows(self, shards: Rows, places: Rows) -> Rows:
         """Return the index rows of the samples at these positions of these shards."""

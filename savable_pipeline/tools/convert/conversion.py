@@ -243,7 +243,7 @@ def _check_reshard(source: ConversionSource, reshard: bool) -> None:
     """
     if source.form == TARS and not source.packed and not reshard:
         raise ValueError(
-            f'{source.path}: tars need no conversion. Read them by sp.TarShardReader("{source.path}", lane), or pass '
+            f'{source.path}: tars need no conversion. Read them by sp.read("{source.path}"), or pass '
             "--reshard for other sizes, parts, keys or splits"
         )
     if reshard and source.form != TARS:

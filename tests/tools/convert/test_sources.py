@@ -107,7 +107,7 @@ def test_source_url_is_recognized(tmp_path: Path) -> None:
 
 def test_tars_are_read_unchanged_with_a_message(tmp_path: Path) -> None:
     write_tar(tmp_path / "in/a.tar", [("k.txt", b"x")])
-    with pytest.raises(ValueError, match=r"tars need no conversion\. Read them by sp\.TarShardReader.* --reshard"):
+    with pytest.raises(ValueError, match=r"tars need no conversion\. Read them by sp\.read.* --reshard"):
         run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
     with pytest.raises(ValueError, match="a folder of files: --reshard is only for tars"):
         run_conversion(write_captioned_images(tmp_path / "files", 2), tmp_path / "out", SMALL, reshard=True)
