@@ -127,7 +127,7 @@ def _row_begins(rows: Iterator[tuple[int, int, Row]]) -> Iterator[int]:
     twice = next((column for column, count in Counter(header).items() if count > 1), None)
     if twice is not None:
         raise ValueError(f": {header.count(twice)} columns are named {twice!r}. Give each its own name")
-    refuse_row("", (cell for cell in header if is_url(cell)))
+    reject_row("", (cell for cell in header if is_url(cell)))
     any_row = False
     for begin, _, _ in rows:
         any_row = True
@@ -148,7 +148,7 @@ def named(header: Row) -> Row:
     return [name or f"Unnamed: {number}" for number, name in enumerate(header)]
 
 
-def refuse_row(name: str, values: Iterable[str]) -> None:
+def reject_row(name: str, values: Iterable[str]) -> None:
     """Raise ValueError if the first line is a row instead of the names of columns."""
     if value := next(iter(values), None):
         raise ValueError(
@@ -295,7 +295,7 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
     if not root:
         return [*FILE_FIELDS], [], ""
     header = store.header(0)
-    refuse_row(name, (cell for cell in header if is_file(root, cell)))
+    reject_row(name, (cell for cell in header if is_file(root, cell)))
     cells = {column: [cell for row in rows if (cell := row[column])] for column in header}
     paths = {column: [cell for cell in cells[column] if not is_url(cell)] for column in header}
     files = {column: _count_files(root, paths[column]) for column in header}

@@ -98,7 +98,7 @@ def _count(offsets: FileBlob) -> int:
     return int(np.searchsorted(offsets, offsets[-1]))
 
 
-def without_mark(line: bytes, begin: int) -> bytes:
+def without_byte_order_mark(line: bytes, begin: int) -> bytes:
     """Return a line without the byte order mark at the start of some files."""
     return line if begin else line.removeprefix(MARK)
 

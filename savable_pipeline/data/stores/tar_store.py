@@ -354,7 +354,7 @@ def warning_of_links(address: str, index: tar_format.TarIndex, numbers: Iterable
 
 
 class _TarFormat(Format):
-    """Tars have an index of their own, and offsets beside them that Energon reads."""
+    """Format of tars, with an index of its own, and with sidecars of offsets that Energon reads."""
 
     index, offsets_suffix = tar_format.TarIndex, ".idx"
 

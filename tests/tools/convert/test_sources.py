@@ -67,7 +67,7 @@ def test_layout_has_the_format_that_it_is_read_with(tmp_path: Path, layout: Layo
         assert find_files(root).form.name == layout.kind
 
 
-def test_tars_beside_compressed_ones_are_all_taken(tmp_path: Path) -> None:
+def test_plain_and_compressed_tars_of_a_folder_are_all_converted(tmp_path: Path) -> None:
     found = find_files(files(tmp_path, "a.tar.gz", "b/c.tar", "d.TAR", "README.md"))
     assert [each.name for each in found.packed] == ["a.tar.gz", "b/c.tar", "d.TAR"]
 
@@ -83,7 +83,7 @@ def test_recognized_format_is_printed_and_can_be_set(tmp_path: Path) -> None:
     assert told.exit_code == 2 and "no format 'files'. Use one of tar, mds" in told.stderr
 
 
-def test_every_format_has_words_for_people() -> None:
+def test_every_format_has_a_description_for_messages() -> None:
     assert WORDS.keys() == {form.name for form in FORMATS}
 
 
