@@ -372,12 +372,18 @@ ANNOTATED: dict[str, tuple[Callable[[Path], None], str]] = {
     "captions in a file of JSON": (both(images, files(captions_dot_json='{"0.jpg": "a"}')), "captions.json"),
     "captions beside pairs": (both(pairs("jpg", "txt"), files(captions_dot_json="{}")), "captions.json"),
     "captions of Flickr8k": (
-        both(written("Images/0.jpg"), lambda root: write(root, {"text/Flickr8k.token.txt": "0.jpg#0\ta dog\n"})),
+        both(
+            written("Images/0.jpg", "Images/1.jpg"),
+            lambda root: write(root, {"text/Flickr8k.token.txt": "0.jpg#0\ta dog\n1.jpg#0\tb\n"}),
+        ),
         "text/Flickr8k.token.txt",
     ),
     "classes of labelImg": (both(pairs("jpg", "txt"), files(classes_dot_txt="dog")), "classes.txt"),
     "lists of CUB": (
-        both(written("images/1.Black/0.jpg"), files(images_dot_txt="1 1.Black/0.jpg\n", sizes_dot_txt="1 20\n")),
+        both(
+            written("images/1.Black/0.jpg", "images/1.Black/1.jpg"),
+            files(images_dot_txt="1 1.Black/0.jpg\n2 1.Black/1.jpg\n", sizes_dot_txt="1 20\n"),
+        ),
         "images.txt",
     ),
     "a folder a sample": (written("a/image.png", "a/meta.json", "b/image.png", "b/meta.json"), "a/meta.json"),
