@@ -131,7 +131,7 @@ def _all_caches() -> list[DescriptorCache]:
     return [cache for known in _caches.valuerefs() if (cache := known()) is not None]
 
 
-def make_room() -> None:
+def evict() -> None:
     """Close descriptors of datasets until one more is within their limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:

@@ -256,14 +256,10 @@ def _check_apart(names: Sequence[str], heads: Mapping[str, bytes]) -> None:
     for name in sorted(others):
         stem, base, head = stem_of(name), posixpath.basename(stem_of(name)), heads.get(name, b"")
         apart = base in bases and posixpath.dirname(name) not in folders
-        is_about = base.lower() in _ABOUT and _alone([name], names)
-        if (
-            apart
-            or is_about
-            or stem in series
-            or _COCO.match(head)
-            or len(paths.intersection(_WORDS.findall(head))) > 1
-        ):
+        is_about = len(paths.intersection(_WORDS.findall(head))) > 1 or (
+            base.lower() in _ABOUT and _alone([name], names)
+        )
+        if apart or is_about or stem in series or _COCO.match(head):
             raise ValueError(
                 f"{name} beside {media[0]} shares its name with no image, audio or video. Put the files of a sample "
                 'into one folder, or write a row for each into metadata.jsonl. format="folder" makes it a sample'

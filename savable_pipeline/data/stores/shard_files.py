@@ -27,15 +27,7 @@ from typing import ClassVar, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.files import (
-    Descriptor,
-    lacks_handles,
-    make_room,
-    register,
-    retry,
-    with_handles,
-    with_retries,
-)
+from savable_pipeline.core.files import Descriptor, evict, lacks_handles, register, retry, with_handles, with_retries
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion, LocalFile
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.indexing import forget_mark
@@ -90,7 +82,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
         register(self)
 
     def __missing__(self, shard: int) -> Descriptor:
-        make_room()
+        evict()
         descriptor = self[shard] = Descriptor(with_handles(lambda: self.open(shard)))
         while len(self) > OPEN_SHARDS:
             self.close_oldest()
