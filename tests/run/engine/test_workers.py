@@ -525,7 +525,7 @@ def redefined(sample: sp.Sample) -> int:  # type: ignore[no-redef]
 def test_unpicklable_object_is_an_error_with_a_fix_for_its_cause(make_shards: Any) -> None:
     read = sp.read(make_shards([4]))
     causes = {
-        r"cannot pickle '_thread.lock' object\. Create objects .* tokenizer, in the worker.*\.encode\(make\)": Tokenizing(),
+        r"cannot pickle '_thread.lock' object\. Create .* tokenizer, in the worker.*\.encode\(make\)": Tokenizing(),
         r"not the same object as .*redefined\. It was redefined, as by a notebook cell": first_defined,
     }
     for told, cause in causes.items():
