@@ -104,7 +104,7 @@ def _user_name(user: int) -> str:
 
 
 def write_pin(path: Path, version: str) -> None:
-    """Write a pin: the checksum of a version, and the version."""
+    """Write a pin: a version on the server, with its checksum."""
     replace_file(path, [xxh3_64(version.encode()).hexdigest().encode(), version.encode()])
 
 

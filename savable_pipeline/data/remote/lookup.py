@@ -402,6 +402,6 @@ def check_stamp(url: str, stamp: str, found: str) -> None:
     """Raise `ShardError` if `found` is not the `stamp` that an object had before."""
     if stamp != found:
         raise ShardError(
-            f"{url}: it was replaced since the start ({stamp} then, {found} now). Do not change it, and start again",
+            f"{url}: it was replaced after the start ({stamp} then, {found} now). Do not change it, and start again",
             reason="changed shard",
         )
