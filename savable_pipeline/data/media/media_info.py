@@ -84,11 +84,8 @@ def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
         info: dict[str, Any] = {"duration_s": None if duration is None else float(duration)}
         if video is not None:
             rate, (width, height) = frame_rate(video), display_size(container, video, file)
-            info |= {
-                "fps": float(rate) if rate else None,
-                "frames": None if is_range else displayed_frames(container, video),
-            }
-            info |= {"width": width or None, "height": height or None}
+            info |= {"fps": float(rate) if rate else None, "width": width or None, "height": height or None}
+            info["frames"] = None if is_range else displayed_frames(container, video)
         if audio is not None and audio.codec_context is not None:
             info |= {"rate": audio.codec_context.sample_rate or None, "channels": audio.codec_context.channels or None}
     return MediaInfo(**info)

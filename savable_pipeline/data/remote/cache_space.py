@@ -147,11 +147,10 @@ class CacheSpace:
         in_use = 512 * sum(blocks.values()) + self._pending
         if in_use <= above:
             return in_use
-        for path in blocks:
+        for path, remaining in blocks.items():
             if in_use <= goal:
                 break
             cached = self._cached(path.parent)
-            remaining = blocks[path]
             if cached is not None:
                 with contextlib.suppress(FileNotFoundError), open_private(path, "r+b") as file:
                     cached.evict(int(path.stem), file.fileno(), wanted=wanted or not is_protected(path.parent))
