@@ -71,8 +71,8 @@ def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...], store: Any
 def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
     """Return the peer that passes batches to this process, and those that get them.
 
-    The first rank gets them from none. Raises `WorkerError` if a peer does not come in time, `SavableError` if they
-    cannot share.
+    In the first rank, the former is None. Raises `WorkerError` if a peer does not connect in time, `SavableError` if
+    they cannot share.
     """
     meeting = _Meeting(sharing, timeout)
     with socket.socket(socket.AF_UNIX) as listener, socket.socket() as public:
