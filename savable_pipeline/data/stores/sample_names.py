@@ -140,7 +140,7 @@ def no_samples(names: Iterable[str]) -> set[str]:
 
 
 def lone(some: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return the names whose stem is that of no other file but tables.
+    """Return the names that share their stem with no other file except tables.
 
     An example is metadata.csv beside metadata.jsonl.
     """

@@ -31,7 +31,7 @@ from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.segments import ALIGN
 
 IS_LINUX = sys.platform == "linux"  # on other systems, each peer gets copies from the first rank
-_GLANCE_S = 0.02  # seconds between two reads of the store
+_POLL_S = 0.02  # seconds between two reads of the store
 _FIRST = "Order the ranks of all sharing groups alike."
 _IN_ORDER = "Create and iterate the same loaders in the same order on each of these ranks."
 _REACH = "Set MASTER_ADDR to an address of a network that both machines share."
@@ -105,7 +105,7 @@ class _Meeting:
         """Return the value, once the peer `index` has written it."""
         while not self._store.check([f"{self._key}/{name}"]):
             self._remaining_s([index])
-            time.sleep(_GLANCE_S)
+            time.sleep(_POLL_S)
         return ast.literal_eval(bytes(self._store.get(f"{self._key}/{name}")).decode())
 
     def _remaining_s(self, missing: Iterable[int]) -> float:
@@ -160,7 +160,7 @@ class _Meeting:
     def _accept(self, listener: socket.socket, expected: set[int]) -> None:
         """Accept these peers. Others, which cannot prove the secret, are rejected."""
         while missing := expected - self.accepted.keys():
-            listener.settimeout(min(self._remaining_s(missing), _GLANCE_S))
+            listener.settimeout(min(self._remaining_s(missing), _POLL_S))
             with contextlib.suppress(OSError), contextlib.ExitStack() as refused:
                 end = refused.enter_context(listener.accept()[0])
                 end.settimeout(3.0)
