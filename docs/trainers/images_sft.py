@@ -5,10 +5,10 @@ from pathlib import Path
 from images import make_loader, name, processor, settings
 from trl import SFTConfig, SFTTrainer
 
-from savable_pipeline.trainers.hf import SavableData
+from savable_pipeline.trainers.hf import SavableDataMixin
 
 
-class SavableSFTTrainer(SavableData, SFTTrainer): ...
+class SavableSFTTrainer(SavableDataMixin, SFTTrainer): ...
 
 
 def main() -> SavableSFTTrainer:

@@ -6,7 +6,7 @@ import deepspeed
 import torch
 
 import savable_pipeline as sp
-from savable_pipeline.trainers.deepspeed import prepare
+from savable_pipeline.trainers.deepspeed import prepare_for_engine
 from task_encoders import LanguageModelingEncoder
 
 run, steps, save_every = Path("run"), 30, 10
@@ -43,7 +43,7 @@ def newest() -> Path | None:
 def main() -> None:
     model, optimizer = make_model()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    loader = prepare(engine, make_loader())  # make it after initialize
+    loader = prepare_for_engine(engine, make_loader())  # make it after initialize
     step = 0
     if folder := newest():
         _, saved = engine.load_checkpoint(folder)

@@ -7,7 +7,7 @@ from lightning.fabric import Fabric
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import savable_pipeline as sp
-from savable_pipeline.trainers.fabric import prepare
+from savable_pipeline.trainers.fabric import setup_loader
 from savable_pipeline.trainers.model_inputs import model_inputs
 from task_encoders import LanguageModelingEncoder
 
@@ -48,7 +48,7 @@ def main() -> None:
     fabric = Fabric(**settings)
     fabric.launch()
     model, optimizer = fabric.setup(*make_model())
-    loader = prepare(fabric, make_loader())  # make it after launch()
+    loader = setup_loader(fabric, make_loader())  # make it after launch()
     state = {"model": model, "optimizer": optimizer, "data": loader}
     step = 0
     if folder := newest():

@@ -156,7 +156,11 @@ def find_item_difference(items: Sequence[Any], field: str = "") -> ItemDifferenc
         )
     if isinstance(first, _STACKED):
         return None
-    return ItemDifference(f"{field or 'an item'} is of type {type(first).__name__}, which cannot be stacked", (0,))
+    return ItemDifference(
+        f"{field or 'an item'} is of type {type(first).__name__}, which cannot be stacked; return "
+        "numbers, strings, arrays or tensors",
+        (0,),
+    )
 
 
 def _first_found(items: Sequence[Any], parts: Sequence[tuple[Any, str]]) -> ItemDifference | None:
@@ -173,6 +177,6 @@ def _differing(items: Sequence[Any], field: str, describe: Callable[[Any], str])
     where = f" in {field}" if field else ""
     return ItemDifference(
         f"items differ{where}: item 0 has {shown[0]}, item {other} has {shown[other]}; make them "
-        "equal, or write a batch(items, rng) that pads",
+        "equal, or write an sp.TaskEncoder with a batch(items, rng) that pads",
         (0, other),
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from operator import index
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, SupportsIndex, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,11 +27,9 @@ def closest(name: object, names: Iterable[object], prefix: str = "") -> str:
 
 def check_count(stage: str, setting: str, value: object) -> None:
     """Raise TypeError or ValueError unless a setting is an int of at least 1."""
-    try:
-        count = index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{stage}: {setting} must be an int, not {value!r}") from None
-    if count < 1:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{stage}: {setting} must be an int, not {value!r}")
+    if index(value) < 1:
         raise ValueError(f"{stage}: {setting} must be at least 1, not {value}")
 
 

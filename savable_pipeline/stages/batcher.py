@@ -337,11 +337,11 @@ class Batcher(EncoderBatches):
 
     def _fill(self, n: int) -> list[Any]:
         """Return the next `n` items, or fewer at the end. Items that are only skipped may be unbuilt."""
-        while len(items := self._buffer.values(n, skips=self.lane.skips)) < n and self._take(n):
+        while len(items := self._buffer.values(n, skips=self.lane.skips)) < n and self._fill_buffer(n):
             pass
         return items
 
-    def _take(self, n: int) -> bool:
+    def _fill_buffer(self, n: int) -> bool:
         """Take items until `n` are buffered. Returns False at the end."""
         if not self._drops_excluded:
             return self._buffer.fill(n) > 0

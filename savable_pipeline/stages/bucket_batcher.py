@@ -187,7 +187,7 @@ class BucketRule:
     def __init__(self, *, key: int, candidates: int, sizes: BucketSizes) -> None:
         self._ranks = SharedRanks(key=key, steps=STEPS)
         self._candidates, self._sizes = candidates, sizes
-        self._came: dict[BucketKey, int] = {}  # number of items that went to each bucket
+        self._arrived: dict[BucketKey, int] = {}  # number of items that went to each bucket
         self._total = 0  # the sum in units of `_BATCH`
 
     def room(self, n: int) -> int:
@@ -197,12 +197,12 @@ class BucketRule:
         """
         return min(self._candidates, FIRST_FULL + n)
 
-    def came(self, bucket: BucketKey) -> None:
+    def count_item(self, bucket: BucketKey) -> None:
         """Count an item that goes to a bucket."""
-        self._came[bucket] = self._came.get(bucket, 0) + 1
+        self._arrived[bucket] = self._arrived.get(bucket, 0) + 1
         self._total += self._parts(bucket)
         if self._total >= COUNTED * self._candidates * _BATCH:
-            self.restore([(bucket, count // 2) for bucket, count in self._came.items()])
+            self.restore([(bucket, count // 2) for bucket, count in self._arrived.items()])
 
     def _parts(self, bucket: BucketKey) -> int:
         """Return the fraction of a batch that an item is, in units of `_BATCH`."""
@@ -226,19 +226,19 @@ class BucketRule:
     def _widths(self, items: Mapping[BucketKey, int]) -> dict[BucketKey, int]:
         """Return the width of each bucket that has or had items; fractions are relative to the sum."""
         scale = WIDER * self._candidates
-        widths = {bucket: scale * count * self._parts(bucket) for bucket, count in self._came.items()}
+        widths = {bucket: scale * count * self._parts(bucket) for bucket, count in self._arrived.items()}
         for bucket, count in items.items():
             widths[bucket] = widths.get(bucket, 0) + self._total * count // self._sizes.of(*bucket)
         return widths
 
     def counts(self) -> list[tuple[BucketKey, int]]:
         """Return the number of items that went to each bucket, for `restore`."""
-        return list(self._came.items())
+        return list(self._arrived.items())
 
     def restore(self, counts: Sequence[tuple[BucketKey, int]]) -> None:
         """Continue with these counts."""
-        self._came = {bucket: count for bucket, count in counts if count}
-        self._total = sum(count * self._parts(bucket) for bucket, count in self._came.items())
+        self._arrived = {bucket: count for bucket, count in counts if count}
+        self._total = sum(count * self._parts(bucket) for bucket, count in self._arrived.items())
 
 
 class _BucketState(msgspec.Struct):
@@ -355,15 +355,15 @@ class BucketBatcher(EncoderBatches):
     def _next_bucket(self) -> BucketKey | None:
         """Return the bucket of the next batch, whose items are built, or None at the end."""
         while (key := self._fill()) is not None:
-            if self._make_items(key):
+            if self._build_missing(key):
                 return key
         return None
 
-    def _make_items(self, key: BucketKey) -> bool:
+    def _build_missing(self, key: BucketKey) -> bool:
         """Build the missing items of a bucket's next batch. Returns False if one of them left the bucket."""
         buffer = self._buckets[key]
         due = range(min(self._size(key), len(buffer)))
-        return buffer.built == len(buffer) or all(self._is_skipped(buffer[i]) or self._make(key, i) for i in due)
+        return buffer.built == len(buffer) or all(self._is_skipped(buffer[i]) or self._build_item(key, i) for i in due)
 
     def _is_skipped(self, element: Element) -> bool:
         """Return whether an element need not be built, because its batch is skipped and the element cannot be lost."""
@@ -414,7 +414,7 @@ class BucketBatcher(EncoderBatches):
             self._by_source.count_item(element.ref)
             self._put(key, element.value, element.ref)
             if self._rule is not None:
-                self._rule.came(key)
+                self._rule.count_item(key)
         self._taken.drop(1)
         return key
 
@@ -445,7 +445,7 @@ class BucketBatcher(EncoderBatches):
                 f"BucketBatcher: {row:,} items in a row were longer than the last bound, {self.bounds[-1]}. Raise it."
             )
 
-    def _make(self, key: BucketKey, i: int) -> bool:
+    def _build_item(self, key: BucketKey, i: int) -> bool:
         """Build item `i` of a bucket. Returns False if it is lost, or if it is a pack that lost items and moved."""
         buffer = self._buckets[key]
         element = buffer[i]
@@ -508,7 +508,7 @@ class BucketBatcher(EncoderBatches):
         """
         saved = parse_state(self, state, _BucketState)
         keys = self._sizes.saved(saved.keys, len(saved.buckets))
-        came = [(self._sizes.saved_bucket(group, number), count) for group, number, count in saved.came or ()]
+        counts = [(self._sizes.saved_bucket(group, number), count) for group, number, count in saved.came or ()]
         self._restore_first(saved.first)
         self.source.restore_state(saved.source)
         self._buckets = {}
@@ -520,7 +520,7 @@ class BucketBatcher(EncoderBatches):
         self._taken.restore(saved.taken)
         self._count = saved.count
         if self._rule is not None:
-            self._rule.restore(came)
+            self._rule.restore(counts)
 
     def settings(self) -> dict[str, Any]:
         """Return every argument, and the encoder if it is not the one upstream."""

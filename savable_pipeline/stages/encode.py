@@ -24,7 +24,7 @@ from savable_pipeline.core.on_error import OnError, skips
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import Ref
-from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample import Sample, sample_name
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError, SavableError
 from savable_pipeline.stages.chunked_stage import ChunkedStage, count_of
 from savable_pipeline.stages.cost import Size
@@ -211,7 +211,7 @@ class Encode(ChunkedStage, ItemStage):
                 if sample.origin is not dataset:
                     dataset, base = sample.origin, keyed.base(sample.origin.source)
                     absent = absent_reason(dataset)
-                index, epoch = sample.index, sample.epoch
+                index, epoch, _ = ref = (sample.index, sample.epoch, 0)
                 if absent or (excluded and index in excluded):
                     self._skipped.skipped(sample, EXCLUDED if index in excluded else Skip(absent))
                     continue
@@ -219,7 +219,7 @@ class Encode(ChunkedStage, ItemStage):
                     status[0], status[1], status[2] = depth, index, epoch
                 if avoided and self._fails_again(sample):
                     break
-                rng: Any = Rng(base, (index, epoch, 0)) if function is None else None
+                rng: Any = Rng(base, ref) if function is None else None
                 if seed is not None:
                     seed(rng.key)
                 try:
@@ -232,18 +232,18 @@ class Encode(ChunkedStage, ItemStage):
                     break  # otherwise a draw in a later sample would undo this count
                 if type(item) not in plain:
                     if type(item) is Skip or hasattr(item, "__next__"):
-                        if self._opens_fan(sample, item, rng or Rng(base, (index, epoch, 0))):
+                        if self._opens_fan(sample, item, rng or Rng(base, ref)):
                             return
                         continue
                     self._add_plain(item)
-                append(Element((index, epoch, 0), item))
+                append(Element(ref, item))
         ahead.next += 1
 
     def _fails_again(self, sample: Sample) -> bool:
         """Return whether a sample failed before. If so, count it."""
         if (sample.index, sample.epoch) in self._skipped.avoided:
             self.keyed.seeding.check(ends=True)
-            self._skipped.avoided_again(sample)
+            self._skipped.count_avoided_again(sample)
         return (sample.index, sample.epoch) in self._skipped.avoided
 
     def _add_plain(self, item: Any) -> None:
@@ -512,7 +512,7 @@ class KeyedEncoder:
             item = fan.next() if fan.pass_over(part) else DONE
         if item is DONE:
             raise EncodeError(
-                f"{self._name}.encode did not yield item {part} of sample {sample.key!r} of {sample.shard} again. "
+                f"{self._name}.encode did not yield item {part} of {sample_name(sample)} again. "
                 "It must depend on the sample and `rng` alone."
             )
         return item
@@ -542,7 +542,7 @@ class FanOut:
         self.encoded, self.count = self._keyed.opened(self.sample, wanted)
         if not hasattr(self.encoded[0], "__next__") or not self.pass_over(wanted):
             raise CheckpointMismatchError(
-                f"Encode: sample {self.sample.key!r} of {self.sample.shard} yields fewer items than in the saved "
+                f"Encode: {sample_name(self.sample)} yields fewer items than in the saved "
                 "run. Use its encoder, which must depend on the sample and `rng` alone."
             )
         return self._next(*self.encoded)
@@ -624,7 +624,7 @@ class DeclaredSize:
             return
         name = type(self._encoder).__name__
         length_of = "length_of" if self._encoder.length_column is None else "length_column"
-        where = f"stage Encode, shard {sample.shard}, key {sample.key!r}"
+        where = f"stage Encode, {sample_name(sample)}"
         if type(item) is Skip or hasattr(item, "__next__"):
             did = f"skipped the sample with {item.reason!r}" if type(item) is Skip else "yields several items"
             raise EncodeError(

@@ -147,6 +147,8 @@ class EncoderCalls:
             return result
         except Exception as error:
             name = "select" if noun == "round" else f"{self.encoder_name}.{noun}"
+            if noun == "batch" and not overrides(self.encoder, "batch"):
+                name = "stacking items"
             which = f", {noun} {rng.parts[0]} ({len(items)} items)"
             raise self._error(name, error, which) from from_user_code(error)
 

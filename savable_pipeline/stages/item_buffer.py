@@ -86,7 +86,7 @@ class ItemBuffer(StageBuffer):
         ...         self.held = custom.ItemBuffer(self)
         ...     def __next__(self):
         ...         while self.held or self.held.fill(2):
-        ...             item, self.ref = self.held.take(-1)
+        ...             item, self.ref = self.held.pop(-1)
         ...             if type(item) is not sp.Skip:
         ...                 return item
         ...         raise StopIteration
@@ -190,7 +190,7 @@ class ItemBuffer(StageBuffer):
             self.add(elements)
         return len(self._elements) - before
 
-    def take(self, at: int) -> tuple[Any, ItemRef]:
+    def pop(self, at: int) -> tuple[Any, ItemRef]:
         """Remove an element, and return it with its ref.
 
         If the source raises, it is still in the buffer.
@@ -389,12 +389,12 @@ class RefBuffer:
         If a slot repeats, the second time returns the ref that was put there the first time. Slots 5 2 5 return the ref
         in slot 5, the ref in slot 2, and the first of `fresh`.
         """
-        replaced, last, numbers = self._slots[slots], dict[int, int](), slots.tolist()
-        for at, slot in enumerate(numbers) if len(set(numbers)) < len(numbers) else ():
-            if slot in last:
-                replaced[at] = fresh[last[slot]]
-            last[slot] = at
-        self._slots[slots] = fresh  # of a repeated slot, NumPy keeps the last ref
+        replaced, order = self._slots.take(slots), slots.argsort(kind="stable")
+        ordered = slots.take(order)
+        repeats = (ordered[1:] == ordered[:-1]).nonzero()[0]
+        if len(repeats):
+            replaced.put(order[repeats + 1], fresh.take(order[repeats]))
+        self._slots.put(slots, fresh)  # of a repeated slot, NumPy keeps the last ref
         return replaced
 
     def remove(self, at: int, *, last_fills: bool) -> Any:

@@ -12,6 +12,7 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.named_object import named_object
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.ref import tag_of
+from savable_pipeline.data.dataset.sample import sample_name
 from savable_pipeline.stages.item_ref import ItemRef, sample_indices
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
@@ -60,7 +61,7 @@ _NAMED = 3  # samples of a pack to name
 
 
 def sample_names(stage: Stage, ref: ItemRef) -> str:
-    """Return shard and key of the first samples of an item or a pack.
+    """Return key and shard of the first samples of an item or a pack.
 
     The number of further samples follows.
 
@@ -74,7 +75,7 @@ def sample_names(stage: Stage, ref: ItemRef) -> str:
         if reader is not None:
             with contextlib.suppress(Exception):  # an unreadable shard must not hide the error that the caller raises
                 sample = reader.fetch((index, 0, 0))
-                named.append(f"shard {sample.shard}, key {sample.key!r}")
+                named.append(sample_name(sample))
     more = f", and of {len(indices) - len(named)} more" if len(indices) > len(named) else ""
     return "; ".join(named) + more
 

@@ -115,6 +115,21 @@ def _shown(value: Any) -> str:
 
 
 AnyPipeline = TypeVar("AnyPipeline", bound="Pipeline")
+_BUILD = "Build the item in the function of .map, from sample.image(), sample.json() or sample.text()."
+_OF_OTHERS = {  # advice by the name of a method that other libraries have
+    "repeat": "Pass epochs= to sp.read; without it, a loader never ends.",
+    "with_epoch": "Pass epoch_slots= to sp.SavableLoader.",
+    "decode": _BUILD,
+    "rename": _BUILD,
+    "to_tuple": _BUILD,
+    "collate": "Write batch(items, rng) of an sp.TaskEncoder.",
+    "cache": "Pass cache= to sp.read.",
+    "prefetch": "Pass workers=sp.Workers(prefetch=…) to sp.SavableLoader.",
+    "split_by_node": "sp.SavableLoader distributes the samples over ranks.",
+    "shard": "sp.SavableLoader distributes the samples over ranks.",
+    "concatenate": "Use sp.blend({name: pipeline, …}).",
+    "zip": "Use sp.join to combine parts of samples with equal keys.",
+}
 
 
 def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,7 +220,10 @@ class Pipeline:
         """
         count = count_of(self.step.build(Lane(), one_pass=True), 0, 0)
         if count is None:
-            raise TypeError("the length of this pipeline is not known. Only sp.read(...) alone has a length.")
+            raise TypeError(
+                "the length of this pipeline is not known. Only sp.read(...) alone has one; sp.SavableLoader(pipeline, "
+                "seed=0), and no other loader, yields the pipeline's batches."
+            )
         return count
 
     def __bool__(self) -> bool:
@@ -259,6 +277,7 @@ class Pipeline:
                 raise AttributeError(f".{name} does not take {self._yields}. {self._advice[name]}")
             steps = [step for step in dir(type(self)) if step[0] != "_"]
             meant = "" if name[0] == "_" else closest(name, steps, ".")
+            meant = f" {_OF_OTHERS[name]}" if name in _OF_OTHERS else meant
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{meant}")
 
 

@@ -18,7 +18,7 @@ from savable_pipeline.core.global_rng import Seeding
 from savable_pipeline.core.keyed_random import word
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.rng import Rng
-from savable_pipeline.data.dataset.sample import Sample
+from savable_pipeline.data.dataset.sample import Sample, sample_name
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.batch_difference import copied_leaves, difference_of_leaves, has_a_value
 from savable_pipeline.stages.mapped_function import encoder_call
@@ -121,7 +121,7 @@ class PurityCheck:
         return EncodeError(
             f"{encoder_call(self._encoder)} returned two results for one sample: {difference}. Use only the sample, "
             f"settings and `rng`, not {threads}a clock or earlier calls, or pass check=0.0."
-            f"\n  stage Encode, shard {sample.shard}, key {sample.key!r}, {sample.location}, ref {tuple(sample.ref)}"
+            f"\n  stage Encode, {sample_name(sample)}, {sample.location}, ref {tuple(sample.ref)}"
         )
 
 

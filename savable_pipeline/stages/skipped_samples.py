@@ -25,7 +25,7 @@ from savable_pipeline.core.on_error import (
     skips,
 )
 from savable_pipeline.data.dataset.ref import REF, skip_counters, source_counter, tag_of
-from savable_pipeline.data.dataset.sample import JoinedParts, Sample
+from savable_pipeline.data.dataset.sample import JoinedParts, Sample, sample_name
 from savable_pipeline.data.dataset.sample_source import SampleSource
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
 from savable_pipeline.stages.item_buffer import SamplesAhead
@@ -180,7 +180,7 @@ class SkippedSamples:
         """Never try this sample again, for this reason."""
         self.avoided[index, epoch] = reason
 
-    def avoided_again(self, sample: Sample) -> None:
+    def count_avoided_again(self, sample: Sample) -> None:
         """Skip a sample that failed earlier and must not be tried again."""
         self._lost(sample, self.avoided[sample.index, sample.epoch], "avoided since it failed before")
 
@@ -238,7 +238,7 @@ class SkippedSamples:
 
     def failed(self, sample: Sample, error: Exception) -> EncodeError:
         """Return an `EncodeError` that names the sample for which the encoder raised."""
-        cause = f"{self._function} failed on sample {_key_of(sample)!r} of {sample.shard}: {described(error)}"
+        cause = f"{self._function} failed on {sample_name(sample)}: {described(error)}"
         fix = _fix(self._function, error)
         fault = EncodeError(f"{cause}. {fix}{_STAGE}, {sample.location}, ref {tuple(sample.ref)}")
         fault.__cause__ = from_user_code(error)

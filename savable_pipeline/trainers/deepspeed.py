@@ -1,4 +1,4 @@
-"""The loader in DeepSpeed: `prepare` it, and save its state in `client_state`."""
+"""The loader in DeepSpeed, whose state is saved in `client_state`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from savable_pipeline.trainers.device import tensors_changed
 from savable_pipeline.trainers.trainer_loader import BetweenSteps, TrainerLoader, check_peers
 
 
-def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> TrainerLoader:
+def prepare_for_engine(engine: DeepSpeedEngine, loader: SavableLoader) -> TrainerLoader:
     """Wrap a loader for DeepSpeed.
 
     It replaces `training_data=` of `deepspeed.initialize`.
@@ -33,7 +33,7 @@ def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> TrainerLoader:
         ```python
         from types import SimpleNamespace
 
-        from savable_pipeline.trainers.deepspeed import prepare
+        from savable_pipeline.trainers.deepspeed import prepare_for_engine
 
         one = {"world_size": 1, "dp_world_size": 1, "gradient_accumulation_steps": lambda: 1}
         engine = SimpleNamespace(device="cpu", micro_steps=0, **one)
@@ -45,7 +45,7 @@ def prepare(engine: DeepSpeedEngine, loader: SavableLoader) -> TrainerLoader:
         def pipeline(lane):
             return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Labels()), size=4)
 
-        batches = prepare(engine, sp.SavableLoader(pipeline, seed=7))
+        batches = prepare_for_engine(engine, sp.SavableLoader(pipeline, seed=7))
         len(next(iter(batches)))  # 4
         ```
     """

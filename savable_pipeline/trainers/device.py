@@ -87,7 +87,7 @@ class OnDevice:
             self._at.current = _Progress(self._at.current.yielded)
         if not self._at.current.ahead:
             self._failed = None
-            self._run.take_back(self._at.current.yielded)
+            self._run.undo_fetch(self._at.current.yielded)
             iter(self.loader)
             self._at.current = _Progress(self._run.position)
         return self
@@ -111,7 +111,7 @@ class OnDevice:
     def _fetch(self, number: int) -> None:
         """Fetch batches until `number` are ahead, or the loader ends or fails."""
         if self._failed is None:
-            self._run.take_back(self._at.current.last)  # undoes a fetch that was interrupted
+            self._run.undo_fetch(self._at.current.last)  # undoes a fetch that was interrupted
         while len(self._at.current.ahead) < number and self._failed is None:
             try:
                 batch = next(self.loader)
@@ -142,7 +142,7 @@ class OnDevice:
         """
         # if the loader has ended, and `next` has not raised that yet, it still does
         failed = self._failed if isinstance(self._failed, StopIteration) and not self._at.current.ahead else None
-        self._run.take_back(self._at.current.yielded)
+        self._run.undo_fetch(self._at.current.yielded)
         self._at.current, self._failed, self._repeats = _Progress(self._run.position), failed, []
         self.loader.skip(slots)
         self._at.current = _Progress(self._run.position)

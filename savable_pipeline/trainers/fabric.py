@@ -1,4 +1,4 @@
-"""The loader in Lightning Fabric: `prepare` it, and save it with `fabric.save`."""
+"""The loader in Lightning Fabric, saved with `fabric.save`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.trainer_loader import TrainerLoader, check_peers
 
 
-def prepare(fabric: Fabric, loader: SavableLoader) -> TrainerLoader:
+def setup_loader(fabric: Fabric, loader: SavableLoader) -> TrainerLoader:
     """Wrap a loader for Fabric, instead of `fabric.setup_dataloaders`.
 
     `setup_dataloaders` takes only torch's loaders. Batches arrive on Fabric's device. Include the result in
@@ -30,7 +30,7 @@ def prepare(fabric: Fabric, loader: SavableLoader) -> TrainerLoader:
     Example:
         ```python
         from lightning.fabric import Fabric
-        from savable_pipeline.trainers.fabric import prepare
+        from savable_pipeline.trainers.fabric import setup_loader
 
         fabric = Fabric(accelerator="cpu")
 
@@ -41,7 +41,7 @@ def prepare(fabric: Fabric, loader: SavableLoader) -> TrainerLoader:
         def pipeline(lane):
             return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Labels()), size=4)
 
-        batches = prepare(fabric, sp.SavableLoader(pipeline, seed=7))
+        batches = setup_loader(fabric, sp.SavableLoader(pipeline, seed=7))
         len(next(iter(batches)))  # 4
         ```
     """

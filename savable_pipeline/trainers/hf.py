@@ -1,6 +1,6 @@
-"""The loader in Hugging Face's `Trainer`: `SavableTrainer`, mixin `SavableData`.
+"""The loader in Hugging Face's trainers: `SavableTrainer`, `SavableDataMixin`.
 
-`SavableData` goes before another trainer in a list of base classes. A checkpoint is complete if it has both the state
+`SavableDataMixin` goes before a trainer in a list of base classes. A checkpoint is complete if it has both the state
 of all ranks, which is written first, and the trainer's state, which is written last:
 
     checkpoint-4/   savable_loader.json   model   optimizer   trainer_state.json     complete
@@ -31,7 +31,7 @@ from savable_pipeline.run.state.state_dict import JSON_FILE, from_json, to_json
 from savable_pipeline.trainers.model_inputs import check_inputs, has_packs, model_inputs
 from savable_pipeline.trainers.trainer_loader import TrainerLoader, check_peers, length_of, restarting
 
-__all__ = ["SavableData", "SavableTrainer", "model_inputs"]
+__all__ = ["SavableDataMixin", "SavableTrainer", "model_inputs"]
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ _INCOMPLETE = "checkpoint-is-incomplete.txt"  # the trainer's file in a checkpoi
 _OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
 
 
-class SavableData:
+class SavableDataMixin:
     """Mixin that supplies a `Trainer` with batches.
 
-    Use it as `class MyTrainer(SavableData, SFTTrainer)`. Each checkpoint has the lanes of all ranks, and
+    Use it as `class MyTrainer(SavableDataMixin, SFTTrainer)`. Each checkpoint has the lanes of all ranks, and
     `train(resume_from_checkpoint=…)` resumes there on any number of ranks. `TrainingArguments` needs
     `ignore_data_skip=True`. Otherwise the trainer would skip batches again that the state has already passed.
 
@@ -174,7 +174,7 @@ class SavableData:
                 state = self._batches.state_dict()
             except BaseException:
                 if self.args.should_save:
-                    take_away(Path(output_dir))
+                    remove_empty_checkpoint(Path(output_dir))
                 raise
             if self.args.should_save:
                 begin(Path(output_dir), state)
@@ -222,7 +222,7 @@ class SavableData:
             self.args.max_steps, self._steps_done = max_steps, 0
 
 
-class SavableTrainer(SavableData, Trainer):  # type: ignore[misc]
+class SavableTrainer(SavableDataMixin, Trainer):  # type: ignore[misc]
     """Hugging Face's `Trainer`, on loaders of savable_pipeline.
 
     Args:
@@ -235,7 +235,7 @@ class SavableTrainer(SavableData, Trainer):  # type: ignore[misc]
         ```python
         from savable_pipeline.trainers.hf import SavableTrainer
 
-        SavableTrainer.__mro__[1].__name__  # 'SavableData'
+        SavableTrainer.__mro__[1].__name__  # 'SavableDataMixin'
         ```
     """
 
@@ -281,7 +281,7 @@ class _Counter(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _check_accumulation(args, self.batches, self.times)
-        self.batches.give_back()  # the batches of an interrupted step, whose gradients are lost
+        self.batches.rewind()  # the batches of an interrupted step, whose gradients are lost
         self.begun = self.trained = self.trained // self.times * self.times
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -474,7 +474,7 @@ def begin(folder: Path, state: Mapping[str, Any]) -> None:
     replace_file(folder / JSON_FILE, [json.dumps(to_json(state)).encode()], sync=True)
 
 
-def take_away(folder: Path) -> None:
+def remove_empty_checkpoint(folder: Path) -> None:
     """Remove the folder of a checkpoint if nothing was saved in it.
 
     Args:

@@ -153,7 +153,7 @@ class _Batches(TrainerLoader):
     def _begin(self, begun: int) -> None:
         # with `overfit_batches`, an option for debugging, each epoch repeats the first batches
         if self.trainer.overfit_batches and not self._of_epoch.ready:
-            self.give_back()
+            self.rewind()
             settings = self._run.settings
             self._run.return_to(Position.start(0, self._run.ranks, settings.lanes, pad=settings.pad))
             self._restart_count()
@@ -220,7 +220,7 @@ class _Checkpoints(Callback):  # type: ignore[misc]
         if self._batches is None or self._batches.trainer is not trainer:
             batches = _Batches(self._make(), trainer)
             if self._batches is not None:
-                batches.take_over(self._batches)
+                batches.continue_from(self._batches)
             elif self._state is None:
                 _check_untrained(trainer)
             self._batches = batches

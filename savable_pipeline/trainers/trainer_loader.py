@@ -29,7 +29,7 @@ from savable_pipeline.errors import SavableError
 from savable_pipeline.run.loader.misuse import caller, refuse_dataset, refuse_fetching_ahead, refuse_fit
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
-from savable_pipeline.run.state.state_dict import SlotSpan, taken_apart, with_spans
+from savable_pipeline.run.state.state_dict import SlotSpan, split_spans, with_spans
 
 
 class TrainerLoader:
@@ -48,7 +48,7 @@ class TrainerLoader:
         most_ahead: How many batches the trainer may have fetched beyond those started (default 0).
         to_device: Moves a batch to the trainer's device. None (default): batches are not moved.
         carries: Whether the trainer carries gradients over the end of an epoch (default False). Then batches without a
-            step at that moment are only repeated if it calls `give_back()`, after it has dropped the gradients.
+            step at that moment are only repeated if it calls `rewind()`, after it has dropped the gradients.
 
     Raises:
         TypeError: `loader` is not a `SavableLoader`.
@@ -175,12 +175,12 @@ class TrainerLoader:
 
     def _begin(self, begun: int) -> None:
         if not self._carries:
-            self.give_back()
+            self.rewind()
         iter(self._loader)
         self._begun_before = begun
         self._record_position()
 
-    def give_back(self) -> None:
+    def rewind(self) -> None:
         """Move the loader back to the position after the last batch trained on.
 
         Batches that were fetched after it are repeated.
@@ -191,13 +191,13 @@ class TrainerLoader:
             self._run.return_to(position)
             self._restart_count()
 
-    def take_over(self, other: TrainerLoader) -> None:
+    def continue_from(self, other: TrainerLoader) -> None:
         """Continue where the trainer of another `TrainerLoader` stopped.
 
         Args:
             other: The other one, of the same loader. Its batches that were not trained on are repeated here.
         """
-        other.give_back()
+        other.rewind()
         self._spans_to_skip, other._spans_to_skip = other._spans_to_skip, []
         self._restart_count()
 
@@ -218,7 +218,7 @@ class TrainerLoader:
             self._yielded = (*yielded, last)[-self._most_recorded :]
             self._record_position()
         except BaseException:
-            self._run.take_back(before)
+            self._run.undo_fetch(before)
             self._yielded = yielded
             self._record_position()
             raise
@@ -313,7 +313,7 @@ class TrainerLoader:
         Args:
             state: A state of the same run, from any number of ranks.
         """
-        bare, spans = taken_apart(state)
+        bare, spans = split_spans(state)
         self._loader.load_state_dict(bare)
         self._spans_to_skip = spans
         self._restart_count()

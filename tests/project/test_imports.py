@@ -170,5 +170,5 @@ def test_commands_on_datasets_and_their_child_processes_import_no_torch(tmp_path
     assert not {child for child, word in children if word in ("yaml", "rich", "typer")}
     by_child = {child: {word for name, word in children if name == child} for child, _ in children}
     assert "PIL" not in by_child["savable_pipeline.data.remote.download_process:serve"]
-    assert "PIL" in by_child["savable_pipeline.data.shards.index_making:serve"]  # that check
-    assert "PIL" in by_child["savable_pipeline.tools.convert.jobs:serve"]
+    assert "PIL" in by_child["savable_pipeline.data.shards.index_making:serve_files"]  # that check
+    assert "PIL" in by_child["savable_pipeline.tools.convert.jobs:serve_ranges"]

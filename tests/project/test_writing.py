@@ -74,21 +74,6 @@ MOST = {  # what the last change had reached
     "negatives in messages": 0,
 }
 MOST_IN: dict[str, dict[str, int]] = {}  # the same per folder; a folder at 0 is not in it
-DEFINED_TWICE = {  # public names that two files of the package define still
-    "MAGIC",  # one per format: its first bytes
-    "NUMBERS",
-    "Progress",
-    "Read",
-    "SCHEMES",
-    "SavableData",  # the callback of Composer and that of Hugging Face, each by its trainer's convention
-    "convert",  # `sp.convert`, and the command of that name
-    "is_as_indexed",  # one per format: whether a file still matches its index
-    "open_index",
-    "prepare",  # one per trainer: wraps a loader for it
-    "read_footer",  # one per format
-    "read_table",  # one per format: the index table of a file
-    "serve",  # the main loop of each kind of child process that serves requests, and the command
-}
 CONVENTIONAL = {"log", "main"}  # every module's logger, and a program's first function
 
 
@@ -211,7 +196,7 @@ def test_no_folder_breaks_a_rule_more_often_than_before(rule: str) -> None:
 
 def test_no_public_name_is_defined_in_two_files() -> None:
     names = Counter(name for path in CODE for name in set(_public_names(ast.parse(path.read_text()))))
-    assert {name for name, files in names.items() if files > 1} - CONVENTIONAL <= DEFINED_TWICE
+    assert {name for name, files in names.items() if files > 1} <= CONVENTIONAL
 
 
 def test_each_writing_check_finds_its_example() -> None:

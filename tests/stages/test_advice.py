@@ -44,6 +44,8 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "on_error='drop'. Pass 'raise', 'skip' or a function",
     ),
+    (lambda: samples().shuffle(True), TypeError, "size must be an int, not True"),
+    (lambda: samples().map(number).batch(True), TypeError, "size must be an int, not True"),
     (lambda: sp.read("x", split=3), TypeError, "split must be a str, not 3"),
     (lambda: sp.read("x", epochs=0), ValueError, "epochs must be above 0"),
     (lambda: sp.read("x", block_size=0), ValueError, "block_size must be at least 1, not 0"),
@@ -69,6 +71,8 @@ def test_a_wrong_setting_is_an_error_at_its_line(
     ("write", "error", "message"),
     [
         (lambda: samples().shuffel(5), AttributeError, r"has no attribute 'shuffel'\. Did you mean \.shuffle\?"),
+        (lambda: samples().decode("pil"), AttributeError, r"'decode'\. Build the item in the function of \.map"),
+        (lambda: items().repeat(), AttributeError, r"'repeat'\. Pass epochs= to sp\.read"),
         (lambda: items().pakc(5), AttributeError, r"Did you mean \.pack\?"),
         (lambda: samples().batch(4).map(number), AttributeError, r"\.map does not take batches\. Put it before"),
         (lambda: sp.SavableLoder, AttributeError, r"Did you mean SavableLoader\?"),

@@ -246,6 +246,6 @@ def test_items_that_cannot_be_stacked_are_named_with_their_samples(
     for part in (
         "items differ in ['x']: item 0 has shape (3,), item 4 has shape (4,)",
         "batch 0 (6 items)",
-        "item 0 is of shard 0000.tar, key 's000000'; item 4 is of shard 0000.tar, key 's000004'",
+        "item 0 is of sample 's000000' of 0000.tar; item 4 is of sample 's000004' of 0000.tar",
     ):
         assert part in str(caught.value)

@@ -497,11 +497,11 @@ def test_bucket_frequency_follows_its_recent_batches() -> None:
     rule = BucketRule(key=1, candidates=1, sizes=BucketSizes([1, 2], [2, 8], None, grouped=False))
     short, long = (None, 0), (None, 1)
     for _ in range(60):
-        rule.came(short), rule.came(long), rule.came(long)
+        rule.count_item(short), rule.count_item(long), rule.count_item(long)
     chosen = [rule.choose(n, {short: 2, long: 8}, [short, long]) for n in range(400)]
     assert 250 < chosen.count(short) < 284  # two batches of three
     for _ in range(20_000):
-        rule.came(long)
+        rule.count_item(long)
     ((bucket, count),) = rule.counts()
     assert bucket == long and 1024 <= count < 2048
 

@@ -476,8 +476,8 @@ def test_declared_sizes_place_items_and_others_are_encoded(make_shards: Any) -> 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"told": 1}, r"Telling.length_of declared 3, but length of the item is 2.*\n.* key 's000005'"),
-        ({"told_images": 2}, r"Telling.images_of declared 2, but images of the item is 0.*\n.* key 's000000'"),
+        ({"told": 1}, r"Telling.length_of declared 3, but length of the item is 2.*\n.* sample 's000005'"),
+        ({"told_images": 2}, r"Telling.images_of declared 2, but images of the item is 0.*\n.* sample 's000000'"),
     ],
 )
 def test_size_that_differs_from_the_declared_one_is_an_error_with_both(
@@ -496,7 +496,7 @@ def test_declared_length_of_a_fan_out_is_an_error(make_shards: Any, number: int,
             return 1 if sample.index == number else super().length_of(sample)
 
     items = sp.Encode(sp.TarShardReader(str(make_shards([20])), sp.Lane(), shuffle=False), TellingOne())
-    with pytest.raises(sp.EncodeError, match=f"(?s)length_of declared .*{message}.*key 's0000{number}'"):
+    with pytest.raises(sp.EncodeError, match=f"(?s)length_of declared .*{message}.*sample 's0000{number}'"):
         for _ in range(20):
             next(items)
 

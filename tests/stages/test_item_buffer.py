@@ -65,13 +65,13 @@ def test_elements_come_back_in_any_order_with_their_refs(shards: str) -> None:
     stage, _ = holder(shards)
     held = stage.held
     assert held.fill(5) == 5 and len(held) == 5 and held.built == 5
-    assert held.take(1) == ("1", ref(1))
+    assert held.pop(1) == ("1", ref(1))
     assert held.refs() == [ref(0), ref(2), ref(3), ref(4)], "those behind it move up"
     assert held.remove(0, last_fills=True).value == "0"
     assert held.refs() == [ref(4), ref(2), ref(3)], "the last one takes its place"
-    assert held.take(-1) == ("3", ref(3))
+    assert held.pop(-1) == ("3", ref(3))
     held.drop(1)
-    assert held.refs() == [ref(2)] and len(held) == 1 and held.take(0) == ("2", ref(2))
+    assert held.refs() == [ref(2)] and len(held) == 1 and held.pop(0) == ("2", ref(2))
 
 
 def test_restored_values_are_built_when_needed(shards: str) -> None:
@@ -82,7 +82,7 @@ def test_restored_values_are_built_when_needed(shards: str) -> None:
     assert held.save() == [(ref(3), None), (ref(1), ((1, 0),)), (ref(2), None)]
     assert [each.value for each in held.copies(2)] == ["3", "1"] and held.built == 0
     assert held.values(2) == ["3", "1"] and held.built == 2
-    assert held.take(2) == ("2", ref(2)) and held.built == 2
+    assert held.pop(2) == ("2", ref(2)) and held.built == 2
 
 
 @pytest.mark.parametrize("saved", [[ref(0)], [[ref(0), 3]], [[ref(0), [[1]]]], [[ref(0), [[-1, 0]]]], [[5, None]], 5])
@@ -100,7 +100,7 @@ def test_value_that_cannot_be_rebuilt_is_a_skip_or_dropped(shards: str) -> None:
     stage, encoder = holder(shards)
     encoder.gone = frozenset({1, 2})
     stage.held.restore([(ref(number), None) for number in range(5)])
-    item, found = stage.held.take(1)
+    item, found = stage.held.pop(1)
     assert type(item) is sp.Skip and found == ref(1)
     assert stage.held.values(2) == ["0", "3"] and stage.held.refs() == [ref(0), ref(3), ref(4)]
     assert stage.held.values(9) == ["0", "3", "4"]
@@ -110,7 +110,7 @@ def test_element_whose_building_fails_stays_buffered_and_can_be_requested_again(
     stage, encoder = holder(shards)
     stage.held.restore([(ref(0), None), (ref(1), None)])
     encoder.broken = frozenset({1})
-    for ask in (lambda: stage.held.take(1), lambda: stage.held.values(2)):
+    for ask in (lambda: stage.held.pop(1), lambda: stage.held.values(2)):
         with pytest.raises(sp.EncodeError):
             ask()
         assert stage.held.refs() == [ref(0), ref(1)]
@@ -123,12 +123,12 @@ def test_items_beyond_the_process_limit_are_rebuilt(shards: str) -> None:
     one, other = (holder(shards, max_bytes=180, lane=lane)[0] for _ in range(2))
     assert one.held.fill(3) == 3 and one.held.built == 3
     assert other.held.fill(3) == 3 and other.held.built == 0, "the first holds what there is room for"
-    assert [other.held.take(0)[0] for _ in range(3)] == ["0", "1", "2"]
+    assert [other.held.pop(0)[0] for _ in range(3)] == ["0", "1", "2"]
     one.held.drop(3)
     assert other.held.fill(2) == 2 and other.held.built == 2, "let go of, their bytes are free again"
     other.held.restore([(ref(0), None)])
     one.held.add([Element(ref(7), "x"), Element(ref(8))])
-    assert other.held.built == 0 and one.held.built == 1 and one.held.take(1) == ("8", ref(8))
+    assert other.held.built == 0 and one.held.built == 1 and one.held.pop(1) == ("8", ref(8))
     assert one.held.values(1) == ["x"]
 
 

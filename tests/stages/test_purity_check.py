@@ -81,7 +81,7 @@ def test_impurity_is_reported_with_encoder_field_sample_and_values_and_never_ski
         next(stage)
     told = str(caught.value)
     assert told.startswith(f"{encoder.__name__}.encode returned two results for one sample: item['value']")
-    assert " expected, " in told and "shard 0000.tar, key 's0000" in told
+    assert " expected, " in told and "sample 's0000" in told
 
 
 def test_purity_check_does_not_change_items(items: Any) -> None:

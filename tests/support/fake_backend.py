@@ -35,7 +35,7 @@ class FakeBackend:
         self._answers: dict[int, Delivery] = {}
         self._tickets = 0
 
-    def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> int:
+    def request(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> int:
         at = self._lanes.setdefault(lane, unpack_state(state, LaneState, "lane"))
         length = None if self._lengths is None else self._lengths[lane]
         batch = (at.epoch, lane, at.batches) if want == "batch" else None
@@ -75,8 +75,8 @@ class FakeBackend:
     def verify_delivered(self) -> None:
         self.calls.append("verify_delivered")
 
-    def look(self) -> None:
-        self.calls.append("look")
+    def check_shards(self) -> None:
+        self.calls.append("check_shards")
 
     def numbers(self) -> dict[str, int]:
         return {**dict.fromkeys(COUNTERS, 0), "ready_batches": len(self._answers)}

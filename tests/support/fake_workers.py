@@ -87,7 +87,7 @@ class FakeConnection:
         self.name = name
         self.has_ended = False
         self._world, self._host = world, host
-        self._alive, self._busy, self._silent, self._looked = True, False, False, True
+        self._alive, self._busy, self._silent, self._checked = True, False, False, True
         self._requests: deque[Request] = deque()
         self._received = 0
         self._there, self._back = 0.0, 0.0  # times at which the last message of each direction arrives
@@ -156,13 +156,13 @@ class FakeConnection:
             raise EOFError
         return found
 
-    def look(self) -> None:
-        self._looked = False
+    def check_shards(self) -> None:
+        self._checked = False
         if self._survives():
-            self._world.call_later(0.01, lambda: setattr(self, "_looked", self._alive))
+            self._world.call_later(0.01, lambda: setattr(self, "_checked", self._alive))
 
-    def has_looked(self) -> bool:
-        return self._looked
+    def has_checked(self) -> bool:
+        return self._checked
 
     def fault(self) -> str:
         return ""

@@ -90,7 +90,7 @@ class Swapped(custom.ItemStage):
 
     def __next__(self) -> Any:
         while self.held or self.held.fill(2):
-            item, self.ref = self.held.take(-1)
+            item, self.ref = self.held.pop(-1)
             if type(item) is not sp.Skip:
                 return item
         raise StopIteration

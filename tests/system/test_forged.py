@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
-from savable_pipeline.data.shards.index import NUMBERS, Header, aligned, check_of
+from savable_pipeline.data.shards.index import PER_SHARD, Header, aligned, check_of
 from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.tar_format import TarColumns, TarIndex
 from savable_pipeline.data.stores.tar_store import TARS
@@ -42,7 +42,7 @@ def with_checksum(raw: bytes) -> bytes:
     length, end = int.from_bytes(raw[16:24], "little"), len(raw)
     with contextlib.suppress(ValueError):
         header = msgspec.msgpack.decode(raw[24 : 24 + length], type=Header)
-        end = min(aligned(aligned(24 + length) + 8 * NUMBERS * header.shards + header.names), len(raw))
+        end = min(aligned(aligned(24 + length) + 8 * PER_SHARD * header.shards + header.names), len(raw))
     return raw[:8] + xxh3_64_intdigest(raw[16:end]).to_bytes(8, "little") + raw[16:]
 
 

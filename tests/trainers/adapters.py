@@ -46,7 +46,7 @@ def make(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [with_accelerate.prepare, with_fabric.prepare, lightning.SavableDataModule, hf.SavableTrainer]
+    "name", [with_accelerate.prepare, with_fabric.setup_loader, lightning.SavableDataModule, hf.SavableTrainer]
 )
 def test_example_matches_its_comments(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_example_shards(tmp_path / "shards")
@@ -268,7 +268,7 @@ def test_accelerate_skips_nothing(make: Any) -> None:
 
 def test_fabric_rejects_a_bare_loader_on_several_ranks(make: Any, tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu")
-    with pytest.raises(sp.SavableError, match=r"rank 0 only.*trainers\.fabric\.prepare"):
+    with pytest.raises(sp.SavableError, match=r"rank 0 only.*trainers\.fabric\.setup_loader"):
         fabric.save(tmp_path / "saved", {"data": make(ranks=(0, 2))})
 
 

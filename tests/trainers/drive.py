@@ -323,11 +323,11 @@ def run_grpo(case: Case) -> dict[str, Any]:
     """Names as of the Trainer; what is noted is the batch that it generates from, and each loss."""
     from trl import GRPOTrainer
 
-    from savable_pipeline.trainers.hf import SavableData
+    from savable_pipeline.trainers.hf import SavableDataMixin
 
     notes = Notes(case.log_of(rank()), kill_at=case.kill_at)
 
-    class SavableGRPOTrainer(SavableData, GRPOTrainer):  # type: ignore[misc]
+    class SavableGRPOTrainer(SavableDataMixin, GRPOTrainer):  # type: ignore[misc]
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             self.given = generation_batch
             return super()._prepare_inputs(generation_batch)

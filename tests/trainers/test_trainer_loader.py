@@ -340,7 +340,7 @@ def test_another_trainer_continues_after_the_firsts_batches(make: Any) -> None:
     assert [batch for batch, _ in first.steps(3)] == slots[:3]
     first.batches.skip(2)  # behind the fourth, which is fetched
     other = Trainer(loader, ahead=1)
-    other.batches.take_over(first.batches)
+    other.batches.continue_from(first.batches)
     assert [batch for batch, _ in other.steps(4)] == [slots[3], *slots[6:9]]
 
 

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.data.shards.index import NUMBERS, Header, aligned
+from savable_pipeline.data.shards.index import PER_SHARD, Header, aligned
 from savable_pipeline.data.shards.metadata import INDEX_NAME, META, read_counts, read_field_map, read_split, split_names
 from savable_pipeline.data.stores.tar_store import TARS
 
@@ -46,7 +46,7 @@ def _changed_index(raw: bytes, draw: random.Random) -> bytes:
     """Change one part of an index, and correct its checksum."""
     length = int.from_bytes(raw[16:24], "little")
     known, columns = msgspec.msgpack.decode(raw[24 : 24 + length], type=Header), aligned(24 + length)
-    end = aligned(columns + 8 * known.shards * NUMBERS + known.names)
+    end = aligned(columns + 8 * known.shards * PER_SHARD + known.names)
     header, shards, rows = raw[24 : 24 + length], raw[columns:end], raw[end:]
     chance = draw.random()
     if chance < 0.3:

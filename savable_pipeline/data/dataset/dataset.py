@@ -159,12 +159,12 @@ class Dataset:
 
     def locate(self, indices: Rows) -> tuple[Rows, Rows]:
         """Return the shard of each sample index, and its row in the store."""
-        shards = np.searchsorted(self.firsts, indices, side="right") - 1
+        shards = self.firsts.searchsorted(indices, "right") - 1
         return shards, self.store.rows(shards, indices - self.firsts[shards])
 
     def _indices(self, refs: RefArray) -> Rows:
         """Return the numbers of the samples of these refs, without their tags."""
-        indices = (refs["index"] & _UNTAGGED).astype(np.int64)
+        indices = (refs["index"] & _UNTAGGED).view(np.int64)
         if len(indices) and indices.max() >= self.count:
             raise CheckpointMismatchError(
                 f"{self.address}: the state names sample {int(indices.max())} of {self.count}. Load it with its dataset"

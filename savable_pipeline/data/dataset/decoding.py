@@ -74,8 +74,8 @@ def decompress_part(extension: str, data: bytes, most: int) -> bytes:
 
     Raises ValueError for damage, and for more than `most` bytes.
     """
-    # the first check is fast, because this runs for each decoded part
-    if extension[-2:].lower() != "gz" or part_type(extension) != "gz":
+    # the first checks are fast, because this runs for each decoded part
+    if extension == "json" or extension[-2:].lower() != "gz" or part_type(extension) != "gz":
         return data
     try:
         return decompressed(data, "gz", most)

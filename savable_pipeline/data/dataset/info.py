@@ -134,7 +134,7 @@ def _nulls(dataset: Dataset, examined: int) -> tuple[dict[str, int], list[str]]:
             counts.update(columns)
     faults = [text for text in [store.rejects_warning()] if text] + [
         f"the column {column!r}: {count:,} of {examined:,} rows have a path and no bytes, which is an error when they "
-        f"are read; {store.cure}"
+        f"are read; {store.fix}"
         for column, count in sorted(named.items())
     ]
     return dict(nulls), faults

@@ -23,7 +23,7 @@ from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.media.media_table import KIND, MEDIA_PARTS, Known, MediaTable, headers, is_touched, pack_rows
 from savable_pipeline.data.shards.index import BlobIndex, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import (
-    Progress,
+    FileProgress,
     ScannedTables,
     each_shard,
     serial_then_parallel,
@@ -50,7 +50,7 @@ class MediaFaults:
 
 
 def index_media(
-    files: Shards, *, processes: int | None = None, progress: Progress = lambda done, total: None
+    files: Shards, *, processes: int | None = None, progress: FileProgress = lambda done, total: None
 ) -> tuple[Path, MediaFaults]:
     """Build the media table of indexed files in `processes` processes.
 
@@ -62,11 +62,11 @@ def index_media(
     form = source.format
     indexed = open_files(source.listed or source.files, form, tolerant=True)
 
-    def make(path: Path) -> Path:
+    def scan(path: Path) -> Path:
         _build(path, indexed, processes or os.cpu_count() or 1, progress)
         return path
 
-    path = at_first_writable(indexed.root, media_table_name(form.index_kind), make, near=(indexed.root / META).is_dir())
+    path = at_first_writable(indexed.root, media_table_name(form.index_kind), scan, near=(indexed.root / META).is_dir())
     return path, _faults(path, indexed)
 
 
@@ -78,7 +78,7 @@ def reject_remote(files: Shards) -> None:
         )
 
 
-def _build(path: Path, indexed: IndexedFiles, processes: int, progress: Progress) -> None:
+def _build(path: Path, indexed: IndexedFiles, processes: int, progress: FileProgress) -> None:
     """Write the table at `path`. The caller has locked it."""
     for stale in path.parent.glob(f"{path.name}.*.tmp"):
         stale.unlink(missing_ok=True)
@@ -184,7 +184,7 @@ def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:
     numbers = table.numbers(indexed.entries.names)
     faults = [table.shards.faults[number] for number in numbers.tolist() if number in table.shards.faults]
     whole = [shard for shard, number in enumerate(numbers.tolist()) if number not in table.shards.faults]
-    count, names = len(faults), indexed.entries.take(np.array(whole, np.int64)).names
+    count, names = len(faults), indexed.entries.select(np.array(whole, np.int64)).names
     files = IndexedFiles(indexed.form, indexed.index, indexed.index_path, names, indexed.root, tolerant=True)
     if not files.firsts[-1]:
         return MediaFaults(count, faults[:_MOST_FAULTS])

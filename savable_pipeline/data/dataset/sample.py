@@ -378,13 +378,13 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return kind(file, self._name_of(part), begin_s=begin_s, end_s=end_s)
 
     def _name_of(self, part: str) -> str:
-        return f"part {part!r} of sample {self.key!r} of {self.shard}"
+        return f"part {part!r} of {sample_name(self)}"
 
     def _first_of(self, extensions: tuple[str, ...]) -> str:
         for extension in extensions:
             if extension in self:
                 return extension
-        raise KeyError(f"sample {self.key!r} of {self.shard} has none of {', '.join(extensions)}; it has {list(self)}")
+        raise KeyError(f"{sample_name(self)} has none of {', '.join(extensions)}; it has {list(self)}")
 
     def __repr__(self) -> str:
         index = untagged(self.index)
@@ -517,3 +517,12 @@ class JoinedParts(msgspec.Struct, eq=False):
         if other is None:
             raise KeyError(f"no part {extension!r}: {name!r} has no sample with this key")
         return other, part
+
+
+def sample_name(sample: Sample) -> str:
+    """Return a sample's key and shard for messages; a folder has no shard to name."""
+    try:
+        key = repr(sample.key)
+    except ShardError:  # the header with the key may be unreadable too
+        key = "?"
+    return f"sample {key}" + (f" of {sample.shard}" if sample.shard != "." else "")

@@ -216,6 +216,16 @@ def is_mp4(container: Any) -> bool:
     return "mov" in container.format.name.split(",")
 
 
+def displayed_frames(container: Any, stream: Any) -> int | None:
+    """Return how many frames of a video are displayed, by its header, or None.
+
+    The number in a header also counts frames that the edit list of an MP4 hides, and empty chunks of an AVI.
+    """
+    indexed = is_mp4(container) or "avi" in container.format.name.split(",")
+    displayed = sum(entry.size > 0 and not entry.is_discard for entry in stream.index_entries) if indexed else 0
+    return min(displayed or stream.frames, stream.frames) or None
+
+
 def first_stream(container: Any, kind: Literal["video", "audio"]) -> Any | None:
     """Return the first stream of a kind, or None.
 

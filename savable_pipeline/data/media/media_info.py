@@ -11,6 +11,7 @@ import msgspec
 
 from savable_pipeline.data.media.container import (
     decoded_frames,
+    displayed_frames,
     enable_checksums,
     first_stream,
     header_duration,
@@ -37,7 +38,7 @@ class MediaInfo(msgspec.Struct, frozen=True):
     Attributes:
         duration_s: The length of the video, or else of the audio, in seconds.
         fps: Frames per second, on average.
-        frames: The number of frames.
+        frames: The number of frames that are displayed, by the header.
         width: Pixels of a frame or image, as displayed.
         height: Pixels of a frame or image, as displayed.
         rate: Samples per second of the audio, in Hz.
@@ -82,7 +83,10 @@ def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
         info: dict[str, Any] = {"duration_s": None if duration is None else float(duration)}
         if video is not None:
             rate, (width, height) = frame_rate(video), display_size(container, video, file)
-            info |= {"fps": float(rate) if rate else None, "frames": None if ranged else video.frames or None}
+            info |= {
+                "fps": float(rate) if rate else None,
+                "frames": None if ranged else displayed_frames(container, video),
+            }
             info |= {"width": width or None, "height": height or None}
         if audio is not None and audio.codec_context is not None:
             info |= {"rate": audio.codec_context.sample_rate or None, "channels": audio.codec_context.channels or None}

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from savable_pipeline.data.media.container import (
     LATE,
     MediaStream,
+    displayed_frames,
     is_mp4,
     is_turned,
     media_errors,
@@ -73,11 +74,11 @@ class Video(MediaStream):
 
     @property
     def frame_count(self) -> int | None:
-        """Number of frames by the header, or None.
+        """Number of frames that are displayed, by the header, or None.
 
         It is None in a range of a file too.
         """
-        return None if self._is_range else self._stream.frames or None
+        return None if self._is_range else displayed_frames(self._container, self._stream)
 
     def frames(self, times_s: Sequence[float], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
         """Decode the frame that is on display at each of these times.

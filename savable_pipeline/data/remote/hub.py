@@ -61,7 +61,7 @@ class Hub:
         self._cache, self._timeout_s = cache, timeout_s
         self._listings: dict[str, Listing] = {}
         self._files: dict[tuple[str, str], HubFile] = {}
-        self._asking: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
+        self._in_progress: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 
     def commit(self, dataset: str) -> str:
         """Return the commit of a dataset at a branch or tag."""
@@ -90,10 +90,10 @@ class Hub:
 
     def file(self, root: str, name: str) -> HubFile:
         """Return the download URL of a file. It is remembered until `forget`."""
-        with self._asking[root, name]:
+        with self._in_progress[root, name]:
             found = self._files.get((root, name))
             if found is None:
-                found = self._asked(f"{root}/{name}", lambda: self._located(root, name))
+                found = self._send_politely(f"{root}/{name}", lambda: self._located(root, name))
                 if len(self._files) >= _MOST_FILES:
                     self._files.clear()
                 self._files[root, name] = found
@@ -123,21 +123,21 @@ class Hub:
         token = build_hf_headers().get("authorization", "") if own else ""
         return HubFile(target, token, content)
 
-    def _shared(self, address: str, ask: Callable[[], T], kind: type[T], *, lasts: bool = False) -> T:
+    def _shared(self, address: str, send: Callable[[], T], kind: type[T], *, lasts: bool = False) -> T:
         from huggingface_hub import constants
 
         question = f"{constants.ENDPOINT} {address}"
-        return shared_answer(self._cache, question, lambda: self._asked(address, ask), kind, lasts=lasts)
+        return shared_answer(self._cache, question, lambda: self._send_politely(address, send), kind, lasts=lasts)
 
-    def _asked(self, address: str, ask: Callable[[], T]) -> T:
-        """Call `ask` when the node may send requests, and again when the Hub permits it."""
+    def _send_politely(self, address: str, send: Callable[[], T]) -> T:
+        """Call `send` when the node may send requests, and again when the Hub permits it."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         waited = 0.0
         while True:
             self._wait()
             try:
-                return ask()
+                return send()
             except OfflineModeIsEnabled as error:
                 raise RemoteError(f"{address}: not cached, and HF_HUB_OFFLINE is set. Unset it") from error
             except HfHubHTTPError as error:

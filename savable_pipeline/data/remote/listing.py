@@ -55,9 +55,9 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
         names, sizes, stamps = bytearray(), array("q"), bytearray()
         last, in_order = "", True
         for name, size, stamp in objects:
-            names += _ended(name)
+            names += _zero_terminated(name)
             sizes.append(size)
-            stamps += _ended(stamp)
+            stamps += _zero_terminated(stamp)
             in_order &= last <= name
             last = name
         listing = cls(bytes(names), sizes.tobytes(), bytes(stamps))
@@ -102,7 +102,7 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
         return Listing.of(each for each, is_chosen in zip(self, chosen, strict=True) if is_chosen)
 
 
-def _ended(text: str) -> bytes:
+def _zero_terminated(text: str) -> bytes:
     if "\0" in text:
         raise ShardError(f"the object name {text!r} has a zero byte. Rename it")
     return text.encode() + b"\0"

@@ -91,7 +91,7 @@ class Pace:
         self._clock = clock
         self._lock = threading.Lock()
         self._speed = _FIRST_SPEED
-        self._asking = 0  # number of requests in progress
+        self._in_progress = 0  # number of requests in progress
         self._since = 0.0  # when the first request in progress started, or the window
         # of the current window: time with requests before `_since`, and bytes received
         self._seconds, self._bytes = 0.0, 0
@@ -113,18 +113,18 @@ class Pace:
         return min(_CHUNK, self.request // 16)
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[Callable[[int], None]]:
+    def measure_request(self) -> Iterator[Callable[[int], None]]:
         """Yield a function that counts the bytes of a request, and measure its time."""
         with self._lock:
-            if not self._asking:
+            if not self._in_progress:
                 self._since = self._clock()
-            self._asking += 1
+            self._in_progress += 1
         try:
             yield self._count
         finally:
             with self._lock:
-                self._asking -= 1
-                if not self._asking:
+                self._in_progress -= 1
+                if not self._in_progress:
                     self._seconds += self._clock() - self._since
 
     def _count(self, size: int) -> None:
@@ -289,7 +289,7 @@ class ObjectStore:
             pin = self._copy(root, name, done, stop, size, write_counted, pin)
             return pin
 
-        with self.pace.asking() as count:
+        with self.pace.measure_request() as count:
             return self._retried(f"{root}/{name}", rest, lambda: done)
 
     def _copy(self, root: str, name: str, start: int, stop: int, size: int, write: Write, pin: str) -> str:

@@ -39,7 +39,7 @@ from savable_pipeline.errors import RemoteError, ShardError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-SCHEMES = ("s3", "gs", "az")
+BUCKET_SCHEMES = ("s3", "gs", "az")
 _LEAST_PATIENCE_S, _POLL_S = 1.0, 0.5  # how long to wait for a process that may be suspended, and how often to check it
 _DEATHS = 3  # deaths of the downloading process during one request, after which the request fails
 _running: WeakValueDictionary[tuple[int, Path, int], Downloader] = WeakValueDictionary()  # by process, cache and limit

@@ -73,7 +73,7 @@ from savable_pipeline.data.remote.cache_files import (
 from savable_pipeline.data.shards.index import PARTS, ShardIndex, index_name
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar import padded
-from savable_pipeline.data.shards.tar_format import TarIndex, open_index
+from savable_pipeline.data.shards.tar_format import TarIndex, open_tar_index
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
 log = logging.getLogger(__name__)
@@ -580,7 +580,7 @@ def open_layout(folder: Path) -> CacheLayout:
     Raises OSError if there is none, `ShardError` if it is damaged.
     """
     if folder.name == LONG_FOLDER:
-        return BlockLayout(open_index(folder.parent / "index"), None, _LONG_BLOCK)
-    index = open_index(folder / "index")
+        return BlockLayout(open_tar_index(folder.parent / "index"), None, _LONG_BLOCK)
+    index = open_tar_index(folder / "index")
     parts = open_parts(folder, index)
     return TarLayout(index, parts) if isinstance(index, TarIndex) else BlockLayout(index, parts)

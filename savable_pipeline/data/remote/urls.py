@@ -277,7 +277,7 @@ def _of_card(card: bytes, suffix: str) -> dict[str, str]:
     try:
         configs: Any = load_yaml(head[1]).get("configs") if head else None
         found = {
-            name: pattern if pattern.endswith(suffix) else _ended(pattern, suffix)
+            name: pattern if pattern.endswith(suffix) else _with_suffix(pattern, suffix)
             for config in configs or ()
             for name, pattern in _splits(config)
         }
@@ -293,5 +293,5 @@ def _splits(config: dict[str, Any]) -> Iterable[tuple[str, str]]:
         yield f"{name}: {split}", path if isinstance(path, str) else path[0]
 
 
-def _ended(pattern: str, suffix: str) -> str:
+def _with_suffix(pattern: str, suffix: str) -> str:
     return f"{pattern}/*{suffix}" if pattern.endswith("**") else f"{pattern.rstrip('*')}*{suffix}"

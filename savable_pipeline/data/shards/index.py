@@ -42,16 +42,16 @@ from savable_pipeline.data.shards.shard_list import Count, Rows, ShardEntry, Sha
 from savable_pipeline.errors import ShardError
 
 FileBlob: TypeAlias = NDArray[np.uint64]  # data of a format about a file: (any,)
-Read: TypeAlias = Callable[[int, int], bytes]  # returns bytes `start` to `stop - 1` of an index
+ReadBytes: TypeAlias = Callable[[int, int], bytes]  # returns bytes `start` to `stop - 1` of an index
 
-MAGIC = b"SAVIDX05"
+INDEX_MAGIC = b"SAVIDX05"
 TAR = "tar"
 _LFS = b"version https://git-lfs.github.com/spec/"
 PARTS = "parts"  # name of the sidecar of an index of which only some rows are cached
 _FIRST = 24  # bytes that tell the header's length
 _ALIGN = 64
 _BLOCK = 1 << 22  # bytes to copy at a time
-NUMBERS = 6  # numbers of each shard
+PER_SHARD = 6  # numbers of each shard
 _NUMBER = 8  # bytes of each number
 
 
@@ -168,7 +168,7 @@ class ShardIndex(ABC):
         """Return whether the rows of a shard match their checksum and are valid."""
 
     @abstractmethod
-    def rows_from(self, get: Read, shards: range) -> list[tuple[int, bytes]]:
+    def rows_from(self, get: ReadBytes, shards: range) -> list[tuple[int, bytes]]:
         """Return (offset, bytes) of the part of each array that covers these shards.
 
         They are read from a copy of this file, of which `get(start, stop)` returns bytes. Raises `ShardError` unless
@@ -200,7 +200,7 @@ class BlobIndex(ShardIndex):
         """See `ShardIndex.is_whole`."""
         return check_of(self.blob(number)) == int(self.checks[number])
 
-    def rows_from(self, get: Read, shards: range) -> list[tuple[int, bytes]]:
+    def rows_from(self, get: ReadBytes, shards: range) -> list[tuple[int, bytes]]:
         """See `ShardIndex.rows_from`."""
         first, last = int(self.shard_rows[shards.start]), int(self.shard_rows[shards.stop])
         start = self.begin + 8 * first
@@ -234,7 +234,7 @@ def head_bytes(path: str, begin: bytes) -> int:
     If the first bytes, `begin`, are too few to tell, return how many are needed. Raises `ShardError`.
     """
     length = int.from_bytes(begin[16:_FIRST], "little")
-    if begin[:8] != MAGIC:
+    if begin[:8] != INDEX_MAGIC:
         raise ShardError(f"{path}: not an index of this version, or damaged")
     if len(begin) < _FIRST + length:
         return _FIRST + length
@@ -247,7 +247,7 @@ def kind_of(path: Path) -> str:
         begin = file.read(_FIRST)
         begin += file.read(min(int.from_bytes(begin[16:], "little"), path.stat().st_size))
     length = len(begin) - _FIRST
-    if begin[:8] != MAGIC or length <= 0:
+    if begin[:8] != INDEX_MAGIC or length <= 0:
         raise ShardError(f"{path}: not an index of this version, or damaged")
     return _head(path, memoryview(begin), length)[0].kind
 
@@ -255,16 +255,16 @@ def kind_of(path: Path) -> str:
 def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList, NDArray[np.uint64], Rows, int]:
     """Return the header, its checksum, the shards, the checksums and counts of their rows, and where rows start."""
     length = int.from_bytes(view[16:_FIRST], "little")
-    if bytes(view[:8]) != MAGIC or _FIRST + length > len(view):
+    if bytes(view[:8]) != INDEX_MAGIC or _FIRST + length > len(view):
         raise ShardError(f"{path}: not an index of this version, or damaged")
     header, columns, end = _head(path, view, length)
-    names = columns + header.shards * NUMBERS * _NUMBER
+    names = columns + header.shards * PER_SHARD * _NUMBER
     if end > len(view):
         raise ShardError(f"{path}: not an index of this version, or damaged")
     identity = bytes(view[8:16])
     if xxh3_64_intdigest(view[16:end]) != int.from_bytes(identity, "little"):
         raise ShardError(f"{path}: the index is damaged: its checksum does not match")
-    numbers = np.frombuffer(view, "<u8", header.shards * NUMBERS, offset=columns).reshape(NUMBERS, header.shards)
+    numbers = np.frombuffer(view, "<u8", header.shards * PER_SHARD, offset=columns).reshape(PER_SHARD, header.shards)
     ends, sizes, samples = numbers[:3].view("<i8")
     counts = numbers[5].view("<i8")
     shards = ShardList(ShardNames(view[names : names + header.names], ends), sizes, samples, numbers[3], header.faults)
@@ -285,7 +285,7 @@ def _head(path: Path | str, view: memoryview, length: int) -> tuple[Header, int,
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ShardError(f"{path}: the index is damaged: {error}") from error
     columns = aligned(_FIRST + length)
-    return header, columns, aligned(columns + header.shards * NUMBERS * _NUMBER + header.names)
+    return header, columns, aligned(columns + header.shards * PER_SHARD * _NUMBER + header.names)
 
 
 def aligned(offset: int) -> int:
@@ -470,7 +470,7 @@ class Format:
                 raise
             return self.unreadable(name, size, error.strerror or str(error))
 
-    def is_as_indexed(self, file: ByteSource, index: ShardIndex, number: int) -> bool:
+    def matches_index(self, file: ByteSource, index: ShardIndex, number: int) -> bool:
         """Return whether a file is the one with this number in an index.
 
         It must have the indexed size. Raises OSError.
@@ -517,7 +517,7 @@ class IndexedFiles:
             numbers = np.arange(len(index.shards))
             self.entries: ShardList = index.shards
         else:
-            self.entries = index.shards.take(numbers)
+            self.entries = index.shards.select(numbers)
         self.numbers = numbers  # numbers in the index, int64 (shards,)
         self._whole: set[int] = set()  # files whose index rows match their checksums
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
@@ -559,17 +559,17 @@ class IndexedFiles:
         if not self.index.is_whole(int(self.numbers[shard])):
             raise self.damaged(self.entries.names[shard])
 
-    def is_as_indexed(self, shard: int, file: ByteSource) -> bool:
+    def matches_index(self, shard: int, file: ByteSource) -> bool:
         """Return whether a file of the indexed size is the one that was indexed."""
-        return self.form.is_as_indexed(file, self.index, int(self.numbers[shard]))
+        return self.form.matches_index(file, self.index, int(self.numbers[shard]))
 
     def damaged(self, shard: str) -> ShardError:
         """Return the error for a damaged index, and remove the index from the cache.
 
         `shard` is the number of the file that was to be read.
         """
-        cure = f"Remove {self.index_path} and start again"
+        fix = f"Remove {self.index_path} and start again"
         if self.remote is not None:
             self.index_path.unlink(missing_ok=True)
-            cure = "Start again to rebuild it"
-        return ShardError(f"{self.address}: the index of {shard} is damaged. {cure}", reason="damaged index")
+            fix = "Start again to rebuild it"
+        return ShardError(f"{self.address}: the index of {shard} is damaged. {fix}", reason="damaged index")

@@ -38,8 +38,8 @@ from savable_pipeline.core.files import replacing, with_handles
 from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.index import (
-    MAGIC,
-    NUMBERS,
+    INDEX_MAGIC,
+    PER_SHARD,
     BlobIndex,
     Format,
     Header,
@@ -54,7 +54,7 @@ from savable_pipeline.errors import ShardError
 _HEAD = struct.Struct("<QQQ")
 log = logging.getLogger(__name__)
 
-Progress: TypeAlias = Callable[[int, int], None]  # gets the number of files done, and of all
+FileProgress: TypeAlias = Callable[[int, int], None]  # gets the number of files done, and of all
 _ALONE_S = 5.0  # seconds that one process scans alone before others start
 _LOG_EVERY_S = 10.0
 
@@ -84,7 +84,7 @@ class Columns:
         self.names = bytearray()
         self.last = ""
         self.faults: dict[int, str] = {}
-        self.numbers = [array("Q") for _ in range(NUMBERS)]  # ends … counts
+        self.numbers = [array("Q") for _ in range(PER_SHARD)]  # ends … counts
 
     def add(self, entry: ShardEntry, rows: int, check: int) -> None:
         """Add the next shard, with this number of rows.
@@ -115,7 +115,7 @@ def index_begin(columns: Columns, kind: str, format_data: bytes) -> bytes:
         found += np.frombuffer(column, np.uint64).astype("<u8").tobytes()
     found += columns.names
     found += bytes(aligned(16 + len(found)) - 16 - len(found))
-    return MAGIC + xxh3_64_intdigest(found).to_bytes(8, "little") + found
+    return INDEX_MAGIC + xxh3_64_intdigest(found).to_bytes(8, "little") + found
 
 
 class ScannedTables:
@@ -193,7 +193,7 @@ class ScannedTables:
             return None
 
 
-def is_as_indexed(root: Path, index: ShardIndex, number: int, form: Format) -> bool:
+def file_matches_index(root: Path, index: ShardIndex, number: int, form: Format) -> bool:
     """Return whether a file has its indexed size and content."""
     return index.is_whole(number) and with_handles(partial(_is_the_same, root, index, number, form))
 
@@ -201,12 +201,12 @@ def is_as_indexed(root: Path, index: ShardIndex, number: int, form: Format) -> b
 def _is_the_same(root: Path, index: ShardIndex, number: int, form: Format) -> bool:
     try:
         with opened(root / index.shards.names[number]) as file:
-            return file.size == index.shards.sizes[number] and form.is_as_indexed(file, index, number)
+            return file.size == index.shards.sizes[number] and form.matches_index(file, index, number)
     except OSError:
         return False
 
 
-def make_index(
+def build_index(
     root: Path,
     path: Path,
     names: list[str],
@@ -215,7 +215,7 @@ def make_index(
     tolerant: bool = False,
     processes: int | None = None,
     each: EachShard | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: FileProgress = lambda done, total: None,
     for_others: bool = False,
 ) -> None:
     """Write the index at `path`, reusing its tables that are still valid.
@@ -286,7 +286,7 @@ def _can_reuse(root: Path, form: Format, anyway: set[str], old: ShardIndex, numb
     """Return whether an indexed file is unchanged, or is in `anyway` and undamaged."""
     if anyway and old.shards.names[number] in anyway:
         return old.is_whole(number)
-    return number not in old.shards.faults and is_as_indexed(root, old, number, form)
+    return number not in old.shards.faults and file_matches_index(root, old, number, form)
 
 
 def _of_writers(root: Path, form: Format, names: list[str]) -> set[str]:
@@ -295,7 +295,7 @@ def _of_writers(root: Path, form: Format, names: list[str]) -> set[str]:
     for name in names if (root / WRITTEN).is_dir() else ():
         with contextlib.suppress(OSError, ValueError, ShardError, IndexError):
             index = _writers_index(root, name, form)
-            if index.shards.names[0] == name and is_as_indexed(root, index, 0, form):
+            if index.shards.names[0] == name and file_matches_index(root, index, 0, form):
                 found.add(name)
     return found
 
@@ -359,7 +359,7 @@ def each_shard(task: Task, root: Path, names: list[str], processes: int) -> Gene
     An answer is None if the process crashed on the shard.
     """
     jobs = [FileJob(task, root, name) for name in names]
-    with contextlib.closing(each_job(f"{__name__}:serve", (), jobs, processes)) as answers:
+    with contextlib.closing(each_job(f"{__name__}:serve_files", (), jobs, processes)) as answers:
         yield from ((job.name, answer) for job, answer in answers)
 
 
@@ -428,7 +428,7 @@ def each_job(
             child.kill()
 
 
-def serve(connection: Connection, jobs: Iterator[FileJob]) -> None:
+def serve_files(connection: Connection, jobs: Iterator[FileJob]) -> None:
     """Serve jobs one by one, in the child process."""
     for job in jobs:
         connection.send_bytes(job.do())

@@ -37,7 +37,7 @@ from savable_pipeline.core.files import replace_file, user_cache, with_handles
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles, ShardIndex, index_name
-from savable_pipeline.data.shards.index_making import EachShard, Progress, is_as_indexed, make_index
+from savable_pipeline.data.shards.index_making import EachShard, FileProgress, build_index, file_matches_index
 from savable_pipeline.data.shards.metadata import META, METADATA_FILES, named_files, read_counts
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
 from savable_pipeline.errors import ShardError
@@ -65,16 +65,16 @@ def index_paths(root: Path, name: str, *, near: bool = True) -> list[Path]:
     return [root / name, *cached] if near else [*cached, root / name]
 
 
-def at_first_writable(root: Path, name: str, make: Callable[[Path], T], *, near: bool) -> T:
-    """Return `make(path)` for the index's first path that can be written.
+def at_first_writable(root: Path, name: str, build: Callable[[Path], T], *, near: bool) -> T:
+    """Return `build(path)` for the index's first path that can be written.
 
     See `index_paths` and `first_writable`.
     """
-    return first_writable(index_paths(root, name, near=near), f"{root}: no place to write an index", make)
+    return first_writable(index_paths(root, name, near=near), f"{root}: no place to write an index", build)
 
 
-def first_writable(places: Iterable[Path], fault: str, make: Callable[[Path], T]) -> T:
-    """Return `make(path)` for the first path that can be written, under its lock.
+def first_writable(places: Iterable[Path], fault: str, build: Callable[[Path], T]) -> T:
+    """Return `build(path)` for the first path that can be written, under its lock.
 
     Raises `ShardError` with the `fault` if there is none.
     """
@@ -88,7 +88,7 @@ def first_writable(places: Iterable[Path], fault: str, make: Callable[[Path], T]
             continue
         with lock, file_lock(Path(lock.name), lock.fileno()):
             try:
-                return make(path)
+                return build(path)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
@@ -121,11 +121,11 @@ def valid_mark(root: Path, form: Format) -> _Mark | None:
     """Return the mark next to an index, or None if a folder changed since."""
     with contextlib.suppress(OSError, ValueError):  # msgspec's errors are subclasses of ValueError
         mark = msgspec.msgpack.decode(_mark_of(root / form.index_name).read_bytes(), type=_Mark)
-        return mark if all(_look(root / name) == at for name, at in mark.folders.items()) else None
+        return mark if all(_version_of(root / name) == at for name, at in mark.folders.items()) else None
     return None
 
 
-def begin_look(root: Path, form: Format) -> int | None:
+def start_of_check(root: Path, form: Format) -> int | None:
     """Return the file system's time in ns, to pass to `mark_fresh`.
 
     Call it before checking the shards. It returns None for an index of few shards, and if no mark can be written, or if
@@ -147,9 +147,9 @@ def begin_look(root: Path, form: Format) -> int | None:
 def mark_fresh(root: Path, form: Format, index: ShardIndex, folders: Iterable[str], began: int) -> None:
     """Write the mark, if no folder changed since two seconds before `began`."""
     with contextlib.suppress(OSError, ShardError):
-        looks = {name: _look(root / name) for name in folders}
-        if all(look.newest_ns < began - _QUIET_NS for look in looks.values()):
-            mark = _Mark(index.identity, looks, _metadata(root))
+        versions = {name: _version_of(root / name) for name in folders}
+        if all(each.newest_ns < began - _QUIET_NS for each in versions.values()):
+            mark = _Mark(index.identity, versions, _metadata(root))
             replace_file(_mark_of(root / form.index_name), [msgspec.msgpack.encode(mark)])
 
 
@@ -171,10 +171,10 @@ def _mark_of(index_path: Path) -> Path:
 def _metadata(root: Path) -> dict[str, FileVersion | None]:
     """Return the versions of Energon's files, which may list shards. Raises `ShardError` for a wrong one."""
     names = {*METADATA_FILES, *named_files(root)}
-    return {name: _look(root / META / name) if (root / META / name).exists() else None for name in sorted(names)}
+    return {name: _version_of(root / META / name) if (root / META / name).exists() else None for name in sorted(names)}
 
 
-def _look(path: Path) -> FileVersion:
+def _version_of(path: Path) -> FileVersion:
     return FileVersion.of(path.stat())
 
 
@@ -183,7 +183,7 @@ def open_files(
     form: Format,
     *,
     tolerant: bool = False,
-    unlistable: paths.Unlistable = paths.raise_it,
+    unlistable: paths.Unlistable = paths.raise_error,
 ) -> IndexedFiles:
     """Open the index of the files that a user names, scanning new and changed files.
 
@@ -208,21 +208,21 @@ def open_files(
     if known is not None:
         path = found.root / form.index_name
         return _checked(IndexedFiles(form, known, path, None, found.root, tolerant=tolerant))
-    return _look_at_all(found, form, tolerant=tolerant)
+    return _open_listed(found, form, tolerant=tolerant)
 
 
-def _look_at_all(listed: paths.ListedFiles, form: Format, *, tolerant: bool) -> IndexedFiles:
-    root, began = listed.root, begin_look(listed.root, form)
+def _open_listed(listed: paths.ListedFiles, form: Format, *, tolerant: bool) -> IndexedFiles:
+    root, began = listed.root, start_of_check(listed.root, form)
     if began is not None:  # the files were listed earlier, according to another clock
         began -= time.monotonic_ns() - listed.began_ns
 
-    def looked_at(index: ShardIndex) -> None:
+    def on_match(index: ShardIndex) -> None:
         if began is not None and not listed.unlistable and len(index.shards) >= MARKED_SHARDS:
             mark_fresh(root, form, index, listed.folders, began)
 
     indexes = _indexes(root, form)
     names = _with_missing(root, listed.names, form, tolerant, _first_of(indexes))
-    return open_index(root, names, form, tolerant=tolerant, indexes=indexes, looked_at=looked_at)
+    return open_index(root, names, form, tolerant=tolerant, indexes=indexes, on_match=on_match)
 
 
 def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = False) -> paths.ListedFiles:
@@ -266,13 +266,13 @@ def open_index(
     *,
     tolerant: bool = False,
     indexes: Mapping[Path, ShardIndex] | None = None,
-    looked_at: Callable[[ShardIndex], None] = lambda index: None,
+    on_match: Callable[[ShardIndex], None] = lambda index: None,
 ) -> IndexedFiles:
     """Return the index of the files `names` below `root`.
 
     Files that are new or were rewritten are scanned first.
 
-    `indexes` are those that exist, by path, if they are open. `looked_at` is called with an index that has these files
+    `indexes` are those that exist, by path, if they are open. `on_match` is called with an index that has these files
     and no others, each as it was found. Raises `ShardError` for a damaged one unless `tolerant`: see `open_files`.
     """
     now = _FilesNow(root, names, form)
@@ -280,18 +280,18 @@ def open_index(
         if _fits(index, path, now, tolerant):
             whole = len(index.shards) == len(names)
             if whole and path == root / form.index_name and (not tolerant or now.are_as_in(index, path)):
-                looked_at(index)
+                on_match(index)
             return _checked(IndexedFiles(form, index, path, None if whole else names, root, tolerant=tolerant))
 
-    def make(path: Path) -> IndexedFiles:
+    def build(path: Path) -> IndexedFiles:
         index = _opened(path, form)  # another process may have made it while we waited
         if index is None or not _fits(index, path, now, tolerant):
-            make_index(root, path, names, form, tolerant=tolerant)
+            build_index(root, path, names, form, tolerant=tolerant)
             index = form.index_at(path)
         return IndexedFiles(form, index, path, names, root, tolerant=tolerant)
 
     near = form.name == TAR or (root / META).is_dir()
-    return _checked(at_first_writable(root, form.index_name, make, near=near))
+    return _checked(at_first_writable(root, form.index_name, build, near=near))
 
 
 def index_files(
@@ -300,7 +300,7 @@ def index_files(
     *,
     processes: int | None = None,
     each: EachShard | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: FileProgress = lambda done, total: None,
     near: bool = True,
 ) -> tuple[Path, list[ShardEntry]]:
     """Index the files that are new or changed.
@@ -317,12 +317,12 @@ def index_files(
     found = files_of(listed, form)
     root, names = found.root, found.names
 
-    def make(path: Path) -> tuple[Path, list[ShardEntry]]:
-        make_index(root, path, names, form, processes=processes, each=each, progress=progress, for_others=near)
+    def build(path: Path) -> tuple[Path, list[ShardEntry]]:
+        build_index(root, path, names, form, processes=processes, each=each, progress=progress, for_others=near)
         shards, wanted = form.index_at(path).shards, set(names)
         return path, [shards[number] for number in sorted(shards.faults) if shards.names[number] in wanted]
 
-    path, faults = at_first_writable(root, form.index_name, make, near=near or form.name == TAR)
+    path, faults = at_first_writable(root, form.index_name, build, near=near or form.name == TAR)
     if path == root / form.index_name and len(names) >= MARKED_SHARDS:
         _mark(root, form)
     return path, faults
@@ -332,7 +332,7 @@ def _mark(root: Path, form: Format) -> None:
     """Mark the new index as fresh, so that the next start need not check all files."""
     if marked_index(root, form, tolerant=True) is None:
         wait_for_mtime_granularity()
-        _look_at_all(files_of(paths.list_files(root), form, missing_too=True), form, tolerant=True)
+        _open_listed(files_of(paths.list_files(root), form, missing_too=True), form, tolerant=True)
 
 
 def _with_missing(root: Path, found: list[str], form: Format, tolerant: bool, known: ShardList) -> list[str]:
@@ -415,7 +415,7 @@ class _FilesNow:
         if not np.array_equal(index.shards.sizes[numbers], self.sizes):
             return False
         touched = numbers[self.written > path.stat().st_mtime_ns].tolist()
-        return all(is_as_indexed(self.root, index, number, self.form) for number in touched)
+        return all(file_matches_index(self.root, index, number, self.form) for number in touched)
 
 
 def _opened(path: Path, form: Format) -> ShardIndex | None:

@@ -143,19 +143,17 @@ def eight_bits(image: Image.Image, bits: int | None) -> Image.Image:
     if image.mode == "F" or narrowed != "v >> 8":
         kind = "floats" if image.mode == "F" else "colours of 16 bits in PPM"
         raise ValueError(f"an image of {kind}, which 8 bits cannot hold. Decode and scale the bytes yourself")
-    if bits is None:
-        raise ValueError(
-            "an image of 16 bits per channel. Pass bits=8 for v >> 8, or use sample.image() without mode= if gray"
-        )
-    if NARROWED in image.info:
-        return image
     import numpy as np
     from PIL.Image import fromarray  # imported here, because the import takes time and memory
 
     values = np.asarray(image)
-    if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
+    if image.mode in DEEP_MODES and (values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF):
         raise ValueError("an image of 32 bits per channel. Use sample.image() without mode=, and scale it")
-    return fromarray((values >> 8).astype(np.uint8))
+    if bits is None:
+        raise ValueError(
+            "an image of 16 bits per channel. Pass bits=8 for v >> 8, or use sample.image() without mode= if gray"
+        )
+    return image if NARROWED in image.info else fromarray((values >> 8).astype(np.uint8))
 
 
 def _image_error(data: bytes) -> str:

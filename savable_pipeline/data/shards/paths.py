@@ -55,7 +55,7 @@ PACKED_CURE = "Unpack it, or run `savable convert`"
 PACKED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")  # lower-case suffixes of compressed tars
 NO_SUCH_PATH = "no such path"  # reason of an error
 NO_SHARD = "no shard"  # reason of an error
-SCHEMES = ("s3", "gs", "az", "http", "https", "hf")  # schemes of supported URLs
+URL_SCHEMES = ("s3", "gs", "az", "http", "https", "hf")  # schemes of supported URLs
 LARGEST_INDEX = 1 << 30  # bytes of another program's index.json
 _LONGEST_PATH = 4096  # in characters
 _NUMBERS = re.compile(r"\{(-?\d{1,20})\d*\.\.(-?\d{1,20})\d*(?:\.\.(-?\d{1,20})\d*)?\}")
@@ -64,7 +64,7 @@ _MOST_CHARACTERS = 1 << 28  # most characters of all of these names
 _MOST_BRACES = 1000
 
 
-def raise_it(error: ShardError) -> None:
+def raise_error(error: ShardError) -> None:
     """Raise `error`: the default handler for a folder that cannot be listed."""
     raise error
 
@@ -197,8 +197,8 @@ def is_remote(shards: Shards) -> bool:
     if remote and len(remote) < len(specs):
         raise ShardError(f"{clean_address(remote[0])}: mixed with local shards. Read remote and local ones separately")
     for spec in remote:
-        if spec.split("://")[0] not in SCHEMES:
-            raise ShardError(f"{clean_address(spec)}: unsupported URL. Use one of {', '.join(SCHEMES)}")
+        if spec.split("://")[0] not in URL_SCHEMES:
+            raise ShardError(f"{clean_address(spec)}: unsupported URL. Use one of {', '.join(URL_SCHEMES)}")
         if has_user(spec):
             raise ShardError(
                 f"{clean_address(spec)}: a user or password in a URL would appear in logs. Use environment variables"

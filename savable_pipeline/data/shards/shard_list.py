@@ -160,7 +160,7 @@ class ShardList(Sequence[ShardEntry]):
     def __getitem__(self, number: slice) -> ShardList: ...
     def __getitem__(self, number: int | slice) -> ShardEntry | ShardList:
         if isinstance(number, slice):
-            return self.take(np.arange(len(self), dtype=np.int64)[number])
+            return self.select(np.arange(len(self), dtype=np.int64)[number])
         number = range(len(self))[number]
         return ShardEntry(
             self.names[number],
@@ -179,7 +179,7 @@ class ShardList(Sequence[ShardEntry]):
 
     __hash__ = None  # type: ignore[assignment]  # equal to a list of the same entries
 
-    def take(self, numbers: Rows) -> ShardList:
+    def select(self, numbers: Rows) -> ShardList:
         """Return the shards with these numbers, in this order."""
         names = ShardNames.of(map(self.names.__getitem__, numbers.tolist()))
         faults = {i: self.faults[number] for i, number in enumerate(numbers.tolist()) if number in self.faults}

@@ -31,7 +31,7 @@ from savable_pipeline.data.shards.index import (
     TAR,
     BlobIndex,
     Header,
-    Read,
+    ReadBytes,
     ShardIndex,
     ShardTable,
     array_at,
@@ -174,7 +174,7 @@ class Layout:
         self.gaps = [blocks * BLOCK for _, blocks in pairs]
 
 
-def open_index(path: Path) -> ShardIndex:
+def open_tar_index(path: Path) -> ShardIndex:
     """Open the index at `path`, of files of any format. Raises OSError, `ShardError`."""
     kind = kind_of(path)
     return TarIndex(path) if kind == TAR else BlobIndex(path, kind)
@@ -272,7 +272,7 @@ class TarIndex(ShardIndex):
         fits = bool((firsts[1:] == ends[:-1]).all()) and ends[-1] <= len(self.sizes)
         return self.sizes[int(firsts[0]) : int(ends[-1])] if fits else None
 
-    def rows_from(self, get: Read, shards: range) -> list[tuple[int, bytes]]:
+    def rows_from(self, get: ReadBytes, shards: range) -> list[tuple[int, bytes]]:
         """See `ShardIndex.rows_from`."""
         found: list[tuple[int, bytes]] = []
 
@@ -334,7 +334,7 @@ class TarIndex(ShardIndex):
         return TarColumns(starts.data, 0, layouts, *columns, links).table(self.shards[number])
 
 
-def read_table(file: ByteSource, name: str) -> ShardTable:
+def read_tar_table(file: ByteSource, name: str) -> ShardTable:
     """Scan a local tar.
 
     Damage becomes the `fault` of its entry, which still has the samples before it.
@@ -353,14 +353,14 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
     except ShardError as error:
         fault = str(error)
     if not fault:
-        _tell_doubts(name, file.size, found)
+        _warn_if_suspicious(name, file.size, found)
     note = _torn_warning(name, fd, found, keys)
     if note:
         log.warning("%s: %s", name, note)
     return found.table(file.size, fault, note)
 
 
-def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
+def tar_matches_index(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Return whether three samples of a tar are where the index says.
 
     They are the first, a middle and the last one. The rows of the index must be valid.
@@ -371,7 +371,7 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     return all(index.header_matches(name, file.fileno(), row) for row in some)
 
 
-def _tell_doubts(path: str, size: int, found: ShardRows) -> None:
+def _warn_if_suspicious(path: str, size: int, found: ShardRows) -> None:
     """Warn if samples seem to be missing from a complete tar."""
     zeros = size - found.end
     if not found.samples or size - found.in_samples > max(size // 2, _USUAL_END):

@@ -14,7 +14,7 @@ from typing import Any
 
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.index import Format, IndexedFiles, marker_object
-from savable_pipeline.data.stores.arrow_file import is_as_indexed, read_table
+from savable_pipeline.data.stores.arrow_file import arrow_matches_index, read_arrow_table
 from savable_pipeline.data.stores.columnar_store import COLUMNAR_SETTINGS
 from savable_pipeline.data.stores.ranges import with_ranges
 
@@ -67,11 +67,11 @@ def _split_names(info: dict[str, Any]) -> list[str]:
 ARROW = Format(
     "arrow",
     (".arrow", ".feather", ".ipc"),
-    read_table,
+    read_arrow_table,
     open_arrow,
     COLUMNAR_SETTINGS,
     {"partial": True},
-    is_same=is_as_indexed,
+    is_same=arrow_matches_index,
     markers=(STATE, INFO, SPLITS),
     claims=_is_saved,
     listed=_data_files,

@@ -4,7 +4,7 @@ Buffers from files are not trusted: each access is bounded.
 
     string, binary                      their bytes
     numbers                             JSON, or an array of one number
-    lists of numbers, of one length per dimension     JSON, or an array
+    lists of numbers, of one length per dimension     JSON, or an array; Arrow's fixed-shape tensors likewise
     other lists, other structs, dates, …      JSON; times and durations are built from their integers, times in UTC
     null                                the sample has no such part
 
@@ -38,8 +38,8 @@ from savable_pipeline.core.file_heads import media_of
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, as_part, find_part
 
 OFFSETS = {"string": "i", "binary": "i", "large_string": "q", "large_binary": "q"}
-NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float": "f", "double": "d"}
-NUMBERS |= {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}
+NUMBER_FORMATS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "float": "f", "double": "d"}
+NUMBER_FORMATS |= {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}
 _LONGEST_EXTENSION = 8
 _UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 T = TypeVar("T")
@@ -183,7 +183,7 @@ class NumberColumn:
         _, data = array.buffers()
         self._first, self._validity = array.offset, Validity(array)
         self._has_nulls = self._validity.has_nulls
-        self._values = _numbers(data, NUMBERS[str(array.type)])
+        self._values = _numbers(data, NUMBER_FORMATS[str(array.type)])
 
     def value(self, row: int) -> bytes | None:
         """Return the value of a row as JSON, or None for null. Raises `BrokenColumnError`."""
@@ -248,41 +248,58 @@ class ValueColumn:
 
 def _numbers_of(rows: Any) -> NDArray[Any]:
     """Return the numbers of a one-row array, with one dimension per level of lists. Raises TypeError."""
-    shape = [1]
-    while _is_list(rows.type) and not rows.null_count:
-        lengths = {len(each) for each in rows} or {0}
+    shape, axes = [1], [0]
+    while _is_list((lists := getattr(rows, "storage", rows)).type) and not rows.null_count:
+        lengths = {len(each) for each in lists} or {0}
         if len(lengths) > 1:
             raise TypeError("lists of several lengths")
-        rows = rows.flatten()
-        shape += lengths
+        sizes, order = _tensor_axes(rows.type) or (lengths, [0])
+        axes += [len(axes) + axis for axis in order]
+        shape += sizes
+        rows = lists.flatten()
     kind = rows.type
     if rows.null_count or not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise TypeError("a null among its numbers" if rows.null_count else f"of the type {kind}")
-    found: NDArray[Any] = rows.to_numpy(zero_copy_only=False).reshape(shape)[0]
+    found: NDArray[Any] = rows.to_numpy(zero_copy_only=False).reshape(shape).transpose(axes)[0]
     return found
 
 
-def _needs_conversion(kind: Any) -> bool:
-    """Return whether a type contains times or JSON.
+def _tensor_axes(kind: Any) -> tuple[list[int], list[int]] | None:
+    """Return the stored shape and the order of axes of a tensor type, or None.
 
-    pyarrow returns times as pandas objects and JSON as strings.
+    Raises ValueError for an order that differs from its inverse: pyarrow writes the inverse of what it reads.
+    """
+    if not isinstance(kind, pa.FixedShapeTensorType):
+        return None
+    order = kind.permutation or list(range(len(kind.shape)))
+    if any(order[order[axis]] != axis for axis in range(len(order))):
+        raise ValueError(f"tensors with the permutation {order}, which pyarrow swaps. Write them without a permutation")
+    return kind.shape, order
+
+
+def _needs_conversion(kind: Any) -> bool:
+    """Return whether a type contains times, JSON or tensors.
+
+    pyarrow returns times as pandas objects, JSON as strings and tensors as flat lists.
     """
     if kind.num_fields:
         return any(_needs_conversion(kind.field(i).type) for i in range(kind.num_fields))
     timed = pa.types.is_timestamp(kind) or pa.types.is_time(kind) or pa.types.is_duration(kind)
-    return bool(timed or isinstance(kind, _JSON))
+    return bool(timed or isinstance(kind, (_JSON, pa.FixedShapeTensorType)))
 
 
 def plain_value(value: Any) -> Any:
     """Return a value for JSON, or raise ValueError.
 
-    Times are in UTC as ISO 8601, durations in seconds, and strings of JSON are parsed.
+    Times are in UTC as ISO 8601, durations in seconds, tensors nested lists, and strings of JSON are parsed.
     """
     kind = value.type
     if not value.is_valid or not _needs_conversion(kind):
         return value.as_py()
     if isinstance(kind, _JSON):
         return json.loads(value.as_py())
+    if tensor := _tensor_axes(kind):
+        return np.array(value.as_py(), object).reshape(tensor[0]).transpose(tensor[1]).tolist()
     if pa.types.is_duration(kind):
         return value.value / _UNITS[kind.unit]
     if pa.types.is_struct(kind):
@@ -443,7 +460,7 @@ def column_of(name: str, array: Any, unread: Unread | None = None) -> Column:
         return MediaColumn(array, unread)
     if str(array.type) in OFFSETS or array.type in (pa.string_view(), pa.binary_view()):
         return BytesColumn(array, unread)
-    if str(array.type) in NUMBERS:
+    if str(array.type) in NUMBER_FORMATS:
         return NumberColumn(array)
     if is_media_list(array.type):
         return MediaListColumn(array, unread)

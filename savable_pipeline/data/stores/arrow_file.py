@@ -32,8 +32,8 @@ from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, ShardIndex, ShardTable
 from savable_pipeline.data.shards.shard_list import ShardEntry
 
-MAGIC = b"ARROW1"
-_HEAD = len(MAGIC) + 2  # bytes before the first message
+ARROW_MAGIC = b"ARROW1"
+_HEAD = len(ARROW_MAGIC) + 2  # bytes before the first message
 _END = struct.Struct("<i6s")
 _LARGEST_FOOTER = 1 << 28
 _SCHEMA_FIELD, _DICTIONARIES, _BATCHES = 1, 2, 3  # numbers of the footer's fields
@@ -47,7 +47,7 @@ _NO_DICTIONARIES = "dictionary-encoded columns are not read; write them as plain
 _BIG_ENDIAN = (
     "its numbers are big-endian, which are not read; write what pyarrow's `ipc.open_file(FILE).read_all()` reads anew"
 )
-_CURE = "the file was cut short or is damaged; copy it again"
+_FIX = "the file was cut short or is damaged; copy it again"
 T = TypeVar("T")
 
 
@@ -117,14 +117,14 @@ class Footer:
     digest: int
 
 
-def read_footer(file: ByteSource) -> Footer:
-    """Return the footer of a file that starts with `MAGIC`.
+def read_arrow_footer(file: ByteSource) -> Footer:
+    """Return the footer of a file that starts with `ARROW_MAGIC`.
 
     Raises `MessageError`, OSError.
     """
     size = file.size
     end = file.read_at(max(0, size - _END.size), _END.size)
-    if not end.endswith(MAGIC) or size < _HEAD + _END.size:
+    if not end.endswith(ARROW_MAGIC) or size < _HEAD + _END.size:
         raise MessageError("no footer at its end")
     length = _END.unpack(end)[0]
     if not 0 < length <= min(_LARGEST_FOOTER, size - _HEAD - _END.size):
@@ -156,7 +156,7 @@ def file_of_footer(tail: bytes) -> bytes:
 
     `tail` is the original file from the offset of its footer.
     """
-    return MAGIC + b"\0\0" + tail
+    return ARROW_MAGIC + b"\0\0" + tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,16 +202,16 @@ def batches_of(blob: FileBlob) -> Batches:
     return Batches(schema, False, offsets[:-1], offsets[1:], rows, digests)
 
 
-def read_table(file: ByteSource, name: str) -> ShardTable:
+def read_arrow_table(file: ByteSource, name: str) -> ShardTable:
     """Return entry and batches of a file.
 
     Damage is noted in the entry, and the batches before it are used.
     """
     found = _Found()
     try:
-        fault = _read_file(file, found) if file.read_at(0, len(MAGIC)) == MAGIC else _read_stream(file, found)
+        fault = _read_file(file, found) if file.head(len(ARROW_MAGIC)) == ARROW_MAGIC else _read_stream(file, found)
     except MessageError as error:
-        fault = f"{error}: {_CURE}"
+        fault = f"{error}: {_FIX}"
     blob = _blob(found)
     rows = sum(message.rows for message in found.batches)
     digest = _digest(blob, found.schema_digest)
@@ -220,7 +220,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
     )
 
 
-def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
+def arrow_matches_index(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Return whether the schema and three batches are unchanged. Raises OSError.
 
     The batches are the first, a middle and the last one.
@@ -229,7 +229,7 @@ def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
     batches = batches_of(index.blob(number))
     count = len(batches.rows)
     try:
-        schema = read_footer(file).digest if batches.in_footer else read_message(file, batches.schema).digest
+        schema = read_arrow_footer(file).digest if batches.in_footer else read_message(file, batches.schema).digest
         if _digest(index.blob(number), schema) != int(index.shards.digests[number]):
             return False
         for i in sorted({0, count // 2, count - 1}) if count else []:
@@ -339,7 +339,7 @@ def _read_stream(file: ByteSource, found: _Found) -> str:
 
 def _read_file(file: ByteSource, found: _Found) -> str:
     """Add the batches in the footer to `found` and return the fault, or "". Raises `MessageError`."""
-    footer = read_footer(file)
+    footer = read_arrow_footer(file)
     found.schema = _leading_schema(file)
     if found.schema is None:
         found.footer = footer.offset, footer.digest
@@ -373,7 +373,7 @@ def _overlap(found: _Found) -> str:
     for one, other in pairwise(batches):
         if other.offset < one.end:
             found.batches.clear()
-            return f"the footer names record batches at bytes {one.offset} and {other.offset} that overlap: {_CURE}"
+            return f"the footer names record batches at bytes {one.offset} and {other.offset} that overlap: {_FIX}"
     return ""
 
 
@@ -384,7 +384,7 @@ def _unnamed(file: ByteSource, found: _Found) -> str:
     for end in ends:
         with contextlib.suppress(MessageError):
             if end not in named and read_message(file, end).kind == _BATCH:
-                return f"the footer does not name the record batch at byte {end}: {_CURE}"
+                return f"the footer does not name the record batch at byte {end}: {_FIX}"
     return ""
 
 

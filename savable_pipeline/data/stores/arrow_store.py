@@ -27,7 +27,7 @@ from savable_pipeline.core.child_process import is_replaced
 from savable_pipeline.core.wording import human_bytes
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.arrow_columns import NUMBERS, OFFSETS
+from savable_pipeline.data.stores.arrow_columns import NUMBER_FORMATS, OFFSETS
 from savable_pipeline.data.stores.arrow_file import (
     ArrowMessage,
     Batches,
@@ -111,7 +111,7 @@ class UnreadBatch:
             children = [self.rows(array.values, first * kind.list_size, count * kind.list_size)]
         elif pa.types.is_struct(kind):
             children = [self.rows(array.field(i), first, count) for i in range(kind.num_fields)]
-        elif str(kind) in NUMBERS:
+        elif str(kind) in NUMBER_FORMATS:
             size = kind.bit_width // 8
             own.append(self._bytes(buffers[1], first * size, (first + count) * size))
         elif (width := _offset_type(kind)) is not None:
@@ -144,7 +144,7 @@ def _buffers(array: Any, *, nested: bool) -> Iterator[tuple[Any, bool]]:
     kind, own = str(array.type), array.buffers()
     if kind in OFFSETS:
         yield from ((own[0], False), (own[1], False), (own[2], not nested or kind in _BINARY))
-    elif kind in NUMBERS:
+    elif kind in NUMBER_FORMATS:
         yield from ((own[0], False), (own[1], nested))
     elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         yield from ((own[0], False), (own[1], False), *_buffers(array.values, nested=True))

@@ -132,14 +132,14 @@ class DownloadedFiles(ShardFiles):
 
     def _call(self, kind: str, *arguments: Any) -> Any:
         answer = self.remote.session.call(kind, *arguments)
-        self._look_whom_was_asked()
+        self._announce_to_new_process()
         return answer
 
     def _prefetch(self, urgency: Urgency, *request: Any) -> None:
-        self._look_whom_was_asked()
+        self._announce_to_new_process()
         self.remote.session.prefetch(urgency, *request)
 
-    def _look_whom_was_asked(self) -> None:
+    def _announce_to_new_process(self) -> None:
         """Announce the samples again if the downloading process was replaced."""
         found = self.remote.session.connected()
         if found is not self._asked:
@@ -150,7 +150,7 @@ class DownloadedFiles(ShardFiles):
 class CachedBlocks(DownloadedFiles):
     """Files at a location in the cache.
 
-    They are compared with the index `indexed`, if any, and their bytes only if they are to be `looked_at`. With
+    They are compared with the index `indexed`, if any. Their bytes are compared only if `compares_files`. With
     `all_used`, an epoch reads every byte. If all files then fit into the cache, they are downloaded in pieces of 8 MiB.
     """
 
@@ -160,11 +160,11 @@ class CachedBlocks(DownloadedFiles):
         indexed: IndexedFiles | None = None,
         *,
         all_used: bool = False,
-        looked_at: bool = True,
+        compares_files: bool = True,
     ) -> None:
         numbers = np.arange(len(remote.cached.shards)) if indexed is None else indexed.numbers
         super().__init__(remote, numbers, all_used=all_used)
-        self._indexed, self._looked_at = indexed, looked_at
+        self._indexed, self._compares_files = indexed, compares_files
         self._checked_sidecars: set[Path] = set()  # sidecars that match their download
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
@@ -213,7 +213,7 @@ class CachedBlocks(DownloadedFiles):
         present, verified = self._cached.present[rows], self._cached.verified[rows]
         for _ in range(TRIES):
             before = present.tobytes()  # bytes compare faster than arrays
-            if (verified.tobytes() == before and 0 not in before) or self._are_right(shard, rows):
+            if (verified.tobytes() == before and 0 not in before) or self._match_index(shard, rows):
                 try:
                     found = read()
                     if present.tobytes() == before:
@@ -226,7 +226,7 @@ class CachedBlocks(DownloadedFiles):
         self._check_room(shard, rows.start, rows.stop, TRIES)
         raise AssertionError
 
-    def _are_right(self, shard: int, rows: slice) -> bool:
+    def _match_index(self, shard: int, rows: slice) -> bool:
         """Return whether these rows are cached and intact. Each is checked once per process."""
         present = self._cached.present[rows]
         fresh = rows.start + np.flatnonzero(self._cached.verified[rows] != present)
@@ -239,7 +239,7 @@ class CachedBlocks(DownloadedFiles):
             if self._indexed is not None:
                 self.fetch_rows(self._numbers[[shard]])
                 self._indexed.check_rows(shard)
-                if self._looked_at and not self._indexed.is_as_indexed(shard, StoreFile(self, shard)):
+                if self._compares_files and not self._indexed.matches_index(shard, StoreFile(self, shard)):
                     self._cached.note_changed(int(self._numbers[shard]))
                     raise ShardError(
                         f"{self.name(shard)}: not as its index says. Start again to index it, or restore the old file",

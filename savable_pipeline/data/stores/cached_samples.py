@@ -32,13 +32,13 @@ from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.cached_blocks import TRIES, Block, CachedBlocks, DownloadedFiles
-from savable_pipeline.data.stores.shard_files import Locate, MemberReader, Read, T, Where
+from savable_pipeline.data.stores.shard_files import Locate, MemberReader, ReadRow, T, Where
 from savable_pipeline.errors import ShardError
 
 LONG = PIECE  # a sample with more bytes, headers included, is long
 _TOUCH_S = 10.0
 # pause between two checks that all are present: seconds, and multiple of the time that a check takes
-_LOOK_S, _LOOK_SHARE = 1.0, 50
+_CHECK_S, _CHECK_SHARE = 1.0, 50
 _CACHED_ROWS = 1 << 12  # most rows to remember as cached
 
 
@@ -52,7 +52,7 @@ class CachedFiles(DownloadedFiles):
         fits = self._blocks.in_pieces
         self._nonempty = found.numbers[found.entries.samples > 0] if fits else None  # shards that must be complete
         self._complete_at = -1  # the count of evictions when all were complete, or -1
-        self._look_at = 0.0  # time of the next check for completeness
+        self._next_check = 0.0  # time of the next check for completeness
         self._prefetch_refs = self.refs_ahead(found.mean_bytes)
         self._touch_at = 0.0  # time of the next update of the shards' last use
 
@@ -76,7 +76,7 @@ class CachedFiles(DownloadedFiles):
         self._long = LongSamples(self, self._found, extent)
         return self._long
 
-    def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
+    def guard(self, read: ReadRow[Where, T], long: ReadRow[Where, T]) -> ReadRow[Where, T]:
         """Return `read`, extended to download the row first.
 
         The download is repeated if the row is evicted or damaged. `long` reads a long sample.
@@ -126,7 +126,7 @@ class CachedFiles(DownloadedFiles):
         self._cached.used[rows] = WANTED
         self._cached.touched[self._cached.shards_of(rows[present])] = time.time()
         if present.all():
-            self._look(now)
+            self._check_completeness(now)
             return
         for block in self._blocks.announce(np.unique(rows[~present])):
             self._prefetch(Urgency.LATER, *self._request(*block), [], False)
@@ -137,12 +137,12 @@ class CachedFiles(DownloadedFiles):
             self._complete_at = -1
         return self._complete_at >= 0
 
-    def _look(self, now: float) -> None:
+    def _check_completeness(self, now: float) -> None:
         """Check now and then whether all samples are present."""
-        if self._nonempty is not None and now >= self._look_at:
+        if self._nonempty is not None and now >= self._next_check:
             evictions = self._cached.evictions[0]
             self._complete_at = evictions if self._cached.all_present(self._nonempty) else -1
-            self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - now))
+            self._next_check = time.monotonic() + max(_CHECK_S, _CHECK_SHARE * (time.monotonic() - now))
 
     def request(self, rows: Rows) -> None:
         """Request the download of the missing ones of these rows."""
@@ -215,7 +215,7 @@ class LongSamples:
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
         """See `TarParts.array`; also raises `RemoteError`."""
         offset, size = self._extent(row, extension)
-        self._look(shard, row)
+        self._check_first_header(shard, row)
         array = empty_bytes(size)
         self._blocks.read_into(array, shard, offset)
         return array
@@ -225,7 +225,7 @@ class LongSamples:
 
         Raises `ShardError`, `RemoteError`.
         """
-        self._look(shard, row)
+        self._check_first_header(shard, row)
         return self._blocks.read_on(shard, *extent, self._cached.extent(row, row + 1)[1])
 
     def at_hand(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
@@ -252,9 +252,9 @@ class LongSamples:
         with locked_folder(self._cached.dataset):
             folder.mkdir(exist_ok=True)
             extent = replace(extent, cached=open_protected(folder))
-        return CachedBlocks(extent, self._found, looked_at=False)
+        return CachedBlocks(extent, self._found, compares_files=False)
 
-    def _look(self, shard: int, row: int) -> None:
+    def _check_first_header(self, shard: int, row: int) -> None:
         """Raise `ShardError` unless the first header of a sample matches the index."""
         if row in self._checked_rows:
             return

@@ -75,7 +75,7 @@ class ColumnarStore(GroupedStore):
         """Return the rows of a group. Raises `ShardError`."""
 
     @property
-    def cure(self) -> str:
+    def fix(self) -> str:
         """Return what to do about rows that name files without their bytes."""
         source = self.where(0) if len(self.entries) == 1 else self.address
         return (
@@ -188,7 +188,7 @@ class ColumnarStore(GroupedStore):
         from savable_pipeline.data.stores.arrow_columns import NoBytesError
 
         if isinstance(error, NoBytesError):
-            return ShardError(f"{self.where(shard)}: row {row}: {error}; {self.cure}", reason=NO_BYTES)
+            return ShardError(f"{self.where(shard)}: row {row}: {error}; {self.fix}", reason=NO_BYTES)
         return self.damaged(shard, f"row {row}", str(error))
 
     def _check_columns_of_first_file(self) -> None:

@@ -33,7 +33,7 @@ _SEPARATORS = ",;\t|"
 _BLOCK = 1 << 20
 _as_json = encode_basestring  # encodes a string as JSON
 _WIDE = 1 << 17  # most bytes of a cell
-_LOOKED_AT = 1000  # rows that are inspected to find the columns that name files
+_EXAMINED_ROWS = 1000  # rows that are inspected to find the columns that name files
 
 Row: TypeAlias = list[str]
 
@@ -239,10 +239,10 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
     if not root:
         return [*FILE_FIELDS], [], ""
     refuse_row(name, (cell for cell in store.header(0) if is_file(root, cell)))
-    columns = [_look(column, head, root) for column in store.header(0)]
+    columns = [_examined(column, head, root) for column in store.header(0)]
     found = [column for column in columns if column.names_files]
     if not found:  # as the `clips/` of Common Voice
-        few = [[_look(column, head[:16], each) for column in store.header(0)] for each in folders_in(root)]
+        few = [[_examined(column, head[:16], each) for column in store.header(0)] for each in folders_in(root)]
         below = [naming for each in few if (naming := [column for column in each if column.names_files])]
         found = below[0] if len(below) == 1 else []
     urls = next((column.name for column in columns if column.cells and 2 * len(column.paths) <= column.cells), "")
@@ -265,11 +265,11 @@ def _first_rows(store: CsvStore) -> Iterator[dict[str, str | None]]:
             with contextlib.suppress(RecordError):
                 yield store.parsed(0, raw, begin)[0]
                 count += 1
-        if count == _LOOKED_AT:
+        if count == _EXAMINED_ROWS:
             return
 
 
-def _look(column: str, head: list[dict[str, str | None]], root: str) -> _Column:
+def _examined(column: str, head: list[dict[str, str | None]], root: str) -> _Column:
     cells = [cell for row in head if (cell := row[column])]
     paths = [cell for cell in cells if not is_url(cell)]
     return _Column(column, len(cells), paths, sum(is_file(root, path) for path in paths))

@@ -56,7 +56,7 @@ _LONGEST_LIST = 1 << 24  # most bytes of a file of class names
 # O_NONBLOCK, so that opening a pipe in place of a file does not wait
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _FIRST, _LAST = "\0first", "\0last"  # placeholders in messages for the setting of `key_end`
-_LOOKED_AT = 4096  # with more files than this, unchanged times of folders replace listing them
+_FEW_FILES = 4096  # with more files than this, unchanged times of folders replace listing them
 _QUIET_NS = 2_000_000_000  # the coarsest timestamp granularity of a file system
 _MANY = 8  # so many parts in common are rarely a coincidence
 
@@ -103,7 +103,7 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
 
         It is False for few files, which are always listed.
         """
-        if len(self.sizes) // 8 <= _LOOKED_AT:
+        if len(self.sizes) // 8 <= _FEW_FILES:
             return False
         with contextlib.suppress(OSError):
             return all(
@@ -144,32 +144,32 @@ def _read(file: ByteSource, name: str) -> ShardTable:
     raise NotImplementedError(f"{name}: a folder has no bytes")
 
 
-def open_folder(files: Shards, form: Format, *, tolerant: bool = False, looked_at: bool = False) -> IndexedFiles:
+def open_folder(files: Shards, form: Format, *, tolerant: bool = False, relists: bool = False) -> IndexedFiles:
     """Open the index of one folder, and build it if it is missing or outdated.
 
-    With `looked_at`, the folder is listed again. A `tolerant` call keeps an index whose files were changed or lost.
+    With `relists`, the folder is listed again. A `tolerant` call keeps an index whose files were changed or lost.
     Raises `ShardError`.
     """
     specs = expand_specs(files)
     if len(specs) != 1 or not Path(specs[0]).is_dir():
         raise ShardError(f"{listed(specs)}: raw files are read as one folder. Name it, or mix several by sp.blend")
     root = Path(specs[0]).absolute()
-    for path in index_paths(root, form.index_name, near=False) if not looked_at else ():
+    for path in index_paths(root, form.index_name, near=False) if not relists else ():
         if (index := _fresh(root, path, form)) is not None:
             return IndexedFiles(form, index, path, None, root, tolerant=tolerant)
 
-    def make(path: Path) -> IndexedFiles:
+    def build(path: Path) -> IndexedFiles:
         try:
             table = form.scan(root, ALL)
         except OSError as error:
             raise ShardError(f"{error.filename}: {error.strerror}: the folder cannot be read. Permit it") from error
         known = _known(path, form)
-        if known is None or not _stays(known, table, tolerant and not looked_at):
+        if known is None or not _stays(known, table, tolerant and not relists):
             write_index(path, [table], form)
             known = BlobIndex(path, form.index_kind)
         return IndexedFiles(form, known, path, None, root, tolerant=tolerant)
 
-    return at_first_writable(root, form.index_name, make, near=False)
+    return at_first_writable(root, form.index_name, build, near=False)
 
 
 def is_known(root: Path) -> bool:
@@ -203,7 +203,7 @@ def _stays(index: BlobIndex, table: ShardTable, tolerant: bool) -> bool:
         if any(sizes_now.get(name) != size for name, size in zip(theirs.files, sizes, strict=True)):
             return True
     # with more files, the newer time of the table lets later opens trust the folders' times
-    few = len(ours.sizes) // 8 <= _LOOKED_AT
+    few = len(ours.sizes) // 8 <= _FEW_FILES
     return few and msgspec.structs.replace(ours, began_ns=0) == msgspec.structs.replace(theirs, began_ns=0)
 
 
@@ -295,7 +295,7 @@ def _samples(
     for name, status, fault in met:
         parts = split_name(without_dots(name) if key_end_last else name)
         if parts is None:
-            unread = "readers take it for metadata" if is_metadata(name) else "no extension"
+            unread = "named like metadata (__name__ or ._name)" if is_metadata(name) else "no extension"
             rejected.append(Reject(printable(name), "", fault or unread))
             continue
         key, extension = parts
@@ -355,7 +355,7 @@ def _merged(samples: dict[str, list[str]]) -> str:
     part, files = printable(min(merged[key])), counted(sum(map(len, merged.values())), "file")
     name = f"{printable(key)}.{part}"
     return (
-        f"a key ends at the first dot of a file's name, so that {files} would make {counted(len(merged), 'sample')}: "
+        f"a key ends at the first dot of a file's name, so that {files} would build {counted(len(merged), 'sample')}: "
         f"{name} would be of the sample {printable(key)} the part {part}. Give {_LAST} to end keys at the last dot, "
         f"which makes it the sample {name.rpartition('.')[0]}; or {_FIRST} if these are parts of one sample"
     )

@@ -79,7 +79,7 @@ class AwaitedRows:
         """Return the number of announced rows of a group."""
         return len(self._rows.get(group, ()))
 
-    def take(self, group: RowGroup) -> list[int]:
+    def pop(self, group: RowGroup) -> list[int]:
         """Remove and return the announced rows of a group."""
         rows = sorted(self._rows.pop(group, ()))
         self._count -= len(rows)
@@ -102,12 +102,12 @@ class AwaitedOfGroup:
     def __len__(self) -> int:
         return self._awaited.count(self._group)
 
-    def take(self) -> Iterator[tuple[int, Any, int]]:
-        """Yield number, row and size of each row that is not damaged.
+    def pop_retained(self) -> Iterator[tuple[int, Any, int]]:
+        """Remove these rows, and yield number, copy and size of each undamaged one.
 
         Damaged rows raise when they are read.
         """
-        for row in self._awaited.take(self._group):
+        for row in self._awaited.pop(self._group):
             with contextlib.suppress(ValueError):
                 retained = self.rows.retain(row - self._first)
                 yield row, retained, retained.size
@@ -149,7 +149,7 @@ class DecodedBlocks(Generic[T]):
 
         `decode` returns the block and its bytes.
 
-        When the block is given up, those of its rows that are `awaited` are kept.
+        When the block is evicted, those of its rows that are `awaited` are retained.
         """
         found = self.cached(key)
         return self._add(key, *decode(), awaited) if found is None else found
@@ -180,23 +180,23 @@ class DecodedBlocks(Generic[T]):
         self.decoded += 1
         self._retained_bytes -= sum(each for _, each in self._retained.pop(key, {}).values())
         while self._blocks and self.bytes + size > self.limit:
-            self._give_up()
+            self._evict_block()
         self._blocks[key] = block, size, awaited
         self._block_bytes += size
         return block
 
-    def _give_up(self) -> None:
+    def _evict_block(self) -> None:
         """Evict the block of which the fewest rows are awaited; of several, the one used longest ago."""
         key = min(self._blocks, key=lambda key: len(self._blocks[key][2] or ()))
         _, size, awaited = self._blocks.pop(key)
         self._block_bytes -= size
         if awaited:
-            self._retained[key] = {row: (value, each) for row, value, each in awaited.take()}
+            self._retained[key] = {row: (value, each) for row, value, each in awaited.pop_retained()}
             self._retained_bytes += sum(each for _, each in self._retained[key].values())
         while self._retained_bytes > self.limit // 2:
             oldest = next(iter(self._retained))
             self._drop(oldest, next(iter(self._retained[oldest])))
-            self._tell()
+            self._log_once()
 
     def _drop(self, key: Hashable, row: int) -> None:
         rows = self._retained.get(key)
@@ -205,12 +205,12 @@ class DecodedBlocks(Generic[T]):
             if not rows:
                 del self._retained[key]
 
-    def _tell(self) -> None:
+    def _log_once(self) -> None:
         if not self._warned:
             self._warned = True
             log.info(
                 "rows of more than %s are in shuffle buffers, or were never read: row groups may be decoded again for "
-                "them; give more cache_bytes, or smaller buffers",
+                "them. Pass a larger cache_bytes, or smaller buffers",
                 human_bytes(self.limit // 2),
             )
 

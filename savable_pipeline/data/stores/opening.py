@@ -31,7 +31,7 @@ from savable_pipeline.core.job_engine import Engine
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles
-from savable_pipeline.data.shards.index_making import Progress, each_shard_by
+from savable_pipeline.data.shards.index_making import FileProgress, each_shard_by
 from savable_pipeline.data.shards.indexing import check_faults, index_files, open_files, valid_mark
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores import formats
@@ -162,16 +162,16 @@ def _remote_source(
     session = Session.of(*cache)
     asked = format, tuple(sorted(settings))
     files = at_commit(files, pinned, session)
-    recognized = _look_up(files, asked, session)[1]
+    recognized = _recognize_remote(files, asked, session)[1]
     return Source(files, recognized.format, recognized.settings, session=session, asked=asked)
 
 
-def _look_up(files: paths.Shards, asked: Asked, session: Session) -> tuple[RemoteShards, Recognized]:
+def _recognize_remote(files: paths.Shards, asked: Asked, session: Session) -> tuple[RemoteShards, Recognized]:
     """Return the objects that URLs name, and their format. The session caches it until its next opening."""
-    return session.once((paths.as_names(files), asked), lambda: _looked_up(files, asked, session))
+    return session.once((paths.as_names(files), asked), lambda: _list_and_recognize(files, asked, session))
 
 
-def _looked_up(files: paths.Shards, asked: Asked, session: Session) -> tuple[RemoteShards, Recognized]:
+def _list_and_recognize(files: paths.Shards, asked: Asked, session: Session) -> tuple[RemoteShards, Recognized]:
     from savable_pipeline.data.remote.urls import list_remote
 
     listed, format = list_remote(files, session), asked[0]
@@ -200,7 +200,7 @@ def remote_files(source: Source, form: Format) -> RemoteShards:
     from savable_pipeline.data.remote.urls import select
 
     assert source.session is not None
-    listed, recognized = _look_up(source.files, source.asked, source.session)
+    listed, recognized = _recognize_remote(source.files, source.asked, source.session)
     by_name = form.variant or source.asked[0] or not recognized.files or recognized.format != source.format
     return select(listed, form, None if by_name else recognized.files, source.session)
 
@@ -257,7 +257,7 @@ def open_store(
     format: str = "",
     inspect: bool = False,
     tolerant: bool = False,
-    unlistable: paths.Unlistable = paths.raise_it,
+    unlistable: paths.Unlistable = paths.raise_error,
     pinned: dict[str, bytes] | None = None,
     cache: Cache = (None, None),
     **settings: Any,
@@ -299,7 +299,7 @@ def with_settings(source: Source, settings: dict[str, Any]) -> Format:
 
 
 def open_indexed(
-    source: Source, form: Format, *, tolerant: bool = False, unlistable: paths.Unlistable = paths.raise_it
+    source: Source, form: Format, *, tolerant: bool = False, unlistable: paths.Unlistable = paths.raise_error
 ) -> IndexedFiles:
     """Open the index of a source's files, in this format.
 
@@ -329,7 +329,7 @@ def index_any(
     *,
     processes: int | None = None,
     engine: Engine | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: FileProgress = lambda done, total: None,
 ) -> tuple[Path, list[ShardEntry]]:
     """Index files of any format, in processes or by the machines of an `engine`.
 
@@ -342,6 +342,6 @@ def index_any(
 
         return index_remote(source.files, remote_files(source, form), form, source.session, progress, engine)
     if form.name == FOLDER.name:
-        return open_folder(source.files, form, looked_at=True).index_path, []
+        return open_folder(source.files, form, relists=True).index_path, []
     each = None if engine is None else each_shard_by(engine)
     return index_files(source.listed or source.files, form, processes=processes, each=each, progress=progress)

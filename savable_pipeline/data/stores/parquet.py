@@ -60,10 +60,10 @@ class ParquetFooterError(ValueError):
     """Error: the footer of a file is missing or invalid."""
 
 
-def read_table(file: ByteSource, name: str) -> ShardTable:
+def read_parquet_table(file: ByteSource, name: str) -> ShardTable:
     """Return entry and row groups of a file. Damage is the fault of the entry."""
     try:
-        footer = read_footer(file)
+        footer = read_parquet_footer(file)
         rows, sizes = _groups_by_child(footer, file.size)
     except ParquetFooterError as error:
         return ShardTable(ShardEntry(name, file.size, 0, 0, encodable(f"{name}: {error}")), b"")
@@ -71,7 +71,7 @@ def read_table(file: ByteSource, name: str) -> ShardTable:
     return ShardTable(entry, np.array([*rows, *sizes], dtype="<u8").tobytes())
 
 
-def read_footer(file: ByteSource) -> bytes:
+def read_parquet_footer(file: ByteSource) -> bytes:
     """Return the bytes of a file's footer. Raises `ParquetFooterError`, OSError."""
     size = file.size
     tail = file.read_at(max(0, size - 8), 8)
@@ -85,10 +85,10 @@ def read_footer(file: ByteSource) -> bytes:
     return file.read_at(size - 8 - length, length)
 
 
-def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
+def parquet_matches_index(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Return whether a file still has its indexed footer. Raises OSError."""
     try:
-        return xxh3_64_intdigest(read_footer(file)) == int(index.shards.digests[number])
+        return xxh3_64_intdigest(read_parquet_footer(file)) == int(index.shards.digests[number])
     except ParquetFooterError:
         return False
 
@@ -329,7 +329,7 @@ class ParquetStore(ColumnarStore):
         found = self._open.pop(shard, None)
         if found is None:
             raw = SourceFile(ByteSource(_weakly(self.files, shard), int(self.entries.sizes[shard])))
-            footer = parsed_footer(read_footer(self.file(shard)))
+            footer = parsed_footer(read_parquet_footer(self.file(shard)))
             found = pq.ParquetFile(raw, metadata=footer, pre_buffer=False, page_checksum_verification=True)
         self._open[shard] = found
         while len(self._open) > _OPEN:
@@ -385,11 +385,11 @@ class NamingParquetStore(NamingStore, ParquetStore):
 PARQUET = Format(
     "parquet",
     (".parquet", ".pq", ".parq"),
-    read_table,
+    read_parquet_table,
     ParquetStore,
     COLUMNAR_SETTINGS,
     {"partial": True},
-    is_same=is_as_indexed,
+    is_same=parquet_matches_index,
     by_settings=partial(with_ranges, RangedParquetStore),
 )
 PARQUET_OF_FILES = dataclasses.replace(PARQUET, store=NamingParquetStore)

@@ -228,5 +228,5 @@ def _read_table_or_media(form: Format, samples_below: str, file: ByteSource, nam
 
 def _is_unchanged(form: Format, file: ByteSource, index: ShardIndex, number: int) -> bool:
     if form.has(index.shards.names[number]):
-        return form.is_as_indexed(file, index, number)
+        return form.matches_index(file, index, number)
     return _digest(file) == int(index.shards.digests[number])

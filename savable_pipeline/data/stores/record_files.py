@@ -37,8 +37,7 @@ from savable_pipeline.data.shards.byte_source import ByteSource, RecordError
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, ShardIndex, ShardTable, marker_object
 from savable_pipeline.data.shards.paths import LARGEST_INDEX
 from savable_pipeline.data.shards.shard_list import ShardEntry
-from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_message
-from savable_pipeline.data.stores.arrow_file import read_table as arrow_table
+from savable_pipeline.data.stores.arrow_file import batches_of, decoded_bytes, read_arrow_table, read_message
 from savable_pipeline.data.stores.decompressed import MORE
 from savable_pipeline.data.stores.record_store import hash_some
 
@@ -501,7 +500,7 @@ def table_of(data: bytes, expected: int, most: int) -> RecordTable:
 def _decoded_bytes(data: bytes) -> int:
     """Return the decoded size in bytes that compressed batches declare."""
     file = ByteSource.of(data)
-    found = arrow_table(file, "damaged rows in Arrow")
+    found = read_arrow_table(file, "damaged rows in Arrow")
     if found.entry.fault:
         raise ValueError(found.entry.fault)
     batches, total = batches_of(np.frombuffer(found.rows, "<u8")), 0

@@ -50,7 +50,7 @@ class StoreFacts(Protocol):
     decoded_bytes: int = 0
 
     @property
-    def cure(self) -> str:
+    def fix(self) -> str:
         """What to do about rows that name files without their bytes."""
         return ""
 

@@ -45,7 +45,7 @@ from savable_pipeline.data.remote.session import Session, scratch
 from savable_pipeline.data.remote.shard_cache import ShardCache, changed_shards, create_flags, open_parts
 from savable_pipeline.data.remote.urls import RemoteShards
 from savable_pipeline.data.shards.index import Format, ShardIndex, ShardTable
-from savable_pipeline.data.shards.index_making import Progress, ScannedTables, write_index
+from savable_pipeline.data.shards.index_making import FileProgress, ScannedTables, write_index
 from savable_pipeline.data.shards.indexing import check_none_gone
 from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.shards.shard_list import ShardEntry, ShardNames
@@ -250,7 +250,7 @@ def open_remote(
     tolerant: bool,
     anew: bool = False,
     engine: Engine | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: FileProgress = lambda done, total: None,
 ) -> tuple[RemoteFolder, Sequence[str]]:
     """Return where the files `found` are cached, and their names.
 
@@ -281,7 +281,7 @@ def index_remote(
     found: RemoteShards,
     form: Format,
     session: Session,
-    progress: Progress = lambda done, total: None,
+    progress: FileProgress = lambda done, total: None,
     engine: Engine | None = None,
 ) -> tuple[Path, list[ShardEntry]]:
     """Index remote files in the cache, unless their own index is valid.
@@ -350,7 +350,7 @@ class _Making:
     tolerant: bool
     anew: bool
     engine: Engine | None
-    progress: Progress
+    progress: FileProgress
 
     def index_of(self, files: Shards, found: RemoteShards, own: Version | None) -> tuple[RemoteShards, ShardCache]:
         """Return the files, and the version with their index.

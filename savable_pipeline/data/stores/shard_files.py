@@ -39,13 +39,13 @@ log = logging.getLogger(__name__)
 
 OPEN_SHARDS = 256  # most descriptors that one dataset keeps open in a process
 # pause between checks: seconds, and multiple of a check's duration, which is long on a network disk
-_LOOK_S, _LOOK_SHARE = 1.0, 50
+_CHECK_S, _CHECK_SHARE = 1.0, 50
 _SLOTS_SHOWN = 20
 
 Where = TypeVar("Where")  # names a part of a sample
 T = TypeVar("T")
 Locate: TypeAlias = Callable[[Rows, Rows], Rows]  # from shards, and positions in them, to rows of the index
-Read: TypeAlias = Callable[[int, int, Where], T]  # from shard, row, and location in the sample, to the value
+ReadRow: TypeAlias = Callable[[int, int, Where], T]  # from shard, row, and location in the sample, to the value
 
 
 class MemberReader(Protocol):
@@ -244,7 +244,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
         """Return a reader of parts of samples too long to download, or `parts`."""
         return parts
 
-    def guard(self, read: Read[Where, T], long: Read[Where, T]) -> Read[Where, T]:
+    def guard(self, read: ReadRow[Where, T], long: ReadRow[Where, T]) -> ReadRow[Where, T]:
         """Return `read`, extended to wait for the bytes of the row.
 
         The read is repeated if they are evicted in the meantime. `long` reads a missing row that is too long to
@@ -288,7 +288,7 @@ class LocalFiles(ShardFiles):
         self._changed: list[Path] = []
         self._warned: set[int] = set()  # shards with a warning
         self._slots: dict[int, None] = {}  # slots of the batches since the last check
-        self._look_at = 0.0
+        self._next_check = 0.0
         self._viewed: dict[int, Path] = {}  # mapped files, which are used even without an open descriptor
 
     def path(self, shard: int) -> Path:
@@ -351,7 +351,7 @@ class LocalFiles(ShardFiles):
             )
         if shard not in self._checked:
             found.check_rows(shard)
-            if not found.is_as_indexed(shard, LocalFile(path, descriptor)):
+            if not found.matches_index(shard, LocalFile(path, descriptor)):
                 sidecar = found.form.sidecar[1]
                 file = f"the shard or its {sidecar} was" if sidecar else "the shard was"
                 raise ShardError(
@@ -370,21 +370,21 @@ class LocalFiles(ShardFiles):
         """Forget the descriptor of a shard, after a last check of the file."""
         descriptor = super()._close(shard)
         if descriptor is not None:
-            self._look_at_open([(shard, descriptor)])
+            self._check_open([(shard, descriptor)])
         return descriptor
 
     def verify(self, slot: int) -> None:
         """See `ShardFiles.verify`. Open and mapped files are checked once a second."""
         self._slots[slot] = None
-        if self._changed or time.monotonic() >= self._look_at:
-            self._look(f", but slot {slot} was not yielded")
+        if self._changed or time.monotonic() >= self._next_check:
+            self._check_shards(f", but slot {slot} was not yielded")
 
     def verify_yielded(self) -> None:
         """See `ShardFiles.verify_yielded`."""
         if self._slots:
-            self._look("")
+            self._check_shards("")
 
-    def _look(self, unless_unused: str) -> None:
+    def _check_shards(self, unless_unused: str) -> None:
         """Check open shards, and files that are only mapped. Raises `ShardError` for a change.
 
         The error repeats at each check, because no later batch is right either. Other threads may open and close
@@ -392,13 +392,13 @@ class LocalFiles(ShardFiles):
         """
         noted, began = list(self._slots), time.monotonic()
         if not self._changed:
-            self._look_at_open(self.copy().items())
+            self._check_open(self.copy().items())
             for number, path in list(self._viewed.items()):
                 # the file was deleted or replaced, but the mapped content is unchanged
                 with contextlib.suppress(OSError):
                     if number not in self and (stat := path.stat()).st_ino == self._pins[number].inode:
-                        self._look_closer(number, stat, None)
-            self._look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * (time.monotonic() - began))
+                        self._note_if_changed(number, stat, None)
+            self._next_check = time.monotonic() + max(_CHECK_S, _CHECK_SHARE * (time.monotonic() - began))
         if not self._changed:
             for slot in noted:  # remove only these, because another thread may have added more
                 self._slots.pop(slot, None)
@@ -409,7 +409,7 @@ class LocalFiles(ShardFiles):
             reason="changed shard",
         )
 
-    def _look_at_open(self, shards: Iterable[tuple[int, Descriptor]]) -> None:
+    def _check_open(self, shards: Iterable[tuple[int, Descriptor]]) -> None:
         """Check some of the open shards, pairs of shard and descriptor."""
         fstat, pins = os.fstat, self._pins
         for shard, descriptor in shards:
@@ -422,9 +422,9 @@ class LocalFiles(ShardFiles):
                 continue
             was_ns = was.changed_ns, was.written_ns
             if (stat.st_ctime_ns, stat.st_mtime_ns) != was_ns or stat.st_size != was.size:
-                self._look_closer(shard, stat, descriptor)
+                self._note_if_changed(shard, stat, descriptor)
 
-    def _look_closer(self, number: int, stat: os.stat_result, descriptor: int | None) -> None:
+    def _note_if_changed(self, number: int, stat: os.stat_result, descriptor: int | None) -> None:
         if not self._is_same(number, FileVersion.of(stat), descriptor):
             self._changed.append(self._path_of(number))
 
@@ -454,7 +454,7 @@ class LocalFiles(ShardFiles):
         try:
             if descriptor is None or number < 0:
                 descriptor = own = _open_without_atime(self.path(shard))
-            if not self._found.is_as_indexed(shard, LocalFile(self.path(shard), descriptor)):
+            if not self._found.matches_index(shard, LocalFile(self.path(shard), descriptor)):
                 return False
         except (OSError, ShardError):
             return False

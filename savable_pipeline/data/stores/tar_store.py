@@ -376,9 +376,9 @@ class _TarFormat(Format):
 TARS = _TarFormat(
     TAR,
     (TARS_END,),
-    tar_format.read_table,
+    tar_format.read_tar_table,
     TarStore,
-    is_same=tar_format.is_as_indexed,
+    is_same=tar_format.tar_matches_index,
     packed=PACKED_TARS,
     whole=True,
     no_rows=msgspec.msgpack.encode(tar_format.TarColumns(memoryview(b""))),

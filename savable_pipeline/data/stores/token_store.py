@@ -90,7 +90,7 @@ def idx_of(file: ByteSource) -> Path | None:
     return file.sidecar(_IDX) if file.name.lower().endswith(".bin") else None
 
 
-def read_table(file: ByteSource, name: str) -> ShardTable:
+def read_token_table(file: ByteSource, name: str) -> ShardTable:
     """Return entry and layout of a file. Damage is the fault of the entry."""
     try:
         layout = _layout_in(file)
@@ -128,7 +128,7 @@ def read_documents(idx: Path) -> Documents:
     return Documents(parts[0], parts[1], parts[2], TYPES[kind])
 
 
-def is_as_indexed(file: ByteSource, index: ShardIndex, number: int) -> bool:
+def tokens_match_index(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """Return whether a file and its `.idx` have the same sizes and sampled bytes.
 
     Raises OSError.
@@ -384,11 +384,11 @@ def check_token_settings(length: int | None, stride: int | None, dtype: str | No
 TOKENS = Format(
     "tokens",
     (".bin", ".npy"),
-    read_table,
+    read_token_table,
     TokenStore,
     ("length", "stride", "dtype"),
     {"documents_or": 1024},
-    is_same=is_as_indexed,
+    is_same=tokens_match_index,
     no_rows=_NO_LAYOUT,
     sidecar=(".bin", _IDX),
 )

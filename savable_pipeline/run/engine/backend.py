@@ -1,8 +1,8 @@
 """`Backend` builds batches: `InProcess`, in a `Pool` of workers, or at a peer.
 
-    open ─▶ start ─▶ ask, ask, answer, ask, … ─▶ stop ─▶ start ─▶ … ─▶ close
-            ▲             forget_requests                              │
-            └──────────────────────────────────────────────────────────┘
+    open ─▶ start ─▶ request, request, answer, request, … ─▶ stop ─▶ start ─▶ … ─▶ close
+              ▲             forget_requests                                          │
+              └──────────────────────────────────────────────────────────────────────┘
 
 A run has one backend. Requests for a lane are answered in their order. The first one restores the lane, and later ones
 continue after it. No backend changes a batch or a state. `tests/support/fake_backend.py` has one without a pipeline.
@@ -29,7 +29,7 @@ class Backend(Protocol):
     """
 
     fault: str
-    """The error that the last look of `stop` found in delivered batches. "" (default): none."""
+    """The error that the last check of `stop` found in delivered batches. "" (default): none."""
 
     @property
     def capacity(self) -> int:
@@ -41,7 +41,7 @@ class Backend(Protocol):
     def start(self) -> None:
         """Start the workers unless they run, and the host if it is closed."""
 
-    def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
+    def request(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
         """Request the next batch of a lane at the position `state`; return a ticket.
 
         Only the first request for a lane since `forget_requests` or `start` uses `state` and `facts`.
@@ -66,7 +66,7 @@ class Backend(Protocol):
         This does not wait for workers.
         """
 
-    def look(self) -> None:
+    def check_shards(self) -> None:
         """Let all workers check their shards, then call `verify_delivered`.
 
         This waits some seconds at most.
@@ -107,7 +107,7 @@ class InProcess(Backend):
 
     start = open
 
-    def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Ticket:
+    def request(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Ticket:
         """Return the request itself as its ticket."""
         self._is_used = True
         return lane, state, want, facts
@@ -133,7 +133,7 @@ class InProcess(Backend):
         if self._is_used:
             self._runner.verify_delivered()
 
-    look = verify_delivered
+    check_shards = verify_delivered
 
     def stop(self) -> None:
         """Drop the lanes, after a last check of the shards."""

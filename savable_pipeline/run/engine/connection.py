@@ -75,11 +75,11 @@ class Connection(Protocol):
         Raises EOFError once no more can arrive.
         """
 
-    def look(self) -> None:
+    def check_shards(self) -> None:
         """Ask the worker to check the shards of its lanes at once."""
 
-    def has_looked(self) -> bool:
-        """Return whether the worker has checked them since `look`."""
+    def has_checked(self) -> bool:
+        """Return whether the worker has checked them since `check_shards`."""
 
     def fault(self) -> str:
         """Return what is wrong with batches that the worker delivered, or "".

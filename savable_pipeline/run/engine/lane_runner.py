@@ -6,9 +6,9 @@ the lane's last state tries the same batch again.
 
 Earlier batches are rebuilt by their refs. Each is rebuilt on a lane of its own, which is dropped afterwards:
 
-    Remake    the lane, its epoch and the number of the batch │ the ref    ──▶ fetch(ref): the same bytes, without what
-                                                                               is excluded or gone since
-              the next lane                                   │ no ref     ──▶ a batch of padding rows
+    RebuildRequest   the lane, its epoch and the number of the batch │ the ref ──▶ the same batch, by `fetch`, without
+                                                                                   samples excluded or lost since then
+                     the next lane                                   │ no ref  ──▶ a batch of padding rows
 
 The lanes that build new batches do not move, because a rebuilt batch takes no slot.
 """
@@ -16,7 +16,6 @@ The lanes that build new batches do not move, because a rebuilt batch takes no s
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -30,7 +29,7 @@ from savable_pipeline.data.dataset.ref import tag_of
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.engine.messages import Delivery, LaneJob, RequestKind, row_count
-from savable_pipeline.run.engine.stage_timing import EVERY, PAUSE_S, WatchedSamples, take_counts, timed
+from savable_pipeline.run.engine.stage_timing import EVERY, PAUSE_S, WatchedSamples, pop_counts, timed
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, restoring, unpack_state, with_counts
 from savable_pipeline.stages.batcher import rebuild
 from savable_pipeline.stages.item_buffer import built_items
@@ -47,7 +46,7 @@ class _Live:
     lane: Lane
     batches: int
     dropped: dict[str, dict[str, int]]  # in the form of its state
-    counts: Counter[str] = field(default_factory=Counter)  # counters of its stages since the last delivery
+    counts: dict[str, int | float] = field(default_factory=dict)  # counters of its stages since the last delivery
     state: bytes | None = None  # state delivered with the last batch
     early: tuple[Any, bytes] | None = None  # a batch built only to find out that it exists, and the state before it
 
@@ -58,12 +57,13 @@ class _Live:
 
     def collect(self) -> None:
         """Collect the counters of the stages."""
-        if fresh := take_counts(self.stages):
+        if fresh := pop_counts(self.stages):
             self.dropped = with_counts(self.dropped, fresh)
-            self.counts.update(fresh)
+            before = self.counts
+            self.counts = {name: before.get(name, 0) + fresh.get(name, 0) for name in before | fresh}
 
 
-class Remake(msgspec.Struct, frozen=True, array_like=True):
+class RebuildRequest(msgspec.Struct, frozen=True, array_like=True):
     """Request to rebuild a batch of a lane with `batches` before it.
 
     `ref` is its ref in MessagePack. Without a ref, the batch is padding. `size` is the number of rows with padding, or
@@ -122,8 +122,8 @@ class LaneRunner:
         """Return the next batch of a lane at the position `state`.
 
         A `state` of None means that the lane runs here and is at its position. `avoid` has index and epoch of samples
-        that the lane must drop from now on. For "again", the result is the batch of the `Remake` packed in `state`, and
-        an invalid ref raises `StateError`.
+        that the lane must drop from now on. For "again", the result is the batch of the `RebuildRequest` packed in
+        `state`, and an invalid ref raises `StateError`.
         """
         if want == "again" and state is not None:
             return self._rebuilt_delivery(state, avoid)
@@ -134,19 +134,18 @@ class LaneRunner:
         assert live is not None
         _avoid(live.stages, avoid)
         if self._built_count % EVERY or start < self._timing_due:
-            batch, ref, more, spent, record = *self._make(live, want), {}, None
+            batch, ref, more, spent, record = *self._serve(live, want), {}, None
         else:
             record, self._timing_due = WatchedSamples([]), start + PAUSE_S
             with timed(live.stages, record) as spent:
-                batch, ref, more = self._make(live, want)
+                batch, ref, more = self._serve(live, want)
         self._built_count += 1
         live.collect()
-        counts: dict[str, int | float] = {**live.counts, **{f"{name}/ns": spent_ns for name, spent_ns in spent.items()}}
-        live.counts = Counter()
-        self._live[lane] = live
+        counts = {**live.counts, **{f"{name}/ns": spent_ns for name, spent_ns in spent.items()}}
+        live.counts, self._live[lane] = {}, live
         seconds = time.perf_counter() - start
-        buffered = sum(map(built_items, live.stages))
-        rebuild_s = seconds * buffered / max(1, counts.get("Encode/items", 1))
+        stages = () if self._worker.status is None else live.stages  # in the trainer, no lane moves
+        rebuild_s = seconds * sum(map(built_items, stages)) / max(1, counts.get("Encode/items", 1))
         assert live.state is not None
         dry = batch is _DRY
         batch = None if dry or want == "skip" else batch
@@ -159,17 +158,17 @@ class LaneRunner:
 
     def _rebuilt_delivery(self, packed: bytes, avoid: Iterable[tuple[int, int]]) -> Delivery:
         start = time.perf_counter()
-        job = msgspec.msgpack.decode(packed, type=Remake)
+        job = msgspec.msgpack.decode(packed, type=RebuildRequest)
         stages = self._restore(job.lane).stages
         _avoid(stages, avoid)
         last = stages[-1]
         batch, ref, remaining = _rebuilt(last, job)
         verify_files(stages, job.lane.batches * last.lane.count + last.lane.index)
-        counts, seconds = take_counts(stages), time.perf_counter() - start
+        counts, seconds = pop_counts(stages), time.perf_counter() - start
         rows = row_count(ref, type(last).__name__)
         return Delivery(batch, packed, True, False, seconds, 0.0, counts, ref, ref=ref, rows=rows, remaining=remaining)
 
-    def _make(self, live: _Live, want: RequestKind) -> tuple[Any, ItemRef, bool]:
+    def _serve(self, live: _Live, want: RequestKind) -> tuple[Any, ItemRef, bool]:
         """Serve a request of this kind.
 
         Returns the batch, its ref, and whether another follows. Saves the lane's state.
@@ -303,7 +302,7 @@ def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:
                 stage.avoid(index, epoch, "its worker died")
 
 
-def _rebuilt(last: Stage, job: Remake) -> tuple[Any, ItemRef, tuple[int, ...]]:
+def _rebuilt(last: Stage, job: RebuildRequest) -> tuple[Any, ItemRef, tuple[int, ...]]:
     """Return the result of `rebuild`. Raises `StateError` for an invalid ref."""
     lane = job.lane
     try:

@@ -21,7 +21,7 @@ from savable_pipeline.stages.pipeline import PipelineFunction
 
 RequestKind: TypeAlias = Literal["batch", "peek", "skip", "again"]
 """"batch": make a lane's next batch. "peek": only find out whether there is one. "skip": pass over it. "again": make an
-earlier batch again; the state is that of a `lane_runner.Remake`.
+earlier batch again; the state is that of a `lane_runner.RebuildRequest`.
 """
 
 

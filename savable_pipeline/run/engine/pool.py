@@ -3,7 +3,7 @@
 The trainer's process has, for each lane, the state that came with the lane's last batch. So any worker can run any lane
 at any time, and nothing is lost with a worker:
 
-    ask      puts a request into the queue of a worker, or lets it wait until one has room
+    request  puts a request into the queue of a worker, or lets it wait until one has room
     answer   polls the workers until the answer has come; in the meantime it sends requests, and replaces workers
     replace  the lanes of the worker have no worker, so the next request of each carries its state; requests that
              were not answered are sent again, in their order
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 RESTARTS_OVER_ONE = 3  # restarts because of the same sample, or in a row before a worker has started
 _START_S = 300.0  # timeout for a worker's start, with the imports of the user's modules
-_LOOK_S = 5.0  # timeout for workers to check their shards
-_LOOK_STEP_S = 0.001  # pause between two polls of workers that check their shards
+_CHECK_S = 5.0  # timeout for workers to check their shards
+_CHECK_STEP_S = 0.001  # pause between two polls of workers that check their shards
 _MOVE_S = 0.002  # estimated time to build and restore a lane
 
 
@@ -165,7 +165,7 @@ class Pool(Backend):
             "moved_lanes": self._moves,
         }
 
-    def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> int:
+    def request(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> int:
         """Send a request to a worker, or queue it until one has room."""
         _check_process(self._owner)
         self._lanes.setdefault(lane, LaneAssignment(state, facts))
@@ -252,17 +252,17 @@ class Pool(Backend):
         """Raise `ShardError` if a worker has reported a changed shard."""
         _check(self.fault or self._reported(self._workers))
 
-    def look(self) -> None:
+    def check_shards(self) -> None:
         """Have the workers compare their shards, and wait a few seconds at most."""
         _check_process(self._owner)
         asked = [worker for worker in self._workers if worker.started]
         for worker in asked:
-            worker.connection.look()
-        deadline = self._host.now() + _LOOK_S
-        while any(worker in self._workers and not worker.connection.has_looked() for worker in asked):
+            worker.connection.check_shards()
+        deadline = self._host.now() + _CHECK_S
+        while any(worker in self._workers and not worker.connection.has_checked() for worker in asked):
             if self._host.now() > deadline:
                 break  # it will check again when it ends
-            self._poll(_LOOK_STEP_S)
+            self._poll(_CHECK_STEP_S)
         self.verify_delivered()
 
     def _reported(self, workers: Iterable[PoolWorker]) -> str:
@@ -396,7 +396,7 @@ class Pool(Backend):
                 lane.worker, lane.sent = None, 0
         wanted = worker.requests and worker.requests[0].ticket in self._requests
         if wanted and isinstance(blamed, WorkerStatus) and deaths > RESTARTS_OVER_ONE:
-            self._give_up(worker.requests[0], blamed, f"{message}: death {deaths} there{stack}")
+            self._skip_or_fail(worker.requests[0], blamed, f"{message}: death {deaths} there{stack}")
         again = [request for request in worker.requests if request.ticket in self._requests]
         self._waiting = sorted([*again, *self._waiting], key=lambda request: request.ticket)
         at = self._workers.index(worker)
@@ -420,7 +420,7 @@ class Pool(Backend):
         log.warning("%s. It was replaced, restart %d of %d.%s", message, self._restarts, self._max_restarts, stack)
         return deaths
 
-    def _give_up(self, first: PendingRequest, status: WorkerStatus, message: str) -> None:
+    def _skip_or_fail(self, first: PendingRequest, status: WorkerStatus, message: str) -> None:
         """Skip a sample that kills workers if `on_error` allows it.
 
         Otherwise the lane's requests fail.

@@ -35,14 +35,14 @@ from savable_pipeline.run.engine import sealed_job
 from savable_pipeline.run.engine.connection import END_WAIT_S, Ended, Host, WorkerAnswer
 from savable_pipeline.run.engine.messages import LaneJob, Request, WorkerStatus
 from savable_pipeline.run.engine.shared_batches import AnswerReader
-from savable_pipeline.run.engine.worker_main import LOOK, OBEYED, answer_request, run_zygote
+from savable_pipeline.run.engine.worker_main import CHECK, OBEYED, answer_request, run_zygote
 from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.status_page import STACK_SIGNAL, StatusPage, read_status
 
 log = logging.getLogger(__name__)
 
 _LARGE_BYTES = 64 << 20  # pickled pipelines above this size should be built in the workers
-_LOOK_S = 5.0  # timeout for a last check of the shards, which takes milliseconds
+_CHECK_S = 5.0  # timeout for a last check of the shards, which takes milliseconds
 _STACK_S = 1.0  # timeout for a hanging worker to write its stack
 _SILENT_S = 10.0  # a zygote that does not answer an order for so long was suspended
 _GLANCE_S = 5.0  # most seconds of one wait that count, because the trainer may have been suspended too
@@ -62,9 +62,9 @@ class ProcessConnection:
         self.channel = Channel(end, waits=False)
         self.gone = False  # whether an end of the channel is closed
         self._host = host
-        self._status = StatusPage.make()
+        self._status = StatusPage.create()
         self._answers = host.reader()
-        self._looks = 0  # number of checks before the last `look`
+        self._checks_before = 0  # number of checks before the last `check_shards`
         self.channel.send(pickle.dumps(pinned), [self._status.descriptor])
 
     @property
@@ -101,14 +101,14 @@ class ProcessConnection:
             self.pid = found[0][1]
         return found
 
-    def look(self) -> None:
+    def check_shards(self) -> None:
         """Ask the worker to check its shards."""
-        self._looks = self._status.looks
-        self._send(LOOK)
+        self._checks_before = self._status.checks
+        self._send(CHECK)
 
-    def has_looked(self) -> bool:
+    def has_checked(self) -> bool:
         """Return whether the worker has checked them since."""
-        return self._status.looks != self._looks
+        return self._status.checks != self._checks_before
 
     def fault(self) -> str:
         """Return the reported fault of delivered batches, or ""."""
@@ -269,10 +269,10 @@ class ProcessHost(Host):
             worker.gone = True
             if worker.killed or not worker.pid:
                 worker.kill()
-        looking = [worker for worker in self._workers.values() if not worker.killed]
-        if looking and not self._have_ended(_LOOK_S):
-            log.warning("%d workers did not end within %g s and are killed", len(looking), _LOOK_S)
-            for worker in looking:
+        checking = [worker for worker in self._workers.values() if not worker.killed]
+        if checking and not self._have_ended(_CHECK_S):
+            log.warning("%d workers did not end within %g s and are killed", len(checking), _CHECK_S)
+            for worker in checking:
                 worker.kill()
         if not self._have_ended(END_WAIT_S):
             self._kill_zygote()

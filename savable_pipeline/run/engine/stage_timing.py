@@ -36,14 +36,15 @@ class WatchedSamples(msgspec.Struct):
     bytes_read: int = 0
 
 
-def take_counts(stages: Sequence[Stage]) -> dict[str, int | float]:
+def pop_counts(stages: Sequence[Stage]) -> dict[str, int | float]:
     """Collect and clear the event counters of these stages, as `STAGE/NAME`."""
     counts: dict[str, int | float] = {}
     for stage in stages:
         if stage.counts:
             name = type(stage).__name__
             for event, number in stage.counts.items():
-                counts[f"{name}/{event}"] = counts.get(f"{name}/{event}", 0) + number
+                key = f"{name}/{event}"
+                counts[key] = counts.get(key, 0) + number
             stage.counts.clear()
     return counts
 

@@ -30,7 +30,7 @@ from savable_pipeline.core.named_object import imported
 from savable_pipeline.run.engine.connection import STARTED, Ended, Host, WorkerAnswer
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import Delivery, Failure, LaneJob, Request, WorkerStatus
-from savable_pipeline.run.engine.worker_main import LastLook, answer_request
+from savable_pipeline.run.engine.worker_main import ShardCheck, answer_request
 from savable_pipeline.run.transport import batch_pickle as wire
 from savable_pipeline.run.transport.status_page import begin_request, read_status
 from savable_pipeline.stages.mapped_function import MappedFunction
@@ -39,7 +39,7 @@ from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 5.0  # timeout for threads to end, each after its current batch
+_CHECK_S = 5.0  # timeout for threads to end, each after its current batch
 _IMMUTABLE = {str, bytes, int, float, bool, complex, type(None)}
 
 
@@ -55,10 +55,10 @@ class ThreadConnection:
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._answers: deque[tuple[int, WorkerAnswer]] = deque()
         self._faults: list[str] = []
-        self._last_look = LastLook(self._faults.append)
+        self._shard_check = ShardCheck(self._faults.append)
         self._words = memoryview(bytearray(32)).cast("Q")
         begin_request(self._words, 0)
-        self._last_look.runner = self._runner = LaneRunner(
+        self._shard_check.runner = self._runner = LaneRunner(
             job, shared=ThreadValues(host.shared, host.lock), status=self._words, pinned=dict(pinned)
         )
         self.thread = threading.Thread(target=self._work, name=f"savable_pipeline {self.name}", daemon=True)
@@ -67,7 +67,7 @@ class ThreadConnection:
     def _work(self) -> None:
         self._answered(STARTED, 1)
         try:
-            while (request := self._last_look.next_of(self._requests)) is not None:
+            while (request := self._shard_check.next_of(self._requests)) is not None:
                 begin_request(self._words, request.number)
                 self._answered(request.number, _apart(answer_request(self._runner, request)))
         except BaseException as error:  # for example SystemExit of an encoder, which would end a process
@@ -88,12 +88,12 @@ class ThreadConnection:
             found.append(self._answers.popleft())
         return found
 
-    def look(self) -> None:
+    def check_shards(self) -> None:
         """Check the shards of its lanes, in the calling thread."""
-        self._last_look.look()
+        self._shard_check.check_shards()
 
-    def has_looked(self) -> bool:
-        """Return True, because `look` checks at once."""
+    def has_checked(self) -> bool:
+        """Return True, because `check_shards` checks at once."""
         return True
 
     def fault(self) -> str:
@@ -172,14 +172,14 @@ class ThreadHost(Host):
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()
-        deadline = time.monotonic() + _LOOK_S
+        deadline = time.monotonic() + _CHECK_S
         for worker in workers:
             worker.thread.join(0.0 if worker.hangs else max(0.0, deadline - time.monotonic()))
         for worker in workers:
-            worker.look()
+            worker.check_shards()
         busy = [worker.name for worker in workers if worker.thread.is_alive()]
         if busy:
-            log.warning("%s did not end within %g s. They end after their current batch.", ", ".join(busy), _LOOK_S)
+            log.warning("%s did not end within %g s. They end after their current batch.", ", ".join(busy), _CHECK_S)
             self._forget()
 
     close = end_workers
@@ -189,12 +189,12 @@ def _checked(last: Stage) -> Stage:
     """Return the last stage of a lane. Raises ValueError if an encoder seeds the global generators."""
     for encoder in encoders_of(last):
         if encoder.global_rng is not None and (seeded := kinds(encoder.global_rng)):
-            named, cure = type(encoder).__name__, "set global_rng = False in the class"
+            named, fix = type(encoder).__name__, "set global_rng = False in the class"
             if isinstance(encoder, MappedFunction):
-                named, cure = f"{encoder.stage}(…)", f"write {encoder.stage}(…, global_rng=False)"
+                named, fix = f"{encoder.stage}(…)", f"write {encoder.stage}(…, global_rng=False)"
             raise ValueError(
                 f"worker threads cannot seed the global generators ({', '.join(seeded)}) of {named}. Use only `rng` "
-                f"and {cure}, or use start_method='fork'."
+                f"and {fix}, or use start_method='fork'."
             )
     return last
 

@@ -50,7 +50,7 @@ from savable_pipeline.run.transport.status_page import StatusPage, begin_request
 
 T = TypeVar("T")
 _IDLE_S = 1.0  # idle seconds after which a worker checks its shards
-LOOK = b"look"  # sent to a worker instead of a request, to check its shards at once
+CHECK = b"check"  # sent to a worker instead of a request, to check its shards at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
     become_replaced()
     channel = Channel(end, waits=True)
     requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-    last_look: LastLook | None = None
+    shard_check: ShardCheck | None = None
     try:
         status, pinned = _first_message(channel, requests)
-        last_look = LastLook(status.report)
-        threading.Thread(target=_listen, args=(channel, requests, parent, last_look, status), daemon=True).start()
+        shard_check = ShardCheck(status.report)
+        threading.Thread(target=_listen, args=(channel, requests, parent, shard_check, status), daemon=True).start()
         answers = AnswerSender(channel)
         batch_memory.use(answers.segments)
         try:
@@ -92,22 +92,22 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
             os._exit(1)
         be_quiet()  # again, because the main module may have set its own handlers
         answers.send(STARTED, os.getpid())
-        runner = last_look.runner = LaneRunner(
+        runner = shard_check.runner = LaneRunner(
             job, shared=opened.usable(pinned) if opened else {}, status=status.words, pinned=pinned
         )
         while True:
-            request = last_look.next_of(requests)
+            request = shard_check.next_of(requests)
             begin_request(status.words, request.number)
             answers.segments.begin()
             be_one_thread()
             answers.send(request.number, answer_request(runner, request))
     except (EOFError, OSError):  # the trainer has closed its end
-        if last_look is not None:
-            last_look.end()
+        if shard_check is not None:
+            shard_check.end()
         os._exit(0)
 
 
-class LastLook:
+class ShardCheck:
     """Checks the shards of a worker's lanes after their batches were delivered.
 
     It checks when the worker is idle, at the end of a finite epoch, on request, and before the worker ends. Any thread
@@ -119,7 +119,7 @@ class LastLook:
         self._report = report
         self._lock = threading.Lock()
 
-    def look(self) -> None:
+    def check_shards(self) -> None:
         """Report if delivered batches were read from shards that changed."""
         with self._lock:
             try:
@@ -133,13 +133,13 @@ class LastLook:
         try:
             return requests.get(timeout=_IDLE_S)
         except queue.Empty:
-            self.look()
+            self.check_shards()
             return requests.get()
 
     def end(self) -> NoReturn:
         """Check the shards, and end the process."""
         try:
-            self.look()
+            self.check_shards()
         finally:
             os._exit(0)
 
@@ -196,7 +196,7 @@ def _first_message(channel: Channel, requests: queue.SimpleQueue[Request]) -> tu
 
 
 def _listen(
-    channel: Channel, requests: queue.SimpleQueue[Request], parent: int, last_look: LastLook, status: StatusPage
+    channel: Channel, requests: queue.SimpleQueue[Request], parent: int, shard_check: ShardCheck, status: StatusPage
 ) -> None:
     """Put requests into the queue.
 
@@ -208,13 +208,13 @@ def _listen(
         for ready in poll_while_parent_lives(poll, parent):
             if ready:
                 for message, _ in channel.receive():
-                    if message == LOOK:
-                        last_look.look()
-                        status.looked()
+                    if message == CHECK:
+                        shard_check.check_shards()
+                        status.count_check()
                     else:
                         requests.put(pickle.loads(message))
     finally:
-        last_look.end()
+        shard_check.end()
 
 
 OBEYED = 0  # takes the place of a worker's number, which is 1 or more

@@ -159,7 +159,7 @@ class Acknowledgements:
             self._change(flight, flight.done | rows, flight.to_come)
             self._note(flight.batch, rows, "dropped", _NOT_REBUILT)
 
-    def settle(self, batches: int) -> None:
+    def cancel_unreceived(self, batches: int) -> None:
         """Take the last batch back if it is not among the `batches` that the rank got.
 
         Its step was interrupted.
@@ -189,7 +189,7 @@ class Acknowledgements:
                         f"max_in_flight={most}. Call acknowledge or drop: this rank waited {timeout_s:g} s."
                     )
 
-    def give(self, number: int, batch: int, delivery: Delivery, size: int = 0) -> torch.Tensor:
+    def issue(self, number: int, batch: int, delivery: Delivery, size: int = 0) -> torch.Tensor:
         """Add the `number`-th batch, padded to `size` rows, and return its receipts."""
         rows, lane = delivery.rows, self._lanes[(batch & flights.SLOTS) % self._lane_count]
         if not rows:
@@ -219,7 +219,7 @@ class Acknowledgements:
                 self._lanes[slot % self._lane_count].add_to_columns(flight, slot // self._lane_count)
         self._young = []
 
-    def give_again(self, number: int, remaining: Iterable[int]) -> int:
+    def issue_again(self, number: int, remaining: Iterable[int]) -> int:
         """Repeat the first waiting batch with the rows `remaining`; return the open ones."""
         with self._lock:
             flight = self.waiting[0]

@@ -122,7 +122,7 @@ class EpochEnds:
             return replace(at, end=end, final=True)
         unknown = [] if at.final else [lane for lane, of_lane in at.lanes.items() if of_lane.more is None]
         if unknown:  # lanes must be asked before any of their batches is requested
-            peeks = self._prefetcher.find_more(at, unknown)
+            peeks = self._prefetcher.query_has_next(at, unknown)
             return replace(at, lanes=at.lanes | {n: LanePosition(each.state, each.more) for n, each in peeks.items()})
         return self.agreed(at, vote(proposed_end(at, self._prefetcher)))
 

@@ -299,8 +299,8 @@ def rebuild_batch(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, s
     state = pack_state(replace(saved, facts=facts.digest))
     makers = InProcess(local.runner)
     for _ in range((slot - before) // start.lanes):
-        state = makers.answer(makers.ask(lane, state, "skip", facts)).state
-    rebuilt = makers.answer(makers.ask(lane, state, facts=facts))
+        state = makers.answer(makers.request(lane, state, "skip", facts)).state
+    rebuilt = makers.answer(makers.request(lane, state, facts=facts))
     last = local.runner.at_position(lane, rebuilt.state)
     assert last is not None
     _check(BatchSamples.of(rebuilt.samples), recorded)

@@ -255,8 +255,8 @@ def _leaves_blocks(stage: Stage) -> bool:
     """
     if not isinstance(stage, RecordReader):
         return isinstance(stage, _IN_ORDER) and any(map(_leaves_blocks, stage.sources))
-    is_of_neighbours = stage.population >= 2 * len(stage.dataset.entries)  # otherwise a block spans many shards
-    is_sorted = is_of_neighbours and not isinstance(stage, TokenReader)
+    has_clustered_samples = stage.population >= 2 * len(stage.dataset.entries)  # otherwise a block spans many shards
+    is_sorted = has_clustered_samples and not isinstance(stage, TokenReader)
     return stage.has_default_blocks and stage.epochs is None and is_sorted
 
 

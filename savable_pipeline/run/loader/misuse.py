@@ -118,9 +118,9 @@ def warn_unloaded() -> None:
 
 _LIGHTNING = "lightning.pytorch"
 _KEEPS_ONE = "saves the state of rank 0 only"
-_CURES = {  # by calling module: whether a single rank is rejected too, the problem, and the solution
+_FIXES = {  # by calling module: whether a single rank is rejected too, the problem, and the solution
     "accelerate.checkpointing": (False, f"Accelerate {_KEEPS_ONE}", "savable_pipeline.trainers.accelerate.prepare"),
-    "lightning.fabric.strategies": (False, f"Fabric {_KEEPS_ONE}", "savable_pipeline.trainers.fabric.prepare"),
+    "lightning.fabric.strategies": (False, f"Fabric {_KEEPS_ONE}", "savable_pipeline.trainers.fabric.setup_loader"),
     _LIGHTNING: (
         True,
         f"Lightning may have fetched a batch ahead and {_KEEPS_ONE}",
@@ -139,9 +139,9 @@ def refuse_trainer(caller: str, behind: str, world_size: int) -> None:
         raise _refusal(*_COMPOSER)
     if not caller.startswith(("accelerate.", "lightning.", "pytorch_lightning.", "lightning_fabric.")):
         return
-    for module, (always, why, cure) in _CURES.items():
+    for module, (always, why, fix) in _FIXES.items():
         if _modern_name(caller).startswith(module) and (always or world_size > 1):
-            raise _refusal(why, cure)
+            raise _refusal(why, fix)
 
 
 def refuse_fetching_ahead(caller: str) -> None:
@@ -150,8 +150,8 @@ def refuse_fetching_ahead(caller: str) -> None:
     It also drops the saved state when it resumes from a checkpoint of an epoch's end.
     """
     if _modern_name(caller).startswith(_LIGHTNING):
-        _, why, cure = _CURES[_LIGHTNING]
-        raise _refusal(why, cure)
+        _, why, fix = _FIXES[_LIGHTNING]
+        raise _refusal(why, fix)
 
 
 def refuse_fit(caller: str) -> None:
@@ -170,8 +170,8 @@ def _modern_name(module: str) -> str:
     return module.replace("pytorch_lightning.", "lightning.pytorch.").replace("lightning_fabric.", "lightning.fabric.")
 
 
-def _refusal(why: str, cure: str) -> SavableError:
-    return SavableError(f"{why}. Pass the result of {cure} instead of the loader.")
+def _refusal(why: str, fix: str) -> SavableError:
+    return SavableError(f"{why}. Pass the result of {fix} instead of the loader.")
 
 
 def warn_unsaved(caller: str, at: Position, *, restarts: bool) -> None:
@@ -190,11 +190,11 @@ def warn_unsaved(caller: str, at: Position, *, restarts: bool) -> None:
         _warn("an Accelerator", "Use savable_pipeline.trainers.accelerate.prepare(accelerator, loader)")
 
 
-def _warn(trainer: str, cure: str) -> None:
+def _warn(trainer: str, fix: str) -> None:
     log.warning(
         "%s does not save the state of a SavableLoader, so a resumed run would restart at slot 0. %s, or save the "
         "state yourself.",
-        *(trainer, cure),
+        *(trainer, fix),
     )
 
 

@@ -232,7 +232,9 @@ class Observer:
     """
 
     def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
-        """Return `Remake`s of batches to yield before the next slot, or None (default).
+        """Return requests for batches to yield before the next slot, or None (default).
+
+        They are packed `RebuildRequest`s.
 
         It is a method of its own, because it is called before the step, and `on_batch` after it. `vote` returns the
         smallest or largest vote of all ranks. It is None if they cannot communicate.

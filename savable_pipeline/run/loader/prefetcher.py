@@ -50,7 +50,7 @@ class Prefetcher:
         self._slot = -1  # the next slot to return; -1 before the first
         self._epoch = 0  # epoch of that slot
         self._received: deque[Delivery] = deque()  # received batches of the slots from there on
-        self._again: dict[bytes, Any] = {}  # tickets of batches to rebuild, by their `Remake`
+        self._again: dict[bytes, Any] = {}  # tickets of batches to rebuild, by their `RebuildRequest`
         self._remakes = 0
         self._requests: deque[Any] = deque()  # tickets of later slots
         self._is_fault_raised = False  # whether an error has reported the backend's fault
@@ -83,7 +83,7 @@ class Prefetcher:
 
     @_stopping_on_error
     def again(self, position: Position, jobs: Iterable[bytes]) -> Delivery:
-        """Return the batch of the first of these `Remake`s, and request others.
+        """Return the batch of the first of these `RebuildRequest`s, and request others.
 
         Raises what `next` raises.
         """
@@ -92,7 +92,7 @@ class Prefetcher:
         for job in asked:
             if job not in self._again:
                 self._remakes += 1  # a lane of its own, for any worker
-                self._again[job] = backend.ask(
+                self._again[job] = backend.request(
                     position.lane_count + self._remakes, job, "again", position.facts.of_next_epoch
                 )
         return backend.answer(self._again.pop(asked[0]))
@@ -106,7 +106,7 @@ class Prefetcher:
         self._request(position, "batch")
 
     @_stopping_on_error
-    def find_more(self, position: Position, lanes: Iterable[int]) -> dict[int, Delivery]:
+    def query_has_next(self, position: Position, lanes: Iterable[int]) -> dict[int, Delivery]:
         """Ask lanes whether they have another batch, if that is unknown.
 
         Only call it before batches of these lanes are requested, because a lane that is building one has another
@@ -119,9 +119,9 @@ class Prefetcher:
         return found
 
     @_stopping_on_error
-    def look(self) -> None:
+    def check_shards(self) -> None:
         """Raise `ShardError` if a shard of this epoch's batches has changed."""
-        self._backend.look()
+        self._backend.check_shards()
 
     @_stopping_on_error
     def count(self, position: Position) -> dict[int, int]:
@@ -132,13 +132,13 @@ class Prefetcher:
                 found = self._backend.answer(asked.pop(lane))
                 if found.more:
                     counts[lane] += 1
-                    asked[lane] = self._backend.ask(lane, found.state, "skip", position.facts)
+                    asked[lane] = self._backend.request(lane, found.state, "skip", position.facts)
         self.restart()
         return counts
 
     def _peek_at(self, position: Position, lanes: Iterable[int]) -> dict[int, Any]:
         backend = self._start(position)
-        return {lane: backend.ask(lane, position.lanes[lane].state, "peek", position.facts) for lane in lanes}
+        return {lane: backend.request(lane, position.lanes[lane].state, "peek", position.facts) for lane in lanes}
 
     def _receive(self, position: Position, want: RequestKind, last: int = -1) -> Delivery:
         backend = self._start(position)
@@ -164,7 +164,7 @@ class Prefetcher:
             unwanted = at.more is False or (position.final and slot >= position.end) or (want == "skip" and slot > last)
             if unwanted and len(self._requests) >= at_least:
                 return
-            self._requests.append(self._backend.ask(lane, at.state, want, position.facts))
+            self._requests.append(self._backend.request(lane, at.state, want, position.facts))
 
     def _start(self, position: Position) -> Backend:
         """Return the running backend at `position`."""

@@ -125,7 +125,7 @@ class Ranks:
         """Raise ValueError if torch.distributed was initialized with other ranks later."""
         if self.explicit:
             return
-        if _initialised():
+        if _is_distributed_initialized():
             import torch.distributed as dist
 
             rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -196,7 +196,7 @@ class Ranks:
 
     def _find_group(self) -> Any:
         """Return the group of the ranks: all of torch.distributed if it has the same ranks."""
-        if self.group is None and _initialised():
+        if self.group is None and _is_distributed_initialized():
             import torch.distributed as dist
 
             if (dist.get_rank(), dist.get_world_size()) == (self.rank, self.world_size):
@@ -243,7 +243,7 @@ def group_store(group: Any) -> Any:
     return find() if find else vars(distributed_c10d)["_world"].pg_map.get(group, (None, None))[1]
 
 
-def _initialised() -> bool:
+def _is_distributed_initialized() -> bool:
     """Return whether torch.distributed is imported and initialized."""
     dist = imported("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized()
@@ -325,7 +325,7 @@ def _members(group: Any) -> tuple[int, ...]:
 
 
 def _found_ranks() -> Ranks:
-    if _initialised():
+    if _is_distributed_initialized():
         import torch.distributed as dist
 
         return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, explicit=False)

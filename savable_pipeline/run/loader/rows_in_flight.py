@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from msgspec import msgpack
 
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.run.engine.lane_runner import Remake
+from savable_pipeline.run.engine.lane_runner import RebuildRequest
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements, OpenFlight, receipts_of
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import BatchStep, Observer, Position
@@ -51,7 +51,7 @@ class RowsInFlight(Observer):
 
     def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
         """Yield requests to repeat batches, after a load equally many on each rank."""
-        self.table.settle(at.history.total)
+        self.table.cancel_unreceived(at.history.total)
         if at.iterator == "ended":
             return None
         if not self._is_agreed:
@@ -61,7 +61,7 @@ class RowsInFlight(Observer):
             self._is_agreed = True
         if not self.table.waiting:
             return None
-        return (self._remake(at, flight) for flight in list(self.table.waiting))
+        return (self._rebuild_request(at, flight) for flight in list(self.table.waiting))
 
     def on_batch(self, step: BatchStep) -> None:
         """Wait until the rows may be yielded, and add receipts to the batch."""
@@ -75,7 +75,7 @@ class RowsInFlight(Observer):
             table.wait(rows, bound, self._settings.workers.timeout)
         size = _size(step.batch, delivery.rows) if self._settings.pad else 0
         if step.repeated is None:
-            receipts = table.give(at.history.total, step.number, delivery, size)
+            receipts = table.issue(at.history.total, step.number, delivery, size)
         else:
             receipts = self._repeat(step, first, size or delivery.rows)
         self._add_receipts(step, receipts)
@@ -90,7 +90,7 @@ class RowsInFlight(Observer):
                     VALID: receipts_of(0, size)[:, 0] >= 0,
                     **step.batch,
                 }  # a batch may already have such a key of the encoder
-        step.repeated = self.table.give_again(step.at.history.total, rows)
+        step.repeated = self.table.issue_again(step.at.history.total, rows)
         return receipts_of(flight.batch, size, step.repeated, rows)
 
     def _add_receipts(self, step: BatchStep, found: torch.Tensor) -> None:
@@ -101,12 +101,12 @@ class RowsInFlight(Observer):
                 raise EncodeError(f"acknowledge=True adds the key {RECEIPTS!r} to batches. Rename that key in batch().")
             step.batch = {**step.batch, RECEIPTS: found}
 
-    def _remake(self, at: Position, flight: OpenFlight) -> bytes:
+    def _rebuild_request(self, at: Position, flight: OpenFlight) -> bytes:
         """Return the request to rebuild a batch, or to build padding, on the next lane."""
         lanes = self._settings.lanes
         epoch, slot = divmod(flight.batch, SLOTS + 1) if flight.rows else (at.epoch, at.own_slot)
         lane = LaneState(slot % lanes, epoch, slot // lanes, facts=at.facts.digest)
-        return Remake(lane, msgpack.encode(flight.ref) if flight.rows else b"", flight.size).packed
+        return RebuildRequest(lane, msgpack.encode(flight.ref) if flight.rows else b"", flight.size).packed
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
         """Add the rows in flight to a state."""
@@ -140,7 +140,7 @@ class RowsInFlight(Observer):
 
     def _close_excluded(self, batches: int) -> None:
         """Close rows whose samples are all excluded, after this many batches."""
-        self.table.settle(batches)
+        self.table.cancel_unreceived(batches)
         self.table.lose(partial(open_rows_lost, self._local.last_stage))
 
 

@@ -161,7 +161,7 @@ class Run:
 
     def _stop(self) -> NoReturn:
         if self._ends.is_finite and self.position.iterator != "ended":
-            self.prefetcher.look()
+            self.prefetcher.check_shards()
         self.end_epoch()
         raise StopIteration
 
@@ -343,7 +343,7 @@ class Run:
                 "instead of the loader."
             )
 
-    def take_back(self, before: Position) -> None:
+    def undo_fetch(self, before: Position) -> None:
         """Return to `before` if a batch was yielded since then that no trainer got."""
         now, then = history_of(self.position).batches[-1:], history_of(before).batches[-1:]
         if now and not (then and now[0] is then[0]):

@@ -111,7 +111,7 @@ class States:
         Raises errors of `SavableLoader.load_state_dict`.
         """
         state_dict.check_flat(state)
-        state_dict.refuse_spans(state)
+        state_dict.reject_spans(state)
         if not self._settings.acknowledge:
             refuse_flights(state)
         with restoring("the state"):

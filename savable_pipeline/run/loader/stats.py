@@ -380,9 +380,9 @@ class SourceLosses(Observer):
     def _error(self, key: str, dropped: Counter[str], lanes: int) -> EncodeError:
         stage, source = key.rpartition("/")[0], self._source(key)[0]
         reasons = reasons_of(dropped)
-        named, cure = f"the source {source!r}" if source else "the data", _cure(stage, reasons)
+        named, fix = f"the source {source!r}" if source else "the data", _fix(stage, reasons)
         return EncodeError(
-            f"{stage} skipped the first {reasons.total():,} samples of {named}: {_listed(reasons)}. {cure}."
+            f"{stage} skipped the first {reasons.total():,} samples of {named}: {_listed(reasons)}. {fix}."
             f"\n  on {lanes} lanes of this rank"
         )
 
@@ -402,11 +402,11 @@ class SourceLosses(Observer):
             f"the source {source!r}" if source else "the samples",
             f", {share_of_tokens:.0%} of its tokens" if lost else "",
             _listed(self._dropped[key]),
-            _cure(stage, self._dropped[key]),
+            _fix(stage, self._dropped[key]),
         )
 
 
-def _cure(stage: str, reasons: Counter[str]) -> str:
+def _fix(stage: str, reasons: Counter[str]) -> str:
     """Return what to do about a stage that skips samples, by the most frequent reason."""
     lacks_part = stage == "Encode" and reasons.most_common(1)[0][0].startswith("no ")
     return _MISSING if lacks_part else _CURES.get(stage, "See loader.stats()")

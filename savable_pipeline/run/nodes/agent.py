@@ -203,7 +203,7 @@ class Agent:
 
 
 _CHECK_S = 0.2  # between two checks for reports of workers
-_LOOKING_S = 0.005  # the same while a worker checks its shards on request
+_POLL_S = 0.005  # the same while a worker checks its shards on request
 
 
 def run_session(end: int, workers: int) -> None:
@@ -226,7 +226,7 @@ class Relay:
     def __init__(self, link: wire.Link, host: ProcessHost) -> None:
         self.link = link
         self.worker: ProcessConnection | None = None  # None until the trainer has sent the shards to read
-        self.looks = False  # whether the worker is checking its shards on request
+        self.is_checking = False  # whether the worker is checking its shards on request
         self.over = False  # whether everything that the trainer needs is sent
         self._ends_by: float | None = None
         self._host = host
@@ -252,9 +252,9 @@ class Relay:
         elif kind == wire.REQUEST:
             with contextlib.suppress(OSError):  # the worker is dead, which the host will report
                 worker.channel.send(bytes(frame.head))
-        elif kind == wire.LOOK:
-            self.looks = True
-            worker.look()
+        elif kind == wire.CHECK:
+            self.is_checking = True
+            worker.check_shards()
         elif kind == wire.STACK:
             status, stack = worker.working_on(), worker.stack()
             self.link.send(wire.STATUS, pickle.dumps((tuple(status), stack)))
@@ -293,9 +293,9 @@ class Relay:
         if (fault := self.worker.fault()) != self._reported:
             self._reported = fault
             self.link.send(wire.FAULT, fault.encode())
-        if self.looks and self.worker.has_looked():
-            self.looks = False
-            self.link.send(wire.LOOKED)
+        if self.is_checking and self.worker.has_checked():
+            self.is_checking = False
+            self.link.send(wire.CHECKED)
         if self._ends_by is not None and time.monotonic() > self._ends_by:
             self._ends_by = None
             self.worker.kill()
@@ -337,7 +337,7 @@ class NodeSession:
     def run(self) -> None:
         """Relay. Raises EOFError or OSError when the trainer or the agent has gone."""
         while True:
-            seconds = _LOOKING_S if any(relay.looks for relay in self._relays) else _CHECK_S
+            seconds = _POLL_S if any(relay.is_checking for relay in self._relays) else _CHECK_S
             if self.host is None:
                 ready = self._selector.select(seconds)
             else:

@@ -126,7 +126,7 @@ class SocketConnection:
         self._unsent: list[tuple[int, bytes]] = [(wire.BEGIN, pickle.dumps(pinned))]
         self.pid = 0  # 0 until its first message
         self._fault = self._stack = ""
-        self._looked = True
+        self._checked = True
         self._status: WorkerStatus | None = None
 
     @property
@@ -163,9 +163,9 @@ class SocketConnection:
     def poll(self) -> str:
         """Handle what has arrived. Returns why the link is lost, or ""."""
         assert self.link is not None
-        return self.link.poll(self._take)
+        return self.link.poll(self._handle_frame)
 
-    def _take(self, frame: wire.Frame) -> None:
+    def _handle_frame(self, frame: wire.Frame) -> None:
         kind, head = frame.kind, frame.head
         if kind == wire.ANSWER:
             number, answer = wire.read_answer(frame)
@@ -178,8 +178,8 @@ class SocketConnection:
             self.answers.append((number, answer))
         elif kind == wire.FAULT:
             self._fault = head.decode()
-        elif kind == wire.LOOKED:
-            self._looked = True
+        elif kind == wire.CHECKED:
+            self._checked = True
         elif kind == wire.STATUS:
             status, self._stack = pickle.loads(head)
             self._status = WorkerStatus(*status)
@@ -201,14 +201,14 @@ class SocketConnection:
             raise EOFError
         return found
 
-    def look(self) -> None:
+    def check_shards(self) -> None:
         """Have the worker check its shards."""
-        self._looked = False
-        self.send_frame(wire.LOOK)
+        self._checked = False
+        self.send_frame(wire.CHECK)
 
-    def has_looked(self) -> bool:
+    def has_checked(self) -> bool:
         """Return whether it has checked them since, or has ended."""
-        return self._looked or self.end is not None
+        return self._checked or self.end is not None
 
     def fault(self) -> str:
         """Return what it has reported as wrong with batches that it delivered."""

@@ -73,8 +73,8 @@ _WAKE_BYTES = 1 << 20  # bytes of a large body that must arrive before the proce
 # Frames about a job: from the trainer to the session, and the answers.
 JOB, AGREED, REFUSED = 1, 2, 3
 # Frames about a worker: from the trainer to the session, and from the session to the trainer.
-BEGIN, REQUEST, LOOK, STACK, KILL, END = 10, 11, 12, 13, 14, 15
-ANSWER, FAULT, LOOKED, STATUS, ENDED = 20, 21, 22, 23, 24
+BEGIN, REQUEST, CHECK, STACK, KILL, END = 10, 11, 12, 13, 14, 15
+ANSWER, FAULT, CHECKED, STATUS, ENDED = 20, 21, 22, 23, 24
 # A ping of the trainer, and the session's answer.
 PING, PONG = 30, 31
 # Between two ranks that share batches: a note, before the answer that it announces.
@@ -113,7 +113,7 @@ class ReusedMemory:
     def __init__(self) -> None:
         self._free: deque[mmap.mmap] = deque(maxlen=_FREE_BLOCKS)
 
-    def take(self, size: int, viewed: list[int]) -> memoryview:
+    def allocate(self, size: int, viewed: list[int]) -> memoryview:
         """Return `size` writable bytes.
 
         `viewed` counts the blocks of a connection. It is one more until nothing views these bytes.
@@ -260,7 +260,7 @@ class Link:
             yield memoryview(head)
             if not hmac.compare_digest(hashlib.sha256(head).digest(), head_hash):
                 raise WireError(f"the header of message {number} was changed in transit")
-            body = self._memory.take(body_bytes, self.viewed)
+            body = self._memory.allocate(body_bytes, self.viewed)
             yield body
             if not hmac.compare_digest(self._body_code(key, number, [body]), code):
                 raise WireError(f"the body of message {number} was changed in transit")

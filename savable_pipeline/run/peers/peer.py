@@ -102,7 +102,7 @@ class Peer:
     def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a pickled note, unless the peer is gone."""
         if not self.end:
-            with contextlib.suppress(OSError):  # `hear` finds the reason
+            with contextlib.suppress(OSError):  # `handle_messages` finds the reason
                 self._channel.send(message, descriptors)
                 self.unsent = not self._channel.flush()
 
@@ -110,7 +110,7 @@ class Peer:
         """Send a note without an answer."""
         self.send(pickled(note))
 
-    def hear(self) -> None:
+    def handle_messages(self) -> None:
         """Send what is unsent, and sort what has arrived."""
         try:
             self.unsent = not self._channel.flush()
@@ -129,18 +129,18 @@ class Peer:
 class PassedSegments:
     """Segments of all workers of a loader, numbered for the readers of a machine.
 
-    `give_sign` tells the peers that this process is alive, and returns for how many seconds it may wait for workers.
+    `send_alive` tells the peers that this process is alive, and returns for how many seconds it may wait for workers.
     """
 
-    def __init__(self, give_sign: Callable[[], float]) -> None:
-        self._give_sign, self.readers, self.numbers = give_sign, weakref.WeakSet[SourceReader](), itertools.count()
+    def __init__(self, send_alive: Callable[[], float]) -> None:
+        self._send_alive, self.readers, self.numbers = send_alive, weakref.WeakSet[SourceReader](), itertools.count()
         # by number; and the numbers of segments that were passed on
         self.descriptors, self.mapped = dict[int, int](), set[int]()
 
     def open_host(self, open_host: Callable[[], Host]) -> Host:
         """Return a host whose workers' answers can be passed on."""
         wait = (host := open_host()).wait
-        host.wait = lambda seconds: wait(min(seconds, self._give_sign()))  # type: ignore[method-assign]
+        host.wait = lambda seconds: wait(min(seconds, self._send_alive()))  # type: ignore[method-assign]
         if isinstance(host, ProcessHost):
             host.reader = partial(SourceReader, self)
         return host

@@ -35,7 +35,7 @@ from savable_pipeline.run.peers.meeting import Sharing, meet
 from savable_pipeline.run.peers.peer import END_S, LOST, Note, PassedSegments, Peer, SourceReader
 from savable_pipeline.stages.batch_difference import digest
 
-_SIGNS = 8  # number of alive messages within a timeout
+_ALIVE_PER_TIMEOUT = 8  # number of alive messages within a timeout
 _HANGS = "Look for a rank that hangs, save the state of the last batch, and restart the ranks."
 _SAVE = "The state of the last batch is intact: save it, and restart the ranks."
 _VERSIONS = "Install the same versions of Python, torch and NumPy for all ranks."
@@ -54,7 +54,7 @@ class PeerBackend:
 
     def __init__(self, sharing: Sharing, workers: Workers, host: Any, builder: Callable[[Any], Backend]) -> None:
         self._rank, self._timeout, self._prefetch = sharing.ranks[sharing.number], workers.timeout, workers.prefetch
-        self._sources, self._sign_s = PassedSegments(self._give_sign), 0.0  # the time of the next alive message
+        self._sources, self._next_alive_s = PassedSegments(self._send_alive), 0.0  # the time of the next alive message
         self._builder = own = builder(partial(self._sources.open_host, host))
         self.open, self.start, self.numbers = own.open, own.start, own.numbers
         self._meet, self.verify_delivered = partial(meet, sharing, workers.timeout), own.verify_delivered
@@ -73,10 +73,10 @@ class PeerBackend:
         behind = self._passed - min((reader.taken for reader in self._readers), default=self._passed)
         return (most := self._builder.capacity) and max(most // self._prefetch, most - behind * (behind > 1))
 
-    def ask(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
+    def request(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
         """Request a batch from the builder."""
         self._states.setdefault(lane, state)
-        return lane, state, want, self._builder.ask(lane, state, want, facts)
+        return lane, state, want, self._builder.request(lane, state, want, facts)
 
     def answer(self, ticket: Any) -> Delivery:
         """Wait for the answer of the first rank.
@@ -93,9 +93,9 @@ class PeerBackend:
         """Return what the first ranks of all sharing groups have agreed on by their votes."""
         return int(self._shared(("vote",), vote).batch)
 
-    def look(self) -> None:
+    def check_shards(self) -> None:
         """Let the builder check the shards. All ranks raise its error."""
-        self._shared(("look",), self._builder.look)
+        self._shared(("check_shards",), self._builder.check_shards)
 
     def forget_requests(self) -> None:
         """Drop all requests."""
@@ -116,7 +116,7 @@ class PeerBackend:
             peer.send_note("closes")
         until = time.monotonic() + END_S  # a closed TCP connection may lose what has not arrived
         while (seconds := until - time.monotonic()) > 0 and self._behind(self._passed):
-            self._hear(seconds)
+            self._handle_messages(seconds)
         for peer in self._peers:
             peer.close()
         self._peers = []
@@ -132,7 +132,7 @@ class PeerBackend:
             self._peers = self._readers if self._upstream is None else [*self._readers, self._upstream]
             self._passed, self._failed, self._sources.mapped = 0, "", set()  # the peers have mapped no segment
             self._own, self._writer = SourceReader(self._sources), AnswerSender()
-        self._hear(0.0)
+        self._handle_messages(0.0)
         self._check(self._readers)
         raised, other, compares = None, key, self._compares and key[0] == "batch"
         if (upstream := self._upstream) is not None:
@@ -191,18 +191,18 @@ class PeerBackend:
             self._check(peers)
             if silent := [peer.rank for peer in peers if time.monotonic() - max(start, peer.heard_s) > limit]:
                 self._fail(f"rank {self._rank} waited {limit:g} s for rank {', '.join(map(str, silent))}. {_HANGS}")
-            self._hear(self._give_sign())
+            self._handle_messages(self._send_alive())
 
-    def _give_sign(self) -> float:
+    def _send_alive(self) -> float:
         """Send all peers an alive message, unless one was sent lately.
 
         Returns the seconds until the next one is due.
         """
-        if (now := time.monotonic()) > self._sign_s:
-            self._sign_s = now + self._timeout / _SIGNS
+        if (now := time.monotonic()) > self._next_alive_s:
+            self._next_alive_s = now + self._timeout / _ALIVE_PER_TIMEOUT
             for peer in self._peers:
                 peer.send_note("alive")
-        return self._timeout / _SIGNS
+        return self._timeout / _ALIVE_PER_TIMEOUT
 
     def _check(self, needed: list[Peer]) -> None:
         """Raise `WorkerError` if a peer has failed or ended.
@@ -215,13 +215,13 @@ class PeerBackend:
             if peer.end and not peer.inbox and (peer in needed or peer.end is LOST):
                 self._fail(f"rank {peer.rank} {peer.end}, which shares batches with rank {self._rank}. {_SAVE}")
 
-    def _hear(self, seconds: float) -> None:
+    def _handle_messages(self, seconds: float) -> None:
         """Handle messages that arrive within these seconds."""
         peers, poll = {peer.fileno(): peer for peer in self._peers if not peer.is_closed}, select.poll()
         for descriptor, peer in peers.items():
             poll.register(descriptor, select.POLLIN | (select.POLLOUT if peer.unsent else 0))
         for descriptor, _ in poll.poll(seconds * 1000):
-            (peer := peers[descriptor]).hear()
+            (peer := peers[descriptor]).handle_messages()
             for source in self._sources.readers if peer.end is LOST else ():
                 source.segments.release(peer.flag)
 

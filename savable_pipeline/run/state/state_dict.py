@@ -211,7 +211,7 @@ def with_spans(state: Mapping[str, Any], spans: Iterable[SlotSpan]) -> dict[str,
     return {**state, _NAME: msgspec.json.encode(listed)} if listed else dict(state)
 
 
-def taken_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[SlotSpan]]:
+def split_spans(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[SlotSpan]]:
     """Return a flat dict without spans, and the spans.
 
     Raises `StateError` if they are damaged.
@@ -221,9 +221,9 @@ def taken_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[SlotSpan
     return {name: value for name, value in state.items() if name != _NAME}, spans
 
 
-def refuse_spans(state: Mapping[str, Any]) -> None:
+def reject_spans(state: Mapping[str, Any]) -> None:
     """Raise `CheckpointMismatchError` for spans, which a loader would not skip."""
-    _, spans = taken_apart(state)
+    _, spans = split_spans(state)
     if spans:
         span = spans[0]
         raise CheckpointMismatchError(

@@ -105,7 +105,7 @@ class SegmentWriter:
         if self._current is None:
             if size > self._usual:
                 return None
-            self._current = self._take(self._usual)
+            self._current = self._allocate(self._usual)
         current = self._current
         whole = self._view(current.number)
         start = current.end
@@ -157,7 +157,7 @@ class SegmentWriter:
         self._usual = max(_aligned(end + room) + self._missing, self._usual * 7 // 8)
         self._missing = 0
         if current is None:
-            current = self._take(end + room)
+            current = self._allocate(end + room)
         segment = self._segments[current.number]
         for (offset, length, in_segment), view in zip(spans, views, strict=True):
             if not in_segment:
@@ -179,7 +179,7 @@ class SegmentWriter:
             del self._segments[current.number]
         return current.dropped
 
-    def _take(self, size: int) -> _NextBatch:
+    def _allocate(self, size: int) -> _NextBatch:
         """Mark a free segment of at least this size as in use, or create one."""
         retired = [number for number, segment in self._segments.items() if _RETIRED in segment[:ALIGN]]
         free = [number for number, segment in self._segments.items() if self._is_free(number, segment)]

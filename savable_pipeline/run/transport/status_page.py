@@ -1,12 +1,12 @@
 """`StatusPage`: memory where a worker records its work, for crash reports.
 
-    word 0 │ 1     │ 2     │ 3       │ 4      │ 5     │ …     from byte 4096 on: the Python stack, written when the
-    depth  │ index │ epoch │ request │ length │ looks │ text     worker crashes or receives STACK_SIGNAL
+    word 0 │ 1     │ 2     │ 3       │ 4      │ 5      │ …    from byte 4096 on: the Python stack, written when the
+    depth  │ index │ epoch │ request │ length │ checks │ text     worker crashes or receives STACK_SIGNAL
 
 `depth` is the number of stages before the running one. `index` and `epoch` are the ref of the sample being encoded.
-`request` is its number. `text`, of `length` bytes, says what is wrong with batches that were already delivered. `looks`
-counts how often the worker has checked that on request. The page outlives the worker. `faulthandler` writes the stack,
-even in a worker that is stuck in C code.
+`request` is the number of the request in progress. `text`, of `length` bytes, says what is wrong with batches that were
+already delivered. `checks` counts how often the worker has checked that on request. The page outlives the worker.
+`faulthandler` writes the stack, even in a worker that is stuck in C code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_status(words: memoryview) -> tuple[int | None, int | None, int, int]:
 class StatusPage:
     """Page in an anonymous file that trainer and worker map by their own descriptors.
 
-    The worker calls `write_stacks`, `report` and `looked`, the trainer the other methods.
+    The worker calls `write_stacks`, `report` and `count_check`, the trainer the other methods.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -51,7 +51,7 @@ class StatusPage:
         self._read_to = _PAGE  # stacks in the file have been read up to this offset
 
     @classmethod
-    def make(cls) -> StatusPage:
+    def create(cls) -> StatusPage:
         """Create an empty page."""
         status = cls(anonymous_file("savable_pipeline status", _PAGE))
         begin_request(status.words, 0)
@@ -69,12 +69,12 @@ class StatusPage:
         self._page[_TEXT : _TEXT + len(raw)] = raw
         self.words[4] = len(raw)  # the last write, so that a reader sees the whole text
 
-    def looked(self) -> None:
+    def count_check(self) -> None:
         """Record that the worker has checked its shards on request, and reported."""
         self.words[5] += 1
 
     @property
-    def looks(self) -> int:
+    def checks(self) -> int:
         """Number of checks that the worker has recorded."""
         return int(self.words[5])
 

@@ -296,7 +296,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             )
         taken, self._ahead[name] = self._ahead[name][: length is not None], self._ahead[name][1:]
         if length is not None:
-            turns.took(self._active.index(name), length)
+            turns.advance(self._active.index(name), length)
             self._count_drawn(name, 1, length)
         return taken
 
@@ -316,7 +316,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             drawn[mine] = self._ahead[name][: len(mine)]
             self._count_drawn(name, len(mine))
             self._ahead[name] = self._ahead[name][len(mine) :]
-        turns.take(chosen)
+        turns.advance(chosen)
         if len(chosen) < n:
             self._end_sources({*self._ended, active[turns.plan(1)[0]]})
         return drawn

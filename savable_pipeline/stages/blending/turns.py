@@ -198,7 +198,7 @@ class Turns:
         order = np.argsort(words(self._key, begin * stride, n * stride).reshape(n, stride), axis=1, kind="stable")
         self._turns = np.concatenate([self._turns, np.take_along_axis(turns, order, axis=1).ravel()])
 
-    def take(self, chosen: Collection[int]) -> None:
+    def advance(self, chosen: Collection[int]) -> None:
         """Count turns as taken. `chosen` is a prefix of the result of `plan`."""
         self.taken += len(chosen)
         finished = self.taken // self._draws.stride - self._piece  # number of finished pieces
@@ -253,7 +253,7 @@ class TokenTurns:
         """
         return self._targets.furthest_behind(self._begin + self.taken * self._lanes, self._covered)
 
-    def took(self, source: int, tokens: int) -> None:
+    def advance(self, source: int, tokens: int) -> None:
         """Count an item of `tokens` tokens from the source."""
         self.counts[source] += tokens
         if self.taken:

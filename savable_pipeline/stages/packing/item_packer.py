@@ -110,7 +110,7 @@ class ItemPacker(PackStage):
             if type(packed) is Skip:
                 if refs:  # lost items are counted already
                     self._count_skip(packed.reason, refs[0])
-                self._give_up_after(len(refs), f"the last pack was skipped as {packed.reason!r}")
+                self._count_unpacked(len(refs), f"the last pack was skipped as {packed.reason!r}")
             else:
                 self._unpacked = 0
                 self.counts.update(packs=1, items=len(refs), tokens=sum(length for length, _ in sizes or ()))
@@ -145,10 +145,10 @@ class ItemPacker(PackStage):
             for position in set(range(len(remaining))).difference(chosen):
                 self._count_skip("not selected", remaining[position].ref)
             if not groups:
-                self._give_up_after(len(items), "`select` chose none of the last")
+                self._count_unpacked(len(items), "`select` chose none of the last")
         return True
 
-    def _give_up_after(self, items: int, last: str) -> None:
+    def _count_unpacked(self, items: int, last: str) -> None:
         """Count items that are in no pack. Raises `EncodeError` for very many in a row."""
         self._unpacked += items
         if self._unpacked >= self.info.max_empty:

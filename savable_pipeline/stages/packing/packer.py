@@ -21,7 +21,7 @@ from savable_pipeline.stages.packing.packing_policies import (
     PackingFunction,
     Piece,
     Policy,
-    make_packing,
+    build_packing,
     saved_piece,
 )
 from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref
@@ -133,7 +133,7 @@ class OnlinePacker(PackStage):
     @cached_property
     def _packing(self) -> Packing:
         """Return the policy with its open packs."""
-        return make_packing(
+        return build_packing(
             self.policy,
             max_length=self.lane.facts.decisions.max_length or self.max_length,
             max_images=self.max_images or 0,

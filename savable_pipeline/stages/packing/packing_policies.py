@@ -428,7 +428,7 @@ def check_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int], max_le
         raise ValueError(f"index {missing} is in no group")
 
 
-def make_packing(
+def build_packing(
     policy: Policy | PackingFunction, *, key: int, max_length: int, open_packs: int, **bounds: Any
 ) -> Packing:
     """Build a policy.

@@ -148,8 +148,9 @@ def _media_warnings(counts: Counter[str]) -> Iterator[str]:
     """Yield warnings about images, videos and audio that were counted."""
     if count := counts[DEEP]:
         yield (
-            f"{counted(count, 'image has', 'images have')} more than 8 bits a channel: sample.image() keeps gray "
-            "ones as they are, and encoders refuse them; image(bits=8) makes those of 16 bits RGB by v >> 8"
+            f"{counted(count, 'image has', 'images have')} more than 8 bits a channel: sample.image() returns gray "
+            "ones unchanged, and encoders reject them; image(bits=8) converts those of 16 bits to RGB by v >> 8, and "
+            "those of 32 bits or floats are yours to scale"
         )
     if count := counts[TURNED]:
         yield (

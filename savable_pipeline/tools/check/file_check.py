@@ -180,7 +180,7 @@ def _check_named_files(store: RecordStore, name: str, counts: _FileCounts) -> It
     """Yield a problem for each column whose rows name files without their bytes."""
     for column, count in sorted(counts.named.items()):
         detail = f"the column {column!r}: {count:,} of {store.entries[0].samples:,} rows have a path and no bytes"
-        yield Problem(NO_BYTES, encodable(f"{detail}; {store.cure}"), name)
+        yield Problem(NO_BYTES, encodable(f"{detail}; {store.fix}"), name)
 
 
 def check_remote_file(folder: Path, name: str, url: str, options: CheckSettings) -> ShardReport:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from savable_pipeline.tools.convert import Report
 
 
-def convert(
+def convert_source(
     source: Annotated[
         str,
         typer.Argument(

@@ -326,7 +326,7 @@ def _print_pairs(title: str, rows: dict[str, list[str]]) -> None:
         out.print(f"  {escape_markup(name):<{width}} {escape_markup(one)}{between}{escape_markup(other)}")
 
 
-def serve(
+def serve_workers(
     listen: Annotated[str, input_option(metavar="HOST:PORT", help="The address. Port 0 is a free one.")],
     key_file: Annotated[Path, input_option(help="The key, in a file that only you can read.")],
     workers: Annotated[int, parallel_option(help="Worker processes of this machine.")],

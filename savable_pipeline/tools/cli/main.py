@@ -14,21 +14,21 @@ from typer.core import TyperGroup
 
 from savable_pipeline import __version__
 from savable_pipeline.tools.cli.console import out
-from savable_pipeline.tools.cli.convert_command import convert
+from savable_pipeline.tools.cli.convert_command import convert_source
 from savable_pipeline.tools.cli.dataset_commands import check, index, info, preview
 from savable_pipeline.tools.cli.ledger_command import ledger_app
-from savable_pipeline.tools.cli.loader_commands import plan, serve, state, verify_resume
+from savable_pipeline.tools.cli.loader_commands import plan, serve_workers, state, verify_resume
 
 _COMMANDS: list[tuple[str, Callable[..., None], str]] = [  # panel, command and example, in the order of use
     ("Look", info, "savable info photos/"),
     ("Look", preview, "savable preview photos/ -o photos.html"),
     ("Look", check, "savable check s3://bucket/shards/ --workers 8"),
-    ("Prepare", convert, "savable convert photos/ shards/ --split train=0.98 --split val=0.02"),
+    ("Prepare", convert_source, "savable convert photos/ shards/ --split train=0.98 --split val=0.02"),
     ("Prepare", index, "savable index shards/"),
     ("Run", plan, "savable plan train.py:loader --ranks 8 --nodes 2"),
     ("Run", verify_resume, "savable verify-resume train.py:loader --steps 20"),
     ("Run", state, "savable state checkpoint.pt"),
-    ("Cluster", serve, "savable serve --listen 10.0.0.5:7000 --key-file key --workers 16"),
+    ("Cluster", serve_workers, "savable serve --listen 10.0.0.5:7000 --key-file key --workers 16"),
 ]
 
 
@@ -69,7 +69,7 @@ def _root(
 
 # Each command imports what it needs when it is called: `savable convert` starts without the loader and the downloader.
 for panel, command, example in _COMMANDS:
-    app.command(rich_help_panel=panel, epilog=f"Example: `{example}`")(command)
+    app.command(example.split()[1], rich_help_panel=panel, epilog=f"Example: `{example}`")(command)
 app.add_typer(ledger_app, name="ledger", rich_help_panel="Run")
 
 if __name__ == "__main__":

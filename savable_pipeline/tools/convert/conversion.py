@@ -41,10 +41,10 @@ from savable_pipeline.tools.convert.manifest import (
     write_manifest,
 )
 from savable_pipeline.tools.convert.options import HASHES, MANIFEST, WORK, Options, Report
-from savable_pipeline.tools.convert.prepare import Prepared, prepare
+from savable_pipeline.tools.convert.prepare import Prepared, prepare_source
 from savable_pipeline.tools.convert.range_job import RECORD_FILE, Hashes, RangeJob
 from savable_pipeline.tools.convert.shard_series import room_on
-from savable_pipeline.tools.convert.source import ConversionSource, close_sources, find_files
+from savable_pipeline.tools.convert.source import ConversionSource, close_all, find_files
 from savable_pipeline.tools.convert.target import Target, target_at
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def convert(
     unpacked_bytes: int = UNPACKED_BYTES,
     workers: int | None = None,
     engine: Literal["ray"] | Engine | None = None,
-    progress: Progress | None = None,
+    progress: SampleProgress | None = None,
 ) -> Report:
     """Write the samples of a source as WebDataset shards.
 
@@ -186,7 +186,7 @@ def _engine_of(
     return RayEngine(workers)
 
 
-Progress: TypeAlias = Callable[[int, int, int], None]  # samples done, all samples, bytes done
+SampleProgress: TypeAlias = Callable[[int, int, int], None]  # samples done, all samples, bytes done
 _LITTLE_BYTES = 100_000_000  # bytes that one process converts before others would have started
 
 
@@ -200,7 +200,7 @@ def run_conversion(
     reshard: bool = False,
     workers: int | None = None,
     engine: Engine | None = None,
-    progress: Progress = lambda done, total, size: None,
+    progress: SampleProgress = lambda done, total, size: None,
 ) -> Report:
     """Write the samples of a source as shards; see `convert`.
 
@@ -220,7 +220,7 @@ def run_conversion(
         if wanted is not None and not wanted:
             raise ValueError("keys= is empty. Name the samples to take, or pass None for all")
         with room_on(output.folder), _work_in(output):
-            found = prepare(source, options, files_from, output, wanted)
+            found = prepare_source(source, options, files_from, output, wanted)
             manifest, newest_ns = manifest_of(source.path, found, options, wanted)
             before = read_manifest(output.folder)
             jobs = _jobs(output, found, options, wanted)
@@ -266,7 +266,7 @@ def _work_in(output: Target) -> Iterator[None]:
                     folder.rmdir()
             raise
         finally:
-            close_sources()
+            close_all()
         shutil.rmtree(work)
 
 
@@ -313,7 +313,7 @@ def _do(
     found: Prepared,
     workers: int | None,
     engine: Engine | None,
-    progress: Progress,
+    progress: SampleProgress,
     jobs: list[RangeJob],
 ) -> set[str]:
     """Write the ranges that are not finished, or compare them and return the names of files that changed."""

@@ -31,10 +31,10 @@ from savable_pipeline.data.shards.index_making import NOTE, each_job
 from savable_pipeline.errors import SavableError, WorkerError
 from savable_pipeline.tools.convert.range_job import RangeJob, Written, write_range
 from savable_pipeline.tools.convert.shard_series import locked
-from savable_pipeline.tools.convert.source import close_source
+from savable_pipeline.tools.convert.source import close_open_source
 
 _VISIBLE_S = 120.0  # seconds; network file systems may cache for a minute that a file does not exist
-_SERVE = "savable_pipeline.tools.convert.jobs:serve"
+_SERVE = "savable_pipeline.tools.convert.jobs:serve_ranges"
 
 
 def do_jobs(
@@ -96,7 +96,7 @@ def _sigterm_exits() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def serve(connection: Connection, jobs: Iterator[RangeJob], work: str) -> None:
+def serve_ranges(connection: Connection, jobs: Iterator[RangeJob], work: str) -> None:
     """Do one job after another; sends what was written, or the error."""
     fcntl.flock(os.open(work, os.O_RDONLY), fcntl.LOCK_SH)  # stays open until the process ends
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the conversion was killed
@@ -126,7 +126,7 @@ def attempt(job: RangeJob) -> Written:
     try:
         return write_range(job)
     finally:
-        close_source()
+        close_open_source()
 
 
 def _wait_until_visible(job: RangeJob) -> None:

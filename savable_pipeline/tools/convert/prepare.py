@@ -39,7 +39,7 @@ class Prepared:
     classes: list[str] = field(default_factory=list)
 
 
-def prepare(
+def prepare_source(
     source: ConversionSource, options: Options, files_from: Path | None, output: Target, keys: Collection[str] | None
 ) -> Prepared:
     """Open a source and cut its ranges.

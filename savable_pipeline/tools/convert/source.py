@@ -252,7 +252,7 @@ class SourceFiles:
         """
         opened = self.digest, self.files
         if not self.digest or _open[:1] != [opened]:
-            close_source()
+            close_open_source()
             with contextlib.ExitStack() as stack:
                 try:
                     dataset = _dataset_of_files(self, stack) if self.files else Dataset(self._store())
@@ -291,7 +291,7 @@ class SourceFiles:
         """Index the files, and return the source with the digest of the index."""
         if self.packed:
             return replace(self, digest=hashlib.sha256(repr(self.packed).encode()).hexdigest())
-        close_source()
+        close_open_source()
         if self.index:  # the index of an earlier run
             Path(self.index).unlink(missing_ok=True)
         elif self.form in TABLES and not self.is_remote:  # a tolerant opening takes the index of a file that changed
@@ -365,7 +365,7 @@ class SourceFiles:
         try:
             yield SourceFiles(found, self.form, settings, name=packed.name, prefix=prefix), fault
         finally:
-            close_source()
+            close_open_source()
             shutil.rmtree(folder)
 
 
@@ -381,7 +381,7 @@ class RemoteFile(NamedTuple):
 _open: list[Any] = []  # the source that is open in this process, its dataset, and the function that closes it
 
 
-def close_source() -> None:
+def close_open_source() -> None:
     """Close the source that this process has open."""
     if _open:
         stack = _open[2]
@@ -389,9 +389,9 @@ def close_source() -> None:
         stack.close()
 
 
-def close_sources() -> None:
+def close_all() -> None:
     """Close all that this process opened or downloaded for conversions."""
-    close_source()
+    close_open_source()
     close_scratch()
 
 

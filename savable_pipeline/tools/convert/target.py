@@ -20,7 +20,7 @@ from pathlib import Path
 
 from savable_pipeline.core.wording import clean_address, has_user
 from savable_pipeline.data.remote.cache_space import cache_folder
-from savable_pipeline.data.remote.session import SCHEMES, Bucket, close_buckets
+from savable_pipeline.data.remote.session import BUCKET_SCHEMES, Bucket, close_buckets
 from savable_pipeline.data.shards.metadata import META
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.jobs import claimed
@@ -94,9 +94,9 @@ def target_at(path: Path | str) -> Iterator[Target]:
         return
     url = str(path).rstrip("/")
     scheme, _, rest = url.partition("://")
-    if scheme not in SCHEMES or not rest:
+    if scheme not in BUCKET_SCHEMES or not rest:
         raise ValueError(
-            f"{clean_address(url)}: unsupported target. Use a folder, or {', '.join(f'{s}://' for s in SCHEMES)}"
+            f"{clean_address(url)}: unsupported target. Use a folder, or {', '.join(f'{s}://' for s in BUCKET_SCHEMES)}"
         )
     if has_user(url):
         raise ValueError(f"{clean_address(url)}: a URL must not have a user or password. Use environment variables")

@@ -176,8 +176,8 @@ def all_refs(dataset: Dataset) -> RefArray:
 
 def filled(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> Dataset:
     """A dataset that has found all of itself in the cache."""
-    monkeypatch.setattr(cached_samples, "_LOOK_S", 0.0)
-    monkeypatch.setattr(cached_samples, "_LOOK_SHARE", 0)
+    monkeypatch.setattr(cached_samples, "_CHECK_S", 0.0)
+    monkeypatch.setattr(cached_samples, "_CHECK_SHARE", 0)
     dataset = open_any(f"{server.url}/shards/")
     for sample in dataset.open_samples(all_refs(dataset)):
         _ = sample["json"]

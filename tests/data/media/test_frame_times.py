@@ -15,7 +15,7 @@ import av
 import numpy as np
 import pytest
 
-from savable_pipeline.data.media.media_info import media_fault
+from savable_pipeline.data.media.media_info import media_fault, media_info
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
 from tests.support.media_files import cut_without_decoding, frame_number, video_bytes
@@ -87,6 +87,33 @@ def test_frame_is_shown_from_half_a_tick_before_its_time(clock: str) -> None:
     before = [float(time - tick * Fraction("0.55")) for time in times[1:]]
     assert numbers_at(data, before) == numbers[:-1]
     assert [numbers_at(data, [time])[0] for time in before[::7]] == numbers[:-1:7]
+
+
+UNKNOWN = ("fragments", "transport stream", "uneven, from 0.7 s on")
+
+
+def with_edit_of(data: bytes, seconds: float) -> bytes:
+    """Return an MP4 of one edit, whose edit list ends after some seconds; the clock of the file has ticks of 1 ms."""
+    edit = data.index(b"elst") + 12
+    return data[:edit] + round(seconds * 1000).to_bytes(4, "big") + data[edit + 4 :]
+
+
+COUNTED: dict[str, Callable[[], bytes]] = CLOCKS | {
+    "edit list that hides first frames": lambda: cut_without_decoding(video_bytes(40, fps=10, b_frames=2), 1.3),
+    "edit list that hides last frames": lambda: with_edit_of(video_bytes(40, fps=10), 1.5),
+    "AVI with empty chunks": lambda: video_bytes(30, container="avi", b_frames=0, times=[n * 100 for n in range(30)]),
+    "fragments": lambda: video_bytes(40, options={"movflags": "frag_keyframe+empty_moov"}),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_number_of_frames_is_that_of_decoding_or_unknown(kind: str) -> None:
+    data = COUNTED[kind]()
+    with av.open(io.BytesIO(data)) as made:
+        decoded = sum(1 for _ in made.decode(video=0))
+    with Video(io.BytesIO(data), "the part") as video:
+        assert video.frame_count == (None if kind in UNKNOWN else decoded)
+        assert media_info(io.BytesIO(data), "the part", "mp4").frames == video.frame_count
 
 
 @pytest.mark.parametrize("codec", ["libx264", "mpeg4"])

@@ -112,7 +112,7 @@ def pace_of(bytes_per_s: float, seconds: float = 10.0, step_s: float = 0.1) -> P
     """The pace of a process to which bytes have come at this speed."""
     clock = Clock()
     pace = Pace(clock.monotonic)
-    with pace.asking() as came:
+    with pace.measure_request() as came:
         for _ in range(round(seconds / step_s)):
             clock.now += step_s
             came(int(bytes_per_s * step_s))
@@ -139,7 +139,7 @@ def test_two_seconds_of_bytes_are_requested_at_once(bytes_per_s: float, at_once:
 def test_change_of_link_speed_is_detected_within_three_seconds() -> None:
     clock = Clock()
     pace = Pace(clock.monotonic)
-    with pace.asking() as came:
+    with pace.measure_request() as came:
         for speed in (1e8, 1e6, 1e8):
             for _ in range(12):
                 clock.now += 0.25
@@ -152,7 +152,7 @@ def test_idle_time_does_not_count_for_link_speed() -> None:
     pace = Pace(clock.monotonic)
     for _ in range(20):
         clock.now += 1000
-        with pace.asking() as came:
+        with pace.measure_request() as came:
             clock.now += 0.125  # shorter than what is measured over
             came(1 << 19)
     assert pace.at_once == pytest.approx(8 << 20, rel=0.01)

@@ -17,7 +17,7 @@ from savable_pipeline import custom
 from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.shards.index import BlobIndex
 from savable_pipeline.data.shards.index_making import write_index
-from savable_pipeline.data.stores.arrow_file import batches_of, is_as_indexed, read_message, read_table
+from savable_pipeline.data.stores.arrow_file import arrow_matches_index, batches_of, read_arrow_table, read_message
 from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.cli.main import app
 from tests.support.draws import scaled_range
@@ -39,7 +39,7 @@ def written(path: Path, compression: str | None = None) -> bytes:
 def blocks_of(path: Path) -> list[bytes]:
     """The entries of the batches in the footer of a file by pyarrow."""
     with opened(path) as file:
-        batches = batches_of(np.frombuffer(read_table(file, path.name).rows, "<u8"))
+        batches = batches_of(np.frombuffer(read_arrow_table(file, path.name).rows, "<u8"))
         messages = [read_message(file, begin) for begin in batches.begins.tolist()]
     return [BLOCK.pack(message.offset, message.head, message.body) for message in messages]
 
@@ -94,14 +94,14 @@ def test_file_with_its_schema_in_the_footer_is_pinned(tmp_path: Path) -> None:
     written(path)
     as_polars(path)
     with opened(path) as file:
-        write_index(tmp_path / "index", [read_table(file, path.name)], "arrow")
+        write_index(tmp_path / "index", [read_arrow_table(file, path.name)], "arrow")
         index = BlobIndex(tmp_path / "index", "arrow")
-        assert is_as_indexed(file, index, 0)
+        assert arrow_matches_index(file, index, 0)
     raw = path.read_bytes()
     place = raw.rindex(b"txt")
     path.write_bytes(raw[:place] + b"TXT" + raw[place + 3 :])
     with opened(path) as file:
-        assert not is_as_indexed(file, index, 0)
+        assert not arrow_matches_index(file, index, 0)
 
 
 def test_every_command_accepts_an_arrow_file(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_wrong_footer_is_an_error_that_names_the_file(tmp_path: Path, begin: int
     if polars:
         as_polars(path)
     with opened(path) as file:
-        first = int(batches_of(np.frombuffer(read_table(file, path.name).rows, "<u8")).begins[0])
+        first = int(batches_of(np.frombuffer(read_arrow_table(file, path.name).rows, "<u8")).begins[0])
     raw, last = path.read_bytes(), blocks_of(path)[-1]
     where = first + begin - 72 if begin in (72, 68) else begin
     path.write_bytes(raw.replace(last, BLOCK.pack(where, *BLOCK.unpack(last)[1:])))
@@ -154,7 +154,7 @@ def test_footer_of_any_bytes_is_read_correctly_or_rejected(tmp_path: Path) -> No
         path.write_bytes(forged)
         try:
             with opened(path) as file:
-                if not read_table(file, path.name).entry.fault:
+                if not read_arrow_table(file, path.name).entry.fault:
                     right += bool(samples(path))
         except sp.ShardError as error:
             assert path.name in str(error) or "no sample in" in str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,34 @@ def test_numbers_and_number_lists_are_arrays_of_their_type(tmp_path: Path, name:
             assert np.array_equal(found.ravel(), want.ravel(), equal_nan=found.dtype.kind == "f")
             assert found.shape == want.shape or not found.size
     assert store.array(0, 0, "INPUT_IDS").tolist() == [91, 53]
+
+
+@every_store
+@pytest.mark.parametrize("rows", [3, 20_000])
+@pytest.mark.parametrize("order", [None, [2, 1, 0], [0, 2, 1]])
+def test_fixed_shape_tensors_are_arrays_and_nested_lists_of_their_shape(
+    tmp_path: Path, name: str, rows: int, order: list[int] | None
+) -> None:
+    kind = pa.fixed_shape_tensor(pa.int16(), [2, 3, 4], permutation=order)
+    stored = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(rows * 24).astype(np.int16)), 24)
+    tensors = pa.ExtensionArray.from_storage(kind, stored)
+    store: Any = open_store(write(tmp_path / name, pa.table({"x": tensors}), 30_000), format=name[2:])
+    for row in (0, rows - 1):
+        found, want = store.array(0, row, "x"), tensors.to_numpy_ndarray()[row]
+        assert found.dtype == np.int16 and found.flags.writeable and np.array_equal(found, want)
+        assert json.loads(store.read(0, row, "x")) == want.tolist()
+
+
+@every_store
+def test_tensor_of_a_permutation_that_pyarrow_swaps_is_an_error(tmp_path: Path, name: str) -> None:
+    """A view of channels first, of images with channels last: pyarrow itself reads other values than it wrote."""
+    images = np.arange(48, dtype=np.int16).reshape(2, 2, 4, 3).transpose(0, 3, 1, 2)
+    written = pa.FixedShapeTensorArray.from_numpy_ndarray(images)
+    assert not np.array_equal(written.to_numpy_ndarray(), images)
+    sample = sp.open_dataset(write(tmp_path / name, pa.table({"x": written})))[0]
+    for get in (sample.array, sample.json):
+        with pytest.raises(sp.ShardError, match=r"permutation \[1, 2, 0\], which pyarrow swaps\. Write them without"):
+            get("x")
 
 
 @every_store

@@ -170,7 +170,7 @@ def test_a_state_of_other_files_is_rejected(tmp_path: Path, change: str) -> None
 
 
 def test_index_of_many_files_is_trusted_until_a_folder_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_store, "_LOOKED_AT", 3)
+    monkeypatch.setattr(folder_store, "_FEW_FILES", 3)
     folder = write(tmp_path, *(f"{name}/{i}.txt" for name in "ab" for i in range(3)))
     old = time.time() - 60
     for each in ("a", "b", ""):

@@ -111,7 +111,7 @@ def test_truncated_shard_raises_like_read(shard: Path) -> None:
 
 
 def test_replaced_or_overwritten_shard_raises_like_read(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_files, "_LOOK_S", 0.0)
+    monkeypatch.setattr(shard_files, "_CHECK_S", 0.0)
     sample, raw = first_sample(shard), shard.read_bytes()
     with sample.open("bin") as file:
         file.read(10)

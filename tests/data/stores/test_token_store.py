@@ -19,7 +19,7 @@ from savable_pipeline import custom
 from savable_pipeline.data.shards.byte_source import opened
 from savable_pipeline.data.stores import token_store
 from savable_pipeline.data.stores.opening import open_store
-from savable_pipeline.data.stores.token_store import read_table
+from savable_pipeline.data.stores.token_store import read_token_table
 from savable_pipeline.testing import assert_exact_resume
 
 DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9], list(range(10, 30))]
@@ -272,7 +272,7 @@ def test_two_threads_never_parse_headers_at_once(tmp_path: Path, monkeypatch: py
 
     def scan(_: int) -> object:
         with opened(tmp_path / "a.npy") as file:
-            return read_table(file, "a.npy")
+            return read_token_table(file, "a.npy")
 
     monkeypatch.setattr(np.lib.format, "read_array_header_1_0", counted)
     with ThreadPoolExecutor(4) as threads:

@@ -79,14 +79,14 @@ def test_requests_of_a_lane_are_answered_in_order(backend: Backend) -> None:
     states = {lane: fresh(lane) for lane in range(LANES)}
     for start in range(0, 9, 3):
         if backend.capacity:  # ahead: later requests of a lane continue after the first one
-            tickets = {(k, lane): backend.ask(lane, states[lane]) for k in range(3) for lane in range(LANES)}
+            tickets = {(k, lane): backend.request(lane, states[lane]) for k in range(3) for lane in range(LANES)}
             order = sorted(tickets, key=lambda _: draw.random())
             found = {asked: backend.answer(tickets[asked]) for asked in order}
         else:
             found = {}
             for k in range(3):
                 for lane in range(LANES):
-                    found[k, lane] = backend.answer(backend.ask(lane, states[lane]))
+                    found[k, lane] = backend.answer(backend.request(lane, states[lane]))
                     states[lane] = found[k, lane].state
         assert {asked: each.batch for asked, each in found.items()} == {
             (k, lane): expected(backend, lane, start + k) for k in range(3) for lane in range(LANES)
@@ -95,19 +95,19 @@ def test_requests_of_a_lane_are_answered_in_order(backend: Backend) -> None:
 
 def test_lanes_restart_at_the_states_of_new_requests(backend: Backend) -> None:
     backend.start()
-    first = backend.answer(backend.ask(1, fresh(1)))
-    second = backend.answer(backend.ask(1, first.state))
-    backend.ask(1, second.state)  # its answer is dropped
+    first = backend.answer(backend.request(1, fresh(1)))
+    second = backend.answer(backend.request(1, first.state))
+    backend.request(1, second.state)  # its answer is dropped
     for forget in (backend.forget_requests, backend.stop, backend.close):
         forget()
         backend.start()
-        again = backend.answer(backend.ask(1, first.state))
+        again = backend.answer(backend.request(1, first.state))
         assert (again.batch, again.state, again.more) == (second.batch, second.state, True)
 
 
 def test_lane_can_get_more_requests_and_skips(backend: Backend) -> None:
     backend.start()
-    ask: Callable[..., Delivery] = lambda *request: backend.answer(backend.ask(0, *request))  # noqa: E731
+    ask: Callable[..., Delivery] = lambda *request: backend.answer(backend.request(0, *request))  # noqa: E731
     peek = ask(fresh(0), "peek")
     assert peek.more and peek.batch is None
     at = peek.state
@@ -121,9 +121,9 @@ def test_lane_can_get_more_requests_and_skips(backend: Backend) -> None:
 def test_a_backend_that_has_nothing_to_report_reports_nothing(backend: Backend) -> None:
     backend.verify_delivered()
     backend.start()
-    backend.answer(backend.ask(0, fresh(0)))
+    backend.answer(backend.request(0, fresh(0)))
     backend.verify_delivered()
-    backend.look()
+    backend.check_shards()
     backend.stop()
     backend.verify_delivered()
     assert backend.fault == "" and backend.numbers().keys() == COUNTERS
@@ -144,7 +144,7 @@ def test_finite_run_ends_before_the_first_incomplete_round_and_checks_shards_onc
     backend = FakeBackend([3, 2, 3], capacity=4)
     run = fake_run(backend, shards, lanes=3, epochs=1)
     assert list(run) == [(0, slot % 3, slot // 3) for slot in range(6)]
-    assert backend.calls.count("look") == 1
+    assert backend.calls.count("check_shards") == 1
     assert list(run) == [(1, slot % 3, slot // 3) for slot in range(6)]
 
 

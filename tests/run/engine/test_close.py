@@ -106,7 +106,7 @@ def test_closing_does_not_wait_for_batches_in_progress(make_shards: Any, tmp_pat
 
 
 def test_a_worker_that_does_not_end_is_killed(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_host, "_LOOK_S", 0.2)
+    monkeypatch.setattr(process_host, "_CHECK_S", 0.2)
     own = loader(pipeline)
     next(own)
     begun = workers(own)

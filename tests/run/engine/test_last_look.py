@@ -41,7 +41,7 @@ def root(make_shards: Any) -> Path:
 @pytest.fixture(autouse=True)
 def never_look_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is over before the shards are looked at a second time, however slow the machine: workers are forked."""
-    monkeypatch.setattr(shard_files, "_LOOK_S", 10_000.0)
+    monkeypatch.setattr(shard_files, "_CHECK_S", 10_000.0)
 
 
 def loader(root: Path, num_workers: int, epochs: int | None = None) -> sp.SavableLoader:

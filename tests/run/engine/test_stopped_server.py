@@ -26,7 +26,7 @@ def children(pid: int) -> list[int]:
 def test_loader_with_a_stopped_fork_server_closes_completely(
     make_shards: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_host, "_LOOK_S", 1.0)
+    monkeypatch.setattr(process_host, "_CHECK_S", 1.0)
     monkeypatch.setattr(process_host, "END_WAIT_S", 1.0)
     before = set(children(os.getpid()))
     loader = sp.SavableLoader(partial(number_pipeline, str(make_shards([40]))), seed=1, lanes=4, num_workers=2)

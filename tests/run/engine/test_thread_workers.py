@@ -475,7 +475,7 @@ def test_a_thread_that_ends_is_replaced(make_shards: Any, caplog: pytest.LogCapt
 def test_loader_closes_without_waiting_for_a_slow_thread(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(thread_host, "_LOOK_S", 0.2)
+    monkeypatch.setattr(thread_host, "_CHECK_S", 0.2)
     encoder = Waits()
     own = loader(partial(number_pipeline, str(make_shards([600])), encoder=encoder), threads(1, prefetch=8))
     next(own)
@@ -486,7 +486,7 @@ def test_loader_closes_without_waiting_for_a_slow_thread(
 
 
 def test_overwritten_shard_is_reported_at_close(make_shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_files, "_LOOK_S", 10_000.0)
+    monkeypatch.setattr(shard_files, "_CHECK_S", 10_000.0)
     root: Path = make_shards([84])
     own = loader(partial(number_pipeline, str(root)), threads(2, prefetch=1))
     for _ in range(10):

@@ -152,7 +152,7 @@ def test_the_first_asks_for_less_while_a_peer_is_behind(shards: Path) -> None:
         next_hashes(found[0], 2)
         assert backend.capacity == 2
         next_hashes(found[1], 2)
-        backend._hear(1.0)  # type: ignore[attr-defined]
+        backend._handle_messages(1.0)  # type: ignore[attr-defined]
         assert backend.capacity == 4
 
 

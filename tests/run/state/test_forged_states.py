@@ -23,7 +23,7 @@ from savable_pipeline.core.state_numbers import ORDER, STATE
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import Fingerprint, pack_fingerprint, unpack_fingerprint
 from savable_pipeline.run.state.lane_state import has_too_many, pack_state
-from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, taken_apart
+from savable_pipeline.run.state.state_dict import check_flat, lane_numbers, split_spans
 from savable_pipeline.run.state.summary import summarize
 from tests.support.streams import next_hashes
 from tests.support.toy_pipelines import toy_pipeline
@@ -270,7 +270,7 @@ def test_odd_keys_and_numbers_are_state_errors_or_ignored(saved: dict[str, Any],
 )
 def test_spans_that_cannot_be_read_are_a_state_error(raw: Any) -> None:
     with pytest.raises(StateError, match="to_skip"):
-        taken_apart({"to_skip": raw})
+        split_spans({"to_skip": raw})
 
 
 class Keeping(custom.PassThrough, custom.SampleStage):

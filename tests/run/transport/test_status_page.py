@@ -13,7 +13,7 @@ WORKER = (
 
 
 def test_a_stack_that_is_half_written_is_read_as_a_whole_later() -> None:
-    page = StatusPage.make()
+    page = StatusPage.create()
     try:
         end = os.fstat(page.descriptor).st_size
         os.pwrite(page.descriptor, LISTENER.encode(), end)
@@ -28,7 +28,7 @@ def test_a_stack_that_is_half_written_is_read_as_a_whole_later() -> None:
 
 
 def test_stacks_of_a_worker_without_the_function_are_read_unchanged() -> None:
-    page = StatusPage.make()
+    page = StatusPage.create()
     try:
         os.pwrite(page.descriptor, LISTENER.encode(), os.fstat(page.descriptor).st_size)
         assert not page.has_stack("answer")

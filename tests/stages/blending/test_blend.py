@@ -223,7 +223,7 @@ def test_by_tokens_a_length_below_one_is_an_error(shards: Path, length: Any, pac
         sp.EncodeError, match=r"an item of '[ab]' has .* tokens|Empty.length failed: TypeError"
     ) as caught:
         next(stage)
-    assert length == 0.5 or "key 's0000" in str(caught.value)
+    assert length == 0.5 or "sample 's0000" in str(caught.value)
 
 
 def test_refs_drawn_ahead_are_prefetched_after_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def drawn(turns: list[Turns], steps: int, many: int) -> NDArray[np.int64]:
     for begin in range(0, steps, many):
         found.append([lane.plan(min(many, steps - begin)) for lane in turns])
         for lane, chosen in zip(turns, found[-1], strict=True):
-            lane.take(chosen)
+            lane.advance(chosen)
     return np.concatenate(found, axis=1)
 
 
@@ -214,7 +214,7 @@ def test_turns_do_not_depend_on_chunk_size_or_resume_position(
     turns, chosen = lanes_of(schedule_of(weights), 7, stride=4)[place], []
     for n in pieces:
         plan = turns.plan(n + 5)[:n]
-        turns.take(plan)
+        turns.advance(plan)
         chosen += plan.tolist()
         if restored:  # where no other lane has computed anything
             state, turns = state_of(turns), lanes_of(schedule_of(weights), 7, stride=4)[place]
@@ -231,7 +231,7 @@ def state_of(turns: Any) -> TurnsState:
 @pytest.mark.parametrize("wrong", [{"taken": 16}, {"counts": [[8, 8]]}, {"counts": [[8, 7], [4, 4]]}, {"counts": []}])
 def test_impossible_counts_are_rejected(wrong: dict[str, Any]) -> None:
     turns = lanes_of(schedule_of([1, 1]), 2, stride=8)[0]
-    turns.take(turns.plan(11))
+    turns.advance(turns.plan(11))
     good = turns.save()
     turns.restore(TurnsState(names=[], **good))  # type: ignore[arg-type]
     with pytest.raises(sp.CheckpointMismatchError, match="Use another copy"):
@@ -247,7 +247,7 @@ def test_by_tokens_the_error_is_at_most_two_of_the_longest_items(weights: list[i
     schedule, total = schedule_of(weights), sum(weights)
     turns = TokenTurns(TargetCounts(schedule, sorted(schedule.names)), 0, 1, [0] * len(weights), weights=7)
     for length in lengths:
-        turns.took(turns.next(), length)
+        turns.advance(turns.next(), length)
         assert all(
             abs(count - Fraction(turns.taken * weight, total)) <= 2 * 100
             for count, weight in zip(turns.counts, weights, strict=True)
@@ -263,7 +263,7 @@ def test_by_tokens_a_rare_source_is_not_drawn_by_all_lanes_at_once() -> None:
         chosen.append([])
         for _ in range(40):
             chosen[-1].append(turns.next())
-            turns.took(chosen[-1][-1], 1000)
+            turns.advance(chosen[-1][-1], 1000)
     assert max(np.sum(chosen, axis=0)) <= 24  # of 96 lanes, about 10 at a time
 
 
@@ -276,7 +276,7 @@ def test_by_tokens_a_source_is_drawn_only_while_it_has_a_weight() -> None:
         while turns.taken < 12_000:
             source, at = turns.next(), turns.taken
             assert source in ({0, 1, 2} if at < points[1][0] else {0, 1} if at < 9_000 else {2})
-            turns.took(source, draw.randint(1, 500))
+            turns.advance(source, draw.randint(1, 500))
             if at < points[1][0] <= turns.taken:
                 behind_at_the_end += targets.at(turns.taken)[2] > turns.counts[2] * targets.unit
     assert behind_at_the_end > 2

@@ -21,8 +21,8 @@ from savable_pipeline.stages.packing.packing_policies import (
     Packing,
     Piece,
     Policy,
+    build_packing,
     check_groups,
-    make_packing,
 )
 from savable_pipeline.testing import assert_exact_resume
 from tests.stages.packing.test_packer import LENGTHS, packer
@@ -67,7 +67,7 @@ def test_every_piece_is_in_one_pack_and_no_pack_exceeds_a_limit(
     sizes: list[tuple[int, int]], max_length: int, max_images: int, open_packs: int, policy: Policy
 ) -> None:
     bounds = {"max_length": max_length, "max_images": max_images, "open_packs": open_packs}
-    packs = laid_out(sizes, make_packing(policy, key=1, **bounds))
+    packs = laid_out(sizes, build_packing(policy, key=1, **bounds))
     placed: dict[int, list[tuple[int, int]]] = {}
     for pack in packs:
         assert pack.pieces
@@ -84,7 +84,7 @@ def test_every_piece_is_in_one_pack_and_no_pack_exceeds_a_limit(
 
 
 def test_first_fit_decreasing_packs_the_longest_first_and_leaves_the_last_pack_open() -> None:
-    packing = make_packing("first_fit_decreasing", max_length=10, max_images=0, open_packs=2, key=1)
+    packing = build_packing("first_fit_decreasing", max_length=10, max_images=0, open_packs=2, key=1)
     for number, length in enumerate([3, 8, 2, 6, 4, 5, 5]):  # 33 of 30 are enough
         assert packing.due() is None or number == 6
         packing.add(Piece(number, length=length, total=length))
@@ -97,7 +97,7 @@ def test_first_fit_decreasing_packs_the_longest_first_and_leaves_the_last_pack_o
 def test_packs_of_lognormal_lengths_are_full(policy: Policy, least: float) -> None:
     drawn = np.random.default_rng(1).lognormal(np.log(400), 1.0, 6_000).astype(int)
     sizes = [(int(length), 0) for length in drawn if 1 <= length <= LIMIT]
-    packs = laid_out(sizes, make_packing(policy, max_length=LIMIT, max_images=0, open_packs=16, key=1))
+    packs = laid_out(sizes, build_packing(policy, max_length=LIMIT, max_images=0, open_packs=16, key=1))
     assert sum(length for length, _ in sizes) >= least * LIMIT * len(packs)
 
 
@@ -108,7 +108,7 @@ def cost(length: int, images: int) -> int:
 def with_cost(pieces: list[tuple[int, int]], policy: Policy, *, max_cost: int, max_length: int = 12) -> list[OpenPack]:
     """The packs of pieces of these lengths and images, within a cost."""
     bounds = {"max_length": max_length, "max_images": 0, "open_packs": 3, "max_cost": max_cost}
-    packing = make_packing(policy, key=1, costing=Costing("OnlinePacker", cost), **bounds)
+    packing = build_packing(policy, key=1, costing=Costing("OnlinePacker", cost), **bounds)
     priced = packing.add
 
     def add(piece: Piece) -> None:
@@ -151,7 +151,7 @@ def test_a_pack_closes_at_its_cost_or_its_length(policy: Policy, expected: list[
 
 def test_too_many_open_packs_yield_the_one_nearest_to_its_max_cost() -> None:
     bounds = {"max_length": 100, "max_images": 0, "open_packs": 2, "max_cost": 1000}
-    packing = make_packing("best_fit", key=1, costing=Costing("OnlinePacker", cost), **bounds)
+    packing = build_packing("best_fit", key=1, costing=Costing("OnlinePacker", cost), **bounds)
     for number, length in enumerate([31, 20, 20, 28]):
         assert packing.due() is None
         packing.add(Piece(number, length=length, total=length, cost=cost(length, 0)))
@@ -200,7 +200,7 @@ def test_first_fit_decreasing_yields_each_piece_soon(
 ) -> None:
     def packing() -> Packing:
         bounds = {"max_length": 12, "max_images": max_images, "open_packs": open_packs, "max_cost": max_cost}
-        return make_packing("first_fit_decreasing", key=1, **bounds)
+        return build_packing("first_fit_decreasing", key=1, **bounds)
 
     costs = [cost if max_cost else 0 for _, _, cost in sizes]
     plain = [(length, images) for length, images, _ in sizes]
@@ -216,7 +216,7 @@ def test_first_fit_decreasing_yields_each_piece_soon(
 
 def test_piece_that_fits_with_no_other_is_yielded_after_five_rounds() -> None:
     sizes = [(1, 0), *[(12, 0)] * 40]
-    packing = make_packing("first_fit_decreasing", key=1, max_length=12, max_images=0, open_packs=2)
+    packing = build_packing("first_fit_decreasing", key=1, max_length=12, max_images=0, open_packs=2)
     assert given_after(sizes, packing, [0] * 41)[0] == 1 + 5 * 3
 
 
@@ -225,7 +225,7 @@ def test_packs_are_full_at_the_first_limit_reached(bounds: dict[str, int]) -> No
     draws = np.random.default_rng(1)
     lengths = np.minimum(draws.lognormal(5, 1, 8000) + 1, 4096).astype(int).tolist()
     images = draws.poisson(1, 8000).tolist()
-    packing = make_packing("first_fit_decreasing", key=1, max_length=4096, open_packs=16, **bounds)
+    packing = build_packing("first_fit_decreasing", key=1, max_length=4096, open_packs=16, **bounds)
     add = packing.add
 
     def costed(piece: Piece) -> None:

@@ -14,7 +14,7 @@ import pytest
 from savable_pipeline.core.job_engine import J, R
 from savable_pipeline.errors import RemoteError, SavableError
 from savable_pipeline.tools.convert import Options, Report, run_conversion
-from savable_pipeline.tools.convert.source import close_sources
+from savable_pipeline.tools.convert.source import close_all
 from tests.support.processes import run_until_killed
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_files import SMALL
@@ -110,7 +110,7 @@ def test_server_failure_is_one_line_and_a_rerun_resumes(
 
     def fails(done: int, total: int, size: int) -> None:
         if done:
-            close_sources()  # which another machine has not open
+            close_all()  # which another machine has not open
             server.fault = lambda path, number: "503"
 
     def work(**more: Any) -> Report:
@@ -139,7 +139,7 @@ def test_machine_reads_only_planned_objects(server: ToyServer, tmp_path: Path, k
         for path in source.rglob("*") if source.is_dir() else [source]:
             if path.is_file():
                 path.write_bytes(path.read_bytes().replace(b"text", b"TEXT").replace(b"caption", b"CAPTION"))
-        close_sources()  # which another machine has not open
+        close_all()  # which another machine has not open
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
 
     engine = ToyEngine(tmp_path / "elsewhere")

@@ -22,10 +22,10 @@ from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.tools.convert import ranges, run_conversion
 from savable_pipeline.tools.convert.finish import jobs_with_repeats
 from savable_pipeline.tools.convert.options import Options
-from savable_pipeline.tools.convert.prepare import Prepared, prepare
+from savable_pipeline.tools.convert.prepare import Prepared, prepare_source
 from savable_pipeline.tools.convert.range_job import RangeJob, write_range
 from savable_pipeline.tools.convert.shard_series import ShardFile
-from savable_pipeline.tools.convert.source import close_sources, find_files
+from savable_pipeline.tools.convert.source import close_all, find_files
 from savable_pipeline.tools.convert.target import Target
 
 
@@ -44,7 +44,7 @@ def test_a_job_takes_no_memory_for_records_of_other_ranges(tmp_path: Path, monke
             name="0", source=found.source, spans=found.ranges[0], options=options, work=tmp_path / f"{count}-out/work"
         )
         job.work.mkdir(parents=True)
-        close_sources()
+        close_all()
         return job.rows, _peak(write_range, job)
 
     (few_rows, few), (many_rows, many) = map(first_range_of, (700_000, 4_000_000))
@@ -143,7 +143,7 @@ def _small_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     for module, name in ((table_store, "_BLOCK"), (jsonl, "_CHUNK"), (csv_table, "_BLOCK")):
         monkeypatch.setattr(module, name, 1 << 14)
     yield
-    close_sources()
+    close_all()
 
 
 def _records(folder: Path, count: int) -> Path:
@@ -155,7 +155,7 @@ def _records(folder: Path, count: int) -> Path:
 def _planned(source: Path, options: Options | None = None) -> Prepared:
     output = Target(source.parent / f"{source.name}-plan")
     output.work.mkdir(parents=True)
-    return prepare(find_files(source), options or Options(shard_bytes=4_000_000_000), None, output, None)
+    return prepare_source(find_files(source), options or Options(shard_bytes=4_000_000_000), None, output, None)
 
 
 def _peak(run: Callable[..., Any], *arguments: Any) -> int:

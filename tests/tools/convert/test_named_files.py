@@ -128,7 +128,7 @@ def test_link_changed_to_lead_out_is_rejected_when_read(
 ) -> None:
     from savable_pipeline.tools.convert import conversion
 
-    prepare = conversion.prepare
+    prepare = conversion.prepare_source
     source = write(tmp_path / "a.parquet", named("cats/0.png"))
     (tmp_path / "secret.png").write_bytes(png(0))
 
@@ -137,7 +137,7 @@ def test_link_changed_to_lead_out_is_rejected_when_read(
         (pictures / "cats/0.png").symlink_to(tmp_path / "secret.png")
         return prepare(*args)
 
-    monkeypatch.setattr(conversion, "prepare", replaced)
+    monkeypatch.setattr(conversion, "prepare_source", replaced)
     (reject,) = taken(source, tmp_path / "out", pictures).rejected
     assert reject.reason == "outside the folder of the files"
 

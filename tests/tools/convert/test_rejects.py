@@ -28,7 +28,7 @@ UNREADABLE, TAR_NAME = "unreadable image", "name that a tar cannot carry"
         ("notes", b"x", "no extension"),
         ("x.", b"x", TAR_NAME),
         ("x._hidden", b"x", TAR_NAME),
-        ("__meta__/x.txt", b"x", "readers take it for metadata"),
+        ("__meta__/x.txt", b"x", "named like metadata (__name__ or ._name)"),
         ("x\n.txt", b"x", TAR_NAME),
         ("x\udcff.txt", b"x", TAR_NAME),
         ("000.TXT", b"x", "two parts with one extension"),
@@ -184,5 +184,5 @@ def test_file_named_like_metadata_is_rejected(tmp_path: Path) -> None:
     (folder / "a.txt").write_text("a")
     report = run_conversion(folder, tmp_path / "shards", Options())
     assert [(reject.file, reject.reason) for reject in report.rejected] == [
-        ("__phello__/spam.py", "readers take it for metadata")
+        ("__phello__/spam.py", "named like metadata (__name__ or ._name)")
     ]

@@ -206,7 +206,7 @@ def test_conversion_waits_for_the_workers_of_a_killed_one(tmp_path: Path) -> Non
 
 
 def test_a_worker_shares_the_lock_of_the_folder_while_it_lives(tmp_path: Path) -> None:
-    worker = ChildProcess("savable_pipeline.tools.convert.jobs:serve", str(tmp_path))
+    worker = ChildProcess("savable_pipeline.tools.convert.jobs:serve_ranges", str(tmp_path))
     deadline = time.monotonic() + 60
     with pytest.raises(SavableError, match="a worker has it"):
         while time.monotonic() < deadline:

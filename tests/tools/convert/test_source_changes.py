@@ -12,8 +12,8 @@ import pytest
 
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert import Options, Report, conversion, find_files
-from savable_pipeline.tools.convert.prepare import prepare
-from savable_pipeline.tools.convert.source import close_sources
+from savable_pipeline.tools.convert.prepare import prepare_source
+from savable_pipeline.tools.convert.source import close_all
 from savable_pipeline.tools.convert.target import Target
 from tests.support.toy_files import file_hashes
 from tests.support.toy_sources import SOURCES, convert_in_halves
@@ -84,9 +84,9 @@ def test_workers_detect_a_source_with_other_samples_than_at_the_start(
 def test_an_index_that_differs_from_the_start_is_an_error(tmp_path: Path) -> None:
     output = Target(tmp_path / "out")
     output.work.mkdir(parents=True)
-    found = prepare(find_files(SOURCES["mds"](tmp_path / "in", 8)), Options(), None, output, None).source
-    close_sources()
+    found = prepare_source(find_files(SOURCES["mds"](tmp_path / "in", 8)), Options(), None, output, None).source
+    close_all()
     assert found.dataset().count == 8
-    close_sources()
+    close_all()
     with pytest.raises(SavableError, match="differ from those at the start"):
         replace(found, digest="of another index").dataset()

@@ -12,14 +12,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
-from savable_pipeline.trainers.hf import SavableData
+from savable_pipeline.trainers.hf import SavableDataMixin
 from tests.support.toy_training import LANES, Prompts, write_training_shards
 from tests.trainers.drive import causal_model, pipeline_for
 
 ROWS = 8  # of a batch of the loader: 4 prompts, twice each
 
 
-class SavableGRPOTrainer(SavableData, GRPOTrainer):  # type: ignore[misc]
+class SavableGRPOTrainer(SavableDataMixin, GRPOTrainer):  # type: ignore[misc]
     """Notes the batches that it generates from, and what it trains on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 
 import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
-from savable_pipeline.trainers.hf import SavableData
+from savable_pipeline.trainers.hf import SavableDataMixin
 from tests.support.toy_training import LANES, write_training_shards
 from tests.trainers.drive import causal_model, pipeline_for
 from tests.trainers.hf_images import base, check, names_of
@@ -22,7 +22,7 @@ from tests.trainers.hf_images import base, check, names_of
 __all__ = ["base"]  # a fixture
 
 
-class SavableSFTTrainer(SavableData, SFTTrainer):  # type: ignore[misc]
+class SavableSFTTrainer(SavableDataMixin, SFTTrainer):  # type: ignore[misc]
     """Notes what it trains on, and evaluates on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
