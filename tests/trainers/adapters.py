@@ -230,7 +230,9 @@ def test_fabric_tensor_parallel_processes_need_shared_batches(make: Any) -> None
     fabric: Any = SimpleNamespace(world_size=2, strategy=strategy, to_device=None)
     with two_fake_ranks():
         strategy._device_mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-        refused = r"of tensor_parallel need the same batches\. Pass ranks=sp\.Ranks\.of\(fabric\.strategy\.device_mesh, "
+        refused = (
+            r"of tensor_parallel need the same batches\. Pass ranks=sp\.Ranks\.of\(fabric\.strategy\.device_mesh, "
+        )
         with pytest.raises(ValueError, match=refused):
             with_fabric.prepare(fabric, make(ranks=(0, 2)))
         with_fabric.prepare(fabric, make(ranks=(0, 1)))

@@ -266,7 +266,10 @@ class Acknowledgements:
             # Make no calls here: Ctrl-C comes before, or after.
             flight.done, lane.packed, lane.columns, self._out = (1 << rows) - 1, None, None, self._out - rows
             del lane.flights[batch], self._handed[key]
-            self._note(batch, flight.done, kind, reason)
+            if self._noting:
+                self._note(batch, flight.done, kind, reason)
+            else:
+                self._counts[kind, reason] += rows
             if self._is_awaited:
                 self._freed.notify_all()
         return True

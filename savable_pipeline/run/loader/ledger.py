@@ -303,7 +303,7 @@ def rebuild_batch(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, s
     rebuilt = makers.answer(makers.request(lane, state, facts=facts))
     last = local.runner.at_position(lane, rebuilt.state)
     assert last is not None
-    _check(BatchSamples.of(rebuilt.samples), recorded)
+    _check(rebuilt.samples, recorded)
     return RebuiltBatch(rebuilt.batch, last, recorded)
 
 

@@ -29,7 +29,6 @@ from savable_pipeline.run.loader.position import BatchStep, Observer, Position
 from savable_pipeline.run.state.lane_state import FIRST, LaneState, OfSource, reasons_of, unpack_state
 from savable_pipeline.run.state.state_dict import lane_numbers, read_lanes
 from savable_pipeline.stages.blending.blend import Blend
-from savable_pipeline.stages.item_ref import batch_rows
 from savable_pipeline.stages.pipeline import upstream
 
 log = logging.getLogger(__name__)
@@ -88,17 +87,11 @@ class Stats(Observer):
 
     def _count_samples(self, step: BatchStep) -> None:
         """Count the samples of a batch per source. With a single source, their refs are not read."""
-        samples = step.delivery.samples
-        if len(self._sources()) != 1:
-            tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
-            self._samples.update(dict(zip(tags.tolist(), counts.tolist(), strict=True)))
+        if len(self._sources()) == 1:
+            self._samples[next(iter(self._sources()))] += len(step.samples)
             return
-        last = samples[-1] if type(samples) is tuple and samples else None
-        if type(last) is tuple and len(last) == 3 and type(last[0]) is type(last[1]) is int:  # whole items
-            count = len(batch_rows(samples)[1])  # type: ignore[arg-type]
-        else:
-            count = len(step.samples.refs)
-        self._samples[next(iter(self._sources()))] += count
+        tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
+        self._samples.update(dict(zip(tags.tolist(), counts.tolist(), strict=True)))
 
     def _time(self, delivery: Delivery) -> None:
         """Count the measurements of a timed batch."""
