@@ -70,8 +70,7 @@ class ShardError(SavableError):
     Args:
         message: What is wrong, with which shard, and what to do.
         reason: A few words under which skipped samples are counted, such as "missing shard", or "no such path" if the
-            path
-            does not exist.
+            path does not exist.
 
     Example:
         >>> _ = Path("broken.tar").write_bytes(b"this is not a tar")

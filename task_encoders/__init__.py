@@ -21,5 +21,5 @@ __all__, __getattr__ = public_names(__name__)
 
 
 def __dir__() -> list[str]:
-    """The public names, also those not imported yet."""
+    """Return the public names, also those that are not imported yet."""
     return __all__

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from savable_pipeline import Rng, Sample, Skip
 from task_encoders.parts.audio_tokens import AudioTokens
 from task_encoders.parts.chat_template import ChatML, ChatTemplate, OwnTemplate, answers_in
-from task_encoders.parts.data_formats import CONVERSATIONS, parse_conversation, read_record, refuse_preferences
+from task_encoders.parts.data_formats import CONVERSATIONS, parse_conversation, read_record, reject_preferences
 from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
 from task_encoders.parts.medium import MediumTokens, MRope, Unmeasured
 from task_encoders.parts.sample_parts import SampleMedia, ShownMedia, media_kind
@@ -164,7 +164,7 @@ class ChatEncoder(MixedEncoder):
         """Render a sample's conversation as text, or skip the sample."""
         columns = CONVERSATIONS if self.part == "json" else ()
         if columns:
-            refuse_preferences(sample)
+            reject_preferences(sample)
         name = next((name for name in (self.part, *columns) if name in sample), None)
         if name is None:
             return Skip(f"no {' or '.join((self.part, *columns))}")

@@ -32,7 +32,7 @@ def imported(name: str) -> Any:
     return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
 
 
-def refuse_while_importing() -> None:
+def reject_while_importing() -> None:
     """Raise `SavableError` while a command imports a user's file.
 
     The file must not start to train.
@@ -82,7 +82,7 @@ def _import_module(name: str) -> ModuleType:
     if not name.endswith(".py"):
         _search(Path.cwd())
         if importlib.util.find_spec(name.split(".")[0]) is None:
-            raise ValueError(f"no module {name!r} on the path or in {Path.cwd()}. Name a file by its name with .py")
+            raise ValueError(f"no module {name!r} on the path or in {Path.cwd()}. Write a file with its suffix .py")
         return importlib.import_module(name)
     if not path.is_file():
         raise ValueError(f"{name}: no such file (current folder: {Path.cwd()}). Check the path")

@@ -302,7 +302,7 @@ class BucketBatcher(EncoderBatches):
         (['', 'aa'], ['a', 'aaa', 'a'])
     """
 
-    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"candidates": SettingRule(follows=("same_bucket",))}
+    setting_rules: ClassVar[Mapping[str, SettingRule]] = {"candidates": SettingRule(may_differ_with=("same_bucket",))}
 
     def __init__(
         self,

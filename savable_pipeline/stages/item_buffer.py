@@ -473,7 +473,7 @@ class BudgetShare:
         self._budget, self._max_bytes = budget, max_bytes
 
     def count(self, elements: Sequence[Element]) -> None:
-        """Count the values of made elements, or drop those that would exceed the limit."""
+        """Count the values of built elements, or drop those that would exceed the limit."""
         if self._max_bytes is None:
             return
         built = [(element, size_of(element.value) or 1) for element in elements if element.is_built]

@@ -4,7 +4,7 @@
     reader          ShuffleBuffer   Encode        OnlinePacker  Batcher
 
 The class that a stage derives from says whether it yields samples, items or batches, so that a type checker, and each
-constructor, can refuse stages in a wrong order.
+constructor, can reject stages in a wrong order.
 """
 
 from __future__ import annotations

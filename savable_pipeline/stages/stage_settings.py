@@ -21,15 +21,15 @@ class SettingRule:
     """Why the setting may never differ. If empty, it may differ if `allow` names it."""
     allowed_by: str = ""
     """The name of another field. If `allow` names that field, this setting may differ too."""
-    follows: tuple[str, ...] = ()
+    may_differ_with: tuple[str, ...] = ()
     """Settings of the same stage. If one of them differs, and may differ, this setting may differ too."""
     absent: str = ""
     """What it means if the setting is absent from a state or from the stage, for messages."""
     field: str = ""
     """The name of the setting in states and in `allow`; by default STAGE.SETTING."""
-    comes: str = ""
+    warns_if_added: str = ""
     """If not empty, a setting that only the stage has is a warning. The text says why a difference matters."""
-    goes: bool = False
+    warns_if_removed: bool = False
     """Whether a setting that only the state has is a warning, not an error."""
     shards: Callable[[Any], ShardList] | None = None
     """If the setting is a summary of shards, a function that returns the stage's shards."""
@@ -40,7 +40,7 @@ class SettingRule:
 _OTHER_LENGTHS = "the table of media says other values since, so that packs would be others: put back the one that was"
 _HEADERS = "no table of media, so that headers are read"
 MEDIA_RULES = {  # for `KnownMedia.settings`; a table of media has the same values as the headers of the files
-    "media": SettingRule(field="media", comes=_OTHER_LENGTHS, goes=True, absent=_HEADERS),
+    "media": SettingRule(field="media", warns_if_added=_OTHER_LENGTHS, warns_if_removed=True, absent=_HEADERS),
 }
 
 

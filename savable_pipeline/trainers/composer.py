@@ -174,5 +174,5 @@ class _Sized(TrainerLoader):
         self._is_epoch_over = not (slot % slots if slots else slot)
 
     def __iter__(self) -> Iterator[Any]:
-        over, self._is_epoch_over = self._is_epoch_over, False
-        return iter(()) if over else super().__iter__()
+        finished, self._is_epoch_over = self._is_epoch_over, False
+        return iter(()) if finished else super().__iter__()

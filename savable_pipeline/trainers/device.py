@@ -14,11 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from savable_pipeline.core.containers import with_parts_changed
-from savable_pipeline.run.loader.misuse import caller, refuse_dataset, warn_unsaved
+from savable_pipeline.run.loader.misuse import caller, reject_dataset, warn_unsaved
 from savable_pipeline.run.loader.observers import Trace
 from savable_pipeline.run.loader.position import Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
-from savable_pipeline.trainers.trainer_loader import refuse_acknowledging
+from savable_pipeline.trainers.trainer_loader import reject_acknowledging
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ class OnDevice:
 
         if repeat < 1:
             raise ValueError(f"repeat must be at least 1, not {repeat}")
-        refuse_acknowledging(loader)
+        reject_acknowledging(loader)
         self.loader = loader
         self.device = torch.device(device)
         self._move = _mover(self.device)
@@ -132,7 +132,7 @@ class OnDevice:
     @property
     def dataset(self) -> Any:
         """Raise AttributeError, as for the loader."""
-        refuse_dataset()
+        reject_dataset()
 
     def skip(self, slots: int) -> None:
         """Skip slots after the last batch, as `SavableLoader.skip`.

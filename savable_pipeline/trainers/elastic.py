@@ -22,7 +22,7 @@ from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.state.fingerprint import are_of_one_run
-from savable_pipeline.run.state.flights import refuse_flights, without_flights
+from savable_pipeline.run.state.flights import reject_flights, without_flights
 from savable_pipeline.run.state.lane_state import fresh_lane
 from savable_pipeline.run.state.state_dict import (
     batches_before,
@@ -32,7 +32,7 @@ from savable_pipeline.run.state.state_dict import (
     read_facts,
     read_lanes,
 )
-from savable_pipeline.trainers.trainer_loader import refuse_acknowledging
+from savable_pipeline.trainers.trainer_loader import reject_acknowledging
 
 
 def complete_state(
@@ -78,7 +78,7 @@ def complete_state(
         >>> state["slot"], bool(next(alone)[0].key == next(ranks[0])[0].key)
         (2, True)
     """
-    refuse_acknowledging(loader)
+    reject_acknowledging(loader)
     state = merge_states(survivors)
     check_flat(last)
     if last["lanes"] != state["lanes"] or not are_of_one_run(last["fingerprint"], state["fingerprint"]):
@@ -90,7 +90,7 @@ def complete_state(
             f"{state['slot']} of epoch {state['epoch']}). Pass an earlier one."
         )
     for each in (state, last):
-        refuse_flights(each)
+        reject_flights(each)
     needed = range(state["lanes"]) if lanes is None else lanes
     missing = [lane for lane in needed if lane_name(lane) not in state]
     facts = read_facts(state)

@@ -17,7 +17,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.savable_loader import SavableLoader
-from savable_pipeline.trainers.trainer_loader import refuse_acknowledging
+from savable_pipeline.trainers.trainer_loader import reject_acknowledging
 
 
 def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -92,7 +92,7 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
         self.loader = config.make(ranks=_ranks(dp_rank, dp_world_size), infinite=config.infinite, **sizes)
         if not isinstance(self.loader, SavableLoader):
             raise TypeError(f"make must return a SavableLoader, not {type(self.loader).__name__}")
-        refuse_acknowledging(self.loader)
+        reject_acknowledging(self.loader)
         self._convert = config.convert
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:

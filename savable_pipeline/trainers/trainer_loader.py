@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from savable_pipeline.errors import SavableError
-from savable_pipeline.run.loader.misuse import caller, refuse_dataset, refuse_fetching_ahead, refuse_fit
+from savable_pipeline.run.loader.misuse import caller, reject_dataset, reject_fetching_ahead, reject_fit
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader, run_of, settings_of
 from savable_pipeline.run.state.state_dict import SlotSpan, split_spans, with_spans
@@ -83,7 +83,7 @@ class TrainerLoader:
                 f"TrainerLoader takes a SavableLoader, not {type(loader).__name__}. Remove the wrapper, because "
                 "batches are moved anyway."
             )
-        refuse_acknowledging(loader)
+        reject_acknowledging(loader)
         self._loader = loader
         self._run = run_of(loader)
         self._trained, self._begun = trained, begun or trained
@@ -170,7 +170,7 @@ class TrainerLoader:
             )
 
     def __iter__(self) -> Iterator[Any]:
-        refuse_fit(caller())
+        reject_fit(caller())
         return _LazyIterator(partial(self._begin, self._begun_count), self._next)
 
     def _begin(self, begun: int) -> None:
@@ -266,7 +266,7 @@ class TrainerLoader:
     @property
     def dataset(self) -> Any:
         """Raise AttributeError, as for the loader."""
-        refuse_dataset()
+        reject_dataset()
 
     def skip(self, slots: int) -> None:
         """Skip slots after the batches that the trainer has fetched.
@@ -301,7 +301,7 @@ class TrainerLoader:
         Raises:
             SavableError: The trainer skips batches, or it is Lightning's, for which there is `SavableDataModule`.
         """
-        refuse_fetching_ahead(caller())
+        reject_fetching_ahead(caller())
         self.check()
         fetched = self._fetched()
         state = self._run.global_state(position=fetched[0].before if fetched else None)
@@ -377,7 +377,7 @@ class _LazyIterator:
             raise
 
 
-def refuse_acknowledging(loader: Any) -> None:
+def reject_acknowledging(loader: Any) -> None:
     """Raise ValueError for a loader that waits for acknowledgements of rows.
 
     No trainer acknowledges them.

@@ -90,7 +90,7 @@ class ChatML:
         return "".join(rendered_messages) + f"{self.start}assistant\n" * answering
 
     def settings(self) -> str:
-        """Return both marks."""
+        """Return the start and end tokens of a turn."""
         return f"ChatML {self.start} {self.end}"
 
 

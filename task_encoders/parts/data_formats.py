@@ -260,7 +260,7 @@ def read_record(sample: Sample, name: str) -> tuple[Any, dict[str, Any]]:
     """
     value = sample.json(name)
     if isinstance(value, dict):
-        refuse_preferences(value)
+        reject_preferences(value)
         fields = value
     else:
         value = value if name.endswith("json") else _without_nulls(value)
@@ -278,7 +278,7 @@ def read_record(sample: Sample, name: str) -> tuple[Any, dict[str, Any]]:
     return value, {**arguments, **({"tools": wrapped} if tools else {})}
 
 
-def refuse_preferences(fields: Any) -> None:
+def reject_preferences(fields: Any) -> None:
     """Raise ValueError for rows of DPO, KTO and similar formats.
 
     Some of their answers must not be trained on.

@@ -375,7 +375,7 @@ RUN = [
         "        self.prefetcher.restart()\n        self._ends.forget()\n",
         "        self._ends.forget()\n",
         ("tests/run/loader/test_deciding.py",),
-        caught_by="tests/run/loader/test_deciding.py::test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their_batches_again",
+        caught_by="tests/run/loader/test_deciding.py::test_killed_workers_replay_decisions_and_the_ledger_rebuilds_their_batches",
     ),
     Break(
         "decisions-end-with-the-epoch",
@@ -506,7 +506,7 @@ RUN = [
         "    return len(raw) < len(data) // page * 8 or bool(raw[_TOP_BYTE::8].translate(None, _PAGES_OF_FILE))\n",
         "    return len(raw) < len(data) // page * 8\n",
         ("tests/run/peers/test_shared_segments.py", "tests/run/peers"),
-        caught_by="tests/run/peers/test_shared_segments.py::test_writes_are_private_and_gone_with_the_batch",
+        caught_by="tests/run/peers/test_shared_segments.py::test_writes_to_a_batch_are_private_and_dropped_with_it",
     ),
     Break(
         "segment-reused-while-a-peer-reads-it",
@@ -734,7 +734,7 @@ DATA = [
         "        for job in sorted(jobs, key=lambda job: (job.work / job.name / 'record').stat().st_mtime_ns):\n"
         "            record = job.record()\n",
         ("tests/tools/convert/test_ranges.py", "tests/tools/convert"),
-        caught_by="tests/tools/convert/test_ranges.py::test_one_worker_and_eight_give_the_same_bytes",
+        caught_by="tests/tools/convert/test_ranges.py::test_one_worker_and_eight_write_the_same_bytes",
     ),
     Break(
         "repeated-keys-of-other-ranges-converted",

@@ -64,7 +64,7 @@ def test_collate_returns_the_same_batch_as_torch(items: list[Any], memory: Any) 
 
 
 @pytest.mark.parametrize("items", [[torch.ones(2), torch.ones(3)], [1, "a"], [object(), object()]])
-def test_collate_rejects_what_torch_rejects(items: list[Any], memory: Any) -> None:
+def test_collate_rejects_the_same_items_as_torch(items: list[Any], memory: Any) -> None:
     with pytest.raises(ValueError, match=r"items differ: item 0 has|an item is of type object"):
         batch_memory.collate(items)
 
@@ -209,7 +209,7 @@ def test_arrays_read_in_place_are_equal_with_and_without_workers(tmp_path: Path,
         assert next_hashes(loader, 10) == after
 
 
-def test_an_array_has_the_bytes_of_the_part_and_raises_what_reading_raises(tmp_path: Path) -> None:
+def test_array_has_the_bytes_of_the_part_and_raises_the_errors_of_read(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", [("a.bin", b"12345"), ("b.bin", bytes(3000))])
     first, second = islice(sp.TarShardReader(tmp_path, sp.Lane(), shuffle=False), 2)
     for sample in (first, pickle.loads(pickle.dumps(first))):

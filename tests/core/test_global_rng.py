@@ -188,7 +188,7 @@ def test_a_key_of_64_bits_seeds_every_kind() -> None:
     assert len({draws[0] for draws in found}) == 5
 
 
-def test_global_rng_names_all_none_or_some() -> None:
+def test_global_rng_accepts_all_none_or_some_generators() -> None:
     assert kinds(True) == KINDS
     assert kinds(False) == kinds(()) == ()
     assert seeder(False) is None

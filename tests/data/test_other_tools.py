@@ -68,7 +68,7 @@ def test_scikit_learn_reads_a_folder_of_texts_after_us(tmp_path: Path) -> None:
     assert found.target_names == expected.target_names and len(found.data) == 3
 
 
-def test_listing_a_folder_of_images_gives_the_images_after_us(tmp_path: Path) -> None:
+def test_listing_a_folder_of_images_returns_only_the_images_after_us(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"{number}.jpg").write_bytes(JPG)
     read_all(tmp_path)
@@ -142,7 +142,7 @@ def test_hf_datasets_reads_a_folder_after_us(
     assert len(found) == (5 if kind == "webdataset" else 2)
 
 
-def test_an_index_in_the_cache_is_of_the_folder_that_is_there(tmp_path: Path) -> None:
+def test_cached_index_of_a_replaced_folder_is_rebuilt(tmp_path: Path) -> None:
     """Another folder of the same path is another dataset, also for a run that tolerates lost files."""
     root = tmp_path / "data"
     for text in ("one", "other"):

@@ -87,7 +87,7 @@ def check_equal(remote: Any, local: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_a_bucket_gives_the_samples_of_the_folder(layout: Layout, bucket: Path) -> None:
+def test_bucket_has_the_same_samples_as_the_folder(layout: Layout, bucket: Path) -> None:
     layout.write(folder := bucket / "data")
     url = f"s3://{bucket.name}"
     remote = [found(f"{url}/data/"), found(f"{url}/data/**"), found(f"{url}/d*")]
@@ -98,7 +98,7 @@ def test_a_bucket_gives_the_samples_of_the_folder(layout: Layout, bucket: Path) 
 
 
 @pytest.mark.parametrize("layout", SOME)
-def test_named_objects_and_web_addresses_give_the_samples_of_named_files(
+def test_objects_and_web_addresses_have_the_same_samples_as_files(
     layout: Layout, bucket: Path, server: ToyServer
 ) -> None:
     layout.write(folder := bucket / "data")
@@ -153,7 +153,7 @@ def entries(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", SOME)
-def test_the_hub_gives_the_samples_of_the_folder(layout: Layout, tmp_path: Path, hub: ToyHub) -> None:
+def test_hub_dataset_has_the_same_samples_as_the_folder(layout: Layout, tmp_path: Path, hub: ToyHub) -> None:
     (folder := tmp_path / "repo" / "data").mkdir(parents=True)
     layout.write(folder)
     hub.commit(folder)

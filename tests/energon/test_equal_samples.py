@@ -305,7 +305,9 @@ def test_parts_are_unpickled_only_when_the_dataset_is_trusted(tmp_path: Path, mo
     assert mine[1]["pickle"] == {"n": 1}
 
 
-def test_splits_excludes_and_other_files_by_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_and_dataset_files_named_by_argument_equal_energons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = texts(tmp_path / "data", 30)
     (root / ".nv-meta/other.yaml").write_text(
         "split_parts: {train: [000001.tar, 000002.tar]}\nexclude: ['000001.tar/s013', '000002.tar/s02{1..2}']\n"

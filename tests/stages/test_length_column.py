@@ -91,7 +91,7 @@ def run(pipeline: Any, *, cuts: tuple[int, ...] = (), workers: int = 0) -> Itera
 
 
 @pytest.mark.parametrize("build", [packed, bucketed, mixed])
-def test_column_decides_like_length_of_and_over_resumes(tables: str, build: Any) -> None:
+def test_packs_by_a_length_column_equal_those_by_length_of_also_after_resumes(tables: str, build: Any) -> None:
     expected = list(run(build(sp.read(tables).shuffle(9), Sized())))
     pipeline = build(sp.read(tables).shuffle(9), ByColumn())
     assert list(run(pipeline)) == expected
@@ -99,7 +99,7 @@ def test_column_decides_like_length_of_and_over_resumes(tables: str, build: Any)
     assert list(run(pipeline, cuts=(3,), workers=2))[:8] == expected
 
 
-def test_column_of_the_rows_of_a_join_a_subset_and_without_other_columns(tables: str) -> None:
+def test_length_column_works_with_a_join_a_subset_and_chosen_columns(tables: str) -> None:
     for samples in (
         sp.join(sp.read(tables, columns=["text"], subset=0.5), {"other": tables}, missing="empty"),
         sp.read(tables, columns=["text"], key="id"),
@@ -148,7 +148,9 @@ def test_item_of_another_length_than_the_column_is_an_error(tmp_path: Path) -> N
         list(sp.SavableLoader(packed(sp.read(str(tmp_path), shuffle=False), ByColumn()), seed=7, lanes=1))
 
 
-def test_unknown_column_and_other_formats_are_refused_when_the_pipeline_is_built(tables: str, tmp_path: Path) -> None:
+def test_unknown_length_column_or_other_format_is_rejected_when_the_pipeline_is_built(
+    tables: str, tmp_path: Path
+) -> None:
     class Misspelled(ByColumn):
         length_column = "tokens"
 

@@ -162,7 +162,7 @@ def test_each_value_is_measured_once(shards: str, shape: str, fans_out: bool, ki
 @pytest.mark.parametrize("kind", [Counting, Declaring])
 @pytest.mark.parametrize("fans_out", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_resumed_lane_measures_each_value_once_and_asks_for_no_saved_size(
+def test_resumed_lane_measures_each_value_once_and_no_saved_item(
     shards: str, shape: str, fans_out: bool, kind: type[Counting]
 ) -> None:
     def fresh() -> Any:
@@ -210,7 +210,7 @@ def test_a_loader_measures_each_value_once(shards: str, shape: str, kind: type[C
     assert max(LENGTHS.values()) == 1 and max(DECLARED.values(), default=1) == 1
 
 
-def test_a_size_that_is_not_the_items_is_still_an_error(shards: str) -> None:
+def test_declared_size_that_differs_from_the_items_is_an_error(shards: str) -> None:
     class Wrong(Declaring):
         def length_of(self, sample: sp.Sample) -> int:
             return 2 + sample.ref.index % 9

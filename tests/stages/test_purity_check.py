@@ -19,7 +19,7 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline.core.global_rng import as_in_a_worker
-from savable_pipeline.run.engine.worker_main import be_one_thread
+from savable_pipeline.run.engine.worker_main import use_one_thread
 from savable_pipeline.run.transport.batch_pickle import dumps, loads
 from savable_pipeline.stages import purity_check
 from savable_pipeline.stages.batch_difference import first_difference
@@ -247,4 +247,4 @@ def test_torch_import_in_progress_does_not_fail_the_purity_check(
     pieces, buffers = dumps({"a": np.arange(3), "b": {1, 2}})
     assert loads(b"".join(pieces), buffers)["a"].tolist() == [0, 1, 2]
     with as_in_a_worker({"torch"}):
-        be_one_thread()
+        use_one_thread()

@@ -305,7 +305,7 @@ def test_restored_lane_checks_buffered_samples_against_another_join(shards: str)
     assert after[0] == after[1]
 
 
-def test_skipped_packs_build_only_what_decides(shards: str) -> None:
+def test_skipped_packs_build_only_the_items_whose_lengths_are_needed(shards: str) -> None:
     pipeline = packed(sp.read(shards).shuffle(10), SkippingPacks())
     calls = calls_of(pipeline, 6)
     assert calls["pack"] and not calls["batch"]

@@ -527,7 +527,7 @@ def test_any_draw_and_any_seed_moves_a_state(draw: Callable[[], Any]) -> None:
                 assert seed is not None
 
 
-def test_numpys_whole_state_is_read() -> None:
+def test_fast_numpy_state_equals_that_of_get_state() -> None:
     np.random.seed(3)
     for _ in range(700):
         words, position = np.random.get_state()[1:3]

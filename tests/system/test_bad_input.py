@@ -45,9 +45,9 @@ def shard_errors() -> dict[str, tuple[Callable[[Path], Any], str]]:
         "no folder": (lambda folder: None, "no such file or folder"),
         "no samples": (
             lambda folder: write_tar(folder / "0.tar", [("README", b"x")]),
-            r"no sample in 1 shards\. Name a sample's files KEY\.EXTENSION",
+            r"no sample in 1 shard\. Name a sample's files KEY\.EXTENSION",
         ),
-        "no members": (lambda folder: write_tar(folder / "0.tar", []), "no sample in 1 shards"),
+        "no members": (lambda folder: write_tar(folder / "0.tar", []), "no sample in 1 shard"),
         "an empty file": (
             lambda folder: (folder.mkdir(), (folder / "0.tar").touch()),
             "0.tar: truncated: it ends at byte 0",

@@ -9,7 +9,7 @@ from fuzz import fuzz
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.long)])
-def test_hostile_states_indexes_tars_and_yaml_are_rejected_or_read(tmp_path: Path, count: int) -> None:
+def test_random_changes_of_states_indexes_tars_and_yaml_are_rejected_or_read(tmp_path: Path, count: int) -> None:
     rows = list(fuzz(tmp_path, count))
     assert [row.case for row in rows] == ["state", "index", "tar", "YAML"]
     assert not [row for row in rows if row.problem]

@@ -53,7 +53,7 @@ def fresh(shards: str, chosen: dict[str, Any], held_bytes: int) -> Any:
     }
 )
 @given(chosen=stacks)
-def test_a_stack_gives_the_same_batches_after_each_resume_and_with_any_memory(
+def test_random_pipeline_yields_the_same_batches_after_each_resume_and_with_any_memory(
     shards: str, chosen: dict[str, Any]
 ) -> None:
     stage = fresh(shards, chosen, 1 << 30)

@@ -152,7 +152,7 @@ def test_template_of_parts_writes_image_placeholders_itself() -> None:
     assert shown(item(encoder, sample(json=record, png=plain_png(4, 4)))) == "<a#b><[c>]"
 
 
-def test_a_template_that_rewrites_the_past_is_rejected_with_what_to_do() -> None:
+def test_template_that_rewrites_earlier_turns_is_rejected_with_a_fix() -> None:
     template = "{% for m in messages %}{{ '*' if loop.last else '' }}{{ m.content }}{% endfor %}"
     record = chat(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))
     with pytest.raises(ValueError, match=r"messages\[1\]: the chat template renders it differently.*answers='last'"):

@@ -43,7 +43,7 @@ def test_an_item_has_the_features_of_the_sound_and_the_tokens_of_the_text() -> N
 
 
 @pytest.mark.parametrize("container", ["flac", "wav", "ogg", "mp3", "mp4", "webm"])
-def test_any_container_rate_and_channels_have_the_features_of_the_sound(container: str) -> None:
+def test_features_depend_on_no_container_rate_or_number_of_channels(container: str) -> None:
     lossless, rate = container in ("flac", "wav"), 44_100 if container != "ogg" and container != "webm" else 48_000
     audio = audio_bytes(1.0, rate=rate, channels=2, container=container)
     made = features(SpeechEncoder(), audio, part=container)
@@ -61,7 +61,7 @@ def test_silence_is_encoded_like_other_audio() -> None:
     assert torch.equal(features(SpeechEncoder(), file.getvalue(), part="wav"), torch.full((80, 50), -1.5))
 
 
-def test_every_item_has_the_frames_that_are_asked_for() -> None:
+def test_every_item_has_the_requested_number_of_frames() -> None:
     made = item(SpeechEncoder(word_lengths, frames=3_000), sample(flac=SECOND, txt="a"))
     assert (made["features"].shape, made["frames"]) == ((80, 3_000), 100)
     np.testing.assert_array_equal(made["features"], features(SpeechEncoder(frames=3_000), SECOND))
@@ -77,7 +77,7 @@ def test_every_item_has_the_frames_that_are_asked_for() -> None:
         ({"flac": audio_bytes(2.1), "txt": "a"}, "too long"),
     ],
 )
-def test_a_sample_that_lacks_something_is_skipped_by_its_reason(parts: dict[str, Any], reason: str) -> None:
+def test_sample_without_audio_or_text_is_skipped_by_its_reason(parts: dict[str, Any], reason: str) -> None:
     encoder = SpeechEncoder(max_s=2.0)
     made = encoder.encode(sample(parts), RNG)
     assert isinstance(made, Skip) and made.reason == reason
@@ -90,7 +90,7 @@ def test_broken_audio_is_an_error_that_names_the_part(broken: bytes) -> None:
         SpeechEncoder().encode(sample(flac=broken, txt="a"), RNG)
 
 
-def test_broken_sounds_leave_packs_and_are_counted_also_where_only_their_middle_is(tmp_path: Path) -> None:
+def test_broken_audio_leaves_its_pack_and_is_counted_even_if_only_its_middle_is_broken(tmp_path: Path) -> None:
     headless, cut = b"no sound at all", SECOND[: len(SECOND) // 2]
     samples = [{"flac": broken or audio_bytes(0.3), "txt": "a"} for broken in (None, headless, cut) for _ in range(4)]
     shards = write_samples(tmp_path, samples)
@@ -107,7 +107,7 @@ def test_broken_sounds_leave_packs_and_are_counted_also_where_only_their_middle_
     assert set(made) <= {30, 60, 90} and skipped >= 8 * (sum(made) // 30 // 4 - 1) > 0, (made, skipped)
 
 
-def test_a_part_or_a_field_by_name_and_the_sound_of_a_video() -> None:
+def test_audio_and_text_come_from_named_parts_or_fields_or_a_video() -> None:
     encoder = SpeechEncoder(word_lengths, audio="en.wav", text="json[said]")
     other = audio_bytes(2.0, container="wav")
     given = sample({"wav": other, "en.wav": audio_bytes(1.0, container="wav"), "json": {"said": "a bb"}})
@@ -128,7 +128,7 @@ def test_the_length_by_the_header_is_that_of_the_item(container: str, seconds: f
     assert faster.length_of(given) == faster.length(item(faster, given))
 
 
-def test_a_speed_is_drawn_for_each_sample_and_its_length_not_known_before() -> None:
+def test_speed_is_drawn_for_each_sample_so_its_length_is_unknown_in_advance() -> None:
     encoder = SpeechEncoder(speeds=(0.5, 1.0, 2.0))
     lengths = [features(encoder, SECOND, seed).shape[1] for seed in range(20)]
     assert set(lengths) == {50, 100, 200}
@@ -138,7 +138,7 @@ def test_a_speed_is_drawn_for_each_sample_and_its_length_not_known_before() -> N
     assert faster[:, 20].argmax() > features(SpeechEncoder(), SECOND)[:, 40].argmax()  # and its tone is higher
 
 
-def test_masks_cover_bands_and_times_with_the_mean_and_never_the_silence_behind() -> None:
+def test_masks_cover_bands_and_times_with_the_mean_and_never_the_padding() -> None:
     encoder = SpeechEncoder(frames=150, max_s=1.5, masks=SpecAugment(bands=1, band_width=9, times=1, time_width=20))
     whole = features(SpeechEncoder(frames=150, max_s=1.5), SECOND)
     shapes = set()
@@ -184,7 +184,7 @@ def test_packs_say_of_which_item_each_frame_and_each_token_is() -> None:
     assert batch["max_seqlen"] == 2
 
 
-def test_a_pack_of_a_fixed_number_of_frames_has_those_of_the_speech_alone() -> None:
+def test_pack_of_items_with_a_fixed_number_of_frames_has_only_frames_of_speech() -> None:
     encoder = SpeechEncoder(word_lengths, frames=100, max_s=1.0)
     made = item(encoder, sample(flac=audio_bytes(0.2), txt="a"))
     assert encoder.pack([made, made], RNG)["features"].shape == (80, 40)

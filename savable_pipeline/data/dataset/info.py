@@ -117,7 +117,7 @@ def _dotted_layouts(dataset: Dataset, parts: set[str]) -> list[list[str]]:
 
 
 def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
-    """Return the totals in the table of media, and why the table cannot be used, if so."""
+    """Return the totals in the table of media, and a warning if the table cannot be used."""
     try:
         table = dataset.known_media.table
         return {} if table is None else {name: MediaTotals.of(rows) for name, rows in table.by_part().items()}, []

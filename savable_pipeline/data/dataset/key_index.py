@@ -273,7 +273,7 @@ class _UnknownKeys:
 
     @cached_property
     def count(self) -> int:
-        """Return their number, once all have been added."""
+        """Return the number of distinct keys, once all were added."""
         ordered = np.sort(np.frombuffer(self._hashes, np.uint64))  # np.unique takes ten times as long
         return len(ordered) and 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
 

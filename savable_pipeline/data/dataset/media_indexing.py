@@ -149,7 +149,7 @@ class _Scan:
         self._dataset = Dataset(store_of(files, inspect=True))
 
     def __call__(self, name: str) -> ShardTable:
-        """Return the table rows of a shard. Its fault is that of its entry."""
+        """Return the table rows of a shard. An error of the shard is in its entry."""
         entry = self._entry(name)
         try:
             return ShardTable(entry, pack_rows(_media_of_samples(self._dataset, self._index.number(name))))

@@ -16,7 +16,7 @@ TAGS = 1 << 15
 
 
 class Ref(NamedTuple):
-    """The origin of an item: enough to make it again, identically.
+    """Origin of an item, from which it can be rebuilt identically.
 
     Attributes:
         source: A stable hash of the source's name.

@@ -188,9 +188,13 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             TypeError: The part is a column of other values, or of lists of different lengths. Use `json` for it.
             ValueError: The part is an `npy` of Python objects, which are never unpickled, or is truncated.
         """
-        found = self.origin.array(self._shard, self._row, extension)
-        is_npy = part_type(extension) == "npy" and found.dtype == np.uint8 and found[:6].tobytes() == MAGIC_PREFIX
-        return npy_array(found.data) if is_npy else found
+        try:
+            found = self.origin.array(self._shard, self._row, extension)
+            is_npy = part_type(extension) == "npy" and found.dtype == np.uint8 and found[:6].tobytes() == MAGIC_PREFIX
+            return npy_array(found.data) if is_npy else found
+        except Exception as error:
+            self._note(error, extension)
+            raise
 
     def open(self, part: str) -> BinaryIO:
         """Open a part as a seekable, read-only file.
@@ -230,7 +234,11 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         Args:
             extension: The name of the part; if it ends in `gz`, the part is decompressed first.
         """
-        return decoded_json(decompress_part(extension, self[extension], self.origin.unpacked_bytes))
+        try:
+            return decoded_json(decompress_part(extension, self[extension], self.origin.unpacked_bytes))
+        except Exception as error:
+            self._note(error, extension)
+            raise
 
     def text(self, extension: str | None = None) -> str:
         """Decode a part as UTF-8, without a byte order mark (U+FEFF).
@@ -240,7 +248,11 @@ class Sample(msgspec.Struct, gc=False, eq=False):
                 the first of txt, text, caption and md that the sample has.
         """
         part = extension or self._first_of(TEXT_PARTS)
-        return decompress_part(part, self[part], self.origin.unpacked_bytes).decode("utf-8-sig")
+        try:
+            return decompress_part(part, self[part], self.origin.unpacked_bytes).decode("utf-8-sig")
+        except Exception as error:
+            self._note(error, part)
+            raise
 
     def image(
         self,
@@ -280,10 +292,14 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         if bits not in (None, 8):
             raise ValueError(f"bits={bits!r}. Pass 8, or None to lose no bits")
         name = part or self._first_of(IMAGE_PARTS)
-        opened = open_image(self[name], name)
-        if at_least is None and box is None:
-            return convert_image(turned(*to_be_turned(opened, exif=exif)), mode, background, bits)
-        return image_region(opened, mode, background, bits, at_least=at_least, box=box, exif=exif)
+        try:
+            opened = open_image(self[name], name)
+            if at_least is None and box is None:
+                return convert_image(turned(*to_be_turned(opened, exif=exif)), mode, background, bits)
+            return image_region(opened, mode, background, bits, at_least=at_least, box=box, exif=exif)
+        except Exception as error:
+            self._note(error, name)
+            raise
 
     def video(self, part: str | None = None) -> Video:
         """Open a part as a video, which reads and decodes only requested frames.
@@ -379,6 +395,10 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     def _name_of(self, part: str) -> str:
         return f"part {part!r} of {sample_name(self)}"
+
+    def _note(self, error: Exception, part: str) -> None:
+        """Add a note that names the part to an error, as the last line of its traceback."""
+        error.add_note(f"in {self._name_of(part)}")
 
     def _first_of(self, extensions: tuple[str, ...]) -> str:
         for extension in extensions:

@@ -623,11 +623,10 @@ class Audio(MediaStream):
             mono: Whether to return the mean of the channels (default False).
 
         Returns:
-            float32 (channels, samples), from -1 to 1: `round((stop_s - start_s) * rate)` samples, zeros after the end
-                and in
-            pauses between two packets. Without `stop_s`, it ends at the last decoded sample, because headers round. The
-                start is
-            exact to one sample; in Matroska and WebM, whose clocks count milliseconds, to one of these.
+            float32 (channels, samples), from -1 to 1. There are `round((stop_s - start_s) * rate)` samples, zeros after
+            the end and in pauses between two packets. Without `stop_s`, it ends at the last decoded sample, because
+            headers round. The start is exact to one sample, or to 1 ms in Matroska and WebM, whose clocks count
+            milliseconds.
 
         Raises:
             ValueError: The range starts before 0, or ends before it starts.

@@ -108,8 +108,7 @@ class Video(MediaStream):
 
         Args:
             indices: Indices of frames, in any order. Unless the container's index says that all frames have the same
-                duration,
-                all packets are read once to find them.
+                duration, all packets are read once to find them.
             size: Width and height to resize to. None (default): no resizing.
 
         Returns:
@@ -346,8 +345,6 @@ class ImageFrames(Video):
     """Frames of an archive of images, with the interface of `Video`.
 
     Raises `MediaError` for a damaged archive.
-
-    Raises `MediaError` for an archive that is damaged.
     """
 
     def __init__(self, file: BinaryIO, name: str) -> None:

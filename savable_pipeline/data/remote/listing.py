@@ -1,13 +1,13 @@
 """`Listing`: the objects below a URL, as three byte strings.
 
-A million of them take some 100 MB, and as much again once a name is looked up.
+A million of them take about 100 MB. Looking up a name takes as much again, for an index.
 
 If several processes of a node send the same request to a server at the same time, such as a listing, it is sent once:
 
     CACHE/listings/HASH   the last answer; locked while one process asks
 
-A process that had to wait takes the answer of the one before it. A later one asks again, because objects may have been
-added. An answer that `lasts`, such as one about a commit, is never requested again.
+A process that had to wait uses the answer of the process before it. A later process sends the request again, because
+objects may have been added. An answer that `lasts`, such as one about a commit, is never requested again.
 """
 
 from __future__ import annotations

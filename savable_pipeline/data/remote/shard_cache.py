@@ -324,8 +324,6 @@ def create_flags(folder: Path) -> None:
 
     Flags that are damaged or of another release are replaced, and all shards dropped. Raises `ShardError` if a process
     uses such flags.
-
-    Raises `ShardError` if a process uses such flags.
     """
     path, size = folder / "flags", flags_bytes(open_layout(folder))
     with contextlib.suppress(FileNotFoundError), open_private(path, "rb") as file:
@@ -413,7 +411,7 @@ LONG_FOLDER = "long"
 _LEAST_BLOCK = 4096
 _LONG_BLOCK = 1 << 18  # block size of long samples, which are read sequentially
 _MOST_BLOCK = 1 << 20  # divides a piece
-_MANY_BLOCKS = 1 << 26  # more blocks than this are made larger, because each takes bytes of flags
+_MANY_BLOCKS = 1 << 26  # with more blocks than this, blocks are larger, because each takes bytes of flags
 
 
 class IndexParts:
@@ -549,7 +547,7 @@ class BlockLayout:
         self.firsts: Rows = np.concatenate([[0], np.cumsum(-(-index.shards.sizes // self.block))])
 
     def begins(self, rows: Rows) -> Rows:
-        """Return the first byte of each of these rows. See `TarLayout.begins`."""
+        """Return the offset of each of these rows. See `TarLayout.begins`."""
         found: Rows = (rows - self.firsts[np.searchsorted(self.firsts, rows, side="right") - 1]) * self.block
         return found
 

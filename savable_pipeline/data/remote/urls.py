@@ -149,7 +149,7 @@ def _below(root: str, session: Session) -> RemoteShards | None:
 
 
 def _objects(specs: Sequence[str], session: Session) -> set[str]:
-    """Return the addresses of objects. If a suffix does not tell files from folders, the server is asked."""
+    """Return the addresses of objects. A name that may be a folder is requested from the server."""
     alone, found, asked = len(specs) == 1, set[str](), defaultdict[str, list[str]](list)
     for spec in specs:
         (folder, _, name), has_suffix = spec.rpartition("/"), _SUFFIX.search(spec) is not None

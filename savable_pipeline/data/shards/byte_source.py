@@ -195,9 +195,9 @@ class LocalFile(ByteSource):
         try:
             return os.pread(self._descriptor, size, offset)
         except OSError as error:
-            return retry(self._path, error, lambda: self._pread_anew(offset, size))
+            return retry(self._path, error, lambda: self._pread_reopened(offset, size))
 
-    def _pread_anew(self, offset: int, size: int) -> bytes:
+    def _pread_reopened(self, offset: int, size: int) -> bytes:
         """Read bytes with a new descriptor. Raises OSError if the file was replaced."""
         with open(self._path, "rb", opener=regular_file) as file:
             if FileVersion.of(os.fstat(file.fileno()))[:3] != self._version[:3]:

@@ -480,14 +480,14 @@ class Format:
         return self.read(file, index.shards.names[number]).entry.digest == int(index.shards.digests[number])
 
     def unreadable(self, name: str, size: int, fault: str) -> ShardTable:
-        """The table of a file of which nothing can be read."""
+        """Return the table of a file that cannot be read."""
         return ShardTable(ShardEntry(name, size, 0, 0, encodable(f"{name}: {fault}")), self.no_rows)
 
     def write_offsets(self, path: Path, table: ShardTable) -> None:
-        """Write what other programs read beside a file that was indexed."""
+        """Write the sidecar of an indexed file that other programs read."""
 
     def offsets_error(self, path: Path, table: ShardTable) -> str:
-        """Return what is wrong in it, or ""."""
+        """Return what is wrong with the sidecar that `write_offsets` writes, or ""."""
         return ""
 
 

@@ -220,7 +220,7 @@ def build_index(
 ) -> None:
     """Write the index at `path`, reusing its tables that are still valid.
 
-    With `for_others`, also what other programs read beside the files.
+    With `for_others`, sidecars for other programs are written too.
     """
     for name in names:
         check_utf8(f"{root}/{name}", name)
@@ -429,7 +429,7 @@ def each_job(
 
 
 def serve_files(connection: Connection, jobs: Iterator[FileJob]) -> None:
-    """Serve jobs one by one, in the child process."""
+    """Run jobs one by one, in the child process."""
     for job in jobs:
         connection.send_bytes(job.do())
 

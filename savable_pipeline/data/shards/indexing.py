@@ -1,10 +1,10 @@
 """Finds the index of a folder's files, of any format, or builds it under a lock.
 
-The index of tars is in `.nv-meta/` beside them, or in the user's cache if that place is read-only. Of other files it is
-in the cache, because other programs take a folder beside them for a class or for data, unless `savable index` is asked
-for one or there is a `.nv-meta`. A file is scanned again if its size has changed, or if it is younger than the index
-and is not as it was: moving or touching a folder does not matter (see index_making.py). Of many files a mark says
-whether any folder has changed since all were looked at:
+The index of tars is in `.nv-meta/` in their folder, or in the user's cache if that folder is read-only. The index of
+other files is in the cache, because other programs would read a new folder as a class or as data. It is in `.nv-meta/`
+too if that exists, or if `savable index` built it. A file is scanned again if its size has changed, or if it is younger
+than the index and its content differs, so moving or touching a folder does not matter (see index_making.py). With many
+files, a mark shows whether any folder has changed since all files were checked:
 
     .nv-meta/savable.index.fresh     identity of the index │ each folder: inode, last changes │ Energon's files
 
@@ -279,7 +279,7 @@ def open_index(
     for path, index in (_indexes(root, form) if indexes is None else indexes).items():
         if _fits(index, path, now, tolerant):
             whole = len(index.shards) == len(names)
-            if whole and path == root / form.index_name and (not tolerant or now.are_as_in(index, path)):
+            if whole and path == root / form.index_name and (not tolerant or now.match(index, path)):
                 on_match(index)
             return _checked(IndexedFiles(form, index, path, None if whole else names, root, tolerant=tolerant))
 
@@ -305,8 +305,8 @@ def index_files(
 ) -> tuple[Path, list[ShardEntry]]:
     """Index the files that are new or changed.
 
-    `each` reads them, or `processes` processes do (None: one a processor). If `near`, the index and what other programs
-    read are written beside the files.
+    `each` reads them, or `processes` processes do (None: one per core). If `near`, the index and the sidecars for other
+    programs are written to the folder of the files.
 
     Returns the path of the index, and the files that could not be read to their end. Raises `ShardError` if there are
     no files, or no place where an index can be written.
@@ -346,7 +346,7 @@ def _with_missing(root: Path, found: list[str], form: Format, tolerant: bool, kn
 
 
 def known_files(root: Path, form: Format) -> dict[str, ShardEntry]:
-    """The entries of the index of `root`, by name, whatever has become of the files."""
+    """Return the entries of an index by name, also of changed or missing files."""
     return {entry.name: entry for entry in _first_of(_indexes(root, form))}
 
 
@@ -400,16 +400,16 @@ class _FilesNow:
                 self.written[number] = max(self.written[number], self._sidecar_written_ns(name))
 
     def _sidecar_written_ns(self, name: str) -> int:
-        """When what lies beside a file was put there; one that was moved there is as old as before otherwise."""
+        """Return when the sidecar of a file was written or moved to its folder, or now if it is gone."""
         try:
             return FileVersion.of((self.root / self.form.companion(name)).stat()).newest_ns
         except OSError:
             return time.time_ns()  # the sidecar may be deleted
 
-    def are_as_in(self, index: ShardIndex, path: Path, numbers: Rows | None = None) -> bool:
-        """Whether the index at `path` has all of them as they are.
+    def match(self, index: ShardIndex, path: Path, numbers: Rows | None = None) -> bool:
+        """Return whether the index at `path` has all of these files, unchanged.
 
-        `numbers` are theirs in it. Raises KeyError without one of them, OSError.
+        `numbers` are their numbers in it. Raises KeyError if the index lacks a file, OSError.
         """
         numbers = index.numbers(self.names) if numbers is None else numbers
         if not np.array_equal(index.shards.sizes[numbers], self.sizes):
@@ -434,5 +434,5 @@ def _fits(index: ShardIndex, path: Path, now: _FilesNow, tolerant: bool) -> bool
     with contextlib.suppress(OSError, ValueError, KeyError, ShardError):
         numbers = index.numbers(now.names)
         faulty = bool(index.shards.faults) and not index.shards.faults.keys().isdisjoint(numbers.tolist())
-        return tolerant or (not faulty and now.are_as_in(index, path, numbers))
+        return tolerant or (not faulty and now.match(index, path, numbers))
     return False

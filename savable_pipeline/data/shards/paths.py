@@ -96,7 +96,7 @@ class ListedFiles:
     began_ns: int = 0
 
     def heads(self, wanted: Mapping[str, int]) -> dict[str, bytes]:
-        """Return the first bytes of these files that can be read."""
+        """Return the first bytes of these files, without unreadable files."""
         found = {}
         for name, most in wanted.items():
             with contextlib.suppress(OSError), with_handles(partial(self._opened, name)) as file:

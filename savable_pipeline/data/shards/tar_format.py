@@ -201,7 +201,7 @@ class TarIndex(ShardIndex):
         super().__init__(path, kind)
         view, counts = self.view, _index_header(path, self.header)
         if not np.array_equal(np.diff(self.shard_rows), self.shards.samples):
-            raise ShardError(f"{path}: the index is damaged: its tars have other rows than samples")
+            raise ShardError(f"{path}: the index is damaged: its numbers of samples contradict each other")
         self._layout_parts, self.links = counts.layouts, counts.links
         self.layouts = [Layout(parts) for parts in counts.layouts]
         self.members = counts.members

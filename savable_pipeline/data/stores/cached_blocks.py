@@ -276,13 +276,13 @@ class CachedBlocks(DownloadedFiles):
             self._prefetch(Urgency.SOON if soon else Urgency.LATER, *self._request(*block), [], False)
 
     def _blocks_of(self, shard: int, begins: Rows, ends: Rows) -> Rows:
-        """The rows of the cache with these bytes, ascending."""
+        """Return the rows of the cache with these bytes, ascending."""
         pairs = zip(begins.tolist(), ends.tolist(), strict=True)
         slices = [self._rows(shard, begin, end - begin) for begin, end in pairs]
         return np.unique(np.concatenate([np.arange(rows.start, rows.stop) for rows in slices])) if slices else begins
 
     def _rows(self, shard: int, offset: int, size: int) -> slice:
-        """The rows of the cache with these bytes of a file."""
+        """Return the rows of the cache with these bytes of a file."""
         row_from, number = self._cached.layout.row_from, int(self._numbers[shard])
         if size <= 0:
             return slice(0, 0)
@@ -312,7 +312,7 @@ class DownloadBlocks:
         self._announced: set[Block] = set()  # pieces
 
     def announce(self, rows: Rows) -> list[Block]:
-        """The blocks of these ascending rows, without pieces that were announced before."""
+        """Return the blocks of these ascending rows, without announced pieces."""
         blocks = self._blocks(rows)
         if self.in_pieces:
             blocks = [block for block in blocks if block not in self._announced]
@@ -338,17 +338,17 @@ class DownloadBlocks:
         return found
 
     def forget_announced(self) -> None:
-        """Lets pieces be announced again: the downloader that knew of them is gone."""
+        """Announce pieces again, because the downloader that knew of them is gone."""
         self._announced.clear()
 
     def block_of(self, row: int) -> Block:
-        """The block to download for a row: its piece, or the run that it was announced in."""
+        """Return the block to download for a row: its piece, or its announced run."""
         if self.in_pieces:
             return self._piece(self._cached.shard_of(row), self._cached.extent(row, row + 1)[0] // PIECE)
         return self._by_row.get(row, (row, row + 1))
 
     def _blocks(self, rows: Rows) -> list[Block]:
-        """The blocks that hold these ascending rows; runs of rows are cut where a piece of the shard ends."""
+        """Return the blocks with these ascending rows. Runs of rows are cut where a piece of the shard ends."""
         shards = self._cached.shards_of(rows)
         pieces = self._cached.layout.begins(rows) // PIECE
         if self.in_pieces:
@@ -357,7 +357,7 @@ class DownloadBlocks:
         return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
 
     def _piece(self, shard: int, piece: int) -> Block:
-        """The rows of a shard that start in its piece number `piece`, without one that is longer than a piece."""
+        """Return the rows of a shard that start in its piece `piece`, without one longer than a piece."""
         row_from = self._cached.layout.row_from
         row, stop = row_from(shard, piece * PIECE), row_from(shard, (piece + 1) * PIECE)
         if row < stop:

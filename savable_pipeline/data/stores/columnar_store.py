@@ -53,13 +53,13 @@ class ColumnarStore(GroupedStore):
 
     The values of partitions (`year=2024/`) are parts too.
 
-    `key` names the column that holds the key of a row, which each row must have; else it is `FILE:ROW`. A row that
-    names a file without its bytes is an error; with `partial` it is given without this part, and `named_files` tells
-    of it. Columns that are `needed` beside these must be there. A row group may become `unpacked_bytes`, or
-    some times its bytes in the file. Raises ValueError for a column that the first file does not have.
+    `key` names the column with the keys of rows, which may not be null. Without it, a key is `FILE:ROW`. A row that
+    names a file without its bytes is an error. With `partial`, this part is missing from the sample instead, and
+    `named_files` describes such rows. `needed` are further columns that must exist. A decompressed row group may have
+    `unpacked_bytes`, or a multiple of its size in the file. Raises ValueError for a column that the first file lacks.
     """
 
-    all_used = False  # columns that are not asked for are not read
+    all_used = False  # only requested columns are read
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
         super().__init__(found, settings.get("blocks"))

@@ -64,7 +64,7 @@ def _row_begins(file: ByteSource) -> Iterator[int]:
     twice = next((column for column, count in Counter(header).items() if count > 1), None)
     if twice is not None:
         raise ValueError(f": {header.count(twice)} columns are named {twice!r}. Give each its own name")
-    refuse_row("", (cell for cell in header if is_url(cell)))
+    reject_row("", (cell for cell in header if is_url(cell)))
     any_row = False
     for begin, _, _ in rows:
         any_row = True
@@ -85,7 +85,7 @@ def named(header: Row) -> Row:
     return [name or f"Unnamed: {number}" for number, name in enumerate(header)]
 
 
-def refuse_row(name: str, values: Iterable[str]) -> None:
+def reject_row(name: str, values: Iterable[str]) -> None:
     """Raise ValueError if the first line is a row instead of the names of columns."""
     if value := next(iter(values), None):
         raise ValueError(
@@ -238,7 +238,7 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
     root, head = store.root_of(0), list(_first_rows(store))
     if not root:
         return [*FILE_FIELDS], [], ""
-    refuse_row(name, (cell for cell in store.header(0) if is_file(root, cell)))
+    reject_row(name, (cell for cell in store.header(0) if is_file(root, cell)))
     columns = [_examined(column, head, root) for column in store.header(0)]
     found = [column for column in columns if column.names_files]
     if not found:  # as the `clips/` of Common Voice
@@ -276,8 +276,9 @@ def _examined(column: str, head: list[dict[str, str | None]], root: str) -> _Col
 
 
 def _as_fields(columns: list[_Column]) -> list[str]:
-    """Return the columns as `file_fields`. If two columns have the same extensions, the second gives its name to its
-    parts.
+    """Return the columns as `file_fields`.
+
+    If two columns have the same extensions, the parts of the second have the column's name.
     """
     fields, taken = [], set[str]()
     for column in columns:

@@ -1,6 +1,6 @@
 """Content of compressed files, records and parts, of limited size.
 
-It is unpacked by pieces, so that a few bytes which become gigabytes are refused before they have taken them.
+It is decompressed in pieces, so a few bytes that would become gigabytes are rejected before they fill the memory.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def open_folder(files: Shards, form: Format, *, tolerant: bool = False, relists:
         except OSError as error:
             raise ShardError(f"{error.filename}: {error.strerror}: the folder cannot be read. Permit it") from error
         known = _known(path, form)
-        if known is None or not _stays(known, table, tolerant and not relists):
+        if known is None or not _remains_valid(known, table, tolerant and not relists):
             write_index(path, [table], form)
             known = BlobIndex(path, form.index_kind)
         return IndexedFiles(form, known, path, None, root, tolerant=tolerant)
@@ -194,7 +194,7 @@ def _fresh(root: Path, path: Path, form: Format) -> BlobIndex | None:
     return index if index is not None and FolderTable.of(index.blob(0)).is_fresh(root) else None
 
 
-def _stays(index: BlobIndex, table: ShardTable, tolerant: bool) -> bool:
+def _remains_valid(index: BlobIndex, table: ShardTable, tolerant: bool) -> bool:
     """Return whether an existing index remains valid: it equals the table, or `tolerant` allows lost files."""
     ours, theirs = FolderTable.of(np.frombuffer(table.rows, "<u8")), FolderTable.of(index.blob(0))
     if tolerant and theirs.folders[""].inode == ours.folders[""].inode:  # not another folder of the same path

@@ -26,7 +26,7 @@ from savable_pipeline.data.stores.table_store import (
     TableStore,
     TextStore,
     text_format,
-    without_mark,
+    without_byte_order_mark,
 )
 
 _CHUNK = 1 << 20
@@ -70,7 +70,7 @@ def _checked_lines(file: ByteSource) -> tuple[str, FileBlob]:
     if not end or b"\n" in last:  # errors in a complete line are raised when the line is read
         return "", offsets
     try:
-        decoded_json(without_mark(last, begin))
+        decoded_json(without_byte_order_mark(last, begin))
     except (ValueError, RecursionError) as error:
         if not _may_be_jsonl(file, offsets):
             return f"a first line that is no JSON: {error}; JSONL is one JSON value a line", offsets[:-1]
@@ -82,7 +82,7 @@ def _checked_lines(file: ByteSource) -> tuple[str, FileBlob]:
 def _may_be_jsonl(file: ByteSource, offsets: FileBlob) -> bool:
     """Return whether the first line is JSON, or the only line starts like an object or a list."""
     begin, end = int(offsets[0]), int(offsets[1])
-    first = without_mark(file.read_at(begin, min(end - begin, LONGEST_LINE)), begin)
+    first = without_byte_order_mark(file.read_at(begin, min(end - begin, LONGEST_LINE)), begin)
     if len(offsets) == 2:
         return first.lstrip()[:1] in (b"{", b"[")
     with contextlib.suppress(ValueError, RecursionError):
@@ -159,7 +159,7 @@ class JsonlStore(TextStore):
     def _line(self, shard: int, row: int) -> bytes:
         raw, begin = self.raw(shard, row, LONGEST_LINE)
         line = raw.partition(b"\n")[0].rstrip(b"\r")  # blank lines may follow
-        return line if begin else without_mark(line, begin)
+        return line if begin else without_byte_order_mark(line, begin)
 
     def _fields(self, shard: int, row: int, line: bytes) -> dict[str, Any]:
         """Return the fields of the object in a line, or {} for another value. Raises `ShardError` for invalid JSON."""
@@ -184,7 +184,7 @@ class LinesStore(TableStore):
         line, end, rest = raw.partition(b"\n")
         if rest.strip():  # only blank lines may come before the next row
             raise self.damaged(shard, f"byte {begin}", "several lines, where one was indexed", reason="changed shard")
-        return without_mark(line + end, begin)
+        return without_byte_order_mark(line + end, begin)
 
 
 class RangedJsonlStore(RangedTable, JsonlStore):

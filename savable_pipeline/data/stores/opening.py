@@ -59,15 +59,15 @@ Heads: TypeAlias = Callable[[Mapping[str, int]], Mapping[str, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Files that a user names, recognized; those of the Hub at a commit.
+    """Files that a user names, with their format. Files of the Hub have a commit.
 
     Attributes:
         files: What was named.
         format: Their format.
         settings: Settings of the store that these files need.
         listed: The files on a disk, if they were listed. None: they are listed when they are opened.
-        session: What asks the servers. None: the files are on a disk.
-        asked: The format that the user names, "" for none, and the names of the user's settings.
+        session: The session that sends requests. None: the files are on a disk.
+        asked: The format that the user passed, "" for none, and the names of the user's settings.
     """
 
     files: paths.Shards
@@ -267,8 +267,8 @@ def open_store(
     Args:
         files: As for `find_source`, or what that returned.
         format: As for `find_source`.
-        inspect: Whether the files are only looked at, without settings of the user: see above.
-        tolerant: Whether the samples of a damaged file before the damage are taken, and lost files still count.
+        inspect: Whether the files are only inspected, without settings of the user: see above.
+        tolerant: Whether the samples of a damaged file before the damage are used, and lost files still count.
         unlistable: Called with the error of each folder that cannot be listed. By default it is raised.
         pinned: As for `find_source`.
         cache: As for `find_source`.

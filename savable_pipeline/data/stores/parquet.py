@@ -119,10 +119,10 @@ def columns_of(group: Any, wanted: list[str] | None) -> list[Any]:
     """
     columns = [group.column(i) for i in range(group.num_columns)]
     names = None if wanted is None else set(wanted)
-    return [column for column in columns if names is None or _is_of(column.path_in_schema, names)]
+    return [column for column in columns if names is None or _is_within(column.path_in_schema, names)]
 
 
-def _is_of(path: str, names: set[str]) -> bool:
+def _is_within(path: str, names: set[str]) -> bool:
     """Return whether a leaf column is one of these, or nested in one. Names may contain dots."""
     return path in names or any(path[:end] in names for end, sign in enumerate(path) if sign == ".")
 

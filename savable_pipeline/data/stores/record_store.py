@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class StoreFacts(Protocol):
-    """Facts that commands ask of a store. Most stores keep the defaults.
+    """Facts about a store for commands. Most stores use the defaults.
 
     `keys_in_shards` says whether the shards alone decide the keys, and no setting. `parts_in_rows` says whether the
     index lacks the parts of rows.
@@ -89,17 +89,17 @@ class RecordStore(StoreFacts, Protocol):
     """Base of a store of your own, for `custom.RecordReader`.
 
     A sample is named by its shard, a number, and its row there; the same shard and row always return the same bytes.
-    Methods raise `ShardError` for damaged data, with the place and what to do, and KeyError for a missing part. What
-    cannot be used after a fork, such as a connection, is opened at the first read in the process that reads.
+    Methods raise `ShardError` for damaged data, which says where it is and what to do, and KeyError for a missing part.
+    An object that cannot be used after a fork, such as a connection, is created at the first read of a process.
 
     Attributes:
         address: The store's name in messages: a folder or a URL.
-        entries: The shards, sorted by name. A digest is any number that changes with the shard's content: a state is
-            refused where it differs.
+        entries: The shards, sorted by name. A digest is any number that changes with the shard's content. A
+            state whose digests differ is rejected.
         unit: The unit of `offset`.
         root: The folder that may hold Megatron-Energon's metadata (`.nv-meta`).
         key_column: The column that keys are read from, if that is a setting of the store.
-        endings: Endings of shards' names that mark the format, such as ".tar": a `subset` is the same with any of them.
+        endings: Suffixes of the format, such as ".tar". A `subset` is the same with any of them.
         decoded_bytes: The most bytes of row groups that the store keeps decoded.
 
     Example:
@@ -142,7 +142,7 @@ class RecordStore(StoreFacts, Protocol):
         """
 
     def has_part(self, shard: int, row: int, extension: str, /) -> bool:
-        """Return whether `read` gives a part of this name.
+        """Return whether `read` returns a part of this name.
 
         Args:
             shard: The number of the shard.
@@ -153,7 +153,9 @@ class RecordStore(StoreFacts, Protocol):
 
     @abstractmethod
     def read(self, shard: int, row: int, extension: str, /) -> bytes:
-        """Return the bytes of one part. Called once for each part: keep it direct.
+        """Return the bytes of one part.
+
+        It is called once for each part, so avoid wrappers.
 
         Args:
             shard: The number of the shard.
@@ -278,7 +280,7 @@ class RecordStore(StoreFacts, Protocol):
     def verify(self, slot: int, /) -> None:
         """Check the data read for the next batch.
 
-        Called for each batch: look at most once a second.
+        It is called for each batch, so check at most once a second.
 
         Args:
             slot: The slot of the batch.
@@ -291,7 +293,7 @@ class RecordStore(StoreFacts, Protocol):
     def verify_yielded(self) -> None:
         """Check the data read for batches yielded since the last check.
 
-        Called where a run pauses or ends, and when it is saved, also from another thread: look at once.
+        It is called when a run pauses, ends or is saved, also from another thread. Check at once.
 
         Raises:
             ShardError: A file read for them has changed.

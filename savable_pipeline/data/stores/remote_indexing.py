@@ -255,7 +255,7 @@ def open_remote(
     """Return where the files `found` are cached, and their names.
 
     Files that differ from the index are indexed again, unless `tolerant`. With `anew`, all files are indexed again, and
-    the server is asked for the size of each. `progress` counts the files that are indexed, by this machine or by those
+    their sizes are requested from the server. `progress` counts the indexed files. This machine indexes them, or those
     of an `engine`. Raises `RemoteError`, and unless `tolerant` `ShardError` for a damaged file or one that was deleted.
     """
     with locked_dataset(found, form, session, counts=anew) as (found, folder, own):

@@ -64,10 +64,10 @@ class ShardFiles(dict[int, Descriptor], ABC):
 
     It is open as long as the caller refers to it.
 
-    A shard that is not open is opened and checked. At most `OPEN_SHARDS` stay open, and all datasets of a process
-    together keep no more than the system permits it (see core/files.py); the one that was opened first is closed first.
-    Any thread may open and close shards, so an iteration is over a `copy()`.
-    (A plain dict look-up for an open shard: a method call would cost a tenth of a read.)
+    A missing shard is opened and checked. At most `OPEN_SHARDS` stay open, and all datasets of a process together have
+    no more open files than the system permits (see core/files.py). The shard that was opened first is closed first. Any
+    thread may open and close shards, so iterate over a `copy()`. The class is a dict, because a method call instead of
+    the look-up would cost a tenth of a read.
     """
 
     behind_url: ClassVar[bool] = False

@@ -53,6 +53,7 @@ TABLE_SETTINGS = ("key", *NAMING_SETTINGS)
 FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
 A_URL = "a URL, not a file"
 _COMMA = re.compile(rb"\}\s*(,)\s*\{")  # between two objects
+_OBJECTS = re.compile(rb'\s*\{.*?"([^"\\]*)"\s*:\s*\[\s*\{', re.DOTALL)  # an object with a field of objects
 _TAIL = 1 << 16  # bytes at the end of a piece in which it may be cut
 FIRST_ROWS = 16  # of a table, by which the folder of the files that it names is found
 _BLOCK = 4 << 20  # bytes of rows that are read at once, in their order
@@ -94,7 +95,7 @@ def _digest(file: ByteSource, offsets: FileBlob) -> int:
     return digest.intdigest()
 
 
-def without_mark(line: bytes, begin: int) -> bytes:
+def without_byte_order_mark(line: bytes, begin: int) -> bytes:
     """Return a line without the byte order mark at the start of some files."""
     return line if begin else line.removeprefix(MARK)
 
@@ -494,6 +495,8 @@ def _list_fault(data: bytes) -> str:
         msgspec.json.decode(data.removeprefix(MARK), type=list[msgspec.Raw])
     except (msgspec.DecodeError, RecursionError) as error:
         advice = "Write null for NaN, or one object a line (JSONL)" if re.search(rb"\b(NaN|Infinity)\b", data) else ""
+        if field := _OBJECTS.match(data.removeprefix(MARK)[:_BLOCK]):
+            advice = f"Write the list in its field {field[1].decode(errors='replace')!r} alone"
         return f"not a whole list of objects: {error}{advice and f'. {advice}'}"
     return "the file changed while it was read. Start again"
 

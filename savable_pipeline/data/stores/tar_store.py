@@ -99,7 +99,7 @@ class TarRows:
         if not found.firsts[-1]:
             fault = next(iter(found.entries.faults.values()), "")
             why = fault or "Name a sample's files KEY.EXTENSION in the tar"
-            raise ShardError(f"{found.address}: no sample in {len(found.entries)} shards. {why}")
+            raise ShardError(f"{found.address}: no sample in {counted(len(found.entries), 'shard')}. {why}")
 
     def rows(self, shards: Rows, places: Rows) -> Rows:
         """Return the index rows of the samples at these positions of these shards."""
@@ -354,7 +354,7 @@ def warning_of_links(address: str, index: tar_format.TarIndex, numbers: Iterable
 
 
 class _TarFormat(Format):
-    """Tars have an index of their own, and offsets beside them that Energon reads."""
+    """Format of tars, with an index of its own, and with sidecars of offsets that Energon reads."""
 
     index, offsets_suffix = tar_format.TarIndex, ".idx"
 

@@ -91,7 +91,7 @@ def idx_of(file: ByteSource) -> Path | None:
 
 
 def read_token_table(file: ByteSource, name: str) -> ShardTable:
-    """Return entry and layout of a file. Damage is the fault of the entry."""
+    """Return entry and layout of a file. If it is damaged, the entry has the error."""
     try:
         layout = _layout_in(file)
     except TokenFileError as error:

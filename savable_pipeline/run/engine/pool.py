@@ -371,7 +371,7 @@ class Pool(Backend):
             first = worker.requests[0]
             # the cause is equal on each worker that gets the request
             blamed: Any = status._replace(request=first.ticket)
-            doing = f"while it made a batch of lane {first.lane}{where(self._last_stage, status)}"
+            doing = f"while it made a batch of lane {first.lane}{format_location(self._last_stage, status)}"
         else:
             blamed = None if worker.started else "start"
             doing = "between two batches" if worker.started else "before it had started"
@@ -476,7 +476,7 @@ def _indented(stack: str) -> str:
     return "\n" + textwrap.indent(stack.strip(), "    ") if stack.strip() else ""
 
 
-def where(last: Stage, status: WorkerStatus) -> str:
+def format_location(last: Stage, status: WorkerStatus) -> str:
     """Format the stage and sample of a status, or return "" if it has none."""
     stage = _stage_at(last, status)
     if stage is None:

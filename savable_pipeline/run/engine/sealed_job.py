@@ -155,9 +155,9 @@ def begin_interpreter(process: SpawnProcess, descriptors: Sequence[int]) -> subp
     """Start a process in a fresh interpreter, which inherits these descriptors."""
     content = io.BytesIO()
     data = spawn.get_preparation_data(process.name)
-    anyone: Any = content
+    popen: Any = content
     # allows pickling objects that only a child may get, such as the key of this process's connections
-    set_spawning_popen(anyone)
+    set_spawning_popen(popen)
     try:
         reduction.dump({name: value for name, value in data.items() if name not in MAIN}, content)
         reduction.dump(process, content)

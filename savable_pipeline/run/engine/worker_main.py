@@ -74,7 +74,7 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
 
     `opened` are the inherited open files.
     """
-    be_quiet()
+    ignore_job_signals()
     become_replaced()
     channel = Channel(end, waits=True)
     requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
@@ -90,7 +90,7 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
         except WorkerError as error:
             answers.send(STARTED, Failure(error, ""))
             os._exit(1)
-        be_quiet()  # again, because the main module may have set its own handlers
+        ignore_job_signals()  # again, because the main module may have set its own handlers
         answers.send(STARTED, os.getpid())
         runner = shard_check.runner = LaneRunner(
             job, shared=opened.usable(pinned) if opened else {}, status=status.words, pinned=pinned
@@ -99,7 +99,7 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
             request = shard_check.next_of(requests)
             begin_request(status.words, request.number)
             answers.segments.begin()
-            be_one_thread()
+            use_one_thread()
             answers.send(request.number, answer_request(runner, request))
     except (EOFError, OSError):  # the trainer has closed its end
         if shard_check is not None:
@@ -160,7 +160,7 @@ def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
         return Failure.of(error)
 
 
-def be_quiet() -> None:
+def ignore_job_signals() -> None:
     """Survive signals that are sent to all processes of a job.
 
     The trainer may want to save, and ends its workers.
@@ -170,7 +170,7 @@ def be_quiet() -> None:
         signal.signal(number, lambda *_: None)
 
 
-def be_one_thread() -> None:
+def use_one_thread() -> None:
     """Set torch, if it is imported, to one thread.
 
     More per worker would be slower, and could change bits of sums.
@@ -225,8 +225,8 @@ def run_zygote(job: SealedJob, end: int, trainer: int, *, builds: bool) -> None:
 
     `end` is the descriptor of the other end.
     """
-    be_quiet()
-    be_one_thread()
+    ignore_job_signals()
+    use_one_thread()
     gc.freeze()  # a full collection writes to every object, which would copy all memory shared with the trainer
     zygote = _Zygote(job, Channel(socket.socket(fileno=end), waits=True))
     if builds:
@@ -263,7 +263,7 @@ class _Zygote:
         """Build lane 0, so that all workers inherit its open dataset."""
         with contextlib.suppress(Exception):  # a worker will raise the same error and report it
             job = self._job.open()
-            be_quiet()
+            ignore_job_signals()
             shared, pinned = self._opened.shared, self._opened.pinned
             LaneRunner(job, shared=shared, pinned=pinned).build(0, 0)
         gc.freeze()  # keeps the pages shared with workers

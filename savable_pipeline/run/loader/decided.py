@@ -160,7 +160,7 @@ def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
 
     Raises errors of `make`, and ValueError for two ranks that differ.
     """
-    if not ranks.can_talk:
+    if not ranks.has_group:
         return make()
     try:
         found: Decisions | Exception = make()

@@ -6,11 +6,11 @@
     batch     ■   ■   ■   ■   ■   ■               tail="stop": ends at slot 4      tail="pad": at slot 6
 
 A round takes one batch of every lane, a step one slot on each rank. With `tail="stop"` the epoch ends before the first
-round that some lane has no batch for; with `tail="pad"` after the last slot that holds a sample, rounded up to a step.
+round for which some lane has no batch, with `tail="pad"` after the last slot with a sample, rounded up to a step.
 
-Where the lengths of lanes cannot be counted beforehand, each rank proposes an end from what its lanes know of their
-next batches, and the smallest ("stop") or largest ("pad") proposal holds: as far as one round, and then they vote
-again, in the last step of the round before.
+If the lengths of lanes cannot be counted in advance, the ranks vote in the last step of each round. Each rank proposes
+an end, by whether its lanes have another batch. The smallest ("stop") or largest ("pad") proposal wins. It is at most
+one round later.
 """
 
 from __future__ import annotations
@@ -152,17 +152,17 @@ class EpochEnds:
             return counted_end([found.get(lane, 0) for lane in range(at.lane_count)], pad=True)
         return min(found.values()) * at.lane_count
 
-    def next_epoch(self, over: Position) -> Position:
+    def next_epoch(self, finished: Position) -> Position:
         """Return the start of the next epoch.
 
         Raises `SavableError` if this one had too few samples.
         """
         for observer in self._observers:
-            observer.on_skip(over)
-        counts = self._prefetcher.uncounted.items() if over.end == 0 else ()
+            observer.on_skip(finished)
+        counts = self._prefetcher.uncounted.items() if finished.end == 0 else ()
         skipped = {name: int(n) for name, n in counts if "/skipped/" in name and "/source/" not in name}
-        warn_unused(over, self._local.last_stage.info.population, skipped)
-        return over.next_epoch(0 if self._settings.restarts else over.epoch + 1)
+        warn_unused(finished, self._local.last_stage.info.population, skipped)
+        return finished.next_epoch(0 if self._settings.restarts else finished.epoch + 1)
 
 
 def proposed_end(position: Position, prefetcher: Prefetcher) -> int:

@@ -46,7 +46,7 @@ _SHARDS = ".shards"  # setting in a fingerprint that each reader has
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One time that a sample was given to a rank."""
+    """Record that a sample was yielded to a rank."""
 
     source: str
     """The name of its source in a `Blend`; "" without one."""
@@ -104,10 +104,10 @@ class Ledger:
     def find(
         self, keys: Iterable[str], *, source: str | None = None, data: str | None = None
     ) -> dict[str, list[Sighting] | None]:
-        """When the samples with these keys were given.
+        """Find when the samples with these keys were yielded.
 
-        The keys are read where the run read its data and as it read them. What was given after a place from which the
-        run was later resumed is marked as `lost`.
+        The keys are read from the data of the run, with its settings. A batch that was yielded after a position from
+        which the run was later resumed is marked as `lost`.
 
         Args:
             keys: Keys of samples.
@@ -115,9 +115,9 @@ class Ledger:
             data: Where the samples of the source are now. Default: where the run read them.
 
         Returns:
-            For each key, in the order of `keys`: None if no sample has it, else a record for each time that a sample
-            with it was given, source by source and file of the ledger by file; an empty list if none was. A record has
-            `source`, `epoch`, `slot`, `step`, `rank`, `world_size`, `lost`, `again` and `outcome`.
+            A list of records for each key, in the order of `keys`, or None if no sample has the key. There is a record
+            for each time that a sample with the key was yielded, source by source and file of the ledger by file. A
+            record has `source`, `epoch`, `slot`, `step`, `rank`, `world_size`, `lost`, `again` and `outcome`.
 
         Raises:
             ValueError: `keys` is one str.
@@ -130,9 +130,9 @@ class Ledger:
         return {key: None if recorded is None else _sightings(self._files, recorded) for key, recorded in found.items()}
 
     def batch(self, pipeline: PipelineFunction, *, slot: int, epoch: int = 0) -> Any:
-        """Make a batch of the run again, byte for byte as it was given.
+        """Rebuild a batch of the run, byte for byte as it was yielded.
 
-        The lane runs from its last state in the ledger, so at most 1,000 batches are passed over first.
+        The lane runs from its last state in the ledger, so it skips at most 1,000 batches.
 
         Args:
             pipeline: The run's pipeline function. Settings and data must be those of the run; shards may have been
@@ -141,10 +141,10 @@ class Ledger:
             epoch: Its epoch. Default: 0, the only epoch of an endless run.
 
         Returns:
-            The batch, as the pipeline's last stage made it.
+            The batch, as the pipeline's last stage built it.
 
         Raises:
-            SavableError: No such batch was given, or the pipeline makes it of other samples than the ledger names.
+            SavableError: No such batch was yielded, or the pipeline builds it from other samples than the ledger names.
             CheckpointMismatchError: Settings or data are not those of the run.
         """
         return rebuild_batch(pipeline, self._files, epoch, slot).batch
@@ -314,7 +314,7 @@ def _facts(recorded: RecordedBatch, local: LocalLanes) -> RunFacts:
     """
     start, facts = recorded.start, recorded.facts
     saved = unpack_fingerprint(start.fingerprint)
-    local.learn(facts)
+    local.use_facts(facts)
     current = fingerprint(local.last_stage, seed=start.seed, lanes=start.lanes)
     new = NewShards(saved, current, local)
     compare(new.before, current)

@@ -132,7 +132,7 @@ class LedgerKeeper(Observer):
         """Create this rank's file, once all ranks that can communicate have theirs."""
         ranks = at.ranks
         number = records.next_number(self._folder)
-        if ranks.can_talk:
+        if ranks.has_group:
             number = ranks.agree(number, smallest=False)
         position = (at.lane_count, self._seed, at.epoch, at.slot)
         start = records.Start(
@@ -146,7 +146,7 @@ class LedgerKeeper(Observer):
             at.pad,
             os.cpu_count() or 0,
         )
-        if not ranks.can_talk:
+        if not ranks.has_group:
             return self._writer_of(start)
         try:
             writer, fault = self._writer_of(start, looks=ranks.rank == 0), ""

@@ -109,7 +109,7 @@ class LocalLanes:
         """
         return self._built(replace(self.facts, decisions=decisions))
 
-    def learn(self, facts: RunFacts) -> None:
+    def use_facts(self, facts: RunFacts) -> None:
         """Inspect lanes with these facts from now on, except chunk sizes.
 
         Raises `CheckpointMismatchError` if the data lack shards, and ValueError if the facts do not fit. Nothing
@@ -144,9 +144,9 @@ class LocalLanes:
         """Return the last stage of a lane with the shards of these facts, to inspect it."""
         if facts.growth == self.facts.growth:
             return self.last_stage
-        return self.looked_at(LaneState(self._example_lane, 0), RunFacts(facts.growth))
+        return self.lane_at(LaneState(self._example_lane, 0), RunFacts(facts.growth))
 
-    def looked_at(self, saved: LaneState, facts: RunFacts) -> Stage:
+    def lane_at(self, saved: LaneState, facts: RunFacts) -> Stage:
         """Return the last stage of a lane at a saved position, to inspect it."""
         with as_in_a_worker(set(KINDS)):
             stage, _ = self.runner.build(saved.lane, saved.epoch, facts, downloads=False)
@@ -268,7 +268,7 @@ def _warnings(last: Stage) -> Iterator[str]:
         )
     found = [stage.info.encoder for stage in upstream(last)]
     for encoder in {type(each): each for each in found if each is not None}.values():
-        yield from _untold_settings(encoder)
+        yield from _unsaved_settings(encoder)
     if any(LAMBDA in stage.settings().values() for stage in upstream(last)):
         yield ("Lambdas are not compared on resume. Use a named function.")
     yield from _early_points(last)
@@ -288,7 +288,7 @@ def _warnings(last: Stage) -> Iterator[str]:
             )
 
 
-def _untold_settings(encoder: TaskEncoder) -> Iterator[str]:
+def _unsaved_settings(encoder: TaskEncoder) -> Iterator[str]:
     """Yield hints about attributes of an encoder that look like settings but are not saved."""
     if type(encoder).settings is not TaskEncoder.settings:
         return

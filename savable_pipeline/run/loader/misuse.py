@@ -130,7 +130,7 @@ _FIXES = {  # by calling module: whether a single rank is rejected too, the prob
 _COMPOSER = (f"Composer {_KEEPS_ONE}", "savable_pipeline.trainers.composer.SavableData")
 
 
-def refuse_trainer(caller: str, behind: str, world_size: int) -> None:
+def reject_trainer(caller: str, behind: str, world_size: int) -> None:
     """Raise `SavableError` if the module `caller` is of a trainer that loses states.
 
     `behind` is the module that called `caller`. Composer calls a callback of the user, which calls the loader.
@@ -144,7 +144,7 @@ def refuse_trainer(caller: str, behind: str, world_size: int) -> None:
             raise _refusal(why, fix)
 
 
-def refuse_fetching_ahead(caller: str) -> None:
+def reject_fetching_ahead(caller: str) -> None:
     """Raise `SavableError` for a module of Lightning's Trainer, which fetches ahead.
 
     It also drops the saved state when it resumes from a checkpoint of an epoch's end.
@@ -154,13 +154,13 @@ def refuse_fetching_ahead(caller: str) -> None:
         raise _refusal(why, fix)
 
 
-def refuse_fit(caller: str) -> None:
+def reject_fit(caller: str) -> None:
     """Raise `SavableError` if Lightning's `fit` iterates, whose first save would fail."""
     frame = inspect.currentframe() if _modern_name(caller).startswith(_LIGHTNING) else None
     while frame is not None:
         module = _modern_name(frame.f_globals.get("__name__", ""))
         if module.startswith(f"{_LIGHTNING}.loops.") and module.endswith("_loop"):  # other loops are for evaluation
-            return refuse_fetching_ahead(caller) if module.endswith((".fit_loop", ".training_epoch_loop")) else None
+            return reject_fetching_ahead(caller) if module.endswith((".fit_loop", ".training_epoch_loop")) else None
         frame = frame.f_back
     return None
 
@@ -180,7 +180,7 @@ def warn_unsaved(caller: str, at: Position, *, restarts: bool) -> None:
     Raises `SavableError` for Lightning's `fit`. A loader that restarts, for evaluation, needs no state. If a state was
     loaded, something saves it.
     """
-    refuse_fit(caller)
+    reject_fit(caller)
     is_resumed = at.iterator == "loaded" or at.epoch or at.slot
     if is_resumed or restarts or caller.startswith("savable_pipeline."):
         return
@@ -198,7 +198,7 @@ def _warn(trainer: str, fix: str) -> None:
     )
 
 
-def refuse_dataset() -> NoReturn:
+def reject_dataset() -> NoReturn:
     """Raise AttributeError for a caller that would skip batches of a dataset."""
     raise AttributeError(
         "a SavableLoader has no dataset. Do not skip batches, because its state says where to resume (Hugging "
@@ -206,7 +206,7 @@ def refuse_dataset() -> NoReturn:
     )
 
 
-def refuse_items() -> NoReturn:
+def reject_items() -> NoReturn:
     """Raise TypeError for a caller that uses the loader as a dataset."""
     raise TypeError(
         "a SavableLoader is no dataset. Iterate over it instead of a DataLoader, or use sp.StatefulDataset with "
@@ -214,10 +214,10 @@ def refuse_items() -> NoReturn:
     )
 
 
-def refuse_samplers(*callers: str) -> None:
+def reject_samplers(*callers: str) -> None:
     """Raise TypeError if one of these modules, which call `len`, is of torch."""
     if any(caller.startswith("torch.utils.data.") for caller in callers):
-        refuse_items()
+        reject_items()
 
 
 def caller(up: int = 0) -> str:

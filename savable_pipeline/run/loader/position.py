@@ -168,12 +168,12 @@ class Position(msgspec.Struct, frozen=True):
 
     def decided(self, decisions: Decisions) -> Position:
         """Return this position with these decisions from the next step on."""
-        facts, over = replace(self.facts, decisions=decisions), self.previous
+        facts, finished = replace(self.facts, decisions=decisions), self.previous
         lanes = {lane: LanePosition(with_facts(at.state, facts), None) for lane, at in self.lanes.items()}
-        if over is not None:
-            over = replace(over, history=replace(over.history, decided_at=over.history.total))
+        if finished is not None:
+            finished = replace(finished, history=replace(finished.history, decided_at=finished.history.total))
         history = replace(self.history, decided_at=self.history.total) if self.history.batches else self.history
-        return replace(self, lanes=lanes, previous=over, facts=facts, end=self.slot, final=False, history=history)
+        return replace(self, lanes=lanes, previous=finished, facts=facts, end=self.slot, final=False, history=history)
 
     def next_epoch(self, epoch: int) -> Position:
         """Return the start of the following epoch, which the next iterator starts."""

@@ -191,7 +191,7 @@ class Prefetcher:
         if self._backend.fault and is_raised():
             self._is_fault_raised = True
 
-    def begin_anew(self) -> None:
+    def restart_workers(self) -> None:
         """End the workers. Batches yielded before no longer count."""
         self.reset()
         self._backend.fault, self._is_fault_raised = "", False

@@ -178,7 +178,7 @@ class Ranks:
             key: The name of the value.
             value: The value of this rank.
         """
-        store = self.sharing.store if self.sharing else group_store(self._find_group()) if self.can_talk else None
+        store = self.sharing.store if self.sharing else group_store(self._find_group()) if self.has_group else None
         if store is None:
             return value
         try:
@@ -190,7 +190,7 @@ class Ranks:
             raise
 
     @property
-    def can_talk(self) -> bool:
+    def has_group(self) -> bool:
         """Return whether there are other ranks, and a group to communicate with them."""
         return self.world_size > 1 and self._find_group() is not None
 

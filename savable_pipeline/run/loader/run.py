@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from msgspec.structs import replace
 
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.core.named_object import refuse_while_importing
+from savable_pipeline.core.named_object import reject_while_importing
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.run.engine.backend import Backend
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
@@ -133,7 +133,7 @@ class Run:
         return self._ends.yielded(self.position, self.epoch)
 
     def __iter__(self) -> Run:
-        refuse_while_importing()
+        reject_while_importing()
         at = self.position
         was_used = at.history.batches or at.previous is not None or at.slot
         if self.settings.restarts and at.iterator != "loaded" and was_used:
@@ -186,7 +186,7 @@ class Run:
         """Return the next batch to repeat, or None. It takes no slot."""
         if self._repeater is None:
             return None
-        at, vote = self.position, self._vote if self.agree is not None or self.ranks.can_talk else None
+        at, vote = self.position, self._vote if self.agree is not None or self.ranks.has_group else None
         if (requests := self._repeater.repeats(at, vote)) is None:
             return None
         self._check_once()
@@ -212,8 +212,10 @@ class Run:
                 observer.on_skip(self.position)
         if self.settings.epoch_slots is not None:
             slots = min(slots, remaining_slots(self.position, self.settings.epoch_slots))
-        over = self.position.previous  # the epoch whose last batch was yielded, but whose iterator has not ended yet
-        while slots and self.position.previous is over:
+        finished = (
+            self.position.previous
+        )  # the epoch whose last batch was yielded, but whose iterator has not ended yet
+        while slots and self.position.previous is finished:
             with self._process.moving():
                 _, self.position = self._step("skip", slots)
             slots -= self.ranks.world_size
@@ -256,10 +258,10 @@ class Run:
         """Raise ValueError or `SavableError` if this rank must not iterate."""
         if self._process.checked:
             return
-        refuse_while_importing()
+        reject_while_importing()
         self._process.check()
         self.ranks.check_world()
-        if self.agree is None and (self.ranks.can_talk or self.ranks.sharing):
+        if self.agree is None and (self.ranks.has_group or self.ranks.sharing):
             check_same_data(self.ranks, self.states.fingerprint, by_default=self.settings.by_default)
         if not (self._was_loaded or self.settings.restarts or self.position.epoch or self.position.slot):
             warn_unloaded()
@@ -327,7 +329,7 @@ class Run:
 
     def _move(self, position: Position) -> None:
         """Continue at a position whose lanes or decisions are not those of the prefetched batches."""
-        self.local.learn(position.facts)
+        self.local.use_facts(position.facts)
         self.prefetcher.restart()
         self._ends.forget()
         self.position = position
@@ -359,7 +361,7 @@ class Run:
         with self._process.moving(), _loading(self, state):
             loaded = self.states.loaded(state, allow)
             self._adopt(loaded, state)
-            self.prefetcher.begin_anew()
+            self.prefetcher.restart_workers()
             self._ends.forget()
             self.position, self._was_loaded, self._last_repeat = loaded, True, None
 
@@ -421,7 +423,7 @@ def _loading(run: Run, state: Mapping[str, Any]) -> Iterator[None]:
         if local.pinned != pinned:
             (run.states if "states" in before else local).pin(pinned)
         local.set_lanes(lanes)
-        local.learn(facts)
+        local.use_facts(facts)
         raise
 
 

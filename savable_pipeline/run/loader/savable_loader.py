@@ -153,7 +153,7 @@ class SavableLoader:
         """
         length = self._run.length()
         if length is None:
-            misuse.refuse_samplers(misuse.caller(), misuse.caller(up=1))
+            misuse.reject_samplers(misuse.caller(), misuse.caller(up=1))
             raise TypeError(
                 "the length of this loader is not known. Set epoch_slots=, or use epochs=1 without packing and "
                 "encoders with one_to_one = True."
@@ -161,7 +161,7 @@ class SavableLoader:
         return length
 
     def __getitem__(self, index: object) -> NoReturn:
-        misuse.refuse_items()
+        misuse.reject_items()
 
     def __bool__(self) -> bool:
         return True  # whether its length is known or not
@@ -170,7 +170,7 @@ class SavableLoader:
 
         def __getattr__(self, name: str) -> NoReturn:
             if name == "dataset":
-                misuse.refuse_dataset()
+                misuse.reject_dataset()
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def skip(self, slots: int) -> None:
@@ -194,7 +194,7 @@ class SavableLoader:
     def close(self) -> None:
         """Stop the workers and close the shards, after a last check of them.
 
-        To iterate again continues at the same slot.
+        Iterating again continues at the same slot.
 
         Raises:
             ShardError: A shard was overwritten while batches read from it were yielded. During another error this is
@@ -230,7 +230,7 @@ class SavableLoader:
             ShardError: A shard was overwritten while batches read from it were yielded. Without workers, this call
                 checks the shards. With workers, it raises what they have reported.
         """
-        misuse.refuse_trainer(misuse.caller(), misuse.caller(up=1), self._run.ranks.world_size)
+        misuse.reject_trainer(misuse.caller(), misuse.caller(up=1), self._run.ranks.world_size)
         self._run.check_not_ahead()
         return self._run.state_dict(lag)
 
@@ -258,7 +258,7 @@ class SavableLoader:
         return self.state_dict()
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """The same as `load_state_dict(state)`.
+        """Call `load_state_dict(state)`.
 
         Args:
             state: As for `load_state_dict`.
@@ -282,7 +282,7 @@ class SavableLoader:
         )
 
     def __savable_run__(self) -> Run:
-        """The run behind the loader, for `trainers`, `verify` and `testing`."""
+        """Return the run behind the loader, for `trainers`, `verify` and `testing`."""
         return self._run
 
     def reconfigure(

@@ -68,7 +68,7 @@ class LoaderSettings:
 
     @classmethod
     def of_loader(cls, pipeline: PipelineFunction, lanes: int | None, **settings: Any) -> LoaderSettings:
-        """The settings of a loader whose `lanes` may be None.
+        """Build the settings of a loader whose `lanes` may be None.
 
         Args:
             pipeline: The pipeline.

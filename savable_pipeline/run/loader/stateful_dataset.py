@@ -33,9 +33,9 @@ class StatefulDataset(IterableDataset[Any]):
     """Yields batches for `StatefulDataLoader(dataset, batch_size=None)`.
 
     It resumes exactly with the same number of workers and ranks (`SavableLoader` has no such limit). Each `iter()` of
-    the loader starts the next epoch. Making it opens the shards, and indexes them on first use: all its workers, in
-    each epoch, read the shards of that moment. Where the length of a finite run cannot be counted beforehand, its
-    workers cannot agree on the end: each ends with its own lanes.
+    the loader starts the next epoch. Creating it opens the shards, and indexes them on first use. All its workers read
+    these shards in each epoch, even if others are added later. If the length of a finite run cannot be counted in
+    advance, its workers cannot agree on the end, and each ends with its own lanes.
 
     Args:
         pipeline: A function that builds the stages of a lane.

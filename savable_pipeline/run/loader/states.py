@@ -49,7 +49,7 @@ from savable_pipeline.run.state.fingerprint import (
     stage_field,
     unpack_fingerprint,
 )
-from savable_pipeline.run.state.flights import ACKNOWLEDGE, refuse_flights
+from savable_pipeline.run.state.flights import ACKNOWLEDGE, reject_flights
 from savable_pipeline.run.state.lane_state import LaneState, damaged, pack_state, restoring, with_facts
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
@@ -113,7 +113,7 @@ class States:
         state_dict.check_flat(state)
         state_dict.reject_spans(state)
         if not self._settings.acknowledge:
-            refuse_flights(state)
+            reject_flights(state)
         with restoring("the state"):
             saved = unpack_fingerprint(state["fingerprint"])
             commits = commits_of(saved.addresses)
@@ -138,7 +138,7 @@ class States:
                     "shards joined this run at a later epoch, which on_iter='restart' cannot reach. Create a new "
                     "loader."
                 )
-            self._local.learn(loaded.facts)
+            self._local.use_facts(loaded.facts)
         return loaded
 
     def _read(
@@ -160,7 +160,7 @@ class States:
             facts = replace(facts, decisions=in_effect)
             state = {**state, **{name: with_facts(state[name], facts) for name in map(state_dict.lane_name, lanes)}}
             lanes = {number: replace(lane, more=None) for number, lane in lanes.items()}
-        differs = bool(differing) or changed or _may_be_cut_otherwise(facts, self._local.grown(facts), state["epoch"])
+        differs = bool(differing) or changed or _may_have_other_shares(facts, self._local.grown(facts), state["epoch"])
         slot, count, pad = state["slot"], self._settings.lanes, self._settings.pad
         changed = differs and slot > 0  # with larger batches, for example, a lane that had another batch may have none
         at = {
@@ -170,10 +170,10 @@ class States:
         return Position(self._ranks, count, pad, state["epoch"], slot, at, slot, **facts_and_more)
 
 
-def _may_be_cut_otherwise(facts: RunFacts, last: Stage, epoch: int) -> bool:
+def _may_have_other_shares(facts: RunFacts, last: Stage, epoch: int) -> bool:
     """Return whether the epoch may have been started with another `tail`, and so with other lane shares.
 
-    No setting has the tail.
+    The fingerprint does not contain the tail.
     """
     readers = (stage for stage in upstream(last) if isinstance(stage, RecordReader))
     by_tail = any(reader.shares_of(epoch).is_cut_by_tail for reader in readers)
@@ -308,7 +308,7 @@ def _begun(lanes: Mapping[int, LaneState], facts: RunFacts, local: LocalLanes) -
     """Return the last epoch that any lane has started of each reader, by its branch."""
     begun: dict[str, int] = {}
     for lane in lanes.values():
-        for reader in _readers(local.looked_at(lane, facts)).values():
+        for reader in _readers(local.lane_at(lane, facts)).values():
             branch = reader.info.branch
             begun[branch] = max(begun.get(branch, -1), reader.last_epoch_read)
     return begun

@@ -116,7 +116,7 @@ class Stats(Observer):
         )
 
     def _stage_shares(self) -> dict[str, float]:
-        """The fraction of each stage in the build time of batches, measured on some of them."""
+        """Return the fraction of each stage in the build time of batches, measured on some of them."""
         spent = {name[:-3]: number for name, number in self._counts.items() if name.endswith("/ns")}
         total = sum(spent.values())
         return {name: number / total for name, number in spent.items()} if total else {}

@@ -32,7 +32,7 @@ from typing import Any
 from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Ended
 from savable_pipeline.run.engine.process_host import ProcessConnection, ProcessHost, end_process
 from savable_pipeline.run.engine.sealed_job import PROCESS_NAME, SealedJob, begin_interpreter
-from savable_pipeline.run.engine.worker_main import be_quiet
+from savable_pipeline.run.engine.worker_main import ignore_job_signals
 from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agreement import unmet_requirements
 from savable_pipeline.run.transport import batch_pickle
@@ -208,7 +208,7 @@ _POLL_S = 0.005  # the same while a worker checks its shards on request
 
 def run_session(end: int, workers: int) -> None:
     """Run a session on the agent's channel until the trainer or the agent has gone."""
-    be_quiet()
+    ignore_job_signals()
     session = NodeSession(Channel(socket.socket(fileno=end), waits=False), workers)
     try:
         session.run()
@@ -227,7 +227,7 @@ class Relay:
         self.link = link
         self.worker: ProcessConnection | None = None  # None until the trainer has sent the shards to read
         self.is_checking = False  # whether the worker is checking its shards on request
-        self.over = False  # whether everything that the trainer needs is sent
+        self.is_done = False  # whether everything that the trainer needs is sent
         self._ends_by: float | None = None
         self._host = host
         self._reported = ""  # the fault that the trainer knows
@@ -288,7 +288,7 @@ class Relay:
 
     def forward_reports(self) -> None:
         """Forward reports of the worker; kill it if it takes too long to end."""
-        if self.worker is None or self.over:
+        if self.worker is None or self.is_done:
             return
         if (fault := self.worker.fault()) != self._reported:
             self._reported = fault
@@ -307,17 +307,17 @@ class Relay:
             pass
         worker, error = self.worker, None if how.error is None else str(how.error)
         last = (how.how, error, tuple(worker.working_on()), worker.stack(), worker.fault())
-        self.over = True
+        self.is_done = True
         worker.close()
         self.link.send(wire.ENDED, pickle.dumps(last))
 
     def close(self) -> None:
         """Close the connection and kill the worker."""
         self.link.close()
-        if self.worker is not None and not self.over:
+        if self.worker is not None and not self.is_done:
             self.worker.kill()
             self.worker.close()
-        self.over = True
+        self.is_done = True
 
 
 class NodeSession:
@@ -395,7 +395,7 @@ class NodeSession:
     def _relay(self, heard: list[ProcessConnection], ended: list[Ended]) -> None:
         ends = {id(each.worker): each for each in ended}
         for relay in self._relays:
-            if relay.worker is None or relay.over:
+            if relay.worker is None or relay.is_done:
                 continue
             with contextlib.suppress(OSError):  # the trainer's end is closed, which `_serve_trainers` will notice
                 if relay.worker in heard:

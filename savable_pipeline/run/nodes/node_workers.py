@@ -183,7 +183,7 @@ class NodeAgent:
         while True:
             self._agent.step()
 
-    def where(self) -> tuple[str, bytes]:
+    def address_and_key(self) -> tuple[str, bytes]:
         """Return the agent's address and key."""
         return self._agent.address, self._key
 
@@ -235,7 +235,7 @@ class RayNodes:
                     self._ray.remote(NodeAgent).options(name=name, **self._options).remote(self._workers)
                 )
             if number not in self._asked:
-                self._asked[number] = self._actors[number].where.remote()
+                self._asked[number] = self._actors[number].address_and_key.remote()
 
     def wait(self) -> None:
         """Wait for the least number of nodes, or raise `WorkerError` after a timeout."""

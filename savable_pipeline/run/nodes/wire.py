@@ -144,7 +144,7 @@ class Link:
     """
 
     def __init__(self, end: socket.socket, secret: Secret, memory: ReusedMemory | None = None) -> None:
-        be_live(end)
+        enable_keepalive(end)
         end.setblocking(False)
         self._socket = end
         self._secret = secret
@@ -316,7 +316,7 @@ def header_code(key: bytes, header: Buffer) -> bytes:
     return hmac.digest(key[:32], header, "sha256")[:CODE_BYTES]
 
 
-def be_live(end: socket.socket) -> None:
+def enable_keepalive(end: socket.socket) -> None:
     """Send small messages at once, and let the system probe a silent machine.
 
     The system answers for a process that is suspended or busy. So only a lost machine or network ends the connection.

@@ -203,8 +203,8 @@ def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[st
     if "stages" in differing:  # skip the settings of stages that only one side has
         shared = set(before) & set(after) | _OF_THE_RUN
         differing = [name for name in differing if name in shared]
-    differing = [name for name in differing if not _follows(name, differing, current)]
-    for name in [name for name in differing if _comes_or_goes(name, before, after, current)]:
+    differing = [name for name in differing if not _may_differ_with_another(name, differing, current)]
+    for name in [name for name in differing if _only_warns(name, before, after, current)]:
         log.warning("%s: %s", name, _difference(name, before, after, current))
         differing.remove(name)
     refused = [name for name in differing if not {name, _base(name), _rule(name, current).allowed_by} & allowed]
@@ -233,21 +233,19 @@ def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], cur
     return bool(before.get(name) != after.get(name) or (name in current.required and name not in before))
 
 
-def _comes_or_goes(
-    name: str, before: Mapping[str, Any], after: Mapping[str, Any], current: PipelineFingerprint
-) -> bool:
+def _only_warns(name: str, before: Mapping[str, Any], after: Mapping[str, Any], current: PipelineFingerprint) -> bool:
     rule = _rule(name, current)
-    return bool(rule.comes) and (name not in before or (name not in after and rule.goes))
+    return bool(rule.warns_if_added) and (name not in before or (name not in after and rule.warns_if_removed))
 
 
 def _rule(name: str, current: PipelineFingerprint) -> SettingRule:
     return current.rules.get(name.partition("#")[0], _NO_RULE)
 
 
-def _follows(name: str, differing: list[str], current: PipelineFingerprint) -> bool:
+def _may_differ_with_another(name: str, differing: list[str], current: PipelineFingerprint) -> bool:
     """Return whether a field differs only because one of these settings differs."""
     prefix, rule = name.rpartition(".")[0], current.rules.get(name, _NO_RULE)
-    return any(f"{prefix}.{cause}" in differing for cause in rule.follows)
+    return any(f"{prefix}.{cause}" in differing for cause in rule.may_differ_with)
 
 
 def stage_field(stage: Stage, setting: str) -> str:
@@ -332,7 +330,7 @@ def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], 
     saved, value = before.get(name), after.get(name)
     if name in current.required and name not in before and value is None:
         return "not in the state, here None"
-    why = _rule(name, current).fixed or _rule(name, current).comes
+    why = _rule(name, current).fixed or _rule(name, current).warns_if_added
     cause = f" ({why})" if why else ""
     if name in current.shards:
         shards = current.shards[name]

@@ -210,7 +210,7 @@ def without_flights(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: 0 if name == ACKNOWLEDGE else each for name, each in state.items() if name not in own}
 
 
-def refuse_flights(state: Mapping[str, Any]) -> None:
+def reject_flights(state: Mapping[str, Any]) -> None:
     """Raise `CheckpointMismatchError` for batches in flight, which would be lost."""
     number = sum(map(bool, read_flights(state).values()))
     if number:

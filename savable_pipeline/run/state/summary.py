@@ -200,7 +200,7 @@ def _differing(
 
 
 def _pair(name: str, left: Any, right: Any) -> tuple[str, str]:
-    """Format two differing values as short text; of lists of refs, the first that differs."""
+    """Format two differing values as short texts. For lists of refs, they show the first refs that differ."""
     if name.endswith(".refs") and isinstance(left, bytes) and isinstance(right, bytes):
         mine, theirs = np.frombuffer(left, REF), np.frombuffer(right, REF)
         for i, (one, other) in enumerate(zip(mine, theirs, strict=False)):

@@ -254,9 +254,9 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
     def _end_sources(self, ended: set[str]) -> None:
         """Set which sources have ended. `_active` has the others with a weight, and is empty if the Blend has ended."""
-        over = bool(ended) and self.until == "first"
+        is_over = bool(ended) and self.until == "first"
         self._ended = ended
-        self._active = [] if over else [name for name in self._on if name not in ended]
+        self._active = [] if is_over else [name for name in self._on if name not in ended]
         if self._current_turns is not None:
             self._before += self._current_turns.taken
         self._current_turns = None

@@ -126,7 +126,7 @@ def source_at(files: Names, kind: str, lane: Lane, cache: Cache = (None, None), 
 
 
 def _number_of(store: RecordStore, lane: Lane) -> int:
-    """Number the stores with one address in the order in which readers were built, which is equal in all processes."""
+    """Return the number of a store among those with its address. Readers are built in one order in all processes."""
     stores: list[RecordStore] = lane.shared(("stores", store.address), list)
     if not any(each is store for each in stores):
         stores.append(store)

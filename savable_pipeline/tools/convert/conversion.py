@@ -215,7 +215,7 @@ def run_conversion(
             output = replace(output, folder=output.folder.absolute())
         _check_reshard(source, reshard)
         _check_apart(source.path, output.folder if output.bucket is None else output.bucket.url)
-        _refuse_other_shards(output)
+        _reject_other_shards(output)
         wanted = None if keys is None else frozenset(keys)
         if wanted is not None and not wanted:
             raise ValueError("keys= is empty. Name the samples to take, or pass None for all")
@@ -243,7 +243,7 @@ def _check_reshard(source: ConversionSource, reshard: bool) -> None:
     """
     if source.form == TARS and not source.packed and not reshard:
         raise ValueError(
-            f'{source.path}: tars need no conversion. Read them by sp.TarShardReader("{source.path}", lane), or pass '
+            f'{source.path}: tars need no conversion. Read them by sp.read("{source.path}"), or pass '
             "--reshard for other sizes, parts, keys or splits"
         )
     if reshard and source.form != TARS:
@@ -348,7 +348,7 @@ def _check_apart(source: str, target: Path | str) -> None:
             raise ValueError(f"{target} and {source} must not contain each other. Convert into another folder")
 
 
-def _refuse_other_shards(output: Target) -> None:
+def _reject_other_shards(output: Target) -> None:
     """Raise `SavableError` for shards that `savable convert` did not write."""
     folder = output.folder
     if folder.exists() and not folder.is_dir():

@@ -40,7 +40,7 @@ from savable_pipeline.tools.convert.source import ConversionSource
 from savable_pipeline.tools.convert.target import Target
 
 _MOST = 1.15  # small shards are joined above this multiple of the fewest possible
-_SHARED = 1.1  # a warning above this multiple of the bytes of the files that records name
+_MUCH_REPEATED = 1.1  # a warning above this multiple of the bytes of the files that records name
 _COUNTED = re.compile(r"[0-9._-]{3,}")  # numbered parts of a large dataset, and dates
 
 
@@ -173,7 +173,7 @@ def _warnings(
     source: ConversionSource, found: Prepared, options: Options, samples: int, statistics: Statistics
 ) -> list[str]:
     """Return warnings about samples that differ from the others, and about ambiguous names."""
-    warnings = [*_shared(statistics), *found.warnings]
+    warnings = [*_repeated_files(statistics), *found.warnings]
     if statistics.renamed:
         keys = counted(statistics.renamed, "key")
         warnings.append(f"{keys} had dots, which become _ in tars: {statistics.example}")
@@ -196,15 +196,14 @@ def _warnings(
     return warnings
 
 
-def _shared(found: Statistics) -> list[str]:
+def _repeated_files(found: Statistics) -> list[str]:
     """Return a warning if several records name one file, because each stores its bytes."""
     factor = found.used_bytes / max(1, found.file_bytes)
-    if factor < _SHARED:
+    if factor < _MUCH_REPEATED:
         return []
     return [
-        f"{found.uses:,} uses of {found.files:,} files: those that several records name are stored with each, which "
-        f"takes {factor:.1f} times their {human_bytes(found.file_bytes)}; put all of one file into one record to store "
-        "it once"
+        f"{found.uses:,} uses of {found.files:,} files: each record stores its own copies, which takes {factor:.1f} "
+        f"times the {human_bytes(found.file_bytes)} of the files. Join the records of a file to store it once"
     ]
 
 

@@ -97,7 +97,7 @@ def _sigterm_exits() -> Iterator[None]:
 
 
 def serve_ranges(connection: Connection, jobs: Iterator[RangeJob], work: str) -> None:
-    """Do one job after another; sends what was written, or the error."""
+    """Run jobs in the child process, and send the result or error of each."""
     fcntl.flock(os.open(work, os.O_RDONLY), fcntl.LOCK_SH)  # stays open until the process ends
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the conversion was killed
         for job in jobs:

@@ -1,10 +1,10 @@
 """`ShardWriter`: shards that a program writes, and resumes after a kill.
 
     out/000000.tar  000000.tar.idx            finished, and safe
-    out/.nv-meta/savable.writer/000001.tar    the one that is written      ─ renamed when it is full ─▶  out/000001.tar
+    out/.nv-meta/savable.writer/000001.tar    unfinished                   ─ renamed when it is full ─▶  out/000001.tar
     out/.nv-meta/savable.writer/000000.tar.index   its rows of the index, until they are joined
-    out/.nv-meta/savable.writer/settings.json      what a writer that goes on must agree with
-    out/.nv-meta/savable.writer/open               there until the writer has ended: readers warn
+    out/.nv-meta/savable.writer/settings.json      must equal those of a writer that continues
+    out/.nv-meta/savable.writer/open               exists until the writer has finished: readers warn
 
 With `part=(3, 16)` the names start with `00003-of-00016-`, and no two processes write one file.
 """
@@ -143,7 +143,7 @@ class ShardWriter:
         self._prefix = "" if part is None else f"{part[0]:05d}-of-{part[1]:05d}-"
         self._open_mark = self._work / f"{self._prefix}{OPEN}"
         self._ended = ""  # why nothing can be written any more
-        self._refuse_others()
+        self._reject_other_origins()
         self._work.mkdir(parents=True, exist_ok=True)
         self._lock, lock = contextlib.ExitStack(), self._work / f"{self._prefix}lock"
         lock.touch()
@@ -247,7 +247,7 @@ class ShardWriter:
     def _name(self, number: int) -> str:
         return f"{self._prefix}{number:06d}.tar"
 
-    def _refuse_others(self) -> None:
+    def _reject_other_origins(self) -> None:
         """Raise `SavableError` for shards of another origin."""
         written = any(self._work.glob("*settings.json"))
         if (self._folder / MANIFEST).exists() or (not written and any(self._folder.glob("*.tar"))):

@@ -96,7 +96,7 @@ def _mime_type(part: str) -> str:
 
 
 def _whole_player(sample: Sample, part: str, kind: str, room: Room) -> Player | None:
-    """A player of the whole part; None where it is too large, or of a format that browsers do not play."""
+    """Return a player of the whole part, or None if it is too large or browsers do not play its format."""
     played = _mime_type(part).partition("/")[2]
     if not played or room.excerpt <= 0:
         return None

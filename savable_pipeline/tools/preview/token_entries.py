@@ -110,7 +110,7 @@ def tokens_entry(
 
 
 def _sequences(tokens: NDArray[Any], fields: Mapping[str, Any]) -> _Sequences:
-    """Find out which tokens have a loss, and where documents begin."""
+    """Find out which tokens contribute to the loss, and where documents start."""
     labels, mask = _matching(tokens, fields, _LABELS), _matching(tokens, fields, _LOSS_MASKS)
     begins, beyond = _document_starts(tokens, fields), np.zeros(tokens.shape, dtype=bool)
     if labels is None and mask is None:

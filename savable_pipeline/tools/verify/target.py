@@ -18,9 +18,9 @@ def load_target(
 ) -> LoaderSettings:
     """Return the settings of the loader, function or pipeline that `target` names.
 
-    A function without arguments must build a `SavableLoader`. A loader is closed. `seed` and `lanes` are for a
-    pipeline, which is a function of a lane. Without default lanes, it has as many as in a loader. Raises ValueError for
-    anything else.
+    A function without arguments must build a `SavableLoader`, which is then closed. `seed` and `lanes` apply only to a
+    pipeline, which is a function of a lane. By default it has `default_lanes` lanes, or if that is None, as many as in
+    a loader. Raises ValueError for any other target.
     """
     found = named_object(target)
     if not isinstance(found, SavableLoader):
@@ -30,7 +30,7 @@ def load_target(
                 return replace(settings_of(loader), ranks=None)
         found = found()
     if not isinstance(found, SavableLoader):
-        raise ValueError(f"{target} gave a {type(found).__name__}; it must give a SavableLoader")
+        raise ValueError(f"{target} returned a {type(found).__name__}. It must return a SavableLoader")
     if seed is not None or lanes is not None:
         raise ValueError(f"{target} is a loader, which has its own seed and lanes; they are for a pipeline function")
     with found:

@@ -9,7 +9,7 @@ import io
 import json
 import pickle
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -257,6 +257,25 @@ def test_part_that_is_not_media_is_reported_with_its_sample_and_shard(film: sp.S
         film.video("bad.mp4")
     with pytest.raises(KeyError, match="absent"):
         film.read_from(sp.Sample.__reduce__(film)[1][0]).video("absent")  # a pickled one opens its parts too
+
+
+@pytest.mark.parametrize(
+    ("part", "data", "get"),
+    [
+        ("json", b'{"a": ', sp.Sample.json),
+        ("txt", b"caf\xe9", sp.Sample.text),
+        ("png", b"no image", sp.Sample.image),
+        ("npy", b"\x93NUMPY cut", lambda sample: sample.array("npy")),
+        ("json.gz", b"no gzip", lambda sample: sample.json("json.gz")),
+    ],
+)
+def test_error_of_decoding_has_a_note_that_names_part_and_sample(
+    tmp_path: Path, part: str, data: bytes, get: Callable[[sp.Sample], Any]
+) -> None:
+    write_tar(tmp_path / "0.tar", [(f"s0.{part}", data)])
+    with pytest.raises(Exception) as caught:
+        get(sp.open_dataset(tmp_path)[0])
+    assert caught.value.__notes__ == [f"in part {part!r} of sample 's0' of 0.tar"]
 
 
 def test_many_clips_leave_no_file_open(film: sp.Sample) -> None:

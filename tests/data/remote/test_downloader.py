@@ -42,7 +42,9 @@ def downloader_of(dataset: Dataset) -> Downloader:
     return files.files.remote.session.connected()
 
 
-def test_run_continues_with_a_new_downloader(server: ToyServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_suspended_downloader_is_replaced_and_the_run_continues(
+    server: ToyServer, caplog: pytest.LogCaptureFixture
+) -> None:
     data = sp.open_dataset(f"{server.url}/shards/")
     data[0].json()
     os.kill(downloader_of(data.dataset).pid, signal.SIGSTOP)

@@ -85,7 +85,7 @@ def test_glob_and_list_are_resolved_in_buckets() -> None:
         ("https://h/a.tar?token=1", "a URL with a query"),
     ],
 )
-def test_what_cannot_be_read_is_an_error(shards: Any, message: str) -> None:
+def test_unsupported_urls_and_mixed_lists_are_an_error(shards: Any, message: str) -> None:
     with pytest.raises(sp.ShardError, match=message):
         is_remote(shards)
 

@@ -176,7 +176,7 @@ def test_samples_are_grouped_like_by_webdataset(entries: list[tuple[str, str, by
 
 @pytest.mark.skipif(not shutil.which("tar"), reason="there is no tar command")
 @pytest.mark.parametrize("format", ["v7", "oldgnu", "gnu", "ustar", "posix"])
-def test_the_tar_command_and_we_agree(tmp_path: Path, format: str) -> None:
+def test_tars_of_the_tar_command_have_the_written_samples(tmp_path: Path, format: str) -> None:
     inside = tmp_path / "in"
     names = [
         "a.json",

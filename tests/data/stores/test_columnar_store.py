@@ -338,7 +338,7 @@ def test_compressed_arrow_batches_are_decoded_once_into_the_cache(tmp_path: Path
     assert store.blocks.decoded == 2 and store.blocks.bytes > 100_000
 
 
-def test_dictionaries_are_rejected_with_what_to_do(tmp_path: Path) -> None:
+def test_dictionary_columns_are_rejected_with_a_fix(tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow", pa.table({"a": pa.array(["x"]).dictionary_encode()}))
     with pytest.raises(sp.ShardError, match=r"dictionary-encoded .*`column\.dictionary_decode\(\)`"):
         open_store(path, format="arrow")
@@ -360,7 +360,7 @@ def test_save_to_disk_folder_is_read_by_its_listed_files(tmp_path: Path) -> None
     assert [entry.name for entry in open_store(tmp_path / "saved", format="arrow").entries] == names
 
 
-def test_of_several_splits_one_must_be_named(tmp_path: Path) -> None:
+def test_folder_of_several_splits_is_rejected_unless_one_is_named(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(sp.ShardError, match=r"2 splits, test, train. Read the folder of one, such as train"):

@@ -72,7 +72,7 @@ def read(reader: Any, folder: Path, on_error: str) -> tuple[list[str], dict[str,
 
 @pytest.mark.parametrize("indexed", [False, True], ids=["new", "indexed"])
 @pytest.mark.parametrize("kind", STORES)
-def test_damage_names_the_file_and_skip_loses_nothing_else(tmp_path: Path, kind: str, indexed: bool) -> None:
+def test_error_of_a_damaged_file_names_it_and_skip_loses_nothing_else(tmp_path: Path, kind: str, indexed: bool) -> None:
     write, reader, name = STORES[kind]
     shard = name.replace(".idx", ".bin")
     for damage, damaged in DAMAGES.items():

@@ -190,6 +190,11 @@ def test_table_or_file_changed_during_a_run_is_an_error(photos: Path) -> None:
         ("a.csv", "a,b\n", "no row below the column names"),
         ("a.json", '[{"n": 1}, {"n"', "not a whole list of objects"),
         ("a.json", '{"n": 1}', "not a whole list of objects"),
+        (
+            "a.json",
+            '{"version": 1, "n": [1], "data": [{"n": 1}]}',
+            r"got `object`\. Write the list in its field 'data' alone",
+        ),
     ],
 )
 def test_invalid_table_is_an_error_with_its_position(tmp_path: Path, name: str, text: str, told: str) -> None:

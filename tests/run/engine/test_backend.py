@@ -118,7 +118,7 @@ def test_lane_can_get_more_requests_and_skips(backend: Backend) -> None:
     assert ask(last.state, "peek").more is False and ask(last.state).dry
 
 
-def test_a_backend_that_has_nothing_to_report_reports_nothing(backend: Backend) -> None:
+def test_backend_of_unchanged_shards_raises_nothing_in_its_final_check(backend: Backend) -> None:
     backend.verify_delivered()
     backend.start()
     backend.answer(backend.request(0, fresh(0)))

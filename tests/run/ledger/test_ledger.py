@@ -342,7 +342,7 @@ class Meeting:
 @pytest.fixture
 def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting()
-    monkeypatch.setattr(Ranks, "can_talk", True)
+    monkeypatch.setattr(Ranks, "has_group", True)
     monkeypatch.setattr(Ranks, "agree", lambda ranks, value, smallest: meeting.largest(ranks, value, smallest=smallest))
     monkeypatch.setattr(Ranks, "gather", lambda ranks, value: meeting.said(ranks, value))
 

@@ -296,7 +296,7 @@ def _open(state: dict[str, Any]) -> dict[int, list[int]]:
     return {each.batch: [row for row in range(each.rows) if each.open >> row & 1] for each in flights}
 
 
-def test_again_yields_only_the_requested_rows_before_prefetched_batches(shards: str) -> None:
+def test_requeued_rows_are_yielded_alone_before_prefetched_batches(shards: str) -> None:
     with loader(partial(counted_pipeline, shards, size=3)) as own:
         given = [next(own) for _ in range(4)]
         own.requeue([(1, 2), (0, 0), (1, 0), (99, 0)])

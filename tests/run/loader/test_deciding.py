@@ -185,9 +185,7 @@ def test_a_thousand_steps_with_fifty_decisions_are_replayed(shards: Path, policy
     assert over_ranks(shards, plan, 1000, draw, policy=policy) == expected
 
 
-def test_workers_that_are_killed_replay_a_ledger_of_decisions_and_it_makes_their_batches_again(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_killed_workers_replay_decisions_and_the_ledger_rebuilds_their_batches(shards: Path, tmp_path: Path) -> None:
     plan = plan_of(random.Random(1), 24, 4)
     expected = straight(shards, plan, 24)
     settings = {"num_workers": 2, "ledger": tmp_path, "workers": sp.Workers(timeout=60.0)}
@@ -558,7 +556,7 @@ def forged(body: Any) -> bytes:
 @pytest.mark.parametrize("other", ["from slot 7 on: a=2", "ValueError: decide: pass weights="])
 def test_different_decisions_of_communicating_ranks_are_an_immediate_error(shards: Path, other: str) -> None:
     class Talking(Ranks):
-        can_talk = True
+        has_group = True
 
         def gather(self, value: Any) -> list[Any]:
             return [value, (other, 1)]

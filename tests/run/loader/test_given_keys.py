@@ -98,7 +98,7 @@ def check_seen(at: Path, slots: dict[str, int], rest: list[str], *more: str) -> 
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_each_yielded_key_has_its_slot_and_others_have_none(
+def test_ledger_finds_the_slot_of_each_yielded_key_and_none_for_others(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_all(tmp_path)
@@ -150,7 +150,7 @@ def test_data_that_moved_is_named_and_other_data_are_rejected(tmp_path: Path) ->
     assert code == 2 and "not the samples of the run" in lines[0]
 
 
-def test_later_files_change_no_answer(tmp_path: Path) -> None:
+def test_files_added_after_a_run_change_no_answer_of_its_ledger(tmp_path: Path) -> None:
     write_all(tmp_path)
     slots, rest = given_keys(tmp_path, "jsonl")
     (tmp_path / "jsonl" / "1.jsonl").write_text('{"name": "new", "text": "x"}\n')

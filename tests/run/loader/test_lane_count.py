@@ -86,7 +86,7 @@ def test_300_photos_in_batches_of_32_all_come_in_full_batches(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("epochs", [None, 1, 3])
-def test_split_subset_and_exclude_count(tmp_path: Path, epochs: int | None) -> None:
+def test_number_of_lanes_follows_from_the_samples_after_subset_and_exclude(tmp_path: Path, epochs: int | None) -> None:
     data = write_numbers(tmp_path / "data", 500)
     sample = next(iter(sp.read(data)))
     exclude = tmp_path / "exclude.txt"
@@ -103,7 +103,7 @@ def test_split_subset_and_exclude_count(tmp_path: Path, epochs: int | None) -> N
     assert lanes_of(numbers(data, 2, epochs=epochs, subset=0.5, exclude=exclude)) == few  # 50 batches
 
 
-def test_half_an_epoch_counts_as_half(tmp_path: Path) -> None:
+def test_half_an_epoch_has_fewer_lanes_than_a_whole_one(tmp_path: Path) -> None:
     data = write_numbers(tmp_path / "data", 500)
     assert (lanes_of(numbers(data, 2, epochs=2.5)), lanes_of(numbers(data, 2, epochs=0.5))) == (24, 8)
 
@@ -191,7 +191,7 @@ def test_a_run_resumes_on_other_ranks_and_workers(tmp_path: Path, epochs: int | 
     assert found == expected and len(found) == 96
 
 
-def test_an_evaluation_repeats_itself(tmp_path: Path) -> None:
+def test_evaluation_with_data_set_lanes_repeats_the_same_batches(tmp_path: Path) -> None:
     pipeline = numbers(write_numbers(tmp_path / "data", 300), 32, epochs=1)
     with sp.SavableLoader(pipeline, seed=7, on_iter="restart") as loader:
         first, second = ([batch.tolist() for batch in loader] for _ in range(2))
@@ -219,7 +219,7 @@ def test_ranks_that_do_not_divide_the_default_are_an_error_that_names_the_next_n
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_the_lanes_of_a_state_win(tmp_path: Path, started: bool) -> None:
+def test_lanes_of_a_loaded_state_replace_those_set_by_the_data(tmp_path: Path, started: bool) -> None:
     pipeline = numbers(write_numbers(tmp_path / "data", 400), 4)
     with sp.SavableLoader(pipeline, seed=7, lanes=6) as own:
         next_batches(own, 10)
@@ -241,7 +241,7 @@ def test_a_state_sets_the_lanes_where_the_default_is_96(tmp_path: Path) -> None:
         assert next(loader).tolist() == next(own).tolist()
 
 
-def test_own_lanes_and_others_in_a_state_are_an_error(tmp_path: Path) -> None:
+def test_state_with_other_lanes_than_the_argument_is_an_error(tmp_path: Path) -> None:
     pipeline = numbers(write_numbers(tmp_path / "data", 400), 4)
     state = sp.SavableLoader(pipeline, seed=7).state_dict()
     with pytest.raises(sp.CheckpointMismatchError, match="lanes"):
@@ -249,7 +249,7 @@ def test_own_lanes_and_others_in_a_state_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_load_that_fails_changes_nothing(tmp_path: Path, started: bool) -> None:
+def test_failed_load_changes_neither_lanes_nor_position(tmp_path: Path, started: bool) -> None:
     data = write_numbers(tmp_path / "data", 400)
     with sp.SavableLoader(numbers(data, 4), seed=7, lanes=6) as own:
         next_batches(own, 10)

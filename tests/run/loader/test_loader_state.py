@@ -393,7 +393,7 @@ def test_exchanged_lanes_are_detected(pipeline: Any) -> None:
         loader(pipeline).load_state_dict({**state, "lane_00001": state["lane_00002"]})
 
 
-def test_saving_asks_no_worker_anything(make_shards: Any) -> None:
+def test_saving_sends_no_request_to_workers(make_shards: Any) -> None:
     """With all workers dead the state is the one before."""
     pipeline = partial(number_pipeline, str(make_shards([60])))
     with loader(pipeline, 2) as own:

@@ -92,7 +92,7 @@ def test_the_first_rank_does_not_wait_for_the_network(make_shards: MakeShards, m
         assert run_in_threads(rest) == [expected[3:], expected[1:]]
 
 
-def test_the_bytes_pass_once_a_machine(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_a_batch_are_sent_once_per_machine(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = make_shards([40, 40, 40])
     with closing(peer_loaders(shards, 4)) as found:
         on_machines(found, partial(take_some, 2), [0, 1, 1, 1], monkeypatch)

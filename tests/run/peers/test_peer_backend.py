@@ -120,7 +120,7 @@ def segments_of(loader: sp.SavableLoader) -> set[Any]:
     return set(run_of(loader).backend._upstream.reader.segments._segments)  # type: ignore[attr-defined]
 
 
-def test_a_descriptor_passes_once(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptor_of_a_segment_is_sent_once(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed, send = [], Channel.send
 
     def counting(channel: Channel, message: bytes, descriptors: Any = ()) -> None:
@@ -144,7 +144,7 @@ def test_segments_of_a_dead_worker_are_unmapped(shards: Path) -> None:
         assert before and not before & segments_of(found[1])
 
 
-def test_the_first_asks_for_less_while_a_peer_is_behind(shards: Path) -> None:
+def test_first_rank_requests_less_while_a_peer_is_behind(shards: Path) -> None:
     with closing(peer_loaders(shards, 2, num_workers=2)) as found:  # each of which may be two batches ahead
         on_each(found, lambda loader: next_hashes(loader, 1))
         backend = run_of(found[0]).backend
@@ -156,7 +156,7 @@ def test_the_first_asks_for_less_while_a_peer_is_behind(shards: Path) -> None:
         assert backend.capacity == 4
 
 
-def test_only_the_first_builds(shards: Path) -> None:
+def test_only_the_first_rank_builds_batches(shards: Path) -> None:
     with closing(peer_loaders(shards, 3, num_workers=2)) as found:
         on_each(found, lambda loader: next_hashes(loader, 3))
         assert [loader.stats()["num_workers"] for loader in found] == [2, 0, 0]
@@ -231,7 +231,7 @@ def test_a_closed_loader_continues_when_all_are_closed(shards: Path) -> None:
         assert on_each(found, train) == [next_hashes(unshared_loader(shards), 7)] * 2
 
 
-def test_calls_may_differ_by_prefetch(shards: Path) -> None:
+def test_peers_may_prefetch_different_numbers_of_batches(shards: Path) -> None:
     """After the first batch, the first rank takes two more before the other one takes any, and ends before it."""
     expected = next_hashes(unshared_loader(shards), 4)
     with closing(peer_loaders(shards, 2, num_workers=1)) as found:
@@ -330,7 +330,7 @@ def test_an_error_of_the_encoder_is_raised_on_all_and_may_be_repeated(
         assert on_each(found, train) == [expected] * 2
 
 
-def test_a_peer_that_does_not_come_is_named(shards: Path) -> None:
+def test_peer_that_does_not_connect_is_named(shards: Path) -> None:
     with closing(peer_loaders(shards, 3, workers=sp.Workers(timeout=6))) as found:
         on_each(found, lambda loader: loader.state_dict())  # so that both come in time
         errors = on_each(found[:2], next)
@@ -350,7 +350,7 @@ def test_a_peer_that_takes_no_batches_is_named(shards: Path) -> None:
     assert next_hashes(resumed, 3) == next_hashes(unshared_loader(shards), 4)[1:]
 
 
-def test_a_loader_that_was_closed_on_one_rank_is_named(shards: Path) -> None:
+def test_rank_that_closed_its_loader_is_named(shards: Path) -> None:
     with closing(peer_loaders(shards, 2)) as found:
         on_each(found, next)
         found[0].close()
@@ -414,7 +414,7 @@ def test_acknowledging_loader_is_rejected_by_peers(shards: Path) -> None:
         peer_loaders(shards, 2, acknowledge=True)
 
 
-def test_only_the_first_writes_the_ledger(shards: Path, tmp_path: Path) -> None:
+def test_only_the_first_rank_writes_the_ledger(shards: Path, tmp_path: Path) -> None:
     with closing(peer_loaders(shards, 2, ledger=tmp_path / "ledger")) as found:
         on_each(found, lambda loader: next_hashes(loader, 3))
         on_each(found, lambda loader: loader.state_dict())

@@ -27,7 +27,9 @@ def shared() -> tuple[SegmentWriter, SegmentReader, SegmentReader]:
     return writer, first, second
 
 
-def test_it_is_reused_once_both_are_free(shared: tuple[SegmentWriter, SegmentReader, SegmentReader]) -> None:
+def test_segment_is_reused_once_both_readers_are_free(
+    shared: tuple[SegmentWriter, SegmentReader, SegmentReader],
+) -> None:
     writer, first, second = shared
     views = [np.frombuffer(reader.read(1, [(64, 3)])[0], np.uint8) for reader in (first, second)]
     del views[0]
@@ -37,7 +39,7 @@ def test_it_is_reused_once_both_are_free(shared: tuple[SegmentWriter, SegmentRea
     assert 1 in (writer.write([memoryview(b"c" * 3)]).segment, writer.write([memoryview(b"d" * 3)]).segment)
 
 
-def test_writes_are_private_and_gone_with_the_batch(
+def test_writes_to_a_batch_are_private_and_dropped_with_it(
     shared: tuple[SegmentWriter, SegmentReader, SegmentReader],
 ) -> None:
     writer, first, second = shared
@@ -49,7 +51,7 @@ def test_writes_are_private_and_gone_with_the_batch(
     assert bytes(first.read(1, [(64, 3)])[0]) == b"bbb"
 
 
-def test_pages_that_nobody_wrote_stay_mapped(shared: tuple[SegmentWriter, SegmentReader, SegmentReader]) -> None:
+def test_unwritten_pages_of_a_segment_stay_mapped(shared: tuple[SegmentWriter, SegmentReader, SegmentReader]) -> None:
     _, first, _ = shared
     data = first._segments[1].data
     mine = np.frombuffer(first.read(1, [(64, 8192)])[0], np.uint8)
@@ -69,17 +71,17 @@ def pages_of(data: Any) -> Any:
         return np.frombuffer(os.pread(file.fileno(), 24, address // mmap.PAGESIZE * 8), np.uint64)
 
 
-def test_writes_are_gone_where_the_system_does_not_say_what_was_written(
+def test_writes_to_a_batch_are_dropped_if_the_system_cannot_list_written_pages(
     shared: tuple[SegmentWriter, SegmentReader, SegmentReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError
 
     monkeypatch.setattr(segments.os, "pread", fail)
-    test_writes_are_private_and_gone_with_the_batch(shared)
+    test_writes_to_a_batch_are_private_and_dropped_with_it(shared)
 
 
-def test_that_of_a_lost_reader_is_free(shared: tuple[SegmentWriter, SegmentReader, SegmentReader]) -> None:
+def test_segment_of_a_lost_reader_is_free(shared: tuple[SegmentWriter, SegmentReader, SegmentReader]) -> None:
     writer, first, _ = shared
     first.read(1, [(64, 3)])
     assert writer.write([memoryview(b"b" * 3)]).segment == 2
@@ -87,7 +89,7 @@ def test_that_of_a_lost_reader_is_free(shared: tuple[SegmentWriter, SegmentReade
     assert writer.write([memoryview(b"c" * 3)]).segment == 1
 
 
-def test_one_that_was_viewed_in_a_fork_is_never_reused(
+def test_segment_viewed_in_a_fork_of_a_reader_is_never_reused(
     shared: tuple[SegmentWriter, SegmentReader, SegmentReader],
 ) -> None:
     writer, first, second = shared

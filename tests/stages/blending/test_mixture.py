@@ -346,7 +346,7 @@ splits:
     assert of_each(mixture.samples(sp.Lane(), block_size=1), 800) == {"a": 300, "b": 100, "c": 400}
 
 
-def test_blend_epochized_gives_repetitions_which_multiply_and_end(metadataset: Any) -> None:
+def test_blend_epochized_sets_repetitions_which_multiply_and_end(metadataset: Any) -> None:
     metadataset(
         HEAD + "splits: {train: {blend_epochized: [{path: data/a, repetitions: 0.5}, {path: data/b}]}}", "in.yaml"
     )

@@ -150,7 +150,7 @@ def test_in_many_runs_each_lane_and_all_lanes_together_follow_the_weights(consta
         ([3, 2, 2], 1, 1, 2_000),
     ],
 )
-def test_difficult_weights_are_followed_too(weights: list[int], lanes: int, stride: int, pieces: int) -> None:
+def test_lanes_follow_weights_that_are_very_uneven(weights: list[int], lanes: int, stride: int, pieces: int) -> None:
     lane, over_lanes = off(schedule_of(weights), lanes, stride, pieces)
     assert lane <= LANE and over_lanes <= OVER_LANES
 

@@ -446,7 +446,7 @@ def test_changed_encoder_is_detected(policy: Any) -> None:
         list(after)
 
 
-def test_cut_of_another_length_than_requested_is_an_error() -> None:
+def test_encoder_cut_of_another_length_than_requested_is_an_error() -> None:
     class Wrong(Spans):
         def cut(self, item: Any, start: int, stop: int) -> Any:
             return (item[0], stop - start - 1, start)

@@ -180,7 +180,7 @@ def test_fraction_of_an_epoch_is_the_start_of_its_order_over_all_lanes(shuffle: 
 
 def test_dataset_without_samples_is_an_error(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("README", b"")])
-    with pytest.raises(sp.ShardError, match="no sample in 1 shards"):
+    with pytest.raises(sp.ShardError, match="no sample in 1 shard"):
         sp.TarShardReader(tmp_path, sp.Lane())
 
 

@@ -54,7 +54,7 @@ def test_word_between_colons_is_not_an_emoji(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_progress_shows_a_target_as_passed(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_the_target_as_the_user_wrote_it(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("savable_pipeline.tools.cli.console._LINE_EVERY_S", 0.0)
     shown = io.StringIO()
     on = Console(file=shown, force_terminal=terminal, emoji=False, width=200, color_system=None)

@@ -33,7 +33,7 @@ def test_split_has_its_own_shards_and_samples_stay_in_their_split(tmp_path: Path
     assert set(val) < set(keys_of(tmp_path / "more", "val"))
 
 
-def test_readable_source_is_split_in_place_or_warns_about_moving_proportions(tmp_path: Path) -> None:
+def test_converting_a_readable_source_without_split_warns_that_its_subsets_differ(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "rows.jsonl", *({"id": number} for number in range(20)))
     tars = tmp_path / "photos"
     for source, name, warns in (

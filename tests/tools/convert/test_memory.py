@@ -107,7 +107,7 @@ def _one_file(path: Path, count: int) -> str:
     return path.name
 
 
-def test_repeated_keys_are_found_in_no_more_memory_than_those_of_a_range_take(tmp_path: Path) -> None:
+def test_finding_repeated_keys_takes_no_more_memory_than_the_keys_of_a_range(tmp_path: Path) -> None:
     def find(ranges: int) -> int:
         jobs: list[Any] = [_Keys(tmp_path, start=100_000 * number) for number in range(ranges)]
         return _peak(jobs_with_repeats, jobs)

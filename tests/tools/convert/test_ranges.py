@@ -79,7 +79,7 @@ def test_a_converted_source_has_the_samples_that_it_is_read_with(tmp_path: Path,
     check_equal(source, tmp_path / "out")
 
 
-def test_one_worker_and_eight_give_the_same_bytes(tmp_path: Path) -> None:
+def test_one_worker_and_eight_write_the_same_bytes(tmp_path: Path) -> None:
     source = SOURCES["parquet"](tmp_path / "in", 40)
     for workers in (1, 8):
         run_conversion(source, tmp_path / str(workers), Options(shard_samples=4), workers=workers)
@@ -157,7 +157,7 @@ class KilledError(BaseException):
     """In place of a signal: nothing handles it."""
 
 
-def test_a_kill_at_each_rename_and_the_same_conversion_again_give_the_same_bytes(
+def test_conversion_killed_at_any_rename_and_repeated_writes_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_captioned_images(tmp_path / "in", 7, **{"003.jpg": b"bad"})

@@ -160,7 +160,7 @@ def test_failure_of_a_node_is_reported_with_its_name(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("cluster")
-def test_page_matches_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_page_matches_the_commands_for_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_captioned_shards(tmp_path / "shards")
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -88,7 +88,7 @@ def test_a_plain_tar_whose_first_name_looks_compressed_is_plain(tmp_path: Path) 
     assert run_conversion(tmp_path / "b.tar.gz", tmp_path / "out", Options()).samples == 1
 
 
-def test_endings_in_capitals_are_endings_too(packed: Path, tmp_path: Path) -> None:
+def test_suffixes_in_capitals_are_recognized(packed: Path, tmp_path: Path) -> None:
     (packed / "a.tar.gz").rename(packed / "a.TAR.GZ")
     (packed / "b/c.tgz").rename(packed / "b/c.TGZ")
     (packed / "d.tar.bz2").rename(packed / "d.Tar.Bz2")
@@ -98,7 +98,7 @@ def test_endings_in_capitals_are_endings_too(packed: Path, tmp_path: Path) -> No
     assert run_conversion(packed / "a.TAR.GZ", tmp_path / "one", Options()).samples == 2
 
 
-def test_settings_apply_to_them_as_to_plain_tars(packed: Path, tmp_path: Path) -> None:
+def test_settings_apply_to_compressed_tars_as_to_plain_ones(packed: Path, tmp_path: Path) -> None:
     options = Options(shard_samples=3, split=(("a", "0.5"), ("b", "0.5")))
     assert run_conversion(packed, tmp_path / "out", options, keys=[f"k{i}" for i in range(8)]).samples == 8
     assert max(len(texts(path)) for path in (tmp_path / "out").glob("*.tar")) == 3

@@ -67,7 +67,7 @@ def test_layout_has_the_format_that_it_is_read_with(tmp_path: Path, layout: Layo
         assert find_files(root).form.name == layout.kind
 
 
-def test_tars_beside_compressed_ones_are_all_taken(tmp_path: Path) -> None:
+def test_plain_and_compressed_tars_of_a_folder_are_all_converted(tmp_path: Path) -> None:
     found = find_files(files(tmp_path, "a.tar.gz", "b/c.tar", "d.TAR", "README.md"))
     assert [each.name for each in found.packed] == ["a.tar.gz", "b/c.tar", "d.TAR"]
 
@@ -83,7 +83,7 @@ def test_recognized_format_is_printed_and_can_be_set(tmp_path: Path) -> None:
     assert told.exit_code == 2 and "no format 'files'. Use one of tar, mds" in told.stderr
 
 
-def test_every_format_has_words_for_people() -> None:
+def test_every_format_has_a_description_for_messages() -> None:
     assert WORDS.keys() == {form.name for form in FORMATS}
 
 
@@ -107,7 +107,7 @@ def test_source_url_is_recognized(tmp_path: Path) -> None:
 
 def test_tars_are_read_unchanged_with_a_message(tmp_path: Path) -> None:
     write_tar(tmp_path / "in/a.tar", [("k.txt", b"x")])
-    with pytest.raises(ValueError, match=r"tars need no conversion\. Read them by sp\.TarShardReader.* --reshard"):
+    with pytest.raises(ValueError, match=r"tars need no conversion\. Read them by sp\.read.* --reshard"):
         run_conversion(tmp_path / "in", tmp_path / "out", SMALL)
     with pytest.raises(ValueError, match="a folder of files: --reshard is only for tars"):
         run_conversion(write_captioned_images(tmp_path / "files", 2), tmp_path / "out", SMALL, reshard=True)

@@ -207,7 +207,7 @@ def test_other_shards_and_other_options_are_rejected_by_the_name_of_the_url(tmp_
 @pytest.mark.parametrize(
     "kind", ["jsonl.gz", *(pytest.param(k, marks=pytest.mark.long) for k in ("tsv.gz", "array.xz"))]
 )
-def test_compressed_records_go_into_a_bucket_from_other_machines(tmp_path: Path, bucket: Any, kind: str) -> None:
+def test_machines_convert_compressed_records_into_a_bucket(tmp_path: Path, bucket: Any, kind: str) -> None:
     source = SOURCES[kind](tmp_path / "in")
     local = run_conversion(source, tmp_path / "out", HALVES)
     assert run_conversion(source, URL, HALVES, engine=ToyEngine(tmp_path / "elsewhere")) == local
@@ -295,7 +295,7 @@ def test_the_command_writes_to_a_url(tmp_path: Path, bucket: Any) -> None:
 
 
 @pytest.mark.usefixtures("bucket")
-def test_the_page_says_what_the_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_page_matches_the_output_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     blocks = [block for block in blocks_of(ROOT / "docs/convert-remote.md") if "test_to_url" in (block.why or "")]

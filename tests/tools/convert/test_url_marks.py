@@ -52,7 +52,7 @@ def test_remote_compressed_tar_named_like_a_plain_one_is_detected(server: ToySer
     assert found[:3] == ("s3://b/a.tar", "a.tar", (server.folder / "b/a.tar").stat().st_size)
 
 
-def test_several_tables_behind_a_url_are_one_source(server: ToyServer, tmp_path: Path) -> None:
+def test_several_remote_tables_are_one_source(server: ToyServer, tmp_path: Path) -> None:
     for name in ("b/a.jsonl", "b/c/b.jsonl"):
         (server.folder / name).parent.mkdir(exist_ok=True)
         (server.folder / name).write_text(f'{{"n": "{name}"}}\n')

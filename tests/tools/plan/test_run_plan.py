@@ -140,7 +140,7 @@ def test_suggested_lanes_do_not_drop_more_of_an_epoch(make_shards: MakeShards) -
     )
 
 
-def test_more_workers_are_a_reason_and_planned_lanes_are_one_of_the_choices(make_shards: MakeShards) -> None:
+def test_plan_explains_suggested_lanes_and_lists_the_planned_ones(make_shards: MakeShards) -> None:
     settings = LoaderSettings(_numbered(make_shards([210]), 1), seed=5, lanes=3, num_workers=2)
     plan = plan_run(settings, ranks=3)
     assert any("lets a rank have" in line and "though" not in line for line in advice(plan))

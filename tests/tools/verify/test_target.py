@@ -41,7 +41,7 @@ def test_loader_loader_function_and_pipeline_are_accepted(tmp_path: Path) -> Non
         ("tests.support.toy_impure:gone", "no 'gone'; it has .*make_loader"),
         ("tests.support.toy_impure:number", "is a int: expected a SavableLoader"),
         ("tests.support.toy_impure:Toy", "is a type: expected a SavableLoader"),
-        ("os:getpid", "gave a int; it must give a SavableLoader"),
+        ("os:getpid", "returned a int. It must return a SavableLoader"),
         ("shutil:copyfile", "takes 2 arguments"),
     ],
 )

@@ -70,7 +70,7 @@ def test_difference_between_processes_names_field_sample_and_encoder(folder: Pat
 
 
 @pytest.mark.long
-def test_state_that_an_encoder_keeps_is_found_by_the_interruption(folder: Path) -> None:
+def test_encoder_that_keeps_state_is_found_by_an_interruption(folder: Path) -> None:
     done = run(folder, "tests.support.toy_impure:keeps_state", *FAST)
     assert done.exit_code == 1, done.stderr
     first, field, _, _, expected, found, hint, _ = done.stdout.splitlines()
