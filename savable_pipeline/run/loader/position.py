@@ -1,4 +1,4 @@
-"""`Position` of a rank in a run, `BatchStep` between two, `Observer` of steps and `Repeater`.
+"""`Position` of a rank in a run, `BatchStep` between two, and their `Observer`.
 
 A position is immutable, and each method returns the position that follows. So a loader moves by one assignment, and a
 step that fails or is interrupted before it yields nothing:
@@ -260,9 +260,9 @@ class Repeater(Observer):
     """Observer that has batches repeated. A run has at most one."""
 
     def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
-        """Return packed `RebuildRequest`s of batches to yield before the next slot, or None.
+        """Return requests for batches to yield before the next slot, or None.
 
-        `vote` returns the smallest or largest vote of all ranks. It is None if they cannot communicate.
+        They are packed `RebuildRequest`s. `vote` returns the smallest or largest vote of all ranks. It is None if they cannot communicate.
         """
         raise NotImplementedError
 

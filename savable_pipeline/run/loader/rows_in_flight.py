@@ -73,10 +73,7 @@ class RowsInFlight(Repeater):
             step.number, rows = first.batch, (first.to_come & first.open).bit_count()
         if self._bound is not None:
             table.wait(rows, self._bound, self._settings.workers.timeout)
-        if first is None:
-            receipts = table.issue(total, step.number, delivery, size)
-        else:
-            receipts = self._repeat(step, first, size or delivery.rows)
+        receipts = self._repeat(step, first, size) if first else table.issue(total, step.number, delivery, size)
         self._receipts[(total + 1) & 1] = total + 1, receipts
         if isinstance(step.batch, dict):
             if RECEIPTS in step.batch:
@@ -85,7 +82,7 @@ class RowsInFlight(Repeater):
 
     def _repeat(self, step: BatchStep, flight: OpenFlight, size: int) -> torch.Tensor:
         """Record the first of the waiting batches. If it has no rows, all are padding."""
-        rows = step.delivery.remaining
+        rows, size = step.delivery.remaining, size or step.delivery.rows
         if not rows:
             step.samples = BatchSamples()
             if isinstance(step.batch, dict):

@@ -103,10 +103,8 @@ class Run:
 
     def observer(self, kind: type[T]) -> T | None:
         """Return the observer of a kind, or None."""
-        for each in self.observers:
-            if isinstance(each, kind):
-                return each
-        return None
+        found = [each for each in self.observers if isinstance(each, kind)]
+        return found[0] if found else None
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""

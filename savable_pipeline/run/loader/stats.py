@@ -29,6 +29,7 @@ from savable_pipeline.run.loader.position import BatchStep, Observer, Position
 from savable_pipeline.run.state.lane_state import FIRST, LaneState, OfSource, reasons_of, unpack_state
 from savable_pipeline.run.state.state_dict import lane_numbers, read_lanes
 from savable_pipeline.stages.blending.blend import Blend
+from savable_pipeline.stages.item_ref import batch_rows
 from savable_pipeline.stages.pipeline import upstream
 
 log = logging.getLogger(__name__)
@@ -87,8 +88,11 @@ class Stats(Observer):
 
     def _count_samples(self, step: BatchStep) -> None:
         """Count the samples of a batch per source. With a single source, their refs are not read."""
+        ref = step.samples.ref
         if len(self._sources()) == 1:
-            self._samples[next(iter(self._sources()))] += len(step.samples)
+            last = ref[-1] if ref else None
+            is_whole = type(last) is tuple and len(last) == 3 and type(last[0]) is type(last[1]) is int
+            self._samples[next(iter(self._sources()))] += len(batch_rows(ref)[1] if is_whole else step.samples.refs)
             return
         tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
         self._samples.update(dict(zip(tags.tolist(), counts.tolist(), strict=True)))
