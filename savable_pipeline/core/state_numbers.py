@@ -19,8 +19,8 @@ from savable_pipeline.errors import StateError
 SavedCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 EpochNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # the range of the epoch in a ref
 
-ORDER = 5
-STATE = 7
+ORDER = 6
+STATE = 8
 # The last commit that reads states of (ORDER, STATE). The first states had no ORDER.
 LAST_COMMITS: dict[tuple[Any, Any], str] = {
     (None, None): "d039fef",
@@ -30,6 +30,7 @@ LAST_COMMITS: dict[tuple[Any, Any], str] = {
     (4, 4): "fc1e073",
     (4, 5): "dece9b5",
     (4, 6): "958633f",
+    (5, 7): "c9fd8c8",
 }
 
 
@@ -41,9 +42,8 @@ def check_numbers(name: str, order: Any, state: Any) -> None:
     if type(order) is type(state) is int and (order, state) == (ORDER, STATE):
         return
     saved = [reprlib.repr(number).replace("None", "none") for number in (order, state)]
-    commit = next(
-        (f"commit {LAST_COMMITS[pair]}" for pair in LAST_COMMITS if pair == (order, state)), "its own release"
-    )
+    commits = [commit for numbers, commit in LAST_COMMITS.items() if numbers == (order, state)]
+    commit = f"commit {commits[0]}" if commits else "its own release"
     raise StateError(
         f"{name}: saved with ORDER {saved[0]} and STATE {saved[1]}, but this release reads ORDER {ORDER} and STATE "
         f"{STATE}. Load it with {commit}"

@@ -2,30 +2,25 @@
 
 It is for models that pad instead of packing.
 
-With `same_bucket`, all lanes yield a batch of the same bucket at a time:
-
-    all lanes share a number u for each batch      0.42, 0.08, 0.91, …              drawn from the run's seed
-    each lane divides 0 … 1 among its buckets      ├ short ┼── middle ──┼ long ┤    by the items that came to each
-    it yields a batch of the bucket that has u     a bucket that holds more is a little wider
-
-If that bucket has no full batch, the nearest shorter bucket with a full batch is used, else the nearest longer one, so
-that other ranks seldom wait for this one. All arithmetic is in integers.
+With `same_bucket`, `StepRule` chooses the next bucket, so that all lanes yield a batch of the same bucket at a time.
+The cost of a batch is the number of its bucket. A lane without a batch of that bucket mostly yields a shorter one, so
+that other ranks seldom wait for this one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from operator import index
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from savable_pipeline.core.keyed_random import RANKS, SharedRanks, derive_key
+from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.batcher import EncoderBatches
 from savable_pipeline.stages.chunked_stage import is_certain, make_elements, value_of
 from savable_pipeline.stages.item_buffer import ItemBuffer
@@ -33,17 +28,12 @@ from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.skipped_samples import SourceCounts
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_settings import SettingRule, check_function, function_settings
+from savable_pipeline.stages.step_rule import StepRule
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 Group: TypeAlias = Any  # an int, a str, None, or a tuple of these
 BucketKey: TypeAlias = tuple[Group, int]  # a group, and the number of the bucket in it
 BatchSize: TypeAlias = int | Sequence[int]  # items per batch: for every bucket, or for each
-
-FIRST_FULL = 4  # full batches to buffer before the first one is yielded
-STEPS = 32  # number of steps of the shared random numbers
-WIDER = 16  # each buffered batch widens a bucket by 1 / (WIDER · candidates) of all
-COUNTED = 256  # times `candidates`: the number of batches after which all counts are halved
-_BATCH = 1 << 20  # the unit in which batches are counted is 1 / _BATCH of a batch
 
 
 class BucketSizes:
@@ -178,69 +168,6 @@ def plain_group(group: Any) -> Group:
         raise ValueError(f"a group must be an int, a str, None, or a tuple of these, not {group!r}") from None
 
 
-class BucketRule:
-    """Rule for the next bucket of a lane with up to `candidates` full batches.
-
-    `key` is equal in all lanes.
-    """
-
-    def __init__(self, *, key: int, candidates: int, sizes: BucketSizes) -> None:
-        self._ranks = SharedRanks(key=key, steps=STEPS)
-        self._candidates, self._sizes = candidates, sizes
-        self._arrived: dict[BucketKey, int] = {}  # number of items that went to each bucket
-        self._total = 0  # the sum in units of `_BATCH`
-
-    def room(self, n: int) -> int:
-        """Return how many full batches to buffer before batch n.
-
-        They are few at first, so that the first batch comes soon.
-        """
-        return min(self._candidates, FIRST_FULL + n)
-
-    def count_item(self, bucket: BucketKey) -> None:
-        """Count an item that goes to a bucket."""
-        self._arrived[bucket] = self._arrived.get(bucket, 0) + 1
-        self._total += self._parts(bucket)
-        if self._total >= COUNTED * self._candidates * _BATCH:
-            self.restore([(bucket, count // 2) for bucket, count in self._arrived.items()])
-
-    def _parts(self, bucket: BucketKey) -> int:
-        """Return the fraction of a batch that an item is, in units of `_BATCH`."""
-        return max(1, _BATCH // self._sizes.of(*bucket))
-
-    def choose(self, n: int, items: Mapping[BucketKey, int], full: Collection[BucketKey]) -> BucketKey:
-        """Choose the bucket of batch n among `full`, which is not empty.
-
-        `items` has the number of items by bucket.
-        """
-        widths = self._widths(items)
-        wanted = self._ranks.rank(n) * sum(widths.values())
-        begin, chosen = 0, None
-        for bucket in sorted(widths, key=lambda bucket: (bucket[1], repr(bucket[0]))):
-            if bucket in full and (chosen is None or begin * RANKS <= wanted):
-                chosen = bucket
-            begin += widths[bucket]
-        assert chosen is not None, "a full bucket holds items"
-        return chosen
-
-    def _widths(self, items: Mapping[BucketKey, int]) -> dict[BucketKey, int]:
-        """Return the width of each bucket that has or had items; fractions are relative to the sum."""
-        scale = WIDER * self._candidates
-        widths = {bucket: scale * count * self._parts(bucket) for bucket, count in self._arrived.items()}
-        for bucket, count in items.items():
-            widths[bucket] = widths.get(bucket, 0) + self._total * count // self._sizes.of(*bucket)
-        return widths
-
-    def counts(self) -> list[tuple[BucketKey, int]]:
-        """Return the number of items that went to each bucket, for `restore`."""
-        return list(self._arrived.items())
-
-    def restore(self, counts: Sequence[tuple[BucketKey, int]]) -> None:
-        """Continue with these counts."""
-        self._arrived = {bucket: count for bucket, count in counts if count}
-        self._total = sum(count * self._parts(bucket) for bucket, count in self._arrived.items())
-
-
 class _BucketState(msgspec.Struct):
     buckets: list[list[Any]]
     taken: Any
@@ -248,7 +175,7 @@ class _BucketState(msgspec.Struct):
     source: dict[str, Any]
     keys: list[tuple[Any, int]] | None = None
     first: Any = None
-    came: list[tuple[Any, int, SavedCount]] | None = None
+    past: bytes = b""
 
 
 class BucketBatcher(EncoderBatches):
@@ -261,8 +188,8 @@ class BucketBatcher(EncoderBatches):
     encoder's keys, "valid": bool (rows,), which is False for padding rows, which repeat an item.
 
     With `same_bucket` the ranks of a step mostly get batches of the same bucket, without communication. Each lane holds
-    full batches, and a random number that is equal in all lanes chooses the bucket. If it has no full batch, the
-    nearest shorter bucket that has one is used, else the nearest longer one.
+    full batches, and a random number that is equal in all lanes chooses the bucket. If it has no full batch, mostly the
+    nearest shorter bucket that has one is used.
 
     Args:
         source: A stage of items.
@@ -317,7 +244,6 @@ class BucketBatcher(EncoderBatches):
         candidates: int = 32,
         encoder: TaskEncoder | None = None,
     ) -> None:
-        check_count("BucketBatcher", "candidates", candidates)
         self._check_source(source, ItemStage)
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self._sizes = BucketSizes(bounds, source.lane.own(size), max_tokens, grouped=group is not None)
@@ -336,8 +262,8 @@ class BucketBatcher(EncoderBatches):
         self._by_source = SourceCounts(self.counts)
         self.same_bucket, self.candidates = same_bucket, candidates
         self.in_step = "BucketBatcher(same_bucket=True)" if same_bucket else ""
-        key = derive_key(self.lane.seed, "same bucket", self.lane.epoch)  # equal in all lanes
-        self._rule = BucketRule(key=key, candidates=candidates, sizes=self._sizes) if same_bucket else None
+        rule = StepRule("BucketBatcher", self.lane, candidates=candidates, weight=1, costlier=16)
+        self._rule = rule if same_bucket else None
 
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
         key = self._next_bucket()
@@ -373,6 +299,8 @@ class BucketBatcher(EncoderBatches):
         """Also drop the items of the batch, and move its bucket to the end."""
         super()._count_yielded(refs)
         if refs:
+            if self._rule is not None:
+                self._rule.count_yielded(_cost(self._due_key))
             buffer = self._buckets.pop(self._due_key)
             buffer.drop(len(refs))
             if buffer:
@@ -384,17 +312,17 @@ class BucketBatcher(EncoderBatches):
 
     def _fill(self) -> BucketKey | None:
         """Take items until enough batches are full, and return the bucket of the next batch, or None at the end."""
-        room = 1 if self._rule is None else self._rule.room(self._count)
+        room = 1 if self._rule is None else self._rule.room
         full = {key: each for key, buffer in self._buckets.items() if (each := len(buffer) // self._size(key))}
         count = sum(full.values())
         while count < room and (self._taken or self._taken.fill(1)):
             key = self._put_taken()
             if key is not None and len(self._buckets[key]) % self._size(key) == 0:
-                full[key] = 1
+                full[key] = full.get(key, 0) + 1
                 count += 1
         if full and self._rule is not None:
-            waiting = {key: len(buffer) for key, buffer in self._buckets.items()}
-            return self._rule.choose(self._count, waiting, full)
+            keys = sorted([key for key, batches in full.items() for _ in range(batches)], key=_cost)
+            return keys[self._rule.choose(list(map(_cost, keys)), [self._rule.count] * len(keys))]
         return min(full or ([] if self.drop_last else self._buckets), key=lambda key: key[1], default=None)
 
     def _size(self, key: BucketKey) -> int:
@@ -413,8 +341,6 @@ class BucketBatcher(EncoderBatches):
         elif key is not None:
             self._by_source.count_item(element.ref)
             self._put(key, element.value, element.ref)
-            if self._rule is not None:
-                self._rule.count_item(key)
         self._taken.drop(1)
         return key
 
@@ -484,7 +410,7 @@ class BucketBatcher(EncoderBatches):
 
         `taken` has ref and size of an item that is in no bucket because of an error. If there are groups, `keys` has
         group and number of each bucket. If batches are padded, `first` is the ref of the lane's first item. With
-        `same_bucket`, `came` has group and number of each bucket, and the number of items that came to it.
+        `same_bucket`, `past` has the buckets of the last batches, 8 bytes each.
         """
         keys: list[BucketKey] = [(None, number) for number in range(self._sizes.buckets)]
         if self.group is not None:
@@ -498,7 +424,7 @@ class BucketBatcher(EncoderBatches):
         if self._first is not None:
             state["first"] = self._first
         if self._rule is not None:
-            state["came"] = [(*key, count) for key, count in self._rule.counts()]
+            state["past"] = self._rule.past.tobytes()
         return state if self.group is None else {**state, "keys": keys}
 
     def restore_state(self, state: State) -> None:
@@ -508,7 +434,6 @@ class BucketBatcher(EncoderBatches):
         """
         saved = parse_state(self, state, _BucketState)
         keys = self._sizes.saved(saved.keys, len(saved.buckets))
-        counts = [(self._sizes.saved_bucket(group, number), count) for group, number, count in saved.came or ()]
         self._restore_first(saved.first)
         self.source.restore_state(saved.source)
         self._buckets = {}
@@ -520,7 +445,7 @@ class BucketBatcher(EncoderBatches):
         self._taken.restore(saved.taken)
         self._count = saved.count
         if self._rule is not None:
-            self._rule.restore(counts)
+            self._rule.restore(saved.count, saved.past)
 
     def settings(self) -> dict[str, Any]:
         """Return every argument, and the encoder if it is not the one upstream."""
@@ -532,6 +457,12 @@ class BucketBatcher(EncoderBatches):
         elif self.group is not None:
             own |= function_settings("group", self.group)
         return {**own, **super().settings()}
+
+
+@lru_cache(maxsize=4096)
+def _cost(key: BucketKey) -> int:
+    """Return the cost of a batch for `StepRule`: the number of the bucket, then a hash of the group."""
+    return key[1] << 32 | derive_key("group", repr(key[0])) >> 32
 
 
 def _shown(key: BucketKey) -> str:

@@ -29,7 +29,7 @@ from savable_pipeline.errors import CheckpointMismatchError, EncodeError, Savabl
 from savable_pipeline.stages.chunked_stage import ChunkedStage, count_of
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import lane_encoder, seeding_of
-from savable_pipeline.stages.item_buffer import SamplesAhead, known_refs
+from savable_pipeline.stages.item_buffer import TakenAhead, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.length_column import LengthColumn
 from savable_pipeline.stages.mapped_function import MappedFunction, encoder_call
@@ -54,9 +54,9 @@ _AHEAD = 16  # least number of refs to take from the source at a time
 
 
 class EncodeState(msgspec.Struct):
-    """State of `Encode`, or of a filter of samples, which has no `part`."""
+    """State of `Encode`, or of a `Filter`, which has no `part`."""
 
-    refs: bytes
+    refs: bytes | list[Any]
     source: dict[str, Any]
     part: SavedCount = 0
     samples: SavedCount = 0
@@ -112,7 +112,7 @@ class Encode(ChunkedStage, ItemStage):
         self._check_source(source, SampleStage)
         super().__init__(source)
         encoder = lane_encoder("Encode", encoder, source.lane)
-        self._ahead = SamplesAhead()
+        self._ahead = TakenAhead()
         self._skipped = SkippedSamples(
             encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead
         )
@@ -162,7 +162,7 @@ class Encode(ChunkedStage, ItemStage):
         except BaseException:
             self._skipped.roll_back(before)  # the call returns no item, so all of it is undone
             ahead.next = first
-            self._fan = FanOut(self.keyed, ahead.samples[first], count=part) if part else None
+            self._fan = FanOut(self.keyed, ahead.opened[first], count=part) if part else None
             raise
         self._skipped.end(self.info.tags)
         self.counts["items"] += len(elements)
@@ -170,7 +170,7 @@ class Encode(ChunkedStage, ItemStage):
 
     def _take_unbuilt(self, elements: list[Element]) -> None:
         """Take the next sample without encoding it, if its size is declared, or if the lane only skips its item."""
-        sample, size, skips = self._ahead.samples[self._ahead.next], None, False
+        sample, size, skips = self._ahead.opened[self._ahead.next], None, False
         if not self._is_dropped(sample):
             self._report_sample(sample)
             skips = self.lane.skips and self._makes_all and sample.origin.on_error == "raise"
@@ -203,7 +203,7 @@ class Encode(ChunkedStage, ItemStage):
         ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
         avoided, excluded = self._skipped.avoided, self.info.excluded.numbers and self.info.excluded
         first, depth, dataset = ahead.next, self.info.depth, None
-        chosen, append = ahead.samples[first : first + n - len(elements)], elements.append
+        chosen, append = ahead.opened[first : first + n - len(elements)], elements.append
         with keyed.seeding.row(len(chosen)) as seed:
             encode = keyed.due_encode()
             function = keyed.function if encode is keyed.plain and seed is None else None
@@ -377,7 +377,7 @@ class Encode(ChunkedStage, ItemStage):
         `SkippedSamples.save_state`.
         """
         return {
-            "refs": self._ahead.remaining.tobytes(),
+            "refs": self._ahead.save(),
             "part": self._part,
             "samples": self._ahead.done,
             **self._skipped.save_state(),
@@ -397,7 +397,7 @@ class Encode(ChunkedStage, ItemStage):
             )
         # compared as bytes, because NumPy's comparison of structured arrays turns Ctrl-C into another error
         is_within_sample = saved.part > 0 and remaining[:1].tobytes() == refs[:1].tobytes()
-        self._fan = FanOut(self.keyed, self._ahead.samples[0], count=saved.part) if is_within_sample else None
+        self._fan = FanOut(self.keyed, self._ahead.opened[0], count=saved.part) if is_within_sample else None
         self._skipped.restore(self, saved.errors, saved.avoided)
 
     def settings(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.chunked_stage import is_certain, make_elements, take_elements, take_from, value_of
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import UNBUILT, Element, ItemRef, as_ref, remaining_sizes, sample_indices
-from savable_pipeline.stages.stage import SampleStage, Stage
+from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.stage_info import REASON
 from savable_pipeline.stages.task_encoder import Skip
 
@@ -406,50 +406,55 @@ class RefBuffer:
         return removed
 
 
-class SamplesAhead:
-    """Samples that were taken from the source, and their refs.
+class TakenAhead:
+    """Samples or items that were taken from the source, and their refs.
 
-    Samples before `next` are done.
+    Those before `next` are done. `refs` is an array of samples' refs, REF (any,), or the list of items.
     """
 
-    def __init__(self) -> None:
-        self.refs: RefArray = np.empty(0, REF)
-        self.samples: list[Sample] = []
+    def __init__(self, *, items: bool = False) -> None:
+        self.refs: RefArray | list[Element] = [] if items else np.empty(0, REF)
+        self.opened: list[Any] = []
         self.next = 0
         self._taken = 0
 
-    @property
-    def remaining(self) -> RefArray:
-        """Return the refs of the samples that are not done: REF (any,)."""
-        return self.refs[self.next :]
+    def save(self) -> bytes | list[Any]:
+        """Return those that are not done, for `save_state`."""
+        refs = self.refs[self.next :]
+        return saved_elements(refs) if isinstance(refs, list) else refs.tobytes()
 
     @property
     def done(self) -> int:
-        """Return the number of samples of the lane that are done."""
+        """Return the number of samples or items of the lane that are done."""
         return self._taken - len(self.refs) + self.next
 
-    def load(self, source: SampleStage, n: int, *, first: int) -> bool:
-        """Take up to `n` samples from the source. Returns False at the end.
+    def load(self, source: Stage, n: int, *, first: int) -> bool:
+        """Take up to `n` samples or items from the source. Returns False at the end.
 
-        Old samples before `first` are dropped.
+        Old ones before `first` are dropped.
         """
         fresh = take_from(source, n)
         if not len(fresh):
             return False
         self._taken += len(fresh)
-        samples = source.open_samples(fresh)
+        opened = _opened(source, fresh)
         if first == len(self.refs):
-            self.refs, self.samples, self.next = fresh, samples, 0
+            self.refs, self.opened, self.next = fresh, opened, 0
         else:
             self.next -= first
-            self.refs = np.concatenate([self.refs[first:], fresh])
-            self.samples = self.samples[first:] + samples
+            self.refs = np.concatenate([self.refs[first:], fresh])  # of items, all are done before
+            self.opened = self.opened[first:] + opened
         return True
 
-    def restore(self, source: SampleStage, refs: RefArray, done: int) -> None:
-        """Continue with these refs, after this many samples that are done."""
-        self.refs, self.samples, self.next = refs, source.open_samples(refs), 0
+    def restore(self, source: Stage, refs: RefArray | list[Element], done: int) -> None:
+        """Continue with these refs, after this many samples or items that are done."""
+        self.refs, self.opened, self.next = refs, _opened(source, refs), 0
         self._taken = done + len(refs)
+
+
+def _opened(source: Any, refs: RefArray | list[Element]) -> list[Any]:
+    """Return the samples with these refs, or the items themselves."""
+    return refs if isinstance(refs, list) else source.open_samples(refs)
 
 
 class MemoryBudget:

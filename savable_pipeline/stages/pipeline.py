@@ -12,8 +12,8 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.named_object import named_object
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.ref import tag_of
-from savable_pipeline.data.dataset.sample import sample_name
-from savable_pipeline.stages.item_ref import ItemRef, sample_indices
+from savable_pipeline.data.dataset.sample import Sample, sample_name
+from savable_pipeline.stages.item_ref import ItemRef, sample_indices, sample_refs
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
@@ -70,14 +70,23 @@ def sample_names(stage: Stage, ref: ItemRef) -> str:
     indices = list(dict.fromkeys(sample_indices(ref) if ref else ()))
     named = []
     for index in indices[:_NAMED]:
-        tag = tag_of(index)
-        reader = next((each for each in upstream(stage) if not each.sources and tag in each.info.tags), None)
-        if reader is not None:
-            with contextlib.suppress(Exception):  # an unreadable shard must not hide the error that the caller raises
-                sample = reader.fetch((index, 0, 0))
-                named.append(sample_name(sample))
+        with contextlib.suppress(Exception):  # an unreadable shard must not hide the error that the caller raises
+            named.append(sample_name(sample_of(stage, (index, 0, 0))))
     more = f", and of {len(indices) - len(named)} more" if len(indices) > len(named) else ""
     return "; ".join(named) + more
+
+
+def sample_of(stage: Stage, ref: ItemRef) -> Sample:
+    """Return the first sample of an item or a pack.
+
+    `stage` is the stage that takes it.
+
+    Raises StopIteration for the ref of another stage's elements, and errors of the reader.
+    """
+    first = next(sample_refs(ref))
+    tag = tag_of(first[0])
+    reader = next(each for each in upstream(stage) if isinstance(each, RecordReader) and tag in each.info.tags)
+    return reader.fetch(first)
 
 
 def datasets_of(stages: Iterable[Stage]) -> list[Dataset]:

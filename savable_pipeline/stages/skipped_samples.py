@@ -28,7 +28,7 @@ from savable_pipeline.data.dataset.ref import REF, skip_counters, source_counter
 from savable_pipeline.data.dataset.sample import JoinedParts, Sample, sample_name
 from savable_pipeline.data.dataset.sample_source import SampleSource
 from savable_pipeline.errors import EncodeError, SavableError, ShardError
-from savable_pipeline.stages.item_buffer import SamplesAhead
+from savable_pipeline.stages.item_buffer import TakenAhead
 from savable_pipeline.stages.item_ref import Element, ItemRef, sample_refs
 from savable_pipeline.stages.stage import Stage, saved_refs
 from savable_pipeline.stages.stage_info import REASON, StageInfo
@@ -60,14 +60,6 @@ def _fix(function: str, error: Exception) -> str:
     return f"Fix this and resume, or {skip}" if is_environment_error(error) else f"Return {value} or {skip}"
 
 
-def skips_for_good(on_error: OnError, error: Exception, fault: SavableError) -> bool:
-    """Return whether to skip an element for an error, without saving that.
-
-    An error of disk, network or memory may not happen again. A resumed run would then yield the element.
-    """
-    return not isinstance(error, ImportError) and not is_environment_error(error) and skips(on_error, fault)
-
-
 _Mark: TypeAlias = tuple[Any, ...]
 
 
@@ -84,11 +76,12 @@ class SkippedSamples:
         max_errors: int | float,
         counts: Counter[str],
         upstream: StageInfo,
-        ahead: SamplesAhead,
+        ahead: TakenAhead,
     ) -> None:
         check_limits(on_error, max_errors)
         self._counts, self._ahead = counts, ahead
         self._lane, self._max_empty = upstream.lane, upstream.max_empty
+        self._noun = "items" if upstream.encoder else "samples"
         self._function, self._on_error, self._max_errors = function, on_error, max_errors
         self.errors = 0  # samples dropped because of an error
         # why a sample is not tried again, by (index, epoch)
@@ -232,8 +225,13 @@ class SkippedSamples:
             row = {"shard": sample.shard, "key": _key_of(sample), "offset": sample.offset, "ref": list(sample.ref)}
             quarantine.add(**row, reason=reason, detail=detail, lane=self._lane.index)
         self.errors += 1
-        done = self._ahead.done + 1
-        check_errors(self._function, self.errors, done, self._max_errors, f"samples of {self._lane}", detail)
+        done, most = self._ahead.done + 1, self._max_errors
+        if self.errors > (max(most * done, _ALWAYS) if isinstance(most, float) else most):
+            fix = "return False for them" if self._function.startswith(".filter") else "raise max_errors"
+            raise EncodeError(
+                f"{self.errors} of the first {done} {self._noun} of {self._lane} failed, more than "
+                f"max_errors={most!r}. Fix {self._function} or the data, or {fix}.\n  {detail}"
+            )
         self.skipped(sample, Skip(reason))
 
     def failed(self, sample: Sample, error: Exception) -> EncodeError:
@@ -277,23 +275,15 @@ def _key_of(sample: Sample) -> str:
         return "?"
 
 
-def check_errors(function: str, errors: int, done: int, max_errors: int | float, elements: str, detail: str) -> None:
-    """Raise `EncodeError` if a function failed for too many of the `done` elements.
-
-    `max_errors` is a count, or a fraction.
-    """
-    if errors > (max(max_errors * done, _ALWAYS) if isinstance(max_errors, float) else max_errors):
-        fix = "return False for them" if function.startswith(".filter") else "raise max_errors"
-        raise EncodeError(
-            f"{errors} of the first {done} {elements} failed, more than max_errors={max_errors!r}. "
-            f"Fix {function} or the data, or {fix}.\n  {detail}"
-        )
-
-
 @cache
 def _names_of(tag: int) -> tuple[str, str]:
     """Return the names of the counters of a source's items and tokens."""
     return f"source/{tag}/items", f"source/{tag}/tokens"
+
+
+def _tag_of_first(ref: ItemRef) -> int:
+    """Return the tag of the source of an item's or pack's first sample."""
+    return tag_of(ref[0] if type(ref[0]) is type(ref[-1]) is int else next(sample_refs(ref))[0])
 
 
 class SourceCounts:
@@ -320,18 +310,18 @@ class SourceCounts:
         """Count items. `tags` are those of all sources."""
         found = {tag: len(elements) for tag in tags}
         if len(tags) > 1:
-            found = Counter([tag_of(element.ref[0]) for element in elements])
+            found = Counter([_tag_of_first(element.ref) for element in elements])
         for tag, number in found.items():
             self._counts[_names_of(tag)[0]] += number
 
     def end_rows(self, elements: Sequence[Element]) -> None:
         """Restart counting drops in a row for the sources of these items."""
-        for tag in {tag_of(element.ref[0]) for element in elements} if self.rows else ():
+        for tag in {_tag_of_first(element.ref) for element in elements} if self.rows else ():
             self.rows.pop(tag, None)
 
     def count_item(self, ref: ItemRef, tokens: int = 0) -> None:
         """Count an item, a part of an item or a pack, for the source of its first sample."""
-        tag = tag_of(ref[0] if type(ref[1]) is int else next(sample_refs(ref))[0])
+        tag = _tag_of_first(ref)
         items, of_tokens = _names_of(tag)
         self._counts[items] += 1
         if tokens:

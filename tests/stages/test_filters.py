@@ -119,6 +119,54 @@ def test_error_of_a_filter_is_raised_or_skipped_and_retried(make_shards: MakeSha
     assert "Filter/filtered" not in loader.stats()
 
 
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("taken", [1, 20])
+def test_elements_dropped_before_an_error_are_counted_once(make_shards: MakeShards, after: bool, taken: int) -> None:
+    failures = {3: 2, 11: 1}
+
+    def tried(value: Any) -> bool:
+        found = value if isinstance(value, int) else number_of(value)
+        if failures.get(found):
+            failures[found] -= 1
+            raise RuntimeError("not now")
+        return found > 3 and found % 2 == 1
+
+    read = sp.read(str(make_shards([14])), shuffle=False, epochs=1)
+    stage: Any = (read.map(number) if after else read).filter(tried)(sp.Lane())
+    passed, errors = 0, 0
+    for _ in range(12):
+        try:
+            passed += len(stage.take(taken))
+        except sp.EncodeError:
+            errors += 1
+    assert passed == 5 and 1 <= errors <= 3
+    assert stage.counts["filtered"] == 9
+    assert stage.save_state()["samples"] == 14
+
+
+def test_errors_of_a_filter_of_blended_packs_are_counted_by_source(make_shards: MakeShards, tmp_path: Path) -> None:
+    class Packs(sp.TaskEncoder):
+        def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+            return [number_of(sample)]
+
+        def pack(self, items: list[Any], rng: sp.Rng) -> list[int]:
+            return [number for item in items for number in item]
+
+    def fails(pack: list[int]) -> bool:
+        if 4 in pack:
+            raise RuntimeError("no four")
+        return True
+
+    shards = str(make_shards([12]))
+    packs = {name: sp.read(shards, epochs=1).encode(Packs()).pack(2) for name in "ab"}
+    chain = sp.blend(packs, weights={"a": 1, "b": 1}).filter(fails, on_error="skip")
+    stage = chain(sp.Lane())
+    assert len(list(stage)) == 10
+    skipped = {name: found for name, found in stage.counts.items() if name.endswith("/skipped/RuntimeError")}
+    assert [*skipped.values()] == [1, 1]
+    assert [stage.counts[name.replace("skipped/RuntimeError", "items")] for name in skipped] == [5, 5]
+
+
 def test_filter_of_items_raises_errors_that_may_not_happen_again(make_shards: MakeShards) -> None:
     """It saves no list of items to avoid, so that a resumed run would yield an item that this one skipped."""
 

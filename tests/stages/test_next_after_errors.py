@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline.stages.filters import Filter
 
 
 class Texts(sp.TaskEncoder):
@@ -46,6 +47,7 @@ STAGES: dict[str, Callable[[str, sp.TaskEncoder], Any]] = {
     "small ShuffleBuffer": lambda shards, encoder: sp.ShuffleBuffer(
         encoded(shards, encoder), size=7, max_buffer_bytes=0
     ),
+    "Filter": lambda shards, encoder: Filter(encoded(shards, encoder), len),
     "OnlinePacker": lambda shards, encoder: sp.OnlinePacker(encoded(shards, encoder), max_length=9),
     "Blend": mixed,
     "Blend by tokens": lambda shards, encoder: mixed(shards, encoder, by="tokens"),

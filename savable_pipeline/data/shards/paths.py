@@ -115,7 +115,7 @@ class ListedFiles:
 
 
 def head_size(path: str, size: int, most: int) -> int:
-    """Return the bytes to read of a file, at most so many.
+    """Return how many bytes of a file to read, at most `most`.
 
     Raises `ShardError` for an index of another program, which is read whole, that is larger.
     """

@@ -209,7 +209,7 @@ class BatchStep:
     after: Position
     delivery: Delivery
     batch: Any  # as the trainer gets it; observers may replace it
-    started: float  # when the trainer asked for it, by `time.perf_counter`
+    started: float  # when the trainer requested it, by `time.perf_counter`
     number: int  # its slot with its epoch, as in receipts
     repeated: int | None = None  # repeated rows as bits (0: padding); None for the batch of a new slot
 
@@ -262,7 +262,8 @@ class Repeater(Observer):
     def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
         """Return requests for batches to yield before the next slot, or None.
 
-        They are packed `RebuildRequest`s. `vote` returns the smallest or largest vote of all ranks. It is None if they cannot communicate.
+        They are packed `RebuildRequest`s. `vote` returns the smallest or largest vote of all ranks. It is None if they
+        cannot communicate.
         """
         raise NotImplementedError
 

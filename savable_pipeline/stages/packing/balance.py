@@ -1,112 +1,30 @@
 """`Balance`: packs in an order that balances the cost of all lanes.
 
-    all lanes share a quantile u for each slot    0.42, 0.08, 0.91, …              drawn from the run's seed
-    each lane ranks its held packs by cost        0.0 cheapest ─── 1.0 most expensive   among held and recent packs
-    it yields the pack nearest to u, a pack that has waited a little sooner, and one that has waited too long at once
-
-Lanes with similar packs then yield packs of similar cost, for any number of ranks, without communication. A shared
-target cost would not work, because more expensive packs than that would accumulate in a lane. All arithmetic is in
-integers.
+`StepRule` chooses the next one among those that wait.
 """
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
-from savable_pipeline.core.keyed_random import SharedRanks, derive_key
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.stages.advice import check_count
 from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, take_from, value_of
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, remaining_sizes
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
+from savable_pipeline.stages.step_rule import StepRule
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
-PAST = 16  # the ranking has this many times `candidates` of recently yielded packs
-WEIGHT = 8  # weight of a waiting pack in the ranking, relative to a yielded one
-LONGEST = 6  # a pack waits for at most this many times `candidates` slots
-AGE = 50  # after this many times `candidates` slots, waiting counts as much as the whole range of quantiles
 
-
-class WaitingPack(NamedTuple):
-    """Waiting pack, as `RankRule` sees it, and as it is saved."""
-
+class _WaitingPack(NamedTuple):
     cost: int
     arrival: int  # number of packs that the lane had yielded when this one was taken
-    saved: bytes = b""  # a `_PackState` in MessagePack, encoded once instead of in the state of each batch
-
-
-class RankRule:
-    """Rule that chooses the next pack of a lane with up to `candidates` waiting packs.
-
-    `key` is equal in all lanes of a run.
-    """
-
-    def __init__(self, *, key: int, candidates: int) -> None:
-        self.candidates, self.count = candidates, 0  # number of yielded packs
-        self.past = array("q")  # costs of recently yielded packs, int64, the newest at the end
-        self._sorted: list[int] = []  # the same, sorted
-        self._ranks = SharedRanks(key=key, steps=candidates)
-
-    @property
-    def room(self) -> int:
-        """Return the number of packs that should wait now.
-
-        It is 4 at first, then one more each slot, so that the first batch comes soon.
-        """
-        return min(self.candidates, 4 + self.count)
-
-    def choose(self, waiting: Sequence[WaitingPack]) -> int:
-        """Return the position of the pack to yield.
-
-        `waiting` has the waiting packs by arrival, at least one.
-        """
-        if self._is_overdue(waiting):
-            return 0
-        now, past = self.count, self._sorted
-        ranked = sorted([pack.cost for pack in waiting])
-        total = 2 * (WEIGHT * len(ranked) + len(past))
-        # The score is |rank / total - u| - waited / (AGE · candidates), times AGE · candidates · total to get integers.
-        scale = AGE * self.candidates
-        wanted = AGE // 2 * (2 * self._ranks.step(now) + 1) * total  # u = (2 · step + 1) / (2 · candidates)
-        best, least = 0, None
-        for i, (cost, arrival, _) in enumerate(waiting):
-            rank = WEIGHT * (bisect_left(ranked, cost) + bisect_right(ranked, cost))
-            rank += bisect_left(past, cost) + bisect_right(past, cost)
-            score = abs(rank * scale - wanted) - (now - arrival) * total
-            if least is None or score < least:
-                best, least = i, score
-        return best
-
-    def _is_overdue(self, waiting: Sequence[WaitingPack]) -> bool:
-        """Return whether the oldest pack must be yielded now, so that it and the next oldest do not wait too long."""
-        now, longest = self.count, LONGEST * self.candidates
-        if now - waiting[0].arrival <= longest - len(waiting):
-            return False
-        return any(now - pack.arrival + i >= longest for i, pack in enumerate(waiting))
-
-    def count_yielded(self, cost: int) -> None:
-        """Count a pack of this cost as yielded."""
-        self.count += 1
-        self.past.append(cost)
-        insort(self._sorted, cost)
-        if len(self.past) > PAST * self.candidates:
-            del self._sorted[bisect_left(self._sorted, self.past.pop(0))]
-
-    def restore(self, count: int, past: Sequence[int]) -> None:
-        """Continue after `count` packs, the last of which had the costs `past`."""
-        self.count = count
-        self.past = array("q", past)
-        self._sorted = sorted(past)
+    saved: bytes  # a `_PackState` in MessagePack, encoded once instead of in the state of each batch
 
 
 class _PackState(msgspec.Struct, array_like=True):
@@ -128,9 +46,10 @@ class Balance(ChunkedStage, ItemStage):
     So ranks wait less for each other.
 
     For each slot all lanes draw the same random quantile from the run's seed, 0.0 to 1.0. Each lane yields the held
-    pack whose cost is nearest to this quantile among its held packs and the last 16 · `candidates`; a pack that has
-    waited long comes a little sooner. So lanes balance any number of ranks without communication. No pack is held for
-    more than 6 · `candidates` slots. At the start 4 packs are held, then one more each slot.
+    pack whose cost is nearest to this quantile among its held packs and the last 16 · `candidates`, rather a cheaper
+    than a costlier one; a pack that has waited long comes a little sooner. So lanes balance any number of ranks without
+    communication. No pack is held for more than 6 · `candidates` slots. At the start 4 packs are held, then one more
+    each slot.
 
     Use it as the last stage before the `Batcher`, after any `Blend`. A later stage must not drop a pack, because this
     lane would then be ahead of the others for the rest of the run. A pack that is a `Skip` is replaced in its slot.
@@ -177,15 +96,14 @@ class Balance(ChunkedStage, ItemStage):
         max_buffer_bytes: int = 1 << 30,
         encoder: TaskEncoder | None = None,
     ) -> None:
-        check_count("Balance", "candidates", candidates)
         self._check_source(source, ItemStage)
         super().__init__(source)
         self._costing = Costing("Balance", source.lane.own(cost))
         self._calls = EncoderCalls("Balance", source.info, encoder, "batch")
         self.candidates, self.cost, self.max_buffer_bytes = candidates, cost, max_buffer_bytes
-        self._rule = RankRule(key=derive_key(self.lane.seed, "balance", self.lane.epoch), candidates=candidates)
+        self._rule = StepRule("Balance", self.lane, candidates=candidates, weight=8, costlier=4)
         self._buffer = ItemBuffer(self, max_bytes=max_buffer_bytes)  # oldest first
-        self._packs: list[WaitingPack] = []  # the same packs
+        self._packs: list[_WaitingPack] = []  # the same packs
         self._row_of_skips = 0
 
     def take(self, n: int) -> list[Element]:
@@ -198,7 +116,7 @@ class Balance(ChunkedStage, ItemStage):
             if not self._buffer:
                 return []
             self._buffer.rebuild_parts()
-            at = self._rule.choose(self._packs)
+            at = self._rule.choose([pack.cost for pack in self._packs], [pack.arrival for pack in self._packs])
             element = self._buffer[at]
             skips = self.lane.skips and not self._makes and is_certain(self.source, element.ref)
             if not skips:
@@ -210,7 +128,7 @@ class Balance(ChunkedStage, ItemStage):
                 return [element]
             self._skipped(element.value)
 
-    def _count_yielded(self, waiting: WaitingPack) -> None:
+    def _count_yielded(self, waiting: _WaitingPack) -> None:
         """Count a pack as yielded."""
         slots = self._rule.count - waiting.arrival
         self._row_of_skips = 0
@@ -248,10 +166,10 @@ class Balance(ChunkedStage, ItemStage):
             element.sizes = sizes if self._calls.is_upstream else None
             self._buffer.add([element])
 
-    def _waiting(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> WaitingPack:
+    def _waiting(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _WaitingPack:
         """Build the entry of a waiting pack."""
         saved = _PackState(ref, arrival, [number for size in sizes for number in size])
-        return WaitingPack(self._costing.of_pack(sizes), arrival, msgspec.msgpack.encode(saved))
+        return _WaitingPack(self._costing.of_pack(sizes), arrival, msgspec.msgpack.encode(saved))
 
     def save_state(self) -> State:
         """Return the held packs, and the costs of recent packs.
@@ -270,13 +188,13 @@ class Balance(ChunkedStage, ItemStage):
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`. Packs are rebuilt when they are yielded."""
         saved = parse_state(self, state, _BalanceState)
-        if len(saved.packs) > self.candidates or len(saved.past) > 8 * PAST * self.candidates or len(saved.past) % 8:
+        if len(saved.packs) > self.candidates:
             raise CheckpointMismatchError(
                 f"Balance: the state has {len(saved.packs)} packs, not {self.candidates}. Use its candidates= or "
                 "another copy."
             )
         self.source.restore_state(saved.source)
-        self._rule.restore(saved.count, np.frombuffer(saved.past, "<i8").tolist())
+        self._rule.restore(saved.count, saved.past)
         self._buffer.restore([])
         self._packs = []
         for raw in saved.packs:
