@@ -225,7 +225,7 @@ class Acknowledgements:
             flight = self.waiting[0]
             self._lose(flight, flight.open & ~sum(1 << row for row in remaining))
             rows = flight.to_come & flight.open
-            self._counts["given_again", ""] += rows.bit_count()
+            self._counts["repeated", ""] += rows.bit_count()
             self._last = number, flight, rows
             self._change(flight, flight.done, 0)
             self.waiting.popleft()

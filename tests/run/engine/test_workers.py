@@ -525,8 +525,8 @@ def redefined(sample: sp.Sample) -> int:  # type: ignore[no-redef]
 def test_unpicklable_object_is_an_error_with_a_fix_for_its_cause(make_shards: Any) -> None:
     read = sp.read(make_shards([4]))
     causes = {
-        r"cannot pickle '_thread.lock' object\. Make what .* tokenizer, in the worker.*\.encode\(make\)": Tokenizing(),
-        r"not the same object as .*redefined\. It was defined again since, as by a notebook cell": first_defined,
+        r"cannot pickle '_thread.lock' object\. Pass a function .* tokenizer, .*: \.encode\(make\)": Tokenizing(),
+        r"not the same object as .*redefined\. It was redefined, as by a notebook cell\. Create the": first_defined,
     }
     for told, cause in causes.items():
         pipeline = read.encode(cause) if isinstance(cause, Tokenizing) else read.map(cause)
