@@ -49,7 +49,7 @@ class BatchSamples:
         # padding rows have no sample
         by_row = [[sample for sample in sample_refs(row) if len(sample) == 3] for row in parts]
         try:
-            refs = np.array([item for row in by_row for item in row], dtype=np.int64).reshape(-1, 3)
+            refs = np.fromiter(chain.from_iterable(chain.from_iterable(by_row)), np.int64).reshape(-1, 3)
         except OverflowError:
             return np.empty((0, 3), np.int64), None
         if len(refs) and any(len(row) != 1 for row in by_row):
