@@ -84,10 +84,10 @@ def pickled_job(job: LaneJob, receiver: str, instead: str = "") -> bytes:
 def _pickling_fix(error: str) -> str:
     """Return what to do about an error of pickling."""
     if "not the same object" in error:
-        return "It was redefined, as by a notebook cell. Create the pipeline again from the new definition"
+        return "It was redefined, as by a notebook cell. Create the pipeline again with the new definition"
     # an object that cannot be pickled, unlike a name that cannot be found
     if "cannot pickle" in error or "cannot be pickled" in error:
-        return "Pass a function that creates such an object, as a tokenizer, in the worker: .encode(make)"
+        return "Create objects that cannot be pickled, such as a tokenizer, in the worker by a function: .encode(make)"
     kind = "a function with def" if LAMBDA in error else "it"
     return f"Define {kind} at the top of a module and bind its arguments with functools.partial"
 
