@@ -7,19 +7,9 @@ import re
 
 _MAGICS = {b"\x1f\x8b\x08": ".gz", b"\xfd7zXZ\0": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 _MEDIA = {
-    b"\xff\xd8\xff": "jpg",
-    b"\x89PNG": "png",
-    b"GIF8": "gif",
-    b"BM": "bmp",
-    b"II*\0": "tiff",
-    b"MM\0*": "tiff",
-    b"fLaC": "flac",
-    b"OggS": "ogg",
-    b"ID3": "mp3",
-    b"%PDF-": "pdf",
-    b"\x93NUMPY": "npy",
-    b"\x1aE\xdf\xa3": "mkv",
-}
+    b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tiff", b"MM\0*": "tiff",
+    b"fLaC": "flac", b"OggS": "ogg", b"ID3": "mp3", b"%PDF-": "pdf", b"\x93NUMPY": "npy", b"\x1aE\xdf\xa3": "mkv",
+}  # fmt: skip
 _RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
 # includes the magic number of a block, because text may start with BZh
 _BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")

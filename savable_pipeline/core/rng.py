@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from operator import index
 from random import Random as PythonRandom
 from struct import Struct
@@ -197,10 +198,7 @@ def _log(x: float) -> float:
 
 def _polynomial(x: float, coefficients: tuple[float, ...]) -> float:
     """Evaluate a polynomial, with the coefficient of the highest power first."""
-    total = 0.0
-    for coefficient in coefficients:
-        total = total * x + coefficient
-    return total
+    return reduce(lambda total, coefficient: total * x + coefficient, coefficients, 0.0)
 
 
 def _normal_quantile(p: float) -> float:
@@ -213,10 +211,8 @@ def _normal_quantile(p: float) -> float:
         r = 0.180625 - q * q
         return q * _polynomial(r, _CENTRE[0]) / _polynomial(r, _CENTRE[1])
     r = math.sqrt(-_log(min(p, 1.0 - p)))
-    if r <= 5.0:
-        value = _polynomial(r - 1.6, _NEAR[0]) / _polynomial(r - 1.6, _NEAR[1])
-    else:
-        value = _polynomial(r - 5.0, _FAR[0]) / _polynomial(r - 5.0, _FAR[1])
+    x, (above, below) = (r - 1.6, _NEAR) if r <= 5.0 else (r - 5.0, _FAR)
+    value = _polynomial(x, above) / _polynomial(x, below)
     return value if q > 0 else -value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import struct
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.core import global_rng
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, kinds, seeder
 from tests.support.streams import next_hashes
 from tests.support.toy_faults import NumberEncoder, number_pipeline
@@ -229,6 +231,28 @@ def test_numpys_state_is_restored_with_its_cached_normal(normals: int) -> None:
         with as_in_a_worker({"numpy"}):
             work()
         assert np.random.standard_normal(5).tolist() == expected
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_pythons_state_is_restored_with_its_cached_normal(in_memory: bool, monkeypatch: Any) -> None:
+    if not in_memory:
+        monkeypatch.setattr(global_rng, "_python_words", lambda: None)
+    for work in (random.random, random.gauss, lambda: random.seed(3), lambda: None):
+        for normals in range(3):
+            random.seed(7)
+            _ = [random.gauss() for _ in range(normals)]
+            before = random.getstate()
+            with as_in_a_worker({"python"}):
+                work()
+            assert random.getstate() == before
+
+
+def test_pythons_whole_state_is_read_in_memory() -> None:
+    random.seed(3)
+    for _ in range(700):
+        *words, position = random.getstate()[1]
+        assert global_rng._python_words().raw == struct.pack("=i624I", position, *words)
+        random.random()
 
 
 def test_the_state_of_another_bit_generator_is_restored() -> None:
