@@ -41,15 +41,15 @@ class BatchSamples(msgspec.Struct, frozen=True):
         if isinstance(ref, BatchSamples):
             return ref
         if ref and isinstance(ref[0], tuple):  # a user's own batch has no number
-            return cls._of_nested(ref)
+            return cls._from_nested(ref)
         try:  # the usual case is a batch of single items; numpy would take four times as long
             flat = struct.pack(f"<{3 * len(ref[1:])}q", *chain.from_iterable(ref[1:]))
         except (TypeError, struct.error):  # packs, pieces, or a ref of a user's own stage
-            return cls._of_nested(ref)
+            return cls._from_nested(ref)
         return cls(np.frombuffer(flat, "<i8").reshape(-1, 3))
 
     @classmethod
-    def _of_nested(cls, ref: ItemRef) -> BatchSamples:
+    def _from_nested(cls, ref: ItemRef) -> BatchSamples:
         """List the items of packs and pieces, and of refs of a user's own stage."""
         # padding rows have no sample
         rows = [[sample for sample in sample_refs(row) if len(sample) == 3] for row in _rows(ref)]

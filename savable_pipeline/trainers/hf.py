@@ -177,7 +177,7 @@ class SavableDataMixin:
                     remove_empty_checkpoint(Path(output_dir))
                 raise
             if self.args.should_save:
-                begin(Path(output_dir), state)
+                start_checkpoint(Path(output_dir), state)
         with _model_names(self.model if _internal_call else None):  # type: ignore[attr-defined]
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
@@ -460,7 +460,7 @@ def _last_step(args: Any, batches: TrainerLoader, times: int, saved: dict[str, A
     return last
 
 
-def begin(folder: Path, state: Mapping[str, Any]) -> None:
+def start_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
     """Write the state of the data into a checkpoint.
 
     The trainer writes the rest afterwards.

@@ -198,7 +198,7 @@ class FakeHost:
     def count(self, wanted: int) -> int:
         return wanted
 
-    def begin(self, pinned: PinnedShards) -> FakeConnection:
+    def start_worker(self, pinned: PinnedShards) -> FakeConnection:
         made = FakeConnection(self._world, self, f"fake {len(self._workers)}", self._job, pinned)
         self._workers.append(made)
         return made

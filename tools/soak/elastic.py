@@ -44,7 +44,7 @@ def elastic(shards: Path, folder: Path, *, saves: int, kills: int) -> Iterator[R
     with sp.SavableLoader(pipeline, seed=SEED, lanes=LANES) as loader:
         expected = [digest(batch) for batch in islice(loader, 4 * saves + 60)]
     for before, after in CHANGES:
-        yield _change(pipeline, expected, before, after, saves)
+        yield _compare(pipeline, expected, before, after, saves)
     yield _changes_in_a_row(pipeline, expected, saves)
     yield _other_batch_size(shards)
     yield _survivors(folder, kills)
@@ -78,7 +78,7 @@ class Run:
             loader.close()
 
 
-def _change(pipeline: Any, expected: list[str], before: tuple[int, int], after: tuple[int, int], saves: int) -> Row:
+def _compare(pipeline: Any, expected: list[str], before: tuple[int, int], after: tuple[int, int], saves: int) -> Row:
     run, states, problem = Run(pipeline, *before), [], ""
     for cut in range(saves):
         found = run.step()

@@ -158,8 +158,7 @@ def split_counts(dataset: Dataset) -> dict[str, int]:
     if root is None:
         return {}
     counts = {entry.name: entry.samples for entry in dataset.entries}
-    found = getattr(store, "found", None)  # not of a store of the user's own
-    known = {*counts, *(() if found is None else found.index.shards.names), *(read_counts(root) or ())}
+    known = {*counts, *(() if store.found is None else store.found.index.shards.names), *(read_counts(root) or ())}
     splits = {name: read_split(root, name, known) for name in split_names(root)}
     return {
         name: sum(counts[shard] - len(split.excluded.get(shard, ())) for shard in split.shards if shard in counts)

@@ -15,7 +15,7 @@ All numbers are little-endian. The hash is BLAKE2b, so that no data can be made 
 `ExcludeFile`: samples that a file excludes from a dataset.
 
     s000042                                           all samples with this key
-    {"shard": "0001.tar", "key": "s000042", …}        the one of this shard: a line of a quarantine file
+    {"shard": "0001.tar", "key": "s000042", …}        only that of this shard: a line of a quarantine file
 """
 
 from __future__ import annotations

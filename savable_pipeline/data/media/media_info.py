@@ -1,4 +1,4 @@
-"""`MediaInfo`: what the headers of a media file say; what is wrong with a file."""
+"""`MediaInfo`: facts in the headers of a media file, and errors of a file."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from xxhash import xxh3_128_hexdigest
 
 from savable_pipeline.data.media.media_info import MediaInfo, media_info
 from savable_pipeline.data.shards.byte_source import FileVersion
-from savable_pipeline.data.shards.index import BlobIndex, FileBlob, IndexedFiles
+from savable_pipeline.data.shards.index import BlobIndex, FileBlob
 from savable_pipeline.data.shards.indexing import index_paths, media_table_name
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
@@ -266,9 +266,8 @@ class KnownMedia:
     def __init__(self, store: RecordStore, shards: ShardList, *, tables: bool = True) -> None:
         self._store, self._shards = store, shards
         self.table: MediaTable | None = None
-        found = getattr(store, "found", None)
-        if tables and isinstance(found, IndexedFiles):  # a user's own store has no table
-            self.table = open_table(found.root, shards, found.form.index_kind)
+        if tables and store.found is not None:
+            self.table = open_table(store.found.root, shards, store.found.form.index_kind)
 
     def without_table(self) -> KnownMedia:
         """Return the same media without a table, so that headers are read."""

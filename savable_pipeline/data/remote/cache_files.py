@@ -1,6 +1,6 @@
 """Files of the node's cache: owned by this user, and no links.
 
-So nobody can make this process write to another file.
+So no other user can make this process write to another file.
 
     CACHE/UID/…               CACHE may be a link, and open to all. UID is private to its user (0700)
     VERSION/N.pin             the ETag of the rows of shard number N, with a checksum

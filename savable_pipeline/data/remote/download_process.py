@@ -100,7 +100,7 @@ class QueuedRequest:
 class RequestQueue:
     """Assigns requests to threads.
 
-    Those that somebody waits for start at once. The others follow the pace, and leave some threads free.
+    Requests with a waiting reader start at once. The others follow the pace, and leave some threads free.
     """
 
     def __init__(self, pace: Pace, threads: int) -> None:

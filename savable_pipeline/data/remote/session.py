@@ -51,7 +51,7 @@ _of_buckets: dict[int, Session] = {}
 class Urgency(IntEnum):
     """Order in which requests are served, lower numbers first."""
 
-    NOW = 0  # somebody waits for it
+    NOW = 0  # a reader waits for it
     SOON = 1  # the sample was passed to the next stage
     LATER = 2  # the sample was requested in advance
 
@@ -225,7 +225,7 @@ class Session:
         raise AssertionError
 
     def prefetch(self, urgency: Urgency, kind: str, *arguments: Any) -> None:
-        """Send a request that nobody waits for.
+        """Send a request without waiting for its answer.
 
         If the process has died, the next caller that waits starts another.
         """

@@ -508,8 +508,8 @@ class TarLayout:
         self.parts, self.shards, self.firsts = parts, index.shards, index.shard_rows
         self._starts, self._ends = np.asarray(index.starts), np.ascontiguousarray(self.firsts, np.int64).data
 
-    def begins(self, rows: Rows) -> Rows:
-        """Return the first byte of each row in its shard: int64 of the same shape."""
+    def offsets(self, rows: Rows) -> Rows:
+        """Return the offset of each row in its shard: int64 of the same shape."""
         return self._starts[rows].astype(np.int64)
 
     def row_from(self, shard: int, offset: int) -> int:
@@ -546,8 +546,8 @@ class BlockLayout:
             self.block *= 2
         self.firsts: Rows = np.concatenate([[0], np.cumsum(-(-index.shards.sizes // self.block))])
 
-    def begins(self, rows: Rows) -> Rows:
-        """Return the offset of each of these rows. See `TarLayout.begins`."""
+    def offsets(self, rows: Rows) -> Rows:
+        """Return the offset of each of these rows. See `TarLayout.offsets`."""
         found: Rows = (rows - self.firsts[np.searchsorted(self.firsts, rows, side="right") - 1]) * self.block
         return found
 

@@ -244,8 +244,8 @@ def _common_root(urls: Sequence[str]) -> str:
 def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Session) -> None:
     """Raise `ShardError` for files of several splits of a dataset of the Hub."""
     whole = not paths.HubAddress.of(root).path
-    found = _of_card(session.call("card", root), suffix) if whole else {}
-    found = found or _of_names(names, suffix)
+    found = _splits_in_card(session.call("card", root), suffix) if whole else {}
+    found = found or _splits_in_names(names, suffix)
     if len(found) > 1:
         shown = ", ".join(f"{pattern} ({name})" for name, pattern in list(found.items())[:_SHOWN])
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -254,7 +254,7 @@ def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Sess
         )
 
 
-def _of_names(names: Iterable[str], suffix: str) -> dict[str, str]:
+def _splits_in_names(names: Iterable[str], suffix: str) -> dict[str, str]:
     """Return a glob for each split that these names show, if they show several."""
     found: dict[str, str] = {}
     for name in names:
@@ -269,7 +269,7 @@ def _of_names(names: Iterable[str], suffix: str) -> dict[str, str]:
     return found if len(found) > 1 else {}
 
 
-def _of_card(card: bytes, suffix: str) -> dict[str, str]:
+def _splits_in_card(card: bytes, suffix: str) -> dict[str, str]:
     """Return a glob for each split of each configuration of a card, if it has any."""
     from savable_pipeline.data.shards.yaml_limits import load_yaml  # imported here, because it imports PyYAML
 

@@ -230,14 +230,14 @@ def build_index(
     reused = _reusable(path, form, partial(_can_reuse, root, form, set(names) if tolerant else set()))
     if for_others and form.offsets_suffix and path == root / form.index_name:  # reading them wrote no offsets
         reused = {name: n for name, n in reused.items() if Path(f"{root}/{name}{form.offsets_suffix}").exists()}
-    written = _of_writers(root, form, [name for name in names if name not in reused])
+    written = _writer_tables(root, form, [name for name in names if name not in reused])
     missing = [name for name in names if name not in reused and name not in written]
     log.info("indexing %d of %d shards in %s", len(missing), len(names), root)
     began = logged = time.monotonic()
     progress(0, len(missing))
     with ScannedTables(path) as scanned:
         for done, table in enumerate(_scanned(root, missing, form, processes, each), 1):
-            if for_others and not table.entry.fault:  # first: a process that resumes does not scan it again
+            if for_others and not table.entry.fault:  # before `add`, because a resumed process skips added files
                 form.write_offsets(root / table.entry.name, table)
             scanned.add(table)
             progress(done, len(missing))
@@ -289,7 +289,7 @@ def _can_reuse(root: Path, form: Format, anyway: set[str], old: ShardIndex, numb
     return number not in old.shards.faults and file_matches_index(root, old, number, form)
 
 
-def _of_writers(root: Path, form: Format, names: list[str]) -> set[str]:
+def _writer_tables(root: Path, form: Format, names: list[str]) -> set[str]:
     """Return the files that `sp.ShardWriter` finished and that are unchanged. They need no scan."""
     found = set()
     for name in names if (root / WRITTEN).is_dir() else ():

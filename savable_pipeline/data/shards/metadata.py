@@ -246,10 +246,10 @@ def unfinished(folder: Path) -> str:
 
     The result is "" if all writers of the folder have finished.
     """
-    return _of_conversion(folder) or _of_writers(folder)
+    return _unfinished_conversion(folder) or _unfinished_writers(folder)
 
 
-def _of_conversion(folder: Path) -> str:
+def _unfinished_conversion(folder: Path) -> str:
     with contextlib.suppress(OSError, ValueError, RecursionError):  # msgspec's errors are subclasses of ValueError
         found = msgspec.json.decode((folder / CONVERTED).read_bytes(), type=_Conversion)
         if not found.done:
@@ -260,7 +260,7 @@ def _of_conversion(folder: Path) -> str:
     return ""
 
 
-def _of_writers(folder: Path) -> str:
+def _unfinished_writers(folder: Path) -> str:
     try:
         names = {path.name for path in (folder / WRITTEN).iterdir()}
     except OSError:

@@ -55,7 +55,7 @@ def is_part(extension: str, known: Collection[str]) -> bool:
 
 
 def find_part(extension: str, known: Iterable[str]) -> str:
-    """Return the one of `known` that equals `extension`, ignoring case.
+    """Return the extension in `known` that equals `extension`, ignoring case.
 
     Raises KeyError that lists the known ones.
     """

@@ -4,7 +4,7 @@
     sizes, samples, digests        a number of each shard
     faults                         number of a damaged shard: how it was damaged
 
-In an index these are its own bytes, mapped: what is not asked for is not read.
+In an index these are its own bytes, mapped, so only the requested ones are read.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def samples(path: str, fd: int, links: list[Member] | None = None) -> Iterator[E
     Links that would be parts of a sample if they were files are added to `links`. Raises `ShardError`.
     """
     sample: Extent | None = None
-    for member, key, extension in of_samples(members(path, fd), links):
+    for member, key, extension in sample_members(members(path, fd), links):
         if sample is None or sample.key != key:
             if sample is not None:
                 yield sample
@@ -119,7 +119,7 @@ def samples(path: str, fd: int, links: list[Member] | None = None) -> Iterator[E
         yield sample
 
 
-def of_samples(found: Iterable[Member], links: list[Member] | None = None) -> Iterator[tuple[Member, str, str]]:
+def sample_members(found: Iterable[Member], links: list[Member] | None = None) -> Iterator[tuple[Member, str, str]]:
     """Yield the members that are part of a sample, with key and extension.
 
     See `samples`.

@@ -42,7 +42,7 @@ from savable_pipeline.data.shards.index import (
 )
 from savable_pipeline.data.shards.number_spool import NumberSpool, spooled
 from savable_pipeline.data.shards.shard_list import Count, ShardEntry, check_utf8
-from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, members, of_samples, samples
+from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, members, sample_members, samples
 from savable_pipeline.errors import ShardError
 
 LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
@@ -313,7 +313,7 @@ class TarIndex(ShardIndex):
         keys = set()
         try:
             layout = self.layout(row)
-            found = of_samples(members(name, fd, self.starts[row]))
+            found = sample_members(members(name, fd, self.starts[row]))
             for number, extension in enumerate(itertools.islice(layout.position, most)):
                 member, key, found_extension = next(found)
                 if found_extension != extension or (member.payload, member.size) != self.extent(row, number, layout):
@@ -404,7 +404,7 @@ def _torn_warning(name: str, fd: int, found: ShardRows, key_hashes: NumberSpool)
             torn.append(row)
     if not torn:
         return ""
-    _, key, _ = next(of_samples(members(name, fd, int(found.starts.numbers()[torn[0]]))))
+    _, key, _ = next(sample_members(members(name, fd, int(found.starts.numbers()[torn[0]]))))
     return encodable(
         f"the files of {counted(len(torn), 'sample')} do not lie side by side, such as those of {key!r}, so each is "
         "read as several samples, each with some of the parts; write the tar again in the order of names, as "

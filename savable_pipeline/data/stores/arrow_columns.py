@@ -218,8 +218,8 @@ class ValueColumn:
         Raises `BrokenColumnError`.
         """
         if not self._converts:
-            return as_part(self._of_row(row, lambda rows: rows[0].as_py()))
-        found = self._of_row(row, lambda rows: plain_value(rows[0]))
+            return as_part(self._call_with_row(row, lambda rows: rows[0].as_py()))
+        found = self._call_with_row(row, lambda rows: plain_value(rows[0]))
         return f'"{found}"'.encode() if isinstance(found, str) else as_part(found)
 
     def array(self, row: int) -> NDArray[Any]:
@@ -227,9 +227,9 @@ class ValueColumn:
 
         Raises `BrokenColumnError`, TypeError.
         """
-        return self._of_row(row, _numbers_of)
+        return self._call_with_row(row, _numbers_of)
 
-    def _of_row(self, row: int, make: Callable[[Any], T]) -> T:
+    def _call_with_row(self, row: int, make: Callable[[Any], T]) -> T:
         """Return the result of a function for an array of this row alone."""
         try:
             if not self._checked:
@@ -243,7 +243,7 @@ class ValueColumn:
 
     def has_part(self, row: int) -> bool:
         """Return whether a row has a value. Raises `BrokenColumnError`."""
-        return self._of_row(row, lambda rows: not rows.null_count)
+        return self._call_with_row(row, lambda rows: not rows.null_count)
 
 
 def _numbers_of(rows: Any) -> NDArray[Any]:
@@ -546,7 +546,7 @@ class ArrowRows:
         naming = {name: sum(len(b[name].named) for b in self._batches) for name in [*self._media, *self._lists]}
         # columns that name files without their bytes, and in which rows
         self._naming = {name: rows for name, rows in naming.items() if rows}
-        self._refuses = bool(self._naming) and not partial
+        self._rejects = bool(self._naming) and not partial
 
     def __len__(self) -> int:
         return self._firsts[-1]
@@ -565,8 +565,8 @@ class ArrowRows:
 
     def read(self, row: int, extension: str) -> bytes:
         """Return the bytes of a part. Raises KeyError if it is missing, `NoBytesError`."""
-        if self._refuses:
-            self._refuse(row)
+        if self._rejects:
+            self._check_bytes(row)
         if extension in self._names:
             one = row < self._firsts[1]  # inlined from `value`, because a call is slow
             found: bytes | None = self._batches[0][extension].value(row) if one else self.value(row, extension)
@@ -584,7 +584,7 @@ class ArrowRows:
         The result is None for strings, bytes and missing parts.
         """
         name = _named(extension, self._names)
-        column, position = self._column(row, name) if name in self._names and not self._refuses else (None, 0)
+        column, position = self._column(row, name) if name in self._names and not self._rejects else (None, 0)
         if not isinstance(column, NumberColumn | ValueColumn) or not column.has_part(position):
             return None
         try:
@@ -594,8 +594,8 @@ class ArrowRows:
 
     def extensions(self, row: int) -> list[str]:
         """Return the names of the parts that a row has. Raises `NoBytesError`."""
-        if self._refuses:
-            self._refuse(row)
+        if self._rejects:
+            self._check_bytes(row)
         return [part for part, _ in self.parts(row)]
 
     def parts(self, row: int) -> Iterator[tuple[str, PartSource]]:
@@ -643,12 +643,12 @@ class ArrowRows:
 
         The result is "" for a complete row.
         """
-        for file in self.named_files(row) if self._refuses else ():
+        for file in self.named_files(row) if self._rejects else ():
             some = f"{self._naming[file.column]:,} of {len(self):,} rows have a path and no bytes"
             return f"the column {file.column!r} holds {file.path[:200]!r} and no bytes ({some})"
         return ""
 
-    def _refuse(self, row: int) -> None:
+    def _check_bytes(self, row: int) -> None:
         if fault := self.fault(row):
             raise NoBytesError(fault)
 
@@ -727,20 +727,20 @@ class RetainedRow:
 
     def read(self, row: int, extension: str) -> bytes:
         """See `ArrowRows.read`."""
-        self._refuse()
+        self._check_bytes()
         found = self._values.get(extension) if extension in self._parts.values() else None
         return self._values[self._parts[find_part(extension, self._parts)]] if found is None else found
 
     def extensions(self, row: int) -> list[str]:
         """See `ArrowRows.extensions`."""
-        self._refuse()
+        self._check_bytes()
         return list(self._parts)
 
     def numbers(self, row: int, extension: str) -> NDArray[Any] | TypeError | None:
         """See `ArrowRows.numbers`."""
         return self._numbers.get(_named(extension, self._numbers))
 
-    def _refuse(self) -> None:
+    def _check_bytes(self) -> None:
         if self._fault:
             raise NoBytesError(self._fault)
 

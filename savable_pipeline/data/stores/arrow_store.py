@@ -46,7 +46,7 @@ _WHOLE = 1 << 19  # bytes of values to read at once; reading them takes about as
 _BINARY = ("binary", "large_binary")
 _OPEN = 256  # number of files with parsed schemas in memory
 _VIEW = 1 << 14  # bytes that the cache counts for a batch that is only a view
-_SMALL = 1 << 16  # batches up to this size are read whole, and each batch counts at least so many bytes in the cache
+_SMALL = 1 << 16  # batches up to this size are read whole, and each batch counts as at least this size in the cache
 
 
 class UnreadBatch:

@@ -234,7 +234,7 @@ class CachedBlocks(DownloadedFiles):
 
     def _check(self, shard: int) -> None:
         """Raise `ShardError` unless the file is the one that was indexed."""
-        self._checked.add(shard)  # first: the check reads the file
+        self._checked.add(shard)  # before the check, which reads the file by the same methods
         try:
             if self._indexed is not None:
                 self.fetch_rows(self._numbers[[shard]])
@@ -328,7 +328,7 @@ class DownloadBlocks:
 
         Each block is the `whole` piece, or the rows of it from the first that is needed to the last.
         """
-        shards, pieces = self._cached.shards_of(rows), self._cached.layout.begins(rows) // PIECE
+        shards, pieces = self._cached.shards_of(rows), self._cached.layout.offsets(rows) // PIECE
         cuts = np.flatnonzero((np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1
         found = []
         for part in np.split(rows, cuts):
@@ -350,7 +350,7 @@ class DownloadBlocks:
     def _blocks(self, rows: Rows) -> list[Block]:
         """Return the blocks with these ascending rows. Runs of rows are cut where a piece of the shard ends."""
         shards = self._cached.shards_of(rows)
-        pieces = self._cached.layout.begins(rows) // PIECE
+        pieces = self._cached.layout.offsets(rows) // PIECE
         if self.in_pieces:
             return [self._piece(*piece) for piece in dict.fromkeys(zip(shards.tolist(), pieces.tolist(), strict=True))]
         cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1

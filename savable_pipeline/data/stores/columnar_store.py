@@ -109,7 +109,7 @@ class ColumnarStore(GroupedStore):
 
         Raises TypeError for a part that is not numbers, text or bytes.
         """
-        found = self._of_row(shard, row, lambda rows, position: rows.numbers(position, extension))
+        found = self._call_with_group(shard, row, lambda rows, position: rows.numbers(position, extension))
         if isinstance(found, TypeError):
             raise found
         if found is None:
@@ -120,14 +120,14 @@ class ColumnarStore(GroupedStore):
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """See `RecordStore.extensions`."""
-        return self._of_row(shard, row, lambda rows, position: rows.extensions(position))
+        return self._call_with_group(shard, row, lambda rows, position: rows.extensions(position))
 
     def nulls(self, shard: int, row: int) -> list[str]:
         """Return the columns of a row that have a null, so are not parts.
 
         Raises `ShardError`.
         """
-        return self._of_row(shard, row, lambda rows, position: rows.nulls(position))
+        return self._call_with_group(shard, row, lambda rows, position: rows.nulls(position))
 
     def lacking(self, shard: int, row: int) -> tuple[list[str], set[str]]:
         """See `StoreFacts.lacking`."""
@@ -139,18 +139,18 @@ class ColumnarStore(GroupedStore):
 
     def named_files(self, shard: int, row: int) -> list[NamedFile]:
         """Return the files that a row names without their bytes. Raises `ShardError`."""
-        return self._of_row(shard, row, lambda rows, position: rows.named_files(position))
+        return self._call_with_group(shard, row, lambda rows, position: rows.named_files(position))
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
         """See `FileStore.value`, for a column that is read."""
-        found: bytes | None = self._of_row(shard, row, lambda rows, position: rows.value(position, name))
+        found: bytes | None = self._call_with_group(shard, row, lambda rows, position: rows.value(position, name))
         return found
 
-    def _of_row(self, shard: int, row: int, ask: Callable[[Any, int], T]) -> T:
-        """Call `ask` with the decoded group of a row and the row's position in it. Raises `ShardError`."""
+    def _call_with_group(self, shard: int, row: int, call: Callable[[Any, int], T]) -> T:
+        """Call `call` with the decoded group of a row and the row's position in it. Raises `ShardError`."""
         rows, position = self.find(shard, row)
         try:
-            return ask(rows, position)
+            return call(rows, position)
         except ValueError as error:
             raise self._broken_row(shard, row, error) from error
 

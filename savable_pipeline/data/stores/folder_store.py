@@ -91,7 +91,7 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
         return ShardNames(self.names, np.frombuffer(self.ends, "<i8"))
 
     def fault(self, root: str, option: str) -> str:
-        """Return why names may be meant differently, or "".
+        """Return a warning that names may be misread, or "".
 
         `option` shows how `key_end` is set, with {} for its value.
         """
@@ -163,7 +163,7 @@ def open_folder(files: Shards, form: Format, *, tolerant: bool = False, relists:
             table = form.scan(root, ALL)
         except OSError as error:
             raise ShardError(f"{error.filename}: {error.strerror}: the folder cannot be read. Permit it") from error
-        known = _known(path, form)
+        known = _existing_index(path, form)
         if known is None or not _remains_valid(known, table, tolerant and not relists):
             write_index(path, [table], form)
             known = BlobIndex(path, form.index_kind)
@@ -179,7 +179,7 @@ def is_known(root: Path) -> bool:
     return any(_fresh(root, path, form) for form in forms for path in index_paths(root, form.index_name, near=False))
 
 
-def _known(path: Path, form: Format) -> BlobIndex | None:
+def _existing_index(path: Path, form: Format) -> BlobIndex | None:
     """Return the existing index, or None if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, ShardError):
         index = BlobIndex(path, form.index_kind)
@@ -190,7 +190,7 @@ def _known(path: Path, form: Format) -> BlobIndex | None:
 
 
 def _fresh(root: Path, path: Path, form: Format) -> BlobIndex | None:
-    index = _known(path, form) if path.exists() else None
+    index = _existing_index(path, form) if path.exists() else None
     return index if index is not None and FolderTable.of(index.blob(0)).is_fresh(root) else None
 
 
@@ -384,6 +384,7 @@ class FolderStore(RecordStore):
     """
 
     unit = "file"
+    found: IndexedFiles
 
     def __init__(
         self, found: IndexedFiles, *, key_end: Literal["first", "last"] | None = None, classes: Classes = False

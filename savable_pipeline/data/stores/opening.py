@@ -118,7 +118,7 @@ def find_source(
 
 
 def _markers(format: str) -> list[str]:
-    """Return the markers of a format and of those that its reader also reads, or all for ""."""
+    """Return the markers of all formats that the reader of this format reads, or of all formats for ""."""
     formats.format_named(format or TAR)  # raises ValueError for an unknown name
     return [name for form in formats.FORMATS if format in ("", form.name, form.reader) for name in form.markers]
 

@@ -289,7 +289,7 @@ def format_of_kind(name: str, suffixes: tuple[str, ...], kind: RecordKind, store
     )
 
 
-def as_listed(index: bytes, form: type[T], name: str) -> T:
+def decode_index(index: bytes, form: type[T], name: str) -> T:
     """Decode an index.json. Raises ValueError."""
     try:
         return msgspec.json.decode(index, type=form)

@@ -108,7 +108,7 @@ class RecordFolderStore(GroupedStore):
 
         A record of more than `at_once` bytes is read in pieces. Raises `RecordError`, `ShardError`.
         """
-        layout = self._known(shard)
+        layout = self._layout(shard)
         if layout.unit != RECORDS:
             rows, position = self.find(shard, row)
             found: list[Value | Blob] = rows.fields(position)
@@ -160,7 +160,7 @@ class RecordFolderStore(GroupedStore):
             return None
         if not entry.samples:
             return [], 0
-        layout = self._known(shard)
+        layout = self._layout(shard)
         size = layout.content or entry.size * (_LIKELY if layout.packed else 1)
         return self.group_ends(shard), size
 
@@ -170,7 +170,7 @@ class RecordFolderStore(GroupedStore):
 
     def decoded(self, shard: int, group: int, expected: int) -> tuple[RecordBlock | RecordTable, int]:
         """See `GroupedStore.decoded`."""
-        layout, read = self._known(shard), partial(self.files.read, shard)
+        layout, read = self._layout(shard), partial(self.files.read, shard)
         begin, end = layout.offsets.tolist() if layout.unit == ROWS else (0, int(self.entries.sizes[shard]))
         raw, unit, offsets = read(begin, end - begin), layout.unit, layout.offsets
         try:
@@ -192,7 +192,7 @@ class RecordFolderStore(GroupedStore):
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """Return byte ranges of the records, or of a file that is decompressed whole."""
-        layout, size = self._known(shard), int(self.entries.sizes[shard])
+        layout, size = self._layout(shard), int(self.entries.sizes[shard])
         if layout.unit == RECORDS:
             begins, ends = layout.offsets[rows], layout.offsets[rows + 1]
         else:
@@ -212,7 +212,7 @@ class RecordFolderStore(GroupedStore):
         self._found = shard, row, fields, parts
         return fields, parts
 
-    def _known(self, shard: int) -> RecordLayout:
+    def _layout(self, shard: int) -> RecordLayout:
         layout = self._layouts.get(shard)
         if layout is None:
             self.found.check_rows(shard)

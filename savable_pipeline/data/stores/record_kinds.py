@@ -26,7 +26,7 @@ from savable_pipeline.data.stores.record_files import (
     RecordKind,
     Value,
     array,
-    as_listed,
+    decode_index,
     format_of_kind,
     pixels,
     raw,
@@ -88,7 +88,7 @@ def _listed_shards(index: bytes) -> list[tuple[ListedFile, ...]]:
 
     Raises ValueError for unsupported settings.
     """
-    shards = as_listed(index, _Shards, "MDS").shards
+    shards = decode_index(index, _Shards, "MDS").shards
     return [_forms_of_shard(shard) for shard in shards]
 
 
@@ -278,7 +278,7 @@ def _listed_chunks(index: bytes) -> list[tuple[ListedFile, ...]]:
 
     Raises ValueError for unsupported settings.
     """
-    found = as_listed(index, _Chunks, "LitData")
+    found = decode_index(index, _Chunks, "LitData")
     config = found.config
     try:
         spec = _spec(json.loads(config.data_spec or "null"))

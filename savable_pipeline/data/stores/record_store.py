@@ -41,13 +41,14 @@ class StoreFacts(Protocol):
     """Facts about a store for commands. Most stores use the defaults.
 
     `keys_in_shards` says whether the shards alone decide the keys, and no setting. `parts_in_rows` says whether the
-    index lacks the parts of rows.
+    index lacks the parts of rows. `found` is the opened index of files, which a store of your own lacks.
     """
 
     keys_in_shards: ClassVar[bool] = False
     parts_in_rows: ClassVar[bool] = False
     key_column: str | None = None
     decoded_bytes: int = 0
+    found: IndexedFiles | None = None
 
     @property
     def fix(self) -> str:
@@ -79,6 +80,15 @@ class StoreFacts(Protocol):
             shard: The number of the shard.
         """
         return None
+
+    def byte_ranges(self, shard: int, rows: Rows, /) -> tuple[Rows, Rows]:
+        """Return the byte ranges of a file that reading these rows needs.
+
+        They are starts and ends, int64 (any,) each, and empty if unknown.
+
+        Raises `ShardError`.
+        """
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def next_readable(self, shard: int, row: int, reason: str, /) -> int:
         """Return the next row to read after one that raised an error with this reason."""
@@ -182,7 +192,7 @@ class RecordStore(StoreFacts, Protocol):
         return array
 
     def open(self, shard: int, row: int, extension: str, /) -> BinaryIO:
-        """Return one part as a seekable file, for those who read a little of a large one.
+        """Return one part as a seekable file, to read only some of a large part.
 
         Args:
             shard: The number of the shard.
@@ -286,7 +296,7 @@ class RecordStore(StoreFacts, Protocol):
             slot: The slot of the batch.
 
         Raises:
-            ShardError: A file read for it has changed.
+            ShardError: A file that was read for the batch has changed.
         """
         return
 
@@ -316,14 +326,13 @@ def hash_some(digest: Any, file: ByteSource, size: int, blocks: int) -> int:
 class FileStore(RecordStore):
     """Base of stores with indexed files of one format, local or remote."""
 
+    found: IndexedFiles
     all_used: ClassVar[bool] = True  # whether an epoch reads every byte of a file
     range_parts: Collection[str] = ()  # the parts that are ranges of other files: see ranges.py
 
     def __init__(self, found: IndexedFiles) -> None:
-        self.found = found
-        self.root, self.address, self.entries = found.root, found.address, found.entries
-        self.firsts, self.endings = found.firsts, found.form.suffixes
-        self.where = found.where
+        self.found, self.root, self.address, self.entries = found, found.root, found.address, found.entries
+        self.firsts, self.endings, self.where = found.firsts, found.form.suffixes, found.where
         self.files = self._open_files()
 
     def _open_files(self) -> LocalFiles | CachedBlocks:
@@ -355,15 +364,6 @@ class FileStore(RecordStore):
         """See `IndexedFiles.table`."""
         self.files.fetch_rows(self.found.numbers[[shard]])
         return self.found.table(shard)
-
-    def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
-        """Return the byte ranges of a file that reading these rows needs.
-
-        They are starts and ends, int64 (any,) each.
-
-        Raises `ShardError`.
-        """
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     @cached_property
     def prefetch_refs(self) -> int:

@@ -396,7 +396,7 @@ class _Making:
         if base is None:  # an earlier index may have fewer files
             found = with_stamps(found, self.session, range(len(found.names)))
             base = newest_version(self.folder, "made-*.json", self.form)
-        known = {} if base is None else self._known(base, found, self.changed(base))
+        known = {} if base is None else self._unchanged_numbers(base, found, self.changed(base))
         missing = [number for number in range(len(found.names)) if number not in known]
         found = with_stamps(found, self.session, missing)
         if base is not None:
@@ -419,7 +419,7 @@ class _Making:
             version = version.with_name(f"{version.name}-{_hash(base.folder.name)}")
         return scans.moved(fresh, version, missing)
 
-    def _known(self, base: Version, found: RemoteShards, changed: set[str]) -> dict[int, int]:
+    def _unchanged_numbers(self, base: Version, found: RemoteShards, changed: set[str]) -> dict[int, int]:
         """Return the numbers of unchanged files in an earlier index, by their new numbers. Their rows are cached."""
         numbers = {name: number for number, name in enumerate(found.names)}
         known = {}

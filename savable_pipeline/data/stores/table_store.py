@@ -466,8 +466,8 @@ def _elements(file: ByteSource) -> tuple[str, FileBlob]:
         is_last = end + len(piece) == file.size
         cuts = [match.start(1) for match in _COMMA.finditer(piece, max(0, len(piece) - _TAIL))][::-1]
         cuts.sort(key=lambda cut: piece[cut - 2 : cut] != ending)  # first those after the ending of the last element
-        found = filter(None, (_listed(before + piece[:cut] + b"]", before) for cut in cuts))
-        if (elements := _listed(before + piece, before) if is_last else next(found, None)) is None:
+        found = filter(None, (_elements_after(before + piece[:cut] + b"]", before) for cut in cuts))
+        if (elements := _elements_after(before + piece, before) if is_last else next(found, None)) is None:
             if is_last:
                 return _list_fault(file.read()), np.zeros(1, "<u8")
             size *= 2  # an element that is longer, or no list of objects
@@ -482,8 +482,8 @@ def _elements(file: ByteSource) -> tuple[str, FileBlob]:
     return "", begins.numbers()
 
 
-def _listed(text: bytes, before: bytes) -> list[msgspec.Raw] | None:
-    """Return the elements of a list after those in `before`, or None for other text."""
+def _elements_after(text: bytes, before: bytes) -> list[msgspec.Raw] | None:
+    """Return the elements of a JSON list that follow those in `before`, or None if the text is no list."""
     try:
         return msgspec.json.decode(text, type=list[msgspec.Raw])[len(before) > 0 :]
     except (msgspec.DecodeError, RecursionError):

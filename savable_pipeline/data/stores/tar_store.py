@@ -238,6 +238,7 @@ class TarStore(StoreFacts):
     Methods of its parts are bound as attributes, because a wrapper around `read` would cost up to a tenth of a read.
     """
 
+    found: IndexedFiles
     unit, keys_in_shards = "byte offset", True
 
     def __init__(self, found: IndexedFiles) -> None:

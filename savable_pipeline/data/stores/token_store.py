@@ -144,7 +144,7 @@ def _update(digest: Any, file: ByteSource) -> None:
 def _layout_in(file: ByteSource) -> TokenLayout:
     size = file.size
     if file.name.lower().endswith(".npy"):
-        return _of_array(file, size)
+        return _array_layout(file, size)
     idx = idx_of(file)
     if idx is None:
         return TokenLayout()
@@ -154,7 +154,7 @@ def _layout_in(file: ByteSource) -> TokenLayout:
     return TokenLayout(INDEXED, TYPES.index(found.dtype), 0, size // width, max(0, len(found.firsts) - 1))
 
 
-def _of_array(file: ByteSource, size: int) -> TokenLayout:
+def _array_layout(file: ByteSource, size: int) -> TokenLayout:
     head = io.BytesIO(file.read_at(0, min(size, _LONGEST_HEADER)))
     if not head.getvalue().startswith(np.lib.format.MAGIC_PREFIX):
         return TokenLayout()  # numbers without a header, as OLMo-core writes them, or damage; passing a type decides

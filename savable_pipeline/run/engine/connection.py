@@ -82,7 +82,7 @@ class Connection(Protocol):
         """Return whether the worker has checked them since `check_shards`."""
 
     def fault(self) -> str:
-        """Return what is wrong with batches that the worker delivered, or "".
+        """Return the error of batches that the worker delivered, or "".
 
         Any thread may call this.
         """
@@ -120,7 +120,7 @@ class Host(Protocol):
         """
         return wanted
 
-    def begin(self, pinned: PinnedShards) -> Connection:
+    def start_worker(self, pinned: PinnedShards) -> Connection:
         """Start a worker that reads these shards."""
 
     def wait(self, seconds: float) -> tuple[Sequence[Connection], list[Ended]]:

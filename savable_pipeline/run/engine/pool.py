@@ -138,7 +138,7 @@ class Pool(Backend):
             raise
 
     def _new_worker(self) -> PoolWorker:
-        return PoolWorker(self._host.begin(self._pinned), self._host.now())
+        return PoolWorker(self._host.start_worker(self._pinned), self._host.now())
 
     def _start_missing(self) -> bool:
         """Start the workers that are missing, and return whether there were any."""
@@ -193,14 +193,14 @@ class Pool(Backend):
             assert lane.worker is not None
             return lane.worker if len(lane.worker.requests) < self._depth else None
 
-        def begins(worker: PoolWorker) -> tuple[float, bool, int]:
+        def start_time(worker: PoolWorker) -> tuple[float, bool, int]:
             busy = len(worker.requests) * self._batch_s
             if worker.requests:
                 busy -= min(self._host.now() - worker.since, self._batch_s)
             comes = lane.worker is not None and worker is not lane.worker
             return busy + (_MOVE_S + lane.rebuild_s if comes else 0.0), comes, len(worker.requests)
 
-        first = min(self._workers, key=begins)
+        first = min(self._workers, key=start_time)
         return first if len(first.requests) < self._depth else None
 
     def _send(self, request: PendingRequest, worker: PoolWorker) -> None:
@@ -269,11 +269,11 @@ class Pool(Backend):
         return self._replaced_worker_fault or next(filter(None, [worker.connection.fault() for worker in workers]), "")
 
     def _poll(self, seconds: float) -> None:
-        """Wait up to `seconds` for news of workers, handle them, and send requests."""
-        heard, ended = self._host.wait(seconds)
-        if self._start_missing() or heard or ended:
+        """Wait up to `seconds` for answers and ends of workers, handle them, and send requests."""
+        ready, ended = self._host.wait(seconds)
+        if self._start_missing() or ready or ended:
             for worker in self._workers:
-                if worker.connection in heard:
+                if worker.connection in ready:
                     self._receive_from(worker)
             if ended:
                 self._handle_ended(ended)

@@ -3,11 +3,11 @@
     trainer ── starts, early ──▶ zygote ── forks ──▶ worker, worker, …     (worker_main.py)
             ◀────── a channel and a status page each, batches in shared memory ──────▶
 
-The zygote starts when the loader is created, so a trainer that may have threads or CUDA is never forked. A zygote that
-dies, or that somebody has stopped, is replaced, and all workers with it.
+The zygote starts when the loader is created, so a trainer that may have threads or CUDA is never forked. If the
+zygote dies or is suspended, it is replaced, and all workers with it.
 
 The forkserver of the standard library, with the same modules preloaded, takes 1.7 times as long to the first batch of a
-replaced worker, since each worker builds the pipeline again. It also takes no pipeline that cannot be pickled.
+replaced worker, since each worker builds the pipeline again. It also rejects a pipeline that cannot be pickled.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ProcessConnection:
             self.channel.flush()
             messages = self.channel.receive()
             # the worker sent more than one read can receive
-            while not messages and self.ended and self.channel.has_come():
+            while not messages and self.ended and self.channel.has_message():
                 messages = self.channel.receive()
         except (EOFError, OSError) as error:
             self.gone = True
@@ -193,7 +193,7 @@ class ProcessHost(Host):
         assert self._process.pid is not None
         return self._process.pid
 
-    def begin(self, pinned: PinnedShards) -> ProcessConnection:
+    def start_worker(self, pinned: PinnedShards) -> ProcessConnection:
         """Let the zygote fork a worker."""
         self._begun += 1
         number = self._begun

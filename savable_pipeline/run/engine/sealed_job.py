@@ -125,6 +125,7 @@ def _last_lines(error: BaseException) -> list[str]:
 
 
 def _imports_main(file: str) -> bool:
+    """Return whether the code in this file imports the main module."""
     return file in (__file__, spawn.__file__) or file.endswith(("runpy.py", "<frozen runpy>"))
 
 

@@ -148,7 +148,7 @@ class ThreadHost(Host):
         self.shared: dict[Any, Any] = {}
         self.lock = threading.RLock()
 
-    def begin(self, pinned: PinnedShards) -> ThreadConnection:
+    def start_worker(self, pinned: PinnedShards) -> ThreadConnection:
         """Start a thread."""
         self._begun += 1
         self._workers.append(ThreadConnection(self._begun, self._job, pinned, self))

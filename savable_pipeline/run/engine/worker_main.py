@@ -120,7 +120,7 @@ class ShardCheck:
         self._lock = threading.Lock()
 
     def check_shards(self) -> None:
-        """Report if delivered batches were read from shards that changed."""
+        """Check the shards of delivered batches, and report changed ones."""
         with self._lock:
             try:
                 if self.runner is not None:

@@ -210,7 +210,7 @@ class BatchStep:
     after: Position
     delivery: Delivery
     batch: Any  # as the trainer gets it; observers may replace it
-    started: float  # when the trainer asked for it, by `time.perf_counter`
+    started: float  # when the trainer requested it, by `time.perf_counter`
     number: int  # its slot with its epoch, as in receipts
     repeated: int | None = None  # repeated rows as bits (0: padding); None for the batch of a new slot
 

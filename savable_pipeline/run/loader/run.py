@@ -4,7 +4,7 @@ A step reads the position, gets a batch, and only then moves:
 
     observers that repeat batches ──▶ or the batch of the next slot, from the prefetcher and its backend
       ──▶ the position after it: the epoch's end, if the ranks must vote
-      ──▶ each observer, which may raise: the batch is put back, and the next step has it again
+      ──▶ each observer. If one raises, the next step repeats the batch
       ──▶ position = after; the batch is yielded
 
 `SavableLoader` shows users a run. `testing`, `verify` and `StatefulDataset` use one directly.
@@ -346,7 +346,7 @@ class Run:
             )
 
     def undo_fetch(self, before: Position) -> None:
-        """Return to `before` if a batch was yielded since then that no trainer got."""
+        """Return to `before` if the trainer did not get a batch yielded since then."""
         now, then = history_of(self.position).batches[-1:], history_of(before).batches[-1:]
         if now and not (then and now[0] is then[0]):
             self.return_to(before)

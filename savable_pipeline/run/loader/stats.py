@@ -156,7 +156,7 @@ class Stats(Observer):
             **{f"seconds/{name}": share * self._work_s for name, share in self._stage_shares().items()},
             **plain,
             **_fills(counts),
-            **self._of_sources(),
+            **self._source_counts(),
             **self._percentiles(),
             **{name: seconds for name, (seconds, _) in self._slow().items()},
             **{name: number for find in self._others for name, number in find().items()},
@@ -167,7 +167,7 @@ class Stats(Observer):
         bytes_read, items = self._watched
         return int(bytes_read * (self._counts["Encode/items"] / items))
 
-    def _of_sources(self) -> dict[str, int | float]:
+    def _source_counts(self) -> dict[str, int | float]:
         """Return counts by source of a `Blend`: samples in batches, and the counters of stages."""
         if not any(self._sources().values() if self._batches else ()):
             return {}

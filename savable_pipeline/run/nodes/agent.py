@@ -246,7 +246,7 @@ class Relay:
         if kind == wire.PING:
             self.link.send(wire.PONG)
         elif kind == wire.BEGIN and worker is None:
-            self.worker = self._host.begin(pickle.loads(frame.head))
+            self.worker = self._host.start_worker(pickle.loads(frame.head))
         elif worker is None or worker.gone:
             return
         elif kind == wire.REQUEST:

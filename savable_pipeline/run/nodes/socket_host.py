@@ -3,10 +3,10 @@
     loader ── greets each agent, in a thread ──▶ agent ── starts ──▶ session, one process per loader and node
            ◀────── a connection for the job, one for each worker (wire.py) ──────▶
 
-A loader reads only when it wants a batch. Each time, it pings silent connections. One that leaves several pings in a
-row unanswered while the loader waits is lost. So neither a suspended trainer nor an agent that waits for it is taken
-for dead. A lost connection is not reopened. Agents that answer are asked for other workers, and the others are retried
-from time to time.
+A loader reads only when it wants a batch, and then pings silent connections. A connection is lost if several pings in
+a row are not answered while the loader waits. So neither a suspended trainer nor an agent that waits for it counts as
+lost. A lost connection is not reopened. Its worker is replaced by one of an agent that answers. Agents that do not
+answer are retried from time to time.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class SocketConnection:
         """Number of batches whose memory is viewed in this process."""
         return self.link.viewed[0] if self.link else 0
 
-    def begin(self, node: Node, link: wire.Link) -> None:
+    def run_on(self, node: Node, link: wire.Link) -> None:
         """Run on this node."""
         self.node, self.link = node, link
         for kind, head in self._unsent:
@@ -211,7 +211,7 @@ class SocketConnection:
         return self._checked or self.end is not None
 
     def fault(self) -> str:
-        """Return what it has reported as wrong with batches that it delivered."""
+        """Return the reported error of delivered batches, or ""."""
         return self._fault
 
     def working_on(self) -> WorkerStatus:
@@ -357,12 +357,12 @@ class SocketHost(Host):
                 )
                 return
             try:
-                worker.begin(node, node.connect(wire.FOR_WORKER, self._memory))
+                worker.run_on(node, node.connect(wire.FOR_WORKER, self._memory))
                 return
             except (OSError, EOFError) as error:
                 self._lose(node, wire.error_text(error))
 
-    def begin(self, pinned: PinnedShards) -> SocketConnection:
+    def start_worker(self, pinned: PinnedShards) -> SocketConnection:
         """Start a worker, on a node if one answers, else as soon as one does."""
         worker = SocketConnection(pinned, self)
         self._connections.append(worker)

@@ -1,4 +1,4 @@
-"""`meet`: how ranks that share batches find each other and prove who they are.
+"""`meet`: how ranks that share batches find and authenticate each other.
 
     each peer          listens on a Unix socket, and writes its address into the store of torch.distributed
                        connects to the first peer before it that it reaches: they share a machine
@@ -91,7 +91,7 @@ class _Meeting:
 
     def __init__(self, sharing: Sharing, timeout: float) -> None:
         self._store, self._ranks, self._index = sharing.store, sharing.ranks, sharing.number
-        # The first rank knows most, so the others wait longer for it to report an error.
+        # The first rank waits for all others and can name a missing one, so the others wait longer than it.
         self._timeout = timeout * 1.1 if self._index else timeout
         self.accepted, self._until = dict[int, Peer](), time.monotonic() + self._timeout
         group = f"savable_pipeline/peers/{'-'.join(map(str, sharing.ranks))}"

@@ -1,4 +1,4 @@
-"""`Peer`, another process of a sharing group, and what is passed on to it.
+"""`Peer`, another process of a sharing group, and the messages to and from it.
 
     worker ── message, descriptor ──▶ first rank ── ("answer", …), the message, the descriptor ──▶ peer, peer, …
                                                  ◀── ("taken",) ──
@@ -111,7 +111,7 @@ class Peer:
         self.send(pickled(note))
 
     def handle_messages(self) -> None:
-        """Send what is unsent, and sort what has arrived."""
+        """Send unsent messages, and sort those that have arrived."""
         try:
             self.unsent = not self._channel.flush()
             for raw, descriptors in self._channel.receive():

@@ -6,12 +6,12 @@ The first rank builds them by a backend of its own:
                             │ answers, votes and errors, in the order of its calls
     other ranks   Run ──▶ PeerBackend
 
-The first rank is at most `prefetch` answers ahead of the slowest peer. Each answer has the request and the lane's state
-before it, so that a rank which asks for something else is noticed. At the first batch after a start, all compare its
-bytes.
+The first rank is at most `prefetch` answers ahead of the slowest peer. Each answer names the request, with a hash of
+the lane's state before it, so a rank detects that it has made another request. After a start, all ranks compare the
+bytes of the first batch.
 
-A peer that ends ends all, and so does one that gives no sign of life for `timeout` seconds while another waits for it:
-each raises an error with its rank. A rank that waits in `next`, for a peer or for its own workers, gives such signs.
+If a peer ends, or sends no alive message for `timeout` seconds while another rank waits for it, all ranks raise an
+error that names it. A rank sends alive messages while it waits in `next`, for a peer or for its own workers.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     pipeline ── settings() of each stage ──▶ fields, such as "web/TarShardReader.shuffle"
     state ── its fingerprint ──▶ compare, field by field ──▶ the same, allowed, or an error with both values
 
-A stage says by a `SettingRule` whether a field may differ, follows another one, or may come and go. Versions of
-libraries and the processor are in the environment, of which a difference is only a warning. A state has the
-fingerprint compressed. What inflates to over 64 MiB, or to over a million objects, is rejected before it is decoded.
+By a `SettingRule`, a stage permits that a field differs, alone or together with another field, or is added or removed.
+Versions of libraries and the processor are in the environment. A difference there is only a warning. The fingerprint
+is compressed in a state. One that decompresses to over 64 MiB or a million objects is rejected before it is decoded.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[st
     """
     allowed = checked_allow(allow, saved, current)
     check_shards(saved, current)
-    before, after = _of_shared_sources(saved.fields, current.fields), _of_shared_sources(current.fields, saved.fields)
+    before, after = _shared_fields(saved.fields, current.fields), _shared_fields(current.fields, saved.fields)
     differing = sorted(name for name in before.keys() | after.keys() if _differs(name, before, after, current))
     if "stages" in differing:  # skip the settings of stages that only one side has
         shared = set(before) & set(after) | _OF_THE_RUN
@@ -266,7 +266,7 @@ def _base(field: str) -> str:
     return field.rsplit("/")[-1].split("#")[0]
 
 
-def _of_shared_sources(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def _shared_fields(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields without those of `Blend` sources that `others` lacks, with the weights of the rest."""
     found = dict(fields)
     for field, names in fields.items():

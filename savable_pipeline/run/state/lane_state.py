@@ -115,9 +115,9 @@ def unpack_state(raw: Any, kind: type[T], name: str) -> T:
 
 
 def decoded(body: bytes, kind: type[T], name: str) -> T:
-    """Return the struct `kind` in MessagePack that has its checksum.
+    """Decode the struct `kind` from MessagePack whose checksum matched.
 
-    Raises `StateError`, because it may be forged all the same.
+    Raises `StateError`, because a forged state may have a valid checksum.
     """
     try:
         found = msgspec.msgpack.decode(body, type=kind)

@@ -259,10 +259,10 @@ def to_json(state: Mapping[str, Any]) -> dict[str, int | str]:
         True
     """
     check_flat(state)
-    return {name: _text(value) if isinstance(value, bytes) else value for name, value in state.items()}
+    return {name: _base64_text(value) if isinstance(value, bytes) else value for name, value in state.items()}
 
 
-def _text(value: bytes) -> str:
+def _base64_text(value: bytes) -> str:
     return _BYTES + base64.b64encode(value).decode("ascii")
 
 

@@ -46,7 +46,7 @@ class Channel:
         """Register with `poll` for messages and, if some are unsent, for room to send."""
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
 
-    def has_come(self) -> bool:
+    def has_message(self) -> bool:
         """Return whether `receive` would return at once."""
         (poll := select.poll()).register(self._socket, select.POLLIN)
         return bool(poll.poll(0))

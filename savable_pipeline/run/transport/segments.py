@@ -1,6 +1,6 @@
-"""Shared memory that carries batches from a worker to the trainer, one a segment.
+"""Shared memory for batches from a worker to the trainer, one per segment.
 
-    segment   flags u8 (64,), one a reader: free 0, in use 1, retired 2 │ buffer │ padding to 64 │ buffer │ …
+    segment   flags u8 (64,), one per reader: free 0, in use 1, retired 2 │ buffer │ padding to 64 │ buffer │ …
 
 Segments are anonymous (memfd) and passed by descriptor, so nothing remains in the system when a process dies.
 

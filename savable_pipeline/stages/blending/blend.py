@@ -1,7 +1,7 @@
 """`Blend`: stage that merges several sources in exact proportions.
 
 turns                 a b a a c a b …          turns.py: by weights, which may change during the run
-sources  a ──▶ ahead  a0 a1 a2                 what was taken of each before its turn
+sources  a ──▶ ahead  a0 a1 a2                 elements taken from each before its turn
          b ──▶ ahead  b0
          c ──▶ ahead  c0 c1
 """
@@ -235,10 +235,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             for stage in self.sources:
                 if ref.source in stage.info.origins:
                     return stage
-            raise CheckpointMismatchError(f"Blend: {ref} is of none of the sources {', '.join(self._stages)}")
-        return self._of_tag(tag_of(next(sample_indices(as_ref(ref)))))
+            raise CheckpointMismatchError(f"Blend: {ref} belongs to none of the sources {', '.join(self._stages)}")
+        return self._source_with_tag(tag_of(next(sample_indices(as_ref(ref)))))
 
-    def _of_tag(self, tag: int) -> Stage:
+    def _source_with_tag(self, tag: int) -> Stage:
         """Return the source with this tag. Raises `CheckpointMismatchError` if there is none."""
         if tag not in self._stage_of:
             raise CheckpointMismatchError(
@@ -278,10 +278,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         """
         taken = self._array([])
         while not len(taken) and self._active:
-            taken = self._of_turns(n) if isinstance(self._turns, Turns) else self._of_token_turn(self._turns)
+            taken = self._take_turns(n) if isinstance(self._turns, Turns) else self._take_token_turn(self._turns)
         return list(taken) if taken.dtype == object else taken
 
-    def _of_token_turn(self, turns: TokenTurns) -> _Elements:
+    def _take_token_turn(self, turns: TokenTurns) -> _Elements:
         """Return the element of the next turn in an array, which is empty if it is lost or its source has ended."""
         name = self._active[turns.next()]
         if not self._load(name, 1):
@@ -300,7 +300,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             self._count_drawn(name, 1, length)
         return taken
 
-    def _of_turns(self, n: int) -> _Elements:
+    def _take_turns(self, n: int) -> _Elements:
         """Return the elements of the next `n` turns, or of the turns before that of a source that has ended."""
         active, turns = self._active, self._turns
         assert isinstance(turns, Turns)
@@ -358,7 +358,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         """Yield each source of these samples, and the positions of its refs: int64 (any,)."""
         tags = (refs["index"] >> np.uint64(TAG_SHIFT)).astype(np.int64)
         for tag in np.unique(tags).tolist():
-            yield cast(SampleStage, self._of_tag(tag)), np.flatnonzero(tags == tag)
+            yield cast(SampleStage, self._source_with_tag(tag)), np.flatnonzero(tags == tag)
 
     def _length(self, name: str, element: Element) -> int | None:
         """Return the length of an element, which is built if its size is unknown; None if that is impossible."""

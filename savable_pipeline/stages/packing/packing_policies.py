@@ -125,7 +125,7 @@ class Packing:
         self._least_cost = costing.of(1, 0) if costing is not None else 0
         self.packs: list[OpenPack] = []
         self.waiting: list[Piece] = []  # pieces that are not in a pack yet
-        self.rounds = 0  # how often waiting pieces have been put into packs
+        self.rounds = 0  # number of rounds in which waiting pieces were put into packs
 
     @property
     def reach(self) -> int:

@@ -136,7 +136,7 @@ def _parse_parts(text: str | None) -> tuple[str, ...]:
     """Split the names of parts in an option."""
     names = tuple(name for part in (text or "").split(",") if (name := part.strip()))
     if text is not None and not names:
-        raise ValueError("--only names no part; expected extensions, such as jpg,txt")
+        raise ValueError("--only names no part. Pass extensions, such as jpg,txt")
     return names
 
 

@@ -10,7 +10,6 @@ Unfinished work is in `.nv-meta/savable.convert/`, which the last step removes. 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import shutil
@@ -44,7 +43,7 @@ from savable_pipeline.tools.convert.options import HASHES, MANIFEST, WORK, Optio
 from savable_pipeline.tools.convert.prepare import Prepared, prepare_source
 from savable_pipeline.tools.convert.range_job import RECORD_FILE, Hashes, RangeJob
 from savable_pipeline.tools.convert.shard_series import room_on
-from savable_pipeline.tools.convert.source import ConversionSource, close_all, find_files
+from savable_pipeline.tools.convert.source import SourceFiles, close_all, find_files
 from savable_pipeline.tools.convert.target import Target, target_at
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ _LITTLE_BYTES = 100_000_000  # bytes that one process converts before others wou
 
 
 def run_conversion(
-    source: Path | str | ConversionSource,
+    source: Path | str | SourceFiles,
     target: Path | str,
     options: Options,
     *,
@@ -207,24 +206,26 @@ def run_conversion(
     Raises ValueError for a wrong source or setting, `SavableError` if `target` has another conversion or its disk is
     full, OSError for files that cannot be read or written, `RemoteError` for a bucket or a web server.
     """
-    source = source if isinstance(source, ConversionSource) else find_files(source)
+    source = source if isinstance(source, SourceFiles) else find_files(source)
     with target_at(target) as output:
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be 1 or more, not {workers}")
         if engine is not None:  # the machines of an engine have other current folders
             output = replace(output, folder=output.folder.absolute())
-        _check_reshard(source, reshard)
-        _check_apart(source.path, output.folder if output.bucket is None else output.bucket.url)
-        _reject_other_shards(output)
+        _check_addresses(source, output, reshard)
         wanted = None if keys is None else frozenset(keys)
         if wanted is not None and not wanted:
             raise ValueError("keys= is empty. Name the samples to take, or pass None for all")
         with room_on(output.folder), _work_in(output):
             found = prepare_source(source, options, files_from, output, wanted)
-            manifest, newest_ns = manifest_of(source.path, found, options, wanted)
+            manifest, newest_ns = manifest_of(found, options, wanted)
             before = read_manifest(output.folder)
             jobs = _jobs(output, found, options, wanted)
-            do = functools.partial(_do, output, found, workers, engine, progress)
+            workers = workers or (1 if found.size < _LITTLE_BYTES else os.cpu_count() or 1)
+
+            def do(jobs: list[RangeJob]) -> set[str]:
+                return do_jobs(jobs, output.work, workers, engine, progress)
+
             report = None if before is None else _resumed(output, manifest, before, newest_ns, jobs, do)
             if report is None:
                 write_manifest(output.folder, manifest)
@@ -232,11 +233,17 @@ def run_conversion(
                 do(jobs)
                 jobs = jobs_with_repeats(jobs)
                 do(jobs)
-                report = finish(output, source, found, options, jobs, manifest)
+                report = finish(output, found, options, jobs, manifest)
         return report
 
 
-def _check_reshard(source: ConversionSource, reshard: bool) -> None:
+def _check_addresses(source: SourceFiles, output: Target, reshard: bool) -> None:
+    _check_reshard(source, reshard)
+    _check_apart(source.path, output.folder if output.bucket is None else output.bucket.url)
+    _reject_other_shards(output)
+
+
+def _check_reshard(source: SourceFiles, reshard: bool) -> None:
     """Check that tars are converted with `reshard`, and other formats without.
 
     Raises ValueError.
@@ -247,7 +254,7 @@ def _check_reshard(source: ConversionSource, reshard: bool) -> None:
             "--reshard for other sizes, parts, keys or splits"
         )
     if reshard and source.form != TARS:
-        raise ValueError(f"{source.path} is {source.words}: --reshard is only for tars")
+        raise ValueError(f"{source.path} has the {source.words}: --reshard is only for tars")
 
 
 @contextlib.contextmanager
@@ -294,10 +301,10 @@ def _resumed(
         check_same(output.folder, manifest, before)
     report = finished_report(output, before)
     if may_have_changed(output.folder, manifest, before, newest_ns):
-        firsts = itertools.accumulate(before.hashes, initial=0)
-        known: Iterable[Hashes | None] = zip(itertools.repeat(output.folder / HASHES), firsts, before.hashes)
+        firsts = itertools.accumulate((8 * count for count in before.hashes), initial=0)
+        known: Iterable[Hashes | None] = map(Hashes, itertools.repeat(output.folder / HASHES), firsts, before.hashes)
         if report is None:
-            known = (job.written_hashes() if job.is_finished and job.bucket is None else None for job in jobs)
+            known = (job.content_hashes() if job.is_finished and job.bucket is None else None for job in jobs)
         compared = [replace(job, hashes=hashes) for job, hashes in zip(jobs, known, strict=True) if hashes is not None]
         if files := sorted(do(compared)):
             raise changed_files(output.folder, manifest, before, files)
@@ -306,35 +313,6 @@ def _resumed(
                 output.folder, msgspec.structs.replace(before, versions=manifest.versions, source_id=manifest.source_id)
             )
     return report
-
-
-def _do(
-    output: Target,
-    found: Prepared,
-    workers: int | None,
-    engine: Engine | None,
-    progress: SampleProgress,
-    jobs: list[RangeJob],
-) -> set[str]:
-    """Write the ranges that are not finished, or compare them and return the names of files that changed."""
-    for path in output.work.glob("[0-9]*.*"):  # attempts of a killed conversion
-        shutil.rmtree(path, ignore_errors=True)
-    total = sum(job.rows for job in jobs)
-    missing = [job for job in jobs if job.hashes is not None or not job.is_finished]
-    if not missing and jobs:
-        return set()
-    before = total - sum(job.rows for job in missing)
-    progress(before, total, 0)
-    workers = workers or (1 if found.size < _LITTLE_BYTES else os.cpu_count() or 1)
-    changed = set[str]()
-    each = do_jobs(missing, output.work, workers, engine, lambda done, size: progress(before + done, total, size))
-    with contextlib.closing(each):
-        for job, written in each:
-            if job.hashes is None:
-                job.note(written)
-            else:
-                changed.update(written.changed)
-    return changed
 
 
 def _check_apart(source: str, target: Path | str) -> None:

@@ -12,10 +12,8 @@ import bisect
 import itertools
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeAlias
 
 import msgspec
 
@@ -24,7 +22,6 @@ from savable_pipeline.core.wording import counted, human_bytes, listed
 from savable_pipeline.data.shards.index import ShardTable
 from savable_pipeline.data.shards.number_spool import NumberSpool
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
-from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.shards.tar_format import tar_idx
 from savable_pipeline.data.stores.folder_store import FOLDER, SPLITS
 from savable_pipeline.data.stores.table_store import A_URL
@@ -33,10 +30,10 @@ from savable_pipeline.tools.convert.describe import describe_tables
 from savable_pipeline.tools.convert.manifest import Manifest, write_manifest
 from savable_pipeline.tools.convert.options import CLASSES, HASHES, REJECTED, Options, Report
 from savable_pipeline.tools.convert.prepare import NO_FILES, Prepared, check_keys, check_parts
-from savable_pipeline.tools.convert.range_job import RangeJob, join_shards
-from savable_pipeline.tools.convert.samples import Statistics
+from savable_pipeline.tools.convert.range_job import RangeJob, WrittenShard, join_shards, shard_table
+from savable_pipeline.tools.convert.samples import TEXT_FIELDS, Statistics
 from savable_pipeline.tools.convert.shard_series import room_in
-from savable_pipeline.tools.convert.source import ConversionSource
+from savable_pipeline.tools.convert.source import TABLES
 from savable_pipeline.tools.convert.target import Target
 
 _MOST = 1.15  # small shards are joined above this multiple of the fewest possible
@@ -44,12 +41,8 @@ _MUCH_REPEATED = 1.1  # a warning above this multiple of the bytes of the files 
 _COUNTED = re.compile(r"[0-9._-]{3,}")  # numbered parts of a large dataset, and dates
 
 
-_Shard: TypeAlias = tuple[RangeJob, ShardEntry]
-
-
 def finish(
     output: Target,
-    source: ConversionSource,
     found: Prepared,
     options: Options,
     jobs: list[RangeJob],
@@ -60,19 +53,17 @@ def finish(
     Raises ValueError for parts and keys that no sample has.
     """
     splits = [name for name, _ in options.split] or [""]
-    shards: dict[str, list[_Shard]] = {split: [] for split in splits}
+    shards: dict[str, list[WrittenShard]] = {split: [] for split in splits}
     statistics, rejected, hashes = Statistics(), [*found.rejected], list[int]()
     with replacing(output.folder / HASHES, sync=True) as file:
         for job in jobs:
             record = job.record()
             statistics.add(record.statistics)
             rejected += record.rejected
-            path, _, count = job.written_hashes()
-            hashes.append(count)
-            with path.open("rb") as written:
-                shutil.copyfileobj(written, file)
-            for split, shard in record.shards:
-                shards[split].append((job, shard))
+            file.write(job.content_hashes().array().data)
+            hashes.append(record.contents[1])
+            for shard in record.shards:
+                shards[shard.split].append(shard)
     check_keys(((jobs[0].keys if jobs else None) or frozenset()).difference(statistics.found))
     check_parts(options, statistics.parts or [""], {*statistics.parts, *statistics.dropped})
     if not any(shards.values()) and (named := next((each for each in rejected if each.reason == A_URL), None)):
@@ -80,12 +71,13 @@ def finish(
     for split in splits:
         shards[split] = _joined(jobs, split, shards[split], options)
     names = {name: shard for split in sorted(splits) for name, shard in _named(split, shards[split])}
-    _publish(output, options, splits, names, statistics)
+    _publish(output, found, options, splits, names, statistics)
     replace_file(output.folder / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     if found.classes:
         replace_file(output.folder / CLASSES, [json.dumps(found.classes, ensure_ascii=False).encode()], sync=True)
-    samples, size = (sum(getattr(shard, name) for _, shard in names.values()) for name in ("samples", "size"))
-    warnings = _warnings(source, found, options, samples, statistics)
+    entries = [shard.entry for shard in names.values()]
+    samples, size = (sum(getattr(shard, name) for shard in entries) for name in ("samples", "size"))
+    warnings = _warnings(found, options, samples, statistics)
     report = Report(samples, len(names), size, rejected, found.hidden, warnings, statistics.nulls)
     result = {"report": replace(report, rejected=[]), "names_files": bool(statistics.uses or statistics.named)}
     write_manifest(output.folder, msgspec.structs.replace(manifest, done=True, hashes=hashes, **result))
@@ -104,7 +96,7 @@ def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
         keys.write(hashes := job.key_hashes())
         firsts.append(firsts[-1] + len(hashes))
     met, repeats = set[int](), dict[int, bytearray]()
-    for position, key in keys.repeated():
+    for position, key in keys.repeated() if firsts[-1] else ():
         if key in met or jobs[0].source.form == FOLDER:  # among files of a folder with one key, no file is the first
             number = bisect.bisect_right(firsts, position) - 1
             bits = repeats.setdefault(number, bytearray((firsts[number + 1] - firsts[number] + 7) // 8))
@@ -115,28 +107,28 @@ def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
     return [replace(job, name=f"{job.name}-again", repeats=bits) if bits else job for job, bits in again]
 
 
-def _joined(jobs: list[RangeJob], split: str, shards: list[_Shard], options: Options) -> list[_Shard]:
+def _joined(jobs: list[RangeJob], split: str, shards: list[WrittenShard], options: Options) -> list[WrittenShard]:
     """Return the shards, with the last ones of the ranges joined if these are too many."""
     room = max(1, room_in(options.shard_bytes))
-    fewest = -(-sum(shard.size for _, shard in shards) // room)
+    fewest = -(-sum(shard.entry.size for shard in shards) // room)
     if options.shard_samples is not None:
-        fewest = max(fewest, -(-sum(shard.samples for _, shard in shards) // options.shard_samples))
-    last = [i for i, (job, _) in enumerate(shards) if i + 1 == len(shards) or shards[i + 1][0] is not job]
+        fewest = max(fewest, -(-sum(shard.entry.samples for shard in shards) // options.shard_samples))
+    last = [i for i, shard in enumerate(shards) if i + 1 == len(shards) or shards[i + 1].range != shard.range]
     if len(shards) <= _MOST * fewest or len(last) < 2:
         return shards
     job = replace(jobs[0], name=f"joined-{split}")
     if not job.is_finished:
         job.note(join_shards(job, split, [shards[i] for i in last]))
-    joined = [shard for _, shard in job.record().shards]
-    ends = [*itertools.accumulate(shards[i][1].samples for i in last)]
-    firsts = itertools.accumulate((shard.samples for shard in joined), initial=0)
+    joined = job.record().shards
+    ends = [*itertools.accumulate(shards[i].entry.samples for i in last)]
+    firsts = itertools.accumulate((shard.entry.samples for shard in joined), initial=0)
     found = {(i, 0): shards[i] for i in {*range(len(shards))}.difference(last)}
     for number, (first, shard) in enumerate(zip(firsts, joined, strict=False)):  # where the first of its samples was
-        found[last[bisect.bisect_right(ends, first)], number] = job, shard
+        found[last[bisect.bisect_right(ends, first)], number] = shard
     return [found[order] for order in sorted(found)]
 
 
-def _named(split: str, shards: list[_Shard]) -> Iterator[tuple[str, _Shard]]:
+def _named(split: str, shards: list[WrittenShard]) -> Iterator[tuple[str, WrittenShard]]:
     width = max(6, len(str(len(shards) - 1)))
     prefix = f"{split}-" if split else ""
     return ((f"{prefix}{number:0{width}d}.tar", shard) for number, shard in enumerate(shards))
@@ -144,49 +136,49 @@ def _named(split: str, shards: list[_Shard]) -> Iterator[tuple[str, _Shard]]:
 
 def _publish(
     output: Target,
+    found: Prepared,
     options: Options,
     splits: list[str],
-    names: dict[str, _Shard],
+    names: dict[str, WrittenShard],
     statistics: Statistics,
 ) -> None:
     """Rename the shards, after their offsets, and write the index and the metadata."""
 
     def tables() -> Iterator[ShardTable]:
-        for name, (job, shard) in names.items():
-            table = job.table(shard)
+        for name, shard in names.items():
+            table = shard_table(output.work, shard)
             yield msgspec.structs.replace(table, entry=msgspec.structs.replace(table.entry, name=name))
 
     for table in tables():
-        name, (job, shard) = table.entry.name, names[table.entry.name]
+        name, shard = table.entry.name, names[table.entry.name]
         (output.work / f"{name}.idx").write_bytes(tar_idx(table))
-        output.publish_shard(f"{job.name}/{shard.name}", name)
+        output.publish_shard(f"{shard.range}/{shard.entry.name}", name)
     if names:
-        counts = {name: shard.samples for name, (_, shard) in names.items()}
-        texts = frozenset(statistics.texts or ())
-        if options.only and "json" not in {name.lower() for name in options.only}:
-            texts = frozenset()
+        counts = {name: shard.entry.samples for name, shard in names.items()}
+        has_texts = found.source.form in TABLES and (not options.only or "json" in map(str.lower, options.only))
+        texts = frozenset(TEXT_FIELDS if has_texts else ()) - statistics.not_texts
         layouts, parts = map(frozenset, statistics.layouts), tuple(splits) if options.split else ()
         describe_tables(output.folder, output.work, tables(), counts, layouts, texts, parts)
 
 
-def _warnings(
-    source: ConversionSource, found: Prepared, options: Options, samples: int, statistics: Statistics
-) -> list[str]:
+def _warnings(found: Prepared, options: Options, samples: int, statistics: Statistics) -> list[str]:
     """Return warnings about samples that differ from the others, and about ambiguous names."""
     warnings = [*_repeated_files(statistics), *found.warnings]
     if statistics.renamed:
         keys = counted(statistics.renamed, "key")
-        warnings.append(f"{keys} had dots, which become _ in tars: {statistics.example}")
-    form = source.form
+        warnings.append(f"{keys} had dots, which become _ in tars: {min(statistics.examples)}")
+    form = found.source.form
     if statistics.repeats and form == TARS:
         keys = counted(statistics.repeats, "key occurs", "keys occur")
-        warnings.append(f"{keys} again, and got the name of their shard before them: {listed(statistics.repeated)}")
+        warnings.append(
+            f"{keys} again, and got the name of their shard before them: {listed(sorted(statistics.repeated))}"
+        )
     if found.source.files_from and not statistics.named:
         warnings.append("no row names a file without its bytes: --files-from is not needed")
     warnings += lacking_parts(samples, statistics.parts)
     if not options.key_end:
-        warnings += dotted_parts(samples, statistics.parts, statistics.most_parts)
-    if not options.split and not source.packed and form.name in ("tar", "jsonl", "parquet", "arrow"):
+        warnings += dotted_parts(samples, statistics.parts, max(map(len, statistics.layouts), default=0))
+    if not options.split and not found.source.packed and form.name in ("tar", "jsonl", "parquet", "arrow"):
         warnings.append(
             "subset= draws fractions of shards by their order, so other samples than of the source. Use --split to "
             "separate some"
@@ -209,13 +201,8 @@ def _repeated_files(found: Statistics) -> list[str]:
 
 def _classes_hint(samples: int, found: Statistics) -> list[str]:
     """Return a hint if folders look like classes: each sample is one medium, and no folder is a split."""
-    names = {*found.folders}
-    if (
-        not found.only_media
-        or not 1 < len(names) <= samples // 2
-        or names <= SPLITS
-        or all(map(_COUNTED.fullmatch, names))
-    ):
+    names = found.folders
+    if found.others or not 1 < len(names) <= samples // 2 or names <= SPLITS or all(map(_COUNTED.fullmatch, names)):
         return []
     return [
         f"the folders {listed(sorted(names))} look like classes: --classes gives each sample its folder's number "

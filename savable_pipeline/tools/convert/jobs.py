@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -38,30 +39,42 @@ _SERVE = "savable_pipeline.tools.convert.jobs:serve_ranges"
 
 
 def do_jobs(
-    jobs: list[RangeJob], work: Path, workers: int, engine: Engine | None, progress: Callable[[int, int], None]
-) -> Generator[tuple[RangeJob, Written], None, None]:
-    """Yield each job once it is done.
+    jobs: list[RangeJob], work: Path, workers: int, engine: Engine | None, progress: Callable[[int, int, int], None]
+) -> set[str]:
+    """Write the ranges that are not finished, or compare them.
 
-    This process, several processes, or the machines of an engine do the jobs.
+    This process, several processes, or the machines of an engine do the jobs. `progress` is called with the rows done,
+    all of them, and the bytes done.
 
-    Raises `WorkerError` if a process dies, and the errors of `write_range` and of the engine.
+    Returns the names of files that changed. Raises `WorkerError` if a process dies, and the errors of `write_range` and
+    of the engine.
     """
-    done = [0, 0]  # rows and bytes
+    for path in work.glob("[0-9]*.*"):  # attempts of a killed conversion
+        shutil.rmtree(path, ignore_errors=True)
+    missing = [job for job in jobs if job.hashes is not None or not job.is_finished]
+    if not missing and jobs:
+        return set()
+    total, changed = sum(job.rows for job in jobs), set[str]()
+    done = [total - sum(job.rows for job in missing), 0]
 
     def note(rows: int, size: int) -> None:
         done[:] = done[0] + rows, done[1] + size
-        progress(*done)
+        progress(done[0], total, done[1])
 
+    note(0, 0)
     if engine is not None:
-        each = _by_engine(engine, jobs)
-    elif min(workers, len(jobs)) > 1:
-        each = _in_workers(jobs, work, workers, note)
+        each = _by_engine(engine, missing)
+    elif min(workers, len(missing)) > 1:
+        each = _in_workers(missing, work, workers, note)
     else:
-        each = ((job, write_range(job, note)) for job in jobs)
+        each = ((job, write_range(job, note)) for job in missing)
     with contextlib.closing(each):
         for job, written in each:
-            yield job, written
+            if job.hashes is None:
+                job.note(written)
+            changed.update(written.changed)
             note(written.rows, written.size)
+    return changed
 
 
 def _in_workers(

@@ -21,7 +21,7 @@ from savable_pipeline.tools.convert.prepare import Prepared
 from savable_pipeline.tools.convert.source import sizes_digest, versions_of
 from savable_pipeline.tools.convert.target import Target
 
-VERSION = 5  # only manifests of this version are read
+VERSION = 6  # only manifests of this version are read
 _MARGIN_NS = 2_000_000_000  # clock granularity of file systems
 _SHOWN = 10  # most files that an error names
 
@@ -42,12 +42,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     names_files: bool = False  # whether rows name files, whose versions are not in `versions`
 
 
-def manifest_of(path: str, found: Prepared, options: Options, keys: frozenset[str] | None) -> tuple[Manifest, int]:
+def manifest_of(found: Prepared, options: Options, keys: frozenset[str] | None) -> tuple[Manifest, int]:
     """Return the manifest of a conversion, and when a file was last written, in ns."""
     is_empty = not found.ranges
     digest = hashlib.sha256(msgspec.json.encode(found.rejected) if is_empty else sizes_digest(found.source).encode())
     digest.update("\0".join(sorted(keys or ())).encode("utf-8", "surrogateescape"))
-    found_id, versions, newest_ns = ("", "", 0) if is_empty else versions_of(found.source, path)
+    found_id, versions, newest_ns = ("", "", 0) if is_empty else versions_of(found.source)
     manifest = Manifest(
         version=VERSION,
         files=digest.hexdigest(),
@@ -56,7 +56,7 @@ def manifest_of(path: str, found: Prepared, options: Options, keys: frozenset[st
         samples=sum(span.end - span.start for spans in found.ranges for span in spans),
         # the bytes are equal for None and "first"
         options=msgspec.structs.replace(options, key_end=options.key_end or "first"),
-        source=_public_name(path),
+        source=_public_name(found.source.path),
     )
     return manifest, newest_ns
 

@@ -13,6 +13,7 @@ import numpy as np
 from savable_pipeline.core.wording import listed
 from savable_pipeline.data.stores.csv_table import CSV, file_columns
 from savable_pipeline.data.stores.folder_store import FOLDER, tar_key
+from savable_pipeline.data.stores.opening import with_settings
 from savable_pipeline.data.stores.sample_names import Reject
 from savable_pipeline.data.stores.table_store import FILE_FIELDS
 from savable_pipeline.data.stores.tar_store import TARS
@@ -20,7 +21,7 @@ from savable_pipeline.errors import ShardError
 from savable_pipeline.tools.convert.options import Options
 from savable_pipeline.tools.convert.ranges import cut_ranges
 from savable_pipeline.tools.convert.samples import line_fault, plain_part
-from savable_pipeline.tools.convert.source import TABLES, ConversionSource, EmptySourceError, RowSpan, SourceFiles
+from savable_pipeline.tools.convert.source import TABLES, EmptySourceError, RowSpan, SourceFiles
 from savable_pipeline.tools.convert.target import Target
 
 NO_FILES = "Download them first, for example with img2dataset, or pass --no-files to keep them as text"
@@ -40,7 +41,7 @@ class Prepared:
 
 
 def prepare_source(
-    source: ConversionSource, options: Options, files_from: Path | None, output: Target, keys: Collection[str] | None
+    source: SourceFiles, options: Options, files_from: Path | None, output: Target, keys: Collection[str] | None
 ) -> Prepared:
     """Open a source and cut its ranges.
 
@@ -57,7 +58,7 @@ def prepare_source(
     return found
 
 
-def _with_settings(source: ConversionSource, options: Options, files_from: Path | None, output: Target) -> SourceFiles:
+def _with_settings(source: SourceFiles, options: Options, files_from: Path | None, output: Target) -> SourceFiles:
     """Return the source with those settings that its store needs. Raises ValueError for one that it does not have."""
     form, is_table = source.form, source.form in TABLES
     usual = None if form == CSV else tuple(dict.fromkeys((*FILE_FIELDS, *source.found.settings.get("file_fields", ()))))
@@ -70,24 +71,20 @@ def _with_settings(source: ConversionSource, options: Options, files_from: Path 
         "file_fields": options.file_fields if options.file_fields is not None or not is_table else usual,
         "files_from": None if files_from is None or named else str(files_from.absolute()),
     }
-    for name, value in chosen.items():
-        if value is not None and name not in form.settings:
-            raise ValueError(
-                f"{source.path} is {source.words}: {name}{'_field' * (name == 'key')} does not apply to it"
-            )
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    with_settings(replace(source.found, files=source.path, format=form), dict(chosen))
     (output.work / "started").open("a").close()  # its time is that of the first start, by the file system's clock
     started_ns = (output.work / "started").stat().st_mtime_ns
     automatic = {"unpacked_bytes": options.unpacked_bytes, "pinned": started_ns}
     settings = {**chosen, **{name: each for name, each in automatic.items() if name in form.settings or source.packed}}
-    settings = {name: value for name, value in settings.items() if value is not None}
     index = str(output.work.absolute() / "index") if form == FOLDER else ""
-    files = SourceFiles(_without_names(source), form, settings, packed=source.packed, index=index)
+    source = replace(source, found=_without_names(source), settings=settings, index=index)
     if files_from is not None and named:
-        files = replace(files, files_from=os.path.realpath(files_from), newest_ns=started_ns)
-    return files
+        source = replace(source, files_from=os.path.realpath(files_from), newest_ns=started_ns)
+    return source
 
 
-def _without_names(source: ConversionSource) -> Any:
+def _without_names(source: SourceFiles) -> Any:
     """Return the files without the list of names, if listing them again gives the same, because jobs carry it."""
     found, names = source.found, source.found.listed
     form = found.format

@@ -1,14 +1,14 @@
 """A job that writes one range: the same bytes each time, after any kill.
 
-    work/000012.k3x9/train-000000.tar         one attempt, in a folder of its own
-    work/000012.k3x9/train-000000.tar.rows    its rows of the index
-    work/000012.k3x9/hashes                   uint64: of the contents of parts, and of rejects
-    work/000012.k3x9/keys                     uint64: hashes of the keys of samples, if they may be repeated
-    work/000012.k3x9/record                   its shards, rejects and counts
-    work/000012/                              ─ renamed when all of it is on the disk: the range is finished
+    work/000012.k3x9/train-000000.tar   one attempt, in a folder of its own
+    work/000012.k3x9/record             all else that a job leaves
+    work/000012/                        ─ renamed when all of it is on the disk: the range is finished
+
+    record   rows of the index of each shard │ hashes of the contents of parts, and of rejects: uint64
+             │ hashes of the keys of samples, if they may be repeated: uint64 │ `RangeRecord` │ its bytes: uint64
 
 Two attempts at one range end with the same bytes, so the first one to be renamed stays. For a bucket, the folder of an
-attempt is on the machine that writes. Its shards are uploaded, and its other files are returned.
+attempt is on the machine that writes. Its shards are uploaded, and its record is returned.
 
 What a job has in memory does not grow with the samples of its range.
 """
@@ -18,19 +18,19 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from savable_pipeline.core.files import replace_file, replacing
+from savable_pipeline.core.files import replace_file
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.remote.session import Bucket, BucketObject
 from savable_pipeline.data.shards.index import ShardTable
@@ -47,16 +47,27 @@ from savable_pipeline.tools.convert.samples import CHANGED, SampleReader, Statis
 from savable_pipeline.tools.convert.shard_series import ShardSeries, room_on
 from savable_pipeline.tools.convert.source import EmptySourceError, RowSpan, SourceFiles
 
-RECORD_FILE, KEYS, HASHES, ROWS = "record", "keys", "hashes", ".rows"
+RECORD_FILE = "record"
 _ALL = 1 << 64
 _EXAMPLES = 5  # examples of repeated keys
 _NOTED_ROWS, _NOTED_BYTES = 256, 16_000_000  # progress is noted after so many rows or bytes
 
 
+class WrittenShard(msgspec.Struct, frozen=True):
+    """A shard of a range, and where its rows of the index are in the record."""
+
+    range: str
+    split: str
+    entry: ShardEntry
+    rows: tuple[int, int]  # first byte and number of bytes
+
+
 class RangeRecord(msgspec.Struct):
     """Result of a range."""
 
-    shards: list[tuple[str, ShardEntry]] = []  # each with its split
+    shards: list[WrittenShard] = []
+    contents: tuple[int, int] = (0, 0)  # first byte and number of the hashes of contents
+    keys: tuple[int, int] = (0, 0)
     rejected: list[Reject] = []
     statistics: Statistics = msgspec.field(default_factory=Statistics)
     size: int = 0  # bytes read
@@ -65,16 +76,25 @@ class RangeRecord(msgspec.Struct):
 class Written(NamedTuple):
     """Rows and bytes that a job read.
 
-    `files` are files for the work folder if it is on another machine, `changed` the names of files that differ.
+    `record` is the record if the work folder is on another machine, `changed` the names of files that differ.
     """
 
     rows: int
     size: int
-    files: dict[str, bytes]
+    record: bytes
     changed: list[str]
 
 
-Hashes: TypeAlias = tuple[Path, int, int]  # a file of uint64, and the number and count of those of a range
+class Hashes(NamedTuple):
+    """Some numbers of a file: uint64 (length,), from byte `start`."""
+
+    path: Path
+    start: int
+    length: int
+
+    def array(self) -> NDArray[np.uint64]:
+        """Return the numbers, which are mapped."""
+        return np.memmap(self.path, "<u8", "r", self.start, self.length) if self.length else np.empty(0, "<u8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,26 +131,24 @@ class RangeJob:
 
     def record(self) -> RangeRecord:
         """Return the record of the finished range."""
-        return msgspec.msgpack.decode((self.folder / RECORD_FILE).read_bytes(), type=RangeRecord)
+        with (self.folder / RECORD_FILE).open("rb") as file:
+            end = file.seek(-8, os.SEEK_END)
+            file.seek(end - int.from_bytes(file.read(), "little"))
+            return msgspec.msgpack.decode(file.read()[:-8], type=RangeRecord)
 
-    def table(self, shard: ShardEntry) -> ShardTable:
-        """Return the rows of a shard, which are mapped."""
-        return ShardTable(shard, cast("bytes", np.memmap(self.folder / f"{shard.name}{ROWS}", np.uint8, "r").data))
-
-    def written_hashes(self) -> Hashes:
-        """Return the hashes of contents."""
-        path = self.folder / HASHES
-        return path, 0, path.stat().st_size // 8
+    def content_hashes(self) -> Hashes:
+        """Return the hashes of contents of the finished range."""
+        return Hashes(self.folder / RECORD_FILE, *self.record().contents)
 
     def key_hashes(self) -> NDArray[np.uint64]:
-        """Return the hashes of the keys of samples."""
-        return _numbers(self.folder / KEYS)
+        """Return the hashes of the keys of samples of the finished range."""
+        return Hashes(self.folder / RECORD_FILE, *self.record().keys).array()
 
     def note(self, written: Written) -> None:
-        """Write the files of a range whose shards are in a bucket."""
-        for name, data in written.files.items():
+        """Write the record of a range whose shards are in a bucket."""
+        if self.bucket is not None:
             self.folder.mkdir(exist_ok=True)
-            replace_file(self.folder / name, [data])
+            replace_file(self.folder / RECORD_FILE, [written.record])
 
 
 def write_range(job: RangeJob, note: Callable[[int, int], None] = lambda rows, size: None) -> Written:
@@ -140,27 +158,26 @@ def write_range(job: RangeJob, note: Callable[[int, int], None] = lambda rows, s
 
     Raises `SavableError` if the source changed or the disk is full, ValueError for damage of a whole file.
     """
-    with room_on(job.work.parent.parent), _own_folder(job) as folder:
-        writer = _RangeWriter(job, folder, note)
+    with room_on(job.work.parent.parent), _Attempt(job) as attempt:
+        writer = _RangeWriter(job, attempt, note)
         try:
-            record = writer.write()
+            writer.write()
         except ShardError as error:
             if error.reason in CHANGED:
                 raise
             raise ValueError(str(error)) from error
-        files = {} if job.hashes is not None else _finish(job, folder, record)
-        return Written(job.rows - writer.noted[0], record.size - writer.noted[1], files, sorted(writer.changed))
+        size = attempt.record.size - writer.noted[1]
+        return Written(job.rows - writer.noted[0], size, attempt.finish(), sorted(writer.changed))
 
 
-def join_shards(job: RangeJob, split: str, shards: list[tuple[RangeJob, ShardEntry]]) -> Written:
+def join_shards(job: RangeJob, split: str, shards: list[WrittenShard]) -> Written:
     """Write the samples of shards of several ranges, which are small, as one range."""
-    with room_on(job.work.parent.parent), _own_folder(job) as folder:
-        record = RangeRecord()
-        series = _series(folder, split, job.options, record)
-        for other, shard in shards:
-            path = other.folder / shard.name
+    with room_on(job.work.parent.parent), _Attempt(job) as attempt:
+        series = attempt.series(split)
+        for shard in shards:
+            path = job.work / shard.range / shard.entry.name
             if job.bucket is not None:
-                found = BucketObject(f"{WORK}/{other.name}/{shard.name}", shard.size, 0)
+                found = BucketObject(f"{WORK}/{shard.range}/{path.name}", shard.entry.size, 0)
                 job.bucket.fetch([found], job.work.parent.parent)
             with path.open("rb") as file:
                 for extent in tar_samples(path.name, file.fileno()):
@@ -171,69 +188,100 @@ def join_shards(job: RangeJob, split: str, shards: list[tuple[RangeJob, ShardEnt
             if job.bucket is not None:
                 path.unlink()
         series.finish()
-        return Written(0, 0, _finish(job, folder, record), [])
+        return Written(0, 0, attempt.finish(), [])
 
 
-@contextlib.contextmanager
-def _own_folder(job: RangeJob) -> Iterator[Path]:
-    parent = job.work if job.bucket is None else None
-    with tempfile.TemporaryDirectory(dir=parent, prefix=f"{job.name}.", ignore_cleanup_errors=True) as name:
-        yield Path(name)
+class _Attempt:
+    """One attempt to write a range in its own `folder`, with a growing record."""
+
+    def __init__(self, job: RangeJob) -> None:
+        self._job, self.record, self._open = job, RangeRecord(), contextlib.ExitStack()
+
+    def __enter__(self) -> _Attempt:
+        parent = self._job.work if self._job.bucket is None else None
+        name = tempfile.TemporaryDirectory(dir=parent, prefix=f"{self._job.name}.", ignore_cleanup_errors=True)
+        self.folder = Path(self._open.enter_context(name))
+        self._file = self._open.enter_context((self.folder / RECORD_FILE).open("wb"))
+        self.contents, self.keys = self._numbers(), self._numbers()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _numbers(self) -> NumberSpool:
+        return NumberSpool(file=self._open.enter_context(tempfile.TemporaryFile(dir=self.folder)))
+
+    def series(self, split: str) -> ShardSeries:
+        """Return the shards of a split."""
+        options, prefix = self._job.options, f"{split}-" if split else ""
+
+        def finished(table: ShardTable) -> None:
+            rows = self._file.tell(), self._file.write(table.rows)
+            self.record.shards.append(WrittenShard(self._job.name, split, table.entry, rows))
+
+        series = ShardSeries(
+            self.folder, lambda n: f"{prefix}{n:06d}.tar", options.shard_bytes, options.shard_samples, finished
+        )
+        self._open.callback(series.close)
+        return series
+
+    def finish(self) -> bytes:
+        """Finish the range, unless another attempt was faster.
+
+        Returns the record of a range in a bucket.
+        """
+        if self._job.hashes is not None:  # it was only compared
+            return b""
+        starts = list[tuple[int, int]]()
+        for spool in (self.contents, self.keys):
+            numbers = spool.numbers()
+            starts.append((self._file.tell(), len(numbers)))
+            self._file.write(numbers.data)
+        self.record.contents, self.record.keys = starts
+        record = msgspec.msgpack.encode(self.record)
+        self._file.write(record + len(record).to_bytes(8, "little"))
+        self._file.flush()
+        bucket = self._job.bucket
+        if bucket is None:
+            os.fsync(self._file.fileno())
+            with contextlib.suppress(OSError):  # another attempt was faster
+                self.folder.rename(self._job.folder)
+            return b""
+        for shard in self.record.shards:
+            bucket.upload(f"{WORK}/{shard.range}/{shard.entry.name}", self.folder / shard.entry.name)
+        return (self.folder / RECORD_FILE).read_bytes()
 
 
-def _finish(job: RangeJob, folder: Path, record: RangeRecord) -> dict[str, bytes]:
-    if job.bucket is None:
-        replace_file(folder / RECORD_FILE, [msgspec.msgpack.encode(record)], sync=True)
-        with contextlib.suppress(OSError):  # another attempt was faster
-            folder.rename(job.folder)
-        return {}
-    for _, shard in record.shards:
-        job.bucket.upload(f"{WORK}/{job.name}/{shard.name}", folder / shard.name)
-    others = [path for path in folder.iterdir() if path.suffix != ".tar"]
-    return {path.name: path.read_bytes() for path in others} | {RECORD_FILE: msgspec.msgpack.encode(record)}
-
-
-def _series(folder: Path, split: str, options: Options, record: RangeRecord) -> ShardSeries:
-    prefix = f"{split}-" if split else ""
-
-    def finished(table: ShardTable) -> None:
-        replace_file(folder / f"{table.entry.name}{ROWS}", [table.rows], sync=True)
-        record.shards.append((split, table.entry))
-
-    return ShardSeries(folder, lambda n: f"{prefix}{n:06d}.tar", options.shard_bytes, options.shard_samples, finished)
+def shard_table(work: Path, shard: WrittenShard) -> ShardTable:
+    """Return the rows of a shard, which are mapped."""
+    rows = np.memmap(work / shard.range / RECORD_FILE, np.uint8, "r", *shard.rows)
+    return ShardTable(shard.entry, cast("bytes", rows.data))
 
 
 class _RangeWriter:
     """Writes the samples of a range into the series of their splits."""
 
-    def __init__(self, job: RangeJob, folder: Path, note: Callable[[int, int], None]) -> None:
-        self._job, self._folder, self._record = job, folder, RangeRecord()
+    def __init__(self, job: RangeJob, attempt: _Attempt, note: Callable[[int, int], None]) -> None:
+        self._job, self._folder, self._record = job, attempt.folder, attempt.record
+        self._contents, self._keys = attempt.contents, attempt.keys
         self._note_progress, self.noted, self._rows = note, (0, 0), 0
         self._samples, self._last, self._renamed = 0, "", set[str]()
         self._rejected = list[Reject]()  # of the rows that are read
         self.changed = set[str]()  # the names of files whose content is another
-        self._known = None if job.hashes is None else np.sort(_numbers(*job.hashes))
+        self._known = None if job.hashes is None else np.sort(job.hashes.array())
         self._ends = [int(end * _ALL) for end in accumulate(Fraction(part) for _, part in job.options.split)]
         splits = [name for name, _ in job.options.split] or [""]
-        self._series = [_series(folder, split, job.options, self._record) for split in splits if job.hashes is None]
+        self._series = [attempt.series(split) for split in splits if job.hashes is None]
         form, options = job.source.form, job.options
         self._may_repeat = form == TARS or options.key_field is not None or options.key_end == "last"
 
-    def write(self) -> RangeRecord:
-        with contextlib.ExitStack() as stack:
-            keys, hashes = (stack.enter_context(replacing(self._folder / name, sync=True)) for name in (KEYS, HASHES))
-            self._keys, self._hashes = NumberSpool(file=keys), NumberSpool(file=hashes)
-            for series in self._series:
-                stack.callback(series.close)
-            if self._job.source.packed:
-                self._write_packed()
-            else:
-                self._write_spans(self._job.source, self._job.source.dataset(), self._job.spans)
-            for series in self._series:
-                series.finish()
-            self._keys.write()
-            self._hashes.write()
-        return self._record
+    def write(self) -> None:
+        if self._job.source.packed:
+            self._write_packed()
+        else:
+            self._write_spans(self._job.source, self._job.source.dataset(), self._job.spans)
+        for series in self._series:
+            series.finish()
 
     def _write_spans(self, source: SourceFiles, dataset: Dataset, spans: tuple[RowSpan, ...]) -> None:
         reader = SampleReader(source, dataset, self._job.options, self._job.keys)
@@ -262,8 +310,11 @@ class _RangeWriter:
             self.noted = self._rows, self._record.size
 
     def _note(self, file: str, content: int) -> None:
-        """Record the hash of a part or a reject, or a changed file if the known hash differs."""
-        self._hashes.append(content)
+        """Record the hash of a part or a reject.
+
+        If none of the known hashes equals it, the file has changed.
+        """
+        self._contents.append(content)
         if self._known is not None:
             found = np.uint64(content)
             if found not in self._known[np.searchsorted(self._known, found) :][:1]:
@@ -274,7 +325,10 @@ class _RangeWriter:
         self._note(reject.file, _hashed(f"{reject.file}\0{reject.reason}"))
 
     def _distinct_key(self, sample: TarSample) -> str:
-        """Return the key, of a repeated one with the name of its tar before it; "" if the sample is rejected."""
+        """Return the key, or "" if the sample is rejected.
+
+        A repeated key of a tar gets the name of its tar before it.
+        """
         number, before = self._samples, self._last
         self._samples += 1
         self._keys.append(_hashed(sample.key))
@@ -284,8 +338,8 @@ class _RangeWriter:
             return key
         statistics, form = self._record.statistics, self._job.source.form
         statistics.repeats += 1
-        if len(statistics.repeated) < _EXAMPLES and key not in statistics.repeated:
-            statistics.repeated.append(key)
+        if len(statistics.repeated) < _EXAMPLES:
+            statistics.repeated.add(key)
         name, fault = sample.name(), "duplicate key: twice in one shard"
         if form == TARS:
             key = f"{name.partition(', record ')[0].rpartition('.')[0].replace('.', '_')}/{key}"
@@ -300,7 +354,7 @@ class _RangeWriter:
         return ""
 
     def _write_packed(self) -> None:
-        """Decompress the files of the range, one after another, and write the samples of each."""
+        """Decompress one file after another, and write the samples of each."""
         (span,) = self._job.spans
         folder = self._folder / "decompressed"
         for number in range(span.start, span.end):
@@ -332,10 +386,6 @@ class _RangeWriter:
             self._write_spans(source, dataset, (RowSpan(0, 0, dataset.count, 0),))
         for number in sorted(store.entries.faults):
             self._reject(line_fault(source, store, number))
-
-
-def _numbers(path: Path, first: int = 0, count: int = -1) -> NDArray[np.uint64]:
-    return np.fromfile(path, "<u8", count, offset=8 * first)
 
 
 def _hashed(key: str) -> int:

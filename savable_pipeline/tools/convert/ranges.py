@@ -17,14 +17,14 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar import BLOCK
+from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.convert.options import Options
 from savable_pipeline.tools.convert.samples import SampleReader
 from savable_pipeline.tools.convert.shard_series import room_in, sample_bytes
-from savable_pipeline.tools.convert.source import RowSpan, SourceFiles
+from savable_pipeline.tools.convert.source import RECORDS, RowSpan, SourceFiles
 
 _MOST_SHARDS = 8  # most shards of a range
 _RANGES = 16  # least number of ranges of a source, if they are not smaller than this
@@ -43,7 +43,7 @@ def cut_ranges(source: SourceFiles, options: Options) -> tuple[list[tuple[RowSpa
     else:
         rows = source.dataset().count
         estimate = _estimate(source, options)
-        steps, total = _steps(source.dataset(), estimate), int(rows * estimate.mean)
+        steps, total = _steps(source, estimate), int(rows * estimate.mean)
     room, most = max(1, room_in(options.shard_bytes)), options.shard_samples or rows
     shard = max(1, min(room, most * total // rows))  # about the bytes of a full shard
     shards = max(min(_MOST_SHARDS, total // shard // _RANGES), -(-LEAST_BYTES // shard), 1)
@@ -84,48 +84,41 @@ def _cut(steps: Iterator[_Steps], limit: float, most: int) -> list[tuple[RowSpan
     return [*ranges, tuple(spans)] if spans else ranges
 
 
-def _steps(dataset: Dataset, estimate: _Estimate) -> Iterator[_Steps]:
-    for file in file_order(dataset):
-        samples = int(dataset.entries.samples[file])
-        if samples and dataset.store.row_groups(file) is not None:
-            ends = _ends_of_groups(dataset, file)
-            yield _Steps(file, 0, ends, np.diff(ends, prepend=0) * estimate(_row_bytes(dataset, file, 0, 1)))
+def _steps(source: SourceFiles, estimate: _Estimate) -> Iterator[_Steps]:
+    entries, store = source.dataset().entries, cast("Any", source.dataset().store)
+    for file in file_order(source):
+        samples = int(entries.samples[file])
+        if samples and store.row_groups(file) is not None:
+            ends = np.array(store.group_ends(file), np.int64)
+            yield _Steps(file, 0, ends, np.diff(ends, prepend=0) * estimate(_row_bytes(source, file, 0, 1)))
             continue
         for start in range(0, samples, _AT_ONCE):
             end = min(start + _AT_ONCE, samples)
-            yield _Steps(file, start, np.arange(start + 1, end + 1), estimate(_row_bytes(dataset, file, start, end)))
+            yield _Steps(file, start, np.arange(start + 1, end + 1), estimate(_row_bytes(source, file, start, end)))
 
 
-def _ends_of_groups(dataset: Dataset, file: int) -> Rows:
-    return np.array(dataset.store.group_ends(file), np.int64)  # type: ignore[attr-defined]  # of a store with groups
-
-
-def file_order(dataset: Dataset) -> list[int]:
+def file_order(source: SourceFiles) -> list[int]:
     """Return the numbers of the files in the order of their samples.
 
     It is that of index.json, else that of their names.
     """
-    listed_order = getattr(dataset.store, "listed_order", None)
-    return [*range(len(dataset.entries))] if listed_order is None else listed_order()
+    store: Any = source.dataset().store
+    return store.listed_order() if source.form in RECORDS else [*range(len(store.entries))]
 
 
-def _row_bytes(dataset: Dataset, file: int, start: int, end: int) -> Rows:
+def _row_bytes(source: SourceFiles, file: int, start: int, end: int) -> Rows:
     """Return the approximate bytes of each of these rows."""
-    store: Any = dataset.store
-    groups = store.row_groups(file)
-    if groups is not None:
-        return np.full(end - start, groups[1] // max(int(dataset.entries.samples[file]), 1), np.int64)
-    table = getattr(store, "table", None)
-    if hasattr(table, "firsts"):  # the table of a folder
-        firsts = np.frombuffer(cast("Any", table).firsts, "<i8")[start : end + 1]
-        sizes = np.frombuffer(cast("Any", table).sizes, "<i8")[firsts[0] : firsts[-1]]
+    store, entries = cast("Any", source.dataset().store), source.dataset().entries
+    size, samples = int(entries.sizes[file]), max(int(entries.samples[file]), 1)
+    if source.form == FOLDER:
+        firsts = np.frombuffer(store.table.firsts, "<i8")[start : end + 1]
+        sizes = np.frombuffer(store.table.sizes, "<i8")[firsts[0] : firsts[-1]]
         return cast("Rows", np.add.reduceat((sizes + BLOCK - 1) // BLOCK * BLOCK, firsts[:-1] - firsts[0]))
-    if hasattr(store, "byte_ranges"):
-        first, last = store.byte_ranges(file, np.arange(start, end))
-        if len(first) == end - start:
-            return cast("Rows", last - first)
-    mean = int(dataset.entries.sizes[file]) / max(int(dataset.entries.samples[file]), 1)
-    return np.full(end - start, int(mean), np.int64)
+    if (groups := store.row_groups(file)) is not None:
+        size = groups[1]
+    elif len((ends := store.byte_ranges(file, np.arange(start, end)))[0]) == end - start:
+        return cast("Rows", ends[1] - ends[0])
+    return np.full(end - start, size // samples, np.int64)
 
 
 class _Estimate(NamedTuple):
@@ -141,15 +134,14 @@ class _Estimate(NamedTuple):
 
 def _estimate(source: SourceFiles, options: Options) -> _Estimate:
     """Estimate the sizes of rows from some samples. Row groups are not decoded, so only their bytes count."""
-    dataset = source.dataset()
-    first = next(file for file in file_order(dataset) if dataset.entries.samples[file])
-    if dataset.store.row_groups(first) is not None and not source.files_from:
-        mean = sum(float(_row_bytes(dataset, file, 0, 1)[0]) * n for file, n in enumerate(dataset.entries.samples))
-        return _Estimate(1.0, 2 * BLOCK, mean / dataset.count + 2 * BLOCK)
-    is_grouped = dataset.store.row_groups(first) is not None  # decoding a whole group would take too long
-    rows, start = (
-        (int(_ends_of_groups(dataset, first)[0]), int(dataset.firsts[first])) if is_grouped else (dataset.count, 0)
-    )
+    dataset, store = source.dataset(), cast("Any", source.dataset().store)
+    rows, start, first = dataset.count, 0, next(n for n in file_order(source) if dataset.entries.samples[n])
+    if store.row_groups(first) is not None:
+        if not source.files_from:
+            mean = sum(float(_row_bytes(source, file, 0, 1)[0]) * n for file, n in enumerate(dataset.entries.samples))
+            return _Estimate(1.0, 2 * BLOCK, mean / rows + 2 * BLOCK)
+        # decoding a whole group would take too long
+        rows, start = store.group_ends(first)[0], int(dataset.firsts[first])
     count, found, listed = min(_SOME, rows), 0, 0.0
     reader = SampleReader(source, dataset, msgspec.structs.replace(options, check_images=False), None)
     with contextlib.suppress(SavableError, ValueError):  # jobs raise these errors
@@ -158,7 +150,7 @@ def _estimate(source: SourceFiles, options: Options) -> _Estimate:
             row = number - int(dataset.firsts[file])
             for sample in reader.samples(RowSpan(file, row, row + 1, number)):
                 found += sample_bytes(sample.key, {part: len(data) for part, _, data in sample.parts})
-            listed += float(_row_bytes(dataset, file, row, row + 1)[0])
+            listed += float(_row_bytes(source, file, row, row + 1)[0])
     if not found or not listed:
         return _Estimate(1.0, BLOCK, listed / count + BLOCK)
     if found < listed:

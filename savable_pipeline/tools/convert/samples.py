@@ -10,12 +10,12 @@ tars                those of the store               the same
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -47,39 +47,34 @@ _MOST_CLASSES = 100_000
 
 
 class Statistics(msgspec.Struct):
-    """Counts over samples, which add up over ranges."""
+    """Counts and names over samples, which add up over ranges."""
 
     parts: dict[str, int] = {}  # number of samples with each part
     nulls: dict[str, int] = {}  # by column
-    layouts: list[tuple[str, ...]] = []  # sets of parts that samples have
-    most_parts: int = 0
-    texts: list[str] | None = None  # JSON fields that are strings in every sample; None: no sample yet
+    layouts: set[tuple[str, ...]] = set()  # sorted parts that samples have
+    not_texts: set[str] = set()  # those of `TEXT_FIELDS` that are no strings in some row
     renamed: int = 0  # number of keys with dots, which a tar cannot have
-    example: str = ""
+    examples: set[str] = set()  # of these
     uses: int = 0  # how often records use files
     used_bytes: int = 0
     files: int = 0
     file_bytes: int = 0
     named: int = 0  # number of files that rows name without their bytes
     repeats: int = 0  # number of repeated keys
-    only_media: bool = True  # whether each sample is one image, sound or video in a folder
-    folders: list[str] = []  # names of top folders
-    found: list[str] = []  # requested keys that were found
-    repeated: list[str] = []  # some of the repeated keys
-    dropped: list[str] = []  # names of parts that were not chosen
+    repeated: set[str] = set()  # some of them
+    others: int = 0  # whether there is a sample that is not one image, sound or video in a folder
+    folders: set[str] = set()  # names of top folders
+    found: set[str] = set()  # requested keys that were found
+    dropped: set[str] = set()  # names of parts that were not chosen
 
     def add(self, other: Statistics) -> None:
-        """Add the counts of another range."""
-        if other.texts is not None:
-            self.texts = other.texts if self.texts is None else sorted({*self.texts} & {*other.texts})
-        self.only_media &= other.only_media
-        self.most_parts, self.example = max(self.most_parts, other.most_parts), self.example or other.example
-        for name in {*self.__struct_fields__} - {"texts", "only_media", "most_parts", "example"}:
+        """Add the counts of other samples."""
+        for name in self.__struct_fields__:
             ours, theirs = getattr(self, name), getattr(other, name)
             if isinstance(ours, dict):
                 setattr(self, name, dict(Counter(ours) + Counter(theirs)))
             else:
-                setattr(self, name, sorted({*ours, *theirs}) if isinstance(ours, list) else ours + theirs)
+                setattr(self, name, ours | theirs if isinstance(ours, set) else ours + theirs)
 
 
 class Part(NamedTuple):
@@ -110,13 +105,12 @@ class SampleReader:
     """Reader of a source's samples, with their `statistics` and `rejected` ones."""
 
     def __init__(self, source: SourceFiles, dataset: Dataset, options: Options, keys: Collection[str] | None) -> None:
-        self.statistics, self.rejected, self._texts = Statistics(), list[Reject](), {*TEXT_FIELDS}
+        self.statistics, self.rejected = Statistics(), list[Reject]()
         self._source, self._dataset, self._options, self._keys = source, dataset, options, keys
         self._store = cast("Any", dataset.store)
         self._only = frozenset(name.lower() for name in options.only)
         self._line = -1, 0, 1  # the file whose lines were counted for rejects, up to which byte, and their number
         self._used: set[int] = set()  # hashes of the names of files that records use
-        self._folders, self._found, self._dropped = set[str](), set[str](), set[str]()
         self._parsed: PartData = b""
         self._layouts, self._nulls = Counter[tuple[str, ...]](), Counter[str]()
         self._may_name_files = source.form.name in ("parquet", "arrow")
@@ -124,8 +118,8 @@ class SampleReader:
 
     def samples(self, span: RowSpan) -> Iterator[TarSample]:
         """Yield the samples of some rows. Raises `SavableError` if the source changed."""
-        readers = {FOLDER: self._of_folder, **dict.fromkeys(TABLES, self._of_table)}
-        read: Callable[[int, int, int], TarSample | None] = readers.get(self._source.form, self._of_store)
+        readers = {FOLDER: self._read_folder, **dict.fromkeys(TABLES, self._read_table)}
+        read: Callable[[int, int, int], TarSample | None] = readers.get(self._source.form, self._read_store)
         try:
             if self._source.form in RECORDS:
                 self._store.validate(span.file)
@@ -152,15 +146,12 @@ class SampleReader:
 
     def finish(self) -> Statistics:
         """Return the statistics of all samples."""
-        found = self.statistics
         parts = Counter[str]()
         for layout, count in self._layouts.items():
             parts.update(dict.fromkeys(layout, count))
-        found.parts, found.nulls, found.folders = dict(parts), dict(self._nulls), sorted(self._folders)
-        found.layouts = sorted({tuple(sorted(layout)) for layout in self._layouts})
-        found.found, found.dropped = sorted(self._found), sorted(self._dropped)
-        found.texts = sorted(self._texts) if parts and self._source.form in TABLES else None
-        return found
+        self.statistics.parts, self.statistics.nulls = dict(parts), dict(self._nulls)
+        self.statistics.layouts = {tuple(sorted(layout)) for layout in self._layouts}
+        return self.statistics
 
     def _check(self, sample: TarSample) -> None:
         """Raise `RejectedError` for a part that contradicts its extension, and count the others."""
@@ -169,24 +160,23 @@ class SampleReader:
                 fault := data_fault(part.extension, part.data, check_images=self._options.check_images)
             ):
                 raise RejectedError(part.file, sample.key, fault)
-        found, names = self.statistics, [part.extension for part in sample.parts]
-        self._layouts[tuple(names)] += 1
-        found.most_parts = max(found.most_parts, len(names))
-        if found.only_media:
+        found, names = self.statistics, tuple([part.extension for part in sample.parts])
+        self._layouts[names] += 1
+        if not found.others:
             folder = class_of(sample.key)
-            found.only_media = len(names) == 1 and names[0].lower() in _MEDIA and bool(folder)
-            if len(self._folders) < _MOST_CLASSES:
-                self._folders.add(folder)
+            found.others = int(len(names) > 1 or names[0].lower() not in _MEDIA or not folder)
+            if len(found.folders) < _MOST_CLASSES:
+                found.folders.add(folder)
 
     def _wants(self, key: str) -> bool:
         if self._keys is not None and key in self._keys:
-            self._found.add(key)
+            self.statistics.found.add(key)
         return self._keys is None or key in self._keys
 
     def _writes(self, extension: str) -> bool:
         if is_named(extension, self._only):
             return True
-        self._dropped.add(extension)
+        self.statistics.dropped.add(extension)
         return False
 
     def _sample(self, key: str, first: str, parts: list[Part], name: Callable[[], str]) -> TarSample:
@@ -196,14 +186,13 @@ class SampleReader:
 
     def _part(self, file: int, row: int, extension: str, size: int | None, name: str) -> Part:
         """Return a part, in pieces if it is a long video or sound."""
-        if is_long(extension):
-            size = self._store.head(file, row, extension, 0)[1] if size is None else size
-            if is_long(extension, size):
-                opens = functools.partial(self._store.open, file, row, extension)
-                return Part(extension, name, LongPart(opens, size, name))
+        if size is None and is_long(extension):
+            size = self._store.head(file, row, extension, 0)[1]
+        if size is not None and is_long(extension, size):
+            return Part(extension, name, LongPart(partial(self._store.open, file, row, extension), size, name))
         return Part(extension, name, self._store.read(file, row, extension))
 
-    def _of_folder(self, file: int, row: int, number: int) -> TarSample | None:
+    def _read_folder(self, file: int, row: int, number: int) -> TarSample | None:
         store, found = self._store, self.statistics
         own, files = store.key(file, row), store.files(row)
         key = tar_key(own)
@@ -211,7 +200,7 @@ class SampleReader:
             return None
         first = store.path(next(iter(files.values())))
         if key != own:
-            found.renamed, found.example = found.renamed + 1, found.example or f"{own} is {key} there"
+            found.renamed, found.examples = found.renamed + 1, found.examples or {f"{own} is {key} there"}
         if self._options.classes:
             if not class_of(key):
                 raise RejectedError(first, key, "no class: it is in no folder")
@@ -226,10 +215,10 @@ class SampleReader:
             parts.append(Part(CLASS, first, store.read(file, row, CLASS)))
         return self._sample(key, first, parts, lambda: first)
 
-    def _of_table(self, file: int, row: int, number: int) -> TarSample | None:
+    def _read_table(self, file: int, row: int, number: int) -> TarSample | None:
         store, field, key = self._store, self._options.key_field, ""
         raw, start = store.raw(file, row)
-        name = functools.partial(self._line_of, file, start, row)
+        name = partial(self._line_of, file, start, row)
         try:
             fields, body = store.parsed(file, raw, start)
             key = f"{self._source.prefix}{number + 1:09d}" if field is None else _key_in(fields, field)
@@ -243,8 +232,8 @@ class SampleReader:
                 )
         except RecordError as error:
             raise RejectedError(name(), key, str(error)) from error
-        if self._texts:
-            self._texts.intersection_update(name for name in TEXT_FIELDS if isinstance(fields.get(name), str))
+        if len(self.statistics.not_texts) < len(TEXT_FIELDS):
+            self.statistics.not_texts.update(name for name in TEXT_FIELDS if not isinstance(fields.get(name), str))
         parts = [Part(LINE, address, body)] if self._writes(LINE) else []
         for each in files:
             if self._writes(each.part):
@@ -268,7 +257,7 @@ class SampleReader:
         self._line = file, start, lines + lines_between(self._store, file, end, start)
         return f"{name}:{self._line[2]}"
 
-    def _of_store(self, file: int, row: int, number: int) -> TarSample | None:
+    def _read_store(self, file: int, row: int, number: int) -> TarSample | None:
         store, shard = self._store, self._source.name or self._dataset.entries.names[file]
         name, is_record = f"{shard}, record {number}", self._source.form in RECORDS
         key = f"{number:09d}"

@@ -38,8 +38,10 @@ _SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # in a header
 
 def sample_bytes(key: str, sizes: Mapping[str, int]) -> int:
     """Return the bytes of a sample in a tar, by the sizes of its parts."""
-    plain = [_is_plain(f"{key}.{extension}", size) for extension, size in sizes.items()]
-    return sum(map(padded, sizes.values())) + BLOCK * (3 * len(plain) - 2 * sum(plain))
+    total = 0
+    for extension, size in sizes.items():
+        total += (BLOCK if _is_plain(f"{key}.{extension}", size) else 3 * BLOCK) + padded(size)
+    return total
 
 
 def room_in(shard_bytes: int) -> int:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import os
 import posixpath
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -51,21 +52,6 @@ from savable_pipeline.data.stores.table_store import JSON
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError, ShardError
 
-WORDS = {
-    "folder": "a folder of files",
-    "jsonl": "JSONL",
-    "json": "JSON arrays",
-    "csv": "tables (CSV or TSV)",
-    "mds": "MDS of Mosaic Streaming",
-    "litdata": "LitData",
-    "tar": "tars",
-    "parquet": "Parquet",
-    "arrow": "Arrow",
-    "lerobot": "LeRobot",
-    "tokens": "token files",
-    "kaldi": "Kaldi",
-    "shar": "Lhotse Shar",
-}
 TABLES, RECORDS = (JSONL, JSON, CSV), (MDS, LITDATA)
 _ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 _MANY = 4096  # most files whose first bytes are read; in more files, compression is seldom hidden by the names
@@ -99,22 +85,7 @@ class PackedFile(NamedTuple):
         return cls(f"{root}/{name}", name, size, version)
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionSource:
-    """The files of an address that a user named, their format, and compressed ones."""
-
-    path: str
-    found: Source
-    form: Format
-    packed: tuple[PackedFile, ...] = ()
-
-    @property
-    def words(self) -> str:
-        """Return its format, for people."""
-        return f"{WORDS[self.form.name]}{', compressed' if self.packed else ''}"
-
-
-def find_files(files: str | os.PathLike[str], format: str | None = None) -> ConversionSource:
+def find_files(files: str | os.PathLike[str], format: str | None = None) -> SourceFiles:
     """Recognize a source.
 
     Raises ValueError for what cannot be read or could be of several formats, `RemoteError`.
@@ -146,7 +117,7 @@ def find_files(files: str | os.PathLike[str], format: str | None = None) -> Conv
                 return _packed_source(address, found, root, names)
             if not plain:  # no plain file is known: there is only an index, or nothing
                 open_store(found, inspect=True)
-        return ConversionSource(address, found, found.format)
+        return SourceFiles(address, found, found.format)
     except DamagedError as error:
         raise ValueError(f"{files}: damaged: {error}") from error
     except ShardError as error:
@@ -179,7 +150,7 @@ def _head(found: Source, root: str, name: str) -> bytes:
     return b""
 
 
-def _packed_source(address: str, found: Source, root: str, names: list[str]) -> ConversionSource:
+def _packed_source(address: str, found: Source, root: str, names: list[str]) -> SourceFiles:
     form = found.format
     files = [name for name in names if name.lower().endswith((*form.suffixes, *_packed_endings(form)))]
     if form != TARS:  # only the first bytes tell a list of JSON from lines
@@ -189,7 +160,7 @@ def _packed_source(address: str, found: Source, root: str, names: list[str]) -> 
             with open_content(f"{root}/{plain[name]}") as file:
                 heads[name] = file.read(_PEEK)
         form = recognize([*plain], heads).format
-    return ConversionSource(address, found, form, tuple(PackedFile.of(root, name) for name in files))
+    return SourceFiles(address, found, form, tuple(PackedFile.of(root, name) for name in files))
 
 
 def _packed_endings(form: Format) -> tuple[str, ...]:
@@ -227,23 +198,29 @@ def open_content(path: str, line_bytes: int | None = None) -> Iterator[IO[bytes]
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """Files of a source and the settings of their store. It is picklable.
+    """Files of a source and the settings of their store.
 
     It is picklable, and opened once in each process.
     """
 
+    path: str  # as a user named it
     found: Source
     form: Format
-    settings: Mapping[str, Any]
+    packed: tuple[PackedFile, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     files_from: str = ""  # real path of the folder of files that rows of columns name
     newest_ns: int = 0  # no file that rows name may be newer
     digest: str = ""  # digest of the index
     written_ns: int = 0  # time of the last write to a local file
-    packed: tuple[PackedFile, ...] = ()
     files: tuple[RemoteFile, ...] = ()  # remote files of one range
     index: str = ""  # index of raw files
     name: str = ""  # name of the only file, if it differs from that in the index
     prefix: str = ""  # prefix of keys that are row numbers
+
+    @property
+    def words(self) -> str:
+        """Return its format, for people."""
+        return f"format {self.form.name}{', compressed' if self.packed else ''}"
 
     def dataset(self) -> Dataset:
         """Return the samples.
@@ -260,7 +237,7 @@ class SourceFiles:
                     if not self.digest:
                         raise
                     raise changed(str(self.found.files), str(error)) from error
-                if self.digest and not self.files and self.digest != index_digest(dataset):
+                if self.digest and not self.files and self.digest != index_digest(self, dataset):
                     raise changed(
                         str(self.found.files), "its files, or the samples in them, differ from those at the start"
                     )
@@ -299,7 +276,7 @@ class SourceFiles:
         dataset = self.dataset()
         names = () if self.is_remote or self.form == FOLDER else dataset.entries.names
         times = (os.stat(Path(dataset.address, name)).st_mtime_ns for name in names)  # noqa: PTH116  # there may be many
-        found = replace(self, digest=index_digest(dataset), written_ns=max(times, default=0))
+        found = replace(self, digest=index_digest(self, dataset), written_ns=max(times, default=0))
         _open[0] = found.digest, found.files
         return found
 
@@ -363,7 +340,7 @@ class SourceFiles:
         found = find_source(str(plain), format=self.form.name)
         prefix = f"{_plain_name(packed.name).partition('.')[0]}/" if len(self.packed) > 1 else ""
         try:
-            yield SourceFiles(found, self.form, settings, name=packed.name, prefix=prefix), fault
+            yield SourceFiles(str(plain), found, self.form, settings=settings, name=packed.name, prefix=prefix), fault
         finally:
             close_open_source()
             shutil.rmtree(folder)
@@ -414,51 +391,51 @@ def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Datas
     return Dataset(store_of(indexed, inspect=True, **source.settings))
 
 
-def index_digest(dataset: Dataset) -> str:
+def index_digest(source: SourceFiles, dataset: Dataset) -> str:
     """Return a hash of the index rows of the files.
 
     For a folder it covers the times of the last writes.
     """
-    times: Any = getattr(getattr(dataset.store, "table", None), "times", b"")
-    return hashlib.sha256(dataset.digest() + bytes(times)).hexdigest()
+    store: Any = dataset.store
+    return hashlib.sha256(dataset.digest() + (bytes(store.table.times) if source.form == FOLDER else b"")).hexdigest()
 
 
 def sizes_digest(source: SourceFiles) -> str:
     """Return a hash of the names and the sizes of all files."""
     if source.packed:
-        rows: Any = [(file.name, file.size) for file in source.packed]
-    elif isinstance(table := getattr(source.dataset().store, "table", None), msgspec.Struct):
-        rows = [bytes(getattr(table, "names")), bytes(getattr(table, "sizes"))]  # noqa: B009
-    else:
-        entries = source.dataset().entries
-        rows = [list(entries.names), entries.sizes.tolist()]
+        return _digest([(file.name, file.size) for file in source.packed])
+    store: Any = source.dataset().store
+    if source.form == FOLDER:
+        return _digest([bytes(store.table.names), bytes(store.table.sizes)])
+    return _digest([list(store.entries.names), store.entries.sizes.tolist()])
+
+
+def _digest(rows: Any) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(rows)).hexdigest()
 
 
-def versions_of(source: SourceFiles, address: str) -> tuple[str, str, int]:
+def versions_of(source: SourceFiles) -> tuple[str, str, int]:
     """Return the files' identity, a hash of their versions, and the last change.
 
     Files of a server have no such time, because their versions cover every change.
     """
-    if source.packed:
-        names, paths = list[str](), [file.path for file in source.packed]
-    else:
-        dataset = source.dataset()
-        table: Any = getattr(dataset.store, "table", None)
-        names = [*table.files, *table.folders] if hasattr(table, "files") else [*dataset.entries.names]
-        paths = [f"{dataset.store.root}/{name}" for name in names]
+    store: Any = None if source.packed else source.dataset().store
     if source.is_remote:
-        versions: Any = [file.version for file in source.packed]
-        if not source.packed:
-            stamps = stamps_of(dataset.store.address, names, job_session())
-            versions = [stamps[name][1] for name in names]
-        return "", hashlib.sha256(msgspec.msgpack.encode(versions)).hexdigest(), 0
+        stamps = {} if store is None else stamps_of(store.address, [*store.entries.names], job_session())
+        versions = [file.version for file in source.packed]
+        return "", _digest(versions or [stamps[name][1] for name in store.entries.names]), 0
+    paths: Iterable[str] = (file.path for file in source.packed)
+    if store is not None:
+        names = (
+            itertools.chain(store.table.files, store.table.folders) if source.form == FOLDER else store.entries.names
+        )
+        paths = (f"{store.root}/{name}" for name in names)
     digest, newest_ns = hashlib.sha256(), 0
     for path in paths:
         version = FileVersion.of(os.stat(path))  # noqa: PTH116  # there may be many
         digest.update(version.written_ns.to_bytes(8, "little", signed=True))
         newest_ns = max(newest_ns, version.newest_ns)
-    real = Path(address).resolve()
+    real = Path(source.path).resolve()
     root = f"{real}\0{real.stat().st_ino}" if real.exists() else ""
     return hashlib.sha256(root.encode("utf-8", "surrogateescape")).hexdigest()[:16], digest.hexdigest(), newest_ns
 

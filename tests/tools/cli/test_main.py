@@ -106,7 +106,7 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
         (["convert", "in", "file"], "file is a file"),
         (["convert", "in", "file/out"], "Not a directory"),
         (["convert", "in", "out", "--keys", "file"], "file: no key in it; expected the keys of samples, one a line"),
-        (["convert", "in", "out", "--only", " , "], "--only names no part; expected extensions, such as jpg,txt"),
+        (["convert", "in", "out", "--only", " , "], "--only names no part. Pass extensions, such as jpg,txt"),
         (["preview", "in", "-o", "gone/page.html"], "gone/page.html: there is no folder gone to write it into"),
         (["preview", "in", "-o", "in"], "in is a folder; expected a name for a file, such as in/page.html"),
         (["ledger", "report", "in", "-o", "gone/page.html"], "there is no folder gone to write it into"),
@@ -197,7 +197,7 @@ def test_ctrl_c_prints_one_word_and_exits_with_130(tmp_path: Path, monkeypatch: 
 def test_a_short_job_shows_no_progress_in_a_pipe_and_a_bar_on_a_terminal(tmp_path: Path) -> None:
     source = write_captioned_images(tmp_path / "in", 3)
     pipe = run("convert", source, tmp_path / "a")
-    assert pipe.stderr == f"reading {source}: a folder of files\n", "the job took less than ten seconds"
+    assert pipe.stderr == f"reading {source}: format folder\n", "the job took less than ten seconds"
     ours, theirs = pty.openpty()
     terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     arguments = [sys.executable, TOOL, source, tmp_path / "b"]

@@ -186,7 +186,7 @@ def test_folder_with_foreign_shards_is_rejected_and_unchanged(tmp_path: Path) ->
         ("in/b", "in", {}, "must not contain each other"),
         ("in", "in/000.txt", {}, "must not contain each other"),
         ("in", "file", {}, "is a file"),
-        ("in", "out", {"key_field": "id"}, "key_field does not apply to it"),
+        ("in", "out", {"key_field": "id"}, "key= does not apply to folder files"),
     ],
 )
 def test_impossible_source_or_target_is_an_error(

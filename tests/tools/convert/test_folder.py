@@ -1,4 +1,4 @@
-"""Folders of files: names whose dots would make one sample of many, and folders that are classes."""
+"""Folders of files: names whose dots would build one sample of many, and folders that are classes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_names_merged_by_dots_stop_a_conversion_with_a_fix(tmp_path: Path, name:
     stopped = run("convert", source, tmp_path / "out")
     key, _, part = name.format(0).partition(".")
     assert stopped.exit_code == 2 and not (tmp_path / "out").exists()
-    assert f"so that {dotted} file{'s' * (dotted > 1)} would make 1 sample: " in flat(stopped.output)
+    assert f"so that {dotted} file{'s' * (dotted > 1)} would build 1 sample: " in flat(stopped.output)
     assert all(each in flat(stopped.output) for each in ("--key-end last", "--key-end first", f"{key} the part {part}"))
     last = run("convert", "--key-end", "last", source, tmp_path / "last")
     assert last.exit_code == 0 and "100 samples in 1 shard" in last.output and last.output.count("warning") == 1
@@ -57,7 +57,7 @@ def test_names_repeated_in_each_folder_are_detected_as_merged(tmp_path: Path, co
     source = write(tmp_path / "in", *(f"{name}/frame.{i:03d}.txt" for name in "ab" for i in range(count)))
     stopped = run("convert", source, tmp_path / "out")
     assert stopped.exit_code == 2
-    told = f"{2 * count} files would make 2 samples: a/frame.000.txt would be of the sample a/frame"
+    told = f"{2 * count} files would build 2 samples: a/frame.000.txt would be of the sample a/frame"
     assert told in flat(stopped.output)
 
 
@@ -130,7 +130,7 @@ def test_samples_without_a_folder_or_with_their_own_class_are_rejected(tmp_path:
 
 def test_classes_need_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl is JSONL: classes does not apply to it"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: classes= does not apply to jsonl files"):
         sp.convert(tmp_path / "a.jsonl", tmp_path / "out", classes=True)
 
 

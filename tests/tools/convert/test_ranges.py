@@ -112,7 +112,7 @@ def test_shards_are_full_and_as_few_as_can_be(
         finish = conversion.finish
 
         def noted(*given: Any) -> Any:
-            records.extend(job.record() for job in given[4])
+            records.extend(job.record() for job in given[3])
             return finish(*given)
 
         patch.setattr(conversion, "finish", noted)
@@ -130,7 +130,7 @@ def test_shards_are_full_and_as_few_as_can_be(
             fewest = max(-(-sum(written) // LIMIT), -(-sum(counts) // (most or 1000)))
             assert len(paths) <= math.ceil(1.15 * fewest)
             for record in records:
-                tables = [entry for split_name, entry in record.shards if split_name == part.removesuffix("-")]
+                tables = [shard.entry for shard in record.shards if shard.split == part.removesuffix("-")]
                 full = [entry.size >= 0.7 * LIMIT or entry.samples >= 0.7 * (most or 1000) for entry in tables[:-1]]
                 assert all(full)
 

@@ -105,7 +105,7 @@ def test_settings_apply_to_compressed_tars_as_to_plain_ones(packed: Path, tmp_pa
     report = run_conversion(packed, tmp_path / "small", Options(shard_samples=3), workers=2)
     assert [path.name for path in sorted((tmp_path / "small").glob("*.tar"))] == [f"{i:06d}.tar" for i in range(4)]
     assert sorted(texts(tmp_path / "small")) == [f"text {i}" for i in range(10)] and report.shards == 4
-    with pytest.raises(ValueError, match="is tars, compressed: key_field does not apply to it"):
+    with pytest.raises(ValueError, match="key= does not apply to tar files"):
         run_conversion(packed, tmp_path / "wrong", Options(key_field="id"))
 
 

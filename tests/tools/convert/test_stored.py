@@ -64,7 +64,7 @@ def test_a_saved_dataset_of_splits_is_converted_split_by_split(tmp_path: Path) -
 
 
 def test_rows_have_no_links_to_other_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is Parquet: allow_outside does not apply to it"):
+    with pytest.raises(ValueError, match="allow_outside= does not apply to parquet files"):
         run_conversion(write_parquet(tmp_path / "source"), tmp_path / "out", Options(allow_outside=True))
 
 

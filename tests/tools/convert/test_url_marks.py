@@ -118,5 +118,5 @@ def test_command_reads_a_url_and_prints_its_format(server: ToyServer, tmp_path: 
     source = KINDS["jsonl"](tmp_path / "www/b")
     result = CliRunner().invoke(app, ["convert", url_of(server, source), str(tmp_path / "out"), "--skip-bad"])
     assert result.exit_code == 0, result.output
-    assert "reading s3://b/a.jsonl: JSONL" in result.stderr
+    assert "reading s3://b/a.jsonl: format jsonl" in result.stderr
     assert "20 samples in 1 shard" in result.stdout and "a.jsonl:22: malformed JSON" in result.stdout
