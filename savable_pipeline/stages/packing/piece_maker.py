@@ -257,7 +257,7 @@ class SavedPiece(msgspec.Struct, array_like=True):
 class PackerState(msgspec.Struct):
     """The state of a packer; see `OnlinePacker.save_state`."""
 
-    packs: list[list[SavedPiece]]
+    packs: list[bytes]
     count: SavedCount
     taken: Any
     source: dict[str, Any]
