@@ -270,7 +270,7 @@ class ItemBuffer(StageBuffer):
             n: The number of elements.
         """
         copies = [Element(each.ref, each.value, each.sizes, 0, each.measured) for each in self._elements[:n]]
-        make_elements(self._owner.source, [element for element in copies if not element.is_built])
+        make_elements(self._owner.source, copies)
         return copies
 
     def drop(self, n: int) -> None:

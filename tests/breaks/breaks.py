@@ -99,7 +99,7 @@ STAGES = [
         "pack-in-a-pack-loses-its-size",
         "order",
         "A pack that lost items loses its size in the pack around it, and later stages choose by the other sizes.",
-        _STAGES + "packing/piece_maker.py",
+        _STAGES + "packing/packer.py",
         "            return Element(ref, item.value, measured=item.measured)\n",
         "            return item\n",
         ("tests/stages/test_lost_items.py",),

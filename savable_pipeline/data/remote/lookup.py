@@ -53,7 +53,7 @@ _UNREAD = "files"  # the kind of an index that has only names and sizes
 def describe_url(
     found: RemoteShards, form: Format, session: Session
 ) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
-    """Return these files, their metadata folder, and the dataset's own index by name.
+    """Return the files, their metadata folder, and the dataset's index entries.
 
     If the server cannot list its files, they are those of the index.
     """

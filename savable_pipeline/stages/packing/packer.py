@@ -243,7 +243,17 @@ class OnlinePacker(PackStage):
             )
 
     def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
-        return self._pieces.rebuilt(refs)
+        for ref in refs:
+            if isinstance(ref[0], tuple) and len(ref) != 3:
+                raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
+        items = super()._rebuilt([ref[0] if isinstance(ref[0], tuple) else ref for ref in refs])
+        return [self._cut(item, ref) for item, ref in zip(items, refs, strict=True)]
+
+    def _cut(self, item: Element, ref: ItemRef) -> Element:
+        """Return an item, or its part if the ref is that of a cut item."""
+        if not isinstance(ref[0], tuple):
+            return Element(ref, item.value, measured=item.measured)
+        return Element(ref, item.value if type(item.value) is Skip else self._calls.cut(item.value, *ref[1:]))
 
     def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:
         if self._counts_late:
