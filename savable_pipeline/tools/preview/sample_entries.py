@@ -153,10 +153,7 @@ def _turn(message: dict[str, Any]) -> Turn:
     role = _first_value(message, _ROLES)
     answers = role.lower() in _ANSWERING
     rest = {name: value for name, value in message.items() if name not in (*_ROLES, *_CONTENTS) and value is not None}
-    texts = [
-        _format_content(_first_value(message, _CONTENTS)),
-        json.dumps(rest, ensure_ascii=False) if rest else "",
-    ]
+    texts = [_format_content(_first_value(message, _CONTENTS)), json.dumps(rest, ensure_ascii=False) if rest else ""]
     text = "\n".join(filter(None, texts))
     return Turn(role, _cut_middle(text, _LONGEST_ANSWER if answers else _LONGEST_QUESTION), answers)
 
