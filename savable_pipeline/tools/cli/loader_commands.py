@@ -298,10 +298,10 @@ def _print_differences(left: StateSummary, right: StateSummary, found: list[tupl
             by_lane.setdefault(match[0], {})[name.removeprefix(match[0]).strip() or "state"] = row
         elif name not in versions:
             settings[name] = row
-    left_path, right_path = (summary.settings.get("stages", []) for summary in (left, right))
-    if left_path != right_path:  # lanes of different pipelines cannot be compared
-        out.print(f"different pipelines: {counted(len(left_path), 'stage')} against {len(right_path)}")
-        settings["stages"], by_lane = [" > ".join(path) for path in (left_path, right_path)], {}
+    first_path, second_path = (summary.settings.get("stages", []) for summary in (left, right))
+    if first_path != second_path:  # lanes of different pipelines cannot be compared
+        out.print(f"different pipelines: {counted(len(first_path), 'stage')} against {len(second_path)}")
+        settings["stages"], by_lane = [" > ".join(path) for path in (first_path, second_path)], {}
     elif settings.keys() - {"slot", "epoch", "in flight"}:
         out.print("the same stages with different settings")
     elif settings:
