@@ -259,7 +259,7 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
 
 def _first_rows(store: CsvStore) -> Iterator[dict[str, str | None]]:
     """Yield the first rows that are samples, at most 1,000."""
-    count, begins = 0, store.blob(0).tolist()
+    count, begins = 0, store.blob(0).data
     for begin, raw in zip(begins, store.rows_in_order(0), strict=True):
         if raw and begin < begins[-1]:
             with contextlib.suppress(RecordError):

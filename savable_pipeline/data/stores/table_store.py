@@ -404,11 +404,10 @@ class TableStore(NamingStore, TextStore):
     def rows_in_order(self, shard: int) -> Iterator[bytes]:
         """Yield the bytes of each row of a file with what follows, then the rest."""
         self.files[shard]
-        ends = [*self.blob(shard).tolist(), int(self.entries.sizes[shard])]
-        block, first = b"", 0
-        for begin, end in itertools.pairwise(ends):
+        size, block, first = int(self.entries.sizes[shard]), b"", 0
+        for begin, end in itertools.pairwise(itertools.chain(self.blob(shard).data, (size,))):
             if end > first + len(block):
-                wanted = min(max(end - begin, _BLOCK), ends[-1] - begin)
+                wanted = min(max(end - begin, _BLOCK), size - begin)
                 block, first = self.files.read(shard, begin, wanted), begin
             yield block[begin - first : end - first]
 
