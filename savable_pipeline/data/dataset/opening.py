@@ -22,7 +22,7 @@ from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.dataset.shard_digests import pin
 from savable_pipeline.data.shards.metadata import META, unfinished, unused_settings
-from savable_pipeline.data.shards.paths import Shards
+from savable_pipeline.data.shards.paths import Shards, as_names
 from savable_pipeline.data.stores.decompressed import UNPACKED_BYTES
 from savable_pipeline.data.stores.opening import Source, find_source, open_store
 from savable_pipeline.data.stores.ranges import RangeColumns
@@ -132,7 +132,7 @@ def open_dataset(
         >>> next(iter(DataLoader(decoded, batch_size=2)))["png"].shape  # uint8 (batch, height, width, 3)
         torch.Size([2, 8, 8, 3])
     """
-    specs = shards if isinstance(shards, str | os.PathLike) else [os.fspath(spec) for spec in shards]
+    specs = as_names(shards)
     arguments = {
         "columns": None if columns is None else tuple(columns),
         "key": key,

@@ -55,8 +55,8 @@ _HEAD = struct.Struct("<QQQ")
 log = logging.getLogger(__name__)
 
 FileProgress: TypeAlias = Callable[[int, int], None]  # gets the number of files done, and of all
-_IN_MEMORY = 1 << 20  # bytes of rows; more are mapped
-_ALONE_S = 5.0  # seconds that one process scans alone before others start
+# seconds that one process scans alone before others start, and bytes of rows that are not mapped
+_ALONE_S, _IN_MEMORY = 5.0, 1 << 20
 _LOG_EVERY_S = 10.0
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 from urllib.parse import unquote
 
 from braceexpand import UnbalancedBracesError, braceexpand  # type: ignore[attr-defined]
@@ -70,9 +70,19 @@ def raise_error(error: ShardError) -> None:
 
 
 def as_names(shards: Shards) -> str | tuple[str, ...]:
-    """Return a user's paths as plain strings, which can be compared."""
-    one = isinstance(shards, str | os.PathLike)
-    return os.fspath(shards) if one else tuple(os.fspath(spec) for spec in shards)  # type: ignore[arg-type,union-attr]
+    """Return a user's paths as plain strings, which can be compared.
+
+    Raises TypeError for something else, and ValueError for an empty path, as of an environment variable that is unset.
+    """
+    many = isinstance(shards, Iterable) and not isinstance(shards, str | bytes | os.PathLike)
+    specs: list[Any] = [*cast(Iterable[Any], shards)] if many else [shards]
+    for spec in specs:
+        if not isinstance(spec, str | os.PathLike):
+            raise TypeError(f"the data must be a path, a URL, a list of these or a store, not {spec!r}")
+        if not os.fspath(spec):
+            raise ValueError('the path of the data is empty. Write "." for the current folder')
+    names = tuple(os.fspath(spec) for spec in specs)
+    return names if many else names[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +189,8 @@ def expand_specs(shards: Shards) -> list[str]:
     `a::b` is split, and `~`, `$VAR` and `file://` are replaced. Raises `ShardError` for syntax that only other loaders
     support, and names the alternative.
     """
-    specs = [os.fspath(spec) for spec in ([shards] if isinstance(shards, str | os.PathLike) else shards)]
+    names = as_names(shards)
+    specs = [names] if isinstance(names, str) else names
     return [part for spec in specs for part in ([spec] if _PLAIN_URL.match(spec) else _parts_of(spec))]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias, Unpack
+from typing import Any, ClassVar, Literal, TypeAlias, Unpack, cast
 
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.wording import listed
@@ -594,8 +594,8 @@ def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordR
     """
     if callable(path):
         path = lane.shared(("store", path), path)
-    if not isinstance(path, str | os.PathLike | Iterable):
-        return RecordReader(path, lane, **_check_options("a store", RecordReader, options))
+    if hasattr(path, "address"):
+        return RecordReader(cast(RecordStore, path), lane, **_check_options("a store", RecordReader, options))
     names, cache = as_names(path), options.get("cache")
     # without `cache`, `cache_bytes` may be the limit of decoded rows
     cache_settings = cache, options.get("cache_bytes") if cache else None

@@ -39,10 +39,8 @@ _SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # in a header
 
 def sample_bytes(key: str, sizes: Mapping[str, int]) -> int:
     """Return the bytes of a sample in a tar, by the sizes of its parts."""
-    total = 0
-    for extension, size in sizes.items():
-        total += (BLOCK if _is_plain(f"{key}.{extension}", size) else 3 * BLOCK) + padded(size)
-    return total
+    headers = [BLOCK if _is_plain(f"{key}.{extension}", size) else 3 * BLOCK for extension, size in sizes.items()]
+    return sum(headers) + sum(map(padded, sizes.values()))
 
 
 def room_in(shard_bytes: int) -> int:

@@ -102,6 +102,12 @@ def test_a_shard_named_twice_is_an_error(root: Path) -> None:
 
 
 def test_no_shards_at_all_is_an_error(tmp_path: Path) -> None:
+    for wrong in (None, 3, b"in", [None], ["in", 3]):
+        with pytest.raises(TypeError, match=r"must be a path, a URL, a list of these or a store, not (None|3|b'in')"):
+            sp.open_dataset(wrong)  # type: ignore[arg-type]
+    for empty in ("", ["in", ""]):
+        with pytest.raises(ValueError, match=r'the path of the data is empty\. Write "\." for the current folder'):
+            sp.open_dataset(empty)
     with pytest.raises(ShardError, match="the list of shards is empty"):
         find_shards([])
     with pytest.raises(ShardError, match=r"no \.tar file in this folder or below it\. sp\.read"):
