@@ -33,11 +33,11 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
     """Yield a new file that replaces `path` if the block ends without an error.
 
     Pass `sync` for a file that one process writes and that must survive a crash of the machine: its bytes are flushed
-    to the disk before it replaces `path`. The next attempt overwrites a temporary file that a crash left.
+    to the disk before it replaces `path`. If a crash left its temporary file, the next attempt overwrites that.
     """
     temporary = path.with_name(f"{path.name}.tmp" if sync else f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb", opener=_no_link) as file:
+        with open(temporary, "wb", opener=_open_unless_link) as file:
             yield file
             if sync:
                 file.flush()
@@ -49,8 +49,8 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
         raise
 
 
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # never overwrite the target of a link with this name
+def _open_unless_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # a link could make this overwrite another file
 
 
 def replace_file(path: Path, parts: Iterable[bytes], *, sync: bool = False) -> None:
@@ -60,7 +60,10 @@ def replace_file(path: Path, parts: Iterable[bytes], *, sync: bool = False) -> N
 
 
 def regular_file(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file; an `opener` for `open`. Raises OSError for anything else."""
+    """Open a regular file and return its descriptor, as an `opener` of `open` does.
+
+    Raises OSError for anything else.
+    """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -69,7 +72,10 @@ def regular_file(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Read a regular file. Raises OSError, also for one of more than `most` bytes."""
+    """Return the contents of a regular file.
+
+    Raises OSError, also for a file of more than `most` bytes.
+    """
     with open(path, "rb", opener=regular_file) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -140,9 +146,11 @@ def lacks_handles(error: BaseException) -> bool:
 
 
 def with_handles(act: Callable[[], T]) -> T:
-    """Call `act`. If it runs out of descriptors, close those of datasets and retry.
+    """Return what `act` returns.
 
-    Raises `SavableError` if it fails although there is nothing to close, and whatever `act` raises.
+    If it runs out of descriptors, those of datasets are closed, and `act` is called again.
+
+    Raises `SavableError` if descriptors still run out when there is nothing to close, and other errors of `act`.
     """
     may_close = True
     while True:
@@ -153,7 +161,7 @@ def with_handles(act: Callable[[], T]) -> T:
                 raise
             if not may_close:
                 raise _no_descriptor_error(error) from error
-        # Try again even if there are none: another thread may have just closed them.
+        # Call `act` again even if no cache has descriptors: another thread may have just closed them.
         may_close = any(map(len, _all_caches()))
         close_down_to(0)
 

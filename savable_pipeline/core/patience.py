@@ -22,7 +22,7 @@ NETWORK_ERRORS = (errno.ESTALE, errno.ETIMEDOUT)
 _TRANSIENT = (*NETWORK_ERRORS, errno.EIO)
 _RETRY_S = 120.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
-_NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9p", "afs", "wekafs", "virtiofs")
+_NETWORK_TYPES = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9p", "afs", "wekafs", "virtiofs")
 
 
 def retry_s() -> float:
@@ -41,7 +41,7 @@ def retry_s() -> float:
 
 
 def with_retries(path: Path, act: Callable[[], T]) -> T:
-    """Call `act`, and `retry` it after an error that may pass."""
+    """Return what `act` returns, with `retry` after an OSError."""
     try:
         return act()
     except OSError as error:
@@ -49,20 +49,19 @@ def with_retries(path: Path, act: Callable[[], T]) -> T:
 
 
 def retry(path: Path, error: OSError, act: Callable[[], T]) -> T:
-    """Retry `act` after an error of a file.
+    """Return what `act` returns when it is retried after `error`, if that may pass.
 
-    It is retried for `retry_s` on a network disk, else once.
-
-    Raises `RemoteError` if retries on a network disk do not help, and other errors as they are.
+    It is retried for `retry_s()` seconds on a network disk, else once. Raises `RemoteError` if retries on a network
+    disk do not help, and other errors as they are.
     """
     started, wait_s = time.monotonic(), _FIRST_WAIT_S
     while error.errno in _TRANSIENT:
-        network = error.errno in NETWORK_ERRORS or _is_on_network_disk(path)
+        on_network = error.errno in NETWORK_ERRORS or _is_on_network_disk(path)
         try:
             return act()
         except OSError as last:
             error = last
-        if not network:
+        if not on_network:
             break
         if time.monotonic() + wait_s > started + retry_s():
             failed = f"{path}: {error.strerror} for {time.monotonic() - started:.1f} s"
@@ -82,5 +81,6 @@ def _is_on_network_disk(path: Path) -> bool:
         mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     except OSError as error:
         return error.errno in _TRANSIENT
-    kinds = {each[2]: each[each.index("-") + 1] for each in mounts}
-    return kinds.get(f"{os.major(device)}:{os.minor(device)}", "").startswith(_NETWORK)
+    # A line is "36 35 0:42 / /data rw shared:1 - nfs4 server:/data rw": device 0:42, and the type after the dash.
+    types = {fields[2]: fields[fields.index("-") + 1] for fields in mounts}
+    return types.get(f"{os.major(device)}:{os.minor(device)}", "").startswith(_NETWORK_TYPES)
