@@ -54,7 +54,7 @@ class BatchSamples(msgspec.Struct, frozen=True):
         # padding rows have no sample
         rows = [[sample for sample in sample_refs(row) if len(sample) == 3] for row in _rows(ref)]
         try:
-            refs = np.array([item for row in rows for item in row], dtype=np.int64).reshape(-1, 3)
+            refs = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), np.int64).reshape(-1, 3)
         except OverflowError:
             return cls(np.empty((0, 3), np.int64))
         if not len(refs) or all(len(row) == 1 for row in rows):

@@ -97,7 +97,7 @@ def sample_refs(ref: ItemRef) -> Iterator[ItemRef]:
     if not inner:
         yield ref
     for part in inner:
-        yield from sample_refs(part)
+        yield from (part,) if {*map(type, part)} == {int} else sample_refs(part)
 
 
 def sample_indices(ref: ItemRef) -> Iterator[int]:

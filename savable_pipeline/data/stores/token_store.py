@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from savable_pipeline.core.batch_memory import empty_bytes
-from savable_pipeline.core.files import with_handles
-from savable_pipeline.core.patience import with_retries
+from savable_pipeline.core.files import with_handles, with_retries
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, WholeFile, opened
 from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
 from savable_pipeline.data.stores.record_store import FileStore, hash_some
+from savable_pipeline.data.stores.shard_files import unreadable_error
 from savable_pipeline.errors import ShardError
 
 FLAT, INDEXED, ARRAY = 0, 1, 2
@@ -313,7 +313,7 @@ class TokenStore(FileStore):
     def _no_header(self, shard: int) -> str:
         """Return why an array without a header is not read as bare numbers, or ""."""
         if not self._layouts[shard].dtype:
-            return "no header of NumPy: it is damaged; or it is bare numbers, as OLMo-core writes them: give dtype="
+            return "no header of NumPy: it is damaged, or has bare numbers, as OLMo-core writes them. Pass dtype="
         if any(layout.layout_kind == ARRAY for layout in self._layouts):
             return "no header of NumPy, where other files have one: it is damaged, copy it again; or read it by itself"
         return ""
@@ -322,7 +322,7 @@ class TokenStore(FileStore):
         """Return the fault of a flat file that ends within a token."""
         size, dtype = self.entries[shard].size, self._layouts[shard].dtype
         if size % np.dtype(dtype).itemsize:
-            return f"{size} bytes are no whole number of {dtype}; copy it again, or give the right dtype="
+            return f"{size} bytes are no whole number of {dtype}. Copy it again, or pass the right dtype="
         return ""
 
     def _extent(self, shard: int, row: int) -> tuple[int, int]:
@@ -363,10 +363,7 @@ class TokenStore(FileStore):
         except TokenFileError as error:
             raise self.damaged(shard, "index", str(error)) from error
         except OSError as error:
-            raise ShardError(
-                f"{error.filename or where}: {error.strerror}. It was there when indexed: restore it",
-                reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
-            ) from error
+            raise unreadable_error(error.filename or where, error) from error
         self._checked.add(shard)
 
 

@@ -85,10 +85,10 @@ def pickled_job(job: LaneJob, receiver: str, instead: str = "") -> bytes:
 def _pickling_fix(error: str) -> str:
     """Return what to do about an error of pickling."""
     if "not the same object" in error:
-        return "It was defined again since, as by a notebook cell: make the pipeline again, of the new one"
+        return "It was redefined, as by a notebook cell. Create the pipeline again with the new definition"
     # an object that cannot be pickled, unlike a name that cannot be found
     if "cannot pickle" in error or "cannot be pickled" in error:
-        return "Make what cannot be pickled, such as a tokenizer, in the worker, by a function: .encode(make)"
+        return "Create objects that cannot be pickled, such as a tokenizer, in the worker by a function: .encode(make)"
     lambdas = " (of a lambda: give it a name with def)" if LAMBDA in error else ""
     return f"Define it{lambdas} at the top of a module and bind its arguments with functools.partial"
 
