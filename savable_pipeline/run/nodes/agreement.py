@@ -28,7 +28,7 @@ Requirements: TypeAlias = dict[str, str]
 
 MAIN_MODULE = "module __main__"
 _NONE = "none"
-_LIBRARY = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[2]
 _DECODER = "simplejpeg"  # decodes instead of Pillow if it is installed, so both machines must have it, or neither
 _CPU_FEATURES = {"sse4_1", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "amx_tile", "asimd", "sve"}
 
@@ -70,7 +70,7 @@ def unmet_requirements(wanted: Requirements, main: dict[str, Any], allow: Iterab
 @cache
 def _releases() -> Requirements:
     return {
-        "savable_pipeline": f"{_build('savable_pipeline')} ({_hash_of(_LIBRARY)}, ORDER {ORDER}, STATE {STATE})",
+        "savable_pipeline": f"{_build('savable_pipeline')} ({_hash_of(_ROOT)}, ORDER {ORDER}, STATE {STATE})",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "processor": f"{platform.machine()} {' '.join(sorted(_CPU_FEATURES & _cpu_flags()))}".strip(),
     }
@@ -160,9 +160,7 @@ def _is_user_module(module: ModuleType) -> bool:
     if not isinstance(file, str) or not file.endswith(".py"):
         return False
     path = Path(file).resolve()
-    return (
-        not any(path.is_relative_to(each) for each in (*_installed(), _LIBRARY)) and "site-packages" not in path.parts
-    )
+    return not any(path.is_relative_to(each) for each in (*_installed(), _ROOT)) and "site-packages" not in path.parts
 
 
 @cache

@@ -63,8 +63,7 @@ def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...], store: Any
         raise ValueError(f"{len(ranks)} ranks cannot share batches. Share among at most {ALIGN}.")
     own = dist.get_rank()
     found = Sharing(ranks.index(own), ranks, store)
-    role = str(found.number == 0)
-    found.store.set(f"savable_pipeline/peers/first {own}", role)
+    found.store.set(f"savable_pipeline/peers/first {own}", role := str(found.number == 0))
     for rank in data_ranks:
         if found.store.compare_set(f"savable_pipeline/peers/first {rank}", "", "").decode() not in ("", role):
             raise ValueError(f"ranks {own} and {rank} have one data group, but one alone is a first peer. {_FIRST}")
