@@ -30,13 +30,12 @@ PROCESS_NAME = "savable_pipeline"  # prefix of the names of our processes
 UNGUARDED_CODE = 79  # exit code of a child that finds the main module unguarded, which the trainer reports once
 
 UNGUARDED = (
-    "workers started by spawn or forkserver import the trainer's main module again, and here that makes a loader with "
-    "workers again: put what the module does, from making the loader on, under `if __name__ == '__main__':`, or use "
-    "start_method='fork'"
+    "the main module creates a loader with workers when workers started by spawn or forkserver import it. Put the code "
+    "that creates and uses the loader under `if __name__ == '__main__':`, or use start_method='fork'."
 )
-_IMPORTED = "workers started by spawn or forkserver import the trainer's main module again, and that failed"
-_GUARD = "Put what only the trainer does under `if __name__ == '__main__':`, or use start_method='fork'"
-NOT_IMPORTED = f"{_IMPORTED}: its error stands above, on stderr. {_GUARD}"
+_IMPORTED = "workers started by spawn or forkserver cannot import the trainer's main module"
+_GUARD = "Put code that only the trainer runs under `if __name__ == '__main__':`, or use start_method='fork'."
+NOT_IMPORTED = f"{_IMPORTED}, see the error on stderr. {_GUARD}"
 _LONGEST = 10  # lines of a traceback in a message
 
 
@@ -89,8 +88,8 @@ def _pickling_fix(error: str) -> str:
     # an object that cannot be pickled, unlike a name that cannot be found
     if "cannot pickle" in error or "cannot be pickled" in error:
         return "Create objects that cannot be pickled, such as a tokenizer, in the worker by a function: .encode(make)"
-    lambdas = " (of a lambda: give it a name with def)" if LAMBDA in error else ""
-    return f"Define it{lambdas} at the top of a module and bind its arguments with functools.partial"
+    kind = "a function with def" if LAMBDA in error else "it"
+    return f"Define {kind} at the top of a module and bind its arguments with functools.partial"
 
 
 def _unpickled(raw: bytes) -> LaneJob:

@@ -159,14 +159,9 @@ def unpack_fingerprint(raw: bytes) -> Fingerprint:
     if has_too_many(plain, len(packed.compressed)):
         raise damaged("fingerprint: over a million values")
     found = decoded(plain, Fingerprint, "fingerprint")
-    _check_known_fields(found.fields)
+    for name in [name for name in found.fields if _base(name) in _FIELD_TYPES]:
+        _check_type(name, found.fields[name], _FIELD_TYPES[_base(name)])
     return found
-
-
-def _check_known_fields(fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        if _base(name) in _FIELD_TYPES:
-            _check_type(name, value, _FIELD_TYPES[_base(name)])
 
 
 def _check_type(name: str, value: Any, expected: Any) -> None:
@@ -175,10 +170,6 @@ def _check_type(name: str, value: Any, expected: Any) -> None:
         msgspec.convert(value, expected)
     except msgspec.ValidationError as error:
         raise damaged(f"fingerprint: {name}: {error}") from error
-
-
-def _setting(field: str) -> str:
-    return _base(field).rpartition(".")[2]
 
 
 def check_shards(saved: Fingerprint, current: PipelineFingerprint) -> None:
@@ -303,7 +294,7 @@ def checked_allow(allow: Iterable[str], saved: Fingerprint, current: PipelineFin
 def _reason_fixed(name: str, current: PipelineFingerprint) -> str:
     """Return why the field that `allow` names may never differ, or "". The name may be a part of the field's."""
     fixed = {field: rule.fixed for field, rule in current.rules.items() if rule.fixed}
-    return next((fixed[field] for field in fixed if _base(name) in (_base(field), _setting(field))), "")
+    return next((fixed[field] for field in fixed if _base(name) in (_base(field), _base(field).rpartition(".")[2])), "")
 
 
 def _plain_value(field: str, value: Any) -> Any:

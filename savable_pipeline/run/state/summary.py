@@ -86,14 +86,10 @@ def _find_states(value: Any) -> Iterator[dict[str, Any]]:
             yield from _find_states(part)
 
 
+@restoring("the state")
 def summarize(state: Mapping[str, Any]) -> StateSummary:
     """Decode a state. Raises `StateError` if it is damaged."""
     check_flat(state)
-    with restoring("the state"):
-        return _summarize(state)
-
-
-def _summarize(state: Mapping[str, Any]) -> StateSummary:
     fingerprint = unpack_fingerprint(state["fingerprint"])
     stages = list(fingerprint.fields.get("stages", []))
     numbers = lane_numbers(state)

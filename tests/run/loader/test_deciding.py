@@ -523,7 +523,7 @@ def test_ledger_numbers_the_rows_of_a_shortened_batch_like_its_receipts(shards: 
         one.acknowledge(one.receipts())
     seen = sp.Ledger(tmp_path).find([gone, kept])
     assert [(each.again, each.outcome) for each in seen[gone] or ()] == [(False, "dropped: can no longer be made")]
-    assert [(each.again, each.outcome) for each in seen[kept] or ()] == [(False, "given again"), (True, "trained")]
+    assert [(each.again, each.outcome) for each in seen[kept] or ()] == [(False, "repeated"), (True, "trained")]
 
 
 def test_excluded_keys_take_eight_bytes_each_in_a_state_and_tiny_weights_are_bounded(shards: Path) -> None:
