@@ -92,10 +92,7 @@ def with_facts(raw: bytes, facts: RunFacts) -> bytes:
 
 
 def checksum(packed: Any) -> bytes:
-    """Return the checksum in `packed`, the result of `pack_state`.
-
-    For other bytes, the result is meaningless. For other values, it is b"".
-    """
+    """Return the checksum in the result of `pack_state`, or b"" for other types."""
     return bytes(packed[len(_NUMBERED) : _HEAD]) if isinstance(packed, bytes | bytearray) else b""
 
 
