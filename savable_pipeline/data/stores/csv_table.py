@@ -39,7 +39,10 @@ Row: TypeAlias = list[str]
 
 
 def _found_rows(file: ByteSource) -> tuple[str, FileBlob]:
-    """Return the fault of a file, or "", and the offsets of the rows before the fault."""
+    """Return what is wrong with a file, or "", and where its rows before that start.
+
+    The offset of their end follows.
+    """
     fault, begins = "", NumberSpool()
     try:
         with _wide_fields():
