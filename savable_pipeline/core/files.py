@@ -1,10 +1,15 @@
-"""Atomically replaced files, and the limit on descriptors that datasets keep open.
+"""Atomically replaced files, retries, and the limit on open descriptors.
 
 A reader of a replaced file gets the old or the new contents, never a mixture.
 
 All datasets of a process share half of its descriptor limit (`ulimit -n`). The other half is for encoders, workers and
 other uses. If a process runs out of descriptors, that is an error of its environment, never of its data, so no policy
 skips a sample because of it.
+
+Errors that may pass are retried, those of files by `with_retries`:
+
+    ESTALE, ETIMEDOUT     errors of network disks only
+    EIO                   an unreachable network disk, or a bad sector of a local one, which is tried once more
 
 Any thread may close the descriptors of any dataset, so Python's reference counts own them. A cache only drops its
 reference, and the last reference closes the file. A reading thread has a reference of its own during the read. So the
@@ -18,14 +23,20 @@ import errno
 import os
 import resource
 import stat
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
-from savable_pipeline.errors import SavableError
+from savable_pipeline.errors import RemoteError, SavableError
 
 T = TypeVar("T")
+NETWORK_ERRORS = (errno.ESTALE, errno.ETIMEDOUT)
+_TRANSIENT = (*NETWORK_ERRORS, errno.EIO)
+_RETRY_S = 120.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
+_NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9p", "afs", "wekafs", "virtiofs")
 
 
 @contextlib.contextmanager
@@ -120,10 +131,11 @@ def _all_caches() -> list[DescriptorCache]:
     return [cache for known in _caches.valuerefs() if (cache := known()) is not None]
 
 
-def handle_limit() -> int:
-    """Return how many descriptors all datasets of this process may keep open together."""
+def evict() -> None:
+    """Close descriptors of datasets until one more is within their limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 30 if soft == resource.RLIM_INFINITY else max(1, soft // 2)
+    if soft != resource.RLIM_INFINITY:
+        close_down_to(max(1, soft // 2) - 1)
 
 
 def close_down_to(limit: int) -> None:
@@ -164,3 +176,64 @@ def _no_descriptor_error(error: OSError) -> SavableError:
     return SavableError(
         f"{error.filename or 'a file'}: {error.strerror} (limit {soft}). Close files, or raise `ulimit -n`"
     )
+
+
+def retry_s() -> float:
+    """Return how long a failing request is retried: `SAVABLE_RETRY_S`, or 120 s.
+
+    Raises ValueError if `SAVABLE_RETRY_S` is not a number of at least 0.
+    """
+    configured = os.environ.get("SAVABLE_RETRY_S", "")
+    try:
+        seconds = float(configured) if configured else _RETRY_S
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ValueError(f"SAVABLE_RETRY_S must be a number of seconds, not {configured!r}")
+    return seconds
+
+
+def with_retries(path: Path, act: Callable[[], T]) -> T:
+    """Call `act`, and `retry` it after an error that may pass."""
+    try:
+        return act()
+    except OSError as error:
+        return retry(path, error, act)
+
+
+def retry(path: Path, error: OSError, act: Callable[[], T]) -> T:
+    """Retry `act` after an error of a file.
+
+    It is retried for `retry_s` on a network disk, else once.
+
+    Raises `RemoteError` if retries on a network disk do not help, and other errors as they are.
+    """
+    started, wait_s = time.monotonic(), _FIRST_WAIT_S
+    while error.errno in _TRANSIENT:
+        network = error.errno in NETWORK_ERRORS or _is_on_network_disk(path)
+        try:
+            return act()
+        except OSError as last:
+            error = last
+        if not network:
+            break
+        if time.monotonic() + wait_s > started + retry_s():
+            failed = f"{path}: {error.strerror} for {time.monotonic() - started:.1f} s"
+            raise RemoteError(f"{failed}. Check that its server is reachable, or raise SAVABLE_RETRY_S") from error
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+    raise error
+
+
+def _is_on_network_disk(path: Path) -> bool:
+    """Return whether a file is on a network disk, by Linux's list of mounts.
+
+    False if that is unknown.
+    """
+    try:
+        device = path.stat().st_dev
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError as error:
+        return error.errno in _TRANSIENT
+    kinds = {each[2]: each[each.index("-") + 1] for each in mounts}
+    return kinds.get(f"{os.major(device)}:{os.minor(device)}", "").startswith(_NETWORK)

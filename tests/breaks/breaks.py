@@ -658,7 +658,7 @@ DATA = [
         "row-of-the-file-before",
         "nothing is mixed up",
         "A part of a row of a table is taken of the file that was read before, if its row has the same number.",
-        _DATA + "stores/columnar_store.py",
+        _DATA + "stores/grouped_store.py",
         "        rows, position = last[2:] if last[1] == row and last[0] == shard else self.find(shard, row)\n",
         "        rows, position = last[2:] if last[1] == row and last[0] >= 0 else self.find(shard, row)\n",
         ("tests/data/stores/test_columnar_store.py", "tests/data/stores/test_table_store.py", "tests/data/stores"),

@@ -62,7 +62,7 @@ def as_bytes(value: Any) -> bytes:
 def named_files(path: Path, fields: dict[str, Any]) -> dict[str, bytes]:
     """The files that a row names, by suffix; the second of one suffix has its field before it.
 
-    They are beside the table, or below a folder that is.
+    They are beside the table, or below a folder that is. Those of a list have a number before their suffix.
     """
     found: dict[str, bytes] = {}
     folders = [path.parent, *(each for each in path.parent.iterdir() if each.is_dir())]
@@ -71,6 +71,9 @@ def named_files(path: Path, fields: dict[str, Any]) -> dict[str, bytes]:
         if isinstance(value, str) and file.suffix and file != path:
             part = file.suffix[1:]
             found[f"{field}.{part}" if part in found else part] = file.read_bytes()
+        elif isinstance(value, list):
+            for number, each in enumerate(value):
+                found |= {f"{number}.{part}": data for part, data in named_files(path, {field: each}).items()}
     return found
 
 
@@ -90,8 +93,10 @@ def of_texts(root: Path) -> Samples:
     for path in ending(".jsonl", ".ndjson", ".json", ".csv", ".tsv")(root):
         raw = path.read_bytes()
         if path.suffix.lower() in (".csv", ".tsv"):
-            delimiter = "\t" if path.suffix == ".tsv" else ","
-            rows = list(csv.DictReader(raw.decode().splitlines(), delimiter=delimiter))
+            lines, plain = raw.decode().splitlines(), path.suffix == ".tsv"
+            delimiter = "\t" if plain else max(",|", key=lines[0].count)
+            quoting = csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL
+            rows = list(csv.DictReader(lines, delimiter=delimiter, quoting=quoting))
             texts = [json.dumps(row).encode() for row in rows]
         elif raw[:1] == b"[":
             rows = json.loads(raw)

@@ -274,6 +274,84 @@ def megatron(root: Path) -> None:
     (root / "a.idx").write_bytes(head + lengths.tobytes() + pointers.tobytes() + firsts.tobytes())
 
 
+def audio_folder(audio: str, table: str, *splits: str) -> Callable[[Path], None]:
+    """Audio of each split in `audio`, and a table `table` of it with paths relative to the table."""
+
+    def all_of(root: Path) -> None:
+        for split in splits:
+            folder, rows = (audio.format(split), table.format(split).rpartition("/")[0])
+            names = [f"{folder}/{n}.wav".removeprefix(f"{rows}/") for n in range(3)]
+            write(root, {f"{folder}/{n}.wav": b"RIFF" for n in range(3)})
+            path = root / table.format(split)
+            old = path.read_text() if path.exists() else "file_name,transcription\n"
+            write(root, {table.format(split): old + "".join(f'{name},"Hi, you"\n' for name in names)})
+
+    return all_of
+
+
+def covost(root: Path) -> None:
+    """Translations of Common Voice, whose name has dots and whose quotes are text."""
+    write(root, {f"clips/{name}.mp3": b"ID3" for name in "ab"})
+    rows = 'a.mp3\t"Hi," he said\tx\nb.mp3\tBye\t"y\n'
+    write(root, {"covost_v2.en_de.train.tsv": f"path\tsentence\ttranslation\n{rows}"})
+
+
+def flickr30k(root: Path) -> None:
+    write(root, {f"flickr30k_images/{n}.jpg": JPG for n in range(2)})
+    write(root, {"results.csv": "image_name| comment_number| comment\n0.jpg| 0| x, y, z\n1.jpg| 1| y\n"})
+
+
+def wids(root: Path) -> None:
+    tar(root)
+    index = {"__kind__": "wids-shard-index-v1", "shardlist": [{"url": "00000.tar", "nsamples": 3}]}
+    write(root, {"index.json": json.dumps(index)})
+
+
+def datacomp(root: Path) -> None:
+    """Shards with their tables beside them, and tables of all in a folder of their own."""
+    for n in range(2):
+        tar(root, f"shards/{n:08d}.tar")
+        write(root, {f"shards/{n:08d}_stats.json": "{}"})
+        named(parquet, f"shards/{n:08d}.parquet", f"metadata/{n}.parquet")(root)
+
+
+def tar_of_tars(root: Path) -> None:
+    tar(root.parent, "inner.tar")
+    inner = (root.parent / "inner.tar").read_bytes()
+    write_tar(root / "outer.tar", [("a.tar", inner), ("b.tar", inner)])
+
+
+def link_to_a_tar(root: Path) -> None:
+    tar(root.parent, "elsewhere/00000.tar")
+    (root / "00000.tar").symlink_to(root.parent / "elsewhere/00000.tar")
+
+
+def odd_names(root: Path) -> None:
+    pairs("jpg", "json")(root / "my data#1 100%")
+    for path in sorted((root / "my data#1 100%").iterdir()):
+        path.rename(path.with_name(f"größe {path.name}"))
+
+
+def odd_paths(root: Path) -> None:
+    write(root, {f"im #{n} 50%.jpg": JPG for n in range(2)})
+    write(root, {"meta.csv": "file_name,text\n" + "".join(f"im #{n} 50%.jpg,a\n" for n in range(2))})
+
+
+def no_rows(root: Path) -> None:
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), root / "empty.parquet")
+
+
+def conversations(root: Path) -> None:
+    """A list as of LLaVA with several images a row, and the images in a folder."""
+    write(root, {f"images/{n}.jpg": JPG for n in range(2)})
+    write(root, {"data.json": json.dumps([{"image": ["images/0.jpg", "images/1.jpg"], "conversations": []}] * 2)})
+
+
+def many_tables(root: Path) -> None:
+    for n in range(20):
+        write(root, {f"{n}/0.jpg": JPG, f"{n}/metadata.csv": "file_name,text\n0.jpg,a\n"})
+
+
 COCO = '{"info": {}, "images": [{"id": 1, "file_name": "0.jpg"}], "annotations": []}'
 ANNOTATED: dict[str, tuple[Callable[[Path], None], str]] = {
     "YOLO": (both(written("images/train/0.jpg"), written("labels/train/0.txt")), "labels/train/0.txt"),
@@ -291,6 +369,25 @@ ANNOTATED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "DOTA": (written("images/P0.png", "labelTxt/P0.txt"), "labelTxt/P0.txt"),
     "KITTI": (written("image_2/0.png", "label_2/0.txt", "calib/0.txt"), "calib/0.txt"),
+    "captions in a file of JSON": (both(images, files(captions_dot_json='{"0.jpg": "a"}')), "captions.json"),
+    "captions beside pairs": (both(pairs("jpg", "txt"), files(captions_dot_json="{}")), "captions.json"),
+    "captions of Flickr8k": (
+        both(
+            written("Images/0.jpg", "Images/1.jpg"),
+            lambda root: write(root, {"text/Flickr8k.token.txt": "0.jpg#0\ta dog\n1.jpg#0\tb\n"}),
+        ),
+        "text/Flickr8k.token.txt",
+    ),
+    "classes of labelImg": (both(pairs("jpg", "txt"), files(classes_dot_txt="dog")), "classes.txt"),
+    "lists of CUB": (
+        both(
+            written("images/1.Black/0.jpg", "images/1.Black/1.jpg"),
+            files(images_dot_txt="1 1.Black/0.jpg\n2 1.Black/1.jpg\n", sizes_dot_txt="1 20\n"),
+        ),
+        "images.txt",
+    ),
+    "a folder a sample": (written("a/image.png", "a/meta.json", "b/image.png", "b/meta.json"), "a/meta.json"),
+    "VCTK": (written("wav48/p225/p225_1.wav", "txt/p225/p225_1.txt"), "txt/p225/p225_1.txt"),
     "LibriSpeech": (written("84/1/84-1-0.flac", "84/1/84-1-1.flac", "84/1/84-1.trans.txt"), "84/1/84-1.trans.txt"),
 }
 PEOPLE = files(README_dot_md="# data", LICENSE="MIT")
@@ -482,6 +579,40 @@ LAYOUTS = [
     Layout("CSV labels by the names of images", label_table, "csv", 2, CAPTIONED),
     Layout("archives", files(a_dot_zip=b"PK", b_dot_zip=b"PK"), "", 0, error=r"\.zip is not read here"),
     Layout(
+        "HF audio folder of splits",
+        audio_folder("data/{}", "data/{}/metadata.csv", "train", "test"),
+        "csv",
+        6,
+        SPOKEN,
+    ),
+    Layout("audio below the table of a split", audio_folder("{}/audio", "{}/metadata.csv", "a", "b"), "csv", 6, SPOKEN),
+    Layout("a table of the audio of all splits", audio_folder("{}", "metadata.csv", "train", "test"), "csv", 6, SPOKEN),
+    Layout("CoVoST", covost, "csv", 2, frozenset({"json", "mp3"})),
+    Layout("Flickr30k", flickr30k, "csv", 2, CAPTIONED),
+    Layout("WebDataset's index of shards", wids, "tar", 3, PAIR),
+    Layout("DataComp", datacomp, "tar", 6, PAIR),
+    Layout("tars with pointers of DVC", both(tar, written("00000.tar.dvc")), "tar", 3, PAIR),
+    Layout("checkpoints of Jupyter", both(tar, written(".ipynb_checkpoints/0-checkpoint.tar")), "tar", 3, PAIR),
+    Layout("a folder called .parquet", named(parquet, "a.parquet/part.0.parquet"), "parquet", 3, TEXT),
+    Layout("metadata of Dask", both(parquet, written("_metadata", "_common_metadata")), "parquet", 3, TEXT),
+    Layout("Parquet beside a file without rows", both(parquet, no_rows), "parquet", 3, TEXT),
+    Layout("configurations of the Hub", named(parquet, "de/train-0.parquet", "en/train-0.parquet"), "parquet", 6, TEXT),
+    Layout("signs in names", odd_names, "folder", 3, PAIR),
+    Layout("signs in the paths of a table", odd_paths, "csv", 2, CAPTIONED),
+    Layout("tars with braces and brackets in names", named(tar, "a {1,2}.tar", "[x] 20%.tar"), "tar", 6, PAIR),
+    Layout("a tar of tars", tar_of_tars, "tar", 2, frozenset({"tar"})),
+    Layout("a link to a tar", link_to_a_tar, "tar", 3, PAIR),
+    Layout("pairs in capitals", written("A.JPG", "A.TXT", "B.JPG", "B.txt"), "folder", 2, frozenset({"JPG", "TXT"})),
+    Layout("WebP and captions", written("0.webp", "0.txt", "1.webp", "1.txt"), "folder", 2, frozenset({"txt", "webp"})),
+    Layout("CSV beside a compressed table", both(table, written("old.csv.gz")), "csv", 3, ROW),
+    Layout("tars beside a compressed one", both(tar, written("old.tar.gz")), "tar", 3, PAIR),
+    Layout("several images a row", conversations, "json", 2, frozenset({"0.jpg", "1.jpg", "json"})),
+    Layout("a table of images and another table", both(label_table, named(table, "classes.csv")), "csv", 2, CAPTIONED),
+    Layout("many folders with a table each", many_tables, "csv", 20, CAPTIONED),
+    Layout(
+        "lists of JSON of splits", files(a_dot_json='[{"n": 1}, {"n": 2}]', b_dot_json='[{"n": 3}]'), "json", 3, ROW
+    ),
+    Layout(
         "compressed tars",
         named(lambda root, name: write(root, {name: b"x"}), "a.tar.gz"),
         "",
@@ -530,7 +661,7 @@ def test_ambiguous_layout_is_an_error(layout: Layout, root: Path) -> None:
 
 def test_several_tables_of_the_same_clips_are_an_error_and_each_opens_alone(root: Path) -> None:
     common_voice("dev", "test", "train", "validated")(root)
-    with pytest.raises(sp.ShardError, match=r"4 tables name files in a folder beside them, dev\.tsv, .* Name one of"):
+    with pytest.raises(sp.ShardError, match=r"Name one of them: dev\.tsv, test\.tsv, train\.tsv, validated\.tsv$"):
         sp.open_dataset(root)
     for opened in (sp.open_dataset(root / "train.tsv"), sp.read(str(root / "train.tsv"), epochs=1, shuffle=False)):
         assert [(sample["mp3"], sample.json()["sentence"]) for sample in opened][1] == (b"ID3", "Hello 1")
@@ -558,6 +689,36 @@ def test_layout_of_several_formats_opens_with_a_format_or_setting(root: Path) ->
         sp.open_dataset(root, format="table")
 
 
+@pytest.mark.parametrize(
+    ("writer", "match"),
+    [
+        (both(metadata("csv"), metadata("jsonl")), r'csv .*metadata\.csv.*jsonl .*Pass format="jsonl" or format="csv"'),
+        (written("a.xlsx"), r"\.xlsx is not read here .a\.xlsx.: save each sheet as CSV"),
+        (written("a.orc"), r"\.orc is not read here .a\.orc.: iterate over it with its own library"),
+        (written("a.jsonl.gz", "b.jsonl.gz"), r"no \.jsonl .* but 2 compressed ones\. Unpack it, or run"),
+        (
+            files(dataset_dict_dot_json='{"splits": ["train"]}'),
+            r"1 split, train\. Read the folder of one, such as train",
+        ),
+        (written(".DS_Store", "Thumbs.db"), r"no \.tar file in this folder"),
+    ],
+)
+def test_what_is_not_read_is_one_error_that_says_what_to_do(
+    root: Path, writer: Callable[[Path], None], match: str
+) -> None:
+    writer(root)
+    with pytest.raises(sp.ShardError, match=match):
+        sp.open_dataset(root)
+
+
+def test_links_to_images_elsewhere_are_an_error_that_says_so(root: Path) -> None:
+    images(root.parent / "elsewhere")
+    for n in range(3):
+        (root / f"{n}.jpg").symlink_to(root.parent / f"elsewhere/{n}.jpg")
+    with pytest.raises(sp.ShardError, match=r"data: 3 files left out .*: 0\.jpg: outside the source"):
+        sp.open_dataset(root)
+
+
 @pytest.mark.parametrize("name", ["_delta_log/00000000000000000000.json", "metadata/v1.metadata.json"])
 def test_files_with_rows_of_older_versions_are_an_error(root: Path, name: str) -> None:
     both(parquet, written(name))(root)
@@ -569,5 +730,5 @@ def test_ignored_table_next_to_photos_is_a_warning(tmp_path: Path, caplog: pytes
     for name in ("cat.jpg", "cat.txt", "notes.jsonl"):
         (tmp_path / name).write_text('{"a": 1}\n')
     assert [sample.key for sample in sp.open_dataset(tmp_path)] == ["cat"]
-    assert f"{tmp_path}: notes.jsonl is not read" in caplog.text and "name it alone" in caplog.text
+    assert f"{tmp_path}: notes.jsonl is not read" in caplog.text and "Name it alone" in caplog.text
     assert sp.open_dataset(tmp_path / "notes.jsonl")[0].json() == {"a": 1}

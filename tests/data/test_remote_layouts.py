@@ -19,7 +19,7 @@ from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.paths import list_files
 from savable_pipeline.data.stores import formats
 from savable_pipeline.data.stores.opening import find_source, index_any
-from tests.data.test_layouts import LAYOUTS, Layout
+from tests.data.test_layouts import LAYOUTS, Layout, common_voice
 from tests.support.toy_hub import ToyHub, local_hub
 from tests.support.toy_records import write_captioned_mds
 from tests.support.toy_server import ToyServer, serving, use_as_s3
@@ -111,6 +111,23 @@ def test_objects_and_web_addresses_have_the_same_samples_as_files(
             assert there == [(key, {"json": parts["json"]}) for key, parts in local] or re.search(NAMING, there)
         else:
             check_equal(there, local)
+
+
+def test_several_tables_of_the_same_clips_are_named_and_each_opens_alone(
+    bucket: Path, hub: ToyHub, tmp_path: Path
+) -> None:
+    for folder in (bucket / "data/en", tmp_path / "repo/en"):
+        folder.mkdir(parents=True)
+        common_voice("dev", "test", "train", "validated")(folder)
+    hub.commit(tmp_path / "repo")
+    for root in (f"s3://{bucket.name}/data", f"s3://{bucket.name}/data/en/**", "hf://datasets/org/name"):
+        with pytest.raises(
+            sp.ShardError, match=r"one of them: (\S*)dev\.tsv, \1test\.tsv, \1train\.tsv, \1validated\.tsv$"
+        ):
+            sp.open_dataset(root)
+    for root in (f"s3://{bucket.name}/data/en", "hf://datasets/org/name/en"):
+        rows = [sample.json() for sample in sp.open_dataset(f"{root}/train.tsv")]
+        assert [row["sentence"] for row in rows] == ["Hello 0", "Hello 1", "Hello 2"]
 
 
 def test_an_index_of_another_program_that_is_too_large_is_an_error(

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.data.stores.columnar_store import ColumnarStore
+from savable_pipeline.data.stores.grouped_store import ColumnarStore
 
 ROWS = [(40, 7), (9, 9), (31, 5)]  # of each file, and of its row groups
 

@@ -75,7 +75,8 @@ class Dataset:
         self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
         if not self.count:
-            raise ShardError(f"{self.address}: no sample in {listed(self.entries.names[:5], len(self.entries))}")
+            none = f"{self.address}: no sample in {listed(self.entries.names[:5], len(self.entries))}"
+            raise ShardError(store.rejects_warning() or none)
         # Methods that samples call are bound here, because a wrapper around `read` would cost a tenth of it.
         self.read, self.array, self.head, self.key = store.read, store.array, store.head, store.key
         self.open = store.open

@@ -20,7 +20,7 @@ import numpy as np
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.ref import REF
-from savable_pipeline.data.media.media_table import KIND, MEDIA_PARTS, Known, MediaTable, headers, is_touched, pack_rows
+from savable_pipeline.data.media.media_table import KIND, Known, MediaTable, headers, is_touched, pack_rows
 from savable_pipeline.data.shards.index import BlobIndex, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import (
     FileProgress,
@@ -31,7 +31,7 @@ from savable_pipeline.data.shards.index_making import (
 )
 from savable_pipeline.data.shards.indexing import at_first_writable, media_table_name, open_files
 from savable_pipeline.data.shards.metadata import META
-from savable_pipeline.data.shards.part_types import part_type
+from savable_pipeline.data.shards.part_types import MEDIA_PARTS, part_type
 from savable_pipeline.data.shards.paths import Shards, is_remote
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.opening import find_source, store_of

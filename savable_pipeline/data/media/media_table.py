@@ -30,13 +30,11 @@ from savable_pipeline.data.media.media_info import MediaInfo, media_info
 from savable_pipeline.data.shards.byte_source import FileVersion
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob
 from savable_pipeline.data.shards.indexing import index_paths, media_table_name
-from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
 from savable_pipeline.data.shards.shard_list import Rows, ShardList
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import MediaError, ShardError
 
 KIND = "shown media"  # sizes as displayed; in tables of the kind "media", photos were not rotated
-MEDIA_PARTS = frozenset((*IMAGE_PARTS, *VIDEO_PARTS, *AUDIO_PARTS))
 BROKEN: Literal["broken"] = "broken"  # entry of a part whose headers cannot be read
 Known: TypeAlias = MediaInfo | Literal["broken"]
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from savable_pipeline.core.child_process import ChildProcess
-from savable_pipeline.core.patience import retry_s
+from savable_pipeline.core.files import retry_s
 from savable_pipeline.data.remote.cache_space import cache_bytes, cache_folder
 from savable_pipeline.data.remote.listing import Listing
 from savable_pipeline.data.shards.paths import NO_SUCH_PATH, head_size

@@ -23,6 +23,7 @@ import numpy as np
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.index import Format
+from savable_pipeline.data.shards.indexing import without_compressed
 from savable_pipeline.data.shards.metadata import META, METADATA_FILES
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
@@ -117,17 +118,10 @@ def select(listed: RemoteShards, form: Format, chosen: Sequence[str] | None, ses
         names = form.files(listed.names, {}) if chosen is None else chosen
     except ValueError as error:
         raise ShardError(f"{root}: {error}", reason=paths.NO_SUCH_PATH) from error
-    packed = [*filter(form.packs, listed.names)] if form.packed else []
-    if packed and not listed.whole:
-        raise ShardError(f"{root}/{packed[0]}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
     exact = [listed.names[number] for number in np.flatnonzero(listed.sizes < 0).tolist()]
-    if exact or packed:
-        names = sorted({*names, *exact}.difference(packed))
-    if not names:
-        but = f", but {len(packed)} compressed ones. {paths.PACKED_CURE}" if packed else ""
-        if not but and paths.is_hub(root):
-            but = f". Read other files from a copy: `{paths.HubAddress.of(root).download}`"
-        raise ShardError(f"{root}: no {' or '.join(form.suffixes)} object has this prefix{but}", reason=paths.NO_SHARD)
+    instead = f"Read other files from a copy: `{paths.HubAddress.of(root).download}`" if paths.is_hub(root) else ""
+    advice = "object has this prefix", instead or "sp.read(…) reads any kind of files"
+    names = without_compressed(root, form, listed, names, exact, advice)
     if listed.whole and paths.is_hub(root) and session.stat(root, f"{META}/{METADATA_FILES[2]}") is None:
         _check_one_split(root, names, form.suffixes[0], session)
     found = listed.only(names)

@@ -23,8 +23,7 @@ from typing import BinaryIO, NamedTuple
 
 from xxhash import xxh3_64_hexdigest
 
-from savable_pipeline.core.files import regular_file, replacing, user_cache, with_handles
-from savable_pipeline.core.patience import retry, with_retries
+from savable_pipeline.core.files import regular_file, replacing, retry, user_cache, with_handles, with_retries
 
 IN_MEMORY_BYTES = 4 << 20  # larger files are mapped instead of read
 _HEAD = 24  # first bytes of a file, which differ between versions: an index starts with its checksum

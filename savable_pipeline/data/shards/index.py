@@ -1,6 +1,6 @@
 """Index of a folder of shards of any format, in columns instead of objects.
 
-    "SAVIDX05" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
+    "SAVIDX06" │ xxh3_64 of the header and the shards │ header length u64 │ header: MessagePack │ padding
     │ shards: ends │ sizes │ samples │ digests │ checks │ counts │ names │ padding
     │ rows
 
@@ -32,8 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from savable_pipeline.core.files import lacks_handles, with_handles
-from savable_pipeline.core.patience import with_retries
+from savable_pipeline.core.files import lacks_handles, with_handles, with_retries
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, WholeFile, opened
 from savable_pipeline.data.shards.metadata import INDEX_NAME, META
@@ -44,7 +43,7 @@ from savable_pipeline.errors import ShardError
 FileBlob: TypeAlias = NDArray[np.uint64]  # data of a format about a file: (any,)
 ReadBytes: TypeAlias = Callable[[int, int], bytes]  # returns bytes `start` to `stop - 1` of an index
 
-INDEX_MAGIC = b"SAVIDX05"
+INDEX_MAGIC = b"SAVIDX06"
 TAR = "tar"
 _LFS = b"version https://git-lfs.github.com/spec/"
 PARTS = "parts"  # name of the sidecar of an index of which only some rows are cached
@@ -246,10 +245,8 @@ def kind_of(path: Path) -> str:
     with path.open("rb") as file:
         begin = file.read(_FIRST)
         begin += file.read(min(int.from_bytes(begin[16:], "little"), path.stat().st_size))
-    length = len(begin) - _FIRST
-    if begin[:8] != INDEX_MAGIC or length <= 0:
-        raise ShardError(f"{path}: not an index of this version, or damaged")
-    return _head(path, memoryview(begin), length)[0].kind
+    head_bytes(str(path), begin)  # raises for another file
+    return _head(path, memoryview(begin), len(begin) - _FIRST)[0].kind
 
 
 def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList, NDArray[np.uint64], Rows, int]:
@@ -361,8 +358,8 @@ class Format:
     """Returns the names that each file may have, if the markers list them. Raises ValueError."""
     choose: tuple[str, Callable[[Sequence[str]], list[str]]] | None = None
     """A string in the name of a characteristic file, and a function that selects the files of this format."""
-    by_settings: Callable[[Format, dict[str, Any]], Format] | None = None
-    """Returns the format for these settings, if they change the index."""
+    by_setting: Mapping[str, Callable[[Format], Format]] = field(default_factory=dict)
+    """Return the format for settings that change the index, by their names."""
     variant: str = ""
     """Distinguishes the index for these settings, such as `key_end=last`."""
     reader: str = ""
@@ -414,7 +411,8 @@ class Format:
 
     def for_settings(self, settings: dict[str, Any]) -> Format:
         """Return the format for these settings of the store."""
-        return self if self.by_settings is None else self.by_settings(self, settings)
+        changed = next((name for name in self.by_setting if settings.get(name) is not None), "")
+        return self.by_setting[changed](self) if changed else self
 
     def has(self, name: str) -> bool:
         """Return whether a name has a suffix of this format, ignoring case."""

@@ -23,11 +23,11 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -104,7 +104,7 @@ class _Mark(msgspec.Struct, array_like=True):
     metadata: dict[str, FileVersion | None]  # None means that the file does not exist
 
 
-def marked_index(root: Path, form: Format, *, tolerant: bool) -> ShardIndex | None:
+def marked_index(root: Path, form: Format, *, tolerant: bool) -> IndexedFiles | None:
     """Return the index next to the shards if its mark says that it fits all of them.
 
     It must not have a damaged shard, unless `tolerant`.
@@ -113,7 +113,8 @@ def marked_index(root: Path, form: Format, *, tolerant: bool) -> ShardIndex | No
         if (mark := valid_mark(root, form)) is not None:
             index = form.index_at(root / form.index_name)
             fresh = mark.index == index.identity and mark.metadata == _metadata(root)
-            return index if fresh and (tolerant or not index.shards.faults) else None
+            if fresh and (tolerant or not index.shards.faults):
+                return IndexedFiles(form, index, root / form.index_name, None, root, tolerant=tolerant)
     return None
 
 
@@ -199,18 +200,16 @@ def open_files(
     """
     if isinstance(files, str | os.PathLike):
         root = Path(files).absolute()
-        if valid_mark(root, form) and (known := marked_index(root, form, tolerant=tolerant)) is not None:
-            return _checked(IndexedFiles(form, known, root / form.index_name, None, root, tolerant=tolerant))
+        if (known := marked_index(root, form, tolerant=tolerant)) is not None:
+            return _checked(known)
     listed = files if isinstance(files, paths.ListedFiles) else paths.list_files(files)
     for error in listed.unlistable:
         unlistable(error)
     found = files_of(listed, form, missing_too=tolerant)
     if found.complete:
         return open_index(found.root, found.names, form, tolerant=tolerant)
-    known = marked_index(found.root, form, tolerant=tolerant)
-    if known is not None:
-        path = found.root / form.index_name
-        return _checked(IndexedFiles(form, known, path, None, found.root, tolerant=tolerant))
+    if (known := marked_index(found.root, form, tolerant=tolerant)) is not None:
+        return _checked(known)
     return _open_listed(found, form, tolerant=tolerant)
 
 
@@ -240,17 +239,9 @@ def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = Fal
         is_listed = form.listed is not None and form.listed(heads) is not None
     except ValueError as error:
         raise ShardError(f"{root}: {error}", reason=paths.NO_SUCH_PATH) from error
-    packed = [*filter(form.packs, listed.names)] if form.packed else []
-    if packed and not listed.whole:
-        raise ShardError(f"{root / packed[0]}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
-    names = sorted({*names, *listed.exact}.difference(packed)) if packed or listed.exact else names
-    if not names:
-        but = f", but {len(packed)} compressed ones. {paths.PACKED_CURE}" if packed else ""
-        but = but or ". sp.read(…) reads files of any kind, and `savable convert SRC DST` writes shards"
-        suffixes = " or ".join(form.suffixes)
-        raise ShardError(f"{root}: no {suffixes} file in this folder or below it{but}", reason=paths.NO_SHARD)
-    if packed:
-        log.warning("%s: %d compressed %s files are skipped. %s", root, len(packed), form.name, paths.PACKED_CURE)
+    advice = "sp.read(…) reads files of any kind, and `savable convert SRC DST` writes shards"
+    advices = "file in this folder or below it", advice
+    names = without_compressed(str(root), form, listed, names, listed.exact, advices)
     for name in listed.exact:
         if not (root / name).exists() and not (missing_too and form.has(name)):
             raise paths.missing_error(root / name)
@@ -260,6 +251,26 @@ def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = Fal
             reason="missing shard",
         )
     return replace(listed.below_deepest(names), complete=is_listed or not listed.whole)
+
+
+def without_compressed(
+    root: str, form: Format, listed: Any, names: Sequence[str], exact: Collection[str], advice: tuple[str, str]
+) -> list[str]:
+    """Return the names and the `exact` ones, sorted, without compressed files.
+
+    It warns of these. Raises `ShardError` for none, and for a compressed file that is `listed` by name instead of a
+    whole folder. `advice` is what files are called, and what to do without any.
+    """
+    packed = [*filter(form.packs, listed.names)] if form.packed else []
+    if packed and not listed.whole:
+        raise ShardError(f"{root}/{packed[0]}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
+    found = sorted({*names, *exact}.difference(packed)) if packed or exact else [*names]
+    if not found:
+        but = f", but {len(packed)} compressed ones. {paths.PACKED_CURE}" if packed else f". {advice[1]}"
+        raise ShardError(f"{root}: no {' or '.join(form.suffixes)} {advice[0]}{but}", reason=paths.NO_SHARD)
+    if packed:
+        log.warning("%s: %d compressed %s files are skipped. %s", root, len(packed), form.name, paths.PACKED_CURE)
+    return found
 
 
 def open_index(

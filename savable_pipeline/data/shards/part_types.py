@@ -30,6 +30,7 @@ JSON_PARTS = ("json",)
 VIDEO_PARTS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "ogv", "mpg", "mpeg", "flv", "wmv", "3gp")
 # "ts" is not among them, because most such files are TypeScript instead of MPEG transport streams.
 AUDIO_PARTS = ("flac", "wav", "mp3", "ogg", "opus", "m4a", "aac", "oga", "aiff", "aif", "wma", "amr", "w64", "au")
+MEDIA_PARTS = frozenset((*IMAGE_PARTS, *VIDEO_PARTS, *AUDIO_PARTS))
 # Formats are detected by content, but never one for which Pillow starts another program (EPS: Ghostscript).
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")  # modes with more than 8 bits per channel

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from savable_pipeline.core.files import replace_file
-from savable_pipeline.core.patience import NETWORK_ERRORS
+from savable_pipeline.core.files import NETWORK_ERRORS, replace_file
 from savable_pipeline.core.wording import counted, encodable
 from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import (

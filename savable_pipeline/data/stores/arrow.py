@@ -12,24 +12,19 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from savable_pipeline.core.wording import listed
+from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.index import Format, IndexedFiles, marker_object
 from savable_pipeline.data.stores.arrow_file import arrow_matches_index, read_arrow_table
-from savable_pipeline.data.stores.columnar_store import COLUMNAR_SETTINGS
-from savable_pipeline.data.stores.ranges import with_ranges
+from savable_pipeline.data.stores.grouped_store import COLUMNAR_SETTINGS
+from savable_pipeline.data.stores.ranges import with_media
 
 
 def open_arrow(found: IndexedFiles, **settings: Any) -> Any:
     """Open the store of Arrow files."""
-    from savable_pipeline.data.stores.arrow_store import ArrowStore
+    from savable_pipeline.data.stores import arrow_store
 
-    return ArrowStore(found, **settings)
-
-
-def _open_ranged(found: IndexedFiles, **settings: Any) -> Any:
-    from savable_pipeline.data.stores.arrow_store import RangedArrowStore
-
-    return RangedArrowStore(found, **settings)
+    plain = settings.get("ranges") is None
+    return (arrow_store.ArrowStore if plain else arrow_store.RangedArrowStore)(found, **settings)
 
 
 # names of the metadata files of HF `datasets`
@@ -48,7 +43,7 @@ def _data_files(heads: Mapping[str, bytes]) -> list[tuple[str, ...]] | None:
     """
     if SPLITS in heads:
         names = _split_names(marker_object(heads, SPLITS))
-        raise ValueError(f"{len(names)} splits, {listed(names)}. Read the folder of one, such as {names[0]}")
+        raise ValueError(f"{counted(len(names), 'split')}, {listed(names)}. Read the folder of one, such as {names[0]}")
     state = marker_object(heads, STATE)
     if state.get("_indices_files"):
         raise ValueError("an index table selects its rows. Save it after `flatten_indices()`")
@@ -75,6 +70,6 @@ ARROW = Format(
     markers=(STATE, INFO, SPLITS),
     claims=_is_saved,
     listed=_data_files,
-    by_settings=partial(with_ranges, _open_ranged),
+    by_setting={"ranges": partial(with_media, variant="ranges")},
     no_rows=bytes(16),
 )

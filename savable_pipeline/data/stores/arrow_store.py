@@ -37,7 +37,7 @@ from savable_pipeline.data.stores.arrow_file import (
     file_of_footer,
     read_message,
 )
-from savable_pipeline.data.stores.columnar_store import ColumnarStore, ColumnSettings, DecodedGroup
+from savable_pipeline.data.stores.grouped_store import ColumnarStore, ColumnSettings, DecodedGroup
 from savable_pipeline.data.stores.ranges import RangedTable
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.errors import SavableError

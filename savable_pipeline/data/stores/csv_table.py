@@ -3,7 +3,11 @@
     image,caption
     a.jpg,a cat           →      {"image": "a.jpg", "caption": "a cat"}     strings; an empty cell is null
 
-Blob of a file in the index: the offset of each non-blank row below the header, then the end of the file.
+Some programs never quote the cells of a TSV file, such as those of Common Voice. Quotes are then text, which is decided
+when the file is indexed: see `quotes_are_text`.
+
+Blob of a file in the index: the offset of each non-blank row below the header, then the end of the file, which is
+repeated if quotes are text.
 """
 
 from __future__ import annotations
@@ -16,17 +20,17 @@ import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from json.encoder import encode_basestring
-from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 
 from savable_pipeline.core.wording import counted
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
 from savable_pipeline.data.shards.index import FileBlob
 from savable_pipeline.data.shards.number_spool import NumberSpool
+from savable_pipeline.data.stores.sample_names import suffix_of
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, folders_in, is_file, is_url, text_format
 
 _SEPARATORS = ",;\t|"
@@ -34,30 +38,86 @@ _BLOCK = 1 << 20
 _as_json = encode_basestring  # encodes a string as JSON
 _WIDE = 1 << 17  # most bytes of a cell
 _EXAMINED_ROWS = 1000  # rows that are inspected to find the columns that name files
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell with quotes as a CSV writer writes them
+_FEW = 16  # quoted cells of a column that are compared with others
+_SOLUTION = "Write it again as JSONL"
 
 Row: TypeAlias = list[str]
 
 
 def _found_rows(file: ByteSource) -> tuple[str, FileBlob]:
-    """Return what is wrong with a file, or "", and where its rows before that start.
-
-    The offset of their end follows.
-    """
-    fault, begins = "", NumberSpool()
+    """Return the fault of a file, or "", and the offsets of the rows before the fault."""
+    fault, begins, lines = "", NumberSpool(), partial(_lines_of, file)
+    plain = quotes_are_text(lines, file.name)
     try:
         with _wide_fields():
-            for begin in _row_begins(file):
+            for begin in _row_begins(_rows(lines(), file.name, plain=plain)):
                 begins.append(begin)
     except ValueError as error:
         fault = str(error)
+        if fault.endswith(_SOLUTION) and ".tsv" in file.name.lower() and (number := _shape(lines())[1]):
+            fault += f", or give line {number} as many cells as the first line, so that quotes can be text"
     if not (fault and len(begins.numbers())):  # otherwise the last row may end after the fault
         begins.append(file.size)
+    if plain:
+        begins.append(int(begins.numbers()[-1]))
     return fault, begins.numbers()
 
 
-def _row_begins(file: ByteSource) -> Iterator[int]:
+def _lines_of(file: ByteSource) -> Iterator[str]:
+    binary: Any = io.BufferedReader(SourceFile(file), _BLOCK)
+    return io.TextIOWrapper(binary, "utf-8", errors="surrogateescape", newline="")
+
+
+def quotes_are_text(lines: Callable[[], Iterable[str]], name: str) -> bool:
+    """Return whether the quotes in a TSV file are a part of its text.
+
+        id  sentence
+        1   "Hello," she said     a CSV writer quotes whole cells, and doubles the quotes in them
+        2   "Bye."                and it would quote both of these or neither, as each has a dot at its end
+        3   Goodbye.
+
+    One such cell suffices, if each line has as many cells as the first, which has several and no quotes.
+
+    Args:
+        lines: Returns the lines of the file, with their ends.
+        name: The name of the file.
+    """
+    header, uneven = _shape(lines()) if ".tsv" in name.lower() else ("", 0)
+    if uneven or "\t" not in header or '"' in header:
+        return False
+    quoted: dict[int, list[set[str]]] = {}
+    for _, line in _with_text(lines()):
+        for column, cell in enumerate(line.rstrip("\r\n").split("\t") if '"' in line else ()):
+            is_quoted = _QUOTED.fullmatch(cell)
+            if '"' in cell and not is_quoted and line[-1] in "\r\n":  # another last line may have been cut
+                return True
+            if is_quoted and '""' not in cell and len(found := quoted.setdefault(column, [])) < _FEW:
+                found.append(_signs_of(cell[1:-1]))
+    rows = (row.strip("\r\n").split("\t") for _, row in itertools.islice(_with_text(lines()), 1, None if quoted else 1))
+    cells = ((row[column], found) for row in rows for column, found in quoted.items() if '"' not in row[column])
+    return any(each <= _signs_of(cell) for cell, found in cells if cell for each in found)
+
+
+def _signs_of(cell: str) -> set[str]:
+    """Return why a CSV writer may quote a cell: its signs, and those at its ends."""
+    return {sign for sign in (*cell, f"first {cell[0]}", f"last {cell[-1]}") if not sign[-1].isalnum()}
+
+
+def _shape(lines: Iterable[str]) -> tuple[str, int]:
+    """Return the first line, and the number of the first one with other tabs, or 0."""
+    rows = _with_text(lines)
+    _, header = next(rows, (0, ""))
+    return header, next((number for number, line in rows if line.count("\t") != header.count("\t")), 0)
+
+
+def _with_text(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not blank, with their numbers from 1."""
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip("\r\n"))
+
+
+def _row_begins(rows: Iterator[tuple[int, int, Row]]) -> Iterator[int]:
     """Yield where the rows below the header start. Raises ValueError, which starts with `:LINE`, for invalid rows."""
-    rows = _rows(io.BufferedReader(SourceFile(file), _BLOCK), file.name)
     _, _, header = next(rows, (0, 1, []))
     if not any(header):
         raise ValueError(f": expected a first line with column names, found {header}")
@@ -96,40 +156,49 @@ def reject_row(name: str, values: Iterable[str]) -> None:
         )
 
 
-def _rows(file: Any, name: str) -> Iterator[tuple[int, int, Row]]:
+def _rows(text: Iterable[str], name: str, *, plain: bool) -> Iterator[tuple[int, int, Row]]:
     """Yield the rows that are not blank, each with its first byte and line. Raises ValueError."""
-    text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
-    lines = _Counted(text)
-    begin, line = 0, 1
+    source, lines, begin, number, tabs = iter(text), list[str](), 0, 1, -1
+    head = next(source, "")
+
+    def next_lines() -> Iterator[str]:
+        for line in itertools.chain([head], source):
+            lines.append(line)
+            yield line if begin else line.removeprefix("\ufeff")
+
+    separator = separator_of(head, name)
+    rows = csv_rows(next_lines(), separator, plain=plain)
     try:
-        head = next(lines, "")
-        rows = csv.reader(
-            itertools.chain([head.removeprefix("\ufeff")], lines), delimiter=separator_of(head, name), strict=True
-        )
         for row in rows:
             "".join(row).encode()
+            if len(lines) > 1 and separator == "\t" and lines[0].count("\t") == lines[-1].count("\t") == tabs:
+                raise csv.Error(f"quotes join the lines to {rows.line_num} into one row, but each has all cells")
             if row:
-                yield begin, line, row
-            begin, line = lines.bytes, rows.line_num + 1
+                tabs = len(row) - 1 if tabs < 0 else tabs
+                yield begin, number, row
+            begin += sum(
+                len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape")) for line in lines
+            )
+            number += len(lines)
+            lines.clear()
     except UnicodeEncodeError as error:
         fault = f"it holds the byte 0x{ord(error.object[error.start]) & 0xFF:02x}"
     except csv.Error as error:
-        fault = f"{error}. Write it again with Python's csv.writer, which doubles quotes in cells"
+        fault = f"{error}. {_SOLUTION}"
     else:
         return
-    raise ValueError(f":{line}: cannot be read as a table in UTF-8: {fault}")
+    raise ValueError(f":{number}: cannot be read as a table in UTF-8: {fault}")
 
 
-class _Counted(Iterator[str]):
-    """Lines of a text, with the number of bytes of those that were yielded."""
+def _bytes_of(line: str) -> int:
+    return len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
 
-    def __init__(self, text: Iterable[str]) -> None:
-        self._text, self.bytes = iter(text), 0
 
-    def __next__(self) -> str:
-        line = next(self._text)
-        self.bytes += len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
-        return line
+def csv_rows(lines: Iterable[str], separator: str, *, plain: bool) -> Any:
+    """Return Python's reader of the rows in lines. Quotes are text in `plain` ones."""
+    if plain:
+        return csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_NONE, strict=True)
+    return csv.reader(lines, delimiter=separator, strict=True)
 
 
 def separator_of(head: str, name: str) -> str:
@@ -149,11 +218,12 @@ def _wide_fields() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """First row of a file: its columns, their names as JSON, and the separator of cells."""
+    """First row of a file: its columns, their names as JSON, the separator of cells, and whether quotes are text."""
 
     columns: Row
     names: list[str]
     separator: str
+    plain: bool
 
 
 class CsvStore(TableStore):
@@ -183,7 +253,7 @@ class CsvStore(TableStore):
         header = self._known.get(shard) or self._headers(shard)
         try:
             with _wide_fields() if len(raw) > _WIDE else contextlib.nullcontext():
-                (row,) = csv.reader([raw.decode().rstrip("\r\n")], delimiter=header.separator, strict=True)
+                (row,) = csv_rows([raw.decode().rstrip("\r\n")], header.separator, plain=header.plain)
         except (ValueError, csv.Error) as error:
             raise self.damaged(shard, f"byte {begin}", f"no row now: {error}", reason="changed shard") from error
         if len(row) != len(header.columns):
@@ -201,32 +271,15 @@ class CsvStore(TableStore):
             head = self.files.read(shard, 0, int(self.blob(shard)[0])).removeprefix(codecs.BOM_UTF8)
             lines = list(io.StringIO(head.decode(), newline=""))
             separator = separator_of(lines[0], self.entries.names[shard])
+            plain = len(self.blob(shard)) > self.entries.samples[shard] + 1
             with _wide_fields():
-                columns = named(next(row for row in csv.reader(lines, delimiter=separator, strict=True) if row))
-            found = self._known[shard] = _Header(columns, [f"{_as_json(name)}: " for name in columns], separator)
+                columns = named(next(row for row in csv_rows(lines, separator, plain=plain) if row))
+            found = self._known[shard] = _Header(columns, [f"{_as_json(name)}: " for name in columns], separator, plain)
         return found
 
     @cached_property
     def _known(self) -> dict[int, _Header]:
         return {}
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """Statistics of a column in the first rows."""
-
-    name: str
-    cells: int  # that are not empty
-    paths: list[str]  # those of them that are no URLs
-    existing: int  # those of them that are files
-
-    @property
-    def names_files(self) -> bool:
-        return bool(self.name in FILE_FIELDS and self.paths) or (self.existing > 0 and 2 * self.existing >= self.cells)
-
-    @property
-    def endings(self) -> set[str]:
-        return {PurePosixPath(path).suffix.lower() for path in self.paths}
 
 
 def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]:
@@ -238,55 +291,52 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
     of its non-empty cells are paths of files. Messages call the table `name`. Raises ValueError if the name of a column
     is the path of a file.
     """
-    root, head = store.root_of(0), list(_first_rows(store))
+    root, rows = store.root_of(0), list(_first_rows(store))
     if not root:
         return [*FILE_FIELDS], [], ""
-    reject_row(name, (cell for cell in store.header(0) if is_file(root, cell)))
-    columns = [_examined(column, head, root) for column in store.header(0)]
-    found = [column for column in columns if column.names_files]
-    if not found:  # as the `clips/` of Common Voice
-        few = [[_examined(column, head[:16], each) for column in store.header(0)] for each in folders_in(root)]
-        below = [naming for each in few if (naming := [column for column in each if column.names_files])]
-        found = below[0] if len(below) == 1 else []
-    urls = next((column.name for column in columns if column.cells and 2 * len(column.paths) <= column.cells), "")
-    fields = _as_fields(found)
+    header = store.header(0)
+    reject_row(name, (cell for cell in header if is_file(root, cell)))
+    cells = {column: [cell for row in rows if (cell := row[column])] for column in header}
+    paths = {column: [cell for cell in cells[column] if not is_url(cell)] for column in header}
+    files = {column: _count_files(root, paths[column]) for column in header}
+    naming = [c for c in header if (c in FILE_FIELDS and paths[c]) or 0 < len(cells[c]) <= 2 * files[c]]
+    if not naming:  # as the `clips/` of Common Voice
+        few = {column: cells[column][:16] for column in header if cells[column]}
+        below = [[c for c in few if len(few[c]) <= 2 * _count_files(folder, few[c])] for folder in folders_in(root)]
+        naming = found[0] if len(found := [*filter(None, below)]) == 1 else []
+    fields = as_fields({column: paths[column] for column in naming})
     warnings = [
-        f"{name}: the column {column.name!r} names {counted(column.existing, 'file')} in {counted(len(head), 'row')} "
+        f"{name}: the column {column!r} names {counted(count, 'file')} in {counted(len(rows), 'row')} "
         "and is taken for text; if it names files, give "
-        + " ".join(f"--file-field {each}" for each in [*fields, column.name])
-        for column in columns
-        if column.existing and column not in found
+        + " ".join(f"--file-field {each}" for each in [*fields, column])
+        for column, count in files.items()
+        if count and column not in naming
     ]
-    return fields, warnings, "" if found else urls
+    urls = next((c for c in header if cells[c] and 2 * len(paths[c]) <= len(cells[c])), "")
+    return fields, warnings, "" if naming else urls
 
 
 def _first_rows(store: CsvStore) -> Iterator[dict[str, str | None]]:
-    """Yield the first rows that are samples, at most 1,000."""
-    count, begins = 0, store.blob(0).tolist()
-    for begin, raw in zip(begins, store.rows_in_order(0), strict=True):
-        if raw and begin < begins[-1]:
-            with contextlib.suppress(RecordError):
-                yield store.parsed(0, raw, begin)[0]
-                count += 1
-        if count == _EXAMINED_ROWS:
-            return
+    """Yield the samples in the first 1,000 rows."""
+    for row in range(min(_EXAMINED_ROWS, int(store.entries.samples[0]))):
+        with contextlib.suppress(RecordError):
+            yield store.row_of(0, row)[0]
 
 
-def _examined(column: str, head: list[dict[str, str | None]], root: str) -> _Column:
-    cells = [cell for row in head if (cell := row[column])]
-    paths = [cell for cell in cells if not is_url(cell)]
-    return _Column(column, len(cells), paths, sum(is_file(root, path) for path in paths))
+def _count_files(folder: str, cells: list[str]) -> int:
+    return sum(is_file(folder, cell) for cell in cells)
 
 
-def _as_fields(columns: list[_Column]) -> list[str]:
-    """Return the columns as `file_fields`.
+def as_fields(named: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return columns as `file_fields`, from the paths in each.
 
-    If two columns have the same extensions, the parts of the second have the column's name.
+    If two columns have the same suffixes, the second gives its name to its parts.
     """
     fields, taken = [], set[str]()
-    for column in columns:
-        fields.append(column.name if taken.isdisjoint(column.endings) else f"{column.name}={column.name}")
-        taken |= column.endings
+    for column, paths in named.items():
+        suffixes = {suffix_of(path) for path in paths}
+        fields.append(column if taken.isdisjoint(suffixes) else f"{column}={column}")
+        taken |= suffixes
     return fields
 
 

@@ -45,6 +45,7 @@ from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList,
 from savable_pipeline.data.shards.tar import is_metadata, split_name
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.sample_names import Classes, Reject, no_samples, outside, parts_fault, printable
+from savable_pipeline.data.stores.shard_files import unreadable_error
 from savable_pipeline.errors import ShardError
 
 log = logging.getLogger(__name__)
@@ -174,9 +175,7 @@ def open_folder(files: Shards, form: Format, *, tolerant: bool = False, relists:
 
 def is_known(root: Path) -> bool:
     """Return whether a folder has an index and has not changed since it was indexed."""
-    both = itertools.product((None, "last"), (False, True))
-    forms = [FOLDER.for_settings({"key_end": end, "allow_outside": outside}) for end, outside in both]
-    return any(_fresh(root, path, form) for form in forms for path in index_paths(root, form.index_name, near=False))
+    return any(_fresh(root, path, form) for form in _FORMS for path in index_paths(root, form.index_name, near=False))
 
 
 def _existing_index(path: Path, form: Format) -> BlobIndex | None:
@@ -355,7 +354,7 @@ def _merged(samples: dict[str, list[str]]) -> str:
     part, files = printable(min(merged[key])), counted(sum(map(len, merged.values())), "file")
     name = f"{printable(key)}.{part}"
     return (
-        f"a key ends at the first dot of a file's name, so that {files} would build {counted(len(merged), 'sample')}: "
+        f"a key ends at the first dot of a file's name, so that {files} would make {counted(len(merged), 'sample')}: "
         f"{name} would be of the sample {printable(key)} the part {part}. Give {_LAST} to end keys at the last dot, "
         f"which makes it the sample {name.rpartition('.')[0]}; or {_FIRST} if these are parts of one sample"
     )
@@ -560,10 +559,7 @@ class FolderStore(RecordStore):
     def _unreadable(self, number: int, error: OSError) -> ShardError:
         if isinstance(error, FileNotFoundError):
             self._forget()
-        return ShardError(
-            f"{self.root}/{self.path(number)}: {error.strerror}. It was there when indexed: restore it, or start again",
-            reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
-        )
+        return unreadable_error(f"{self.root}/{self.path(number)}", error)
 
     def _forget(self) -> None:
         """Delete the index, so that the next start checks all files, unless the run tolerates lost files."""
@@ -600,3 +596,5 @@ def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
 
 
 FOLDER = FolderFormat("folder", (ALL,), _read, FolderStore, ("key_end", "classes", "allow_outside"), no_rows=bytes(8))
+_FORMS = [FOLDER.for_settings({"key_end": end, "allow_outside": far}) for end in ("", "last") for far in (False, True)]
+FOLDER_INDEXES = [form.index_name for form in _FORMS]

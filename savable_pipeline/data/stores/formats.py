@@ -23,19 +23,19 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 import posixpath
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.index import Format
 from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, LARGEST_INDEX
 from savable_pipeline.data.stores.arrow import ARROW
-from savable_pipeline.data.stores.csv_table import CSV, separator_of
+from savable_pipeline.data.stores.csv_table import CSV, as_fields, csv_rows, quotes_are_text, separator_of
 from savable_pipeline.data.stores.folder_store import FOLDER
 from savable_pipeline.data.stores.jsonl import JSONL
 from savable_pipeline.data.stores.kaldi import KALDI
@@ -43,7 +43,7 @@ from savable_pipeline.data.stores.lerobot import INFO, LEROBOT
 from savable_pipeline.data.stores.parquet import PARQUET, PARQUET_OF_FILES
 from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
-from savable_pipeline.data.stores.sample_names import is_for_people, is_media_file, no_samples, stem_of, suffix_of
+from savable_pipeline.data.stores.sample_names import is_for_people, is_media_file, lone, no_samples, stem_of, suffix_of
 from savable_pipeline.data.stores.shar import SHAR
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, FIRST_ROWS, JSON, MARK
 from savable_pipeline.data.stores.tar_store import TARS
@@ -56,6 +56,8 @@ CONTAINERS = {
     **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), OTHER),
     **dict.fromkeys((".db", ".sqlite", ".zarr"), OTHER),
     LANCE: LANCE_CURE,
+    **dict.fromkeys((".xlsx", ".xls"), "save each sheet as CSV"),
+    **dict.fromkeys((".orc", ".avro", ".bag", ".mcap"), OTHER),
     ".mds": "name the folder with its index.json",
 }
 """Files that hold many samples, which nothing here reads, and what to do with them."""
@@ -68,6 +70,8 @@ _TABLES = {  # tables with fewer rows than their folder has files
     re.compile(r"(?:.*/)?_delta_log/[^/]*\.json"): "Delta Lake",
     re.compile(r"(?:.*/)?metadata/[^/]*\.metadata\.json"): "Apache Iceberg",
 }
+_ABOUT = ("annotations", "captions", "classes", "labels", "meta", "metadata")  # names of files about others
+_WORDS = re.compile(rb"[^\s\"',:;|#/\[\]{}]+")
 _FEW, _HEAD = 16, 1 << 16  # most tables that are inspected, and bytes of each
 _COCO = re.compile(rb'\s*\{[^[]*"(?:images|annotations|categories|info)"\s*:')
 _LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
@@ -105,7 +109,8 @@ def wanted(names: Sequence[str]) -> dict[str, int]:
         return found
     if any(map(is_media_file, endings)):
         texts += _select(names, endings, (*JSONL.suffixes, *CSV.suffixes))
-    alone = _alone(texts, names) or _bare(names)
+        found |= dict.fromkeys(sorted(_tables(_select(names, endings, (".txt",)), names))[:_FEW], _HEAD)
+    alone = _tables(texts, names) or _bare(names)
     return {**dict.fromkeys(sorted(alone)[:_FEW], _HEAD), **found}
 
 
@@ -153,7 +158,7 @@ def recognize(
     if len(able) == 1:
         return Recognized(able[0], found[able[0]])
     if media_files and not (settings and set(settings) <= set(FOLDER.settings)):
-        tables = {form: files for form in found if form is not TOKENS and (files := _alone(found[form], names))}
+        tables = {form: files for form in found if form is not TOKENS and (files := _tables(found[form], names))}
         if naming := _naming(names, heads, tables):
             return naming
         if media:
@@ -171,6 +176,11 @@ def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the names whose stem is unique, without files for people."""
     stems = Counter(map(stem_of, names)) if some else {}
     return [name for name in some if stems[stem_of(name)] == 1 and not is_for_people(name)]
+
+
+def _tables(some: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the names of tables about others, without files for people."""
+    return [name for name in lone(some, names) if not is_for_people(name)]
 
 
 def _by_format(names: Sequence[str], endings: set[str], heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
@@ -193,24 +203,33 @@ def _by_format(names: Sequence[str], endings: set[str], heads: Mapping[str, byte
 
 
 def _naming(names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[Format, list[str]]) -> Recognized | None:
-    """Return the tables of one format whose first rows name files, or None."""
-    known = {*names} if found else set()
+    """Return the tables of one format whose first rows name files, or None.
+
+    Raises ValueError for several formats, and for several tables of one folder that name files in a folder beside them.
+    """
+    known, naming = {*names} if found else set(), dict[Format, Recognized]()
     for form, files in found.items():
+        looked_at = [table for table in files if table in heads]
+        fields = {table: _fields_of(table, heads[table], known) for table in looked_at}
+        if not any(fields.values()):
+            fields = {table: _fields_below(table, heads, known) for table in looked_at}
+            below = [table for table in looked_at if fields[table]]
+            if len(below) > len({*map(posixpath.dirname, below)}):
+                raise ValueError(
+                    f"{len(below)} tables name files in a folder beside them, maybe the same. Name one of them: "
+                    + ", ".join(below)
+                )
+        chosen = [table for table in files if fields.get(table)]
+        if chosen and len(looked_at) < len(files):
+            chosen = files if len(chosen) == len(looked_at) else []  # more tables than are looked at, of one kind
+        if chosen:
+            naming[form] = Recognized(form, chosen, {"file_fields": fields[chosen[0]]})
         if form is PARQUET and all(posixpath.basename(name).lower() == _METADATA for name in files):
-            return Recognized(PARQUET_OF_FILES, files)
-        fields = [_fields_of(table, heads.get(table, b""), known) for table in files]
-        if all(fields):
-            return Recognized(form, files, {"file_fields": fields[0]})
-        below = {table: naming for table in files if (naming := _fields_below(table, heads, known))}
-        if len(below) > len({*map(posixpath.dirname, below)}):
-            raise ValueError(
-                f"{len(below)} tables name files in a folder beside them, {listed([*below])}. Name one of them, as "
-                "several may name the same files"
-            )
-        if below:
-            unread = [table for table in files if table not in below]
-            return Recognized(form, [*below], {"file_fields": next(iter(below.values()))}, unread)
-    return None
+            naming[form] = Recognized(PARQUET_OF_FILES, files)
+    if len(naming) > 1:
+        raise _ambiguous({form: each.files for form, each in naming.items()})
+    tables = [table for files in found.values() for table in files]
+    return next((each._replace(unread=[*{*tables}.difference(each.files)]) for each in naming.values()), None)
 
 
 def _folder_with_tables(names: Sequence[str], tables: Mapping[Format, list[str]]) -> Recognized:
@@ -226,16 +245,21 @@ def _folder_with_tables(names: Sequence[str], tables: Mapping[Format, list[str]]
 def _check_apart(names: Sequence[str], heads: Mapping[str, bytes]) -> None:
     """Raise ValueError for files about media that would be samples of their own.
 
-    They are the labels of YOLO, VOC or KITTI in folders of their own, the annotations of COCO, and the transcripts of
-    LibriSpeech, one file of which is about several recordings.
+    They are the labels of YOLO, VOC or KITTI in folders of their own, the annotations of COCO, the transcripts of
+    LibriSpeech, one file of which is about several recordings, and texts and JSON that name such files.
     """
     media = [*filter(is_media_file, names)]
     stems, folders = {*map(stem_of, media)}, {*map(posixpath.dirname, media)}
     series, bases = {stem.rpartition("-")[0] for stem in stems}, {*map(posixpath.basename, stems)}
-    for name in sorted({*names}.difference(no_samples(names), media)):
-        stem, head = stem_of(name), heads.get(name, b"")
-        apart = posixpath.dirname(name) not in folders and posixpath.basename(stem) in bases
-        if stem not in stems and (apart or stem in series or _COCO.match(head)):
+    others = {name for name in {*names}.difference(no_samples(names), media) if stem_of(name) not in stems}
+    paths = {posixpath.basename(name).encode("utf-8", "surrogateescape") for name in media}
+    for name in sorted(others):
+        stem, base, head = stem_of(name), posixpath.basename(stem_of(name)), heads.get(name, b"")
+        apart = base in bases and posixpath.dirname(name) not in folders
+        is_about = len(paths.intersection(_WORDS.findall(head))) > 1 or (
+            base.lower() in _ABOUT and _alone([name], names)
+        )
+        if apart or is_about or stem in series or _COCO.match(head):
             raise ValueError(
                 f"{name} beside {media[0]} shares its name with no image, audio or video. Put the files of a sample "
                 'into one folder, or write a row for each into metadata.jsonl. format="folder" makes it a sample'
@@ -250,10 +274,11 @@ def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Reco
         rows = {TOKENS: tokens} if (tokens := _alone(found[TOKENS], with_index)) else {}
     if not rows:
         rows = {form: files for form, files in found.items() if form is not TOKENS and _alone(files, names)}
-        others = {name for name in names if not is_for_people(name) and not is_media_file(name)}
-        others.difference_update(*rows.values())
+        known = {*itertools.chain(*rows.values())}
+        others = [n for n in names if n not in known and not is_for_people(n) and not is_media_file(n)]
+        others = [name for name in others if not any(form.packs(name) for form in rows)]
         if rows and others:
-            rows[FOLDER] = sorted(others)
+            rows[FOLDER] = others
     if len(rows) > 1:
         raise _ambiguous(rows)
     return Recognized(*rows.popitem()) if rows else _folder(names)
@@ -277,8 +302,6 @@ def _ambiguous(found: Mapping[Format, Sequence[str]]) -> ValueError:
 
 def _fields_below(table: str, heads: Mapping[str, bytes], names: Collection[str]) -> tuple[str, ...]:
     """Return the fields whose first rows name media files of one folder beside a table, such as `clips/`."""
-    if table not in heads:
-        return ()
     folder = posixpath.join(posixpath.dirname(table), "")
     below = {name[len(folder) :].partition("/")[0] for name in names if name.startswith(folder) and is_media_file(name)}
     naming = [*filter(None, (_fields_of(table, heads[table], names, each) for each in sorted(below)))]
@@ -292,26 +315,25 @@ def _fields_of(table: str, head: bytes, names: Collection[str], below: str = "")
     field has files of the same kind.
     """
     folder, found = posixpath.join(posixpath.dirname(table), below), dict[str, str]()
-    for row in islice(_first_rows(table, head), FIRST_ROWS if below else None):
+    for row in itertools.islice(_first_rows(table, head), FIRST_ROWS if below else None):
         for field, value in row.items():
             path = value[0] if isinstance(value, list) and value else value
             is_path = bool(field) and isinstance(path, str) and (not below or is_media_file(path))
             if is_path and posixpath.normpath(posixpath.join(folder, path)) in names:
                 found.setdefault(field, path)
     usual = [field for field in _USUAL if field in found]
-    suffixes = [suffix_of(path) for path in found.values()]
-    return tuple(usual) or tuple(
-        field if suffixes.index(suffix) == number else f"{field}={field}"
-        for number, (field, suffix) in enumerate(zip(found, suffixes, strict=True))
-    )
+    return tuple(usual or as_fields({field: [path] for field, path in found.items()}))
 
 
 def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
     """Yield the complete rows in the first bytes of a table."""
-    text = head.removeprefix(MARK).decode("utf-8", "replace").lstrip()
-    with contextlib.suppress(ValueError, csv.Error, RecursionError):
+    text = head.removeprefix(MARK).decode("utf-8", "replace").lstrip(" \r\n")
+    with contextlib.suppress(ValueError, LookupError, StopIteration, csv.Error, RecursionError):
         if CSV.has(table):
-            yield from csv.DictReader(io.StringIO(text, newline=""), delimiter=separator_of(text, table))
+            lines = [*io.StringIO(text, newline="")][: None if len(head) < _HEAD else -1]
+            rows = csv_rows(lines, separator_of(lines[0], table), plain=quotes_are_text(lambda: lines, table))
+            header = next(rows)
+            yield from (dict(zip(header, row, strict=False)) for row in rows)
         end, decoder = 0, json.JSONDecoder()
         while not CSV.has(table):
             row, end = decoder.raw_decode(text, text.index("{", end))

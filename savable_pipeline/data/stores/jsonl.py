@@ -19,7 +19,7 @@ from savable_pipeline.data.shards.index import FileBlob, IndexedFiles
 from savable_pipeline.data.shards.number_spool import NumberSpool
 from savable_pipeline.data.shards.part_types import as_part, find_part
 from savable_pipeline.data.shards.shard_list import Rows
-from savable_pipeline.data.stores.ranges import RangedTable, with_ranges
+from savable_pipeline.data.stores.ranges import RangedTable, with_media
 from savable_pipeline.data.stores.table_store import (
     LINE,
     NAMING_SETTINGS,
@@ -208,5 +208,5 @@ JSONL = text_format(
     open_lines,
     (".jsonl", ".ndjson", ".json"),
     settings=("key", "ranges", *NAMING_SETTINGS),
-    by_settings=partial(with_ranges, RangedJsonlStore),
+    by_setting={"ranges": partial(with_media, variant="ranges", store=RangedJsonlStore)},
 )

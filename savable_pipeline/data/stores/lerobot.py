@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from savable_pipeline.core.batch_memory import empty_bytes
 from savable_pipeline.data.shards.index import IndexedFiles, marker_object
 from savable_pipeline.data.shards.part_types import as_part
-from savable_pipeline.data.stores.columnar_store import ColumnSettings
+from savable_pipeline.data.stores.grouped_store import ColumnSettings
 from savable_pipeline.data.stores.parquet import PARQUET, ParquetStore
 from savable_pipeline.data.stores.ranges import MediaRange, RangedRows, checked_range, with_media
 
@@ -259,6 +259,6 @@ LEROBOT = with_media(
     settings=("columns", "key", "blocks", "partial", "unpacked_bytes"),
     markers=(INFO,),
     claims=_is_lerobot,
-    by_settings=None,
+    by_setting={},
     reader="parquet",
 )

@@ -32,11 +32,11 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles
 from savable_pipeline.data.shards.index_making import FileProgress, each_shard_by
-from savable_pipeline.data.shards.indexing import check_faults, index_files, open_files, valid_mark
+from savable_pipeline.data.shards.indexing import check_faults, index_files, index_paths, open_files, valid_mark
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores import formats
 from savable_pipeline.data.stores.arrow import ARROW, STATE
-from savable_pipeline.data.stores.folder_store import FOLDER, is_known, open_folder
+from savable_pipeline.data.stores.folder_store import FOLDER, FOLDER_INDEXES, is_known, open_folder
 from savable_pipeline.data.stores.formats import Recognized, recognize, wanted
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.tar_store import TARS
@@ -106,12 +106,15 @@ def find_source(
         root = Path(specs[0]).absolute()
         if format in ("", TAR) and valid_mark(root, TARS) and not any((root / name).exists() for name in _markers("")):
             return Source(files, TARS)
-        if not format and is_known(root):
+        indexes = (path for name in FOLDER_INDEXES for path in index_paths(root, name, near=False))
+        if not format and any(path.exists() for path in indexes) and is_known(root):
             return Source(files, FOLDER)
     found = paths.list_files(files)
     recognized = _recognized(str(found.root), found.names, found.heads, (format, (*settings,)))
     if not found.whole and not format and recognized.format is FOLDER:
-        recognized = Recognized(_by_suffixes(found), [])  # the error of this format says what to do
+        forms = {_by_suffix(name, FOLDER) if (found.root / name).exists() else TARS for name in found.names}
+        # the error of this format says what to do
+        recognized = Recognized(forms.pop() if len(forms) == 1 else FOLDER, [])
     _check_suffix(files, found.names if format and found.exact else (), recognized.format)
     found = replace(found, chosen=None if format else recognized.files or None)
     return Source(files, recognized.format, recognized.settings, found)
@@ -131,7 +134,7 @@ def _recognized(where: str, names: Sequence[str], heads: Heads, asked: Asked) ->
     except ValueError as error:
         raise ShardError(f"{where}: {error}") from error
     for name in found.unread:
-        log.warning("%s: %s is not read, as its first row names no file here. To read it, name it alone.", where, name)
+        log.warning("%s: %s is not read: its first row names no file. Name it alone, with files_from=", where, name)
     return found
 
 
@@ -139,12 +142,6 @@ def _by_suffix(name: str, default: Format = TARS) -> Format:
     """Return the format for a name's suffix, with or without compression."""
     plain = (form for form in formats.FORMATS if not form.reader and form.choose is None)
     return next((form for form in plain if form.has(name) or form.packs(name)), default)
-
-
-def _by_suffixes(found: paths.ListedFiles) -> Format:
-    """Return the format that fits all of these names, or the name of a missing file."""
-    forms = {_by_suffix(name, FOLDER) if (found.root / name).exists() else TARS for name in found.names}
-    return forms.pop() if len(forms) == 1 else FOLDER
 
 
 def _check_suffix(files: paths.Shards, names: Sequence[str], chosen: Format) -> None:

@@ -36,8 +36,8 @@ from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, SourceFile
 from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry
-from savable_pipeline.data.stores.columnar_store import COLUMNAR_SETTINGS, ColumnarStore, ColumnSettings, DecodedGroup
-from savable_pipeline.data.stores.ranges import RangedTable, with_ranges
+from savable_pipeline.data.stores.grouped_store import COLUMNAR_SETTINGS, ColumnarStore, ColumnSettings, DecodedGroup
+from savable_pipeline.data.stores.ranges import RangedTable, with_media
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.data.stores.table_store import NamingStore
 from savable_pipeline.errors import SavableError
@@ -390,7 +390,7 @@ PARQUET = Format(
     COLUMNAR_SETTINGS,
     {"partial": True},
     is_same=parquet_matches_index,
-    by_settings=partial(with_ranges, RangedParquetStore),
+    by_setting={"ranges": partial(with_media, variant="ranges", store=RangedParquetStore)},
 )
 PARQUET_OF_FILES = dataclasses.replace(PARQUET, store=NamingParquetStore)
 """The same, of tables that name files, such as those of HF's image folders."""

@@ -14,7 +14,7 @@ import dataclasses
 import posixpath
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property, partial
 from typing import Any, BinaryIO, TypeAlias
 
@@ -190,16 +190,6 @@ class RangedTable(RangedRows):
             return self.value(shard, row, name)
         except KeyError:
             raise _no_range(self, shard, row, f"{name!r}, which ranges= names, is not there") from None
-
-
-def with_ranges(store: Callable[..., Any], form: Format, settings: dict[str, Any]) -> Format:
-    """Return the format of tables with rows that name ranges, opened by `store`.
-
-    For settings without ranges, it is the format itself.
-    """
-    if settings.get("ranges") is None:
-        return form
-    return with_media(form, variant="ranges", store=store)
 
 
 def with_media(form: Format, media: tuple[str, ...] = _ENDINGS, *, samples_below: str = "", **changes: Any) -> Format:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import msgspec
 
-from savable_pipeline.data.shards.part_types import (
-    AUDIO_PARTS,
-    IMAGE_PARTS,
-    SUBTITLE_PARTS,
-    TEXT_PARTS,
-    VIDEO_PARTS,
-    part_type,
-)
+from savable_pipeline.data.shards.part_types import MEDIA_PARTS, SUBTITLE_PARTS, TEXT_PARTS, part_type
 from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
 from savable_pipeline.data.shards.tar import split_name
 
@@ -24,7 +18,7 @@ Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]  # True, name
 
 _PEOPLE = ("readme", "license", "notice", "citation", "changelog")
 _ROWS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc")
-_MEDIA = frozenset(f".{name}" for name in (*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
+_MEDIA = frozenset(f".{name}" for name in MEDIA_PARTS)
 
 
 class Reject(msgspec.Struct, frozen=True):
@@ -112,6 +106,11 @@ def is_media_file(name: str) -> bool:
     return suffix_of(name) in _MEDIA
 
 
+def is_table(name: str) -> bool:
+    """Return whether a name is that of a table, or of lines of JSON."""
+    return suffix_of(name) in _ROWS
+
+
 def is_for_people(name: str) -> bool:
     """Return whether a top-level file is for people, such as a README or a license."""
     return "/" not in name and name.lower().startswith(_PEOPLE)
@@ -126,22 +125,24 @@ def stem_of(name: str) -> str:
 def no_samples(names: Iterable[str]) -> set[str]:
     """Return the names in a folder of raw files that are not parts of samples.
 
-    These are files for people. With media, they are also tables that share their stem with no other file, and
+    These are files for people. With media, they are also tables that share their stem with no other kind of file, and
     img2dataset's statistics (00000_stats.json for 00000.parquet).
     """
     names = [*names]
-    stems: dict[str, int] = {}
-    for name in names:
-        stem = stem_of(name)
-        stems[stem] = stems.get(stem, 0) + 1
     has_media = any(map(is_media_file, names))
     known = {*names} if has_media else set()
     return {
         name
-        for name in names
-        if stems[stem_of(name)] == 1
-        and (
-            is_for_people(name)
-            or (has_media and (suffix_of(name) in _ROWS or f"{name.removesuffix('_stats.json')}.parquet" in known))
-        )
+        for name in lone(names, names)
+        if is_for_people(name)
+        or (has_media and (is_table(name) or f"{name.removesuffix('_stats.json')}.parquet" in known))
     }
+
+
+def lone(some: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Return the names whose stem is that of no other file but tables.
+
+    An example is metadata.csv beside metadata.jsonl.
+    """
+    stems = Counter(stem_of(name) for name in names if not is_table(name))
+    return [name for name in some if stems[stem_of(name)] == (not is_table(name))]

@@ -27,8 +27,7 @@ from typing import ClassVar, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from savable_pipeline.core.files import Descriptor, close_down_to, handle_limit, lacks_handles, register, with_handles
-from savable_pipeline.core.patience import retry, with_retries
+from savable_pipeline.core.files import Descriptor, evict, lacks_handles, register, retry, with_handles, with_retries
 from savable_pipeline.data.shards.byte_source import ByteSource, FileVersion, LocalFile
 from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.indexing import forget_mark
@@ -46,6 +45,12 @@ Where = TypeVar("Where")  # names a part of a sample
 T = TypeVar("T")
 Locate: TypeAlias = Callable[[Rows, Rows], Rows]  # from shards, and positions in them, to rows of the index
 ReadRow: TypeAlias = Callable[[int, int, Where], T]  # from shard, row, and location in the sample, to the value
+
+
+def unreadable_error(path: object, error: OSError) -> ShardError:
+    """Return the error for an indexed file that is missing or cannot be read."""
+    reason = "missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard"
+    return ShardError(f"{path}: {error.strerror}. It was there when indexed: restore it", reason=reason)
 
 
 class MemberReader(Protocol):
@@ -77,7 +82,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
         register(self)
 
     def __missing__(self, shard: int) -> Descriptor:
-        close_down_to(handle_limit() - 1)
+        evict()
         descriptor = self[shard] = Descriptor(with_handles(lambda: self.open(shard)))
         while len(self) > OPEN_SHARDS:
             self.close_oldest()
@@ -157,7 +162,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
         try:
             return retry(self.path(shard), error, act)
         except OSError as last:
-            raise self.unreadable(shard, last) from last
+            raise unreadable_error(self.path(shard), last) from last
 
     def reopen(self, shard: int) -> None:
         """Open and check a shard again.
@@ -201,11 +206,6 @@ class ShardFiles(dict[int, Descriptor], ABC):
                 reason="changed shard",
             )
         return b"".join(parts)
-
-    def unreadable(self, shard: int, error: OSError) -> ShardError:
-        """Return the error for a shard that cannot be read."""
-        message = f"{self.path(shard)}: {error.strerror}. Check the disk or the network"
-        return ShardError(message, reason="unreadable shard")
 
     def watch_view(self, number: int, path: Path) -> None:
         """Watch a memory-mapped file: a shard, or under the number `~shard` its sidecar."""
@@ -310,10 +310,7 @@ class LocalFiles(ShardFiles):
         except OSError as error:
             if lacks_handles(error):
                 raise
-            raise ShardError(
-                f"{path}: {error.strerror}. It was there when the shards were indexed: restore it",
-                reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
-            ) from error
+            raise unreadable_error(path, error) from error
 
     def _opened(self, shard: int, path: Path) -> int:
         descriptor = _open_without_atime(path)

@@ -6,15 +6,14 @@
 The files that fields name are relative to the folder of the table, or to another folder that the user names. Nothing
 outside of it is read, even if a path or a link points there.
 
-Blob of a file in the index: the offset of each row, then the end of the last. A JSON list, such as LLaVA's, is read
-whole to index it.
+Blob of a file in the index: the offset of each row, then the end of the last. A format may repeat the end. A JSON list,
+such as LLaVA's, is read whole to index it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import json
 import os
 import re
@@ -30,8 +29,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from savable_pipeline.core.file_heads import HEAD, text_error
-from savable_pipeline.core.files import regular_file, with_handles
-from savable_pipeline.core.patience import with_retries
+from savable_pipeline.core.files import regular_file, with_handles, with_retries
 from savable_pipeline.core.wording import encodable, human_bytes
 from savable_pipeline.data.shards.byte_source import ByteSource, RangeFile, RecordError
 from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, IndexedFiles, ShardIndex, ShardTable
@@ -70,7 +68,7 @@ def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
         fault, offsets = find(file)
     if fault:
         fault = encodable(f"{name}{fault}" if fault.startswith(":") else f"{name}: {fault}")
-    entry = ShardEntry(name, file.size, len(offsets) - 1, _digest(file, offsets), fault)
+    entry = ShardEntry(name, file.size, _count(offsets), _digest(file, offsets), fault)
     return ShardTable(entry, cast("bytes", offsets.view(np.uint8).data))
 
 
@@ -86,13 +84,18 @@ def is_same_text(file: ByteSource, index: ShardIndex, number: int) -> bool:
 def _digest(file: ByteSource, offsets: FileBlob) -> int:
     """Return a hash of the offsets of rows and of the first, a middle and the last row."""
     digest = xxh3_64(offsets.data)
-    digest.update(file.read_at(0, min(int(offsets[0]), _COMPARED)) if len(offsets) > 1 else b"")
-    lines = len(offsets) - 1
+    lines = _count(offsets)
+    digest.update(file.read_at(0, min(int(offsets[0]), _COMPARED)) if lines else b"")
     for line in sorted({0, lines // 2, lines - 1}) if lines else []:
         begin, end = int(offsets[line]), int(offsets[line + 1])
         digest.update(file.read_at(begin, min(end - begin, _COMPARED)))
         digest.update(file.read_at(begin - 1, 1) if begin else b"\n")
     return digest.intdigest()
+
+
+def _count(offsets: FileBlob) -> int:
+    """Return the number of rows. Their end may be repeated, as a setting of the file."""
+    return int(np.searchsorted(offsets, offsets[-1]))
 
 
 def without_byte_order_mark(line: bytes, begin: int) -> bytes:
@@ -400,17 +403,6 @@ class TableStore(NamingStore, TextStore):
             return self.body(shard, *self.raw(shard, row)).strip()
         except RecordError as error:
             raise self.row_error(shard, row, error) from error
-
-    def rows_in_order(self, shard: int) -> Iterator[bytes]:
-        """Yield the bytes of each row of a file with what follows, then the rest."""
-        self.files[shard]
-        ends = [*self.blob(shard).tolist(), int(self.entries.sizes[shard])]
-        block, first = b"", 0
-        for begin, end in itertools.pairwise(ends):
-            if end > first + len(block):
-                wanted = min(max(end - begin, _BLOCK), ends[-1] - begin)
-                block, first = self.files.read(shard, begin, wanted), begin
-            yield block[begin - first : end - first]
 
     def parsed(self, shard: int, raw: bytes, begin: int) -> tuple[dict[str, Any], bytes]:
         """Return the fields and the JSON of a row, from its bytes at `begin`.

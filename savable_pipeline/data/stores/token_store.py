@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from savable_pipeline.core.batch_memory import empty_bytes
-from savable_pipeline.core.files import with_handles
-from savable_pipeline.core.patience import with_retries
+from savable_pipeline.core.files import with_handles, with_retries
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.shards.byte_source import ByteSource, WholeFile, opened
 from savable_pipeline.data.shards.index import Format, IndexedFiles, ShardIndex, ShardTable
 from savable_pipeline.data.shards.part_types import find_part
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList
 from savable_pipeline.data.stores.record_store import FileStore, hash_some
+from savable_pipeline.data.stores.shard_files import unreadable_error
 from savable_pipeline.errors import ShardError
 
 FLAT, INDEXED, ARRAY = 0, 1, 2
@@ -363,10 +363,7 @@ class TokenStore(FileStore):
         except TokenFileError as error:
             raise self.damaged(shard, "index", str(error)) from error
         except OSError as error:
-            raise ShardError(
-                f"{error.filename or where}: {error.strerror}. It was there when indexed: restore it",
-                reason="missing shard" if isinstance(error, FileNotFoundError) else "unreadable shard",
-            ) from error
+            raise unreadable_error(error.filename or where, error) from error
         self._checked.add(shard)
 
 

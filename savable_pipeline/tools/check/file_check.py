@@ -27,8 +27,8 @@ from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles, ShardT
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.paths import is_inside
 from savable_pipeline.data.shards.tar_format import Links, TarColumns
-from savable_pipeline.data.stores.columnar_store import NO_BYTES
 from savable_pipeline.data.stores.formats import FORMATS
+from savable_pipeline.data.stores.grouped_store import NO_BYTES
 from savable_pipeline.data.stores.lerobot import INFO, EpisodeRange
 from savable_pipeline.data.stores.opening import store_of
 from savable_pipeline.data.stores.record_store import RecordStore

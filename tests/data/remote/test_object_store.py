@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from savable_pipeline.core.patience import retry_s
+from savable_pipeline.core.files import retry_s
 from savable_pipeline.data.remote import object_store
 from savable_pipeline.data.remote.cache_files import PIECE
 from savable_pipeline.data.remote.download_process import QueuedRequest, RequestQueue

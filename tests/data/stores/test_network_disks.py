@@ -12,7 +12,7 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.core import patience
+from savable_pipeline.core import files
 from savable_pipeline.errors import RemoteError
 from tests.support.toy_stores import WRITERS
 
@@ -95,7 +95,7 @@ def test_unavailable_network_disk_is_an_environment_error(
 ) -> None:
     WRITERS["tar"](tmp_path / "data", [4])
     monkeypatch.setenv("SAVABLE_RETRY_S", "0.2")
-    monkeypatch.setattr(patience, "_is_on_network_disk", lambda path: True)
+    monkeypatch.setattr(files, "_is_on_network_disk", lambda path: True)
     reader = sp.TarShardReader(tmp_path / "data", sp.Lane(), shuffle=False, epochs=1, on_error=on_error)
     stage = iter(sp.Encode(reader, Everything(), on_error=on_error))
     next(stage)

@@ -373,5 +373,5 @@ def test_windows_of_flat_token_files_are_read_remotely(server: ToyServer, www: P
 def test_a_folder_of_several_splits_is_rejected(server: ToyServer, www: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_as_s3(server, monkeypatch)
     (www / "arrow" / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    with pytest.raises(sp.ShardError, match=r"1 splits, train. Read the folder of one, such as train"):
+    with pytest.raises(sp.ShardError, match=r"1 split, train. Read the folder of one, such as train"):
         custom.ArrowReader("s3://arrow/", sp.Lane())
