@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 import savable_pipeline as sp
-from savable_pipeline.trainers.hf import SavableData
+from savable_pipeline.trainers.hf import SavableDataMixin
 
 settings = {"max_steps": 30, "save_steps": 10, "report_to": [], "bf16": False, "max_completion_length": 8}
 rows = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_generations": 4}
@@ -51,7 +51,7 @@ def make_model() -> tuple:
     return model, PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>")
 
 
-class SavableGRPOTrainer(SavableData, GRPOTrainer): ...
+class SavableGRPOTrainer(SavableDataMixin, GRPOTrainer): ...
 
 
 def main() -> SavableGRPOTrainer:

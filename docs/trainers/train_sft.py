@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import savable_pipeline as sp
-from savable_pipeline.trainers.hf import SavableData, model_inputs
+from savable_pipeline.trainers.hf import SavableDataMixin, model_inputs
 from task_encoders import LanguageModelingEncoder
 
 settings = {"max_steps": 30, "save_steps": 10, "report_to": [], "bf16": False}
@@ -41,7 +41,7 @@ def make_model() -> tuple:
     return LlamaForCausalLM(config), tokenizer
 
 
-class SavableSFTTrainer(SavableData, SFTTrainer): ...
+class SavableSFTTrainer(SavableDataMixin, SFTTrainer): ...
 
 
 def main() -> SavableSFTTrainer:

@@ -99,6 +99,6 @@ def _create_when_free(path: Path) -> None:
                 path.unlink()
                 continue
             if not warned:
-                log.warning("%s: waiting for the process that made it (%s)", path, path.read_text())
+                log.warning("%s: waiting for the process that created it (%s)", path, path.read_text())
                 warned = True
         time.sleep(_POLL_S)

@@ -172,7 +172,7 @@ class Rng(msgspec.Struct, gc=False, eq=False):
         """Return the derived generator of a kind, which `make` builds from its key at first use."""
         if self.counted:
             raise ValueError(
-                f"lane.rng(...).{kind} cannot be saved. Draw from lane.rng(...), or seed anew by its bits()"
+                f"lane.rng(...).{kind} cannot be saved. Draw from lane.rng(...), or seed a generator by its bits()"
             )
         generators = self._generators = self._generators or {}
         if kind not in generators:

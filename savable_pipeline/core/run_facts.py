@@ -41,7 +41,7 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
         if any(len(numbers) % 8 for numbers in self.excluded.values()):
             raise ValueError("the numbers of excluded samples take 8 bytes each")
         if not all(map(any, (weights.values() for weights in self.weights.values()))):
-            raise ValueError("all weights of a Blend are 0. Give at least one a weight above 0")
+            raise ValueError("all weights of a Blend are 0. Set at least one above 0")
 
     def __bool__(self) -> bool:
         return bool(self.digest)

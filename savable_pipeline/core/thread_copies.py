@@ -46,7 +46,7 @@ def thread_copy(value: T) -> T:
     except Exception as error:
         raise ValueError(
             f"{named} cannot be copied for a worker thread ({type(error).__name__}: {error}). Set thread_safe = True "
-            "in its class, or build it there with .encode(make)"
+            "in its class, or build it in the thread: .encode(make)"
         ) from error
 
 

@@ -18,7 +18,7 @@ def integer_weights(weights: Mapping[str, Weight]) -> dict[str, int]:
     """
     exact = {name: exact_weight(name, weight) for name, weight in weights.items()}
     if not any(exact.values()):
-        raise ValueError(f"all weights are 0: {', '.join(map(repr, exact))}. Give at least one a weight above 0")
+        raise ValueError(f"all weights are 0: {', '.join(map(repr, exact))}. Set at least one above 0")
     whole = lcm(*(value.denominator for value in exact.values()))
     return reduced({name: int(value * whole) for name, value in exact.items()})
 

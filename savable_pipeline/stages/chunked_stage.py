@@ -145,12 +145,12 @@ _DEFAULTS = (Stage.fetch, ChunkedStage.fetch)
 
 
 def make_elements(stage: Stage, elements: Sequence[Element]) -> None:
-    """Set the values of elements of a stage, by its `make`, or its `fetch`."""
-    stage = maker_of(stage)
+    """Set the missing values of elements of a stage, by its `make`, or its `fetch`."""
+    stage, missing = maker_of(stage), [element for element in elements if not element.is_built]
     if isinstance(stage, ChunkedStage) and type(stage).make is not ChunkedStage.make:
-        stage.make(elements)
+        stage.make(missing)
         return
-    for element in elements:
+    for element in missing:
         element.value = stage.fetch(element.ref)
 
 

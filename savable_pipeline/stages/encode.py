@@ -333,18 +333,17 @@ class Encode(ChunkedStage, ItemStage):
     def _rebuilt(self, element: Element) -> Any:
         """Rebuild an item, or return the `Skip` of a lost or excluded sample."""
         ref = element.ref
-        sample, size = self._opened.pop(ref[:2], (None, None)) if type(ref) is tuple else (None, None)
-        if sample is None:
-            sample = self.source.fetch(ref)
+        opened, size = self._opened.pop(ref[:2], (None, None)) if type(ref) is tuple else (None, None)
+        counted, sample = opened is not None, self.source.fetch(ref) if opened is None else opened
         if sample.index in self.info.excluded:
             return EXCLUDED
-        if (lost := self._skipped.lost_before(sample)) is not None:
+        if (lost := self._skipped.lost_before(sample, counted=counted)) is not None:
             return lost
         self._report_sample(sample)
         try:
             return self.keyed.seeding.call_alone(self.keyed.part, sample, element, size)
         except EncoderError as failed:
-            return self._skipped.lose(sample, failed.error)
+            return self._skipped.lose(sample, failed.error, counted=counted)
 
     @property
     def _makes_all(self) -> bool:

@@ -166,7 +166,7 @@ class EncoderCalls:
         try:
             return _at_least(least, measured_length(self.encoder, element))
         except Exception as error:
-            raise self._failed("length", error) from from_user_code(error)
+            raise self._error(f"{self.encoder_name}.length", error) from from_user_code(error)
 
     def check_size(self, element: Element, length: int, images: int | None) -> None:
         """Raise `CheckpointMismatchError` unless a rebuilt item has this size."""
@@ -184,7 +184,7 @@ class EncoderCalls:
         try:
             return _at_least(least, length)
         except ValueError as error:
-            raise self._failed("length_of", error) from error
+            raise self._error(f"{self.encoder_name}.length_of", error) from error
 
     def images(self, item: Any) -> int:
         """Return the number of images of an item."""
@@ -198,7 +198,7 @@ class EncoderCalls:
             if found != stop - start:
                 raise ValueError(f"{found} tokens instead of {stop - start}")
         except Exception as error:
-            raise self._failed("cut", error) from from_user_code(error)
+            raise self._error(f"{self.encoder_name}.cut", error) from from_user_code(error)
         return part
 
     def value(self, function: str | Callable[[Any], Any], item: Any, checked: Callable[[Any], Any]) -> Any:
@@ -211,9 +211,6 @@ class EncoderCalls:
         except Exception as error:
             name = f"{self.encoder_name}.{function}" if isinstance(function, str) else function_name(function)
             raise self._error(name, error) from from_user_code(error)
-
-    def _failed(self, method: str, error: Exception) -> EncodeError:
-        return self._error(f"{self.encoder_name}.{method}", error)
 
     def _error(self, name: str, error: Exception, which: str = "") -> EncodeError:
         """Return an `EncodeError` that names the function, the stage and the lane."""

@@ -270,7 +270,7 @@ class ItemBuffer(StageBuffer):
             n: The number of elements.
         """
         copies = [Element(each.ref, each.value, each.sizes, 0, each.measured) for each in self._elements[:n]]
-        make_elements(self._owner.source, [element for element in copies if not element.is_built])
+        make_elements(self._owner.source, copies)
         return copies
 
     def drop(self, n: int) -> None:
@@ -479,18 +479,20 @@ class BudgetShare:
 
     def count(self, elements: Sequence[Element]) -> None:
         """Count the values of built elements, or drop those that would exceed the limit."""
-        if self._max_bytes is None:
+        if (most := self._max_bytes) is None:
             return
-        built = [(element, size_of(element.value) or 1) for element in elements if element.is_built]
-        with self._budget.lock:
-            for element, size in built:
-                if self._budget.used + size > self._max_bytes:
+        for element in elements:
+            if element.value is UNBUILT:
+                continue
+            size = size_of(element.value) or 1
+            with self._budget.lock:
+                if self._budget.used + size > most:
                     element.value, element.measured = UNBUILT, None
                     continue
                 self._budget.used += size
-                self._bytes += size
-                self.elements += 1
-                element.counted_bytes = size
+            self._bytes += size
+            self.elements += 1
+            element.counted_bytes = size
 
     def release(self, elements: Iterable[Element]) -> None:
         """Subtract the bytes of these elements."""

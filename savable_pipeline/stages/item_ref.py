@@ -77,17 +77,12 @@ def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
     return (ref[0], *present) if is_pack and present else None
 
 
-def batch_number(ref: ItemRef) -> ItemRef:
-    """Return the number of a batch in a tuple.
+def batch_rows(ref: ItemRef) -> tuple[ItemRef, ItemRef]:
+    """Return the number of a batch in a tuple, and the refs of its rows.
 
     The tuple is empty for a user's batch without a number.
     """
-    return ref[:1] if ref and type(ref[0]) is int else ()
-
-
-def batch_rows(ref: ItemRef) -> tuple[ItemRef, ItemRef]:
-    """Return the result of `batch_number`, and the refs of the batch's rows."""
-    number = batch_number(ref)
+    number = ref[:1] if ref and type(ref[0]) is int else ()
     return number, ref[len(number) :]
 
 
@@ -97,7 +92,7 @@ def sample_refs(ref: ItemRef) -> Iterator[ItemRef]:
     if not inner:
         yield ref
     for part in inner:
-        yield from sample_refs(part)
+        yield from (part,) if {*map(type, part)} == {int} else sample_refs(part)
 
 
 def sample_indices(ref: ItemRef) -> Iterator[int]:

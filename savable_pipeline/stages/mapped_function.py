@@ -141,18 +141,13 @@ class ClipEncoder(TaskEncoder):
 
     def encode(self, sample: Sample, rng: Rng) -> ClipIterator:
         """Return an iterator over the clips of the sample."""
-        video = sample.video(_name(self.video)) if self.video else None
-        audio = sample.audio(_name(self.audio)) if self.audio else None
+        video = sample.video(self.video if isinstance(self.video, str) else None) if self.video else None
+        audio = sample.audio(self.audio if isinstance(self.audio, str) else None) if self.audio else None
         return self.clips.of(video, rng, audio=audio, rate=self.rate, make=_fields)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the clips, and the parts of which they are taken."""
         return {**self.clips.settings(), "video": self.video, "audio": self.audio, "rate": self.rate}
-
-
-def _name(part: str | bool) -> str | None:
-    """Return the name of a part, or None for True, which is the first part of its type."""
-    return part if isinstance(part, str) else None
 
 
 def _fields(clip: Clip) -> dict[str, Any]:

@@ -177,31 +177,36 @@ class SkippedSamples:
         """Skip a sample that failed earlier and must not be tried again."""
         self._lost(sample, self.avoided[sample.index, sample.epoch], "avoided since it failed before")
 
-    def lose(self, sample: Sample, error: Exception) -> Skip:
-        """Return the `Skip` of a sample that was counted as used but fails now.
+    def lose(self, sample: Sample, error: Exception, *, counted: bool) -> Skip:
+        """Return the `Skip` of a sample that was used but fails now.
 
-        Otherwise raise the error, like `tolerate`.
+        `counted` is whether these counts have its item. Otherwise a loader that saved the state has counted it. Raises
+        the error like `tolerate`.
         """
         self.tolerate(sample, error)
-        return self._uncounted(sample, reason_of(error))
+        return self._uncounted(sample, reason_of(error), counted=counted)
 
-    def lost_before(self, sample: Sample) -> Skip | None:
+    def lost_before(self, sample: Sample, *, counted: bool) -> Skip | None:
         """Return the `Skip` of a sample that is known to be lost, otherwise None.
 
-        The sample is counted if it was not counted yet.
+        The loss is counted if it was not counted yet. `counted` is as for `lose`.
         """
         number = sample.index, sample.epoch
         if number in self._lost_reasons:
             return Skip(self._lost_reasons[number])
         if not (reason := self.avoided.get(number) or absent_reason(sample.origin)):
             return None
-        skip = self._uncounted(sample, reason)
+        skip = self._uncounted(sample, reason, counted=counted)
         self.skipped(sample, skip)
         return skip
 
-    def _uncounted(self, sample: Sample, reason: str) -> Skip:
-        """Subtract the item of a lost sample from the counts, and remember the sample."""
-        self._counts.subtract(["items", source_counter(sample.index, "items")])
+    def _uncounted(self, sample: Sample, reason: str, *, counted: bool) -> Skip:
+        """Subtract the item of a lost sample from the counts, and remember the sample.
+
+        The counter of its source becomes part of the state, so it is the same in a resumed run.
+        """
+        self._counts["items"] -= counted
+        self._counts[source_counter(sample.index, "items")] -= 1
         self._lost_reasons[sample.index, sample.epoch] = reason
         if len(self._lost_reasons) > _REMEMBERED:
             del self._lost_reasons[next(iter(self._lost_reasons))]

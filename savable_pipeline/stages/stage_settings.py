@@ -37,8 +37,8 @@ class SettingRule:
     """Whether this setting is all that a state has of the stage, so that the stage may be added or removed."""
 
 
-_OTHER_LENGTHS = "the table of media says other values since, so that packs would be others: put back the one that was"
-_HEADERS = "no table of media, so that headers are read"
+_OTHER_LENGTHS = "the table of media has other values now, so packs would differ. Restore the earlier table"
+_HEADERS = "no table of media, so headers are read"
 MEDIA_RULES = {  # for `KnownMedia.settings`; a table of media has the same values as the headers of the files
     "media": SettingRule(field="media", warns_if_added=_OTHER_LENGTHS, warns_if_removed=True, absent=_HEADERS),
 }

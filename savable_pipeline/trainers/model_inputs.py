@@ -203,7 +203,7 @@ def _why_mixed(config: Any) -> str | None:
     if attention not in _MASKED and not has_borders:
         return f"its attention {attention!r} does not learn where documents begin"
     if _mask_positions(decoder) != {"text_position_ids" if config.model_type in _ROPES else "position_ids"}:
-        return "its masks take no notice of position_ids"
+        return "its masks ignore position_ids"
     return None
 
 

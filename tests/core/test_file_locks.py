@@ -61,7 +61,7 @@ def test_lock_file_of_a_killed_process_is_removed(
     with file_lock(tmp_path / "lock", descriptor):
         assert (tmp_path / "lock.owner").read_text() != "node7 4711"
     assert not (tmp_path / "lock.owner").exists()
-    assert "waiting for the process that made it (node7 4711)" in caplog.text
+    assert "waiting for the process that created it (node7 4711)" in caplog.text
 
 
 @pytest.mark.usefixtures("no_flock")

@@ -31,18 +31,19 @@ PIECES = (7, ((12, 1, 0), 0, 16), ((12, 1, 0), 16, 20))
     ],
 )
 def test_a_batch_lists_its_refs_in_order_with_their_rows(ref: ItemRef, refs: list[Any], rows: Any) -> None:
-    found = BatchSamples.of(ref)
+    found = BatchSamples(ref)
     assert found.refs.tolist() == refs and found.refs.shape == (len(refs), 3)
     assert (found.rows if found.rows is None else found.rows.tolist()) == rows
-    assert BatchSamples.of(found) is found
+    read = pickle.loads(pickle.dumps(found))
+    assert read.refs.tolist() == refs and (read.rows is None) == (rows is None)
 
 
 def test_by_row_returns_the_original_refs() -> None:
-    assert BatchSamples.of(PACKS).by_row() == [[(12, 0, 0), (15, 0, 0)], [(9, 0, 1)]]
-    assert BatchSamples.of((7, (12, 0, 0))).by_row() == [[(12, 0, 0)]]
-    assert BatchSamples.of(()).by_row() == []
+    assert BatchSamples(PACKS).by_row() == [[(12, 0, 0), (15, 0, 0)], [(9, 0, 1)]]
+    assert BatchSamples((7, (12, 0, 0))).by_row() == [[(12, 0, 0)]]
+    assert BatchSamples().by_row() == []
 
 
 def test_arrays_of_a_large_batch_pickle_small() -> None:
-    samples = BatchSamples.of((7, *[(1 << 40 | i, 0, 0) for i in range(256)]))
+    samples = BatchSamples((7, *[(1 << 40 | i, 0, 0) for i in range(256)]))
     assert len(pickle.dumps(samples, protocol=5)) < 256 * 24 + 300

@@ -11,6 +11,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline import custom
+from savable_pipeline.run.state.lane_state import LaneState, unpack_state
+from savable_pipeline.run.state.state_dict import lane_name
 from tests.conftest import write_numbered_shards
 from tests.support.streams import through_a_file
 
@@ -199,6 +201,30 @@ def test_saved_items_that_cannot_be_rebuilt_are_not_listed(shards: str, how: dic
         if how.get("blend"):
             assert stats["source/a/skipped"] + stats["source/b/skipped"] == skips(stats)
     assert lost
+
+
+@pytest.mark.parametrize("telling", [False, True])
+def test_items_lost_after_a_resume_are_not_subtracted_from_those_counted_since(shards: str, telling: bool) -> None:
+    class Counting(TellingTexts if telling else Texts):  # type: ignore[misc]
+        def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+            item = super().encode(sample, rng)
+            encoded.add(sample.index)
+            return item
+
+    encoded = set[int]()
+    encoder, how = Counting(), {"policy": None, "buckets": True, "epochs": None}
+    before = loader(shards, encoder, how)
+    for _ in range(4):
+        next(before)
+    state = before.state_dict()
+    lanes = [unpack_state(state[lane_name(lane)], LaneState, "lane") for lane in range(2)]
+    encoder.bad = frozenset(ref[0] & 0xFFFF for lane in lanes for bucket in lane.stages["buckets"] for ref, _ in bucket)
+    own = loader(shards, encoder, how)
+    own.load_state_dict(state)
+    encoded.clear()
+    next(own)
+    assert own.stats()["Encode/skipped/ValueError"] > 0
+    assert own.stats()["Encode/items"] >= len(encoded) > 0
 
 
 def test_bucket_batch_is_full_although_an_item_is_lost(shards: str) -> None:

@@ -77,7 +77,7 @@ def test_a_lambda_cannot_go_to_spawned_workers_and_the_error_says_what_to_do(
 ) -> None:
     read = sp.read(str(make_shards([4])))
     chain = read.map(lambda sample: 1) if where == "map" else read.filter(lambda sample: True).map(number_of)
-    with pytest.raises(ValueError, match=r"of a lambda: give it a name with def"):
+    with pytest.raises(ValueError, match=r"Define a function with def at the top of a module"):
         sp.SavableLoader(chain.batch(1), seed=0, num_workers=1, workers=sp.Workers(start_method="spawn"))
 
 

@@ -361,7 +361,8 @@ def test_loader_calls_optional_methods_of_a_stage_that_has_them(shards: str) -> 
         made.append(Reading(sp.TarShardReader(shards, lane, epochs=1)))
         return sp.Batcher(made[-1], size=3)
 
-    runner = LaneRunner(LaneJob(pipeline, 0, 1), shared={})
+    status = memoryview(bytearray(128)).cast("Q")  # as in a worker, where lanes move
+    runner = LaneRunner(LaneJob(pipeline, 0, 1), shared={}, status=status)
     found = runner.deliver(0, pack_state(LaneState(0, 0)))
     runner.verify_delivered()
     assert made[-1].datasets[0].looked == [0, -1] and found.rebuild_s > 0

@@ -8,7 +8,9 @@ import. The results for each layout, "tp", "pp" or "cp", are in FOLDER/LAYOUT_R.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,18 @@ from tests.support.streams import next_hashes
 
 SETTINGS: dict[str, Any] = {"seed": 3, "lanes": 4}
 STEPS, AFTER = 5, 4
+
+
+@contextlib.contextmanager
+def two_fake_ranks() -> Iterator[None]:
+    """Initialize torch.distributed as rank 0 of 2, without a rank 1. Collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Letters(sp.TaskEncoder):

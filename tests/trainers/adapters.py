@@ -12,10 +12,12 @@ import accelerate
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import TrainingArguments
 
 import savable_pipeline as sp
@@ -28,6 +30,7 @@ from savable_pipeline.trainers.device import OnDevice
 from savable_pipeline.trainers.trainer_loader import TrainerLoader
 from tests.project.test_docstrings import examples, run_example
 from tests.support.example_shards import write_example_shards
+from tests.support.toy_mesh import two_fake_ranks
 from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
 
 
@@ -219,6 +222,20 @@ def test_tensor_parallel_processes_need_shared_batches(make: Any) -> None:
     with pytest.raises(ValueError, match=r"processes of tp need the same batches\. Pass ranks=sp\.Ranks\.of"):
         with_accelerate.prepare(accelerator, make(ranks=(0, 2)))
     with_accelerate.prepare(accelerator, make(ranks=(0, 1)))
+
+
+def test_fabric_tensor_parallel_processes_need_shared_batches(make: Any) -> None:
+    """In one process, as one of the two of Lightning's strategy."""
+    strategy = ModelParallelStrategy(lambda module, mesh: module, 1, 2)
+    fabric: Any = SimpleNamespace(world_size=2, strategy=strategy, to_device=None)
+    with two_fake_ranks():
+        strategy._device_mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        refused = (
+            r"of tensor_parallel need the same batches\. Pass ranks=sp\.Ranks\.of\(fabric\.strategy\.device_mesh, "
+        )
+        with pytest.raises(ValueError, match=refused):
+            with_fabric.prepare(fabric, make(ranks=(0, 2)))
+        with_fabric.prepare(fabric, make(ranks=(0, 1)))
 
 
 def test_accelerate_saves_only_between_optimizer_steps(make: Any, tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ class KnownSizes(ChunkedStage, custom.ItemStage):
         return replace(info, declared=not self._encoded)
 
 
-def pack_costs(corpus: Corpus, cost: Cost, packs: int, **settings: Any) -> tuple[Ints, float]:
+def pack_costs(corpus: Corpus, cost: Cost, packs: int, /, **settings: Any) -> tuple[Ints, float]:
     """Return the costs of the packs of all lanes, (lanes, packs), and the packing efficiency."""
     costs, tokens = np.empty((LANES, packs), np.int64), 0
     for index in range(LANES):

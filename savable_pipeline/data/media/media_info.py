@@ -172,7 +172,7 @@ def _fault_of(container: Any, packet: Any, done: _Stream, kind: str, origin: Fra
         done.packets += 1
         done.keyframes += packet.is_keyframe
         if kind == "video" and done.packets == 1 and not packet.is_keyframe:
-            return "missing keyframe: the video does not begin with one, so that its begin cannot be decoded"
+            return "missing keyframe: the video does not start with one, so its start cannot be decoded"
     for frame in decoded_frames(container, packet, done.chunks):
         # a frame of FLAC without a time is damaged, because intact ones have a time
         if frame.is_corrupt or (frame.pts is None and packet.stream.codec_context.name == "flac"):

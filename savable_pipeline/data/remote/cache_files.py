@@ -102,7 +102,7 @@ def _name(user: int) -> str:
 
 
 def write_pin(path: Path, version: str) -> None:
-    """Write a pin."""
+    """Write a pin: a version on the server, with its checksum."""
     replace_file(path, [xxh3_64(version.encode()).hexdigest().encode(), version.encode()])
 
 

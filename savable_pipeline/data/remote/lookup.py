@@ -53,9 +53,9 @@ _UNREAD = "files"  # the kind of an index that has only names and sizes
 def describe_url(
     found: RemoteShards, form: Format, session: Session
 ) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
-    """Return these files, their metadata folder, and the entries of the own index.
+    """Return these files, their metadata folder, and the dataset's own index by name.
 
-    Files that no server lists are those of the index.
+    If the server cannot list a folder, its files are those in the index.
     """
     with locked_dataset(found, form, session) as (found, folder, own):
         entries = () if own is None else own.index.shards
@@ -399,6 +399,6 @@ def check_stamp(url: str, stamp: str, found: str) -> None:
     """Raise `ShardError` if an object has another stamp than before."""
     if stamp != found:
         raise ShardError(
-            f"{url}: it was replaced since the start ({stamp} then, {found} now). Do not change it, and start again",
+            f"{url}: it was replaced after the start ({stamp} then, {found} now). Do not change it, and start again",
             reason="changed shard",
         )

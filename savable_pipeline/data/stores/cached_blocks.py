@@ -103,7 +103,7 @@ class DownloadedFiles(ShardFiles):
         least = size + self._limit if tries else size
         if tries and not self._cached.is_current():
             raise RemoteError(
-                f"{self.name(shard)}: its cache {self._cached.folder} was removed during the run. Make a new loader"
+                f"{self.name(shard)}: its cache {self._cached.folder} was removed during the run. Create a new loader"
             )
         if least > self._limit:
             lost = f"read in vain {tries} times (evicted or damaged). " if tries else ""

@@ -354,9 +354,9 @@ def _merged(samples: dict[str, list[str]]) -> str:
     part, files = printable(min(merged[key])), counted(sum(map(len, merged.values())), "file")
     name = f"{printable(key)}.{part}"
     return (
-        f"a key ends at the first dot of a file's name, so that {files} would make {counted(len(merged), 'sample')}: "
-        f"{name} would be of the sample {printable(key)} the part {part}. Give {_LAST} to end keys at the last dot, "
-        f"which makes it the sample {name.rpartition('.')[0]}; or {_FIRST} if these are parts of one sample"
+        f"a key ends at the first dot of a file's name, so {files} would become {counted(len(merged), 'sample')}: "
+        f"{name} would be the part {part} of the sample {printable(key)}. Pass {_LAST} to end keys at the last dot, "
+        f"so it is of the sample {name.rpartition('.')[0]}, or {_FIRST} if these are parts of one sample"
     )
 
 

@@ -351,7 +351,7 @@ class NamingStore(FileStore):
         try:
             leaves = ".." in path.parts or outside(root, os.path.join(root, name))  # noqa: PTH118  # both as texts
             if leaves and not self._allow_outside:
-                raise RecordError(f"outside the source: {where}. Pass --allow-outside to take it")
+                raise RecordError(f"outside the source: {where}. Pass --allow-outside to include it")
             status = with_retries(Path(root, name), Path(root, name).stat)
         except RecordError:
             raise

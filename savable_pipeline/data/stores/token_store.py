@@ -313,7 +313,7 @@ class TokenStore(FileStore):
     def _no_header(self, shard: int) -> str:
         """Return why an array without a header is not read as bare numbers, or ""."""
         if not self._layouts[shard].dtype:
-            return "no header of NumPy: it is damaged; or it is bare numbers, as OLMo-core writes them: give dtype="
+            return "no header of NumPy: it is damaged, or has bare numbers, as OLMo-core writes them. Pass dtype="
         if any(layout.layout_kind == ARRAY for layout in self._layouts):
             return "no header of NumPy, where other files have one: it is damaged, copy it again; or read it by itself"
         return ""
@@ -322,7 +322,7 @@ class TokenStore(FileStore):
         """Return the fault of a flat file that ends within a token."""
         size, dtype = self.entries[shard].size, self._layouts[shard].dtype
         if size % np.dtype(dtype).itemsize:
-            return f"{size} bytes are no whole number of {dtype}; copy it again, or give the right dtype="
+            return f"{size} bytes are no whole number of {dtype}. Copy it again, or pass the right dtype="
         return ""
 
     def _extent(self, shard: int, row: int) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.engine.messages import Delivery, LaneJob, RequestKind, row_count
 from savable_pipeline.run.engine.stage_timing import EVERY, PAUSE_S, WatchedSamples, pop_counts, timed
 from savable_pipeline.run.state.lane_state import LaneState, pack_state, restoring, unpack_state, with_counts
+from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.batcher import rebuild
 from savable_pipeline.stages.item_buffer import built_items
 from savable_pipeline.stages.item_ref import ItemRef, as_ref
@@ -154,7 +155,8 @@ class LaneRunner:
         if asks_ref and self._built_count == 1:
             msgspec.msgpack.encode(ref)  # raises for an invalid ref now, and not when a state is saved
         sent = ref if asks_ref else ()
-        return Delivery(batch, live.state, more, dry, seconds, rebuild_s, counts, ref, bool(spent), record, sent, rows)
+        samples, is_timed = BatchSamples(ref), bool(spent)
+        return Delivery(batch, live.state, more, dry, seconds, rebuild_s, counts, samples, is_timed, record, sent, rows)
 
     def _rebuilt_delivery(self, packed: bytes, avoid: Iterable[tuple[int, int]]) -> Delivery:
         start = time.perf_counter()
@@ -165,8 +167,8 @@ class LaneRunner:
         batch, ref, remaining = _rebuilt(last, job)
         verify_files(stages, job.lane.batches * last.lane.count + last.lane.index)
         counts, seconds = pop_counts(stages), time.perf_counter() - start
-        rows = row_count(ref, type(last).__name__)
-        return Delivery(batch, packed, True, False, seconds, 0.0, counts, ref, ref=ref, rows=rows, remaining=remaining)
+        samples, rows = BatchSamples(ref), row_count(ref, type(last).__name__)
+        return Delivery(batch, packed, True, False, seconds, 0.0, counts, samples, rows=rows, remaining=remaining)
 
     def _serve(self, live: _Live, want: RequestKind) -> tuple[Any, ItemRef, bool]:
         """Serve a request of this kind.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from savable_pipeline import errors
 from savable_pipeline.core.on_error import from_user_code
@@ -16,7 +17,7 @@ from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.errors import EncodeError, SavableError, ShardError, WorkerError
 from savable_pipeline.run.engine.stage_timing import WatchedSamples
 from savable_pipeline.stages.batch_samples import BatchSamples
-from savable_pipeline.stages.item_ref import ItemRef, batch_number
+from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.pipeline import PipelineFunction
 
 RequestKind: TypeAlias = Literal["batch", "peek", "skip", "again"]
@@ -128,7 +129,7 @@ def row_count(ref: ItemRef, stage: str) -> int:
 
     Raises `SavableError` if the ref does not show it.
     """
-    first = len(batch_number(ref))
+    first = len(ref) > 0 and type(ref[0]) is int  # the batch's own number
     rows = len(ref) - first
     if rows and not type(ref[first]) is type(ref[-1]) is tuple:
         raise SavableError(
@@ -143,12 +144,10 @@ class Delivery(msgspec.Struct, frozen=True):
 
     `dry` means that the lane had no further batch, and `more` whether another follows. `seconds` is the time to build
     the batch, and `rebuild_s` an estimate of the time to rebuild the lane's buffered items if the lane moved to another
-    worker. `counts` has the event counters of its stages, by `STAGE/NAME`. `samples` has the samples of the batch, as a
-    ref or, from a worker, as arrays: reading these takes 4 µs for 256 items, and refs in MessagePack 38 µs. `timed`
-    says whether the counts have the time of each stage. `watched` has the samples if they were recorded. `ref` is the
-    batch's ref, from a worker in MessagePack, if the job asks for it. `rows` is the number of rows in the ref.
-    `remaining` has the numbers of the rows that a rebuilt batch still has, and none for padding. `written` is the batch
-    as the worker wrote it, for peers.
+    worker. `counts` has the event counters of its stages, by `STAGE/NAME`. `timed` says whether the counts have the
+    time of each stage. `watched` has the samples if they were recorded. `ref` is the batch's ref, from a worker in
+    MessagePack, if the job asks for it. `rows` is the number of rows in the ref. `remaining` has the numbers of the
+    rows that a rebuilt batch still has, and none for padding. `written` is the batch as the worker wrote it, for peers.
     """
 
     batch: Any
@@ -158,7 +157,7 @@ class Delivery(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     rebuild_s: float = 0.0
     counts: dict[str, int | float] = {}
-    samples: ItemRef | BatchSamples = ()
+    samples: BatchSamples = BatchSamples()
     timed: bool = False
     watched: WatchedSamples | None = None
     ref: ItemRef | msgspec.Raw = ()
@@ -168,6 +167,5 @@ class Delivery(msgspec.Struct, frozen=True):
 
     @property
     def sent(self) -> Delivery:
-        """Convert refs to bytes and arrays, because nested tuples pickle slowly."""
-        ref = msgspec.Raw(msgspec.msgpack.encode(self.ref)) if self.ref else ()
-        return msgspec.structs.replace(self, samples=BatchSamples.of(self.samples), ref=ref)
+        """Convert the ref to bytes, because nested tuples pickle slowly."""
+        return self if not self.ref else replace(self, ref=msgspec.Raw(msgspec.msgpack.encode(self.ref)))

@@ -371,7 +371,7 @@ class Pool(Backend):
             first = worker.requests[0]
             # the cause is equal on each worker that gets the request
             blamed: Any = status._replace(request=first.ticket)
-            doing = f"while it made a batch of lane {first.lane}{format_location(self._last_stage, status)}"
+            doing = f"while it built a batch of lane {first.lane}{format_location(self._last_stage, status)}"
         else:
             blamed = None if worker.started else "start"
             doing = "between two batches" if worker.started else "before it had started"

@@ -30,13 +30,12 @@ PROCESS_NAME = "savable_pipeline"  # prefix of the names of our processes
 UNGUARDED_CODE = 79  # exit code of a child that finds the main module unguarded, which the trainer reports once
 
 UNGUARDED = (
-    "workers started by spawn or forkserver import the trainer's main module again, and here that makes a loader with "
-    "workers again: put what the module does, from making the loader on, under `if __name__ == '__main__':`, or use "
-    "start_method='fork'"
+    "the main module creates a loader with workers when workers started by spawn or forkserver import it. Put the code "
+    "that creates and uses the loader under `if __name__ == '__main__':`, or use start_method='fork'."
 )
-_IMPORTED = "workers started by spawn or forkserver import the trainer's main module again, and that failed"
-_GUARD = "Put what only the trainer does under `if __name__ == '__main__':`, or use start_method='fork'"
-NOT_IMPORTED = f"{_IMPORTED}: its error stands above, on stderr. {_GUARD}"
+_IMPORTED = "workers started by spawn or forkserver cannot import the trainer's main module"
+_GUARD = "Put code that only the trainer runs under `if __name__ == '__main__':`, or use start_method='fork'."
+NOT_IMPORTED = f"{_IMPORTED}, see the error on stderr. {_GUARD}"
 _LONGEST = 10  # lines of a traceback in a message
 
 
@@ -85,12 +84,12 @@ def pickled_job(job: LaneJob, receiver: str, instead: str = "") -> bytes:
 def _pickling_fix(error: str) -> str:
     """Return what to do about an error of pickling."""
     if "not the same object" in error:
-        return "It was defined again since, as by a notebook cell: make the pipeline again, of the new one"
+        return "It was redefined, as by a notebook cell. Create the pipeline again with the new definition"
     # an object that cannot be pickled, unlike a name that cannot be found
     if "cannot pickle" in error or "cannot be pickled" in error:
-        return "Make what cannot be pickled, such as a tokenizer, in the worker, by a function: .encode(make)"
-    lambdas = " (of a lambda: give it a name with def)" if LAMBDA in error else ""
-    return f"Define it{lambdas} at the top of a module and bind its arguments with functools.partial"
+        return "Create objects that cannot be pickled, such as a tokenizer, in the worker by a function: .encode(make)"
+    kind = "a function with def" if LAMBDA in error else "it"
+    return f"Define {kind} at the top of a module and bind its arguments with functools.partial"
 
 
 def _unpickled(raw: bytes) -> LaneJob:

@@ -111,7 +111,8 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
     def samples(self) -> BatchSamples:
         """Samples of the batch."""
         columns = [unpack_column(column, self.items) for column in (self.indices, self.epochs, self.parts)]
-        return BatchSamples(np.stack(columns, axis=1), unpack_column(self.rows, self.items) if self.rows else None)
+        rows = unpack_column(self.rows, self.items) if self.rows else None
+        return BatchSamples((), (np.stack(columns, axis=1), rows))
 
 
 class LaneAt(msgspec.Struct, array_like=True, frozen=True, tag=2):

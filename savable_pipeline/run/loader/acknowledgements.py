@@ -225,7 +225,7 @@ class Acknowledgements:
             flight = self.waiting[0]
             self._lose(flight, flight.open & ~sum(1 << row for row in remaining))
             rows = flight.to_come & flight.open
-            self._counts["given_again", ""] += rows.bit_count()
+            self._counts["repeated", ""] += rows.bit_count()
             self._last = number, flight, rows
             self._change(flight, flight.done, 0)
             self.waiting.popleft()
@@ -266,7 +266,10 @@ class Acknowledgements:
             # Make no calls here: Ctrl-C comes before, or after.
             flight.done, lane.packed, lane.columns, self._out = (1 << rows) - 1, None, None, self._out - rows
             del lane.flights[batch], self._handed[key]
-            self._note(batch, flight.done, kind, reason)
+            if self._noting:
+                self._note(batch, flight.done, kind, reason)
+            else:
+                self._counts[kind, reason] += rows
             if self._is_awaited:
                 self._freed.notify_all()
         return True

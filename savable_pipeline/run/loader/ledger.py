@@ -59,11 +59,11 @@ class Sighting:
     world_size: int
     """The number of ranks at that time."""
     lost: bool
-    """Whether the model that saw the sample was thrown away: the run was later resumed from a place before it."""
+    """Whether the model that saw the sample was discarded, because the run was later resumed from an earlier slot."""
     again: bool = False
-    """Whether it was given again, since it was in flight: `SavableLoader(acknowledge=True)`."""
+    """Whether it was repeated because it was in flight, see `SavableLoader(acknowledge=True)`."""
     outcome: str = ""
-    """What became of it: "trained", "dropped: REASON", "given again", or "" where nothing was acknowledged."""
+    """Its acknowledgement: "trained", "dropped: REASON" or "repeated". "": there is none."""
 
     @classmethod
     def of(cls, source: str, recorded: RecordedBatch, *, lost: bool, outcome: str) -> Sighting:
@@ -167,7 +167,7 @@ def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
             name = outcomes.get((each.start_number, row), "") if last_time[each.start_number, row] == time else ""
             is_later = last[row] > each.start_number or last_time[each.start_number, row] > time
             lost |= bool(name) and is_later
-            names.add(name or ("given again" if is_later and not each.lost else ""))
+            names.add(name or ("repeated" if is_later and not each.lost else ""))
         outcome = " and ".join(sorted(filter(None, names)))
         sightings.append(Sighting.of(source, each, lost=lost, outcome=outcome))
     return sightings
@@ -303,7 +303,7 @@ def rebuild_batch(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, s
     rebuilt = makers.answer(makers.request(lane, state, facts=facts))
     last = local.runner.at_position(lane, rebuilt.state)
     assert last is not None
-    _check(BatchSamples.of(rebuilt.samples), recorded)
+    _check(rebuilt.samples, recorded)
     return RebuiltBatch(rebuilt.batch, last, recorded)
 
 

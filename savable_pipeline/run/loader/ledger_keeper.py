@@ -7,11 +7,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from savable_pipeline.core.run_facts import NO_FACTS
@@ -24,6 +25,7 @@ from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.states import States
 from savable_pipeline.run.loader.stats import Stats
 from savable_pipeline.run.state.flights import mask_bytes
+from savable_pipeline.stages.batch_samples import BatchSamples
 from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
@@ -63,7 +65,7 @@ class LedgerKeeper(Observer):
             self._write(step)
         elif step.delivery.remaining:
             epoch, slot = step.epoch_and_slot
-            record = records.Batch.of(epoch, slot, step.samples.in_rows(step.delivery.remaining))
+            record = records.Batch.of(epoch, slot, in_rows(step.samples, step.delivery.remaining))
             writer = self._open(step.at)
             with self._writing:
                 writer.write(replace(record, again=mask_bytes(step.repeated) or b"\0"))
@@ -186,6 +188,14 @@ class LedgerKeeper(Observer):
     def _start_anew(self) -> None:
         self.close()
         self._writer, self._facts, self._fresh, self._last = None, NO_FACTS, False, (0, 0)
+
+
+def in_rows(samples: BatchSamples, numbers: Sequence[int]) -> BatchSamples:
+    """Return the same items, with these numbers of the batch's rows."""
+    if list(numbers) == list(range(len(numbers))):
+        return samples
+    rows = np.array(numbers, np.int64)
+    return BatchSamples((), (samples.refs, rows if samples.rows is None else rows[samples.rows]))
 
 
 def _sources(last: Stage) -> list[records.LedgerSource]:

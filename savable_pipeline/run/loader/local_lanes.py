@@ -262,10 +262,7 @@ def _leaves_blocks(stage: Stage) -> bool:
 
 def _warnings(last: Stage) -> Iterator[str]:
     if not isinstance(last, BatchStage):
-        yield (
-            f"the pipeline ends with {type(last).__name__}, so each step gets a single element. End it with "
-            ".batch(size)."
-        )
+        yield (f"the pipeline ends with {type(last).__name__}, so each step yields a single element. Add .batch(size).")
     found = [stage.info.encoder for stage in upstream(last)]
     for encoder in {type(each): each for each in found if each is not None}.values():
         yield from _unsaved_settings(encoder)
@@ -296,8 +293,8 @@ def _unsaved_settings(encoder: TaskEncoder) -> Iterator[str]:
     names = [name for name, value in own.items() if name[0] != "_" and type(value) in (bool, int, float, str)]
     if names:
         yield (
-            f"{type(encoder).__name__}: a state does not compare {listed(names)}. Return them from settings(), as "
-            f'in {{"{names[0]}": self.{names[0]}}}.'
+            f"{type(encoder).__name__}: a resumed run does not compare {listed(names)}. Return them from settings(), "
+            f'as in {{"{names[0]}": self.{names[0]}}}.'
         )
 
 

@@ -1,4 +1,4 @@
-"""`Position` of a rank in a run, `BatchStep` between two, and `Observer` of steps.
+"""`Position` of a rank in a run, `BatchStep` between two, and their `Observer`.
 
 A position is immutable, and each method returns the position that follows. So a loader moves by one assignment, and a
 step that fails or is interrupted before it yields nothing:
@@ -36,7 +36,6 @@ from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.state.flights import EPOCH_SHIFT, SLOTS
 from savable_pipeline.run.state.lane_state import fresh_lane, with_facts
 from savable_pipeline.stages.batch_samples import BatchSamples
-from savable_pipeline.stages.item_ref import ItemRef
 
 MAX_LAG = 16  # most batches that `state_dict(lag=)` can go back
 
@@ -57,7 +56,7 @@ class YieldedBatch(NamedTuple):
     step: int  # its first slot
     lane: int
     before: LanePosition  # position of the lane before it
-    samples: ItemRef | BatchSamples
+    samples: BatchSamples
     skipped: Mapping[int, LanePosition] = {}
 
 
@@ -217,7 +216,7 @@ class BatchStep:
     @cached_property
     def samples(self) -> BatchSamples:
         """Return the samples of the batch."""
-        return BatchSamples.of(self.delivery.samples)
+        return self.delivery.samples
 
     @property
     def epoch_and_slot(self) -> tuple[int, int]:
@@ -230,15 +229,6 @@ class Observer:
 
     If `on_batch` raises, the batch is not yielded, and the next step has it again.
     """
-
-    def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
-        """Return requests for batches to yield before the next slot, or None (default).
-
-        They are packed `RebuildRequest`s.
-
-        It is a method of its own, because it is called before the step, and `on_batch` after it. `vote` returns the
-        smallest or largest vote of all ranks. It is None if they cannot communicate.
-        """
 
     def on_batch(self, step: BatchStep) -> None:
         """Record or replace a batch before it is yielded."""
@@ -255,12 +245,6 @@ class Observer:
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
         """Add own entries to the state of a position, `lag` batches before the last one."""
 
-    def on_merge(self, own: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
-        """Handle the state of all ranks, of which `own` is this rank's.
-
-        This is not a case of `on_save`, because other ranks' acknowledgements are known only after all have saved.
-        """
-
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
         """Check own entries of a loaded state, and return a function that adopts them.
 
@@ -270,3 +254,21 @@ class Observer:
 
     def close(self) -> None:
         """Close files. A later batch opens them again."""
+
+
+class Repeater(Observer):
+    """Observer that has batches repeated. A run has at most one."""
+
+    def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
+        """Return requests for batches to yield before the next slot, or None.
+
+        They are packed `RebuildRequest`s. `vote` returns the smallest or largest vote of all ranks. It is None if they
+        cannot communicate.
+        """
+        raise NotImplementedError
+
+    def on_merge(self, own: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
+        """Handle the state of all ranks, of which `own` is this rank's.
+
+        This is not a case of `on_save`, because other ranks' acknowledgements are known only after all have saved.
+        """

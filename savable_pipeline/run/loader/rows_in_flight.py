@@ -17,7 +17,7 @@ from savable_pipeline.errors import EncodeError
 from savable_pipeline.run.engine.lane_runner import RebuildRequest
 from savable_pipeline.run.loader.acknowledgements import Acknowledgements, OpenFlight, receipts_of
 from savable_pipeline.run.loader.local_lanes import LocalLanes
-from savable_pipeline.run.loader.position import BatchStep, Observer, Position
+from savable_pipeline.run.loader.position import BatchStep, Position, Repeater
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.state.flights import ACKNOWLEDGE, SLOTS, Flight, read_acks, read_flights
@@ -34,11 +34,12 @@ RECEIPTS, VALID = "receipts", "valid"
 Flights: TypeAlias = Mapping[int, list[Flight]]  # by lane
 
 
-class RowsInFlight(Observer):
+class RowsInFlight(Repeater):
     """The rows of a rank, in `table`."""
 
     def __init__(self, settings: LoaderSettings, ranks: Ranks, local: LocalLanes) -> None:
         self._settings, self._ranks, self._local = settings, ranks, local
+        self._pad, self._bound = settings.pad, settings.max_in_flight
         self.table = Acknowledgements(ranks, settings.lanes, noting=settings.ledger is not None)
         self._is_agreed = True  # whether the ranks know how many batches are repeated
         self._receipts: dict[int, tuple[int, torch.Tensor]] = {}  # receipts of the last two batches, with their number
@@ -57,7 +58,7 @@ class RowsInFlight(Observer):
         if not self._is_agreed:
             if vote is not None:
                 own = len(self.table.waiting)
-                self.table.fill_up(abs(vote(own if self._settings.pad else -own)))
+                self.table.fill_up(abs(vote(own if self._pad else -own)))
             self._is_agreed = True
         if not self.table.waiting:
             return None
@@ -65,26 +66,25 @@ class RowsInFlight(Observer):
 
     def on_batch(self, step: BatchStep) -> None:
         """Wait until the rows may be yielded, and add receipts to the batch."""
-        delivery, at, table, bound = step.delivery, step.at, self.table, self._settings.max_in_flight
+        delivery, total, table, first = step.delivery, step.at.history.total, self.table, None
+        rows, size = delivery.rows, _size(step.batch, delivery.rows) if self._pad else 0
         if step.repeated is not None:
             first = table.waiting[0]
             step.number, rows = first.batch, (first.to_come & first.open).bit_count()
-        else:
-            rows = delivery.rows
-        if bound is not None:
-            table.wait(rows, bound, self._settings.workers.timeout)
-        size = _size(step.batch, delivery.rows) if self._settings.pad else 0
-        if step.repeated is None:
-            receipts = table.issue(at.history.total, step.number, delivery, size)
-        else:
-            receipts = self._repeat(step, first, size or delivery.rows)
-        self._add_receipts(step, receipts)
+        if self._bound is not None:
+            table.wait(rows, self._bound, self._settings.workers.timeout)
+        receipts = self._repeat(step, first, size) if first else table.issue(total, step.number, delivery, size)
+        self._receipts[(total + 1) & 1] = total + 1, receipts
+        if isinstance(step.batch, dict):
+            if RECEIPTS in step.batch:
+                raise EncodeError(f"acknowledge=True adds the key {RECEIPTS!r} to batches. Rename that key in batch().")
+            step.batch = {**step.batch, RECEIPTS: receipts}
 
     def _repeat(self, step: BatchStep, flight: OpenFlight, size: int) -> torch.Tensor:
         """Record the first of the waiting batches. If it has no rows, all are padding."""
-        rows = step.delivery.remaining
+        rows, size = step.delivery.remaining, size or step.delivery.rows
         if not rows:
-            step.samples = BatchSamples.of(())
+            step.samples = BatchSamples()
             if isinstance(step.batch, dict):
                 step.batch = {
                     VALID: receipts_of(0, size)[:, 0] >= 0,
@@ -92,14 +92,6 @@ class RowsInFlight(Observer):
                 }  # a batch may already have such a key of the encoder
         step.repeated = self.table.issue_again(step.at.history.total, rows)
         return receipts_of(flight.batch, size, step.repeated, rows)
-
-    def _add_receipts(self, step: BatchStep, found: torch.Tensor) -> None:
-        total = step.at.history.total + 1
-        self._receipts[total & 1] = total, found
-        if isinstance(step.batch, dict):
-            if RECEIPTS in step.batch:
-                raise EncodeError(f"acknowledge=True adds the key {RECEIPTS!r} to batches. Rename that key in batch().")
-            step.batch = {**step.batch, RECEIPTS: found}
 
     def _rebuild_request(self, at: Position, flight: OpenFlight) -> bytes:
         """Return the request to rebuild a batch, or to build padding, on the next lane."""

@@ -2,7 +2,7 @@
 
 A step reads the position, gets a batch, and only then moves:
 
-    observers that repeat batches ──▶ or the batch of the next slot, from the prefetcher and its backend
+    the `Repeater`'s batch ──▶ or the batch of the next slot, from the prefetcher and its backend
       ──▶ the position after it: the epoch's end, if the ranks must vote
       ──▶ each observer. If one raises, the next step repeats the batch
       ──▶ position = after; the batch is yielded
@@ -32,20 +32,19 @@ from savable_pipeline.run.loader.epoch_end import EpochEnds, proposed_end, remai
 from savable_pipeline.run.loader.local_lanes import LocalLanes, with_lanes
 from savable_pipeline.run.loader.misuse import IterationGuard, warn_unloaded
 from savable_pipeline.run.loader.observers import Trace, new_observers, traced_rows
-from savable_pipeline.run.loader.position import BatchStep, History, Observer, Position
+from savable_pipeline.run.loader.position import BatchStep, History, Observer, Position, Repeater
 from savable_pipeline.run.loader.prefetcher import Prefetcher
 from savable_pipeline.run.loader.ranks import Ranks, check_same_data
 from savable_pipeline.run.loader.settings import LoaderSettings
 from savable_pipeline.run.loader.states import States
 from savable_pipeline.run.state.flights import EPOCH_SHIFT
 from savable_pipeline.run.state.state_dict import check_flat, merge_states
-from savable_pipeline.stages.batch_samples import BatchSamples
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T", bound=Observer)
-_FIXED = {"settings", "states", "observers", "position", "epoch_of", "_ends"}
+_FIXED = {"settings", "states", "observers", "position", "epoch_of", "_ends", "_repeater"}
 _MOST_LANES = 1 << 16  # limit for a state that sets the number of lanes, because it may be damaged
 
 
@@ -97,13 +96,15 @@ class Run:
         self.settings = settings = with_lanes(self.wanted, self.ranks, self.local, lanes)
         self.states = States(settings, self.ranks, self.local)
         self.observers = new_observers(settings, self.ranks, self.local, self.states, self.prefetcher)
+        self._repeater = next((each for each in self.observers if isinstance(each, Repeater)), None)
         self._ends = EpochEnds(settings, self.local, self.prefetcher, self.observers)
         self.epoch_of = self._ends.epoch_of
         self.begin_epoch(0)
 
     def observer(self, kind: type[T]) -> T | None:
         """Return the observer of a kind, or None."""
-        return next((each for each in self.observers if isinstance(each, kind)), None)
+        found = [each for each in self.observers if isinstance(each, kind)]
+        return found[0] if found else None
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
@@ -180,19 +181,20 @@ class Run:
         return step
 
     def _next_repeat(self, started: float) -> BatchStep | None:
-        """Return the next batch that an observer repeats, or None. It takes no slot."""
+        """Return the next batch to repeat, or None. It takes no slot."""
+        if self._repeater is None:
+            return None
         at, vote = self.position, self._vote if self.agree is not None or self.ranks.has_group else None
-        for observer in self.observers:
-            if (remakes := observer.repeats(at, vote)) is not None:
-                self._check_once()
-                self.local.verify_excluded()
-                delivery = self.prefetcher.again(at, remakes)
-                after = replace(at, history=replace(at.history, total=at.history.total + 1))
-                step = BatchStep(at, after, delivery, delivery.batch, started, 0, 0)
-                self._observe(step)
-                self._last_repeat = step
-                return step
-        return None
+        if (requests := self._repeater.repeats(at, vote)) is None:
+            return None
+        self._check_once()
+        self.local.verify_excluded()
+        delivery = self.prefetcher.again(at, requests)
+        after = replace(at, history=replace(at.history, total=at.history.total + 1))
+        step = BatchStep(at, after, delivery, delivery.batch, started, 0, 0)
+        self._observe(step)
+        self._last_repeat = step
+        return step
 
     def _observe(self, step: BatchStep) -> None:
         for observer in self.observers:
@@ -314,8 +316,8 @@ class Run:
     def joined(self, own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the state of all ranks, of which this one has just saved `own`."""
         merged = merge_states(states)
-        for observer in self.observers:
-            observer.on_merge(own, merged)
+        if self._repeater is not None:
+            self._repeater.on_merge(own, merged)
         return merged
 
     def return_to(self, position: Position) -> None:
@@ -385,7 +387,7 @@ class Run:
             slot, samples = repeat.epoch_and_slot[1], repeat.samples
             return Trace(slot, slot % self.settings.lanes, traced_rows(self.local.last_stage, samples))
         batch = history_of(self.position).lagged(lag)
-        rows = traced_rows(self.local.last_stage, BatchSamples.of(batch.samples))
+        rows = traced_rows(self.local.last_stage, batch.samples)
         return Trace(self.ranks.slot(batch.step), batch.lane, rows)
 
     def last_step(self) -> tuple[int, int]:

@@ -88,17 +88,14 @@ class Stats(Observer):
 
     def _count_samples(self, step: BatchStep) -> None:
         """Count the samples of a batch per source. With a single source, their refs are not read."""
-        samples = step.delivery.samples
-        if len(self._sources()) != 1:
-            tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
-            self._samples.update(dict(zip(tags.tolist(), counts.tolist(), strict=True)))
+        ref = step.samples.ref
+        if len(self._sources()) == 1:
+            last = ref[-1] if ref else None
+            is_whole = type(last) is tuple and len(last) == 3 and type(last[0]) is type(last[1]) is int
+            self._samples[next(iter(self._sources()))] += len(batch_rows(ref)[1] if is_whole else step.samples.refs)
             return
-        last = samples[-1] if type(samples) is tuple and samples else None
-        if type(last) is tuple and len(last) == 3 and type(last[0]) is type(last[1]) is int:  # whole items
-            count = len(batch_rows(samples)[1])  # type: ignore[arg-type]
-        else:
-            count = len(step.samples.refs)
-        self._samples[next(iter(self._sources()))] += count
+        tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
+        self._samples.update(dict(zip(tags.tolist(), counts.tolist(), strict=True)))
 
     def _time(self, delivery: Delivery) -> None:
         """Count the measurements of a timed batch."""

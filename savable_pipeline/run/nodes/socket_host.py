@@ -99,7 +99,7 @@ class Node:
             else:
                 link.close()
                 self.differs = bytes(answer.head).decode().splitlines()
-                self.error = "it is not as this machine"
+                self.error = "it differs from this machine"
         except (OSError, EOFError) as error:
             self.error = wire.error_text(error)
 
@@ -306,7 +306,7 @@ class SocketHost(Host):
             log.info("%s has answered: %d workers", node.name, node.workers)
         elif node.differs:
             message = (
-                f"the node {node.name} is not as this machine, so that its batches could differ: "
+                f"the node {node.name} differs from this machine, so its batches could differ: "
                 f"{'; '.join(node.differs)}. Install the same there, or name in allow= of the workers what may differ"
             )
             if not self._has_begun:

@@ -158,14 +158,9 @@ def unpack_fingerprint(raw: bytes) -> Fingerprint:
     if has_too_many(plain, len(packed.compressed)):
         raise damaged("fingerprint: over a million values")
     found = decoded(plain, Fingerprint, "fingerprint")
-    _check_known_fields(found.fields)
+    for name in [name for name in found.fields if _base(name) in _KINDS]:
+        _check_kind(name, found.fields[name], _KINDS[_base(name)])
     return found
-
-
-def _check_known_fields(fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        if _base(name) in _KINDS:
-            _check_kind(name, value, _KINDS[_base(name)])
 
 
 def _check_kind(name: str, value: Any, kind: Any) -> None:
@@ -174,10 +169,6 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise damaged(f"fingerprint: {name}: {error}") from error
-
-
-def _setting(field: str) -> str:
-    return _base(field).rpartition(".")[2]
 
 
 def check_shards(saved: Fingerprint, current: PipelineFingerprint) -> None:
@@ -301,7 +292,7 @@ def checked_allow(allow: Iterable[str], saved: Fingerprint, current: PipelineFin
 def _never(name: str, current: PipelineFingerprint) -> str:
     """Return why a name in `allow` may never differ. It may be a part of a field's name."""
     fixed = {field: rule.fixed for field, rule in current.rules.items() if rule.fixed}
-    return next((fixed[field] for field in fixed if _base(name) in (_base(field), _setting(field))), "")
+    return next((fixed[field] for field in fixed if _base(name) in (_base(field), _base(field).rpartition(".")[2])), "")
 
 
 def _plain(field: str, value: Any) -> Any:

@@ -54,13 +54,9 @@ def batches_before(slot: int, lane: int, lanes: int) -> int:
     return max(0, slot - lane + lanes - 1) // lanes
 
 
+@restoring("the state")
 def check_flat(state: Mapping[str, Any]) -> None:
     """Raise `StateError` unless `state` is a flat dict with this release's numbers."""
-    with restoring("the state"):
-        _check_flat(state)
-
-
-def _check_flat(state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
         raise StateError(f"a state must be a dict, not {type(state).__name__}")
     missing = {"lanes", "epoch", "slot", "fingerprint"} - state.keys()
@@ -259,11 +255,8 @@ def to_json(state: Mapping[str, Any]) -> dict[str, int | str]:
         True
     """
     check_flat(state)
-    return {name: _base64_text(value) if isinstance(value, bytes) else value for name, value in state.items()}
-
-
-def _base64_text(value: bytes) -> str:
-    return _BYTES + base64.b64encode(value).decode("ascii")
+    encoded = {name: base64.b64encode(value) for name, value in state.items() if isinstance(value, bytes)}
+    return {**state, **{name: _BYTES + text.decode("ascii") for name, text in encoded.items()}}
 
 
 def from_json(saved: Mapping[str, Any]) -> dict[str, Any]:

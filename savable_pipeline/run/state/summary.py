@@ -89,14 +89,10 @@ def _find(value: Any) -> Iterator[dict[str, Any]]:
             yield from _find(part)
 
 
+@restoring("the state")
 def summarize(state: Mapping[str, Any]) -> StateSummary:
     """Decode a state. Raises `StateError` if it is damaged."""
     check_flat(state)
-    with restoring("the state"):
-        return _summarized(state)
-
-
-def _summarized(state: Mapping[str, Any]) -> StateSummary:
     fingerprint = unpack_fingerprint(state["fingerprint"])
     stages = list(fingerprint.fields.get("stages", []))
     numbers = lane_numbers(state)

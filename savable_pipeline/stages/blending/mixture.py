@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -17,6 +16,7 @@ from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.weights import Weight
 from savable_pipeline.data.shards.index import TAR
 from savable_pipeline.data.shards.paths import as_names
+from savable_pipeline.data.stores.opening import Cache
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.readers.reader import source_at
@@ -106,7 +106,16 @@ class Mixture(msgspec.Struct, frozen=True):
             200
         """
         shared = {"shuffle": shuffle, "block_size": block_size, "window": window, "exclude": exclude, "epochs": epochs}
-        return _BlendBuilder(lane, shared, (cache, cache_bytes), stride).build(self)
+
+        def build(entry: MixtureSource | Mixture) -> SampleStage:
+            """Build the reader of a dataset, or the `Blend` of a nested mixture."""
+            if isinstance(entry, MixtureSource):
+                return _reader(entry, lane, shared, (cache, cache_bytes))
+            stages = {name: build(inner) for name, inner in entry.sources.items()}
+            weights = {name: _weight(inner, stages[name]) for name, inner in entry.sources.items()}
+            return Blend(stages, weights=weights if entry.schedule is None else entry.schedule, stride=stride)
+
+        return build(self)
 
     @property
     def is_scheduled(self) -> bool:
@@ -139,36 +148,15 @@ class Mixture(msgspec.Struct, frozen=True):
                 yield from ((f"{name}/{inner}", tags) for inner, tags in entry.tags().items())
 
 
-@dataclass(frozen=True, slots=True)
-class _BlendBuilder:
-    """Builds the stages of a mixture, with the options that its readers share."""
-
-    lane: Lane
-    shared: dict[str, Any]
-    cache: tuple[Any, int | None]  # cache of tars: folder, and limit in bytes
-    stride: int
-
-    def build(self, entry: MixtureSource | Mixture) -> SampleStage:
-        """Build the reader of a dataset, or the `Blend` of a nested mixture."""
-        if isinstance(entry, MixtureSource):
-            return self._reader(entry)
-        stages = {name: self.build(inner) for name, inner in entry.sources.items()}
-        if entry.schedule is not None:
-            return Blend(stages, weights=entry.schedule, stride=self.stride)
-        weights = {name: _weight(inner, stages[name]) for name, inner in entry.sources.items()}
-        return Blend(stages, weights=weights, stride=self.stride)
-
-    def _reader(self, entry: MixtureSource) -> SampleStage:
-        """Build the reader of a dataset."""
-        own = {
-            name: getattr(entry, name) for name in ("columns", "key", "length", "stride", "dtype", "split", "subset")
-        }
-        options = {**self.shared, **{name: value for name, value in own.items() if value is not None}}
-        if source_at(as_names(entry.path), "", self.lane, self.cache).format.name == TAR:
-            options |= zip(("cache", "cache_bytes"), self.cache, strict=True)
-        if entry.repetitions is not None:
-            options["epochs"] = entry.repetitions or 1  # with 0 repetitions, the weight in the Blend is 0
-        return reader_of(entry.path, self.lane, options)
+def _reader(entry: MixtureSource, lane: Lane, shared: dict[str, Any], cache: Cache) -> SampleStage:
+    """Build the reader of a dataset, with the options that all readers share, and the cache of tars."""
+    own = {name: getattr(entry, name) for name in ("columns", "key", "length", "stride", "dtype", "split", "subset")}
+    options = {**shared, **{name: value for name, value in own.items() if value is not None}}
+    if source_at(as_names(entry.path), "", lane, cache).format.name == TAR:
+        options |= zip(("cache", "cache_bytes"), cache, strict=True)
+    if entry.repetitions is not None:
+        options["epochs"] = entry.repetitions or 1  # with 0 repetitions, the weight in the Blend is 0
+    return reader_of(entry.path, lane, options)
 
 
 def _weight(entry: MixtureSource | Mixture, stage: SampleStage) -> Weight:

@@ -24,7 +24,7 @@ from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.chunked_stage import make_elements, take_from, without_lost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
-from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref
+from savable_pipeline.stages.item_ref import Element, as_ref
 from savable_pipeline.stages.packing.pack_stage import EMPTY_PACK, PackStage
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_settings import check_function, function_settings
@@ -129,7 +129,7 @@ class ItemPacker(PackStage):
                 if not more:
                     break
                 self._buffer.add([Element(element.ref) for element in more])
-                make_elements(self.source, [element for element in more if not element.is_built])
+                make_elements(self.source, more)
                 elements += more
             if not self._buffer:
                 return False
@@ -153,12 +153,6 @@ class ItemPacker(PackStage):
         self._unpacked += items
         if self._unpacked >= self.info.max_empty:
             raise EncodeError(f"ItemPacker: {self._unpacked:,} items in a row made no pack, {last}. Change `select`.")
-
-    def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
-        """Rebuild the items with these refs."""
-        items = [Element(ref) for ref in refs]
-        make_elements(self.source, items)
-        return items
 
     def save_state(self) -> State:
         """Return the position.

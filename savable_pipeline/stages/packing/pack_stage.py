@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, without_lost
+from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, make_elements, without_lost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_ref import Element, ItemRef, remaining_sizes, sample_indices
 from savable_pipeline.stages.stage import ItemStage
@@ -65,9 +64,11 @@ class PackStage(ChunkedStage, ItemStage):
             elif items:
                 self._count_skip(element.value.reason, refs[0])
 
-    @abstractmethod
     def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
         """Rebuild the items with these refs. A lost item has a `Skip`, and a pack that lost items has their new ref."""
+        items = [Element(ref) for ref in refs]
+        make_elements(self.source, items)
+        return items
 
     def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:
         """Count a pack of these items, if it was not counted before."""

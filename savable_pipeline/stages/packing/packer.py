@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, get_args
+
+import msgspec
 
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.advice import check_choice, check_count
@@ -24,13 +25,13 @@ from savable_pipeline.stages.packing.packing_policies import (
     build_packing,
     saved_piece,
 )
-from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, TooLong, piece_ref
+from savable_pipeline.stages.packing.piece_maker import PackerState, PieceMaker, SavedPiece, TooLong, piece_ref
 from savable_pipeline.stages.stage import ItemStage, State, parse_state
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import check_function, function_settings
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
-log = logging.getLogger(__name__)
+_decode_pieces = msgspec.msgpack.Decoder(list[SavedPiece]).decode
 
 
 def check_packing(options: Mapping[str, Any]) -> None:
@@ -74,7 +75,7 @@ class OnlinePacker(PackStage):
         cost: `cost(length, images)`, such as `sp.attention_cost(hidden=2048)`.
         too_long: For items longer than `max_length`: "skip" and count them, "truncate" or "split" them by
             `encoder.cut`. None: "split" with "sequential", else "skip", with a warning above 10 %.
-        max_buffer_bytes: The most bytes of items in all open packs of a process; up to 16 items that were just taken do
+        max_buffer_bytes: The most bytes of items in all open packs of a process; up to 64 items that were just taken do
             not count. Other items are rebuilt when they are needed.
         encoder: Measures, cuts and packs items. None: the encoder upstream.
 
@@ -242,7 +243,17 @@ class OnlinePacker(PackStage):
             )
 
     def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
-        return self._pieces.rebuilt(refs)
+        for ref in refs:
+            if isinstance(ref[0], tuple) and len(ref) != 3:
+                raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
+        items = super()._rebuilt([ref[0] if isinstance(ref[0], tuple) else ref for ref in refs])
+        return [self._cut(item, ref) for item, ref in zip(items, refs, strict=True)]
+
+    def _cut(self, item: Element, ref: ItemRef) -> Element:
+        """Return an item, or its part if the ref is that of a cut item."""
+        if not isinstance(ref[0], tuple):
+            return Element(ref, item.value, measured=item.measured)
+        return Element(ref, item.value if type(item.value) is Skip else self._calls.cut(item.value, *ref[1:]))
 
     def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:
         if self._counts_late:
@@ -253,9 +264,10 @@ class OnlinePacker(PackStage):
     def save_state(self) -> State:
         """Return the open packs, and the items that are in no pack yet.
 
-        `packs` has for each open pack, oldest first, the ref and length of each item. Items with images or that are cut
-        also have images, start and whole length; items that "first_fit_decreasing" holds, the number of rounds. `count`
-        is the number of yielded packs, and `taken` the ref of the item that is not completely in packs yet, or None.
+        `packs` has each open pack, oldest first, as a list in MessagePack: the ref and length of each item. Items with
+        images or that are cut also have images, start and whole length; items that "first_fit_decreasing" holds, the
+        number of rounds. `count` is the number of yielded packs, and `taken` the ref of the item that is not completely
+        in packs yet, or None.
 
         The following are only saved if they are needed. `lengths` has the limits of open packs if another `max_length`
         was decided; `taken_part` the start of the rest of `taken` and its whole length; `taken_size` its declared
@@ -264,7 +276,8 @@ class OnlinePacker(PackStage):
         """
         packing, taken = self._packing, self._pieces.taken
         state = {
-            "packs": [pack.saved.copy() for pack in packing.packs],
+            # dd: a list in MessagePack, whose length has 4 bytes
+            "packs": [b"\xdd" + len(pack.pieces).to_bytes(4, "big") + pack.saved for pack in packing.packs],
             "count": self._count,
             "taken": None if taken is None else taken.ref,
             "source": self.source.save_state(),
@@ -293,8 +306,8 @@ class OnlinePacker(PackStage):
         packing = self._packing
         packing.rounds = saved.rounds
         lengths = saved.lengths or [self.max_length] * len(saved.packs)
-        for pack_of, length in zip(saved.packs, lengths, strict=True):
-            if pieces := self._pieces.known(pack_of):
+        for packed, length in zip(saved.packs, lengths, strict=True):
+            if pieces := self._pieces.known(_decode_pieces(packed)):
                 pack = packing.open(length)
                 for piece in pieces:
                     pack.add(piece)

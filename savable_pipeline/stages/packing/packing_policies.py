@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter, index
 from typing import Any, ClassVar, Literal, TypeAlias
 
+import msgspec
+
 from savable_pipeline.core.keyed_random import derive_key, permutation
 from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.cost import Costing
@@ -32,7 +34,8 @@ Policy = Literal["sequential", "first_fit", "best_fit", "first_fit_decreasing"]
 PackingFunction: TypeAlias = Callable[[list[int]], Sequence[Sequence[int]]]
 
 
-_AT_ONCE = 16  # most items to take from the source at a time
+_encoder = msgspec.msgpack.Encoder()
+_AT_ONCE = 64  # most items to take from the source at a time
 _NO_BOUND = 1 << 60  # more images than any pack has
 _MOST_SLACK = 1 << 120  # more than the slack of any pack
 _LONGEST = 4  # most rounds that a piece waits
@@ -79,7 +82,7 @@ class OpenPack:
     # length, whichever is less. It is set when a piece is added.
     slack: int = 0
     pieces: list[Piece] = field(default_factory=list)
-    saved: list[tuple[Any, ...]] = field(default_factory=list)  # the pieces as tuples for a state
+    saved: bytearray = field(default_factory=bytearray)  # the pieces in MessagePack
     length: int = field(init=False)  # most tokens of the pack
 
     def __post_init__(self) -> None:
@@ -92,7 +95,7 @@ class OpenPack:
     def add(self, piece: Piece) -> None:
         """Append a piece, and update the remaining room."""
         self.pieces.append(piece)
-        self.saved.append(saved_piece(piece))
+        _encoder.encode_into(saved_piece(piece), self.saved, -1)
         self.room -= piece.length
         self.images -= piece.images
         self.cost -= piece.cost

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from savable_pipeline.core.state_numbers import SavedCount
-from savable_pipeline.errors import CheckpointMismatchError, EncodeError
+from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.chunked_stage import make_elements, take_from, value_of
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
@@ -201,24 +201,6 @@ class PieceMaker(StageBuffer):
         """Return the tokens of an item that a piece covers."""
         return self._calls.cut(whole, piece.start, piece.start + piece.length) if piece.is_cut else whole
 
-    def rebuilt(self, refs: Sequence[ItemRef]) -> list[Element]:
-        """Rebuild the items of pieces with these refs.
-
-        Raises `CheckpointMismatchError` for other refs.
-        """
-        for ref in refs:
-            if isinstance(ref[0], tuple) and len(ref) != 3:
-                raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
-        items = [Element(ref[0] if isinstance(ref[0], tuple) else ref) for ref in refs]
-        make_elements(self._owner.source, items)
-        return [self._cut(item, ref) for item, ref in zip(items, refs, strict=True)]
-
-    def _cut(self, item: Element, ref: ItemRef) -> Element:
-        """Return an item, or its part if the ref is that of a cut item."""
-        if not isinstance(ref[0], tuple):
-            return Element(ref, item.value, measured=item.measured)
-        return Element(ref, item.value if type(item.value) is Skip else self._calls.cut(item.value, *ref[1:]))
-
     def measured(self, element: Element) -> Size:
         """Return length and images of a built item."""
         return self._calls.length(element, least=_LEAST), self._calls.images(element.value)
@@ -275,7 +257,7 @@ class SavedPiece(msgspec.Struct, array_like=True):
 class PackerState(msgspec.Struct):
     """The state of a packer; see `OnlinePacker.save_state`."""
 
-    packs: list[list[SavedPiece]]
+    packs: list[bytes]
     count: SavedCount
     taken: Any
     source: dict[str, Any]

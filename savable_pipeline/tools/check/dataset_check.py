@@ -96,7 +96,7 @@ def check_dataset(
     progress(0, len(names))
     for done, (name, answer) in enumerate(_check_shards(dataset, names, processes or os.cpu_count() or 1, options), 1):
         if answer is None:
-            fault = "the process that read it was killed, perhaps since memory ran out"
+            fault = "the process that read it was killed, perhaps because memory ran out"
             problems.append(Problem("cannot be checked", fault, name))
         else:
             reports.append(msgspec.msgpack.decode(answer, type=ShardReport))

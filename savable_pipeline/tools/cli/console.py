@@ -93,7 +93,7 @@ def check_output(*paths: Path | None) -> None:
         if path.is_dir():
             raise ValueError(f"{path} is a folder; expected a name for a file, such as {path / 'page.html'}")
         if not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent} to write it into; make it, or name another")
+            raise ValueError(f"{path}: there is no folder {path.parent}. Create it, or pass another path")
 
 
 ShowProgress: TypeAlias = Callable[..., None]  # (things done, all things, bytes done if known)

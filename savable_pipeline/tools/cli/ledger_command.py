@@ -73,7 +73,7 @@ def batch(
 
     with errors_as_lines():
         if output is None and save is None:
-            raise ValueError("nothing to write: give -o page.html, --save batch.pt, or both")
+            raise ValueError("nothing to write. Pass -o page.html, --save batch.pt, or both")
         check_output(output, save)
         rebuilt = rebuild_batch(named_pipeline(pipeline), LedgerFiles(folder), epoch, slot)
         title = f"{pipeline}, epoch {epoch}, slot {slot}"

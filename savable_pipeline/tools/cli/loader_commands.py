@@ -112,7 +112,7 @@ def verify_resume(
 
     with errors_as_lines():
         if not pictures.is_dir():
-            raise ValueError(f"{pictures}: there is no folder {pictures} for pictures; make it, or name another")
+            raise ValueError(f"{pictures}: there is no folder {pictures} for images. Create it, or pass another")
         plan = VerifyPlan(
             target,
             steps=steps,

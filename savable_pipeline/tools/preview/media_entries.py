@@ -112,7 +112,7 @@ def _clip_player(video: Video | None, audio: Audio | None, kind: str, room: Room
     data = clip(video, audio, seconds, room.excerpt) if seconds > 0 else b""
     if not data:
         return Player(kind, "", "no room for an excerpt: let the page show fewer samples")
-    return Player(kind, room.embed(f"{kind}/mp4", data), f"its first {seconds:.3g} s, encoded anew")
+    return Player(kind, room.embed(f"{kind}/mp4", data), f"its first {seconds:.3g} s, encoded again")
 
 
 def _video_facts(video: Video | None) -> str:

@@ -114,7 +114,7 @@ def _card(stage: Stage, number: int, batch: Any, fields: Fields) -> Card:
     if len(entries) == MOST_FIELDS:
         entries.append(CardEntry("…", "and perhaps more"))
     try:
-        found = [sample for row in traced_rows(stage, BatchSamples.of(stage.ref)) for sample in row]
+        found = [sample for row in traced_rows(stage, BatchSamples(stage.ref)) for sample in row]
     except SavableError as error:
         return Card(f"batch {number}", f"its samples are not known: {first_line(error)}", entries)
     sources = [

@@ -346,7 +346,7 @@ def run_advice(counters: NotedCounters, *, slowest_wait: float) -> Iterator[str]
             "before the Batcher evens their packs out."
         )
     if counters.totals["restarts"]:
-        yield f"{counters.totals['restarts']:.0f} workers were replaced: the log says what they were at."
+        yield f"{counters.totals['restarts']:.0f} workers were replaced. The log names the sample of each."
 
 
 def _advise_workers(counters: NotedCounters) -> str:

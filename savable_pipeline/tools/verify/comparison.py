@@ -66,7 +66,7 @@ class VerifyPlan:
         if self.random_cuts < 0 or not all(number >= 0 for number in self.workers):
             raise ValueError(f"--random-cuts and --workers must be at least 0: {self.random_cuts}, {self.workers}")
         if not self.cuts and not self.random_cuts:
-            raise ValueError("nothing would be cut: give --cut STEP or --random-cuts")
+            raise ValueError("no interruption is chosen. Pass --cut STEP or --random-cuts")
 
     def bounds(self, steps: int) -> list[int]:
         """Return the steps at which segments start and end.

@@ -311,5 +311,5 @@ def test_a_cache_that_is_removed_between_two_loaders_of_a_process_is_rebuilt(
     if by_another:
         shutil.copytree(tmp_path / "fresh", tmp_path / "cache")
     assert samples_of(open_any("s3://indexed/")) == expected["indexed"]
-    with pytest.raises(RemoteError, match=r"was removed during the run\. Make a new loader"):
+    with pytest.raises(RemoteError, match=r"was removed during the run\. Create a new loader"):
         samples_of(first)

@@ -338,7 +338,7 @@ def test_last_dot_keys_are_file_names_and_differences_to_tars_warn(tmp_path: Pat
     [
         (["a.jpg", "b.jpg", "labels.csv", "more.csv"], r"several kinds of files, csv \(2 files, such as labels.csv\)"),
         (["a.jpg", "b.jpg", "data.zip"], r"\.zip is not read here \(data\.zip\): unpack it"),
-        ([f"img.{i:04d}.txt" for i in range(30)], 'a key ends at the first dot .* Give key_end="last"'),
+        ([f"img.{i:04d}.txt" for i in range(30)], 'a key ends at the first dot .* Pass key_end="last"'),
     ],
 )
 def test_ambiguous_folder_is_an_error_with_a_fix(tmp_path: Path, names: list[str], told: str) -> None:

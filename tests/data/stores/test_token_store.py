@@ -81,7 +81,7 @@ def test_flat_file_truncated_within_a_token_is_reported_or_read_with_skip(tmp_pa
     for name in "ab":
         np.arange(10, dtype=np.uint32).tofile(tmp_path / f"{name}.bin")
     os.truncate(tmp_path / "a.bin", 39)
-    with pytest.raises(sp.ShardError, match=r"a\.bin: 39 bytes are no whole number of uint32; copy it again, or give"):
+    with pytest.raises(sp.ShardError, match=r"a\.bin: 39 bytes are no whole number of uint32\. Copy it again, or pass"):
         custom.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32")
     reader = custom.TokenReader(tmp_path, sp.Lane(), length=3, dtype="uint32", epochs=1, shuffle=False, on_error="skip")
     assert [sample.array("tokens")[0] for sample in reader] == [0, 3, 6] * 2
@@ -239,7 +239,7 @@ def test_headerless_arrays_use_the_dtype_argument(tmp_path: Path) -> None:
     samples = list(custom.TokenReader(tmp_path, sp.Lane(), length=10, dtype="uint16", shuffle=False, epochs=1))
     assert [sample.array("tokens").tolist() for sample in samples] == [list(range(n, n + 10)) for n in (0, 10, 20)] * 2
     with pytest.raises(
-        sp.ShardError, match=r"a\.npy: no header of NumPy: .*bare numbers, as OLMo-core .*: give dtype="
+        sp.ShardError, match=r"a\.npy: no header of NumPy: .*bare numbers, as OLMo-core .*\. Pass dtype="
     ):
         custom.TokenReader(tmp_path, sp.Lane(), length=10)
     with pytest.raises(sp.ShardError, match=r"a\.npy: 60 bytes are no whole number of uint64"):

@@ -62,8 +62,8 @@ main_folder()
 @pytest.mark.parametrize(
     ("script", "method", "told"),
     [
-        (UNGUARDED, "spawn", "makes a loader with workers again"),
-        pytest.param(UNGUARDED, "forkserver", "makes a loader with workers again", marks=pytest.mark.long),
+        (UNGUARDED, "spawn", "the main module creates a loader with workers"),
+        pytest.param(UNGUARDED, "forkserver", "the main module creates a loader with workers", marks=pytest.mark.long),
         pytest.param(
             UNDER_THE_GUARD,
             "spawn",

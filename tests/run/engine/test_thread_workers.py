@@ -440,7 +440,7 @@ def test_hung_thread_is_an_error_that_says_it_cannot_be_killed(make_shards: Any)
     encoder = Waits()
     pipeline = partial(number_pipeline, str(make_shards([600])), encoder=encoder)
     told = (
-        r"\(thread \d\) gave no batch in 0\.5 s, while it made a batch of lane 4, .*'s000009'.*thread cannot be killed"
+        r"\(thread \d\) gave no batch in 0\.5 s, while it built a batch of lane 4, .*'s000009'.*thread cannot be killed"
     )
     with loader(pipeline, threads(2, timeout=0.5)) as own:
         found = [next(own) for _ in range(4)]
@@ -469,7 +469,7 @@ def test_a_thread_that_ends_is_replaced(make_shards: Any, caplog: pytest.LogCapt
     with loader(partial(number_pipeline, str(make_shards([600])), encoder=Exits())) as own:
         assert [next(own) for _ in range(12)] == [[2 * i, 2 * i + 1] for i in range(12)]
         assert own.stats()["restarts"] == 2
-    assert "ended by SystemExit, while it made a batch of lane 4" in caplog.text
+    assert "ended by SystemExit, while it built a batch of lane 4" in caplog.text
 
 
 def test_loader_closes_without_waiting_for_a_slow_thread(

@@ -154,7 +154,7 @@ def test_sample_that_kills_three_workers_is_built_by_the_fourth(
     told = [record.message for record in caplog.records]
     assert len(told) == 3 and (tmp_path / "failed").read_text() == "xxx"
     for number, message in enumerate(told, start=1):
-        assert "while it made a batch of lane 4, in Encode, shard " in message and "key 's000009'" in message
+        assert "while it built a batch of lane 4, in Encode, shard " in message and "key 's000009'" in message
         assert f"replaced, restart {number} of 100" in message
         assert re.search(r"innermost call first:\n.*line \d+ in fail\n.*line \d+ in encode\n", message)
 
@@ -177,7 +177,7 @@ def test_encoder_that_exits_its_process_is_reported_with_the_exit_code(faulty: A
         found = [next(own) for _ in range(4)]
         for _ in range(2):
             told = (
-                f"ended with exit code {3 if how == 'exit' else 5}, while it made a batch of lane 4, .* death 4 there"
+                f"ended with exit code {3 if how == 'exit' else 5}, while it built a batch of lane 4, .* death 4 there"
             )
             with pytest.raises(sp.WorkerError, match=told):
                 next(own)
@@ -237,7 +237,7 @@ def test_hung_worker_is_reported_with_its_lane_after_the_timeout(faulty: Any, tm
         found = [next(own) for _ in range(4)]
         pids = workers(own)
         start = time.monotonic()
-        told = r"gave no batch in 0\.5 s and was killed, while it made a batch of lane 4, in Encode, .*'s000009', byte"
+        told = r"gave no batch in 0\.5 s and was killed, while it built a batch of lane 4, in Encode, .*'s000009', byte"
         with pytest.raises(sp.WorkerError, match=told) as caught:
             next(own)
         assert 1.9 < time.monotonic() - start < 30  # not the minute that the encoder hangs
@@ -525,8 +525,8 @@ def redefined(sample: sp.Sample) -> int:  # type: ignore[no-redef]
 def test_unpicklable_object_is_an_error_with_a_fix_for_its_cause(make_shards: Any) -> None:
     read = sp.read(make_shards([4]))
     causes = {
-        r"cannot pickle '_thread.lock' object\. Make what .* tokenizer, in the worker.*\.encode\(make\)": Tokenizing(),
-        r"not the same object as .*redefined\. It was defined again since, as by a notebook cell": first_defined,
+        r"cannot pickle '_thread.lock' object\. Create .* tokenizer, in the worker.*\.encode\(make\)": Tokenizing(),
+        r"not the same object as .*redefined\. It was redefined, as by a notebook cell": first_defined,
     }
     for told, cause in causes.items():
         pipeline = read.encode(cause) if isinstance(cause, Tokenizing) else read.map(cause)

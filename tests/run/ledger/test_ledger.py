@@ -192,7 +192,7 @@ def write_starts(folder: Path, *starts: tuple[int, int, int]) -> None:
     folder.mkdir()
     for each, (number, rank, slot) in enumerate(starts):
         begun = Start(records.FORMAT, number, rank, 2, 4, 7, 0, slot, [], b"")
-        batch = Batch.of(0, slot + rank, BatchSamples.of(()))
+        batch = Batch.of(0, slot + rank, BatchSamples())
         (folder / f"{each}.ledger").write_bytes(framed(begun) + framed(batch))
 
 
@@ -442,7 +442,7 @@ def test_forged_number_of_items_uses_no_memory(folder: Path) -> None:
 
 
 def test_batches_without_samples_have_a_record() -> None:
-    assert Batch.of(1, 7, BatchSamples.of(())).items == 0
+    assert Batch.of(1, 7, BatchSamples()).items == 0
 
 
 def test_a_folder_without_a_ledger_of_one_run_is_an_error(tmp_path: Path, shards: str) -> None:

@@ -306,7 +306,7 @@ def test_requeued_rows_are_yielded_alone_before_prefetched_batches(shards: str) 
         assert list(map(listed, taken[:2])) == [[[1, 0], [-1, -1], [1, 2]], [[0, 0], [-1, -1], [-1, -1]]]
         assert listed(taken[2])[0] == [4, 0] and own.in_flight() == (15, (0, 0))
         assert own.trace().slot == 4 and own.stats()["acknowledged/again"] == 3
-        assert own.stats()["acknowledged/given_again"] == 3 and own.stats()["acknowledged/unknown"] == 1
+        assert own.stats()["acknowledged/repeated"] == 3 and own.stats()["acknowledged/unknown"] == 1
         assert own.stats()["samples"] == 15 and own.stats()["batches"] == 7
 
 

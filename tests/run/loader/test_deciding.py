@@ -353,7 +353,7 @@ def test_packs_started_after_a_decision_have_the_new_length(shards: Path) -> Non
         ({"weights": {"a": 1, "b": 1}}, "but text has none"),
         ({"weights": {"a": 1, "b": 1, "c": 1}}, "no source is called 'c'. The sources are a, b, text, text/c"),
         ({"weights": {"a": 1, "b": "much", "text": 1}}, "must be a number"),
-        ({"weights": {"text/c": 0, "text/d": 0}}, "all weights are 0: 'c', 'd'. Give at least one a weight above 0"),
+        ({"weights": {"text/c": 0, "text/d": 0}}, "all weights are 0: 'c', 'd'. Set at least one above 0"),
         ({"weights": 3}, "a dict"),
         ({"exclude": "s000001"}, "must be a list: \\['s000001'\\]"),
         ({"exclude": [("c", "s000001")]}, "no source is called 'c'. The sources are 'a', 'b', 'text/c', 'text/d'"),
@@ -523,7 +523,7 @@ def test_ledger_numbers_the_rows_of_a_shortened_batch_like_its_receipts(shards: 
         one.acknowledge(one.receipts())
     seen = sp.Ledger(tmp_path).find([gone, kept])
     assert [(each.again, each.outcome) for each in seen[gone] or ()] == [(False, "dropped: can no longer be made")]
-    assert [(each.again, each.outcome) for each in seen[kept] or ()] == [(False, "given again"), (True, "trained")]
+    assert [(each.again, each.outcome) for each in seen[kept] or ()] == [(False, "repeated"), (True, "trained")]
 
 
 def test_excluded_keys_take_eight_bytes_each_in_a_state_and_tiny_weights_are_bounded(shards: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 import savable_pipeline as sp
 from savable_pipeline.run.loader import run as run_module
-from savable_pipeline.run.loader.position import BatchStep, Observer, Position
+from savable_pipeline.run.loader.position import BatchStep, Observer, Position, Repeater
+from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.run import Run
 from savable_pipeline.run.loader.savable_loader import run_of
 from tests.support.fake_backend import FakeBackend, fake_run
@@ -137,6 +138,12 @@ def test_run_and_stepper_name_no_observer() -> None:
         tree = ast.parse((folder / f"{name}.py").read_text())
         imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not {module.rpartition(".")[2] for module in imported} & BOOKS, name
+
+
+def test_observers_have_five_hooks_and_one_kind_repeats_batches() -> None:
+    hooks = {name for name in vars(Observer) if not name.startswith("_")}
+    assert hooks == {"on_batch", "on_skip", "on_save", "on_load", "close"}
+    assert Repeater.__subclasses__() == [RowsInFlight]
 
 
 def test_a_position_has_few_members() -> None:

@@ -62,7 +62,7 @@ def test_ledger_lists_each_yield_of_a_sample_with_its_outcome(shards: str, tmp_p
     assert told(ledger, keys[0]) == [[trained], [trained]]
     assert told(ledger, keys[1]) == [
         [(False, "dropped: stale", False)],
-        [(False, "given again", False), (True, "given again", False), again],
+        [(False, "repeated", False), (True, "repeated", False), again],
     ]
     assert told(ledger, keys[2]) == [[(False, "trained", True), again]] * 2
     assert told(ledger, lost) == [[(False, "", True), (False, "dropped: too old", False)]] * 2

@@ -54,7 +54,7 @@ def test_pipeline_with_all_stages_gets_no_hint(
 def test_pipeline_without_a_batcher_warns_once(make_shards: Any, caplog: pytest.LogCaptureFixture) -> None:
     root = str(make_shards([20]))
     (told,) = said_of(lambda lane: sp.Encode(sp.TarShardReader(root, lane, shuffle=False), NumberEncoder()), caplog)
-    assert told.startswith("WARNING the pipeline ends with Encode, so each step gets a single element")
+    assert told.startswith("WARNING the pipeline ends with Encode, so each step yields a single element")
 
 
 @pytest.mark.parametrize(("point", "inside"), [(30, False), (300, False), (20, True)])
@@ -278,5 +278,5 @@ def test_unsaved_settings_of_an_encoder_are_named(make_shards: Any, caplog: pyte
         return sp.Batcher(sp.Encode(samples, encoder), size=4)
 
     (hint,) = said_of(partial(pipeline, encoder=Scaled(0.5)), caplog)
-    assert hint.startswith("WARNING Scaled: a state does not compare name, scale.")
+    assert hint.startswith("WARNING Scaled: a resumed run does not compare name, scale.")
     assert said_of(partial(pipeline, encoder=Told(0.5)), caplog) == []

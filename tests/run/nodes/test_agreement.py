@@ -71,7 +71,7 @@ def test_a_stale_source_file_of_the_user_is_named(tmp_path: Path) -> None:
 
     try:
         refused = run()
-        assert refused.startswith(f"refused the node {agent.address} is not as this machine")
+        assert refused.startswith(f"refused the node {agent.address} differs from this machine")
         assert "module own_lengths: source" in refused and "own_encoders" not in refused
         assert "batch [" in run("module own_lengths")
     finally:

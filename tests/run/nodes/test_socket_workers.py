@@ -149,7 +149,7 @@ def test_a_sample_that_kills_its_workers_is_named_and_skipped(
         found = [number for _ in range(20) for number in next(loader)]
         assert loader.stats()["restarts"] == 4
     assert 20 not in found and {18, 19, 21, 22} <= set(found)
-    assert "ended by signal SIGSEGV, while it made a batch of lane" in caplog.text
+    assert "ended by signal SIGSEGV, while it built a batch of lane" in caplog.text
     assert "The sample is skipped from now on" in caplog.text and "in fail" in caplog.text  # its stack
     assert one[0][0].address in caplog.text
 

@@ -40,8 +40,11 @@ def test_names_merged_by_dots_stop_a_conversion_with_a_fix(tmp_path: Path, name:
     stopped = run("convert", source, tmp_path / "out")
     key, _, part = name.format(0).partition(".")
     assert stopped.exit_code == 2 and not (tmp_path / "out").exists()
-    assert f"so that {dotted} file{'s' * (dotted > 1)} would build 1 sample: " in flat(stopped.output)
-    assert all(each in flat(stopped.output) for each in ("--key-end last", "--key-end first", f"{key} the part {part}"))
+    assert f"so {dotted} file{'s' * (dotted > 1)} would become 1 sample: " in flat(stopped.output)
+    assert all(
+        each in flat(stopped.output)
+        for each in ("--key-end last", "--key-end first", f"would be the part {part} of the sample {key}.")
+    )
     last = run("convert", "--key-end", "last", source, tmp_path / "last")
     assert last.exit_code == 0 and "100 samples in 1 shard" in last.output and last.output.count("warning") == 1
     assert f"warning: {dotted} key{'s' * (dotted > 1)} had dots, which become _ in tars" in last.output
@@ -57,7 +60,7 @@ def test_names_repeated_in_each_folder_are_detected_as_merged(tmp_path: Path, co
     source = write(tmp_path / "in", *(f"{name}/frame.{i:03d}.txt" for name in "ab" for i in range(count)))
     stopped = run("convert", source, tmp_path / "out")
     assert stopped.exit_code == 2
-    told = f"{2 * count} files would build 2 samples: a/frame.000.txt would be of the sample a/frame"
+    told = f"{2 * count} files would become 2 samples: a/frame.000.txt would be the part 000.txt of the sample a/frame"
     assert told in flat(stopped.output)
 
 

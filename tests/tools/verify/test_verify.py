@@ -106,7 +106,7 @@ def test_a_loader_that_cannot_run_is_an_error_of_one_line(folder: Path) -> None:
     ("settings", "message"),
     [
         ({"steps": 1}, "at least 2"),
-        ({"random_cuts": 0}, "nothing would be cut"),
+        ({"random_cuts": 0}, "no interruption is chosen"),
         ({"random_cuts": -1}, "at least 0"),
         ({"workers": (-1,)}, "at least 0"),
     ],

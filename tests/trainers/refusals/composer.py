@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from composer import Trainer
-from composer.core import Callback
+from composer.core import Callback, Timestamp
 from composer.models import ComposerModel
+from composer.utils.parallelism import TPConfig
+from torch.distributed.device_mesh import init_device_mesh
 
 import savable_pipeline as sp
 from savable_pipeline.errors import StateError
 from savable_pipeline.trainers.composer import SavableData, eval_data
+from tests.support.toy_mesh import two_fake_ranks
 
 
 class Model(ComposerModel):
@@ -83,6 +87,16 @@ def test_callback_with_the_state_of_one_rank_is_rejected_on_save(make: Any, tmp_
     made = trainer(data, [data, Own()])
     with pytest.raises(sp.SavableError, match=r"Composer saves the state of rank 0 only.*SavableData"):
         made.save_checkpoint(str(tmp_path / "saved.pt"))
+
+
+def test_tensor_parallel_processes_need_shared_batches(make: Any) -> None:
+    """In one process, as one of the two of Composer's configuration."""
+    with two_fake_ranks():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        state: Any = SimpleNamespace(tp_config=TPConfig(device_mesh=mesh), timestamp=Timestamp(), dataset_resumption={})
+        with pytest.raises(ValueError, match=r"processes of tp need the same batches\. Pass ranks=sp\.Ranks\.of"):
+            SavableData(make(ranks=(0, 2)), batch_size=4).fit_start(state, None)  # type: ignore[arg-type]
+        SavableData(make(ranks=(0, 1)), batch_size=4).fit_start(state, None)  # type: ignore[arg-type]
 
 
 def test_evaluation_must_start_at_the_start(make: Any) -> None:
