@@ -31,7 +31,7 @@ from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.segments import ALIGN
 
 IS_LINUX = sys.platform == "linux"  # on other systems, each peer gets copies from the first rank
-_GLANCE_S = 0.02  # seconds between two reads of the store
+_POLL_S = 0.02  # seconds between two reads of the store
 _FIRST = "Order the ranks of all sharing groups alike."
 _IN_ORDER = "Create and iterate the same loaders in the same order on each of these ranks."
 _REACH = "Set MASTER_ADDR to an address of a network that both machines share."
@@ -71,8 +71,8 @@ def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...], store: Any
 def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
     """Return the peer that passes batches to this process, and those that get them.
 
-    The first rank gets them from none. Raises `WorkerError` if a peer does not come in time, `SavableError` if they
-    cannot share.
+    In the first rank, the former is None. Raises `WorkerError` if a peer does not connect in time, `SavableError` if
+    they cannot share.
     """
     meeting = _Meeting(sharing, timeout)
     with socket.socket(socket.AF_UNIX) as listener, socket.socket() as public:
@@ -105,7 +105,7 @@ class _Meeting:
         """Return the value, once the peer `index` has written it."""
         while not self._store.check([f"{self._key}/{name}"]):
             self._remaining_s([index])
-            time.sleep(_GLANCE_S)
+            time.sleep(_POLL_S)
         return ast.literal_eval(bytes(self._store.get(f"{self._key}/{name}")).decode())
 
     def _remaining_s(self, missing: Iterable[int]) -> float:
@@ -160,7 +160,7 @@ class _Meeting:
     def _accept(self, listener: socket.socket, expected: set[int]) -> None:
         """Accept these peers. Others, which cannot prove the secret, are rejected."""
         while missing := expected - self.accepted.keys():
-            listener.settimeout(min(self._remaining_s(missing), _GLANCE_S))
+            listener.settimeout(min(self._remaining_s(missing), _POLL_S))
             with contextlib.suppress(OSError), contextlib.ExitStack() as refused:
                 end = refused.enter_context(listener.accept()[0])
                 end.settimeout(3.0)

@@ -122,10 +122,11 @@ class PeerBackend:
         self._peers = []
 
     def _shared(self, key: Note, build: Callable[[], Any]) -> Delivery:
-        """Return on each rank what the first one has built for a key.
+        """Build a result in the first rank, and return it on all ranks.
 
-        A result that is not a batch is the `batch` of a `Delivery`. All ranks raise the same error. The key of a batch
-        has the kind of the request, the lane, and a hash of the lane's state before the batch.
+        All ranks must call this with equal keys in the same order, and raise the same error. The key of a batch has the
+        kind of the request, the lane, and a hash of the lane's state before the batch. A result other than a batch is
+        returned as the `batch` of a `Delivery`.
         """
         if not self._peers:
             self._upstream, self._readers = self._meet()

@@ -92,7 +92,7 @@ def with_facts(raw: bytes, facts: RunFacts) -> bytes:
 
 
 def checksum(packed: Any) -> bytes:
-    """Return the checksum in the result of `pack_state`, and anything for other bytes."""
+    """Return the checksum in the result of `pack_state`."""
     return bytes(packed[len(_NUMBERED) : _HEAD]) if isinstance(packed, bytes | bytearray) else b""
 
 

@@ -80,8 +80,8 @@ class GrowingSamples:
                 f"shards) {self.pairs}, here are {all_shards}"
             )
         self._dataset, self._selection = dataset, selection
-        self._stretches = [self.first(shards) for shards in counts]
-        if not self._stretches[0].count:
+        self._by_pair = [self.first(shards) for shards in counts]
+        if not self._by_pair[0].count:
             raise CheckpointMismatchError(
                 f"{dataset.address}: the first {counts[0]} shards have no sample. Restore them."
             )
@@ -89,8 +89,8 @@ class GrowingSamples:
     def of(self, epoch: int) -> EpochSamples:
         """Return the samples of an epoch."""
         if len(self._begins) == 1:
-            return self._stretches[0]
-        return self._stretches[int(np.searchsorted(self._begins, epoch, side="right")) - 1]
+            return self._by_pair[0]
+        return self._by_pair[int(np.searchsorted(self._begins, epoch, side="right")) - 1]
 
     def first(self, shards: int) -> EpochSamples:
         """Return the samples of the first `shards` shards."""
@@ -106,7 +106,7 @@ class GrowingSamples:
         The last block of an epoch may be smaller.
         """
         total = 0
-        for stretch, low, high in zip(self._stretches, self._begins, [*self._begins[1:], end], strict=True):
+        for stretch, low, high in zip(self._by_pair, self._begins, [*self._begins[1:], end], strict=True):
             epochs = min(high, end) - max(low, begin)
             total += max(0, epochs) * -(-stretch.count // size)
         return total
