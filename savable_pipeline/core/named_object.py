@@ -82,7 +82,7 @@ def _import_module(name: str) -> ModuleType:
     if not name.endswith(".py"):
         _search(Path.cwd())
         if importlib.util.find_spec(name.split(".")[0]) is None:
-            raise ValueError(f"no module {name!r} on the path or in {Path.cwd()}. Write a file with its suffix .py")
+            raise ValueError(f"no module {name!r} on the path or in {Path.cwd()}. Pass a file with its suffix .py")
         return importlib.import_module(name)
     if not path.is_file():
         raise ValueError(f"{name}: no such file (current folder: {Path.cwd()}). Check the path")

@@ -290,8 +290,8 @@ class RangeFile(io.BufferedReader):
 
 
 def seconds_of(file: BinaryIO) -> tuple[float, float | None]:
-    """Return the first and the last second of an opened part that its sample has.
+    """Return the start and end of an opened part in its file, in seconds.
 
-    A last second of None means the end of the file.
+    An end of None is the end of the file.
     """
     return (file.begin_s, file.end_s) if isinstance(file, RangeFile) else (0.0, None)
