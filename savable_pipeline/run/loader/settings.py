@@ -127,7 +127,7 @@ class LoaderSettings:
 
     @property
     def max_in_flight(self) -> int | None:
-        """Return the maximum number of rows in flight."""
+        """Return the maximum number of rows in flight, or None for no limit."""
         return self.acknowledge.max_in_flight if isinstance(self.acknowledge, Acknowledge) else None
 
     @property

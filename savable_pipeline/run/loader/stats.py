@@ -262,7 +262,10 @@ class Slowest:
 
     @property
     def shard(self) -> tuple[str, float] | None:
-        """Return the shard with the longest mean time per sample, in s, or None at first."""
+        """Return the slowest shard and its mean seconds per sample, or None.
+
+        Shards with few samples are not considered.
+        """
         known = [shard for shard, (count, _) in self._shards.items() if count >= _LEAST]
         return max(((shard, self._mean(shard)) for shard in known), key=lambda entry: entry[1], default=None)
 

@@ -285,7 +285,7 @@ class Leaf:
     def load(self, sample: Sample) -> Any:
         """Return the input of the encoder or of a cooker, or a `Skip`.
 
-        It is what Energon's loader would pass on.
+        The sample is the one that Energon's loader would pass on.
         """
         first, *others = self._files
         if first.excludes(sample):
