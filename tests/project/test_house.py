@@ -33,8 +33,8 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/run": 8147,
     "savable_pipeline/stages": 6581,
     "savable_pipeline/tools": 6239,
-    "savable_pipeline/trainers": 2595,
-    "task_encoders": 2457,
+    "savable_pipeline/trainers": 2602,
+    "task_encoders": 2464,
 }
 MOST_LINES_OF_TOOLS = 6140  # of the repository's own: quickstart, benchmarks, soaks, trials
 MOST_BENCHMARKS = 10  # commands in tools/bench; the timer, the data and the other loaders are not
