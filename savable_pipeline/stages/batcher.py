@@ -291,7 +291,10 @@ class Batcher(EncoderBatches):
         set_batch_size(source, size)
 
     def describe(self) -> StageInfo:
-        """Describe batches without excluded samples, which this stage drops if no `Encode` has."""
+        """Describe batches without excluded samples.
+
+        This stage drops them if no `Encode` has.
+        """
         return replace(super().describe(), yields_excluded=False)
 
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:

@@ -420,8 +420,7 @@ _WARNED_CLASSES: set[type] = set()  # classes of encoders
 def _warn_of_own_draws(encoder: TaskEncoder) -> None:
     """Warn, once per class, about Albumentations, whose pipelines draw from their own generators."""
     kind = type(encoder)
-    owners = *kind.__mro__, encoder
-    attributes = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    attributes = [value for owner in (*kind.__mro__, encoder) for value in getattr(owner, "__dict__", {}).values()]
     draws = any(type(v).__module__.startswith("albumentations.") and hasattr(v, "set_random_seed") for v in attributes)
     names = {name for value in attributes for name in getattr(getattr(value, "__code__", None), "co_names", ())}
     if draws and "set_random_seed" not in names and kind not in _WARNED_CLASSES:
@@ -465,7 +464,7 @@ class KeyedEncoder:
         return self.encode if due else self.unchecked
 
     def base(self, source: int) -> int:
-        """Return the 64-bit key from which the keys of all samples of a source are derived.
+        """Return the 64-bit key of a source, from which those of its samples are derived.
 
         `source` is the `Ref.source` of the samples.
         """
@@ -487,7 +486,7 @@ class KeyedEncoder:
             raise EncoderError(error) from error
 
     def opened(self, sample: Sample, part: int) -> tuple[tuple[Any, Rng], int]:
-        """Return the result of `encode`, its random numbers, and how many of its items are already used.
+        """Return (result, rng) of `encode`, and how many of its items are used.
 
         An open iterator that rebuilt an earlier part of the sample is used again. Raises `EncoderError`.
         """
@@ -594,9 +593,9 @@ def part_of(ref: ItemRef | Ref) -> int:
 
 
 class DeclaredSize:
-    """Sizes of items that an encoder declares by `length_of` and `images_of`, or by its length column.
+    """Sizes of items that an encoder declares.
 
-    `known` is whether it declares sizes.
+    It declares them by `length_of` and `images_of`, or by its length column. `known` is whether it does.
     """
 
     def __init__(self, encoder: TaskEncoder) -> None:

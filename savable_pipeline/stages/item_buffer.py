@@ -1,4 +1,4 @@
-"""`ItemBuffer`: elements that a stage has taken from its source and not yet yielded.
+"""`ItemBuffer`: elements that a stage has taken and not yet yielded.
 
 refs     r3  r7  r8  r9     saved in a state
 sizes    s3  s7  ·   ·      also saved if known, because later stages may depend on them
@@ -221,7 +221,7 @@ class ItemBuffer(StageBuffer):
         return element
 
     def exchange(self, slots: NDArray[np.int64], fresh: list[Element]) -> list[Element]:
-        """Put fresh elements into slots one after the other, and return the replaced elements.
+        """Put fresh elements into slots in turn, and return the replaced elements.
 
         Args:
             slots: The positions, int64 (n,), which may repeat.
@@ -281,7 +281,7 @@ class ItemBuffer(StageBuffer):
 
 
 def built_items(stage: Stage) -> int:
-    """Return the number of elements in all buffers of a stage whose values are in memory.
+    """Return the number of built elements in all buffers of a stage.
 
     They must be rebuilt if the lane moves to another worker.
     """
@@ -350,7 +350,7 @@ def is_whole(stage: Stage, ref: ItemRef) -> bool:
 
 
 class RefBuffer:
-    """Array of refs of samples that a stage has taken and not yet yielded, 12 bytes each."""
+    """Array of refs of samples that a stage has taken and not yet yielded."""
 
     def __init__(self, refs: RefArray) -> None:
         self._slots, self._filled = refs, len(refs)
@@ -471,7 +471,7 @@ class BudgetShare:
         self._budget, self._max_bytes = budget, max_bytes
 
     def count(self, elements: Sequence[Element]) -> None:
-        """Count the bytes of built elements, or drop the values that would exceed the limit."""
+        """Count the bytes of built elements, or drop values that would exceed the limit."""
         if (most := self._max_bytes) is None:
             return
         for element in elements:

@@ -52,7 +52,10 @@ def as_ref(ref: Any) -> ItemRef:
 
 
 def remaining_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, rest: ItemRef) -> tuple[SizeT, ...] | None:
-    """Return the sizes of the items of `rest`, which remain of the items of `ref`, or None if unknown."""
+    """Return the sizes of the items that remain in a pack, or None if unknown.
+
+    `sizes` are those of the pack `ref`, and `rest` is its ref without the lost items.
+    """
     if rest == ref or sizes is None:
         return sizes
     if len(sizes) != len(ref) - 1:
@@ -61,10 +64,10 @@ def remaining_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, rest: ItemRef
 
 
 def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
-    """Return the ref of an item or pack without the samples for which `is_gone(index)` is True.
+    """Return the ref of an item or pack without some of its samples.
 
-    The result is None if nothing remains. A ref in the form of a user's own stage is returned unchanged, or dropped
-    as a whole if any of its samples is gone.
+    They are those for which `is_gone(index)` is True. The result is None if nothing remains. A ref in the form of a
+    user's own stage is returned unchanged, or dropped as a whole if one of its samples is gone.
     """
     inner = [part for part in ref if isinstance(part, tuple)]
     if not inner:

@@ -184,7 +184,7 @@ class SkippedSamples:
         self._skip_for_error(sample, self.avoided[sample.index, sample.epoch], "avoided since it failed before")
 
     def lose(self, sample: Sample, error: Exception, *, counted: bool) -> Skip:
-        """Return the `Skip` of a sample that fails now although its item was yielded before.
+        """Return the `Skip` of a sample whose item was yielded, but fails now.
 
         `counted` is whether this object counted the item. It is False if the run that saved the state did. Raises the
         error if `tolerate` does.
@@ -244,9 +244,8 @@ class SkippedSamples:
     def encode_error(self, sample: Sample, error: Exception) -> EncodeError:
         """Return the `EncodeError` of a sample for which the encoder or filter raised."""
         cause = f"{self._function} failed on {sample_name(sample)}: {described(error)}"
-        fix = _fix(self._stage, error)
-        details = f"{_DETAILS}{self._stage}, {sample.location}, ref {tuple(sample.ref)}"
-        described_error = EncodeError(f"{cause}. {fix}{details}")
+        details = f"{self._stage}, {sample.location}, ref {tuple(sample.ref)}"
+        described_error = EncodeError(f"{cause}. {_fix(self._stage, error)}{_DETAILS}{details}")
         described_error.__cause__ = from_user_code(error)
         return described_error
 
@@ -271,7 +270,7 @@ class SkippedSamples:
 
 
 def absent_reason(origin: SampleSource) -> str:
-    """Return why a `Join` upstream skips a sample with this `Sample.origin`, or "" if it does not."""
+    """Return why a `Join` upstream skips samples of this `Sample.origin`, or ""."""
     return origin.absent if isinstance(origin, JoinedParts) else ""
 
 
@@ -320,8 +319,7 @@ class SourceCounts:
         if len(tags) > 1:
             by_tag = Counter([_tag_of_first(element.ref) for element in elements])
         for tag, number in by_tag.items():
-            items_counter, _ = _counter_names(tag)
-            self._counts[items_counter] += number
+            self._counts[_counter_names(tag)[0]] += number
 
     def reset_rows(self, elements: Sequence[Element]) -> None:
         """Restart counting consecutive drops for the sources of these items."""

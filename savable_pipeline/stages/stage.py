@@ -168,7 +168,7 @@ class Stage:
 
     @property
     def sources(self) -> tuple[Stage, ...]:
-        """Return the sources of this stage: none for a reader, several for a stage that merges."""
+        """Return the sources: none for a reader, several for a stage that merges."""
         return (self.source,)
 
     @cached_property
@@ -315,7 +315,7 @@ class BatchStage(ItemStage):
         return None
 
     def pass_over(self) -> bool:
-        """Skip the next batch, and build only what that requires. Returns False at the end."""
+        """Skip the next batch, building only what is needed. Returns False at the end."""
         return any(True for _ in self)
 
 
@@ -349,7 +349,7 @@ def saved_refs(stage: Stage, raw: object) -> RefArray:
 
 
 class PassThrough(Stage):
-    """Base of a stage, such as a filter, that returns elements of its source unchanged.
+    """Base of a stage, such as a filter, that returns its source's elements unchanged.
 
     `__next__` must return the last element of the source. The stage then needs no `ref`, `fetch` or state of its own.
     A stage that buffers, reorders or merges elements must not derive from this class:

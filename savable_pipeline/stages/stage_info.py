@@ -44,7 +44,10 @@ class ExcludedSamples:
         return untagged(index) in self.numbers.get(tag_of(index), ())
 
     def remaining(self, ref: ItemRef) -> ItemRef | None:
-        """Return the ref of an item or a pack without its excluded samples, or None if nothing remains."""
+        """Return the ref of an item or a pack without excluded samples.
+
+        It is None if nothing remains.
+        """
         return without(ref, self.__contains__)
 
 
@@ -54,9 +57,10 @@ NOTHING_EXCLUDED = ExcludedSamples()
 def read_exclude_file(
     path: str | os.PathLike[str] | None, lane: Lane, named: object, dataset: Dataset
 ) -> ExcludeFile | None:
-    """Return the exclude file at `path`, or None if that is None. It is read once for all lanes of a process.
+    """Return the exclude file at `path`, or None if `path` is None.
 
-    `named` is the key of the dataset among shared objects. Raises ValueError if `path` is the quarantine file.
+    The file is read once for all lanes of a process. `named` is the key of the dataset among shared objects. Raises
+    ValueError if `path` is the quarantine file.
     """
     if path is None:
         return None
@@ -67,9 +71,9 @@ def read_exclude_file(
 
 
 def excluded_numbers(file: ExcludeFile | None, lane: Lane, tag: int) -> frozenset[int]:
-    """Return the indices of the samples of a source that a file or a decision of the run excludes.
+    """Return the excluded indices of the source with this tag.
 
-    `tag` is the tag of the source, and the indices are without it.
+    A file or a decision of the run excludes them. The indices are without the tag.
     """
     of_file = frozenset[int]() if file is None else file.numbers
     decided = lane.facts.decisions.excluded.get(tag)
@@ -108,7 +112,7 @@ class StageInfo:
 
     @property
     def max_empty(self) -> int:
-        """Return how many consecutive samples, items or packs without a result end the run.
+        """Return how many samples, items or packs in a row without a result end a run.
 
         It is 30 times the dataset plus 1,000, at most 100,000. If a dataset has a single good sample, a lane that draws
         at random misses it for this long with probability e**-30.
@@ -116,7 +120,10 @@ class StageInfo:
         return min(30 * self.population + 1000, 100_000)
 
     def remaining(self, ref: ItemRef) -> ItemRef | None:
-        """Return the ref of an item or a pack without excluded samples and removed sources, or None."""
+        """Return the ref of an item or pack without excluded samples and removed sources.
+
+        It is None if nothing remains.
+        """
         return without(ref, lambda index: tag_of(index) not in self.tags or index in self.excluded)
 
     def key(self, purpose: str) -> int:

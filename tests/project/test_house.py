@@ -31,7 +31,7 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/core": 1308,
     "savable_pipeline/data": 13867,
     "savable_pipeline/run": 8145,
-    "savable_pipeline/stages": 6581,
+    "savable_pipeline/stages": 6591,
     "savable_pipeline/tools": 6238,
     "savable_pipeline/trainers": 2595,
     "task_encoders": 2457,
