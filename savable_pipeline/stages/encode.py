@@ -233,7 +233,7 @@ class Encode(ChunkedStage, ItemStage):
                     break  # otherwise a draw in a later sample would undo this count
                 if type(item) not in item_types:
                     if type(item) is Skip or hasattr(item, "__next__"):
-                        if self._start_fan_out(sample, item, rng or Rng(base, ref)):
+                        if self._set_fan(sample, item, rng or Rng(base, ref)):
                             return
                         continue
                     self._add_item_type(item)
@@ -255,7 +255,7 @@ class Encode(ChunkedStage, ItemStage):
             warn = partial(log.warning, _LIST_WARNING, encoder_call(self._encoder), len(item))
             self.lane.shared(("list", id(self._encoder)), warn)
 
-    def _start_fan_out(self, sample: Sample, item: Any, rng: Rng) -> bool:
+    def _set_fan(self, sample: Sample, item: Any, rng: Rng) -> bool:
         """Set `_fan` if the encoder's result is an iterator, or count a `Skip`. Returns whether it is an iterator."""
         if self._encoder.one_to_one:
             raise self._skipped.encode_error(sample, TypeError(f"one_to_one is set, but it returned {item!r}"))

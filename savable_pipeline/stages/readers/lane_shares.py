@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 Positions = NDArray[np.int64]
 # A lane may read this many samples, or this many times its share of an epoch, without building a batch.
-_MOST_UNUSED, _MOST_UNUSED_SHARES = 100_000, 10
+_UNUSED, _SHARES_UNUSED = 100_000, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ class LaneShares:
         lane's span of an epoch.
         """
         unused = self.lane.unused or 0
-        if unused > max(_MOST_UNUSED_SHARES * length, _MOST_UNUSED):
+        if unused > max(_SHARES_UNUSED * length, _UNUSED):
             raise SavableError(
                 f"{self.reader}: {self.lane} read {unused:,} samples without a batch (its share is {length:,}). "
                 "Keep more in the stage that drops them, or use fewer lanes."
