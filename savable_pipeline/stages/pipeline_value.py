@@ -529,7 +529,7 @@ class SamplePipeline(Pipeline):
         """
         if not is_maker(encoder):
             check_encoder(".encode", encoder)
-        check_limits(on_error, max_errors)
+        check_limits("Encode", on_error, max_errors)
         check_share(check)
         return self._then(ItemPipeline, Encode, encoder, on_error=on_error, max_errors=max_errors, check=check)
 
