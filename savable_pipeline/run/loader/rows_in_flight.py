@@ -1,4 +1,4 @@
-"""`RowsInFlight`: saves unacknowledged rows in the state, and repeats them after a load.
+"""`RowsInFlight`: saves unacknowledged rows in the state, and repeats rows after a load or `requeue`.
 
 next ──▶ batches to repeat, after a load the same number on each rank ──▶ the batches of new slots
          take no slot: `Position` stays                                   as in any run
@@ -42,9 +42,7 @@ class RowsInFlight(Repeater):
         self._pad, self._max_in_flight = settings.pad, settings.max_in_flight
         self.table = Acknowledgements(ranks, settings.lanes, noting=settings.ledger is not None)
         self._is_agreed = True  # whether the ranks have agreed on the number of batches to repeat
-        self._receipts: dict[
-            int, tuple[int, torch.Tensor]
-        ] = {}  # by parity of its number: number and receipts of each of the last two batches
+        self._receipts: dict[int, tuple[int, torch.Tensor]] = {}  # number and receipts of a batch, by number & 1
 
     def receipts(self, position: Position) -> torch.Tensor:
         """Return the receipts of the last batch, int64 (rows, 2)."""
