@@ -456,7 +456,7 @@ class SavableLoader:
 
 
 def run_of(loader: SavableLoader) -> Run:
-    """Return the run behind a loader."""
+    """Return the `Run` of a loader."""
     return loader.__savable_run__()
 
 
