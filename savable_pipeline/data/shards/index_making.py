@@ -195,7 +195,7 @@ class ScannedTables:
 
 
 def file_matches_index(root: Path, index: ShardIndex, number: int, form: Format) -> bool:
-    """Return whether a file has its indexed size and content, and its index rows are valid."""
+    """Return whether a file is as indexed, and its index rows are valid."""
     return index.is_whole(number) and with_handles(partial(_is_unchanged, root, index, number, form))
 
 
@@ -382,7 +382,9 @@ def serial_then_parallel(
 def each_job(
     serve: str, arguments: tuple[str, ...], jobs: Sequence[J], processes: int
 ) -> Generator[tuple[J, bytes | None], None, None]:
-    """Yield (job, answer) for each answer of `serve`, the name of a function as for `ChildProcess`.
+    """Yield (job, answer) for each answer to a job, from several child processes.
+
+    `serve` names a function as for `ChildProcess`.
 
     The answers are notes, which start with `NOTE`, and then one result, which does not. The result is None if the
     process crashed on the job.

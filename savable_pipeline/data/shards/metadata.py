@@ -1,4 +1,4 @@
-"""Reads `.nv-meta` next to the shards: Megatron-Energon's metadata, and the marks of unfinished writers.
+"""Reads `.nv-meta` next to the shards: Energon's metadata, and marks of writers.
 
     .nv-meta/.info.json  or .info.yaml    shard_counts: {name: samples}
     .nv-meta/split.yaml  or split.json    split_parts: {"train": [name or brace pattern, ...]}
@@ -64,7 +64,7 @@ class Split:
 
 
 def read_counts(root: Path) -> dict[str, int] | None:
-    """Return the number of samples of each shard in `.info.json` or `.info.yaml`, or None.
+    """Return the sample count by shard in `.info.json` or `.info.yaml`, or None.
 
     Raises `ShardError`.
     """

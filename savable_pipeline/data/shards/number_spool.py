@@ -18,7 +18,7 @@ _BLOCK = 1 << 18  # numbers that are compared together
 
 
 class NumberSpool:
-    """Numbers of the type `kind`, appended in order, in a binary `file` or a temporary one.
+    """Numbers of one type, appended in order, in `file` or a temporary file.
 
     >>> from savable_pipeline.data.shards.number_spool import NumberSpool
     >>> numbers = NumberSpool("<u4")
@@ -52,7 +52,7 @@ class NumberSpool:
         return _contents(self._file, "r").view(self._kind)
 
     def repeated(self) -> Iterator[tuple[int, int]]:
-        """Yield (position, value) of each number that occurs more than once, in order of position."""
+        """Yield (position, number) for each number that occurs more than once."""
         copy, numbers = NumberSpool(self._kind), self.numbers()
         copy.write(numbers)
         ordered = _contents(copy._file, "r+").view(self._kind)
@@ -65,7 +65,7 @@ class NumberSpool:
 
 
 def spooled(pieces: Iterable[bytes | memoryview]) -> bytes:
-    """Return the concatenation of pieces, as a view of a mapped temporary file if it is long."""
+    """Return the concatenation of pieces, as a view of a mapped file if it is long."""
     with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
         for piece in pieces:
             _write(file, memoryview(piece))

@@ -105,7 +105,7 @@ class ListedFiles:
     began_ns: int = 0
 
     def heads(self, wanted: Mapping[str, int]) -> dict[str, bytes]:
-        """Return the first bytes of the files `wanted`, which have the most bytes to read, without unreadable files."""
+        """Return the first bytes of readable files, at most as many as `wanted` says."""
         found = {}
         for name, most in wanted.items():
             with contextlib.suppress(OSError), with_handles(partial(self._opened, name)) as file:
@@ -175,7 +175,7 @@ def _listed_below(root: Path) -> ListedFiles:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a name is that of a hidden file, or of a file of a desktop or a tool such as HF's cache."""
+    """Return whether a name is hidden, or of a file of a desktop or a tool."""
     return name.startswith(".") or name in _TOOL_NAMES or (name.startswith(_LEFTOVERS) and name.endswith(".arrow"))
 
 

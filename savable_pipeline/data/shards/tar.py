@@ -75,7 +75,7 @@ def is_metadata(name: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Split a member's name into key and extension, at the first dot of its last component.
+    """Split a member's path into key and extension, at the first dot of its name.
 
     The result is None if the member is not part of a sample.
     """

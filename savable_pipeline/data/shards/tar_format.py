@@ -79,7 +79,7 @@ class TarColumns(msgspec.Struct, array_like=True):
         return msgspec.msgpack.decode(table.rows, type=cls)
 
     def table(self, entry: ShardEntry, note: str = "") -> ShardTable:
-        """Return the table of a shard with these rows, as MessagePack that is mapped if it is long."""
+        """Return the table of a shard with these rows, mapped if they are long."""
         fields = [getattr(self, name) for name in self.__struct_fields__]
         return ShardTable(entry, spooled(itertools.chain([bytes([0x90 + len(fields)])], *map(_packed, fields))), note)
 
@@ -305,7 +305,10 @@ class TarIndex(ShardIndex):
         return found
 
     def header_matches(self, name: str, fd: int, row: int, most: int | None = None) -> bool:
-        """Return whether the first `most` members of a sample (None: all) are as indexed and have one key."""
+        """Return whether the first `most` members of a sample match the index.
+
+        None means all. They must have one key.
+        """
         keys = set()
         try:
             layout = self.layout(row)

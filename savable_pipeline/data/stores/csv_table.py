@@ -151,7 +151,7 @@ def named(header: Row) -> Row:
 
 
 def reject_row(name: str, values: Iterable[str]) -> None:
-    """Raise ValueError if the first line has any of these values, which no name of a column has."""
+    """Raise ValueError if there are `values` that only a row has in the first line."""
     if value := next(iter(values), None):
         raise ValueError(
             f"{name}: the first line has {value!r}, not column names. Put a line such as image,caption before it"
