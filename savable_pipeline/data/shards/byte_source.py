@@ -292,7 +292,7 @@ class RangeFile(io.BufferedReader):
 
 
 def seconds_of(file: BinaryIO) -> tuple[float, float | None]:
-    """Return where the sample of an opened file starts and ends in it, in seconds.
+    """Return the start and end of an opened part in its file, in seconds.
 
     An end of None is the end of the file.
     """

@@ -85,8 +85,7 @@ class _ZstFile:
     """Frames of zstd. Unlike zstandard's own file, this one detects a truncated frame."""
 
     def __init__(self, packed: IO[bytes]) -> None:
-        self._packed = packed
-        self._new_frame = needed_package("zst").ZstdDecompressor().decompressobj
+        self._packed, self._new_frame = packed, needed_package("zst").ZstdDecompressor().decompressobj
         self._frame: Any = None
         self._in = self._out = b""
 

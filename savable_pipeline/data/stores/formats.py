@@ -316,8 +316,7 @@ def _fields_of(table: str, head: bytes, names: Collection[str], below: str = "")
     These are the usual fields, if there are any, and otherwise all fields. A field has its own part name if another
     field has files of the same kind.
     """
-    folder = posixpath.join(posixpath.dirname(table), below)
-    found: dict[str, str] = {}
+    folder, found = posixpath.join(posixpath.dirname(table), below), dict[str, str]()
     for row in itertools.islice(_first_rows(table, head), FIRST_ROWS if below else None):
         for field, value in row.items():
             path = value[0] if isinstance(value, list) and value else value

@@ -452,11 +452,10 @@ class ColumnarStore(GroupedStore):
             fault = f"no column {listed(missing)}; it has {listed(known)}. Pass columns= that all files have"
             raise ShardError(f"{self.where(shard)}: {fault}", reason=_NO_COLUMN)
         counts = Counter(known)
-        repeated = next((name for name in (known if self.wanted is None else self.wanted) if counts[name] > 1), None)
-        if repeated is not None:  # the user could mean either column
+        twice = next((name for name in (known if self.wanted is None else self.wanted) if counts[name] > 1), None)
+        if twice is not None:  # the user could mean either column
             raise ShardError(
-                f"{self.where(shard)}: {counts[repeated]} columns are named {repeated!r}. Rename them, or choose by "
-                "columns=",
+                f"{self.where(shard)}: {counts[twice]} columns are named {twice!r}. Rename them, or choose by columns=",
                 reason="columns of one name",
             )
 

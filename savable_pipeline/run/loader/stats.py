@@ -26,7 +26,7 @@ from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.engine.stage_timing import WatchedSamples
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import BatchStep, Observer, Position
-from savable_pipeline.run.state.lane_state import FIRST, LaneState, OfSource, reasons_of, unpack_state
+from savable_pipeline.run.state.lane_state import FIRST, LaneState, SourceCounter, reasons_of, unpack_state
 from savable_pipeline.run.state.state_dict import lane_numbers, read_lanes
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.item_ref import batch_rows
@@ -322,7 +322,7 @@ class SourceLosses(Observer):
         """Add the counters of a batch, and return the stages and sources with a skipped sample."""
         touched = set()
         for name, number in counts.items():
-            of = OfSource.of(name) if "/source/" in name else None
+            of = SourceCounter.parse(name) if "/source/" in name else None
             if of is not None and of.reason:
                 self._dropped.setdefault(of.key, Counter())[of.reason] += int(number)
                 touched.add(of.key)
