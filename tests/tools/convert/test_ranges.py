@@ -27,7 +27,13 @@ from tests.support.toy_files import file_hashes, write_captioned_images
 from tests.support.toy_sources import SOURCES, watch_written_ranges
 
 TABLES = ("jsonl", "json", "csv")
-NOT_EQUAL = {"Kaldi with segments", "Kaldi's folders of splits"}  # an error, and keys that repeat in two shards
+NOT_EQUAL = {
+    "Kaldi with segments",  # an error
+    "Kaldi's folders of splits",  # keys that repeat in two shards
+    "a tar of tars",  # a conversion rejects tars as parts of samples
+    "CSV beside a compressed table",  # a conversion also reads compressed files, which reading skips with a warning
+    "tars beside a compressed one",
+}
 OPENED = [pytest.param(each, id=each.name) for each in LAYOUTS if not each.error and each.name not in NOT_EQUAL]
 READ_IN_PLACE = [kind for kind in SOURCES if kind != "packed" and kind.partition(".")[2] not in ("gz", "zst", "xz")]
 
