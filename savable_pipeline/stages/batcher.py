@@ -2,7 +2,7 @@
 
 It is the last stage of most pipelines.
 
-`EncoderBatches` is what all stages have in common that make batches by an encoder, among it rows that only fill up.
+`EncoderBatches` is the base of all stages whose batches an encoder builds. It also pads batches.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import SettingRule
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
-_TRIED = 100  # samples to try when looking for an item for padding rows
-_NAMED = 2  # items of a batch whose samples an error names
+_TRIED = 100  # most samples to try to find an item for padding rows
+_ITEMS_NAMED = 2  # number of items of a batch whose samples an error names
 
 
 class _Samples(TaskEncoder):
@@ -52,8 +52,8 @@ class EncoderBatches(ChunkedStage, BatchStage):
 
     A subclass chooses the items of the next batch.
 
-    `encoder=None` uses the encoder upstream. Without one, a batch is the list of its samples. If the run pads, batches
-    are padded with repeated items, and `filler` builds batches for a lane that has no more.
+    `encoder=None` uses the encoder upstream. If there is none, a batch is the list of its samples. If the run pads,
+    padding rows repeat an item of the batch, and `filler` builds batches for a lane that has no more items.
     """
 
     ref: ItemRef = ()
@@ -64,7 +64,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
         chosen = source.info.encoder if encoder is None else encoder
         self._calls = EncoderCalls(type(self).__name__, source.info, _Samples() if chosen is None else chosen, "batch")
         self.drop_last, self._count = bool(drop_last), 0
-        self._first: ItemRef | None = None  # the ref of the lane's first item, set if batches are padded
+        self._first: ItemRef | None = None  # the ref of the lane's first item, only set if batches are padded
 
     def describe(self) -> StageInfo:
         """Describe batches of the encoder."""
@@ -81,7 +81,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
         if due is None:
             return []
         items, refs, size = due
-        batch = self._filled_up(items, refs, size)
+        batch = self._padded(items, refs, size)
         self._count_yielded(refs)
         return [Element(self.ref, batch)]
 
@@ -93,17 +93,17 @@ class EncoderBatches(ChunkedStage, BatchStage):
         return due is not None
 
     def make(self, elements: Sequence[Element]) -> None:
-        """Build batches without lost items.
+        """Rebuild batches, without their lost items.
 
-        The value is a `Skip` if all items of a batch are lost.
+        The value of a batch is a `Skip` if all its items are lost.
         """
         for element in elements:
             element.value = self.rebuilt(element.ref)[0]
 
     def rebuilt(self, ref: ItemRef, size: int = 0) -> tuple[Any, tuple[int, ...]]:
-        """Rebuild a batch. Returns it, and the positions of the rows that are lost.
+        """Return the rebuilt batch, and the positions of the lost rows.
 
-        If batches are padded, it has `size` rows, or if that is 0, as many as a full batch.
+        If batches are padded, it has `size` rows, or as many as a full batch if `size` is 0.
         """
         number, *parts = ref
         rows = [Element(part) for part in parts]
@@ -113,18 +113,18 @@ class EncoderBatches(ChunkedStage, BatchStage):
         if not (remaining and self.lane.pad):
             return self._calls.combined(remaining, number, self.info) if remaining else rows[0].value, lost
         size = size or max(len(remaining), self._rows_of(remaining[0]))
-        filled = remaining + remaining[:1] * (size - len(remaining))
-        return self._marked(self._calls.combined(filled, number, self.info), len(remaining), size), lost
+        padded = remaining + remaining[:1] * (size - len(remaining))
+        return self._with_valid(self._calls.combined(padded, number, self.info), len(remaining), size), lost
 
     @abstractmethod
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
-        """Return items and refs of the next batch, and the number of rows of a full one; None at the end.
+        """Return the next batch as (items, refs, rows of a full batch), or None at the end.
 
-        Items of a batch that is skipped may be unbuilt.
+        If the lane skips batches, items may be unbuilt.
         """
 
     def _combined(self, items: list[Any], refs: list[ItemRef]) -> Any:
-        """Combine items into the next batch. Raises `EncodeError` with the names of samples."""
+        """Return the next batch, of these items. Raises `EncodeError` with the names of samples."""
         try:
             return self._calls.combined(items, self._count, self.info)
         except EncodeError as error:
@@ -132,23 +132,23 @@ class EncoderBatches(ChunkedStage, BatchStage):
 
     def _samples_of(self, error: BaseException | None, refs: list[ItemRef]) -> str:
         """Describe the samples of the items that caused an error, or of the first items of the batch."""
-        about = error.items if isinstance(error, DifferingItemsError) else range(_NAMED)
-        return "".join(f"; item {i} is of {sample_names(self, refs[i])}" for i in about if i < len(refs))
+        positions = error.items if isinstance(error, DifferingItemsError) else range(_ITEMS_NAMED)
+        return "".join(f"; item {i} is of {sample_names(self, refs[i])}" for i in positions if i < len(refs))
 
     def _count_yielded(self, refs: list[ItemRef]) -> None:
-        """Count a yielded or skipped batch of the items with these refs, and set `ref`."""
+        """Set `ref` to that of a yielded or skipped batch, and count the batch."""
         self.ref = (self._count, *refs)
         self._count += 1
 
     @abstractmethod
     def _rows_of(self, item: Any) -> int:
-        """Return the rows of a full batch of such items, or 0 if they are dropped. Raises `EncodeError`."""
+        """Return the rows of a full batch with this item, or 0 if it is dropped. Raises `EncodeError`."""
 
-    def _filled_up(self, items: list[Any], refs: list[ItemRef], size: int) -> Any:
-        """Build the next batch. If batches are padded, it has `size` rows and the key "valid"."""
+    def _padded(self, items: list[Any], refs: list[ItemRef], size: int) -> Any:
+        """Return the next batch. If batches are padded, it has `size` rows and the key "valid"."""
         if not self.lane.pad:
             return self._combined(items, refs)
-        return self._marked(self._combined(items + items[:1] * (size - len(items)), refs), len(items), size)
+        return self._with_valid(self._combined(items + items[:1] * (size - len(items)), refs), len(items), size)
 
     def _note_first(self, ref: ItemRef) -> None:
         """Remember the ref of the lane's first item, which padding rows repeat."""
@@ -159,7 +159,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
         """Restore the ref of the lane's first item, unless it is now excluded."""
         self._first = None if saved is None else as_ref(saved)
         if self._first is not None and self.info.excluded.remaining(self._first) != self._first:
-            self._first = None  # an excluded item must not be in padding rows either
+            self._first = None  # padding rows must not repeat an excluded item
 
     def filler(self) -> Any:
         """Build a batch of padding rows for a lane that has no more batches.
@@ -170,12 +170,12 @@ class EncoderBatches(ChunkedStage, BatchStage):
         if type(item) is Skip or not self._rows_of(item):
             item = self._any_item()
         size = self._rows_of(item)
-        batch = self._marked(self._calls.combined([item] * size, self._count, self.info), 0, size)
+        batch = self._with_valid(self._calls.combined([item] * size, self._count, self.info), 0, size)
         self._count_yielded([])
         return batch
 
     def _any_item(self) -> Any:
-        """Return an item of any sample of the dataset, for a lane without samples."""
+        """Return an item of one of the dataset's first samples, for a lane that had no item."""
         refs = (ref for ref in _refs_of(self.source) if self.info.excluded.remaining(ref) == ref)
         for ref in islice(refs, _TRIED):
             with contextlib.suppress(EncodeError):
@@ -186,8 +186,8 @@ class EncoderBatches(ChunkedStage, BatchStage):
             f"tail='pad': the encoder skipped the first {_TRIED} samples, so no item can pad a batch. Use tail='stop'."
         )
 
-    def _marked(self, batch: Any, valid: int, size: int) -> Any:
-        """Add the key "valid" to a batch of `size` rows, of which the first `valid` are not padding."""
+    def _with_valid(self, batch: Any, valid: int, size: int) -> Any:
+        """Return a batch of `size` rows with the key "valid", which is True for the first `valid` rows."""
         import torch
 
         if not isinstance(batch, dict) or "valid" in batch:
@@ -203,17 +203,18 @@ class EncoderBatches(ChunkedStage, BatchStage):
 
 
 def rebuild(last: Stage, ref: ItemRef, size: int) -> tuple[Any, ItemRef, tuple[int, ...]]:
-    """Rebuild a batch without lost rows.
+    """Rebuild a batch without its lost rows.
 
-    Returns the batch, its ref, and the positions of its rows in the earlier batch.
+    Returns (batch, ref, positions), where `positions` says which rows of the earlier batch remain.
 
-    If no row remains, or `ref` is empty, it is a replacement without rows: a batch of padding rows if batches are
-    padded, and otherwise the lane's next batch. Raises `SavableError` if there is none.
+    If no row remains, or `ref` is empty, the batch is a replacement, and `positions` is empty. The replacement is a
+    batch of padding rows if batches are padded, and otherwise the lane's next batch. Raises `SavableError` if there is
+    none.
 
     Args:
         last: The last stage of the lane.
         ref: The ref of the earlier batch.
-        size: The number of rows that it had with padding; 0 without padding.
+        size: The number of rows of the earlier batch with padding, or 0 if batches are not padded.
     """
     number, rows = batch_rows(ref)
     remaining = {row: part for row, whole in enumerate(rows) if (part := last.info.remaining(whole)) is not None}
@@ -234,7 +235,7 @@ def rebuild(last: Stage, ref: ItemRef, size: int) -> tuple[Any, ItemRef, tuple[i
 
 
 def _refs_of(stage: Stage) -> Iterator[ItemRef]:
-    """Yield refs of possible elements of a stage, one for each sample, source after source."""
+    """Yield for each sample upstream the ref of an element that the stage may have yielded for it."""
     if not stage.sources:
         (tag,) = stage.info.tags
         yield from ((number | tag << TAG_SHIFT, 0, 0) for number in range(stage.info.population))
@@ -286,13 +287,13 @@ class Batcher(EncoderBatches):
         super().__init__(source, drop_last=drop_last, encoder=encoder)
         self.size = size
         self._buffer = ItemBuffer(self)  # items of the next batch
-        self._drops_excluded = source.info.yields_excluded  # drop excluded samples, if no `Encode` has done so
+        self._drops_excluded = source.info.yields_excluded  # whether no `Encode` has dropped excluded samples
         set_batch_size(source, size)
 
     def describe(self) -> StageInfo:
         """Describe batches without excluded samples.
 
-        This stage drops them if no `Encode` has done so.
+        This stage drops them if no `Encode` has.
         """
         return replace(super().describe(), yields_excluded=False)
 
@@ -310,7 +311,7 @@ class Batcher(EncoderBatches):
     def _count_yielded(self, refs: list[ItemRef]) -> None:
         """Also drop the items of the batch from the buffer.
 
-        More may be buffered if the state was saved with a larger `size`.
+        The buffer may have more items than a batch if the state was saved with a larger `size`.
         """
         super()._count_yielded(refs)
         self._buffer.drop(len(refs))
@@ -336,7 +337,7 @@ class Batcher(EncoderBatches):
         return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
 
     def _fill(self, n: int) -> list[Any]:
-        """Return the next `n` items, or fewer at the end. Items that are only skipped may be unbuilt."""
+        """Return the next `n` items, or fewer at the end. If the lane skips batches, they may be unbuilt."""
         while len(items := self._buffer.values(n, skips=self.lane.skips)) < n and self._fill_buffer(n):
             pass
         return items
@@ -351,10 +352,7 @@ class Batcher(EncoderBatches):
         return bool(elements)
 
     def save_state(self) -> State:
-        """Return the items of the next batch, and the number of yielded batches.
-
-        Of items, refs and sizes are saved.
-        """
+        """Return refs and sizes of the buffered items, and the number of yielded batches."""
         first = {} if self._first is None else {"first": self._first}
         return {"held": self._buffer.save(), "count": self._count, "source": self.source.save_state(), **first}
 

@@ -44,13 +44,13 @@ EncodeCall: TypeAlias = Callable[[Sample, Rng], Any]
 log = logging.getLogger(__name__)
 
 DONE: Any = object()
-_LIST = (
+_LIST_WARNING = (
     "%s returned a list of %d dicts, which is a single item: a batch has a list of as many dicts. To make an item of "
     "each, yield them, or return iter(...)"
 )
-_NONE = "it returned None; return an item or Skip(reason)"
-_MOST_OPENED = 10_000  # most samples to keep open that were taken without encoding
-_AHEAD = 16  # least number of refs to take from the source at a time
+_NONE_ERROR = "it returned None; return an item or Skip(reason)"
+_MOST_OPENED = 10_000  # most open samples that were taken without encoding them
+_LEAST_TAKEN = 16  # least number of refs to take from the source at a time
 
 
 class EncodeState(msgspec.Struct):
@@ -114,7 +114,7 @@ class Encode(ChunkedStage, ItemStage):
         encoder = lane_encoder("Encode", encoder, source.lane)
         self._ahead = TakenAhead()
         self._skipped = SkippedSamples(
-            encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead
+            "Encode", encoder_call(encoder), on_error, max_errors, self.counts, source.info, self._ahead
         )
         self.on_error, self._encoder = on_error, encoder
         self.one_to_one = encoder.one_to_one
@@ -122,10 +122,10 @@ class Encode(ChunkedStage, ItemStage):
         if encoder.length_column is not None:
             column = LengthColumn(encoder.length_column, source)
             self.keyed.declared.length_of, self.datasets = column.of, column.datasets
-        self._plain: set[type] = set()  # types of items so far, without `Skip` and iterators
-        # samples taken without encoding, with declared sizes
+        self._item_types: set[type] = set()  # types of all items so far, except `Skip` and iterators
+        # samples that were taken without encoding them, and their declared sizes, by (index, epoch)
         self._opened: dict[ItemRef, tuple[Sample, Size | None]] = {}
-        self._fan: FanOut | None = None  # the parts of the next sample, if it has several items
+        self._fan: FanOut | None = None  # iterator over the items of the next sample, if it has several
 
     def describe(self) -> StageInfo:
         """Describe items of the encoder, without excluded samples."""
@@ -144,23 +144,24 @@ class Encode(ChunkedStage, ItemStage):
         try:
             while len(elements) < n:
                 if ahead.next == len(ahead.refs):
-                    if not ahead.load(self.source, max(n - len(elements), _AHEAD), first=first):
+                    if not ahead.load(self.source, max(n - len(elements), _LEAST_TAKEN), first=first):
                         break
                     first = 0
-                mark, checks, fan, count = self._skipped.mark(), self.keyed.check.remaining, self._fan, self._part
+                snapshot, checks = self._skipped.snapshot(), self.keyed.check.remaining
+                fan, count = self._fan, self._part
                 try:
                     if fan is not None:
                         self._take_parts(elements, n)
-                    elif self.keyed.declared.known or (self.lane.skips and self._makes_all):
+                    elif self.keyed.declared.known or (self.lane.skips and self._always_one_item):
                         self._take_unbuilt(elements)
                     else:
                         self._take_samples(elements, n)
-                except DrawFound:  # the row has no effect, and is repeated
-                    self._skipped.roll_back(mark)
+                except DrawFound:  # undo the row, which the next iteration repeats
+                    self._skipped.roll_back(snapshot)
                     self.keyed.check.remaining = checks
                     self._fan = FanOut(self.keyed, fan.sample, count=count) if fan is not None else None
         except BaseException:
-            self._skipped.roll_back(before)  # the call returns no item, so all of it is undone
+            self._skipped.roll_back(before)  # undo the whole call, because it returns no item
             ahead.next = first
             self._fan = FanOut(self.keyed, ahead.opened[first], count=part) if part else None
             raise
@@ -170,21 +171,21 @@ class Encode(ChunkedStage, ItemStage):
 
     def _take_unbuilt(self, elements: list[Element]) -> None:
         """Take the next sample without encoding it, if its size is declared, or if the lane only skips its item."""
-        sample, size, skips = self._ahead.opened[self._ahead.next], None, False
+        sample, size, is_skipped = self._ahead.opened[self._ahead.next], None, False
         if not self._is_dropped(sample):
             self._report_sample(sample)
-            skips = self.lane.skips and self._makes_all and sample.origin.on_error == "raise"
+            is_skipped = self.lane.skips and self._always_one_item and sample.origin.on_error == "raise"
             try:
                 size = self.keyed.declared.of(sample)
             except Exception as error:
                 self._skipped.tolerate(sample, error)
                 self._ahead.next += 1
                 return
-        if size is None and not skips:
+        if size is None and not is_skipped:
             self._take_samples(elements, len(elements) + 1)
             return
         element = Element((sample.index, sample.epoch, 0), sizes=None if size is None else (size,))
-        if not skips:
+        if not is_skipped:
             self._opened[element.ref[:2]] = sample, size
             if len(self._opened) > _MOST_OPENED:
                 del self._opened[next(iter(self._opened))]
@@ -200,20 +201,20 @@ class Encode(ChunkedStage, ItemStage):
 
     def _take_samples(self, elements: list[Element], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, an error, or a sample that fans out."""
-        ahead, keyed, plain, status = self._ahead, self.keyed, self._plain, self.lane.worker.status
+        ahead, keyed, item_types, status = self._ahead, self.keyed, self._item_types, self.lane.worker.status
         avoided, excluded = self._skipped.avoided, self.info.excluded.numbers and self.info.excluded
-        first, depth, dataset = ahead.next, self.info.depth, None
+        first, depth, origin = ahead.next, self.info.depth, None
         chosen, append = ahead.opened[first : first + n - len(elements)], elements.append
         with keyed.seeding.row(len(chosen)) as seed:
             encode = keyed.due_encode()
-            function = keyed.function if encode is keyed.plain and seed is None else None
+            function = keyed.function if encode is keyed.unchecked and seed is None else None
             for ahead.next, sample in enumerate(chosen, first):
-                if sample.origin is not dataset:
-                    dataset, base = sample.origin, keyed.base(sample.origin.source)
-                    absent = absent_reason(dataset)
+                if sample.origin is not origin:
+                    origin, base = sample.origin, keyed.base(sample.origin.source)
+                    absent = absent_reason(origin)
                 index, epoch, _ = ref = (sample.index, sample.epoch, 0)
                 if absent or (excluded and index in excluded):
-                    self._skipped.skipped(sample, EXCLUDED if index in excluded else Skip(absent))
+                    self._skipped.count_skip(sample, EXCLUDED if index in excluded else Skip(absent))
                     continue
                 if status is not None:
                     status[0], status[1], status[2] = depth, index, epoch
@@ -225,48 +226,48 @@ class Encode(ChunkedStage, ItemStage):
                 try:
                     item = encode(sample, rng) if function is None else function(sample)
                     if item is None:
-                        raise TypeError(_NONE)
+                        raise TypeError(_NONE_ERROR)
                 except Exception as error:
                     keyed.seeding.check(ends=True)
                     self._skipped.tolerate(sample, error)
                     break  # otherwise a draw in a later sample would undo this count
-                if type(item) not in plain:
+                if type(item) not in item_types:
                     if type(item) is Skip or hasattr(item, "__next__"):
-                        if self._opens_fan(sample, item, rng or Rng(base, ref)):
+                        if self._set_fan(sample, item, rng or Rng(base, ref)):
                             return
                         continue
-                    self._add_plain(item)
+                    self._add_item_type(item)
                 append(Element(ref, item))
         ahead.next += 1
 
     def _fails_again(self, sample: Sample) -> bool:
-        """Return whether a sample failed before. If so, count it."""
+        """Return whether a sample is avoided because it failed before. If so, count it as skipped."""
         if (sample.index, sample.epoch) in self._skipped.avoided:
             self.keyed.seeding.check(ends=True)
             self._skipped.count_avoided_again(sample)
         return (sample.index, sample.epoch) in self._skipped.avoided
 
-    def _add_plain(self, item: Any) -> None:
+    def _add_item_type(self, item: Any) -> None:
         """Record the type of an item. Warn once per process about a list of dicts, which collates badly."""
-        self._plain.add(type(item))
+        self._item_types.add(type(item))
         dicts = type(item) is list and item and all(isinstance(part, dict) for part in item)
         if dicts and not (overrides(self._encoder, "batch") or overrides(self._encoder, "pack")):
-            warn = partial(log.warning, _LIST, encoder_call(self._encoder), len(item))
+            warn = partial(log.warning, _LIST_WARNING, encoder_call(self._encoder), len(item))
             self.lane.shared(("list", id(self._encoder)), warn)
 
-    def _opens_fan(self, sample: Sample, item: Any, rng: Rng) -> bool:
-        """Return whether the encoder's result is an iterator of parts. Count the sample if it is a `Skip`."""
+    def _set_fan(self, sample: Sample, item: Any, rng: Rng) -> bool:
+        """Set `_fan` if the encoder's result is an iterator, or count a `Skip`. Returns whether it is an iterator."""
         if self._encoder.one_to_one:
-            raise self._skipped.failed(sample, TypeError(f"one_to_one is set, but it returned {item!r}"))
+            raise self._skipped.encode_error(sample, TypeError(f"one_to_one is set, but it returned {item!r}"))
         if type(item) is Skip:
-            self._skipped.skipped(sample, item)
+            self._skipped.count_skip(sample, item)
             return False
         self._fan = FanOut(self.keyed, sample, (item, rng))
         return True
 
     @property
     def _part(self) -> int:
-        """Return the number of yielded parts of the next sample."""
+        """Return how many parts of the next sample were already yielded."""
         return 0 if self._fan is None else self._fan.count
 
     def _take_parts(self, elements: list[Element], n: int) -> None:
@@ -274,7 +275,7 @@ class Encode(ChunkedStage, ItemStage):
         fan, skipped, seeding = self._fan, self._skipped, self.keyed.seeding
         assert fan is not None
         if fan.encoded is None and self._is_dropped(fan.sample):
-            self._fan = None  # it started before the state was saved; the rest is dropped
+            self._fan = None  # the saved run yielded the first parts; drop the other ones
             return
         self._report_sample(fan.sample)
         try:
@@ -282,7 +283,7 @@ class Encode(ChunkedStage, ItemStage):
                 while len(elements) < n:
                     part, item = fan.count, fan.next()
                     if type(item) is Skip:
-                        skipped.skipped(fan.sample, item)
+                        skipped.count_skip(fan.sample, item)
                     elif item is not DONE:
                         elements.append(Element((fan.sample.index, fan.sample.epoch, part), item))
                     else:
@@ -290,34 +291,32 @@ class Encode(ChunkedStage, ItemStage):
                 else:
                     return
             if not part:
-                skipped.skipped(fan.sample, Skip("an iterator without items"))
-        except EncoderError as failed:  # the parts before the error stay items
+                skipped.count_skip(fan.sample, Skip("an iterator without items"))
+        except EncoderError as failed:  # the parts before the error are still yielded
             skipped.tolerate(fan.sample, failed.error)
         self._ahead.next, self._fan = self._ahead.next + 1, None
 
     def _report_sample(self, sample: Sample) -> None:
-        """Record this stage and sample in shared memory, for a report if the worker dies."""
+        """Write depth and sample to shared memory, so that an error can name them if the worker dies."""
         status = self.lane.worker.status
         if status is not None:
             status[0], status[1], status[2] = self.info.depth, sample.index, sample.epoch
 
     def can_skip(self, error: SavableError) -> bool:
-        """Return whether `on_error` says to skip such a sample.
+        """Return whether `on_error` skips a sample with this error.
 
         Args:
-            error: The error that describes the sample.
+            error: The error of the sample.
         """
         return skips(self.on_error, error)
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
-        """Skip a sample from now on.
-
-        This also holds for lanes that are restored from a later state.
+        """Skip a sample from now on, also in lanes that are restored from a later state.
 
         Args:
             index: The sample's index, as in its ref.
-            epoch: The epoch of the ref.
-            reason: The reason under which it is counted.
+            epoch: The epoch in its ref.
+            reason: The reason under which the sample is counted.
         """
         self._skipped.avoid(index, epoch, reason)
 
@@ -331,29 +330,30 @@ class Encode(ChunkedStage, ItemStage):
             element.value = self._rebuilt(element)
 
     def _rebuilt(self, element: Element) -> Any:
-        """Rebuild an item, or return the `Skip` of a lost or excluded sample."""
+        """Return the rebuilt item, or the `Skip` of a lost or excluded sample."""
         ref = element.ref
         opened, size = self._opened.pop(ref[:2], (None, None)) if type(ref) is tuple else (None, None)
-        counted, sample = opened is not None, self.source.fetch(ref) if opened is None else opened
+        sample = self.source.fetch(ref) if opened is None else opened
+        counted = opened is not None
         if sample.index in self.info.excluded:
             return EXCLUDED
-        if (lost := self._skipped.lost_before(sample, counted=counted)) is not None:
+        if (lost := self._skipped.known_loss(sample, counted=counted)) is not None:
             return lost
         self._report_sample(sample)
         try:
-            return self.keyed.seeding.call_alone(self.keyed.part, sample, element, size)
+            return self.keyed.seeding.call_alone(self.keyed.rebuild, sample, element, size)
         except EncoderError as failed:
             return self._skipped.lose(sample, failed.error, counted=counted)
 
     @property
-    def _makes_all(self) -> bool:
+    def _always_one_item(self) -> bool:
         """Return whether each sample becomes one item, or raises an error."""
         return bool(self.one_to_one) and self.on_error == "raise"
 
     def is_certain(self, ref: ItemRef) -> bool:
-        """Return whether an item cannot be lost.
+        """Return whether rebuilding an item never yields a `Skip`.
 
-        That is so if errors are raised, and no joined sample is missing.
+        That is so if errors are raised, no sample is avoided, and no joined sample is missing.
         """
         if self.on_error != "raise" or self._skipped.avoided or self.source.info.raises:
             return self.on_error == "raise" and not self._skipped.avoided
@@ -361,19 +361,21 @@ class Encode(ChunkedStage, ItemStage):
         return origin.on_error == "raise" and not absent_reason(origin)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """Return the source's count if each sample becomes one item or raises, or None.
+        """Return the number of items of a lane in a pass, or None if it is unknown.
+
+        It is known if each sample becomes one item or raises an error.
 
         Args:
             lane: The number of the lane.
             epoch: The number of the pass.
         """
-        return count_of(self.source, lane, epoch) if self._makes_all and not self.info.excluded else None
+        return count_of(self.source, lane, epoch) if self._always_one_item and not self.info.excluded else None
 
     def save_state(self) -> State:
         """Return the position.
 
-        `refs` are taken from the source but not encoded, 12 bytes each, and `part` is the number of yielded parts of
-        the first one. `samples` is the number of encoded samples. For `errors` and `avoided`, see
+        `refs` has the samples that were taken from the source but not encoded, 12 bytes each. `part` is how many parts
+        of the first of them were yielded. `samples` is the number of encoded samples. For `errors` and `avoided`, see
         `SkippedSamples.save_state`.
         """
         return {
@@ -406,23 +408,23 @@ class Encode(ChunkedStage, ItemStage):
 
 
 class EncoderError(Exception):
-    """Wraps an error of an encoder until `on_error` is applied."""
+    """Wrapper of an error of an encoder, for which `on_error` is still to be asked."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
-_WARNED: set[type] = set()  # classes of encoders
+_WARNED_CLASSES: set[type] = set()  # classes of encoders
 
 
 def _warn_of_own_draws(encoder: TaskEncoder) -> None:
     """Warn, once per class, about Albumentations, whose pipelines draw from their own generators."""
     kind = type(encoder)
-    attributes = [value for own in (*kind.__mro__, encoder) for value in getattr(own, "__dict__", {}).values()]
+    attributes = [value for owner in (*kind.__mro__, encoder) for value in getattr(owner, "__dict__", {}).values()]
     draws = any(type(v).__module__.startswith("albumentations.") and hasattr(v, "set_random_seed") for v in attributes)
     names = {name for value in attributes for name in getattr(getattr(value, "__code__", None), "co_names", ())}
-    if draws and "set_random_seed" not in names and kind not in _WARNED:
-        _WARNED.add(kind)
+    if draws and "set_random_seed" not in names and kind not in _WARNED_CLASSES:
+        _WARNED_CLASSES.add(kind)
         logging.getLogger(__name__).warning(
             "%s uses Albumentations, which draws its own random numbers. Call "
             "transform.set_random_seed(rng.integers(2**32)) in encode.",
@@ -433,35 +435,36 @@ def _warn_of_own_draws(encoder: TaskEncoder) -> None:
 class KeyedEncoder:
     """Calls of `encode` with the random numbers of a sample.
 
-    Their key is derived from the run's seed and the sample's ref. With another `purpose`, another stage than `Encode`
-    gets different numbers for the same sample.
+    Their key is derived from the run's seed, the `purpose` and the sample's ref. A `Filter` has another purpose than
+    `Encode`, so it gets different numbers for the same sample.
     """
 
     def __init__(self, encoder: TaskEncoder, lane: Lane, *, check: float | None, purpose: str = "encode") -> None:
         self.seeding = seeding_of(encoder, lane)
-        make_check = partial(PurityCheck, encoder, check, self.seeding, lane)
+        stage = "Encode" if purpose == "encode" else "Filter"
+        make_check = partial(PurityCheck, stage, encoder, check, self.seeding, lane)
         # by default all lanes of a process share one check
         self.check = lane.shared(("purity", id(encoder)), make_check) if check is None else make_check()
-        self.plain: EncodeCall = encoder.encode
-        self.encode: EncodeCall = self.plain if check == 0 and purpose == "encode" else self.check
+        self.unchecked: EncodeCall = encoder.encode
+        self.encode: EncodeCall = self.unchecked if check == 0 and purpose == "encode" else self.check
         self.function = encoder.function if isinstance(encoder, MappedFunction) and not encoder.with_rng else None
         _warn_of_own_draws(encoder)
         self.declared = DeclaredSize(encoder)
         self.encoder, self._name = encoder, type(encoder).__name__
         self._run_seed, self._purpose = lane.seed, purpose
         self._bases: dict[int, int] = {}
-        self._open: FanOut | None = None  # iterator of the item that was rebuilt last
+        self._open: FanOut | None = None  # open iterator of the part that was rebuilt last
 
     def due_encode(self) -> EncodeCall:
-        """Return the function that encodes the next samples.
+        """Return the function to encode the next samples with.
 
-        It is the encoder's own if none of them is checked.
+        It is the encoder's own method if none of these samples is checked.
         """
         due = self.encode is not self.check or self.check.remaining > 0 or self.seeding.wants_second_run()
-        return self.encode if due else self.plain
+        return self.encode if due else self.unchecked
 
     def base(self, source: int) -> int:
-        """Return the base of the keys of random numbers.
+        """Return the 64-bit key of a source, from which those of its samples are derived.
 
         `source` is the `Ref.source` of the samples.
         """
@@ -483,19 +486,19 @@ class KeyedEncoder:
             raise EncoderError(error) from error
 
     def opened(self, sample: Sample, part: int) -> tuple[tuple[Any, Rng], int]:
-        """Return the result of `encode`, its random numbers, and the items so far.
+        """Return (result, rng) of `encode`, and how many of its items are used.
 
-        An iterator that rebuilt an earlier part of the sample is used again. Raises `EncoderError`.
+        An open iterator that rebuilt an earlier part of the sample is used again. Raises `EncoderError`.
         """
         fan, self._open = self._open, None
         if fan is not None and fan.encoded and fan.count <= part and fan.sample.ref == sample.ref:
             return fan.encoded, fan.count
         return self.encoded(sample), 0
 
-    def part(self, sample: Sample, element: Element, declared: Size | None) -> Any:
-        """Rebuild an item, and compare it with its `declared` or saved size.
+    def rebuild(self, sample: Sample, element: Element, declared: Size | None) -> Any:
+        """Rebuild the item of `element`, and compare it with its `declared` or saved size.
 
-        Raises `EncoderError`, or `EncodeError` if the sample has no such part this time.
+        Raises `EncoderError`, or `EncodeError` if the sample no longer has this part.
         """
         part = part_of(element.ref)
         (result, rng), count = self.opened(sample, part)
@@ -521,8 +524,8 @@ class KeyedEncoder:
 class FanOut:
     """Iterator over the items of a sample that fans out.
 
-    `count` is the number of items so far, including a `Skip`. `encoded` has the encoder's iterator and its random
-    numbers; without it, the sample is encoded when the next item is requested.
+    `count` is the number of items so far, where a `Skip` counts too. `encoded` is the encoder's iterator with its
+    random numbers. If it is None, the sample is encoded when the next item is requested.
     """
 
     def __init__(
@@ -578,9 +581,9 @@ class FanOut:
 
 
 def part_of(ref: ItemRef | Ref) -> int:
-    """Return the part of a ref.
+    """Return the number of the part in the ref of an item.
 
-    Raises `CheckpointMismatchError` if it is not the ref of an item.
+    Raises `CheckpointMismatchError` if it is not such a ref.
     """
     if isinstance(ref, Ref):
         return ref.part
@@ -590,9 +593,9 @@ def part_of(ref: ItemRef | Ref) -> int:
 
 
 class DeclaredSize:
-    """Sizes by `length_of` and `images_of` of an encoder, or by its length column.
+    """Sizes of items that an encoder declares.
 
-    `known` is whether it has them.
+    It declares them by `length_of` and `images_of`, or by its length column. `known` is whether it does.
     """
 
     def __init__(self, encoder: TaskEncoder) -> None:
@@ -616,8 +619,8 @@ class DeclaredSize:
     def check(self, sample: Sample, element: Element, item: Any, declared: Size | None) -> None:
         """Raise `EncodeError` if the size of a built item differs from the declared one.
 
-        A saved element has its declared size, unless it is one of several items of a sample, which a later stage
-        measured.
+        The size of a saved element is the declared one, except for one of several items of a sample, which a later
+        stage measured.
         """
         planned = declared or (element.sizes[0] if element.sizes and not hasattr(item, "__next__") else None)
         if planned is None or not self.known:

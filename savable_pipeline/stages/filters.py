@@ -1,4 +1,4 @@
-"""`Filter`: the stage that `.filter(f)` makes, of samples or of items."""
+"""`Filter`: the stage of `.filter(f)`, for samples and for items."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from savable_pipeline.stages.skipped_samples import SkippedSamples, absent_reaso
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state, saved_refs
 from savable_pipeline.stages.task_encoder import Skip
 
-_MAX_ERRORS = 0.1  # largest fraction of a lane's elements that may be skipped because of errors
-_MOST_ITEMS = 16  # items to take from the source at a time, which are all in memory
-_DROPS = "{} dropped {}. Change its condition."
+_MAX_ERRORS = 0.1  # greatest fraction of a lane's elements that may be skipped because of errors
+_ITEMS_AT_ONCE = 16  # most items to take from the source at a time, because they are all in memory
+_DROPPED_MESSAGE = "{} dropped {}. Change its condition."
 
 
 class _FilterState(EncodeState, kw_only=True):
@@ -46,7 +46,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
 
     Raises:
         ValueError: A setting is wrong.
-        EncodeError: `function` raised, or nothing is kept of very many in a row, or of a whole pass without a loader.
+        EncodeError: `function` raised, or dropped very many elements in a row, or all of a pass without a loader.
     """
 
     def __init__(
@@ -64,18 +64,20 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             check_mapped(".filter", function, most=1)
             global_rng = False  # a function of an item draws nothing
         self._name = f".filter({mapped_name(function)})"
-        self._skipped = SkippedSamples(self._name, on_error, _MAX_ERRORS, self.counts, source.info, self._ahead)
+        limits = on_error, _MAX_ERRORS
+        self._skipped = SkippedSamples("Filter", self._name, *limits, self.counts, source.info, self._ahead)
         self._function = source.lane.own(function)
         encoder = MappedFunction(".filter", self._function, global_rng=global_rng)
         self.keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
-        self._passed, self._row = 0, 0  # elements that passed, and elements since the last of them
+        # number of elements that passed, and of elements that were tried since the last of them
+        self._passed, self._since_passed = 0, 0
 
     def take(self, n: int) -> Any:
-        """Return the elements that pass among the next ones, 1 to `n`, or none at the end.
+        """Return the next elements that pass, 1 to `n`, or none at the end.
 
-        They are refs of samples, REF (any,), or a list of items.
+        Samples are returned as refs, REF (any,), and items as a list of `Element`.
         """
-        ahead, n = self._ahead, n if self.yields == "samples" else min(n, _MOST_ITEMS)
+        ahead, n = self._ahead, n if self.yields == "samples" else min(n, _ITEMS_AT_ONCE)
         while n:
             if ahead.next == len(ahead.refs) and not ahead.load(self.source, n, first=ahead.next):
                 self._check_passed()
@@ -90,14 +92,14 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
                         if passed[-1]:
                             elements.append(each if isinstance(each, Element) else Element((each.index, each.epoch, 0)))
                         elif passed[-1] is None:
-                            break  # a later draw must not undo this count
+                            break  # otherwise a draw in a later element would undo this count
                 ahead.next += 1
             except BaseException as error:
                 is_of_element = isinstance(error, SavableError) and 0 < len(passed) == ahead.next - first
                 self._skipped.roll_back(before)
                 if is_of_element:
-                    n = len(passed)  # the elements before it come first, as without reading ahead
-                elif not isinstance(error, DrawFound):  # whose row is repeated
+                    n = len(passed)  # return the elements before the failed one first, and raise at the next call
+                elif not isinstance(error, DrawFound):  # after a `DrawFound`, the row is repeated
                     raise
                 continue
             self._skipped.end(self.info.tags)
@@ -108,13 +110,13 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         return ahead.refs[:0]
 
     def _try(self, element: Any) -> bool | None:
-        """Return the result of `function`, or None if the element is lost, or skipped because of an error.
+        """Return the result of `function`, or None if the element is lost or skipped because of an error.
 
-        `element` is a sample, or an `Element` of an item.
+        `element` is a `Sample`, or an `Element` with an item.
         """
         if is_item := isinstance(element, Element):
             item = value_of(self.source, element)
-            if type(item) is Skip:  # which was counted upstream
+            if type(item) is Skip:  # a lost item, which was counted upstream
                 return None
         elif element.index in self.info.excluded or absent_reason(element.origin):
             return True
@@ -127,38 +129,38 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             error = failed.error if isinstance(failed, EncoderError) else failed
         self.keyed.seeding.check(ends=True)
         sample = sample_of(self.source, element.ref) if is_item else element
-        if is_item and is_environment_error(error):  # a resumed run would yield the item
-            raise self._skipped.failed(sample, error)
+        if is_item and is_environment_error(error):  # if it were skipped, a resumed run would yield it
+            raise self._skipped.encode_error(sample, error)
         self._skipped.tolerate(sample, error)
         return None
 
     def _count(self, passed: Sequence[bool | None]) -> None:
-        """Count results of `function`. Raises `EncodeError` if very many in a row were dropped."""
+        """Count results of `_try`. Raises `EncodeError` if very many elements in a row were dropped."""
         if dropped := passed.count(False):
             self.counts["filtered"] += dropped
         self._passed += passed.count(True)
-        self._row = 0 if any(passed) else self._row + len(passed)
-        if self._row >= self.info.max_empty:
-            raise EncodeError(_DROPS.format(self._name, f"{self._row:,} in a row"))
+        self._since_passed = 0 if any(passed) else self._since_passed + len(passed)
+        if self._since_passed >= self.info.max_empty:
+            raise EncodeError(_DROPPED_MESSAGE.format(self._name, f"{self._since_passed:,} in a row"))
 
     def _check_passed(self) -> None:
-        """Raise `EncodeError` if this was a pass over all samples, and none passed."""
+        """Raise `EncodeError` if this lane has tried all elements of a pass, and none passed."""
         if self._ahead.done and not self._passed and self.lane.count == 1:
-            raise EncodeError(_DROPS.format(self._name, f"all {self._ahead.done:,} of an epoch"))
+            raise EncodeError(_DROPPED_MESSAGE.format(self._name, f"all {self._ahead.done:,} of an epoch"))
 
     def save_state(self) -> State:
         """Return the position.
 
-        `refs` are the elements that were taken but not tried, and `samples` is the number of tried ones. `passed` of
-        them passed, and `row` were tried since the last of these. For `errors` and `avoided`, see
-        `SkippedSamples.save_state`.
+        `refs` are the elements that were taken but not tried, and `samples` is the number of tried elements. `passed`
+        is how many of these passed, and `row` how many were tried since the last one that passed. For `errors` and
+        `avoided`, see `SkippedSamples.save_state`.
         """
         return {
             "refs": self._ahead.save(),
             "samples": self._ahead.done,
             **self._skipped.save_state(),
             "passed": self._passed,
-            "row": self._row,
+            "row": self._since_passed,
             "source": self.source.save_state(),
         }
 
@@ -170,7 +172,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         refs = known_refs(self, saved_refs(self, saved.refs)) if is_samples else restored_elements(self, saved.refs)
         self._ahead.restore(self.source, refs, saved.samples)
         self._skipped.restore(self, saved.errors, saved.avoided)
-        self._passed, self._row = saved.passed, saved.row
+        self._passed, self._since_passed = saved.passed, saved.row
 
     def settings(self) -> dict[str, Any]:
         """Return the name of `function`, and the arguments that a `partial` binds."""

@@ -1,12 +1,12 @@
-"""`ItemBuffer`: elements that a stage has taken and not yet returned.
+"""`ItemBuffer`: elements that a stage has taken and not yet yielded.
 
 refs     r3  r7  r8  r9     saved in a state
 sizes    s3  s7  ·   ·      also saved if known, because later stages may depend on them
 values   a   ·   b   ·      in memory, or · UNBUILT: rebuilt from the ref when it is needed
 bytes    40  0   52  0      of values in memory, counted for the whole process if there is a limit
 
-If an element can no longer be built, because its sample is now excluded or missing, a `Skip` is returned instead. The
-stage upstream has counted it, and the caller must drop it.
+If an element can no longer be built, because its sample is now excluded or missing, its value is a `Skip`. The stage
+upstream has counted it as skipped, and the caller must drop it.
 
 The limit applies to the bytes of all values in the buffers of a process, over all lanes. A value that exceeds it is
 dropped, and rebuilt when it is needed.
@@ -39,17 +39,16 @@ from savable_pipeline.stages.stage_info import REASON
 from savable_pipeline.stages.task_encoder import Skip
 
 RefsT = TypeVar("RefsT", RefArray, list[ItemRef])
-# types without parts, and types of numbers
-_LEAVES = {int, float, str, bytes, bool, type(None)}
+_LEAVES = {int, float, str, bytes, bool, type(None)}  # types without parts
 _NUMBERS = {int, float, bool}
-_MEASURED = 16  # parts of a longer list to measure, to estimate the size of the list
+_MEASURED = 16  # number of parts to measure of a longer list, to estimate its size
 
 
 class StageBuffer:
-    """Base of what a stage has taken and not yet returned.
+    """Base of buffers of elements that a stage has taken and not yet yielded.
 
-    It has only a weak reference to the stage, so that a stage that is no longer used frees its items and its source's
-    files at once.
+    It has only a weak reference to the stage. A stage that is no longer used therefore frees its items, and the files
+    of its source, at once.
     """
 
     def __init__(self, stage: Stage, max_bytes: int | None = None) -> None:
@@ -69,14 +68,14 @@ class StageBuffer:
 
 
 class ItemBuffer(StageBuffer):
-    """A list of elements of `stage.source`, whose refs `stage` saves.
+    """List of elements of `stage.source`, whose refs `stage` saves.
 
-    They are items, packs or samples.
+    The elements are items, packs or samples.
 
     Args:
-        stage: The stage that holds the elements. Its source rebuilds them.
-        max_bytes: The limit in bytes for the items that all such lists of a process hold together. An item beyond it is
-            dropped, and rebuilt when it is taken. Default: no limit.
+        stage: The stage that buffers the elements. Its source rebuilds them.
+        max_bytes: The most bytes of items in all such lists of a process. The value of an item beyond it is dropped,
+            and rebuilt when the item is popped. Default: no limit.
 
     Example:
         >>> class Swapped(custom.ItemStage):  # yields items in pairs, the second one first
@@ -106,7 +105,7 @@ class ItemBuffer(StageBuffer):
     def __init__(self, stage: Stage, *, max_bytes: int | None = None) -> None:
         super().__init__(stage, max_bytes)
         self._elements: list[Element] = []
-        self._is_restored = False  # whether a state was restored, and no parts were rebuilt since
+        self._is_restored = False  # whether a state was restored, and `rebuild_parts` was not called since
 
     def __len__(self) -> int:
         return len(self._elements)
@@ -135,7 +134,7 @@ class ItemBuffer(StageBuffer):
     def restore(self, saved: Any) -> None:
         """Replace all elements by those of a saved state, without their values.
 
-        Elements of a source that was removed since are left out, and counted.
+        Elements of a source that was removed in the meantime are dropped and counted.
 
         Args:
             saved: The result of `save()`.
@@ -148,9 +147,9 @@ class ItemBuffer(StageBuffer):
         self._is_restored = True
 
     def rebuild_parts(self) -> None:
-        """Rebuild missing parts of samples that fan out after a restore.
+        """After a restore, rebuild the parts of samples that fan out.
 
-        They are rebuilt in order, so that each sample is encoded only once for all of its parts in the buffer.
+        They are rebuilt in their order, so that a sample is encoded only once for all of its parts in the buffer.
         """
         if not self._is_restored or self._owner.lane.skips:
             return
@@ -199,8 +198,8 @@ class ItemBuffer(StageBuffer):
             at: The position of the element, from 0, or -1 for the last.
 
         Returns:
-            The value of the element, which is rebuilt if it is missing, or a `Skip` if that is no longer possible; and
-            the ref. A pack may have lost items, and then has the ref of the remaining ones.
+            (value, ref). A missing value is rebuilt, or is a `Skip` if that is no longer possible. The ref of a pack
+            that lost items has only the remaining ones.
         """
         element = self._elements[at]
         value = value_of(self._owner.source, element)
@@ -208,11 +207,11 @@ class ItemBuffer(StageBuffer):
         return value, element.ref
 
     def remove(self, at: int, *, last_fills: bool = False) -> Element:
-        """Remove an element, and return it with or without its value.
+        """Remove an element and return it, built or not.
 
         Args:
             at: The position of the element, from 0, or -1 for the last.
-            last_fills: Move the last element to this position, instead of all later ones by one.
+            last_fills: Whether to move the last element to this position, instead of all later ones by one.
         """
         element = self._elements[at]
         if last_fills:
@@ -222,9 +221,7 @@ class ItemBuffer(StageBuffer):
         return element
 
     def exchange(self, slots: NDArray[np.int64], fresh: list[Element]) -> list[Element]:
-        """Put fresh elements into slots, and return the elements that were there.
-
-        This happens for one slot after the other.
+        """Put fresh elements into slots in turn, and return the replaced elements.
 
         Args:
             slots: The positions, int64 (n,), which may repeat.
@@ -235,18 +232,18 @@ class ItemBuffer(StageBuffer):
             removed.append(elements[slot])
             elements[slot] = element
         self._share.release(removed)
-        passed = set(map(id, removed))  # if a slot repeats, a fresh element is returned
-        self._share.count([element for element in fresh if id(element) not in passed])
+        removed_ids = set(map(id, removed))  # if a slot repeats, it has a fresh element
+        self._share.count([element for element in fresh if id(element) not in removed_ids])
         return removed
 
     def values(self, n: int, *, skips: bool = False) -> list[Any]:
-        """Return the values of the first elements, built together.
+        """Build the first elements together, and return their values.
 
-        Elements that can no longer be built are removed.
+        Elements that can no longer be built are removed, and later ones are built instead.
 
         Args:
-            n: The number of values, if there are as many.
-            skips: Do not build elements that cannot be lost.
+            n: The number of values, or fewer if the buffer has fewer elements.
+            skips: Whether the lane only skips the elements; those that cannot be lost then remain unbuilt.
         """
         while True:
             values = [element.value for element in self._elements[:n]]
@@ -262,9 +259,9 @@ class ItemBuffer(StageBuffer):
             self._elements = [element for element in self._elements if id(element) not in lost]
 
     def copies(self, n: int) -> list[Element]:
-        """Return copies of the first elements, with their values or `Skip`s.
+        """Return built copies of the first elements. The value of a lost one is a `Skip`.
 
-        Elements in the buffer are not changed.
+        The buffer is not changed.
 
         Args:
             n: The number of elements.
@@ -284,7 +281,7 @@ class ItemBuffer(StageBuffer):
 
 
 def built_items(stage: Stage) -> int:
-    """Return the number of elements in memory that the buffers of a stage have.
+    """Return the number of built elements in all buffers of a stage.
 
     They must be rebuilt if the lane moves to another worker.
     """
@@ -294,8 +291,8 @@ def built_items(stage: Stage) -> int:
 def known_refs(stage: Stage, refs: RefsT) -> RefsT:
     """Return the saved refs whose source is still upstream of the stage.
 
-    The others are counted as dropped. Excluded samples are removed from items and packs too. Single samples are dropped
-    when they are encoded.
+    The other refs are counted as dropped. Excluded samples are removed from the refs of items and packs. In an array of
+    samples' refs they remain, because they are dropped when they are encoded.
     """
     tags = stage.info.tags
     if isinstance(refs, np.ndarray):
@@ -307,7 +304,7 @@ def known_refs(stage: Stage, refs: RefsT) -> RefsT:
         stage.counts["dropped/source removed"] += len(refs) - len(present)
     excluded = stage.info.excluded
     if excluded and not isinstance(refs, np.ndarray):
-        for index in [index for ref in present for index in sample_indices(ref) if index in excluded]:
+        for index in [each for ref in present for each in sample_indices(ref) if each in excluded]:
             stage.counts.update(skip_counters(REASON, index))
         present = [rest for rest in map(excluded.remaining, present) if rest is not None]
     return present  # type: ignore[no-any-return]
@@ -316,15 +313,15 @@ def known_refs(stage: Stage, refs: RefsT) -> RefsT:
 def saved_elements(elements: Iterable[Element]) -> list[tuple[ItemRef, tuple[Size, ...] | None]]:
     """Return ref and sizes of elements for a state.
 
-    Without sizes, a later stage measures the element.
+    An element whose sizes are unknown is measured by a later stage.
     """
     return [(element.ref, element.sizes) for element in elements]
 
 
 def restored_elements(stage: Stage, saved: Any) -> list[Element]:
-    """Return the remaining elements of a state, without values.
+    """Return the elements of a state that `known_refs` does not drop, without values.
 
-    Raises `CheckpointMismatchError` if they are damaged.
+    Raises `CheckpointMismatchError` if `saved` is damaged.
     """
     try:
         pairs = msgspec.convert(saved, list[tuple[Any, tuple[tuple[SavedCount, SavedCount], ...] | None]])
@@ -342,9 +339,9 @@ def restored_elements(stage: Stage, saved: Any) -> list[Element]:
 
 
 def is_whole(stage: Stage, ref: ItemRef) -> bool:
-    """Return whether `known_refs` leaves a saved ref unchanged.
+    """Return whether `known_refs` returns a saved ref unchanged.
 
-    Otherwise all of it is counted as dropped.
+    Otherwise all samples of the ref are counted as dropped.
     """
     remaining = known_refs(stage, [ref])
     if remaining and remaining != [ref]:
@@ -353,10 +350,7 @@ def is_whole(stage: Stage, ref: ItemRef) -> bool:
 
 
 class RefBuffer:
-    """Refs of samples that a stage has taken and not yet returned.
-
-    They are in an array, 12 bytes each.
-    """
+    """Array of refs of samples that a stage has taken and not yet yielded."""
 
     def __init__(self, refs: RefArray) -> None:
         self._slots, self._filled = refs, len(refs)
@@ -376,18 +370,16 @@ class RefBuffer:
     def add(self, fresh: RefArray) -> None:
         """Append refs."""
         if self._filled + len(fresh) > len(self._slots):
-            room = np.empty(max(len(fresh), self._filled), REF)
-            self._slots = np.concatenate([self.array, room])
+            more_slots = np.empty(max(len(fresh), self._filled), REF)
+            self._slots = np.concatenate([self.array, more_slots])
         self._slots[self._filled : self._filled + len(fresh)] = fresh
         self._filled += len(fresh)
 
     def exchange(self, slots: NDArray[np.int64], fresh: RefArray) -> RefArray:
-        """Put refs into slots, and return the refs that were there: REF (n,).
+        """Put refs into slots one after the other, and return the replaced refs: REF (n,).
 
-        This happens for one slot after the other.
-
-        If a slot repeats, the second time returns the ref that was put there the first time. Slots 5 2 5 return the ref
-        in slot 5, the ref in slot 2, and the first of `fresh`.
+        If a slot repeats, the ref that was put into it first is replaced later. Slots 5 2 5 return the ref in slot 5,
+        the ref in slot 2, and the first of `fresh`.
         """
         replaced, order = self._slots.take(slots), slots.argsort(kind="stable")
         ordered = slots.take(order)
@@ -398,7 +390,7 @@ class RefBuffer:
         return replaced
 
     def remove(self, at: int, *, last_fills: bool) -> Any:
-        """Remove a ref, and return it. The last ref moves to its position."""
+        """Remove a ref and return it. The last ref takes its position."""
         assert last_fills
         removed = self._slots[at].copy()
         self._filled -= 1
@@ -407,9 +399,10 @@ class RefBuffer:
 
 
 class TakenAhead:
-    """Samples or items that were taken from the source, and their refs.
+    """Samples or items that a stage has taken from its source, and their refs.
 
-    Those before `next` are done. `refs` is an array of samples' refs, REF (any,), or the list of items.
+    `refs` is an array of samples' refs, REF (any,), or a list of `Element`. `opened` has the samples, or the same
+    elements. `next` is the position of the first one that is not done.
     """
 
     def __init__(self, *, items: bool = False) -> None:
@@ -419,19 +412,19 @@ class TakenAhead:
         self._taken = 0
 
     def save(self) -> bytes | list[Any]:
-        """Return those that are not done, for `save_state`."""
+        """Return the refs or elements that are not done, for `save_state`."""
         refs = self.refs[self.next :]
         return saved_elements(refs) if isinstance(refs, list) else refs.tobytes()
 
     @property
     def done(self) -> int:
-        """Return the number of samples or items of the lane that are done."""
+        """Return how many samples or items are done since the lane started."""
         return self._taken - len(self.refs) + self.next
 
     def load(self, source: Stage, n: int, *, first: int) -> bool:
-        """Take up to `n` samples or items from the source. Returns False at the end.
+        """Take 1 to `n` samples or items from the source. Returns False at the end.
 
-        Old ones before `first` are dropped.
+        Those before position `first` are dropped.
         """
         fresh = take_from(source, n)
         if not len(fresh):
@@ -442,12 +435,12 @@ class TakenAhead:
             self.refs, self.opened, self.next = fresh, opened, 0
         else:
             self.next -= first
-            self.refs = np.concatenate([self.refs[first:], fresh])  # of items, all are done before
+            self.refs = np.concatenate([self.refs[first:], fresh])  # not reached for items, which are all done before
             self.opened = self.opened[first:] + opened
         return True
 
     def restore(self, source: Stage, refs: RefArray | list[Element], done: int) -> None:
-        """Continue with these refs, after this many samples or items that are done."""
+        """Restore refs that are not done, after `done` samples or items that are."""
         self.refs, self.opened, self.next = refs, _opened(source, refs), 0
         self._taken = done + len(refs)
 
@@ -466,19 +459,19 @@ class MemoryBudget:
 
 
 class BudgetShare:
-    """Bytes of the built elements of one stage, counted only if there is a limit.
+    """Bytes that one buffer takes of the budget, counted only if there is a limit.
 
-    They are released when the stage is garbage-collected.
+    They are released when the buffer is garbage-collected.
     """
 
     _bytes = 0  # a class attribute, because Ctrl-C may end `__init__` before its first line
-    elements = 0  # number of counted elements
+    elements = 0  # number of elements whose bytes are counted
 
     def __init__(self, budget: MemoryBudget, *, max_bytes: int | None) -> None:
         self._budget, self._max_bytes = budget, max_bytes
 
     def count(self, elements: Sequence[Element]) -> None:
-        """Count the values of built elements, or drop those that would exceed the limit."""
+        """Count the bytes of built elements, or drop values that would exceed the limit."""
         if (most := self._max_bytes) is None:
             return
         for element in elements:
@@ -514,15 +507,15 @@ class BudgetShare:
 
 
 def size_of(item: Any) -> int:
-    """Estimate the size of an item in memory, in bytes.
+    """Return an estimate of the memory that an item takes, in bytes.
 
-    For a long list, some elements are measured.
+    Of a long list, only some parts are measured.
     """
     kind = type(item)
     if kind in _LEAVES:  # most parts of an item are of these types, and the checks below take longer
         return sys.getsizeof(item)
     if kind is list:
-        return 64 + _sum_of(item)
+        return 64 + _size_of_parts(item)
     if kind is dict:
         return 64 + 64 * len(item) + sum(map(size_of, item.values()))
     if isinstance(nbytes := getattr(item, "nbytes", None), int):  # a tensor, an array, a memoryview
@@ -530,7 +523,7 @@ def size_of(item: Any) -> int:
     if isinstance(item, Sample):
         return sys.getsizeof(item)  # parts are read on access, so they are not in memory
     if isinstance(item, list | tuple | set | frozenset):
-        return 64 + _sum_of(list(item))
+        return 64 + _size_of_parts(list(item))
     if (named := named_parts(item)) is not None:
         return size_of(dict(named))
     pillow = imported("PIL.Image")  # if nothing has imported Pillow, no item is an image
@@ -541,12 +534,12 @@ def size_of(item: Any) -> int:
     return sys.getsizeof(item)
 
 
-def _sum_of(parts: list[Any]) -> int:
-    """Estimate the size of all parts together."""
+def _size_of_parts(parts: list[Any]) -> int:
+    """Return an estimate of the bytes of all parts together."""
     kinds = {type(parts[0]), type(parts[-1]), type(parts[len(parts) // 2])} if parts else _NUMBERS
     if kinds <= _NUMBERS:
         return 32 * len(parts)  # an estimate for any number, including its pointer
     step = len(parts) // _MEASURED
-    some = parts[: step * _MEASURED : step] if step > 1 else parts
-    measure = sys.getsizeof if _LEAVES.issuperset(map(type, some)) else size_of
-    return sum(map(measure, some)) * len(parts) // max(1, len(some))
+    chosen = parts[: step * _MEASURED : step] if step > 1 else parts
+    measure = sys.getsizeof if _LEAVES.issuperset(map(type, chosen)) else size_of
+    return sum(map(measure, chosen)) * len(parts) // max(1, len(chosen))

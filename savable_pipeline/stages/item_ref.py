@@ -1,6 +1,6 @@
 """`ItemRef`: nested tuples of integers that identify an item, pack or batch.
 
-`Element` has one.
+`Element` is such a ref with the sizes and the value that belong to it.
 
     item      (index, epoch, part)         its sample's index in the dataset and epoch; the part's number in a fan-out
     cut item  (ItemRef, start, stop)       the tokens from start to stop - 1 of an item
@@ -14,7 +14,7 @@ Stages exchange elements. An element is a ref, the sizes of its items, and its v
     value  an item        a pack, or UNBUILT             rebuilt from the ref when it is needed
 
 Stages buffer and reorder elements without looking at the value. Samples that were not read yet are exchanged as an
-array of refs (`RefArray`), because a buffer of 10,000 is in each state, and is copied as bytes.
+array of refs (`RefArray`), because each state may have a buffer of 10,000 of them, and copies an array as bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.cost import Size
 
 ItemRef: TypeAlias = tuple[Any, ...]
-"""The ref of an item, a pack or a batch: `stage.fetch(ref)` makes it again. See the table above."""
+"""The ref of an item, a pack or a batch: `stage.fetch(ref)` rebuilds it. See the table above."""
 SizeT = TypeVar("SizeT")
 UNBUILT: Any = msgspec.UNSET  # placeholder for a value that is not built
 
@@ -52,7 +52,10 @@ def as_ref(ref: Any) -> ItemRef:
 
 
 def remaining_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, rest: ItemRef) -> tuple[SizeT, ...] | None:
-    """Return the sizes of the items that remain in a pack, or None if unknown."""
+    """Return the sizes of the items that remain in a pack, or None if unknown.
+
+    `sizes` are those of the pack `ref`, and `rest` is its ref without the lost items.
+    """
     if rest == ref or sizes is None:
         return sizes
     if len(sizes) != len(ref) - 1:
@@ -61,10 +64,10 @@ def remaining_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, rest: ItemRef
 
 
 def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
-    """Remove samples whose index `is_gone` from the ref of an item or pack.
+    """Return the ref of an item or pack without some of its samples.
 
-    The result is None if nothing remains. A ref in another form, as a user's own stage may use it, is returned
-    unchanged or dropped as a whole.
+    They are those for which `is_gone(index)` is True. The result is None if nothing remains. A ref in the form of a
+    user's own stage is returned unchanged, or dropped as a whole if one of its samples is gone.
     """
     inner = [part for part in ref if isinstance(part, tuple)]
     if not inner:
@@ -78,9 +81,9 @@ def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
 
 
 def batch_rows(ref: ItemRef) -> tuple[ItemRef, ItemRef]:
-    """Return the number of a batch in a tuple, and the refs of its rows.
+    """Return the number of a batch as a tuple of one, and the refs of its rows.
 
-    The tuple is empty for a user's batch without a number.
+    The first tuple is empty if the batch of a user's own stage has no number.
     """
     number = ref[:1] if ref and type(ref[0]) is int else ()
     return number, ref[len(number) :]
@@ -103,8 +106,8 @@ def sample_indices(ref: ItemRef) -> Iterator[int]:
 class Element(msgspec.Struct, gc=False):
     """Ref, sizes and value of an item, a pack or a batch.
 
-    `counted_bytes` is the size of its value in the memory budget. `measured` has the encoder whose `length` was
-    called with the value, and the result, so that no later stage calls it again.
+    `counted_bytes` is how much of the memory budget its value takes. `measured` is (encoder, length) after
+    `encoder.length(value)` was called, so that no later stage calls it again.
     """
 
     ref: ItemRef
@@ -115,5 +118,5 @@ class Element(msgspec.Struct, gc=False):
 
     @property
     def is_built(self) -> bool:
-        """Return whether its value is in memory."""
+        """Return whether the value is in memory."""
         return self.value is not UNBUILT

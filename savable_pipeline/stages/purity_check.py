@@ -2,7 +2,7 @@
 
 It finds causes that change from one call to the next: a clock, an unseeded generator, a counter of calls. Only
 `savable verify-resume` finds a cause that is constant within a process, such as the order of a set of strings. Values
-that cannot be copied, or are only equal to themselves, are not compared.
+that cannot be copied, or that are equal only to themselves, are not compared.
 """
 
 from __future__ import annotations
@@ -25,41 +25,42 @@ from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 T = TypeVar("T")
-_FIRST = 8  # without a share, this many samples of a process, and items of a sample, are checked
-_LONGEST_S = 1.0  # without a share, slower items are not built twice
-# The random word of a sample that decides whether it is checked. `Rng.numpy` and similar methods use words -1 to -3.
-_WORD = -4
+_CHECKED_BY_DEFAULT = 8  # number of samples of a process, and of items of a sample, that are checked if `share` is None
+_LONGEST_S = 1.0  # if `share` is None, items that take longer are not built twice
+# Number of the random word that decides whether a sample is checked. `Rng.numpy` and similar methods use -1 to -3.
+_CHECK_WORD = -4
 
 
 def check_share(share: float | None) -> None:
-    """Raise ValueError unless this is a fraction or None."""
+    """Raise ValueError unless `share` is a fraction of the samples, or None."""
     if share is not None and not 0 <= share <= 1:
         raise ValueError(f"Encode: check must be a fraction of the samples, 0.0 to 1.0, not {share!r}")
 
 
 class PurityCheck:
-    """Replacement of `encoder.encode` that checks a `share` of the samples.
+    """Replacement of `encoder.encode` that encodes a `share` of the samples twice.
 
-    It returns the same items. Checked samples are encoded twice.
+    It returns the same items, and raises `EncodeError` if the second one differs. The error names the `stage`.
 
     If `share` is None, the first samples of a process are checked, except for those that take longer than a second.
     Other samples are encoded twice if `seeding` needs it to find draws from global generators.
     """
 
-    def __init__(self, encoder: TaskEncoder, share: float | None, seeding: Seeding, lane: Lane) -> None:
+    def __init__(self, stage: str, encoder: TaskEncoder, share: float | None, seeding: Seeding, lane: Lane) -> None:
         check_share(share)
-        self._most_parts = _FIRST if share is None else math.inf  # most parts of a sample to check
+        self._most_parts = _CHECKED_BY_DEFAULT if share is None else math.inf  # most parts of a sample to check
         self.remaining = self._most_parts if share != 0 else 0  # number of samples that remain to be checked
         self._longest_s = _LONGEST_S if share is None else math.inf
         self._encoder, self._seeding, self._in_threads = encoder, seeding, lane.in_thread
-        self._limit = int((1.0 if share is None else share) * 2.0**64)  # samples with a smaller random word are checked
+        self._stage = stage
+        self._limit = int((1.0 if share is None else share) * 2.0**64)  # a sample with a smaller random word is checked
 
     def __call__(self, sample: Sample, rng: Rng) -> Any:
         """Encode `sample`, twice if it is checked. Raises `EncodeError` if the two results differ."""
         started = time.perf_counter()
         result = self._encoder.encode(sample, rng)
         is_slow = time.perf_counter() - started > self._longest_s
-        is_checked = self.remaining > 0 and word(rng.key, _WORD) < self._limit
+        is_checked = self.remaining > 0 and word(rng.key, _CHECK_WORD) < self._limit
         if is_slow or not (is_checked or self._seeding.wants_second_run()):
             return result
         self.remaining -= is_checked
@@ -69,21 +70,22 @@ class PurityCheck:
         if hasattr(result, "__next__"):
             other = self._repeat(sample, second_rng, lambda: self._encoder.encode(sample, second_rng))
             return self._check_parts(sample, result, other, rng, second_rng)
-        first = _leaves(result)
-        self._compare(sample, first, self._repeat(sample, second_rng, lambda: self._encoder.encode(sample, second_rng)))
+        first_leaves = _leaves(result)
+        second = self._repeat(sample, second_rng, lambda: self._encoder.encode(sample, second_rng))
+        self._compare(sample, first_leaves, second)
         return result
 
     def _check_parts(self, sample: Sample, result: Iterator[Any], other: Any, rng: Rng, again: Rng) -> Iterator[Any]:
         """Yield the parts of `result`, and compare the first ones with those of `other`.
 
-        The caller sets the key of `rng` before each part. `again` is a copy of it for `other`.
+        The caller sets the key of `rng` before each part. `again` is the generator of `other`.
         """
         if not hasattr(other, "__next__"):
             raise self._differs(sample, f"an iterator at first, {type(other).__name__} then")
         for number in count():
             started = time.perf_counter()
             part = next(result, _DONE)
-            first = _leaves(part)
+            first_leaves = _leaves(part)
             if number >= self._most_parts or time.perf_counter() - started > self._longest_s:
                 yield from () if part is _DONE else chain([part], result)
                 return
@@ -93,11 +95,11 @@ class PurityCheck:
                 return
             if part is _DONE or second is _DONE:
                 raise self._differs(sample, f"another number of parts: {rng.parts[2]} once, more once")
-            self._compare(sample, first, second)
+            self._compare(sample, first_leaves, second)
             yield part
 
     def _repeat(self, sample: Sample, rng: Rng, make: Callable[[], T]) -> T:
-        """Call `make`, with global generators seeded by `rng` if they were seeded for the first call."""
+        """Return `make()`. Seed the global generators by `rng` before, if they were seeded for the first call."""
         self._seeding.start_second_run()
         if self._seeding.seed is not None:
             self._seeding.seed(rng.key)
@@ -115,18 +117,18 @@ class PurityCheck:
             raise self._differs(sample, str(difference))
 
     def _differs(self, sample: Sample, difference: str) -> EncodeError:
-        """Build the error for two results that differ."""
+        """Return the error for two results with this difference."""
         self._seeding.seed_from_now()
         threads = "what another thread changes meanwhile, " if self._in_threads else ""
         return EncodeError(
             f"{encoder_call(self._encoder)} returned two results for one sample: {difference}. Use only the sample, "
             f"settings and `rng`, not {threads}a clock or earlier calls, or pass check=0.0."
-            f"\n  stage Encode, {sample_name(sample)}, {sample.location}, ref {tuple(sample.ref)}"
+            f"\n  stage {self._stage}, {sample_name(sample)}, {sample.location}, ref {tuple(sample.ref)}"
         )
 
 
 def _leaves(result: Any) -> list[tuple[str, Any]]:
-    """Copy the leaves of an item before the encoder is called again; none if that fails."""
+    """Return copies of the leaves of an item, or [] if copying fails."""
     try:
         return copied_leaves(result, "item")
     except Exception:  # an item of any class may raise any error

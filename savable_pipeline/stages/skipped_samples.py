@@ -1,7 +1,7 @@
 """`SkippedSamples`: samples that an `Encode` stage skips.
 
-It counts them, and lists those that must not be tried again. `SourceCounts` counts by source what a stage uses and
-drops.
+`SkippedSamples` counts them, and lists those that must not be tried again. `SourceCounts` counts the samples that a
+stage uses and drops, by source.
 """
 
 from __future__ import annotations
@@ -37,40 +37,42 @@ from savable_pipeline.stages.task_encoder import Skip
 log = logging.getLogger(__name__)
 
 EXCLUDED = Skip(REASON)
-_STAGE = "\n  stage Encode"
-_ALWAYS = 100  # number of errors of a lane that are allowed whatever the fraction in `max_errors`
-_REMEMBERED = 1000  # lost samples to remember, so that a second piece of one is not counted again
+_DETAILS = "\n  stage "  # start of the details of an error
+_ALWAYS_ALLOWED = 100  # errors of a lane that are allowed even if `max_errors` is a smaller fraction
+_MOST_REMEMBERED = 1000  # lost samples to remember, so that a later item of such a sample is not counted again
 
 
-def check_limits(on_error: OnError, max_errors: int | float) -> None:
-    """Raise ValueError for a wrong `on_error` or `max_errors` of `Encode`."""
-    check_on_error("Encode", on_error)
+def check_limits(stage: str, on_error: OnError, max_errors: int | float) -> None:
+    """Raise ValueError for a wrong `on_error` or `max_errors` of a stage."""
+    check_on_error(stage, on_error)
     if max_errors < 0 or (isinstance(max_errors, float) and not max_errors <= 1):
-        raise ValueError(f"Encode: max_errors must be a count or a fraction of at most 1.0, not {max_errors!r}")
+        raise ValueError(f"{stage}: max_errors must be a count or a fraction of at most 1.0, not {max_errors!r}")
 
 
-def _fix(function: str, error: Exception) -> str:
-    """Return advice for an error of an encoder or a filter."""
+def _fix(stage: str, error: Exception) -> str:
+    """Return advice for an error of the encoder or filter that `stage` calls."""
     if isinstance(error, ImportError):
         return "Install what is missing and resume."
     if lacks_handles(error):
         return "Raise `ulimit -n` and resume."
-    value = "False" if function.startswith(".filter") else "sp.Skip(...)"
+    value = "False" if stage == "Filter" else "sp.Skip(...)"
     skip = 'pass on_error="skip".'
     return f"Fix this and resume, or {skip}" if is_environment_error(error) else f"Return {value} or {skip}"
 
 
-_Mark: TypeAlias = tuple[Any, ...]
+_Snapshot: TypeAlias = tuple[Any, ...]
 
 
 class SkippedSamples:
     """Samples that one stage drops, counted in its `counts` by reason.
 
-    `function` is the name of the encoder or filter in messages. Raises ValueError for wrong settings of `Encode`.
+    Messages name the `stage`, "Encode" or "Filter", and the `function` that it calls. Raises ValueError for a wrong
+    `on_error` or `max_errors`.
     """
 
     def __init__(
         self,
+        stage: str,
         function: str,
         on_error: OnError,
         max_errors: int | float,
@@ -78,169 +80,174 @@ class SkippedSamples:
         upstream: StageInfo,
         ahead: TakenAhead,
     ) -> None:
-        check_limits(on_error, max_errors)
+        check_limits(stage, on_error, max_errors)
         self._counts, self._ahead = counts, ahead
         self._lane, self._max_empty = upstream.lane, upstream.max_empty
         self._noun = "items" if upstream.encoder else "samples"
-        self._function, self._on_error, self._max_errors = function, on_error, max_errors
+        self._stage, self._function = stage, function
+        self._on_error, self._max_errors = on_error, max_errors
         self.errors = 0  # samples dropped because of an error
-        # why a sample is not tried again, by (index, epoch)
+        # the reason why a sample is not tried again, by its (index, epoch)
         self.avoided: dict[tuple[int, int], str] = {}
-        # why a sample that was counted as used is lost, by (index, epoch)
+        # the reason why a sample is lost although it was counted as used, by its (index, epoch)
         self._lost_reasons: dict[tuple[int, int], str] = {}
         self._by_source = SourceCounts(counts)
-        self._row = 0  # consecutive samples without an item, of all sources, including excluded ones
-        self._elements: list[Element] = []  # the elements of the call since `begin`
-        self._noted = 0  # number of these elements that `_row` already includes
+        self._skipped_in_row = 0  # number of consecutive samples without an item, including excluded ones
+        self._elements: list[Element] = []  # what the call added since `begin`
+        self._elements_at_reset = 0  # number of these elements at the last `_reset_rows`
 
-    def begin(self, elements: list[Element]) -> _Mark:
-        """Snapshot the counts before a call that may fail.
+    def begin(self, elements: list[Element]) -> _Snapshot:
+        """Return a snapshot of the counts before a call that may fail.
 
-        The call adds its elements to `elements`.
+        The call must append its elements to `elements`.
         """
-        self._elements, self._noted = elements, 0
-        return self.mark()
+        self._elements, self._elements_at_reset = elements, 0
+        return self.snapshot()
 
-    def mark(self) -> _Mark:
-        """Snapshot the counts, the number of elements and the position, for `roll_back`."""
-        counts = dict(self._counts), self.errors, self._row, self._noted, dict(self._by_source.rows)
-        return *counts, len(self._elements), self._ahead.next
+    def snapshot(self) -> _Snapshot:
+        """Return the counts, the number of elements and the position, for `roll_back`."""
+        counts = dict(self._counts), self.errors, self._skipped_in_row, self._elements_at_reset
+        return *counts, dict(self._by_source.dropped_in_row), len(self._elements), self._ahead.next
 
-    def roll_back(self, before: _Mark) -> None:
-        """Return to a snapshot."""
-        counts, self.errors, self._row, self._noted, self._by_source.rows, elements, self._ahead.next = before
+    def roll_back(self, before: _Snapshot) -> None:
+        """Restore the counts, elements and position of a snapshot."""
+        counts, self.errors, self._skipped_in_row, self._elements_at_reset, *others = before
+        self._by_source.dropped_in_row, elements, self._ahead.next = others
         self._counts.clear()
         self._counts.update(counts)
         del self._elements[elements:]
 
     def end(self, tags: frozenset[int]) -> None:
-        """Count the items of a call. `tags` are those of all sources."""
+        """Count the elements of a call that succeeded. `tags` are those of all sources."""
         if self._elements:
-            if self._row or self._by_source.rows:
-                self._end_rows()
+            if self._skipped_in_row or self._by_source.dropped_in_row:
+                self._reset_rows()
             self._by_source.count_items(self._elements, tags)
             self._elements = []
 
-    def _end_rows(self) -> None:
-        """Reset the count of consecutive samples without an item if items were added since the last reset."""
-        if self._elements[self._noted :]:
-            self._by_source.end_rows(self._elements[self._noted :])
-            self._row, self._noted = 0, len(self._elements)
+    def _reset_rows(self) -> None:
+        """Restart counting consecutive samples without an item, if items were added since the last restart."""
+        if self._elements[self._elements_at_reset :]:
+            self._by_source.reset_rows(self._elements[self._elements_at_reset :])
+            self._skipped_in_row, self._elements_at_reset = 0, len(self._elements)
 
-    def skipped(self, sample: Sample, skip: Skip) -> None:
+    def count_skip(self, sample: Sample, skip: Skip) -> None:
         """Count a skipped sample.
 
-        Raises `EncodeError` after `StageInfo.max_empty` in a row without an item, either of one source without excluded
-        samples, which may be all of a source, or of all sources together.
+        Raises `EncodeError` if `StageInfo.max_empty` samples in a row had no item. Such rows are counted for all
+        sources together, and for each source. The row of a source does not include excluded samples, because a file may
+        exclude a whole source.
         """
-        self._end_rows()
-        self._row += 1
-        row, of = self._row, ""
+        self._reset_rows()
+        self._skipped_in_row += 1
+        row, of_source = self._skipped_in_row, ""
         if skip is EXCLUDED:
             self._counts.update(skip_counters(skip.reason, sample.index))
         else:
             row = self._by_source.count_dropped(skip.reason, (sample.index, sample.epoch))
             source = sample.origin.names.get(tag_of(sample.index))
-            row, of = max(row, self._row), f" of the source {source!r}" if source and row > self._row else ""
+            of_source = f" of the source {source!r}" if source and row > self._skipped_in_row else ""
+            row = max(row, self._skipped_in_row)
         if row & 1023 == 0 and row.bit_count() == 1:  # 1024, 2048, 4096, …
-            log.warning("%d samples%s in a row were skipped, the last one with %r", row, of, skip.reason)
+            log.warning("%d samples%s in a row were skipped, the last one with %r", row, of_source, skip.reason)
         if row >= self._max_empty:
-            has = "" if skip is EXCLUDED else f" It has {', '.join(sample) or 'no part'}."
+            parts = "" if skip is EXCLUDED else f" It has {', '.join(sample) or 'no part'}."
             raise EncodeError(
-                f"{self._function} skipped {row:,} samples{of} in a row, the last one with {skip.reason!r}.{has} "
-                "Change the encoder or the data."
+                f"{self._function} skipped {row:,} samples{of_source} in a row, the last one with {skip.reason!r}."
+                f"{parts} Change the encoder or the data."
             )
 
     def tolerate(self, sample: Sample, error: Exception) -> None:
-        """Skip the sample that is next in `ahead` if `on_error` skips its error.
+        """Skip the sample that is next in `ahead` if `on_error` says to skip its error.
 
         Otherwise raise the error.
         """
         is_of_shard = isinstance(error, ShardError)
         if isinstance(error, SavableError) and not is_of_shard:
             raise error
-        fault = error if isinstance(error, ShardError) else self.failed(sample, error)
-        on_error = sample.origin.on_error if is_of_shard else self._on_error  # for a damaged shard, the reader's
-        # If a library is not installed on this machine, all samples would be skipped, and on others none.
-        if lacks_handles(error) or isinstance(error, ImportError) or not skips(on_error, fault):
-            raise fault
+        described_error = error if isinstance(error, ShardError) else self.encode_error(sample, error)
+        on_error = sample.origin.on_error if is_of_shard else self._on_error  # the reader's for a damaged shard
+        # If a library is missing, this machine would skip all samples, and the others none.
+        if lacks_handles(error) or isinstance(error, ImportError) or not skips(on_error, described_error):
+            raise described_error
         if is_environment_error(error):
             self.avoid(sample.index, sample.epoch, reason_of(error))
             self._forget_before(sample.epoch - 1)
-        self._lost(sample, reason_of(error), str(fault).split(_STAGE)[0])
+        self._skip_for_error(sample, reason_of(error), str(described_error).partition(_DETAILS)[0])
 
     def avoid(self, index: int, epoch: int, reason: str) -> None:
-        """Never try this sample again, for this reason."""
+        """Record the reason why this sample is not tried again."""
         self.avoided[index, epoch] = reason
 
     def count_avoided_again(self, sample: Sample) -> None:
-        """Skip a sample that failed earlier and must not be tried again."""
-        self._lost(sample, self.avoided[sample.index, sample.epoch], "avoided since it failed before")
+        """Count a sample in `avoided` as skipped again."""
+        self._skip_for_error(sample, self.avoided[sample.index, sample.epoch], "avoided since it failed before")
 
     def lose(self, sample: Sample, error: Exception, *, counted: bool) -> Skip:
-        """Return the `Skip` of a sample that was used but fails now.
+        """Return the `Skip` of a sample whose item was yielded, but fails now.
 
-        `counted` is whether these counts have its item. Otherwise a loader that saved the state has counted it. Raises
-        the error like `tolerate`.
+        `counted` is whether this object counted the item. It is False if the run that saved the state did. Raises the
+        error if `tolerate` does.
         """
         self.tolerate(sample, error)
         return self._uncounted(sample, reason_of(error), counted=counted)
 
-    def lost_before(self, sample: Sample, *, counted: bool) -> Skip | None:
-        """Return the `Skip` of a sample that is known to be lost, otherwise None.
+    def known_loss(self, sample: Sample, *, counted: bool) -> Skip | None:
+        """Return the `Skip` of a sample that is known to be lost, or None.
 
-        The loss is counted if it was not counted yet. `counted` is as for `lose`.
+        A loss is counted the first time. `counted` is as for `lose`.
         """
-        number = sample.index, sample.epoch
-        if number in self._lost_reasons:
-            return Skip(self._lost_reasons[number])
-        if not (reason := self.avoided.get(number) or absent_reason(sample.origin)):
+        ref = sample.index, sample.epoch
+        if ref in self._lost_reasons:
+            return Skip(self._lost_reasons[ref])
+        if not (reason := self.avoided.get(ref) or absent_reason(sample.origin)):
             return None
         skip = self._uncounted(sample, reason, counted=counted)
-        self.skipped(sample, skip)
+        self.count_skip(sample, skip)
         return skip
 
     def _uncounted(self, sample: Sample, reason: str, *, counted: bool) -> Skip:
-        """Subtract the item of a lost sample from the counts, and remember the sample.
+        """Subtract the item of a lost sample from the counts, and return the sample's `Skip`.
 
-        The counter of its source becomes part of the state, so it is the same in a resumed run.
+        The counter of its source is subtracted even if not `counted`: the state has this counter, so a resumed run
+        continues it.
         """
         self._counts["items"] -= counted
         self._counts[source_counter(sample.index, "items")] -= 1
         self._lost_reasons[sample.index, sample.epoch] = reason
-        if len(self._lost_reasons) > _REMEMBERED:
+        if len(self._lost_reasons) > _MOST_REMEMBERED:
             del self._lost_reasons[next(iter(self._lost_reasons))]
         return Skip(reason)
 
     def _forget_before(self, epoch: int) -> None:
-        """Forget avoided samples of earlier epochs, whose refs do not come again."""
-        for ref in [ref for ref in self.avoided if ref[1] < epoch]:
-            del self.avoided[ref]
+        """Forget avoided samples of epochs before this one, which are not read again."""
+        for sample in [(index, each) for index, each in self.avoided if each < epoch]:
+            del self.avoided[sample]
 
-    def _lost(self, sample: Sample, reason: str, detail: str) -> None:
-        """Count a sample skipped because of an error, and quarantine it. Raises `EncodeError` if there are too many."""
+    def _skip_for_error(self, sample: Sample, reason: str, detail: str) -> None:
+        """Count and quarantine a sample that is skipped for an error. Raises `EncodeError` if there are too many."""
         log.info("skipping index %d of epoch %d: %s", sample.index, sample.epoch, detail)
         quarantine = sample.origin.quarantine
         if quarantine is not None:
             row = {"shard": sample.shard, "key": _key_of(sample), "offset": sample.offset, "ref": list(sample.ref)}
             quarantine.add(**row, reason=reason, detail=detail, lane=self._lane.index)
         self.errors += 1
-        done, most = self._ahead.done + 1, self._max_errors
-        if self.errors > (max(most * done, _ALWAYS) if isinstance(most, float) else most):
-            fix = "return False for them" if self._function.startswith(".filter") else "raise max_errors"
+        tried, limit = self._ahead.done + 1, self._max_errors
+        if self.errors > (max(limit * tried, _ALWAYS_ALLOWED) if isinstance(limit, float) else limit):
+            fix = "return False for them" if self._stage == "Filter" else "raise max_errors"
             raise EncodeError(
-                f"{self.errors} of the first {done} {self._noun} of {self._lane} failed, more than "
-                f"max_errors={most!r}. Fix {self._function} or the data, or {fix}.\n  {detail}"
+                f"{self.errors} of the first {tried} {self._noun} of {self._lane} failed, more than "
+                f"max_errors={limit!r}. Fix {self._function} or the data, or {fix}.\n  {detail}"
             )
-        self.skipped(sample, Skip(reason))
+        self.count_skip(sample, Skip(reason))
 
-    def failed(self, sample: Sample, error: Exception) -> EncodeError:
-        """Return an `EncodeError` that names the sample for which the encoder raised."""
+    def encode_error(self, sample: Sample, error: Exception) -> EncodeError:
+        """Return the `EncodeError` of a sample for which the encoder or filter raised."""
         cause = f"{self._function} failed on {sample_name(sample)}: {described(error)}"
-        fix = _fix(self._function, error)
-        fault = EncodeError(f"{cause}. {fix}{_STAGE}, {sample.location}, ref {tuple(sample.ref)}")
-        fault.__cause__ = from_user_code(error)
-        return fault
+        details = f"{self._stage}, {sample.location}, ref {tuple(sample.ref)}"
+        described_error = EncodeError(f"{cause}. {_fix(self._stage, error)}{_DETAILS}{details}")
+        described_error.__cause__ = from_user_code(error)
+        return described_error
 
     def restore(self, stage: Stage, errors: int, avoided: Mapping[str, bytes]) -> None:
         """Restore the result of `save_state`."""
@@ -249,9 +256,9 @@ class SkippedSamples:
             self.avoided.update(dict.fromkeys(saved_refs(stage, refs).tolist(), reason))
 
     def save_state(self) -> dict[str, Any]:
-        """Return the number of samples skipped for errors, and avoided samples.
+        """Return the number of samples skipped for errors, and the avoided samples.
 
-        These are refs by reason, 12 bytes each.
+        `avoided` has for each reason the refs of its samples, 12 bytes each.
         """
         avoided: dict[str, list[tuple[int, int]]] = {}
         for ref, reason in self.avoided.items():
@@ -263,7 +270,7 @@ class SkippedSamples:
 
 
 def absent_reason(origin: SampleSource) -> str:
-    """Return why a `Join` upstream skips the sample from this source, or ""."""
+    """Return why a `Join` upstream skips samples of this `Sample.origin`, or ""."""
     return origin.absent if isinstance(origin, JoinedParts) else ""
 
 
@@ -276,7 +283,7 @@ def _key_of(sample: Sample) -> str:
 
 
 @cache
-def _names_of(tag: int) -> tuple[str, str]:
+def _counter_names(tag: int) -> tuple[str, str]:
     """Return the names of the counters of a source's items and tokens."""
     return f"source/{tag}/items", f"source/{tag}/tokens"
 
@@ -289,50 +296,50 @@ def _tag_of_first(ref: ItemRef) -> int:
 class SourceCounts:
     """Counts of the samples that a stage uses and drops, by source.
 
-    Drops are counted by reason and in a row.
+    Drops are counted by reason, and how many of them are consecutive.
 
         counter of the stage           counts
         skipped/REASON                 dropped samples
         source/TAG/skipped             the same, for the source with this tag
         source/TAG/skipped/REASON      the same, without drops that the user requested
-        source/TAG/first               those of them in the source's first epoch
+        source/TAG/first               those of the previous line in the source's first epoch
         source/TAG/items               items of the source; a packer also counts `tokens` and `skipped_tokens`
 
-    The loader sums up the last three over its lanes, to find sources that yield few items or none. `rows` has by tag
-    how many samples of a source were dropped in a row.
+    The loader adds up the counters of the last three lines over its lanes, to find sources that yield few items or
+    none. `dropped_in_row` has, by the tag of a source, how many of its samples were dropped since its last item.
     """
 
     def __init__(self, counts: Counter[str]) -> None:
         self._counts = counts
-        self.rows: dict[int, int] = {}
+        self.dropped_in_row: dict[int, int] = {}
 
     def count_items(self, elements: Sequence[Element], tags: Collection[int]) -> None:
         """Count items. `tags` are those of all sources."""
-        found = {tag: len(elements) for tag in tags}
+        by_tag = {tag: len(elements) for tag in tags}
         if len(tags) > 1:
-            found = Counter([_tag_of_first(element.ref) for element in elements])
-        for tag, number in found.items():
-            self._counts[_names_of(tag)[0]] += number
+            by_tag = Counter([_tag_of_first(element.ref) for element in elements])
+        for tag, number in by_tag.items():
+            self._counts[_counter_names(tag)[0]] += number
 
-    def end_rows(self, elements: Sequence[Element]) -> None:
-        """Restart counting drops in a row for the sources of these items."""
-        for tag in {_tag_of_first(element.ref) for element in elements} if self.rows else ():
-            self.rows.pop(tag, None)
+    def reset_rows(self, elements: Sequence[Element]) -> None:
+        """Restart counting consecutive drops for the sources of these items."""
+        for tag in {_tag_of_first(element.ref) for element in elements} if self.dropped_in_row else ():
+            self.dropped_in_row.pop(tag, None)
 
     def count_item(self, ref: ItemRef, tokens: int = 0) -> None:
         """Count an item, a part of an item or a pack, for the source of its first sample."""
         tag = _tag_of_first(ref)
-        items, of_tokens = _names_of(tag)
-        self._counts[items] += 1
+        items_counter, tokens_counter = _counter_names(tag)
+        self._counts[items_counter] += 1
         if tokens:
-            self._counts[of_tokens] += tokens
-        if self.rows:
-            self.rows.pop(tag, None)
+            self._counts[tokens_counter] += tokens
+        if self.dropped_in_row:
+            self.dropped_in_row.pop(tag, None)
 
     def count_dropped(self, reason: str, ref: ItemRef, tokens: int = 0, *, asked: bool = False) -> int:
         """Count a dropped sample, or a dropped item for the source of its first sample.
 
-        `asked` is True if the user requested it. Returns how many samples of this source were dropped in a row.
+        `asked` is whether the user chose to drop such items. Returns the number of consecutive drops of the source.
         """
         index, epoch = next(sample_refs(ref))[:2]
         self._counts.update(skip_counters(reason, index))
@@ -341,5 +348,5 @@ class SourceCounts:
             for counter, number in (("first", int(not epoch)), ("skipped_tokens", tokens)):
                 if number:
                     self._counts[source_counter(index, counter)] += number
-        row = self.rows[tag_of(index)] = self.rows.get(tag_of(index), 0) + 1
+        row = self.dropped_in_row[tag_of(index)] = self.dropped_in_row.get(tag_of(index), 0) + 1
         return row

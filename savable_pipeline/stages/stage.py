@@ -3,8 +3,8 @@
     SampleStage ──▶ SampleStage ──▶ ItemStage ──▶ ItemStage ──▶ BatchStage
     reader          ShuffleBuffer   Encode        OnlinePacker  Batcher
 
-The class that a stage derives from says whether it yields samples, items or batches, so that a type checker, and each
-constructor, can reject stages in a wrong order.
+The base class of a stage says whether it yields samples, items or batches. Type checkers and constructors can therefore
+reject stages in a wrong order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OWN_STAGE = "https://github.com/savable-pipeline/savable_pipeline/blob/main/doc
 
 
 def check_class(cls: type[Any]) -> None:
-    """Raise TypeError if a class of stages defines `__next__` without a `ref`."""
+    """Raise TypeError if a stage class defines `__next__` without a `ref`."""
     bases = cls.__mro__[:-2]  # without `Stage` and `object`
     has_ref = any("ref" in vars(base) or "ref" in vars(base).get("__annotations__", ()) for base in bases)
     if "__next__" in vars(cls) and not has_ref:
@@ -54,17 +54,17 @@ class Stage:
 
     - `__init__(source)` calls `super().__init__(source)`, which stores the stage before it as `self.source`.
     - `__next__()` returns the next element, or raises StopIteration at the end.
-    - `ref` is the ref of the element that `__next__` returned last. Set it in `__next__`. If the stage returns the last
-      element of its source, derive from `PassThrough` too instead. `self.source.ref` is the ref of the source's
-      element.
-    - `fetch(ref)` rebuilds the element with this ref, identically. By default it asks the source. It returns a `Skip`
-      for an element that can no longer be built; a stage must then leave it out.
+    - `ref` is the ref of the element that `__next__` returned last. Set it in `__next__`. `self.source.ref` is the ref
+      of the source's last element. A stage that returns the elements of its source unchanged derives from `PassThrough`
+      too instead, and sets no `ref`.
+    - `fetch(ref)` rebuilds the element with this ref, identically. By default the source does. It returns a `Skip`
+      for an element that can no longer be built, which the caller must then drop.
     - `save_state()` returns the stage's position as numbers, strings, bytes, lists and dicts, together with
-      `self.source.save_state()`. Save refs, never contents: after a restore, rebuild a held element by
-      `self.source.fetch(ref)` when it is needed.
+      `self.source.save_state()`. Save refs, never contents: after a restore, `self.source.fetch(ref)`
+      rebuilds a buffered element when it is needed.
     - `restore_state(state)` moves a fresh stage with the same settings, and its source, to the position of `state`.
       Tuples become lists; `fetch` accepts both, and `custom.as_ref` turns them into tuples.
-    - `settings()` returns every setting that changes the output. A saved state is only loaded with equal settings.
+    - `settings()` returns every setting that changes the output. A state is only loaded if its settings are equal.
 
     Draw random numbers from `self.lane.rng("a name")`, whose position is saved with the lane. Store elements that the
     stage has taken but not yet returned in a `custom.ItemBuffer`. The other methods have defaults.
@@ -168,30 +168,30 @@ class Stage:
 
     @property
     def sources(self) -> tuple[Stage, ...]:
-        """Sources of this stage: none for a reader, and several for a stage that merges."""
+        """Return the sources: none for a reader, several for a stage that merges."""
         return (self.source,)
 
     @cached_property
     def info(self) -> StageInfo:
-        """Cached result of `describe`: lane, depth, encoder and further facts."""
+        """Return the result of `describe`, which is called once."""
         return self.describe()
 
     def describe(self) -> StageInfo:
-        """Build `info` from the source's `info`, with a larger depth.
+        """Return the facts of the source for this stage, with a depth larger by 1.
 
-        A `Blend` calls it again after naming the branch.
+        It is called again after a `Blend` has named the branch.
         """
         info = self.source.info
         return replace(info, depth=info.depth + 1, declared=False)
 
     @property
     def lane(self) -> Lane:
-        """The lane that the pipeline was built for."""
+        """Return the lane that the pipeline was built for."""
         return self.info.lane
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """Event counters of this stage, such as `skipped/REASON`.
+        """Return the event counters of this stage, such as `skipped/REASON`.
 
         A loader collects and clears them at each batch.
         """
@@ -236,9 +236,9 @@ class SampleStage(Stage):
         return self.source.open_samples(refs)
 
     def prefetch(self, refs: RefArray) -> None:
-        """Start to download samples that a restored stage holds.
+        """Start to download samples that a restored stage has in its buffer.
 
-        It does nothing for local files.
+        For local files it does nothing.
 
         Args:
             refs: The refs of the samples, REF (any,).
@@ -311,17 +311,11 @@ class BatchStage(ItemStage):
         raise NotImplementedError(f'{type(self).__name__} has no filler(). Write one, or use tail="stop".')
 
     def more(self) -> bool | None:
-        """Return whether another batch will come.
-
-        It is None if that is only known when the batch is built.
-        """
+        """Return whether another batch follows, or None if only building it can tell."""
         return None
 
     def pass_over(self) -> bool:
-        """Skip the next batch, and build no more of it than needed.
-
-        Returns False at the end.
-        """
+        """Skip the next batch, building only what is needed. Returns False at the end."""
         return any(True for _ in self)
 
 
@@ -329,9 +323,9 @@ StructType = TypeVar("StructType", bound=msgspec.Struct)
 
 
 def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructType:
-    """Parse the state of a stage as the struct `kind`.
+    """Return the state of a stage as a struct of the class `kind`.
 
-    Raises `CheckpointMismatchError` if it is the state of another stage.
+    Raises `CheckpointMismatchError` if the fields of the state are others.
     """
     try:
         return msgspec.convert(state, kind)
@@ -342,9 +336,9 @@ def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructTyp
 
 
 def saved_refs(stage: Stage, raw: object) -> RefArray:
-    """Parse the refs that a state has as bytes, and return them as REF (n,).
+    """Return the refs of samples that `raw` has as bytes: REF (n,).
 
-    Raises `CheckpointMismatchError` for anything else.
+    Raises `CheckpointMismatchError` if `raw` is no such bytes.
     """
     if not isinstance(raw, bytes) or len(raw) % REF.itemsize:
         found = f"{len(raw)} bytes" if isinstance(raw, bytes) else repr(raw)
@@ -355,12 +349,11 @@ def saved_refs(stage: Stage, raw: object) -> RefArray:
 
 
 class PassThrough(Stage):
-    """Base of a stage whose `__next__` returns the last element of its source.
+    """Base of a stage, such as a filter, that returns its source's elements unchanged.
 
-    A filter is such a stage.
-
-    Such a stage holds no elements, so it needs neither `ref` nor `fetch`, nor its own state. Do not derive a stage from
-    it that holds, reorders or merges elements: `savable_pipeline.testing.assert_exact_resume` finds that mistake.
+    `__next__` must return the last element of the source. The stage then needs no `ref`, `fetch` or state of its own.
+    A stage that buffers, reorders or merges elements must not derive from this class:
+    `savable_pipeline.testing.assert_exact_resume` finds that mistake.
 
     Args:
         source: The stage before this one.

@@ -1,10 +1,10 @@
 """`StageInfo`: position of a stage in its pipeline, and facts about its sources.
 
-Excluded samples are such a fact.
+One of the facts is which samples are excluded:
 
 reader(exclude=FILE) ──▶ ShuffleBuffer, Blend ──▶ Encode ────────▶ OnlinePacker, Balance, Batcher
-yields all samples       hold all samples         drops excluded   at a restore, drop excluded samples
-                                                  samples          from what the state holds
+yields all samples       buffer all samples       drops excluded   at a restore, drop excluded samples
+                                                  samples          from what the state has
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ REASON = "excluded"
 
 @dataclass(frozen=True, slots=True)
 class ExcludedSamples:
-    """Indices of excluded samples, by the tag of their source.
+    """Indices of excluded samples by the tag of their source.
 
-    A source without excluded samples is absent.
+    `numbers` has no entry for a source without excluded samples.
     """
 
     numbers: Mapping[int, frozenset[int]] = field(default_factory=dict)
@@ -57,11 +57,10 @@ NOTHING_EXCLUDED = ExcludedSamples()
 def read_exclude_file(
     path: str | os.PathLike[str] | None, lane: Lane, named: object, dataset: Dataset
 ) -> ExcludeFile | None:
-    """Read an exclude file once for all lanes of a process.
+    """Return the exclude file at `path`, or None if `path` is None.
 
-    Returns None without a file.
-
-    `named` is the key of the dataset among shared objects. Raises ValueError if it is the quarantine file.
+    The file is read once for all lanes of a process. `named` is the key of the dataset among shared objects. Raises
+    ValueError if `path` is the quarantine file.
     """
     if path is None:
         return None
@@ -72,9 +71,9 @@ def read_exclude_file(
 
 
 def excluded_numbers(file: ExcludeFile | None, lane: Lane, tag: int) -> frozenset[int]:
-    """Return the excluded samples of the source with this tag.
+    """Return the excluded indices of the source with this tag.
 
-    A file or a decision of the run excludes them.
+    A file or a decision of the run excludes them. The indices are without the tag.
     """
     of_file = frozenset[int]() if file is None else file.numbers
     decided = lane.facts.decisions.excluded.get(tag)
@@ -113,7 +112,7 @@ class StageInfo:
 
     @property
     def max_empty(self) -> int:
-        """How many consecutive samples, items or packs without a result end the run.
+        """Return how many samples, items or packs in a row without a result end a run.
 
         It is 30 times the dataset plus 1,000, at most 100,000. If a dataset has a single good sample, a lane that draws
         at random misses it for this long with probability e**-30.
@@ -121,7 +120,10 @@ class StageInfo:
         return min(30 * self.population + 1000, 100_000)
 
     def remaining(self, ref: ItemRef) -> ItemRef | None:
-        """Remove excluded samples and removed sources from the ref of an item or a pack."""
+        """Return the ref of an item or pack without excluded samples and removed sources.
+
+        It is None if nothing remains.
+        """
         return without(ref, lambda index: tag_of(index) not in self.tags or index in self.excluded)
 
     def key(self, purpose: str) -> int:

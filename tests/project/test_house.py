@@ -30,13 +30,13 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline": 211,
     "savable_pipeline/core": 1315,
     "savable_pipeline/data": 13886,
-    "savable_pipeline/run": 8147,
-    "savable_pipeline/stages": 6581,
-    "savable_pipeline/tools": 6238,
-    "savable_pipeline/trainers": 2595,
-    "task_encoders": 2457,
+    "savable_pipeline/run": 8151,
+    "savable_pipeline/stages": 6591,
+    "savable_pipeline/tools": 6239,
+    "savable_pipeline/trainers": 2602,
+    "task_encoders": 2464,
 }
-MOST_LINES_OF_TOOLS = 6135  # of the repository's own: quickstart, benchmarks, soaks, trials
+MOST_LINES_OF_TOOLS = 6140  # of the repository's own: quickstart, benchmarks, soaks, trials
 MOST_BENCHMARKS = 10  # commands in tools/bench; the timer, the data and the other loaders are not
 NO_COMMANDS = {"rounds.py", "data.py", "ours.py", "peers.py"}  # the last one is a program that the benchmarks start
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import savable_pipeline as sp
+from savable_pipeline.stages.filters import Filter
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import MakeShards
 from tests.support.draws import few_examples
@@ -105,8 +106,9 @@ def test_error_of_a_filter_is_raised_or_skipped_and_retried(make_shards: MakeSha
     loader = sp.SavableLoader(chain().batch(3), seed=0, lanes=1)
     assert next(loader).tolist() == [0, 1, 2]  # the fault is met where it is due, though more was read ahead
     state = loader.state_dict()
-    with pytest.raises(sp.EncodeError, match=r"filter\(.*tried\) failed.*RuntimeError: no four"):
+    with pytest.raises(sp.EncodeError, match=r"filter\(.*tried\) failed.*RuntimeError: no four") as caught:
         next(loader)
+    assert "\n  stage Filter, " in str(caught.value)
     broken["is"] = False
     resumed = sp.SavableLoader(chain().batch(3), seed=0, lanes=1)
     resumed.load_state_dict(state)
@@ -178,6 +180,12 @@ def test_filter_of_items_raises_errors_that_may_not_happen_again(make_shards: Ma
     chain = sp.read(str(make_shards([9])), shuffle=False, epochs=1).map(number).filter(unreadable, on_error="skip")
     with pytest.raises(sp.EncodeError, match="a bad disk"):
         list(sp.SavableLoader(chain.batch(3), seed=0, lanes=1))
+
+
+def test_an_error_of_a_wrong_setting_names_the_filter(make_shards: MakeShards) -> None:
+    samples = sp.read(str(make_shards([3])))(sp.Lane())
+    with pytest.raises(ValueError, match="Filter: on_error"):
+        Filter(samples, bool, on_error="ignore")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("after", [False, True])

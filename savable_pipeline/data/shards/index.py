@@ -159,7 +159,7 @@ class ShardIndex(ABC):
         return np.fromiter(map(known.__getitem__, names), np.int64, len(names))
 
     def rows_of(self, number: int) -> range:
-        """Return the rows of a shard, which is identified by its number in all methods."""
+        """Return the rows of the shard with this number."""
         return range(int(self.shard_rows[number]), int(self.shard_rows[number + 1]))
 
     @abstractmethod

@@ -55,7 +55,8 @@ _HEAD = struct.Struct("<QQQ")
 log = logging.getLogger(__name__)
 
 FileProgress: TypeAlias = Callable[[int, int], None]  # gets the number of files done, and of all
-_ALONE_S = 5.0  # seconds that one process scans alone before others start
+# seconds that one process scans alone before others start, and bytes of rows that are not mapped
+_ALONE_S, _IN_MEMORY = 5.0, 1 << 20
 _LOG_EVERY_S = 10.0
 
 
@@ -184,7 +185,7 @@ class ScannedTables:
         encoded = os.pread(file, length, offset + _HEAD.size)
         # This process has the lock, so no other process writes, and many rows can be mapped.
         mapped = partial(np.memmap, self._file, np.uint8, "r", start, (count,))
-        rows = os.pread(file, count, start) if count < 1 << 20 else mapped().data
+        rows = os.pread(file, count, start) if count < _IN_MEMORY else mapped().data
         if xxh3_64_intdigest(rows, xxh3_64_intdigest(encoded)) != digest:
             return None
         try:

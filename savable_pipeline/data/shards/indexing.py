@@ -119,7 +119,10 @@ def marked_index(root: Path, form: Format, *, tolerant: bool) -> IndexedFiles | 
 
 
 def valid_mark(root: Path, form: Format) -> _Mark | None:
-    """Return the mark next to an index, or None if a folder has changed since."""
+    """Return the mark next to an index, or None.
+
+    It is None if the mark is missing or damaged, or if a folder changed after it was written.
+    """
     with contextlib.suppress(OSError, ValueError):  # msgspec's errors are subclasses of ValueError
         mark = msgspec.msgpack.decode(_mark_of(root / form.index_name).read_bytes(), type=_Mark)
         return mark if all(_version_of(root / name) == at for name, at in mark.folders.items()) else None

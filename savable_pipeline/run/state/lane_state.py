@@ -128,7 +128,7 @@ def decoded(body: bytes, kind: type[T], name: str) -> T:
 
 
 def _check_depth(state: msgspec.Struct, name: str) -> None:
-    """Raise `StateError` for lists and dicts nested so deep that they were forged, and would raise RecursionErrors."""
+    """Raise `StateError` for lists and dicts nested deeper than any saved state, which would raise a RecursionError."""
     level = [getattr(state, field) for field in state.__struct_fields__]
     for _ in range(_MAX_DEPTH):
         level = [

@@ -2,13 +2,13 @@
 
 Nothing is copied.
 
-    reader ── refs ──▶ Join ── refs ──▶ …          its state is the reader's state
+    reader ── refs ──▶ Join ── refs ──▶ …          a state has only the reader's state
                         │ key → index of keys → index of a sample in the other dataset
                         ▼
                    "captions.txt"
 
-A `Join` has no own state and draws no random numbers, so it can be added to a saved run, which then continues in the
-same order.
+A `Join` has no state of its own and draws no random numbers. It can therefore be added to a saved run, which then
+continues in the same order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
 Missing: TypeAlias = Literal["skip", "empty"]
-JoinedSamples: TypeAlias = dict[str, Sample | None]  # by name of the store
+JoinedSamples: TypeAlias = dict[str, Sample | None]  # one sample's matches, by name of the store
 
 
 def check_join(stores: Mapping[str, Any], on: str, missing: str) -> None:
@@ -97,9 +97,9 @@ class Join(ChunkedStage, SampleStage):
         self.missing, self.one_to_one = missing, missing == "empty"
         self._stores = {name: self._open_store(name, stores[name]) for name in sorted(stores)}
         self.datasets = tuple(store.dataset for store in self._stores.values())
-        # the refs taken last and their samples, which are usually opened next
-        self._last: tuple[bytes, list[Sample]] = (b"", [])
-        self._missed = 0  # consecutive samples that were dropped
+        # the refs that were taken last, as bytes, and their samples, which the next stage usually opens
+        self._last_taken: tuple[bytes, list[Sample]] = (b"", [])
+        self._missed = 0  # number of consecutive samples that were dropped
 
     def _open_store(self, name: str, store: Shards | Samples) -> Samples:
         """Open a store once for all lanes of a process. Raises `ShardError` if two samples have the same key."""
@@ -122,21 +122,21 @@ class Join(ChunkedStage, SampleStage):
     def take(self, n: int) -> RefArray:
         """Return the refs of the next 1 to `n` samples: REF (any,).
 
-        It is empty only at the end, or if `n` is 0.
+        There are none at the end, or if `n` is 0.
         """
         while True:
             refs: RefArray = take_from(self.source, n)
             if self.missing == "empty" or not len(refs):
                 return refs
             samples = self._joined(self.source.open_samples(refs))
-            matched = [self._keeps(sample) for sample in samples]
+            matched = [self._has_matches(sample) for sample in samples]
             if any(matched):
                 found_refs: RefArray = refs if all(matched) else refs[np.array(matched)]
-                self._last = found_refs.tobytes(), list(compress(samples, matched))
+                self._last_taken = found_refs.tobytes(), list(compress(samples, matched))
                 return found_refs
 
-    def _keeps(self, sample: Sample) -> bool:
-        """Return whether all stores have the sample. If not, count it. Raises `ShardError` after very many in a row."""
+    def _has_matches(self, sample: Sample) -> bool:
+        """Return whether all stores have the sample, otherwise count it. Raises `ShardError` for very many in a row."""
         lacking = _stores_without(sample)
         if not lacking:
             self._missed = 0
@@ -156,7 +156,7 @@ class Join(ChunkedStage, SampleStage):
 
         Parts are read on access.
         """
-        last_refs, last_samples = self._last
+        last_refs, last_samples = self._last_taken
         samples = list(last_samples) if refs.tobytes() == last_refs else self._joined(self.source.open_samples(refs))
         for sample in samples if self.missing == "empty" else ():
             for name in _stores_without(sample):
@@ -168,20 +168,20 @@ class Join(ChunkedStage, SampleStage):
         return self._joined([self.source.fetch(ref)])[0]
 
     def _joined(self, samples: list[Sample]) -> list[Sample]:
-        """Return samples with the joined parts. An error of a key is raised when parts are read."""
-        keys, faults = [], {}
+        """Return the samples with joined parts. If a key cannot be read, reading the parts raises the error."""
+        keys, errors = [], {}  # `errors` by position of the sample
         for number, sample in enumerate(samples):
             try:
                 keys.append(sample.key)
             except SavableError as error:  # a damaged shard; `on_error` of the stage that reads parts decides
-                faults[number] = error
+                errors[number] = error
                 keys.append("")
         others: list[JoinedSamples] = [{} for _ in samples]
         for name, store in self._stores.items():
             for number, other in enumerate(_samples_of(store, keys, request=not self.lane.skips)):
                 others[number][name] = other
         return [
-            sample.read_from(JoinedParts(sample.origin, others[number], faults.get(number), self.missing == "skip"))
+            sample.read_from(JoinedParts(sample.origin, others[number], errors.get(number), self.missing == "skip"))
             for number, sample in enumerate(samples)
         ]
 
@@ -193,21 +193,19 @@ class Join(ChunkedStage, SampleStage):
         self.source.prefetch(refs)
 
     def save_state(self) -> State:
-        """Return the source's state.
-
-        A join adds nothing, so states with and without it are equal.
-        """
+        """Return the source's state, so that states with and without a join are equal."""
         return self.source.save_state()
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`."""
-        self._last, self._missed = (b"", []), 0
+        self._last_taken, self._missed = (b"", []), 0
         self.source.restore_state(state)
 
     def settings(self) -> dict[str, Any]:
-        """Return by store a hash of its shards with the policy for missing samples.
+        """Return the settings of the joined stores.
 
-        `media` has by store the hash of its table of media, as in the settings of readers.
+        `joins` has for each store the policy for missing samples, and a hash of its shards. `media` has for each store
+        the hash of its table of media, as in the settings of readers.
         """
         hashes = {name: store.dataset.digest().hex() for name, store in self._stores.items()}
         media: dict[str, dict[str, str]] = {}

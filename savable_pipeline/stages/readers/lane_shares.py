@@ -1,13 +1,13 @@
-"""`LaneShares`: which samples a pass has, and how lanes divide them.
+"""`LaneShares`: the samples of a pass, and how lanes divide them.
 
-A pass is one epoch or several, and may end within the last one.
+A pass is one epoch or several, and may end in the middle of an epoch.
 
     epochs=2.5 of 100 samples   100 │ 100 │ 50              three epochs; the last has the first 50 of its own order
     an epoch's order            lane 0 │ lane 1 │ lane 2    spans, which are multiples of `cut` as far as possible
     in file order               0 1 2 0 1 2 0 …             `cut` samples are dealt to each lane in turn
 
-`cut`, a number of samples, is saved. It is a batch if the lanes of a finite pass have whole batches, a block in file
-order, and otherwise 0.
+`cut` is a number of samples, which is saved. It is that of a batch if the lanes of a finite pass have whole batches,
+that of a block in file order, and otherwise 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from savable_pipeline.errors import CheckpointMismatchError, SavableError
 log = logging.getLogger(__name__)
 
 Positions = NDArray[np.int64]
-# A lane may read so many samples, or so many times its share of an epoch, without building a batch.
+# A lane may read this many samples, or this many times its share of an epoch, without building a batch.
 _UNUSED, _SHARES_UNUSED = 100_000, 10
 
 
@@ -49,14 +49,14 @@ class EpochSamples:
     selection: Selection | None
 
     def numbers(self, positions: Rows) -> Rows:
-        """Return the dataset's indices of samples at these positions of the epoch."""
+        """Return the dataset's indices of the samples at these positions of the epoch."""
         return positions if self.selection is None else self.selection.locate(positions)
 
 
 class GrowingSamples:
     """Samples of each epoch of a dataset to which shards were added.
 
-    They are all samples of `dataset`, or its `selection`.
+    An epoch has all samples of the shards that the dataset had then, or of the `selection` of these.
 
         pairs    (0, 3) (2, 5)                     (epoch, shards): from epoch 2 on, five shards
         epoch    0        1        2          3
@@ -73,15 +73,15 @@ class GrowingSamples:
         all_shards = len(dataset.firsts) - 1
         self._begins = [epoch for epoch, _ in self.pairs] or [0]
         counts = [shards for _, shards in self.pairs] or [all_shards]
-        is_rising = all(low < high for row in (self._begins, counts) for low, high in pairwise(row))
+        is_rising = all(low < high for numbers in (self._begins, counts) for low, high in pairwise(numbers))
         if self._begins[0] != 0 or not is_rising or not 1 <= counts[0] <= counts[-1] <= all_shards:
             raise CheckpointMismatchError(
                 f"{dataset.address}: the state is of another dataset. Pass the saved one.\n  shards joined as (epoch, "
                 f"shards) {self.pairs}, here are {all_shards}"
             )
         self._dataset, self._selection = dataset, selection
-        self._by_pair = [self.first(shards) for shards in counts]
-        if not self._by_pair[0].count:
+        self._stretches = [self.first(shards) for shards in counts]  # epochs with the same samples
+        if not self._stretches[0].count:
             raise CheckpointMismatchError(
                 f"{dataset.address}: the first {counts[0]} shards have no sample. Restore them."
             )
@@ -89,16 +89,16 @@ class GrowingSamples:
     def of(self, epoch: int) -> EpochSamples:
         """Return the samples of an epoch."""
         if len(self._begins) == 1:
-            return self._by_pair[0]
-        return self._by_pair[int(np.searchsorted(self._begins, epoch, side="right")) - 1]
+            return self._stretches[0]
+        return self._stretches[int(np.searchsorted(self._begins, epoch, side="right")) - 1]
 
     def first(self, shards: int) -> EpochSamples:
         """Return the samples of the first `shards` shards."""
         firsts, selection = self._dataset.firsts, self._selection
         if selection is None:
             return EpochSamples(shards, firsts[: shards + 1], int(firsts[shards]), None)
-        part = selection if shards == len(firsts) - 1 else selection.of_first(shards)
-        return EpochSamples(shards, part.firsts, part.count, part)
+        selected = selection if shards == len(firsts) - 1 else selection.of_first(shards)
+        return EpochSamples(shards, selected.firsts, selected.count, selected)
 
     def blocks(self, begin: int, end: int, size: int) -> int:
         """Count the blocks of `size` samples in the epochs `begin` to `end - 1`.
@@ -106,7 +106,7 @@ class GrowingSamples:
         The last block of an epoch may be smaller.
         """
         total = 0
-        for stretch, low, high in zip(self._by_pair, self._begins, [*self._begins[1:], end], strict=True):
+        for stretch, low, high in zip(self._stretches, self._begins, [*self._begins[1:], end], strict=True):
             epochs = min(high, end) - max(low, begin)
             total += max(0, epochs) * -(-stretch.count // size)
         return total
@@ -116,8 +116,9 @@ class GrowingSamples:
 class LaneShares:
     """Shares of all lanes in the pass that starts with `first_epoch`.
 
-    A batch has `rows` samples; if `aligned`, each sample becomes one row. Dealing starts with lane `tag`, modulo the
-    number of lanes, so that the remainders of the sources of a `Blend` go to different lanes. Errors name the `reader`.
+    A batch has `rows` samples. `aligned` is whether each sample becomes one row. Samples are dealt from the lane `tag`
+    on (modulo the number of lanes), so that the remainders of different sources of a `Blend` go to different lanes.
+    Errors name the `reader`.
     """
 
     reader: str
@@ -134,9 +135,9 @@ class LaneShares:
 
     @cached_property
     def epochs_started(self) -> int:
-        """The number of epochs in a pass, or 0 if the pass never ends.
+        """Return the number of epochs in a pass, or 0 if the pass never ends.
 
-        An epoch of which the pass reads a fraction counts too.
+        A fraction of an epoch counts as one.
         """
         return 0 if self.epochs is None else ceil(Fraction(str(self.epochs)))
 
@@ -151,14 +152,14 @@ class LaneShares:
     def of_pass(self, number: int) -> LaneShares:
         """Return the shares of the pass with this number.
 
-        For the pass of the lane, they are those that it reads.
+        They are these shares if it is their pass, and otherwise those with the best `cut`.
         """
         return self if number * self.epochs_started == self.first_epoch else self.at_pass(number)
 
     def cut_by(self, cut: int) -> LaneShares:
         """Return the same shares with the `cut` of a state.
 
-        Raises `CheckpointMismatchError` for 0 in file order.
+        Raises `CheckpointMismatchError` if it is 0 in file order.
         """
         if not self.shuffle and not cut:
             raise CheckpointMismatchError(f"{self.reader}: the state is damaged. Use another copy of the checkpoint.")
@@ -190,19 +191,22 @@ class LaneShares:
         return last
 
     def span(self, lane: int, epoch: int) -> tuple[int, int]:
-        """Return start and end of a lane's span of an epoch.
+        """Return the positions (start, stop) of a lane's span of an epoch.
 
-        In file order, a lane's positions are counted from 0.
+        In file order, the positions of each lane start at 0.
         """
         count, lanes = self.count(epoch), self.lane.count
         if not self.cut:
             return lane_span(count, lane, lanes, epoch)
         if self.shuffle:
-            return batches_span(count, self.cut, self._turn_of(lane, epoch), lanes)
-        return 0, sequential_count(count, self._turn_of(lane, epoch), lanes, self.cut)
+            return batches_span(count, self.cut, self._turn(lane, epoch), lanes)
+        return 0, sequential_count(count, self._turn(lane, epoch), lanes, self.cut)
 
-    def _turn_of(self, lane: int, epoch: int) -> int:
-        """Return a lane's turn in an epoch. The lane after the last one of the epoch before has the first turn."""
+    def _turn(self, lane: int, epoch: int) -> int:
+        """Return a lane's turn in an epoch.
+
+        Turn 0 has the lane after the one that read the last block of the previous epoch.
+        """
         return (lane - self.samples.blocks(self.first_epoch, epoch, self.cut) - self.tag) % self.lane.count
 
     def begins(self, epoch: int) -> Positions:
@@ -215,12 +219,12 @@ class LaneShares:
 
     def in_file_order(self, epoch: int, start: int, stop: int) -> Positions:
         """Return the lane's samples `start` to `stop - 1` in file order: int64 (any,)."""
-        return sequential_positions(start, stop, self._turn_of(self.lane.index, epoch), self.lane.count, self.cut)
+        return sequential_positions(start, stop, self._turn(self.lane.index, epoch), self.lane.count, self.cut)
 
     def warn_of_few(self, address: str, chosen: Hashable) -> None:
         """Log a warning if a finite pass has fewer batches than lanes.
 
-        It is logged once per value of `chosen`.
+        It is logged once for the samples that `chosen` identifies.
         """
         count, lanes = self.count(self.first_epoch), self.lane.count
         batches = count // self.rows
@@ -235,7 +239,8 @@ class LaneShares:
     def check_used(self, length: int) -> None:
         """Raise `SavableError` if the lane read far too many samples since its last batch.
 
-        Otherwise a filter that drops every sample would read forever. `length` is that of the lane's span of an epoch.
+        Otherwise a lane whose filter drops every sample would read forever. `length` is the number of samples in the
+        lane's span of an epoch.
         """
         unused = self.lane.unused or 0
         if unused > max(_SHARES_UNUSED * length, _UNUSED):
@@ -258,15 +263,18 @@ def check_epochs(reader: str, epochs: int | float | None) -> int | float | None:
 
 
 def lane_span(count: int, lane: int, lanes: int, epoch: int) -> tuple[int, int]:
-    """Return start and end of a lane's span in a shuffled epoch of `count` samples."""
+    """Return (start, stop) of a lane's span in a shuffled epoch of an endless run.
+
+    `count` is the number of samples in the epoch.
+    """
     turn = (lane + epoch) % lanes
     return turn * count // lanes, (turn + 1) * count // lanes
 
 
 def batches_span(count: int, rows: int, turn: int, lanes: int) -> tuple[int, int]:
-    """Return start and end of the span of the lane at `turn`.
+    """Return (start, stop) of the span of the lane at `turn` in a finite pass.
 
-    The epoch is shuffled and finite.
+    The epoch is shuffled.
 
     The epoch's batches of `rows` samples are dealt to the lanes one by one, so that each of the first `count / rows`
     slots has one; the very last batch may be shorter. 10 samples in batches of 2 over 3 lanes: 0-3, 4-7, 8-9.
@@ -288,9 +296,9 @@ def sequential_count(count: int, turn: int, lanes: int, block_size: int) -> int:
 
 
 def sequential_positions(start: int, stop: int, turn: int, lanes: int, block_size: int) -> Positions:
-    """Return samples `start` to `stop - 1` of the lane at `turn` in file order.
+    """Return positions of samples of the lane at `turn` in file order: int64 (any,).
 
-    They are int64 (any,).
+    They are its samples `start` to `stop - 1`.
     """
     positions = np.arange(start, stop)
     block = positions // block_size * lanes + turn

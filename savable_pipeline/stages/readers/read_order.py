@@ -35,12 +35,12 @@ from savable_pipeline.stages.readers.lane_shares import EpochSamples, LaneShares
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 8  # samples that are dealt to a lane together
-# A window may fill 1 / _SHARE of the cache, which holds two windows at a time, and rows that are in buffers.
-_SHARE = 4
-# Groups in a window below which a warning is logged: e**(0.9 × 4.43). The entropy of classes in batches of 256 is then
-# 0.9 of that of random batches, which is 4.43 for 100 classes.
-_ENOUGH = 54
-_CACHED_EPOCHS = 4  # orders to cache; lanes of a process are seldom further apart
+# A window may fill a quarter of the cache, because the cache has two windows at a time, and rows that are in buffers.
+_WINDOWS_PER_CACHE = 4
+# A warning is logged if a window has fewer groups than e**(0.9 × 4.43). With so many, the entropy of classes in batches
+# of 256 is 0.9 of that of random batches, which is 4.43 for 100 classes.
+_ENOUGH_GROUPS = 54
+_CACHED_EPOCHS = 4  # number of epochs whose orders are cached; lanes of a process are seldom further apart
 _CACHED_WINDOWS = 128  # permutations of blocks to cache, one per window, at most 128 kB each
 
 
@@ -55,21 +55,21 @@ class EpochOrder:
     ) -> None:
         shards = len(firsts) - 1
         self._key = derive_key(seed, "reader", source, epoch)
-        self._block = block_size
+        self._block_size = block_size
         self._order = permutation(derive_key(self._key, "shards"), shards)
         counts = np.diff(firsts)[self._order]
         self._ends = np.cumsum(counts)  # the end of each permuted shard in the permuted sequence
-        # offset from a position in the permuted sequence to an index
-        self._shift = firsts[self._order] - (self._ends - counts)
+        # for each permuted shard, the index of a sample minus its position in the permuted sequence
+        self._index_offsets = firsts[self._order] - (self._ends - counts)
         windows = 1 if window is None or shards < 2 * window else -(-shards // window)  # rounded up
-        last = [(i + 1) * shards // windows - 1 for i in range(windows)]
-        self._window_ends = self._ends[last]
+        last_shards = [(i + 1) * shards // windows - 1 for i in range(windows)]
+        self._window_ends = self._ends[last_shards]
         self._blocks: dict[int, Bijection] = {}
 
     def locate(self, start: int, stop: int) -> Positions:
-        """Return the samples at positions `start` to `stop - 1` of the epoch.
+        """Return the indices of samples of the epoch: int64 (any,).
 
-        They are indices of the dataset, int64 (any,).
+        They are at positions `start` to `stop - 1`.
         """
         parts = []
         while start < stop:
@@ -78,22 +78,22 @@ class EpochOrder:
             parts.append(self._in_window(window, start, end))
             start = end
         positions = np.concatenate(parts) if len(parts) != 1 else parts[0]
-        found: Positions = positions + self._shift[np.searchsorted(self._ends, positions, side="right")]
+        found: Positions = positions + self._index_offsets[np.searchsorted(self._ends, positions, side="right")]
         return found
 
     def _in_window(self, window: int, start: int, stop: int) -> Positions:
-        """Return positions in the permuted sequence of shards.
+        """Return where the samples of a window were before its blocks were permuted: int64 (stop - start,).
 
-        The last block of the window stays last if it is shorter.
+        `start` to `stop - 1` are positions after that. The last block of the window stays last if it is shorter.
         """
         begin = int(self._window_ends[window - 1]) if window else 0
-        blocks = (int(self._window_ends[window]) - begin) // self._block
-        first, last = (start - begin) // self._block, (stop - begin - 1) // self._block
+        blocks = (int(self._window_ends[window]) - begin) // self._block_size
+        first, last = (start - begin) // self._block_size, (stop - begin - 1) // self._block_size
         numbers = np.arange(first, last + 1)
         whole = numbers < blocks
         numbers[whole] = self._bijection(window, blocks)(numbers[whole])
-        positions = (numbers[:, None] * self._block + np.arange(self._block)).ravel()
-        skipped = first * self._block
+        positions = (numbers[:, None] * self._block_size + np.arange(self._block_size)).ravel()
+        skipped = first * self._block_size
         return begin + positions[start - begin - skipped : stop - begin - skipped]
 
     def _bijection(self, window: int, blocks: int) -> Bijection:
@@ -117,22 +117,22 @@ class DealtOrder:
         blocks permuted   4 0 2 1 3    │ 2 0 3 1      │       within a window
         dealt             0 1 2 0 1    │ 2 0 1 2      │       to the lanes in turn
 
-    In an `EpochOrder` each lane would read its own span, so that as many groups were open as there are lanes. Positions
-    are numbered as there: a lane has the positions of its span, but other samples are at these positions.
+    With an `EpochOrder` each lane would read its own span, so that each lane had other groups open. Positions are
+    numbered as in an `EpochOrder`: a lane has the positions of its span, but other samples are at these positions.
 
     `begins`, int64 (lanes + 1,), has the first positions of the lanes' spans, ascending, then the number of samples.
     """
 
     def __init__(self, order: EpochOrder, begins: Positions, block_size: int) -> None:
-        self._order, self._begins, self._block = order, begins, block_size
+        self._order, self._begins, self._block_size = order, begins, block_size
         self._lanes = len(begins) - 1
-        # number of samples of each lane that are dealt in turn
+        # number of samples of each lane that are dealt in whole blocks
         self._dealt = int(np.diff(begins).min()) // block_size * block_size
 
     def locate(self, start: int, stop: int) -> Positions:
-        """Return the samples at positions `start` to `stop - 1` of one lane.
+        """Return the indices of samples of one lane: int64 (any,).
 
-        They are indices of the dataset, int64.
+        They are at positions `start` to `stop - 1`.
         """
         turn = int(np.searchsorted(self._begins, start, side="right")) - 1
         begin = int(self._begins[turn])
@@ -140,15 +140,15 @@ class DealtOrder:
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
     def _runs(self, turn: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the ranges of `order` that have the samples at these positions in the span of the lane at `turn`.
+        """Return the ranges (start, stop) of `order` with the samples at these positions in the span number `turn`.
 
-        The rest of a span that is longer than the shortest one is not dealt, but follows all dealt blocks.
+        What remains of a span after its dealt blocks follows the dealt blocks of all lanes.
         """
         runs = []
         while start < min(stop, self._dealt):
-            block, inside = divmod(start, self._block)
-            size = min(self._block - inside, stop - start)
-            first = (block * self._lanes + turn) * self._block + inside
+            block, inside = divmod(start, self._block_size)
+            size = min(self._block_size - inside, stop - start)
+            first = (block * self._lanes + turn) * self._block_size + inside
             runs.append((first, first + size))
             start += size
         if start < stop:
@@ -158,7 +158,7 @@ class DealtOrder:
 
 
 class EpochOrders:
-    """Cache of the last orders of epochs of `dataset`, one per process.
+    """Cache of the orders of the last epochs of `dataset`, one cache per process.
 
     `window` is the number of shards in a window. If `deals`, rows are decoded in groups, and a window has as many
     groups as fit the cache.
@@ -189,7 +189,7 @@ class EpochOrders:
     def groups_of(self, samples: EpochSamples) -> RowGroups:
         """Return the groups of the rows of an epoch.
 
-        Logs a warning, once, if a window has too few groups.
+        Logs a warning if a window has too few groups, once for each number of shards.
         """
         if samples.shards not in self._groups:
             self._groups[samples.shards] = _row_groups(self._dataset, samples)
@@ -209,7 +209,7 @@ class RowGroups:
 
 
 def _row_groups(dataset: Dataset, samples: EpochSamples) -> RowGroups:
-    """Find the groups of the samples of an epoch, and how many fit a window."""
+    """Return the groups of the samples of an epoch, and how many of them fit a window."""
     shards = range(samples.shards) if samples.selection is None else samples.selection.order.tolist()
     firsts = samples.firsts
     ends_of_groups, total, groups = [np.zeros(1, dtype=np.int64)], 0, 0
@@ -221,15 +221,15 @@ def _row_groups(dataset: Dataset, samples: EpochSamples) -> RowGroups:
             ends_of_groups.append(int(firsts[position]) + ends * selected // max(1, int(ends[-1])))
             total, groups = total + size, groups + len(rows)
     mean_bytes = max(1, total // max(1, groups))
-    window = max(1, dataset.store.decoded_bytes // _SHARE // mean_bytes)
-    if window < min(groups, _ENOUGH):
+    window = max(1, dataset.store.decoded_bytes // _WINDOWS_PER_CACHE // mean_bytes)
+    if window < min(groups, _ENOUGH_GROUPS):
         log.warning(
             "%s: the row groups have %s, so only %d are mixed at a time. Write groups of at most %s, or set "
             "cache_bytes=%d.",
             dataset.address,
             human_bytes(mean_bytes),
             window,
-            human_bytes(dataset.store.decoded_bytes // _SHARE // _ENOUGH),
-            mean_bytes * _SHARE * _ENOUGH,
+            human_bytes(dataset.store.decoded_bytes // _WINDOWS_PER_CACHE // _ENOUGH_GROUPS),
+            mean_bytes * _WINDOWS_PER_CACHE * _ENOUGH_GROUPS,
         )
     return RowGroups(np.concatenate(ends_of_groups), window)

@@ -1,7 +1,7 @@
 """`RecordReader`: first stage, which yields a lane's samples of a store.
 
-Samples come in file order or shuffled. This file also has what all readers share: their settings, and the datasets that
-all lanes of a process share.
+Samples come in file order or shuffled. This file also has the settings that all readers have in common, and opens the
+datasets that all lanes of a process share.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class ReaderSettings(TypedDict, total=False):
 class ReaderData:
     """Data that a reader reads, and how to open it.
 
-    `open(on_error=…, quarantine=…, unpacked_bytes=…)` opens the dataset that is `named`. Only the first lane of a
-    process calls it, for all readers with equal `kind`, `named` and `options` of the format. The run stores the list of
-    shards under the name `pinned_as`, which by default is made of these fields.
+    `open(on_error=…, quarantine=…, unpacked_bytes=…)` opens the dataset that `named` identifies. Only the first lane of
+    a process calls it, for all readers with equal `kind`, `named` and `options` of the format. The run stores the list
+    of shards under the name `pinned_as`, which by default consists of these three fields.
     """
 
     kind: str
@@ -90,16 +90,16 @@ class ReaderData:
         Returns the dataset, and its key among the objects that lanes share. `settings` are arguments of `open`.
         """
         key = (self.kind, self.named, *settings.values(), *self.options)
-        # `on_error` may be a function, which has another repr in other processes, but the name must be the same there
-        same = settings["on_error"] == "raise", settings["quarantine"]
-        pinned_as = self.pinned_as or repr((self.kind, self.named, *same, *self.options))
+        # the name must be the same in all processes, and the repr of a function in `on_error` is not
+        constant = settings["on_error"] == "raise", settings["quarantine"]
+        pinned_as = self.pinned_as or repr((self.kind, self.named, *constant, *self.options))
         return lane.shared(key, lambda: pin(self.open(**settings), pinned_as, lane.worker.pinned)), key
 
     @classmethod
     def of_files(
         cls, kind: str, files: Names, lane: Lane, options: Any = (), cache: Cache = (None, None), **settings: Any
     ) -> ReaderData:
-        """Return the data of files of a format, whose store has these settings.
+        """Return the data of files of a format. `settings` are those of its store.
 
         Files of the Hub are read at the commit that the run has stored.
         """
@@ -115,9 +115,9 @@ class ReaderData:
 
 
 def source_at(files: Names, kind: str, lane: Lane, cache: Cache = (None, None), settings: Iterable[str] = ()) -> Source:
-    """Find out the format of files, once per process.
+    """Return the files with their recognized format, which is found once per process.
 
-    If `kind` is given, check that it is this format.
+    If `kind` is not empty, it must be their format.
     """
     key = "source", files, kind, cache
     return lane.shared(
@@ -125,8 +125,11 @@ def source_at(files: Names, kind: str, lane: Lane, cache: Cache = (None, None), 
     )
 
 
-def _number_of(store: RecordStore, lane: Lane) -> int:
-    """Return the number of a store among those with its address. Readers are built in one order in all processes."""
+def _number_of_store(store: RecordStore, lane: Lane) -> int:
+    """Return how many other stores with this address the lane has opened before.
+
+    The number is the same in all processes, because they build readers in one order.
+    """
     stores: list[RecordStore] = lane.shared(("stores", store.address), list)
     if not any(each is store for each in stores):
         stores.append(store)
@@ -134,9 +137,9 @@ def _number_of(store: RecordStore, lane: Lane) -> int:
 
 
 _STEPS = ("shuffle", "filter", "map", "encode", "batch", "take")  # methods of a pipeline value
-_CHUNK = 2048  # refs to compute at a time
-_DAMAGED = "rest of a damaged or missing shard"  # a reason in counters
-_EPOCHS = 1 << 32  # number of epochs that a ref can express
+_REFS_AT_ONCE = 2048  # refs to compute at a time
+_DAMAGED = "rest of a damaged or missing shard"  # reason in the names of counters
+_EPOCH_LIMIT = 1 << 32  # number of epochs that a ref can express
 
 
 def check_samples(
@@ -158,7 +161,7 @@ class _ReaderState(msgspec.Struct):
 
 
 class _TakesLane(ChunkedStage, SampleStage):
-    """Base of readers, with errors for one that is built without a lane, or used like a pipeline value."""
+    """Base of readers. Raises helpful errors if a reader is built without a lane or used like a pipeline value."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Self:
         """Raise TypeError if the second argument is not a lane."""
@@ -182,8 +185,8 @@ class RecordReader(_TakesLane):
 
     Parts of a sample are read on access.
 
-    The order depends on the number of samples in each shard, not on the kind of store: the same samples in the same
-    shards come in the same order from each, with the same `block_size` and `window`.
+    The order depends on the number of samples in each shard, not on the kind of store. Two stores with the same samples
+    in the same shards yield them in the same order, if `block_size` and `window` are equal.
 
     Args:
         store: A `custom.RecordStore`, built once per process: `lane.shared("its name", lambda: MyStore(...))`.
@@ -248,7 +251,7 @@ class RecordReader(_TakesLane):
         name = type(self).__name__
         check_samples(name, subset, block_size, window, on_error)
         if not isinstance(store, ReaderData):
-            pinned_as = f"store {store.address} {_number_of(store, lane)}"
+            pinned_as = f"store {store.address} {_number_of_store(store, lane)}"
             store = ReaderData("dataset", id(store), partial(Dataset, store), pinned_as=pinned_as)
         common: dict[str, Any] = {"on_error": on_error, "quarantine": quarantine, "unpacked_bytes": unpacked_bytes}
         self.dataset, shared_key = store.opened(lane, **common)
@@ -265,12 +268,12 @@ class RecordReader(_TakesLane):
         self.has_default_blocks = shuffle and block_size is None
         self._deals = self.has_default_blocks and self.dataset.store.row_groups(0) is not None
         self.block_size = BLOCK_SIZE if self.has_default_blocks else block_size
-        self._endless = lane if self.epochs is None else None
+        self._endless_lane = lane if self.epochs is None else None
         self._rows, self._aligned = 1, False  # set by `set_batch_size`
         self._start_with(lane.facts.growth.get("", ()))
 
     def _start_with(self, growth: Sequence[tuple[int, int]]) -> None:
-        """Go to the start. `growth` has the number of shards of the dataset by epoch."""
+        """Go to the start of the run's pass. `growth` has pairs (epoch, shards) if shards were added."""
         self.samples = GrowingSamples(self.dataset, self.selection, growth)
         self._orders = self.lane.shared(
             ("orders", *self.chosen, self.window, self._deals),
@@ -281,7 +284,10 @@ class RecordReader(_TakesLane):
             self._orders.groups_of(self.samples.of(self._epoch))  # logs a warning if groups are too large
 
     def _start_pass(self) -> None:
-        """Go to the start of the pass. If other lanes have started it, use their chunk size, else the best one."""
+        """Go to the start of the pass.
+
+        Use the unit of shares of lanes that have already started the pass, otherwise the best one.
+        """
         settings = (self.epochs, self.shuffles, self.block_size, self.tag, self._rows, self._aligned)
         shares = LaneShares(type(self).__name__, self.lane, self.samples, *settings).at_pass(self.lane.epoch)
         chunk_size = self.lane.facts.chunk_sizes.get(self.branch)
@@ -314,18 +320,18 @@ class RecordReader(_TakesLane):
 
         Raises `CheckpointMismatchError` if a ref cannot express the epoch.
         """
-        if epoch >= _EPOCHS:
+        if epoch >= _EPOCH_LIMIT:
             raise CheckpointMismatchError(
-                f"{type(self).__name__}: epoch {epoch} is above {_EPOCHS}. Use another copy of the checkpoint."
+                f"{type(self).__name__}: epoch {epoch} is above {_EPOCH_LIMIT}. Use another copy of the checkpoint."
             )
         self._begin, end = self._shares.span(self.lane.index, epoch)
         self._length = end - self._begin
         self._epoch = epoch
-        self._position = position  # position of the next ref to yield
+        self._position = position  # position of the next ref to yield in the lane's share of the epoch
         self._ahead = np.empty(0, REF)  # computed refs, of which the first `_used` are already yielded
         self._used = 0
-        self._announced = position  # position up to which the dataset was asked to prefetch
-        self._skips = False  # whether prefetching was omitted because the lane only skips the computed refs
+        self._prefetched_to = position  # position up to which samples were prefetched
+        self._omitted_prefetch = False  # whether computed refs were not prefetched, because the lane only skipped them
 
     def take(self, n: int) -> RefArray:
         """Return the next `n` refs: REF (n,).
@@ -333,20 +339,20 @@ class RecordReader(_TakesLane):
         There are fewer only at the end of a finite pass.
         """
         parts = []
-        if self._skips and not self.lane.skips:
+        if self._omitted_prefetch and not self.lane.skips:
             self._prefetch_ahead()
         while n:
-            piece = self._ahead[self._used : self._used + n]
-            if not len(piece):
+            part = self._ahead[self._used : self._used + n]
+            if not len(part):
                 if not self._compute_refs():
                     break
                 continue
-            parts.append(piece)
-            n -= len(piece)
-            self._used += len(piece)
-            self._position += len(piece)
-            if self._endless is not None and self._endless.unused is not None:
-                self._endless.unused += len(piece)
+            parts.append(part)
+            n -= len(part)
+            self._used += len(part)
+            self._position += len(part)
+            if self._endless_lane is not None and self._endless_lane.unused is not None:
+                self._endless_lane.unused += len(part)
                 self._shares.check_used(self._length)
         if len(parts) == 1:
             return parts[0]
@@ -359,9 +365,9 @@ class RecordReader(_TakesLane):
                 return False
             self._move_to(self._epoch + 1, 0)
         start, ahead = self._position, self.dataset.prefetch_refs
-        stop = min(start + min(_CHUNK, ahead or _CHUNK), self._length)
+        stop = min(start + min(_REFS_AT_ONCE, ahead or _REFS_AT_ONCE), self._length)
         if not start and not self.lane.index:
-            self.count_faults()  # once per epoch
+            self.count_faults()  # once per epoch, by the first lane
         self._ahead = self._refs(start, stop)
         self._used = 0
         self._prefetch_ahead()
@@ -372,16 +378,16 @@ class RecordReader(_TakesLane):
 
         Nothing is downloaded if the lane only skips these samples.
         """
-        self._skips = self.lane.skips
-        if self._skips or not self.lane.worker.downloads:
+        self._omitted_prefetch = self.lane.skips
+        if self._omitted_prefetch or not self.lane.worker.downloads:
             return
         refs, ahead = self._ahead[self._used :], self.dataset.prefetch_refs
         if not ahead:
             self.dataset.prefetch(refs)
             return
-        begin, end = max(self._announced, self._position), min(self._position + len(refs) + ahead, self._length)
+        begin, end = max(self._prefetched_to, self._position), min(self._position + len(refs) + ahead, self._length)
         if begin < end:
-            self._announced = end
+            self._prefetched_to = end
             self.dataset.prefetch(self._refs(begin, end))
 
     def _refs(self, start: int, stop: int) -> RefArray:
@@ -417,14 +423,15 @@ class RecordReader(_TakesLane):
         if self.epochs is None or self.on_error != "raise":
             return None
         shares = self.shares_of(epoch)
-        spans = [shares.span(lane, shares.first_epoch + each) for each in range(shares.epochs_started)]
+        spans = [shares.span(lane, shares.first_epoch + number) for number in range(shares.epochs_started)]
         return sum(end - begin for begin, end in spans)
 
     def save_state(self) -> State:
         """Return the position of the reader.
 
-        `epoch` and `position` are those in the lane's share, and `lane` has the positions of the random sequences.
-        `cut`, if not 0, is the unit of shares: a pass keeps its shares even if the size of batches changes.
+        `position` is that of the next sample in the lane's share of `epoch`. `lane` has the positions of the lane's
+        random sequences. `cut`, if not 0, is the unit of shares, which stays the same within a pass even if the size of
+        batches changes.
         """
         state = {"epoch": self._epoch, "position": self._position, "lane": self.lane.save_state()}
         return {**state, "cut": self._shares.cut} if self._shares.cut else state
@@ -448,8 +455,8 @@ class RecordReader(_TakesLane):
         """Return every argument that changes the data.
 
         `shards` has name, number of samples and index hash of each shard, or of many shards their joint hashes (see
-        shard_digests.py). `exclude` is a hash of the indices of the excluded samples, absent if there are none, and
-        `media` a hash of the table of media, absent without one.
+        shard_digests.py). `exclude` is a hash of the indices of the excluded samples, and absent if there are none.
+        `media` is a hash of the table of media, and absent if there is no table.
         """
         excluded = self.exclude_file
         return {
@@ -484,7 +491,7 @@ class RecordReader(_TakesLane):
     def last_epoch_read(self) -> int:
         """Return the last epoch of which the lane has read samples.
 
-        It is the epoch before the first one if nothing was read yet.
+        Before the first sample, it is the first epoch minus 1.
         """
         return self._epoch if self._position or not self._length else self._epoch - 1
 
@@ -533,7 +540,7 @@ class RecordReader(_TakesLane):
         return self.open_samples(refs)[0]
 
     def count_faults(self) -> None:
-        """Count the shards that could not be fully indexed.
+        """Count the shards that could not be indexed completely.
 
         They are added to the quarantine file.
         """
@@ -544,14 +551,15 @@ class RecordReader(_TakesLane):
 
     @property
     def sources(self) -> tuple[Stage, ...]:
-        """Return an empty tuple, because no stage comes before a reader."""
+        """Return (), because no stage comes before a reader."""
         return ()
 
 
 def set_batch_size(stage: Stage, rows: int) -> None:
-    """Tell the reader how many samples a batch has.
+    """Set the number of samples in a batch of the reader upstream of `stage`.
 
-    Do nothing if a stage in between changes their number unpredictably. Call it before the first sample.
+    This does nothing if a stage in between changes the number of elements unpredictably. Call it before the first
+    sample.
     """
     aligned = True
     while (one_to_one := is_one_to_one(stage)) is not None:

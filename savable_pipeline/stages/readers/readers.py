@@ -20,7 +20,7 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.sample_names import Classes
 from savable_pipeline.stages.readers.reader import ReaderData, ReaderSettings, RecordReader, source_at
 
-_NOT_SAVED = {"cache", "cache_bytes", "files_from", "validate_hash"}  # options that change no sample
+_NOT_SAVED = {"cache", "cache_bytes", "files_from", "validate_hash"}  # options that do not change samples
 READERS: dict[str, type[FileReader]] = {}  # by name of the format
 
 
@@ -33,9 +33,9 @@ class FileReader(RecordReader):
     kind: ClassVar[str]
 
     def __init_subclass__(cls, kind: str = "") -> None:
-        """Register a subclass for its format.
+        """Register a subclass as the reader of the format `kind`.
 
-        For classes in this file, replace `**settings` by all settings in what `inspect.signature` returns.
+        `inspect.signature` of the classes in this file shows each common setting instead of `**settings`.
         """
         super().__init_subclass__()
         if kind:
@@ -48,18 +48,19 @@ class FileReader(RecordReader):
 
     def __init__(self, files: Shards, lane: Lane, options: dict[str, Any], common: ReaderSettings) -> None:
         self.files = as_names(files)
-        self.options = _checked(type(self).__name__, self.kind, options)
-        known = format_named(self.kind).settings
+        self.options = _checked_options(type(self).__name__, self.kind, options)
+        store_settings = format_named(self.kind).settings
         limit: Any = options.get("cache_bytes")
-        settings = {name: value for name, value in self.options.items() if name in known and value is not None}
+        settings = {name: value for name, value in self.options.items() if name in store_settings and value is not None}
         cache = options.get("cache"), limit
-        if "blocks" in known:  # rows are decoded in groups, so that `cache_bytes` limits decoded rows
-            cache, settings["blocks"] = (None, None), lane.shared(("decoded", limit), lambda: DecodedBlocks(limit))
+        if "blocks" in store_settings:  # rows are decoded in groups, so that `cache_bytes` limits decoded rows
+            settings["blocks"] = lane.shared(("decoded", limit), lambda: DecodedBlocks(limit))
+            cache = (None, None)
         key = tuple((name, repr(value)) for name, value in self.options.items())
         super().__init__(ReaderData.of_files(self.kind, self.files, lane, key, cache, **settings), lane, **common)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of every reader, and options that change samples."""
+        """Return the settings of all readers, and the options that change samples."""
         saved = {name: value for name, value in self.options.items() if name not in _NOT_SAVED}
         if "file_fields" in saved:
             saved["file_fields"] = getattr(self.dataset.store, "fields", None)
@@ -70,7 +71,7 @@ class FileReader(RecordReader):
         return {**super().settings(), **saved}
 
 
-def _checked(reader: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+def _checked_options(reader: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with tuples for sequences. Raises ValueError for values that the format does not accept."""
     checked = {**options}
     for name in ("columns", "file_fields", "classes"):
@@ -155,7 +156,7 @@ class TarShardReader(FileReader, kind="tar"):
 
 
 class _TableReader(FileReader):
-    """Reader of tables whose rows are decoded in groups. It adds their options."""
+    """Base of readers of tables whose rows are decoded in groups, with the options of these."""
 
     def __init__(
         self,
@@ -300,7 +301,7 @@ class JsonlReader(FileReader, kind="jsonl"):
 
 
 class _RecordsReader(FileReader):
-    """Reader of records that name files. It adds their options."""
+    """Base of readers of records that name files, with the options of these."""
 
     def __init__(
         self,
@@ -611,7 +612,7 @@ def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordR
 
 
 def _check_options(files: str, reader: type[RecordReader], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options. Raises ValueError, which says what `files` are, for one that the reader does not have."""
+    """Return the options. Raises ValueError for an unknown one, where `files` describes the files in the message."""
     known = options_of(reader)
     unknown = [name for name in options if name not in known]
     if unknown:
