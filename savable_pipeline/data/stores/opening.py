@@ -52,8 +52,9 @@ log = logging.getLogger(__name__)
 Cache: TypeAlias = tuple[str | os.PathLike[str] | None, int | None]
 
 
+# the format that the user passed, "" for none, and the names of the user's settings
 Asked: TypeAlias = tuple[str, tuple[str, ...]]
-# from names and most bytes to read, to the first bytes
+# returns the first bytes of files, by their names; takes the most bytes to read of each
 Heads: TypeAlias = Callable[[Mapping[str, int]], Mapping[str, bytes]]
 
 
@@ -67,7 +68,7 @@ class Source:
         settings: Settings of the store that these files need.
         listed: The files on a disk, if they were listed. None: they are listed when they are opened.
         session: The session that sends requests. None: the files are on a disk.
-        asked: The format that the user passed, "" for none, and the names of the user's settings.
+        asked: What the user passed: see `Asked`.
     """
 
     files: paths.Shards
@@ -203,7 +204,7 @@ def remote_files(source: Source, form: Format) -> RemoteShards:
 
 
 def _on_server(url: str, session: Session, indexes: Mapping[str, Format], markers: Sequence[str]) -> list[str]:
-    """Return which indexes and markers exist in a folder of a web server.
+    """Return the names of the indexes and markers that exist in a folder of a web server.
 
     A web server cannot list a folder. If the cache notes an index, only that one is requested.
     """
@@ -236,11 +237,12 @@ def at_commit(files: paths.Shards, pinned: dict[str, bytes], session: Session) -
         return files
     if importlib.util.find_spec("huggingface_hub") is None:  # finds the package without importing it
         raise RemoteError("hf:// needs huggingface_hub. Run `pip install huggingface_hub`")
-    fixed = [_fixed(paths.HubAddress.of(spec), pinned, session) if paths.is_hub(spec) else spec for spec in specs]
+    fixed = [_with_commit(paths.HubAddress.of(spec), pinned, session) if paths.is_hub(spec) else spec for spec in specs]
     return fixed[0] if isinstance(files, str | os.PathLike) and len(fixed) == 1 else fixed
 
 
-def _fixed(address: paths.HubAddress, known: dict[str, bytes], session: Session) -> str:
+def _with_commit(address: paths.HubAddress, known: dict[str, bytes], session: Session) -> str:
+    """Return an address of the Hub at its commit. A missing commit is looked up and added to `known`."""
     if address.is_fixed:
         return address.at(address.revision)
     if address.dataset not in known:

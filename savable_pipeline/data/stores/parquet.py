@@ -45,7 +45,7 @@ from savable_pipeline.errors import SavableError
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _LARGEST_FOOTER = 1 << 29
 _MOST_ROWS = 1 << 40
-_SIGNATURE = 28  # bytes after a footer that can be read, in a file with encrypted columns
+_SIGNATURE = 28  # bytes after a readable footer, in a file with encrypted columns
 _NOT_ENCRYPTED = "Write the file without encryption"
 _RATIO = 64  # a row group may always decode to this multiple of its bytes in the file
 _DICTIONARY_HEAD = 32  # first bytes of a dictionary page, which contain its size
@@ -53,7 +53,7 @@ _IDLE_S = 10  # idle seconds after which the child process ends
 
 _Groups: TypeAlias = tuple[list[int], list[int]]  # rows and bytes of each row group
 _children: dict[int, ChildProcess] = {}  # by the ID of the process that started it
-_asking = threading.Lock()
+_asking = threading.Lock()  # a child answers one thread at a time
 
 
 class ParquetFooterError(ValueError):
@@ -105,17 +105,17 @@ def parsed_footer(footer: bytes) -> Any:
 
 
 def column_bytes(group: Any, wanted: list[str] | None) -> list[tuple[int, int]]:
-    """Return the byte range of each column of a row group.
+    """Return the byte range (begin, end) of each column of a row group.
 
-    Only those `wanted` are returned (None: all).
+    Only columns that are `wanted` are returned (None: all).
     """
     return [_bytes_of(column) for column in columns_of(group, wanted)]
 
 
 def columns_of(group: Any, wanted: list[str] | None) -> list[Any]:
-    """Return the columns of a row group, with those below them.
+    """Return the columns of a row group, also those nested in others.
 
-    Only those `wanted` are returned (None: all).
+    Only columns that are `wanted` are returned, with those nested in them (None: all).
     """
     columns = [group.column(i) for i in range(group.num_columns)]
     names = None if wanted is None else set(wanted)
@@ -133,7 +133,7 @@ def _bytes_of(column: Any) -> tuple[int, int]:
 
 
 def _groups_by_child(footer: bytes, size: int) -> _Groups:
-    """Return or raise the result of `_groups` in a child process.
+    """Return the result of `_groups`, computed in a child process, or raise its error.
 
     Raises `ParquetFooterError` if the child crashes twice.
     """
@@ -245,7 +245,7 @@ class ParquetStore(ColumnarStore):
         return DecodedGroup(*self.batches(shard, group, self.wanted))
 
     def batches(self, shard: int, group: int, columns: list[str] | None) -> tuple[list[Any], int]:
-        """Return columns (None: all) of a row group, and their bytes in memory.
+        """Return batches of columns (None: all) of a row group, and their bytes.
 
         The columns are decoded in the calling thread. pyarrow starts no other thread, so processes may be forked.
         Raises `ShardError`.
@@ -256,8 +256,8 @@ class ParquetStore(ColumnarStore):
         try:
             file = self._file(shard)
             self.check_columns(shard, file.schema_arrow.names)
-            rows, few = self._bounded(shard, group, file, columns)
-            while some := [*islice(few, max(1, _BATCH // rows))]:  # each batch costs as much time as many rows
+            rows, small = self._bounded(shard, group, file, columns)
+            while some := [*islice(small, max(1, _BATCH // rows))]:  # joined, as each batch costs the time of many rows
                 batches += some if len(some) == 1 else pa.Table.from_batches(some).combine_chunks().to_batches()
         except SavableError:
             raise
@@ -266,7 +266,7 @@ class ParquetStore(ColumnarStore):
         return batches, sum(batch.nbytes for batch in batches)
 
     def _bounded(self, shard: int, group: int, file: Any, columns: list[str] | None) -> tuple[int, Iterator[Any]]:
-        """Return batches of a row group, and the number of rows of each.
+        """Return the number of rows of each batch of a row group, and the batches.
 
         Each has so few rows that one more batch hardly exceeds the limit. Example: 8192 rows that repeat a dictionary's
         value of 1 MB decode to 8 GB, from a file of 300 bytes.
@@ -278,9 +278,9 @@ class ParquetStore(ColumnarStore):
         rows = max(1, min(_BATCH, most // (2 * max(1, value))))  # half, because buffers are copied as they grow
 
         def decoded() -> Iterator[Any]:
-            few = file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
+            found = file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
             size, declared = 0, sum(column.total_uncompressed_size for column in used)
-            while max(size, declared) <= most and (batch := next(few, None)) is not None:
+            while max(size, declared) <= most and (batch := next(found, None)) is not None:
                 size += batch.nbytes
                 yield batch
             if max(size, declared) > most:
@@ -338,7 +338,7 @@ class ParquetStore(ColumnarStore):
 
 
 def _weakly(files: ShardFiles, shard: int) -> Callable[[int, int], bytes]:
-    """Return a function that reads a file without a strong reference to `files`.
+    """Return a function of (offset, size) that reads a file, without a strong reference to `files`.
 
     A reference cycle through C++ would never be collected:
 
@@ -393,4 +393,4 @@ PARQUET = Format(
     by_setting={"ranges": partial(with_media, variant="ranges", store=RangedParquetStore)},
 )
 PARQUET_OF_FILES = dataclasses.replace(PARQUET, store=NamingParquetStore)
-"""The same, of tables that name files, such as those of HF's image folders."""
+"""Parquet tables that name files, such as those of HF's image folders."""

@@ -31,7 +31,7 @@ from savable_pipeline.errors import ShardError
 
 # by part: the columns of path, start and end
 RangeColumns: TypeAlias = Mapping[str, tuple[str, str | None, str | None]]
-_SAMPLED = 1 << 16  # bytes to compare at the start, the middle and the end of a file
+_SAMPLED = 1 << 16  # bytes to compare at each of the start, the middle and the end of a file
 _ENDINGS = tuple(f".{name}" for name in (*AUDIO_PARTS, *VIDEO_PARTS))
 
 
@@ -47,15 +47,15 @@ class MediaRange(msgspec.Struct, frozen=True):
 
 
 def _digest(file: ByteSource) -> int:
-    """Return a hash of the start, the middle and the end of a file with named ranges."""
+    """Return a hash of the size, the start, the middle and the end of a file of which rows name ranges."""
     return hash_some(xxh3_64(), file, _SAMPLED, 2)
 
 
 class RangedRows(FileStore):
     """Rows with parts that are ranges of other files.
 
-    The bytes of such a part are the result of `range_of`, as JSON. `open` returns the whole file with the seconds. This
-    class comes before the store of the table among the bases of a class.
+    The bytes of such a part are the result of `range_of`, as JSON. `open` returns the whole file with the seconds.
+    Among the bases of a class, this one comes before the store of the table.
     """
 
     base: str | None = None  # the folder that paths are relative to; None means that of the table
@@ -76,14 +76,14 @@ class RangedRows(FileStore):
         part = self._range_part(extension)
         if part is None:
             return super().read(shard, row, extension)  # type: ignore[safe-super]
-        return msgspec.json.encode(self._range(shard, row, part))
+        return msgspec.json.encode(self._existing_range(shard, row, part))
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`. For a range, this is the whole file."""
         part = self._range_part(extension)
         if part is None:
             return super().open(shard, row, extension)
-        found = self._range(shard, row, part)
+        found = self._existing_range(shard, row, part)
         number = self.file_named(shard, row, found.path)
         size, read_on = int(self.entries.sizes[number]), self.files.read_on
         source = ByteSource(lambda offset, wanted: read_on(number, offset, wanted, size), size)
@@ -114,6 +114,7 @@ class RangedRows(FileStore):
         return number
 
     def _is_outside(self, number: int) -> bool:
+        """Return whether a file is a link that leads out of the dataset's folder."""
         files, root = self.files, self.found.root
         if files.behind_url or number in self._inside:
             return False
@@ -124,7 +125,7 @@ class RangedRows(FileStore):
 
     @cached_property
     def _inside(self) -> set[int]:
-        """Return the numbers of files that are not links out of the dataset."""
+        """Return the numbers of the files that were found to be inside the dataset's folder."""
         return set()
 
     def _range_part(self, extension: str) -> str | None:
@@ -132,7 +133,8 @@ class RangedRows(FileStore):
             return extension
         return next((part for part in self.range_parts if part.lower() == extension.lower()), None)
 
-    def _range(self, shard: int, row: int, part: str) -> MediaRange:
+    def _existing_range(self, shard: int, row: int, part: str) -> MediaRange:
+        """Return the range of a part. Raises KeyError if the row names no file."""
         found = self.range_of(shard, row, part)
         if found is None:
             raise KeyError(f"no part {part!r}: the row names no file")
@@ -148,11 +150,11 @@ def checked_range(
     """
     begin_s = begin_s or 0.0
     if not 0 <= begin_s < (float("inf") if end_s is None else end_s):
-        raise _no_range(store, shard, row, f"{path!r} from {begin_s} s to {end_s} s")
+        raise _range_error(store, shard, row, f"{path!r} from {begin_s} s to {end_s} s")
     return MediaRange(path, begin_s, end_s)
 
 
-def _no_range(store: FileStore, shard: int, row: int, reason: str) -> ShardError:
+def _range_error(store: FileStore, shard: int, row: int, reason: str) -> ShardError:
     """Return the error for a row with an invalid range."""
     return store.damaged(shard, f"row {row}", f"no range of a file: {reason}", reason="malformed range")
 
@@ -164,7 +166,7 @@ class RangedTable(RangedRows):
     `ranges` that the first file lacks.
     """
 
-    all_used = False  # rows name some ranges of long files
+    all_used = False  # an epoch only reads ranges of the files
 
     def __init__(self, found: IndexedFiles, *, ranges: RangeColumns, **settings: Any) -> None:
         self._ranges, self.range_parts = ranges, tuple(ranges)
@@ -183,20 +185,19 @@ class RangedTable(RangedRows):
             seconds = [None if each is None else msgspec.json.decode(each, type=float) for each in (begin, end)]
             return checked_range(self, shard, row, path.decode(), *seconds)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _no_range(self, shard, row, f"{part!r}: {error}") from error
+            raise _range_error(self, shard, row, f"{part!r}: {error}") from error
 
     def _field_value(self, shard: int, row: int, name: str) -> bytes | None:
         try:
             return self.value(shard, row, name)
         except KeyError:
-            raise _no_range(self, shard, row, f"{name!r}, which ranges= names, is not there") from None
+            raise _range_error(self, shard, row, f"{name!r}, which ranges= names, is not there") from None
 
 
 def with_media(form: Format, media: tuple[str, ...] = _ENDINGS, *, samples_below: str = "", **changes: Any) -> Format:
     """Return the format of folders of tables with the files that their rows name.
 
-    With `samples_below`, only tables below that folder have samples. Tables elsewhere only have rows. An epoch then
-    reads all files.
+    With `samples_below`, only the rows of tables below that folder are samples.
     """
     return dataclasses.replace(
         form,

@@ -3,9 +3,9 @@
     count u32 │ offsets u32 (count + 1,) │ … │ record │ record │ …      records; each may be compressed by itself
     … │ Arrow IPC, a row per record │ its size u32 │ "LDARW01" 0
 
-The last is LitData's. Either may be compressed as a whole. Numbers are little-endian.
+The second layout is LitData's. Files of either may be compressed as a whole. Numbers are little-endian.
 
-Blob of a file in the index: its kind, its compression, the bytes of its content plus one (0: unknown), the bytes of
+Blob of a file in the index: its layout, its compression, the bytes of its content plus one (0: unknown), the bytes of
 its schema, the schema; then the offsets, or where the rows of Arrow are.
 
 The fields of a record are parts of a sample: values become the part `json`, everything else a part of its own.
@@ -45,9 +45,9 @@ INDEX = "index.json"
 _MEDIA = frozenset(("jpg", "png", "gif", "flac", "ogg", "mp3", "pdf", "npy", "mkv", "webp", "wav", "avi", "mp4"))
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _NPY_HEADER = 256  # most bytes of the header, unless an array has many dimensions
-_HEAD = 16
+_HEAD = 16  # first bytes of a part, by which its type is detected
 INSTEAD = "Read it with its own library, and write its samples with sp.ShardWriter"
-RECORDS, ROWS, WHOLE = range(3)
+RECORDS, ROWS, WHOLE = range(3)  # layouts: records with offsets, rows of Arrow, or a file compressed as a whole
 PACKED = ("", "gz", "bz2", "zst")
 _MOST_RECORDS = 1 << 32
 _FRAMED, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"  # first bytes of LitData's files: compressed by batch, and rows
@@ -95,7 +95,7 @@ def array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: ByteSou
 
 
 def scalar(kind: str, data: bytes) -> Any:
-    """Return the number of this dtype at the start of bytes.
+    """Return the number of the dtype `kind` at the start of bytes.
 
     Raises ValueError and IndexError if there are too few bytes.
     """
@@ -133,17 +133,17 @@ def _image(name: str, extension: str, mode: str, size: tuple[int, int], data: By
 
 
 def several(name: str, data: ByteSource, make: Callable[[str, ByteSource], Blob], *, begin: int) -> list[Blob]:
-    """Return a list of blobs as the parts 0.jpg, 1.jpg, …
+    """Return the blobs in a list as the parts 0.jpg, 1.jpg, …
 
-    The data at `begin` are their number, then their sizes, then their bytes.
+    The data at `begin` are their count, then their sizes, then their bytes.
     """
     (count,) = data.uint32s(begin, 1)
     sizes = data.uint32s(begin + 4, count)
     offset = begin + 4 + 4 * count
     blobs = []
-    for i, size in enumerate(sizes):
+    for number, size in enumerate(sizes):
         blob = make(name, data.part(offset, size))
-        blobs.append(Blob(name, f"{i}.{blob.extension}", blob.size, blob.load))
+        blobs.append(Blob(name, f"{number}.{blob.extension}", blob.size, blob.load))
         offset += size
     return blobs
 
@@ -189,9 +189,9 @@ def npy(values: np.ndarray[Any, Any]) -> bytes:
 
 
 class Schema(Protocol):
-    """Fields of the records of a file; msgspec decodes it from JSON.
+    """Fields of the records of a file, decoded from JSON by msgspec.
 
-    `each` is the compression of single records.
+    `each` is the compression of single records, or "".
     """
 
     @property
@@ -204,7 +204,7 @@ class Schema(Protocol):
 class ListedFile(msgspec.Struct, frozen=True):
     """File that index.json lists.
 
-    `packed` is the compression of the whole file, and `schema` is JSON.
+    `packed` is the compression of the whole file, or "". `schema` is a `Schema` as JSON.
     """
 
     name: str
@@ -236,16 +236,17 @@ class RecordKind:
         if INDEX not in heads:
             raise ValueError(f"no {INDEX}. Name the one folder that has it")
         try:
-            return [tuple(each.name for each in several) for several in self.listed(heads[INDEX])]
+            return [tuple(each.name for each in alternatives) for alternatives in self.listed(heads[INDEX])]
         except ValueError as error:
             raise ValueError(f"{INDEX}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """Meaning of the numbers in the index of a file.
+    """Index blob of a file by field.
 
-    `offsets` are uint64 (records + 1,). For Arrow rows, they are start and end of the data.
+    `unit` is `RECORDS`, `ROWS` or `WHOLE`. `offsets` are uint64 (records + 1,). For rows of Arrow, they are the start
+    and the end of the data.
     """
 
     unit: int
@@ -341,7 +342,7 @@ def _listed_file(kind: RecordKind, file: ByteSource, name: str) -> ListedFile | 
 def _listed(listed: Callable[[bytes], Any], index: Path, size: int, written_ns: int) -> dict[str, ListedFile]:
     if size > LARGEST_INDEX:
         raise ValueError(f"{INDEX} has {size} bytes, more than the limit of {LARGEST_INDEX}")
-    return {each.name: each for several in listed(index.read_bytes()) for each in several}
+    return {each.name: each for alternatives in listed(index.read_bytes()) for each in alternatives}
 
 
 def _table(kind: RecordKind, file: ByteSource, listed: ListedFile) -> ShardTable:
@@ -350,26 +351,26 @@ def _table(kind: RecordKind, file: ByteSource, listed: ListedFile) -> ShardTable
         raise ValueError(f"{file.size} bytes, but {listed.size} by {INDEX}. Copy it again")
     if not 0 <= listed.samples < _MOST_RECORDS:
         raise ValueError(f"{listed.samples} records by {INDEX}. Copy it again")
-    layout, more = (WHOLE, np.zeros(0, "<u8")) if listed.packed else layout_in(file, listed.samples, kind.chunked)
-    known = 0 if listed.content is None else listed.content + 1
+    layout, offsets = (WHOLE, np.zeros(0, "<u8")) if listed.packed else layout_in(file, listed.samples, kind.chunked)
+    content = 0 if listed.content is None else listed.content + 1
     schema = np.frombuffer(listed.schema + bytes(-len(listed.schema) % 8), "<u8")
-    head = np.array([layout, PACKED.index(listed.packed), known, len(listed.schema)], "<u8")
-    blob = np.concatenate([head, schema, more]).tobytes()
+    head = np.array([layout, PACKED.index(listed.packed), content, len(listed.schema)], "<u8")
+    blob = np.concatenate([head, schema, offsets]).tobytes()
     digest = hash_some(xxhash.xxh3_64(blob), file, _SAMPLED_BYTES, _BLOCKS)
     return ShardTable(ShardEntry(listed.name, file.size, listed.samples, digest), blob)
 
 
 def layout_of(blob: FileBlob, samples: int) -> RecordLayout:
     """Decode the index blob of a file."""
-    layout, packed, known, length = blob[:4].tolist()
+    layout, packed, content, length = blob[:4].tolist()
     begin = 4 + -(-length // 8)
     end = begin + {RECORDS: samples + 1, ROWS: 2, WHOLE: 0}[layout]
     schema = blob[4:begin].tobytes()[:length]
-    return RecordLayout(layout, PACKED[packed], known - 1 if known else None, schema, blob[begin:end])
+    return RecordLayout(layout, PACKED[packed], content - 1 if content else None, schema, blob[begin:end])
 
 
 def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, FileBlob]:
-    """Return the layout and the offsets of a decompressed file.
+    """Return the unit and the offsets of a decompressed file: see `RecordLayout`.
 
     Raises ValueError.
     """
@@ -389,7 +390,7 @@ def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, Fi
 
 
 def known_hash(hashes: Iterable[str]) -> str | None:
-    """Return the first of these algorithms that hashlib or xxhash has."""
+    """Return the first of these algorithms that hashlib or xxhash has, or None."""
     known = {*hashlib.algorithms_available, *xxhash.algorithms_available}
     return next((name for name in hashes if name in known and not name.startswith("shake")), None)
 
@@ -421,9 +422,9 @@ class RecordBlock:
         return self.schema.fields(record_in(ByteSource.of(self.data), self.offsets, position))
 
     def retain(self, position: int) -> RecordBlock:
-        """Return a block with only this record, at position 0.
+        """Copy a record to a block of its own, at position 0.
 
-        It stays valid when this block is evicted. Raises `RecordError`.
+        The copy does not refer to the bytes of this block. Raises `RecordError`.
         """
         data = record_in(ByteSource.of(self.data), self.offsets, position).read()
         return RecordBlock(data, np.array([0, len(data)], np.uint64), self.schema)
@@ -444,7 +445,7 @@ def record_in(content: ByteSource, offsets: FileBlob, position: int) -> ByteSour
 class RecordTable:
     """Rows of Arrow: dicts of strings, numbers, bytes and lists.
 
-    What is bytes is a part, the rest is values.
+    Bytes become parts, and everything else values.
 
     {"image": JPEG, "caption": "a cat", "size": [8, 8]}      →      jpg, json: {"caption": "a cat", "size": [8, 8]}
     """
@@ -498,7 +499,7 @@ def table_of(data: bytes, expected: int, most: int) -> RecordTable:
 
 
 def _decoded_bytes(data: bytes) -> int:
-    """Return the decoded size in bytes that compressed batches declare."""
+    """Return the size in bytes to which compressed batches say that they decode."""
     file = ByteSource.of(data)
     found = read_arrow_table(file, "damaged rows in Arrow")
     if found.entry.fault:

@@ -1,7 +1,7 @@
 """`RecordFolderStore`: the store of folders with an index.json: MDS and LitData.
 
-not compressed, or each record by itself    a record is read at its offset in the index
-a compressed file, rows of Arrow            a group of rows, decompressed once (`GroupedStore`)
+no compression, or of single records    a record is read at its offset in the index
+a compressed file, or rows of Arrow     the file is a group of rows, decoded once (`GroupedStore`)
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from savable_pipeline.data.stores.record_files import (
 )
 from savable_pipeline.errors import ShardError
 
-_AT_ONCE = 1 << 20  # a record up to this size is read at once, for all of its parts
-_FEW = 1 << 14  # the same, if only its values are needed
+_READ_WHOLE = 1 << 20  # a record of at most so many bytes is read at once, for all of its parts
+_READ_WHOLE_FOR_VALUES = 1 << 14  # the same, if only its values are needed
 _PIECE = 1 << 23  # bytes of a file to hash at a time
 _LIKELY = 3  # estimated compression ratio of a file whose decompressed size is unknown
 
@@ -67,19 +67,20 @@ class RecordFolderStore(GroupedStore):
     ) -> None:
         super().__init__(found, blocks)
         self.kind, self._algorithm = kind, validate_hash
-        self._wrong: dict[int, str] = {}  # files whose hash was compared, and how they differ
+        self._wrong: dict[int, str] = {}  # how the hash of a file differs, or "", by compared file
         self.key_column, self._most = key, unpacked_bytes
         self._schemas: dict[bytes, Schema] = {}
         self._layouts: dict[int, RecordLayout] = {}
-        self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}  # the last record read
+        # the last record that was read: shard, row, fields and parts
+        self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}
         self.files.fetch_rows(found.numbers)  # of all shards at once, because the rows are few
         kinds = {tuple(self.blob(shard)[:2].tolist()) for shard in np.flatnonzero(self.entries.samples).tolist()}
         self._grouped = any(unit != RECORDS for unit, _ in kinds)
         self.decoded_bytes = self.blocks.limit if self._grouped else 0
         for unit, packed in kinds:  # a damaged index raises later, when its file is read
-            needs = "rows" if unit == ROWS else PACKED[packed] if packed < len(PACKED) else ""
-            if needs in NEEDED:
-                needed_package(needs)
+            kind_of_data = "rows" if unit == ROWS else PACKED[packed] if packed < len(PACKED) else ""
+            if kind_of_data in NEEDED:
+                needed_package(kind_of_data)
         if not self.files.behind_url and self.entries and (found.root / INDEX).exists():
             self.files.watch_view(~0, found.root / INDEX)
 
@@ -103,7 +104,7 @@ class RecordFolderStore(GroupedStore):
         values = {field.name: field.value for field in self._record(shard, row)[0] if isinstance(field, Value)}
         return as_part(values[name])
 
-    def record(self, shard: int, row: int, at_once: int = _FEW) -> list[Value | Blob]:
+    def record(self, shard: int, row: int, at_once: int = _READ_WHOLE_FOR_VALUES) -> list[Value | Blob]:
         """Return the fields of a record.
 
         A record of more than `at_once` bytes is read in pieces. Raises `RecordError`, `ShardError`.
@@ -151,7 +152,7 @@ class RecordFolderStore(GroupedStore):
     def _hashes(self) -> dict[str, dict[str, str]]:
         index = self.files.sidecar(INDEX)
         listed = [] if index is None else self.kind.listed(index.read_bytes())
-        return {file.name: file.hashes for several in listed for file in several}
+        return {file.name: file.hashes for alternatives in listed for file in alternatives}
 
     def row_groups(self, shard: int) -> tuple[list[int], int] | None:
         """See `RecordStore.row_groups`. A folder without compression has none."""
@@ -205,7 +206,7 @@ class RecordFolderStore(GroupedStore):
         if last[1] == row and last[0] == shard:
             return last[2], last[3]
         try:
-            fields = self.record(shard, row, _AT_ONCE)
+            fields = self.record(shard, row, _READ_WHOLE)
             parts = parts_of(fields)
         except RecordError as error:
             raise self._broken_record(shard, row, error) from error

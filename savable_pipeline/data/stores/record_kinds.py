@@ -1,9 +1,9 @@
 """Folders with an index.json: MDS of Mosaic Streaming, and LitData.
 
-    size uint32, of each column of MDS without a fixed size │ column │ column │ …
-    size uint32, of each leaf of LitData │ leaf │ leaf │ …
+    MDS, version 2    size uint32 of each column without a fixed size │ column │ column │ …
+    LitData           size uint32 of each leaf │ leaf │ leaf │ …
 
-(Version 2 of MDS, from its facts.) `data_spec` says where each leaf of LitData is in the dicts and lists of an item.
+`data_spec` says where each leaf of LitData is in the dicts and lists of an item.
 Columns and leaves of pickles are rejected, because unpickling runs code from the data.
 """
 
@@ -38,8 +38,8 @@ from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 # decodes the name, the setting and the bytes of a field
 _Decode: TypeAlias = Callable[[str, str, ByteSource], Sequence[Value | Blob]]
-_CODES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
-_PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst"}  # our names of MDS's compressions
+_DTYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
+_PACKED = {"gz": "gz", "bz2": "bz2", "zstd": "zst"}  # MDS's name of a compression: our name
 
 
 class _FileInfo(msgspec.Struct):
@@ -84,7 +84,7 @@ class MdsColumns(msgspec.Struct, frozen=True):
 
 
 def _listed_shards(index: bytes) -> list[tuple[ListedFile, ...]]:
-    """Return the files in an index.json, each uncompressed, else compressed.
+    """Return the files in an index.json: each shard uncompressed, then its compressed form if any.
 
     Raises ValueError for unsupported settings.
     """
@@ -131,7 +131,7 @@ def _array(name: str, settings: str, data: ByteSource) -> list[Value | Blob]:
     kind, _, dimensions = settings.partition(":")
     offset = 0
     if not kind:
-        kind = _CODES[data.head(1)[0]]
+        kind = _DTYPES[data.head(1)[0]]
         offset = 1
     if dimensions:
         shape = tuple(int(size) for size in dimensions.split(","))
@@ -145,7 +145,7 @@ def _array(name: str, settings: str, data: ByteSource) -> list[Value | Blob]:
 
 
 def _field(kinds: Mapping[str, _Decode], name: str, kind: str, data: ByteSource) -> Sequence[Value | Blob]:
-    """Decode the bytes of one field, which may become several fields. Raises `RecordError`."""
+    """Decode the bytes of one field of this kind by `kinds`. It may become several. Raises `RecordError`."""
     plain, _, setting = kind.partition(":")
     try:
         return kinds[plain](name, setting, data)
@@ -190,8 +190,8 @@ MDS = format_of_kind("mds", (".mds", *(f".mds.{kind}" for kind in _PACKED)), _MD
 _NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "?")  # by LitData's codes
 _NAMES = "f4 f4 f8 f8 c8 c8 c16 c16 f2 f2 - u1 i1 i2 i2 i4 i4 i8 i8 ? u2"  # "-" for types that NumPy lacks
 _TORCH = _NAMES.split()  # by LitData's codes
-_LEVELS = (None, "chunk", "sample")
-_LEAF = None
+_LEVELS = (None, "chunk", "sample")  # supported levels of compression in LitData
+_LEAF = None  # the tree of a single value
 _BINARY = 0x20  # the greatest first byte of binary JSON; JSON as text starts with a printable character
 
 
@@ -256,7 +256,7 @@ def _assembled(spec: Any, leaves: Iterator[Sequence[Value | Blob]]) -> Any:
 
 
 def _items(spec: Any, values: Any) -> list[tuple[str, Any]]:
-    """Return the values of an item by name: by number for a tuple, `item` for a single value."""
+    """Return (name, value) of an item's values: the name is a number in a list, and `item` for a single value."""
     if values is _NOTHING:
         return []
     if isinstance(values, dict):
@@ -274,7 +274,7 @@ def _paths(spec: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def _listed_chunks(index: bytes) -> list[tuple[ListedFile, ...]]:
-    """Return the files in an index.json, each as written, else decompressed as LitData's reader leaves it.
+    """Return the files in an index.json: as written, then as decompressed by LitData.
 
     Raises ValueError for unsupported settings.
     """
@@ -324,14 +324,14 @@ def _node(node: dict[str, Any]) -> Any:
 
 
 def _check_config(config: _Config) -> None:
-    refused = {
+    is_unsupported = {
         "encryption": config.encryption is not None,
         f"the item loader {config.item_loader}": config.item_loader not in (None, "PyTreeLoader"),
         f"the compression {config.compression}": (config.compression or "zstd").partition(":")[0] != "zstd",
         f"compression by {config.compression_level}": config.compression_level not in _LEVELS,
     }
-    for setting, is_refused in refused.items():
-        if is_refused:
+    for setting, unsupported in is_unsupported.items():
+        if unsupported:
             raise ValueError(f"{setting} is not supported. {INSTEAD}")
     for kind in config.data_format:
         plain = kind.partition(":")[0]
@@ -348,9 +348,9 @@ def _json(data: bytes) -> Any:
 
 
 def _with_header(torch: bool, name: str, _: str, data: ByteSource) -> list[Value | Blob]:
-    """Decode an array after its type code, number of dimensions and shape.
+    """Decode an array that follows its type code, number of dimensions and shape.
 
-    These are big-endian for torch and little-endian for NumPy.
+    These three are big-endian for torch and little-endian for NumPy.
     """
     order = ">u4" if torch else "<u4"
     code, dimensions = np.frombuffer(data.part(0, 8).read(), order).tolist()

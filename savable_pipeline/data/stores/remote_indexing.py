@@ -84,7 +84,7 @@ class WholeScans:
     def pin(self, number: int, version: str = "") -> str:
         """Return the server's version of a file that was scanned, or "".
 
-        A `version` is noted first.
+        If a `version` is passed, it is recorded first.
         """
         if version:
             pin_whole(self._path(number), version)
@@ -93,7 +93,7 @@ class WholeScans:
     def moved(self, fresh: Path, version: Path, scanned: list[int]) -> ShardCache:
         """Create the version in this folder with the index at `fresh`.
 
-        It gets the cached bytes of the files `scanned`.
+        The cached bytes of the `scanned` files are moved to it.
         """
         cached = _with_index(version, fresh)
         for number in scanned:
@@ -118,7 +118,7 @@ class WholeScans:
 class PartScans:
     """Scanner that reads files through the cache.
 
-    Their cache version has no index at first, and becomes that of the index.
+    They are cached in a version without an index, which becomes the version of the index.
     """
 
     def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
@@ -155,14 +155,14 @@ class PartScans:
 
 
 def _with_index(version: Path, fresh: Path) -> ShardCache:
-    """Return the version with its new index."""
+    """Move the index at `fresh` to the folder of a version, and return its cache."""
     version.mkdir(exist_ok=True)
     fresh.replace(version / "index")
     (version / "parts").unlink(missing_ok=True)
     return open_protected(version)
 
 
-RemoteScans: TypeAlias = WholeScans | PartScans  # scanner of files with known names and sizes, by number
+RemoteScans: TypeAlias = WholeScans | PartScans  # scans files of known names and sizes, by their numbers
 
 
 def scans_of(found: RemoteShards, form: Format, folder: Path, session: Session) -> RemoteScans:
@@ -208,10 +208,10 @@ def scanned_elsewhere(
     """
     stamps = found.stamps or [""] * len(found.names)
     jobs = (RemoteScan(form, found.root, found.names[n], int(found.sizes[n]), stamps[n]) for n in numbers)
-    of = {found.names[number]: number for number in numbers}
+    number_of = {found.names[number]: number for number in numbers}
     with contextlib.closing(engine.each(scan_remotely, jobs)) as finished:
         for job, (table, version) in finished:
-            scans.pin(of[job.name], version)
+            scans.pin(number_of[job.name], version)
             yield table
 
 
@@ -229,14 +229,14 @@ def scan_locally(
         except ShardError as error:
             return unreadable(number, error)
 
-    coming: deque[Future[ShardTable]] = deque()
+    running: deque[Future[ShardTable]] = deque()
     waiting = iter(numbers)
     threads = ThreadPoolExecutor(_AT_ONCE)
     try:
-        coming.extend(threads.submit(scan, number) for number in itertools.islice(waiting, _AT_ONCE))
-        while coming:
-            yield coming.popleft().result()
-            coming.extend(threads.submit(scan, number) for number in itertools.islice(waiting, 1))
+        running.extend(threads.submit(scan, number) for number in itertools.islice(waiting, _AT_ONCE))
+        while running:
+            yield running.popleft().result()
+            running.extend(threads.submit(scan, number) for number in itertools.islice(waiting, 1))
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
 
@@ -265,12 +265,12 @@ def open_remote(
             found = _with_missing(found, own.index, tolerant)
         if own is not None and not tolerant:
             _note_replaced(own, found)
-        making = _Making(form, folder, session, tolerant, anew, engine, progress)
-        stays = tolerant and not anew and not form.whole  # keep the index, even if files changed
-        if own is not None and _knows(own.index, found, tolerant, making.changed(own), sizes=not stays):
+        builder = _IndexBuilder(form, folder, session, tolerant, anew, engine, progress)
+        keeps_index = tolerant and not anew and not form.whole  # even if files changed
+        if own is not None and _covers(own.index, found, tolerant, builder.changed(own), sizes=not keeps_index):
             cached = open_protected(own.folder)
         else:
-            found, cached = making.index_of(files, found, own)
+            found, cached = builder.index_of(files, found, own)
         session.call("forget", str(cached.folder))  # another opening may have deleted the replaced version
         session.forget()
         return RemoteFolder(found.root, cached, session), found.names
@@ -323,8 +323,8 @@ def _note_replaced(own: Version, found: RemoteShards) -> None:
         ShardCache(own.folder).changed[replaced] = 1
 
 
-def _knows(index: ShardIndex, found: RemoteShards, tolerant: bool, changed: set[str], *, sizes: bool = True) -> bool:
-    """Return whether an index has all files with their present sizes and, unless `tolerant`, without faults."""
+def _covers(index: ShardIndex, found: RemoteShards, tolerant: bool, changed: set[str], *, sizes: bool = True) -> bool:
+    """Return whether an index has all files with their current sizes and, unless `tolerant`, without faults."""
     if changed and not changed.isdisjoint(found.names):
         return False
     try:
@@ -338,7 +338,7 @@ def _knows(index: ShardIndex, found: RemoteShards, tolerant: bool, changed: set[
 
 
 @dataclass(frozen=True, slots=True)
-class _Making:
+class _IndexBuilder:
     """Builds the index of remote files in the `folder` of their dataset.
 
     It reuses rows of earlier indexes, and scans new files and those that changed.
@@ -370,7 +370,7 @@ class _Making:
             found = with_stamps(found, self.session, unknown, self.form)
         stamps = found.stamps if any(found.stamps) else ()
         stamp = hash_of(replace(found, stamps=stamps), sizes=False)
-        if before is not None and before.stamp == stamp and _knows(before.index, found, self.tolerant, changed):
+        if before is not None and before.stamp == stamp and _covers(before.index, found, self.tolerant, changed):
             return found, open_protected(before.folder)
         cached = self._build(found, before, own)
         point(pointer, Version(cached.folder, cached.layout.index, stamp, stamps))
@@ -385,9 +385,9 @@ class _Making:
         return found, cached
 
     def changed(self, version: Version | None) -> set[str]:
-        """Return the names of files that differ from this version.
+        """Return the names of files that were found to differ from this version.
 
-        The result is empty if the index is kept regardless.
+        The result is empty if such files do not matter.
         """
         return changed_shards(version.folder) if version is not None and (self.anew or not self.tolerant) else set()
 
@@ -420,13 +420,13 @@ class _Making:
         return scans.moved(fresh, version, missing)
 
     def _unchanged_numbers(self, base: Version, found: RemoteShards, changed: set[str]) -> dict[int, int]:
-        """Return the numbers of unchanged files in an earlier index, by their new numbers. Their rows are cached."""
+        """Return the numbers of unchanged files in an earlier index, by their new numbers. Their rows are fetched."""
         numbers = {name: number for number, name in enumerate(found.names)}
         known = {}
         for old, entry in enumerate(base.index.shards):
             number = numbers.get(entry.name, -1)
-            same = number >= 0 and found.sizes[number] in (-1, entry.size) and not entry.fault
-            if same and entry.name not in changed and (not base.stamps or base.stamps[old] == found.stamps[number]):
+            is_same = number >= 0 and found.sizes[number] in (-1, entry.size) and not entry.fault
+            if is_same and entry.name not in changed and (not base.stamps or base.stamps[old] == found.stamps[number]):
                 known[number] = old
         parts = open_parts(base.folder, base.index)
         if parts is not None and known:
@@ -455,15 +455,15 @@ class _Making:
                 raise error
             return form.unreadable(found.names[number], int(found.sizes[number]), str(error))
 
-        before, numbers = len(missing) - len(to_scan), [*to_scan.values()]
-        self.progress(before, len(missing))
-        coming = (
+        done_before, numbers = len(missing) - len(to_scan), [*to_scan.values()]
+        self.progress(done_before, len(missing))
+        scanning = (
             scan_locally(scans, numbers, unreadable)
             if self.engine is None
             else scanned_elsewhere(self.engine, scans, found, form, numbers)
         )
-        with contextlib.closing(coming) as tables:
-            for done, table in enumerate(tables, before + 1):
+        with contextlib.closing(scanning) as tables:
+            for done, table in enumerate(tables, done_before + 1):
                 number = to_scan[table.entry.name]
                 if table.entry.fault and not self.tolerant:
                     scans.drop(number)

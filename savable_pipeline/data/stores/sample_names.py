@@ -13,11 +13,12 @@ from savable_pipeline.data.shards.part_types import MEDIA_PARTS, SUBTITLE_PARTS,
 from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
 from savable_pipeline.data.shards.tar import split_name
 
-Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]  # True, names, a file of names, or another folder
+# the top folders (True), no classes (False), names, a file of names, or another folder with the same classes
+Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]
 
 
-_PEOPLE = ("readme", "license", "notice", "citation", "changelog")
-_ROWS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc")
+_FOR_PEOPLE = ("readme", "license", "notice", "citation", "changelog")
+_TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc")
 _MEDIA = frozenset(f".{name}" for name in MEDIA_PARTS)
 
 
@@ -56,15 +57,15 @@ def name_fault(key: str, extension: str) -> str:
 
 
 def parts_fault(key: str, parts: list[tuple[str, str, int, str]]) -> tuple[str, str]:
-    """Return the first fault of a sample's parts and the file that has it, or "".
+    """Return the first fault of a sample's parts and its file, or ("", "").
 
-    A part is its extension, the file, the size in bytes, and any earlier fault.
+    A part is (extension, file, size in bytes, fault found before or "").
     """
     files: dict[str, str] = {}
     for extension, path, size, fault in parts:
-        twin = files.get(extension.lower())
-        if twin is not None:
-            fault = fault or f"two parts with one extension: {twin} and {path}"
+        other = files.get(extension.lower())
+        if other is not None:
+            fault = fault or f"two parts with one extension: {other} and {path}"
         files[extension.lower()] = path
         if fault := fault or name_fault(key, extension) or size_fault(extension, size):
             return fault, path
@@ -108,12 +109,12 @@ def is_media_file(name: str) -> bool:
 
 def is_table(name: str) -> bool:
     """Return whether a name is that of a table, or of lines of JSON."""
-    return suffix_of(name) in _ROWS
+    return suffix_of(name) in _TABLE_SUFFIXES
 
 
 def is_for_people(name: str) -> bool:
     """Return whether a top-level file is for people, such as a README or a license."""
-    return "/" not in name and name.lower().startswith(_PEOPLE)
+    return "/" not in name and name.lower().startswith(_FOR_PEOPLE)
 
 
 def stem_of(name: str) -> str:
@@ -140,7 +141,7 @@ def no_samples(names: Iterable[str]) -> set[str]:
 
 
 def lone(some: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return the names that share their stem with no other file except tables.
+    """Return those of `some` that share their stem with no other file except tables.
 
     An example is metadata.csv beside metadata.jsonl.
     """

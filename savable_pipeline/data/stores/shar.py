@@ -6,8 +6,8 @@
     target.000000.jsonl.gz   {"cut_id": "a", "target": …}         target.json
 
 A tar has two members per cut, in the order of the cuts: data and manifest, or `.nodata` and `.nometa` for a cut
-without them. All files are entries of the index, but only those of cuts have samples. Blob of a tar in the index: the
-length of its members as MessagePack, then these.
+without this field. All files are entries of the index, but only those of cuts have samples. Blob of a tar in the
+index: the length of its members as MessagePack, then these.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SharStore(FileStore):
         self._blocks: DecodedBlocks[Any] = DecodedBlocks()
         self._fields: dict[tuple[str, ...], dict[str, int]] = {}  # by folder and number: the shard of each field
         for shard, name in enumerate(self.entries.names):
-            folder, field, number = _named(name)
+            folder, field, number = _split_name(name)
             self._fields.setdefault((folder, number), {})[field] = shard
 
     def key(self, shard: int, row: int) -> str:
@@ -82,18 +82,18 @@ class SharStore(FileStore):
         Raises `ShardError` for data of another cut.
         """
         key, found = self.key(shard, row), dict[str, _Content]()
-        folder, _, number = _named(self.entries.names[shard])
+        folder, _, number = _split_name(self.entries.names[shard])
         for field, other in sorted(self._fields[folder, number].items()):
             for name, content in next(iter(self._rows(other)[row : row + 1]), [("", b"")]):
                 if not name.startswith(f"{key}."):
                     raise self.damaged(other, f"cut {row}", f"not of the cut {key!r}")
-                end = name[len(key) + 1 :]
-                plain = field == _CUTS or (field == _AUDIO and end != "json")
-                found |= {} if end in _NOTHING else {end if plain else f"{field}.{end}": content}
+                extension = name[len(key) + 1 :]
+                is_plain = field == _CUTS or (field == _AUDIO and extension != "json")
+                found |= {} if extension in _NOTHING else {extension if is_plain else f"{field}.{extension}": content}
         return found
 
     def _rows(self, shard: int) -> list[list[tuple[str, _Content]]]:
-        """Return the data of each cut in a file: a line, or two members with the cut's id.
+        """Return (name, content) of the data of each cut in a file: one line, or two members.
 
         Raises `ShardError`.
         """
@@ -115,14 +115,14 @@ class SharStore(FileStore):
         return found
 
 
-def _named(name: str) -> tuple[str, str, str]:
-    """Return the folder, the field and the number of a file."""
+def _split_name(name: str) -> tuple[str, str, str]:
+    """Return the folder, the field and the number in a file's name, or three empty strings."""
     found = _NAME.fullmatch(name)
     return (found[1], found[2], found[3]) if found else ("", "", "")
 
 
 def _lines_in(raw: bytes, name: str, most: int) -> list[tuple[str, bytes]]:
-    """Return the lines with their ids.
+    """Return (id + ".json", line) for each line.
 
     Raises `DamagedError`, msgspec's errors.
     """
@@ -136,7 +136,7 @@ def _files(names: Sequence[str]) -> list[str]:
     """Return the files of cuts and of their fields, if some cuts have a tar."""
     numbers: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
-        folder, field, number = _named(name) if name.endswith((".tar", ".jsonl", ".gz")) else ("", "", "")
+        folder, field, number = _split_name(name) if name.endswith((".tar", ".jsonl", ".gz")) else ("", "", "")
         numbers.setdefault((folder, number), {})[field] = name
     found = sorted(name for fields in numbers.values() if _CUTS in fields for name in fields.values())
     return found if any(name.endswith(".tar") for name in found) else []
@@ -147,7 +147,7 @@ def _read(file: ByteSource, name: str) -> ShardTable:
         if not name.endswith(".tar"):
             raw = file.read()
             lines = _lines_in(raw, name, UNPACKED_BYTES)
-            samples = len(lines) if _named(name)[1] == _CUTS else 0
+            samples = len(lines) if _split_name(name)[1] == _CUTS else 0
             return ShardTable(ShardEntry(name, file.size, samples, xxh3_64_intdigest(raw)), b"")
         found = [(each.name, each.payload, each.size) for each in members(name, file.fileno())]
         if len(found) % 2:

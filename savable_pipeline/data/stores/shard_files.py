@@ -41,7 +41,7 @@ OPEN_SHARDS = 256  # most descriptors that one dataset keeps open in a process
 _CHECK_S, _CHECK_SHARE = 1.0, 50
 _SLOTS_SHOWN = 20
 
-Where = TypeVar("Where")  # names a part of a sample
+Where = TypeVar("Where")  # type of what locates bytes of a sample, such as an extension
 T = TypeVar("T")
 Locate: TypeAlias = Callable[[Rows, Rows], Rows]  # from shards, and positions in them, to rows of the index
 ReadRow: TypeAlias = Callable[[int, int, Where], T]  # from shard, row, and location in the sample, to the value
@@ -67,7 +67,7 @@ class MemberReader(Protocol):
 class ShardFiles(dict[int, Descriptor], ABC):
     """Open files of some shards: `files[shard]` is a descriptor.
 
-    It is open as long as the caller refers to it.
+    A descriptor stays open as long as the caller refers to it.
 
     A missing shard is opened and checked. At most `OPEN_SHARDS` stay open, and all datasets of a process together have
     no more open files than the system permits (see core/files.py). The shard that was opened first is closed first. Any
@@ -122,7 +122,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
         """Return name and size in bytes of a file, as indexed."""
 
     def sidecar(self, name: str) -> Path | None:
-        """Return a local sidecar of the files under this name, or None."""
+        """Return the local sidecar of this name, relative to the dataset, or None."""
         return None
 
     def prefetch(self, indices: Rows) -> None:
@@ -184,7 +184,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
             array[:] = np.frombuffer(ShardFiles.read(self, shard, offset, len(array)), np.uint8)
 
     def read_on(self, shard: int, offset: int, size: int, stop: int) -> bytes:
-        """Read bytes. Remote files may download in advance, up to `stop`."""
+        """Return bytes of a shard. Remote files may download more, up to `stop`."""
         return self.read(shard, offset, size)
 
     def rest(self, shard: int, offset: int, missing: int) -> bytes:
@@ -225,7 +225,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
     def peek(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
         """Return bytes (offset, size) of a sample too long to download, or None.
 
-        None means to read them from the file.
+        For None, the caller reads them from the file.
         """
         return None
 
@@ -287,9 +287,9 @@ class LocalFiles(ShardFiles):
         self._pins: dict[int, FileVersion] = {}
         self._changed: list[Path] = []
         self._warned: set[int] = set()  # shards with a warning
-        self._slots: dict[int, None] = {}  # slots of the batches since the last check
+        self._slots: dict[int, None] = {}  # slots of the batches since the last check, in order
         self._next_check = 0.0
-        self._viewed: dict[int, Path] = {}  # mapped files, which are used even without an open descriptor
+        self._viewed: dict[int, Path] = {}  # mapped files, which are read even without an open descriptor
 
     def path(self, shard: int) -> Path:
         """Return the path of a shard."""
@@ -410,15 +410,15 @@ class LocalFiles(ShardFiles):
         """Check some of the open shards, pairs of shard and descriptor."""
         fstat, pins = os.fstat, self._pins
         for shard, descriptor in shards:
-            was = pins[shard]
+            pin = pins[shard]
             try:
                 stat = fstat(descriptor)
             except OSError:
                 if self.get(shard) is descriptor:
                     self.reopen(shard)  # compares the file with its pin
                 continue
-            was_ns = was.changed_ns, was.written_ns
-            if (stat.st_ctime_ns, stat.st_mtime_ns) != was_ns or stat.st_size != was.size:
+            pinned_ns = pin.changed_ns, pin.written_ns
+            if (stat.st_ctime_ns, stat.st_mtime_ns) != pinned_ns or stat.st_size != pin.size:
                 self._note_if_changed(shard, stat, descriptor)
 
     def _note_if_changed(self, number: int, stat: os.stat_result, descriptor: int | None) -> None:
@@ -428,36 +428,36 @@ class LocalFiles(ShardFiles):
     def _pin(self, number: int, stat: os.stat_result, descriptor: int | None) -> bool:
         """Record the status of an opened file, and return False if it differs from the recorded one."""
         now = FileVersion.of(stat)
-        was = self._pins.setdefault(number, now)
-        return was.inode == now.inode and self._is_same(number, now, descriptor)
+        pin = self._pins.setdefault(number, now)
+        return pin.inode == now.inode and self._is_same(number, now, descriptor)
 
     def _is_same(self, number: int, now: FileVersion, descriptor: int | None) -> bool:
         """Return whether a file seems to have the same content, and record its new status if so."""
-        was = self._pins[number]
-        if (now.size, now.written_ns) != (was.size, was.written_ns):
+        pin = self._pins[number]
+        if (now.size, now.written_ns) != (pin.size, pin.written_ns):
             return False
-        if now.changed_ns != was.changed_ns:
-            if now.rights == was.rights and not self._holds_the_same(number, descriptor):
+        if now.changed_ns != pin.changed_ns:
+            if now.rights == pin.rights and not self._matches_index(number, descriptor):
                 return False
             self._pins[number] = now
         return True
 
-    def _holds_the_same(self, number: int, descriptor: int | None) -> bool:
-        """Return whether some bytes of a shard, or of it and its sidecar, are as indexed, with a warning.
+    def _matches_index(self, number: int, descriptor: int | None) -> bool:
+        """Return whether compared bytes of a shard, or of it and its sidecar, are as indexed. If so, warn once.
 
         Without a descriptor, the file is opened.
         """
-        shard, own = number if number >= 0 else ~number, -1
+        shard, opened = number if number >= 0 else ~number, -1
         try:
             if descriptor is None or number < 0:
-                descriptor = own = _open_without_atime(self.path(shard))
+                descriptor = opened = _open_without_atime(self.path(shard))
             if not self._found.matches_index(shard, LocalFile(self.path(shard), descriptor)):
                 return False
         except (OSError, ShardError):
             return False
         finally:
-            if own >= 0:
-                os.close(own)
+            if opened >= 0:
+                os.close(opened)
         if number not in self._warned:
             self._warned.add(number)
             log.warning(
@@ -468,7 +468,7 @@ class LocalFiles(ShardFiles):
         return True
 
     def _path_of(self, number: int) -> Path:
-        """Return the file of a number, where `~shard` is the sidecar of a shard."""
+        """Return the path of a shard, or under the number `~shard` that of its sidecar."""
         return self._viewed.get(number) or self.path(number)
 
 

@@ -42,9 +42,9 @@ from savable_pipeline.data.stores.sample_names import outside, parts_fault
 from savable_pipeline.errors import ShardError
 
 _COMPARED = 1 << 16  # bytes of a line to compare
-MARK = b"\xef\xbb\xbf"
+MARK = b"\xef\xbb\xbf"  # byte order mark of UTF-8
 LINE = "json"  # the part that is the whole row
-# The fault of a file or "", and the offsets of its rows and of their end: uint64 (rows + 1,).
+# Returns the fault of a file or "", and the offsets of its rows and of their end: uint64 (rows + 1,).
 Find: TypeAlias = Callable[[ByteSource], tuple[str, FileBlob]]
 NAMING_SETTINGS = ("file_fields", "files_from", "allow_outside", "pinned")
 TABLE_SETTINGS = ("key", *NAMING_SETTINGS)
@@ -52,9 +52,9 @@ FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
 A_URL = "a URL, not a file"
 _COMMA = re.compile(rb"\}\s*(,)\s*\{")  # between two objects
 _OBJECTS = re.compile(rb'\s*\{.*?"([^"\\]*)"\s*:\s*\[\s*\{', re.DOTALL)  # an object with a field of objects
-_TAIL = 1 << 16  # bytes at the end of a piece in which it may be cut
-FIRST_ROWS = 16  # of a table, by which the folder of the files that it names is found
-_BLOCK = 4 << 20  # bytes of rows that are read at once, in their order
+_TAIL = 1 << 16  # last bytes of a piece, in which a comma is searched to cut it there
+FIRST_ROWS = 16  # first rows of a table, which show the folder of the files that it names
+_BLOCK = 4 << 20  # bytes of a list to read at a time
 
 
 def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
@@ -94,7 +94,7 @@ def _digest(file: ByteSource, offsets: FileBlob) -> int:
 
 
 def _count(offsets: FileBlob) -> int:
-    """Return the number of rows. Their end may be repeated, as a setting of the file."""
+    """Return the number of rows. A format may repeat their end, to store a setting of the file."""
     return int(np.searchsorted(offsets, offsets[-1]))
 
 
@@ -114,7 +114,7 @@ class TextStore(FileStore):
     def __init__(self, found: IndexedFiles, *, key: str | None = None) -> None:
         super().__init__(found)
         self.key_column = key
-        self._starts: dict[int, memoryview] = {}  # by shard
+        self._starts: dict[int, memoryview] = {}  # offsets of rows, by shard
 
     def offset(self, shard: int, row: int) -> int:
         """Return the offset of the row in its file, in bytes."""
@@ -153,9 +153,9 @@ def text_format(
 
 
 class NamedPart(NamedTuple):
-    """File that a row names: its part, its path in the row, and its bytes.
+    """File that a row names: its part, its path in the row, and its size in bytes.
 
-    If the part is a range of it, also that range as JSON and its seconds; see ranges.py.
+    If the part is a range of the file, `range` is its description as JSON, and `seconds` its start and end.
     """
 
     part: str
@@ -271,7 +271,7 @@ class NamingStore(FileStore):
     def root_of(self, shard: int) -> str:
         """Return the real path of the folder for the files of a table, or "".
 
-        It is that of the table, or the one folder in it that has the file that a first row names.
+        It is the folder of the table, or the one folder below it that has the first file that a row names.
         """
         if shard not in self._roots:
             folder = "" if self.found.remote else os.path.realpath(self.found.root / self.entries.names[shard] / "..")
@@ -284,7 +284,7 @@ class NamingStore(FileStore):
         return self._roots[shard]
 
     def _first_path(self, shard: int) -> str | None:
-        """Return the first path of a file in the first rows of a table."""
+        """Return the first path of a file in the first rows of a table, or None."""
         for row in range(min(int(self.entries.samples[shard]), FIRST_ROWS)):
             with contextlib.suppress(RecordError, ShardError):
                 for _, path, _ in self._file_names(self.row_of(shard, row)[0]):
@@ -310,9 +310,9 @@ class NamingStore(FileStore):
 
     def row_error(self, shard: int, row: int, error: RecordError) -> ShardError:
         """Return the error for an invalid row."""
-        at = f", at byte {self.offset(shard, row)}" if self.unit == "byte offset" else ""
+        where = f", at byte {self.offset(shard, row)}" if self.unit == "byte offset" else ""
         return ShardError(
-            f"{self.where(shard)}: row {row}{at}: {error}. Fix the row or the files that it names, or pass "
+            f"{self.where(shard)}: row {row}{where}: {error}. Fix the row or the files that it names, or pass "
             'on_error="skip"',
             reason=str(error).partition(": ")[0],
         )
@@ -431,7 +431,7 @@ def is_file(folder: str, path: str) -> bool:
 
 
 def folders_in(folder: str) -> list[str]:
-    """Return the real paths of the visible folders in one, sorted."""
+    """Return the real paths of the visible folders in `folder`, sorted."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         return sorted(os.path.realpath(each.path) for each in entries if each.is_dir() and not is_hidden(each.name))
     return []
@@ -443,9 +443,9 @@ def is_url(text: str) -> bool:
 
 
 def _elements(file: ByteSource) -> tuple[str, FileBlob]:
-    """Return the fault of a JSON list, or "", and where its elements and their end are.
+    """Return the fault of a JSON list, or "", and the offsets of its elements and of their end.
 
-    The file is read in pieces. One that ends at a comma is a list of some elements only if this comma is between two:
+    The file is read in pieces. A piece that is cut at a comma is a list only if this comma is between two elements:
 
         [{"a": [{}, {}]}, {"a": [{}│, {}]}, …      no JSON with a bracket after it
         [{"a": [{}, {}]}│, {"a": [{}, {}]}, …      one element

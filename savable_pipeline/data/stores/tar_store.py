@@ -42,7 +42,7 @@ from savable_pipeline.data.stores.record_store import StoreFacts
 from savable_pipeline.data.stores.shard_files import LocalFiles, ShardFiles
 from savable_pipeline.errors import SavableError, ShardError
 
-_BLOCKS_TRIED = 16  # blocks to test to estimate whether all are in memory
+_BLOCKS_TRIED = 16  # number of runs to test to estimate whether all are in memory
 _LONG = 8 << 20  # bytes of a long sample such as a video, of which often only a part is read
 SMALL = 16_384  # samples with fewer bytes on average are not announced
 
@@ -50,7 +50,7 @@ SMALL = 16_384  # samples with fewer bytes on average are not announced
 def readahead(rows: TarRows, files: ShardFiles, indices: Rows) -> None:
     """Ask the kernel to read these samples ahead, one call per contiguous run.
 
-    Shards that cannot be opened are left out.
+    Shards that cannot be opened are skipped.
     """
     found = rows.found
     if found.mean_bytes < SMALL or not hasattr(os, "posix_fadvise"):
@@ -107,15 +107,15 @@ class TarRows:
         return rows
 
     def extents(self, first: Rows, last: Rows, shards: Rows) -> tuple[Rows, Rows]:
-        """Return the first and the end byte of runs of samples `first` to `last`.
+        """Return the byte ranges (begins, ends) of runs of samples `first` to `last`.
 
         Each run is in one shard.
         """
         starts = np.asarray(self.index.starts)
         rows = self.first_rows[shards] - self.found.firsts[shards]
         ends_shard = last + 1 == self.found.firsts[shards + 1]
-        behind = starts[np.minimum(rows + last + 1, len(starts) - 1)]
-        ends = np.where(ends_shard, self.found.entries.sizes[shards], behind)
+        next_starts = starts[np.minimum(rows + last + 1, len(starts) - 1)]
+        ends = np.where(ends_shard, self.found.entries.sizes[shards], next_starts)
         return starts[rows + first].astype(np.int64), ends.astype(np.int64)
 
     def layout(self, row: int) -> tar_format.Layout:
@@ -159,9 +159,9 @@ class TarRows:
         Shards with damaged index rows are skipped.
         """
         found = self.found
-        full = np.flatnonzero(found.entries.samples).tolist()
-        whole = [shard for shard in full if self.index.is_whole(int(found.numbers[shard]))]
-        rows = [np.arange(found.firsts[i + 1] - found.firsts[i]) + self.first_rows[i] for i in whole]
+        nonempty = np.flatnonzero(found.entries.samples).tolist()
+        whole = [shard for shard in nonempty if self.index.is_whole(int(found.numbers[shard]))]
+        rows = [np.arange(int(found.entries.samples[shard])) + self.first_rows[shard] for shard in whole]
         return self.index.part_sizes(np.concatenate(rows)) if rows else {}
 
 
@@ -211,7 +211,7 @@ class TarParts:
         return self._files.read(shard, *extent)
 
     def key(self, shard: int, row: int, path: str) -> str:
-        """Return the key of a sample, from its first header. `path` is for errors.
+        """Return the key of a sample, from its first header. Messages name `path`.
 
         Raises `ShardError`.
         """
@@ -346,7 +346,7 @@ def links_warning(address: str, count: int, first: str) -> str:
 
 
 def warning_of_links(address: str, index: tar_format.TarIndex, numbers: Iterable[int]) -> str:
-    """Return a warning of the links in these shards, or ""."""
+    """Return a warning of the links in the shards with these numbers, or ""."""
     found = [(number, index.links[number]) for number in numbers if number in index.links] if index.links else []
     if not found:
         return ""

@@ -37,12 +37,12 @@ from savable_pipeline.data.stores.record_store import FileStore, hash_some
 from savable_pipeline.data.stores.shard_files import unreadable_error
 from savable_pipeline.errors import ShardError
 
-FLAT, INDEXED, ARRAY = 0, 1, 2
+FLAT, INDEXED, ARRAY = 0, 1, 2  # kinds of files: bare numbers, a .bin with an .idx, an .npy
 _parsing = threading.Lock()  # NumPy parses a header with `ast`, which fails in two threads (CPython's gh-106905)
 TYPES = ("", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16", "uint32", "uint64")
 _MAGIC = b"MMIDIDX\0\0"
 _HEAD = struct.Struct("<9sQBQQ")
-_NO_LAYOUT = bytes(48)
+_NO_LAYOUT = bytes(48)  # blob of a damaged file
 _IDX = ".idx"  # suffix of the sidecar of a .bin
 _LONGEST_HEADER = 1 << 14  # most bytes of the header of a .npy
 _SAMPLED, _BLOCKS = 1 << 12, 64  # bytes to compare at each of this many positions of a file
@@ -61,10 +61,10 @@ class TokenLayout(NamedTuple):
 
     layout_kind: int = FLAT
     kind: int = 0  # number of the token type; 0 if the user must pass it
-    begin: int = 0
+    begin: int = 0  # byte of the first token
     tokens: int = 0
     documents: int = 0
-    row: int = 0
+    row: int = 0  # tokens of a row of an array of two dimensions, or 0
 
     @property
     def dtype(self) -> str:
@@ -103,10 +103,10 @@ def read_token_table(file: ByteSource, name: str) -> ShardTable:
 def digest_of(file: ByteSource) -> int:
     """Return a hash of a file's size, of some of its bytes, and of its `.idx`."""
     digest = xxh3_64()
-    _update(digest, file)
+    _add_file(digest, file)
     if (idx := idx_of(file)) is not None:
         with opened(idx) as sidecar:
-            _update(digest, sidecar)
+            _add_file(digest, sidecar)
     return digest.intdigest()
 
 
@@ -136,7 +136,8 @@ def tokens_match_index(file: ByteSource, index: ShardIndex, number: int) -> bool
     return digest_of(file) == int(index.shards.digests[number])
 
 
-def _update(digest: Any, file: ByteSource) -> None:
+def _add_file(digest: Any, file: ByteSource) -> None:
+    """Add the size and some bytes of a file to a hash."""
     digest.update(str(file.size).encode())
     hash_some(digest, file, _SAMPLED, _BLOCKS)
 
@@ -184,9 +185,9 @@ def _check(idx: str, found: Documents, size: int) -> None:
         begins = end + np.cumsum(lengths) * width - lengths * width
         wrong = np.flatnonzero(found.pointers[first : first + _CHECKED] != begins)
         if len(wrong):
-            at = first + int(wrong[0])
+            number = first + int(wrong[0])
             raise TokenFileError(
-                f"{idx}: sequence {at} starts at byte {found.pointers[at]}, but the last one ends at "
+                f"{idx}: sequence {number} starts at byte {found.pointers[number]}, but the last one ends at "
                 f"{begins[wrong[0]]}. Write it again"
             )
         end = int(begins[-1] + lengths[-1] * width)
@@ -291,14 +292,14 @@ class TokenStore(FileStore):
         entry, layout = self.entries[shard], self._layouts[shard]
         if entry.fault:
             return entry
-        lost = self._no_header(shard) if layout.layout_kind == FLAT and self._is_array(shard) else ""
-        fault = lost or (self._cut(shard) if layout.layout_kind == FLAT else "")
+        header_fault = self._header_fault(shard) if layout.layout_kind == FLAT and self._is_array(shard) else ""
+        fault = header_fault or (self._cut_fault(shard) if layout.layout_kind == FLAT else "")
         if fault:
             if not tolerant:
                 raise ShardError(f"{self.where(shard)}: {fault}")
             log.warning("%s: %s. Only the samples before it are used", self.where(shard), fault)
             entry = msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {fault}"))
-            if lost:
+            if header_fault:
                 return entry
         if self.length is not None:
             assert self.stride is not None
@@ -310,7 +311,7 @@ class TokenStore(FileStore):
     def _is_array(self, shard: int) -> bool:
         return self.entries.names[shard].lower().endswith(".npy")
 
-    def _no_header(self, shard: int) -> str:
+    def _header_fault(self, shard: int) -> str:
         """Return why an array without a header is not read as bare numbers, or ""."""
         if not self._layouts[shard].dtype:
             return "no header of NumPy: it is damaged, or has bare numbers, as OLMo-core writes them. Pass dtype="
@@ -318,8 +319,8 @@ class TokenStore(FileStore):
             return "no header of NumPy, where other files have one: it is damaged, copy it again; or read it by itself"
         return ""
 
-    def _cut(self, shard: int) -> str:
-        """Return the fault of a flat file that ends within a token."""
+    def _cut_fault(self, shard: int) -> str:
+        """Return the fault of a flat file that ends within a token, or ""."""
         size, dtype = self.entries[shard].size, self._layouts[shard].dtype
         if size % np.dtype(dtype).itemsize:
             return f"{size} bytes are no whole number of {dtype}. Copy it again, or pass the right dtype="
