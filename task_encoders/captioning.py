@@ -168,10 +168,13 @@ class CaptioningEncoder(TaskEncoder):
 
 
 def _image_index(packs: list[dict[str, Any]], *, length: int) -> torch.Tensor:
-    """Number the images of tokens: captions of 2 and 1 tokens, and of 2 in the next pack, give 0 0 1 and 2 2 -1."""
-    rows, first = [], 0
+    """Return the image of each token, -1 for padding, int64 (packs, length).
+
+    Captions of 2 and 1 tokens, and of 2 in the next pack, give 0 0 1 and 2 2 -1.
+    """
+    rows, image = [], 0
     for pack in packs:
         lengths = pack["cu_seqlens"].diff()
-        rows.append(torch.arange(first, first + len(lengths)).repeat_interleave(lengths))
-        first += len(lengths)
+        rows.append(torch.arange(image, image + len(lengths)).repeat_interleave(lengths))
+        image += len(lengths)
     return pad_rows(rows, -1, length)

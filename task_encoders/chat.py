@@ -125,10 +125,12 @@ class ChatEncoder(MixedEncoder):
         )
         self.template = template or _template_of(self.tokenizer)
         self.answers = answers
-        self._texts = {kind: own.text for kind, own in zip(Sample.KINDS, (vision, video, audio), strict=True) if own}
-        specials = sorted(self.tokenizer.special_texts() - {*self._texts.values()})
-        self._places = re.compile(f"({'|'.join(map(re.escape, self._texts.values())) or '(?!)'})")
-        self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
+        self._placeholder_texts = {
+            kind: own.text for kind, own in zip(Sample.KINDS, (vision, video, audio), strict=True) if own
+        }
+        specials = sorted(self.tokenizer.special_texts() - {*self._placeholder_texts.values()})
+        self._placeholders = re.compile(f"({'|'.join(map(re.escape, self._placeholder_texts.values())) or '(?!)'})")
+        self._special_pattern = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""
@@ -161,7 +163,7 @@ class ChatEncoder(MixedEncoder):
         return {**super().settings(), "template": self.template.settings(), "answers": self.answers}
 
     def _render(self, sample: Sample, media_of: Callable[[Sample], SampleMedia]) -> _ChatText | Skip:
-        """Render a sample's conversation as text, or skip the sample."""
+        """Render a sample's conversation as text, or return the `Skip` of the sample."""
         columns = CONVERSATIONS if self.part == "json" else ()
         if columns:
             reject_preferences(sample)
@@ -176,7 +178,7 @@ class ChatEncoder(MixedEncoder):
         parts = [part for message in messages for part in message.parts]
         texts = [part for part in parts if isinstance(part, str)]
         more = [each for each in [arguments, *(message.more for message in messages)] if each]
-        if any(map(self._special.search, [*texts, *(json.dumps(each, ensure_ascii=False) for each in more)])):
+        if any(map(self._special_pattern.search, [*texts, *(json.dumps(each, ensure_ascii=False) for each in more)])):
             return Skip("special token in text")
         until_answer = messages[: answer_indices[-1] + 1]
         shown = [part for message in until_answer for part in message.parts if not isinstance(part, str)]
@@ -188,25 +190,25 @@ class ChatEncoder(MixedEncoder):
         return _ChatText(text, answers, shown)
 
     def _measure(self, sample: Sample) -> tuple[int, int] | None:
-        """Return the numbers of tokens and of tiles and steps of a sample's item, or None as in `length_of`."""
+        """Return (tokens, image tiles and video steps) of a sample's item, or None if `length_of` is None."""
         if self.video is None and self.audio is None:
             return None
         chat = self._render(sample, partial(self.media_of, headers=True))
         if isinstance(chat, Skip):
             return None
         try:
-            size = self._tokenize(chat, partial(self.measured_pieces, sample)).size
+            tokens, images = self._tokenize(chat, partial(self.measured_pieces, sample)).size
         except Unmeasured:
             return None
-        return size if self.max_length is None or size[0] <= self.max_length else None
+        return (tokens, images) if self.max_length is None or tokens <= self.max_length else None
 
     def _tokenize(self, chat: _ChatText, pieces: Callable[[ShownMedia], Iterator[str | MediumTokens]]) -> MixedTokens:
         """Tokenize a conversation. `pieces` returns the texts and tokens of each medium."""
         mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope)
         queues = self._media_queues(chat.text, chat.shown)
         borders = [0, *(border for answer in chat.answers for border in answer), len(chat.text)]
-        for number, (begin, end) in enumerate(pairwise(borders)):  # odd ones are answers
-            for piece in self._places.split(chat.text[begin:end]):  # a text, a placeholder, a text, …
+        for number, (start, end) in enumerate(pairwise(borders)):  # the ranges with odd numbers are answers
+            for piece in self._placeholders.split(chat.text[start:end]):  # a text, a placeholder, a text, …
                 if piece in queues:
                     mixed.add(pieces(next(queues[piece])))
                 else:
@@ -214,14 +216,17 @@ class ChatEncoder(MixedEncoder):
         return mixed
 
     def _media_queues(self, rendered: str, shown: Sequence[ShownMedia]) -> dict[str, Iterator[ShownMedia]]:
-        """Return the media of each kind by their placeholder. Raises ValueError if the text has more or fewer."""
+        """Return the media of each kind, in order, by their placeholder.
+
+        Raises ValueError if the text has more or fewer placeholders than media.
+        """
         queues = {}
-        for kind, text in self._texts.items():
-            own = [part for part in shown if kind == media_kind(part)]
-            found = self._places.findall(rendered).count(text)
-            if found != len(own):
-                raise ValueError(f"the rendered text has {found} placeholders {text!r} for {len(own)} {kind}s")
-            queues[text] = iter(own)
+        for kind, text in self._placeholder_texts.items():
+            of_kind = [part for part in shown if kind == media_kind(part)]
+            found = self._placeholders.findall(rendered).count(text)
+            if found != len(of_kind):
+                raise ValueError(f"the rendered text has {found} placeholders {text!r} for {len(of_kind)} {kind}s")
+            queues[text] = iter(of_kind)
         return queues
 
 

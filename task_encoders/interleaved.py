@@ -95,12 +95,12 @@ class InterleavedEncoder(MixedEncoder):
     def _cut(self, item: dict[str, Any], max_length: int) -> Skip | Iterator[dict[str, Any] | Skip]:
         """Cut an item into items of at most `max_length` tokens, but not within an image, video or audio."""
         borders, start = [0], 0
-        spans = [(begin, end, medium.kind) for medium in self.media for begin, end in media_spans(item, medium)]
-        for begin, end, kind in spans:
-            if end - begin > max_length:
+        spans = [(first, end, medium.kind) for medium in self.media for first, end in media_spans(item, medium)]
+        for first, end, kind in spans:
+            if end - first > max_length:
                 return Skip(f"{kind} longer than max_length")
         while start < len(item["tokens"]):
             stop = min(start + max_length, len(item["tokens"]))
-            start = next((begin for begin, end, _ in spans if begin < stop < end), stop)
+            start = next((first for first, end, _ in spans if first < stop < end), stop)  # before a medium it would cut
             borders.append(start)
         return (with_target(self.cut(item, *cut)) for cut in pairwise(borders))

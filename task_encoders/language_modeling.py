@@ -86,7 +86,7 @@ class LanguageModelingEncoder(MixedEncoder):
             prompt = self.prompt.read_text(sample)
             if prompt is None:
                 return Skip(f"no {self.prompt.name}")
-            item = self._prompted(prompt, text)
+            item = self._prompt_item(prompt, text)
         length = len(item["tokens"])
         if not text or length == 0:
             return Skip("empty")
@@ -107,12 +107,13 @@ class LanguageModelingEncoder(MixedEncoder):
         own = {"max_length": self.max_length, "part": self.text.name, "prompt": prompt}
         return {**self.tokenizer.settings(), **own, **multiple_setting(self.multiple)}
 
-    def _prompted(self, prompt: str, text: str) -> dict[str, Any]:
-        """Return the item of a prompt without loss and a text with loss."""
+    def _prompt_item(self, prompt: str, text: str) -> dict[str, Any]:
+        """Return the item of a prompt, which does not contribute to the loss, and a text, which does."""
         mixed = MixedTokens(self.tokenizer, is_document=True)
         mixed.add_text(prompt, target=False)
         mixed.add_text(text, target=True)
         return mixed.item()
 
     def _cut(self, item: dict[str, Any], length: int, size: int) -> Iterator[dict[str, Any] | Skip]:
+        """Cut an item of `length` tokens into items of `size` tokens, the last one with the rest."""
         return (with_target(self.cut(item, start, start + size)) for start in range(0, length, size))

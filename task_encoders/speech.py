@@ -186,7 +186,7 @@ class SpeechEncoder(TaskEncoder):
 
 
 def _count_samples(duration_s: float, rate: int) -> int:
-    """Return how many samples `Audio.samples` yields for a duration. Exact arithmetic makes `length_of` exact."""
+    """Return how many samples `Audio.samples` returns for a duration. Exact arithmetic makes `length_of` exact."""
     return round(Fraction(duration_s) * rate)
 
 
@@ -264,6 +264,7 @@ class SpecAugment:
 
 
 def _draw_range(count: int, widest: int, rng: Rng) -> slice:
+    """Draw a range within 0 … count - 1 of at most `widest` numbers: first its width, then its start."""
     width = rng.integers(min(widest, count) + 1)
     start = rng.integers(count - width + 1)
     return slice(start, start + width)

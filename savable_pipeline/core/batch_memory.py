@@ -2,7 +2,7 @@
 
     encoder ── stack(images) ──▶ tensor in a shared segment ── offset in the segment ──▶ trainer
 
-Other tensors of a batch are created in the worker's own memory and copied later. Their values are the same. Items may
+Tensors that other functions create are in the worker's own memory and are copied later, with the same values. Items may
 be in shared memory too, if `empty` or `Sample.array` allocated them. `stack` joins adjacent items without a copy.
 """
 
@@ -28,9 +28,9 @@ class Memory(Protocol):
         """Return `size` writable bytes, or None if there is no room for them."""
 
     def allocated(self, address: int, size: int) -> memoryview | None:
-        """Return the bytes at an address if they belong to the next batch, else None.
+        """Return the `size` bytes at an address, or None unless `allocate` returned them.
 
-        All of them must have been allocated for the next batch, in this process.
+        All of them must have been allocated in this process for the next batch.
         """
 
 
@@ -45,8 +45,8 @@ def use(memory: Memory | None) -> None:
 
 def empty_bytes(size: int) -> NDArray[np.uint8]:
     """Return an uninitialised array to fill as a part of an item: uint8 (size,)."""
-    room = _memory.allocate(size) if _memory is not None and size else None
-    return np.empty(size, np.uint8) if room is None else np.frombuffer(room, np.uint8)
+    buffer = _memory.allocate(size) if _memory is not None and size else None
+    return np.empty(size, np.uint8) if buffer is None else np.frombuffer(buffer, np.uint8)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -68,10 +68,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
     element_bytes = torch.empty(0, dtype=dtype).element_size()
     count = math.prod(shape)
-    room = _memory.allocate(count * element_bytes) if _memory is not None and count else None
-    if room is None:
+    buffer = _memory.allocate(count * element_bytes) if _memory is not None and count else None
+    if buffer is None:
         return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(room, dtype=dtype, count=count).view(tuple(shape))
+    return torch.frombuffer(buffer, dtype=dtype, count=count).view(tuple(shape))
 
 
 def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -102,8 +102,8 @@ def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not plain:
         return torch.stack(list(tensors))
     shape = (len(tensors), *first.shape)
-    if (room := _adjacent_memory(tensors)) is not None:
-        return torch.frombuffer(room, dtype=first.dtype).view(shape)
+    if (buffer := _adjacent_memory(tensors)) is not None:
+        return torch.frombuffer(buffer, dtype=first.dtype).view(shape)
     return torch.stack(list(tensors), out=empty(shape, first.dtype))
 
 

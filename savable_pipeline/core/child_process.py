@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 _CHECK_S = 2.0  # interval at which a child checks that its parent is alive
-_START = """
+_START_PROGRAM = """
 import json, sys, types
 package = types.ModuleType("savable_pipeline")
 package.__path__ = [sys.argv[1]]
@@ -51,19 +51,19 @@ class ChildProcess:
 
     def __init__(self, function: str, *arguments: str | float) -> None:
         self.owner = os.getpid()
-        self.connection, theirs = Pipe()
-        path = json.dumps([str(entry) for entry in sys.path])
-        start = [str(Path(__file__).parents[1]), path, function, str(theirs.fileno()), str(self.owner)]
+        self.connection, child_end = Pipe()
+        search_path = json.dumps([str(entry) for entry in sys.path])
+        start = [str(Path(__file__).parents[1]), search_path, function, str(child_end.fileno()), str(self.owner)]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, *start, json.dumps(arguments)],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-P", "-c", _START_PROGRAM, *start, json.dumps(arguments)],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        theirs.close()
-        # A finalizer and no `__del__`, because in a reference cycle the one of `connection` may run first. The number
-        # of the descriptor that it has closed may then belong to another file.
-        self._end = weakref.finalize(self, _end, self.connection, self.process, self.owner)
+        child_end.close()
+        # This is a finalizer, not `__del__`. In a reference cycle, `__del__` of `connection` may run before ours, and
+        # the descriptor number that it closed may then belong to another file.
+        self._close_once = weakref.finalize(self, _close, self.connection, self.process, self.owner)
 
     def is_stopped(self) -> bool:
         """Return whether SIGSTOP or a debugger suspended the process; False without /proc."""
@@ -74,9 +74,9 @@ class ChildProcess:
         return state in (b"T", b"t")
 
     def bound_waits(self, seconds: float) -> None:
-        """Raise BlockingIOError if a started message makes no progress for `seconds`.
+        """Let a message that makes no progress for `seconds` raise BlockingIOError.
 
-        Nothing else can be sent after a partial message.
+        The connection is unusable afterwards, because nothing can be sent after a partial message.
         """
         timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))  # seconds and microseconds
         with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
@@ -93,10 +93,10 @@ class ChildProcess:
 
         In a fork of the owner, only close the inherited connection.
         """
-        self._end()
+        self._close_once()
 
 
-def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
+def _close(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
     """Close the connection and kill the process, unless this is a fork of its owner."""
     connection.close()
     if os.getpid() == owner:
@@ -105,15 +105,15 @@ def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -
 
 
 def run(function: str, descriptor: str, parent: str, arguments: str) -> None:
-    """Call the function with its connection and the parent's messages, in the child.
+    """Call `function` with the connection and the parent's messages, in the child.
 
-    Its standard output is redirected to standard error.
+    The child's standard output is redirected to standard error.
     """
     os.dup2(2, 1)
     module, _, name = function.partition(":")
     connection = Connection(int(descriptor))
-    called = getattr(importlib.import_module(module), name)
-    called(connection, _messages(connection, int(parent)), *json.loads(arguments))
+    target = getattr(importlib.import_module(module), name)
+    target(connection, _messages(connection, int(parent)), *json.loads(arguments))
 
 
 def _messages(connection: Connection, parent: int) -> Iterator[Any]:

@@ -58,10 +58,10 @@ PartVersions: TypeAlias = dict[Any, tuple[Any, int]]
 
 
 def part_versions(item: Any) -> PartVersions:
-    """Return the keys, fields and attributes of an item, each with a version.
+    """Return the values of an item's keys, fields and attributes, each with a version.
 
-    The version is a length, or a tensor's count of writes. This is cheap but incomplete: writes into NumPy arrays or
-    nested containers do not show.
+    The version is a length, or how often a tensor was written to. This is cheap but incomplete: writes into NumPy
+    arrays or nested containers change no version.
     """
     if isinstance(item, list):
         return {"the values": (item, len(item))}
@@ -87,21 +87,22 @@ def changed_part(item: Any, before: PartVersions) -> Any:
     """
     after = part_versions(item)
     for name in {**before, **after}:
-        (old, length), (new, new_length) = before.get(name, (before, 0)), after.get(name, (after, 0))
-        if (old is not new or length != new_length) and not _is_cache(item, name):
+        # the default is a value that no part has, so that an added or removed part differs
+        (old, old_version), (new, new_version) = before.get(name, (before, 0)), after.get(name, (after, 0))
+        if (old is not new or old_version != new_version) and not _is_cached_property(item, name):
             return name
     return None
 
 
-def _is_cache(item: Any, name: Any) -> bool:
+def _is_cached_property(item: Any, name: Any) -> bool:
     return isinstance(name, str) and isinstance(getattr(type(item), name, None), cached_property)
 
 
-_STACKED = (int, float, str, bytes)
+_STACKABLE = (int, float, str, bytes)
 
 
 class ItemDifference(NamedTuple):
-    """Description of a difference, and the indices of two items that show it."""
+    """Reason why items cannot be stacked, and the indices of items that show it."""
 
     text: str
     items: tuple[int, ...]
@@ -110,7 +111,7 @@ class ItemDifference(NamedTuple):
 class DifferingItemsError(ValueError):
     """Error about items that cannot be stacked.
 
-    `items` are the indices of two that show why.
+    `items` are the indices of one or two items that show why.
     """
 
     def __init__(self, message: str, items: tuple[int, ...] = ()) -> None:
@@ -136,25 +137,26 @@ def fields_differ(items: Sequence[Any]) -> bool:
 
 
 def find_item_difference(items: Sequence[Any], field: str = "") -> ItemDifference | None:
-    """Return the first field that cannot be stacked.
+    """Return why items cannot be stacked, or None if they can.
 
-    Items must have equal keys, lengths, shapes and types there.
+    They need equal keys, lengths, shapes and types. `field` is the name in messages, such as "['boxes'][0]" for nested
+    parts, and "" for whole items.
     """
     first = items[0]
-    kind = _differing(items, field, lambda item: f"type {type(item).__name__}")
-    if kind is not None:
-        return kind
+    by_type = _compare(items, field, lambda item: f"type {type(item).__name__}")
+    if by_type is not None:
+        return by_type
     if isinstance(first, Mapping):
-        return _differing(items, field, lambda item: f"the fields {', '.join(map(str, item))}") or _first_found(
+        return _compare(items, field, lambda item: f"the fields {', '.join(map(str, item))}") or _compare_parts(
             items, [(name, f"{field}[{name!r}]") for name in first]
         )
     if hasattr(first, "shape"):
-        return _differing(items, field, lambda item: f"shape {tuple(item.shape)}")
+        return _compare(items, field, lambda item: f"shape {tuple(item.shape)}")
     if isinstance(first, list | tuple):
-        return _differing(items, field, lambda item: f"{len(item)} values") or _first_found(
-            items, [(number, f"{field}[{number}]") for number in range(len(first))]
+        return _compare(items, field, lambda item: f"{len(item)} values") or _compare_parts(
+            items, [(index, f"{field}[{index}]") for index in range(len(first))]
         )
-    if isinstance(first, _STACKED):
+    if isinstance(first, _STACKABLE):
         return None
     return ItemDifference(
         f"{field or 'an item'} is of type {type(first).__name__}, which cannot be stacked; return "
@@ -163,15 +165,16 @@ def find_item_difference(items: Sequence[Any], field: str = "") -> ItemDifferenc
     )
 
 
-def _first_found(items: Sequence[Any], parts: Sequence[tuple[Any, str]]) -> ItemDifference | None:
-    found = (find_item_difference([item[part] for item in items], name) for part, name in parts)
+def _compare_parts(items: Sequence[Any], parts: Sequence[tuple[Any, str]]) -> ItemDifference | None:
+    """Return the first difference in `parts`, which are pairs of a key or index and a name for messages."""
+    found = (find_item_difference([item[key] for item in items], name) for key, name in parts)
     return next((difference for difference in found if difference is not None), None)
 
 
-def _differing(items: Sequence[Any], field: str, describe: Callable[[Any], str]) -> ItemDifference | None:
-    """Return the first item that `describe` describes differently from item 0, or None."""
+def _compare(items: Sequence[Any], field: str, describe: Callable[[Any], str]) -> ItemDifference | None:
+    """Return the difference of item 0 and the first item with another description, or None."""
     shown = [describe(item) for item in items]
-    other = next((number for number, text in enumerate(shown) if text != shown[0]), None)
+    other = next((index for index, text in enumerate(shown) if text != shown[0]), None)
     if other is None:
         return None
     where = f" in {field}" if field else ""

@@ -14,8 +14,8 @@ _RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
 # includes the magic number of a block, because text may start with BZh
 _BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")
 _PROGRAMS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
-_FIRST = 64  # bytes by which the encoding is recognized
-HEAD = 512  # bytes that are enough for all of this
+_ENCODING_BYTES = 64  # the text encoding is detected by this many bytes
+HEAD = 512  # bytes of a file that are enough for all functions of this module
 
 
 def compression_of(head: bytes) -> str:
@@ -59,7 +59,7 @@ def text_error(head: bytes, name: str) -> str:
             f"compressed by {_PROGRAMS[packed]}, whatever its name says, so that it cannot be read at an offset; "
             f"`{_PROGRAMS[packed]} -dc < {name} > NEW` unpacks it, and `savable convert {name} DST` reads it as it is"
         )
-    encoding = _encoding_of(head[:_FIRST])
+    encoding = _encoding_of(head[:_ENCODING_BYTES])
     if encoding:
         return f"text in {encoding}, where UTF-8 is read; `iconv -f {encoding} -t UTF-8 {name} > NEW` converts it"
     return ""
@@ -68,7 +68,7 @@ def text_error(head: bytes, name: str) -> str:
 def _encoding_of(head: bytes) -> str:
     """Return the name of a file's encoding if it is UTF-16 or UTF-32, else "".
 
-    These are recognized by a byte order mark, or by zeros between ASCII bytes.
+    They are detected by a byte order mark, or by zeros between ASCII bytes.
     """
     encoding = json.detect_encoding(head)
     if encoding.startswith("utf-8") or "\0" in head[: len(head) // 4 * 4].decode(encoding, "replace"):

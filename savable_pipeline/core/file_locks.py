@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 LOCK_ADVICE = "Write to a folder on a local disk, or mount Lustre with -o flock"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-_TOUCH_S = 5.0
-_DEAD_S = 60.0
-_POLL_S = 0.2
+_TOUCH_S = 5.0  # interval at which a process touches its owner file
+_DEAD_S = 60.0  # after this time without a touch, the process counts as killed
+_POLL_S = 0.2  # interval at which a waiting process looks again
 
 
 @contextlib.contextmanager
 def requiring_locks(path: object, advice: str, kind: type[SavableError] = SavableError) -> Iterator[None]:
-    """Raise a `kind` error with `advice` if a lock in the block is not supported."""
+    """Raise a `kind` with `advice` as its message's end if locks are not supported."""
     try:
         yield
     except OSError as error:
@@ -64,12 +64,12 @@ def file_lock(path: Path, descriptor: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _owned(path: Path) -> Iterator[None]:
-    """Own a file that only one process at a time can create."""
+    """Lock by the owner file `path`, which only one process at a time can create."""
     _create_when_free(path)
     ended = threading.Event()
 
     def touch() -> None:
-        """Update the time of the lock file until the lock is released."""
+        """Update the time of the owner file until the lock is released."""
         while not ended.wait(_TOUCH_S):
             with contextlib.suppress(OSError):
                 os.utime(path)
@@ -85,8 +85,8 @@ def _owned(path: Path) -> Iterator[None]:
 
 
 def _create_when_free(path: Path) -> None:
-    """Create the lock file, once no other process holds it or its holder no longer updates it."""
-    last, since, warned = None, time.monotonic(), False
+    """Create the owner file, once no other process has one or that process no longer touches it."""
+    last, since, warned = None, time.monotonic(), False  # since when the file has been as it is in `last`
     while True:
         with contextlib.suppress(FileExistsError), path.open("x") as file:
             file.write(f"{socket.gethostname()} {os.getpid()}")

@@ -36,7 +36,7 @@ NETWORK_ERRORS = (errno.ESTALE, errno.ETIMEDOUT)
 _TRANSIENT = (*NETWORK_ERRORS, errno.EIO)
 _RETRY_S = 120.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
-_NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9p", "afs", "wekafs", "virtiofs")
+_NETWORK_TYPES = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9p", "afs", "wekafs", "virtiofs")
 
 
 @contextlib.contextmanager
@@ -44,11 +44,11 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
     """Yield a new file that replaces `path` if the block ends without an error.
 
     Pass `sync` for a file that one process writes and that must survive a crash of the machine: its bytes are flushed
-    to the disk before it replaces `path`. The next attempt overwrites a temporary file that a crash left.
+    to the disk before it replaces `path`. If a crash left its temporary file, the next attempt overwrites that.
     """
     temporary = path.with_name(f"{path.name}.tmp" if sync else f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb", opener=_no_link) as file:
+        with open(temporary, "wb", opener=_open_unless_link) as file:
             yield file
             if sync:
                 file.flush()
@@ -60,8 +60,8 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
         raise
 
 
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # never overwrite the target of a link with this name
+def _open_unless_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # a link could make this overwrite another file
 
 
 def replace_file(path: Path, parts: Iterable[bytes], *, sync: bool = False) -> None:
@@ -71,7 +71,10 @@ def replace_file(path: Path, parts: Iterable[bytes], *, sync: bool = False) -> N
 
 
 def regular_file(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file; an `opener` for `open`. Raises OSError for anything else."""
+    """Open a regular file and return its descriptor, as an `opener` of `open` does.
+
+    Raises OSError for anything else.
+    """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -80,7 +83,10 @@ def regular_file(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Read a regular file. Raises OSError, also for one of more than `most` bytes."""
+    """Return the contents of a regular file.
+
+    Raises OSError, also for a file of more than `most` bytes.
+    """
     with open(path, "rb", opener=regular_file) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -152,9 +158,11 @@ def lacks_handles(error: BaseException) -> bool:
 
 
 def with_handles(act: Callable[[], T]) -> T:
-    """Call `act`. If it runs out of descriptors, close those of datasets and retry.
+    """Return what `act` returns.
 
-    Raises `SavableError` if it fails although there is nothing to close, and whatever `act` raises.
+    If it runs out of descriptors, those of datasets are closed, and `act` is called again.
+
+    Raises `SavableError` if descriptors still run out when there is nothing to close, and other errors of `act`.
     """
     may_close = True
     while True:
@@ -165,7 +173,7 @@ def with_handles(act: Callable[[], T]) -> T:
                 raise
             if not may_close:
                 raise _no_descriptor_error(error) from error
-        # Try again even if there are none: another thread may have just closed them.
+        # Call `act` again even if no cache has descriptors: another thread may have just closed them.
         may_close = any(map(len, _all_caches()))
         close_down_to(0)
 
@@ -194,7 +202,7 @@ def retry_s() -> float:
 
 
 def with_retries(path: Path, act: Callable[[], T]) -> T:
-    """Call `act`, and `retry` it after an error that may pass."""
+    """Return what `act` returns, with `retry` after an OSError."""
     try:
         return act()
     except OSError as error:
@@ -202,20 +210,19 @@ def with_retries(path: Path, act: Callable[[], T]) -> T:
 
 
 def retry(path: Path, error: OSError, act: Callable[[], T]) -> T:
-    """Retry `act` after an error of a file.
+    """Return what `act` returns when it is retried after `error`, if that may pass.
 
-    It is retried for `retry_s` on a network disk, else once.
-
-    Raises `RemoteError` if retries on a network disk do not help, and other errors as they are.
+    It is retried for `retry_s()` seconds on a network disk, else once. Raises `RemoteError` if retries on a network
+    disk do not help, and other errors as they are.
     """
     started, wait_s = time.monotonic(), _FIRST_WAIT_S
     while error.errno in _TRANSIENT:
-        network = error.errno in NETWORK_ERRORS or _is_on_network_disk(path)
+        on_network = error.errno in NETWORK_ERRORS or _is_on_network_disk(path)
         try:
             return act()
         except OSError as last:
             error = last
-        if not network:
+        if not on_network:
             break
         if time.monotonic() + wait_s > started + retry_s():
             failed = f"{path}: {error.strerror} for {time.monotonic() - started:.1f} s"
@@ -235,5 +242,6 @@ def _is_on_network_disk(path: Path) -> bool:
         mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     except OSError as error:
         return error.errno in _TRANSIENT
-    kinds = {each[2]: each[each.index("-") + 1] for each in mounts}
-    return kinds.get(f"{os.major(device)}:{os.minor(device)}", "").startswith(_NETWORK)
+    # A line is "36 35 0:42 / /data rw shared:1 - nfs4 server:/data rw": device 0:42, and the type after the dash.
+    types = {fields[2]: fields[fields.index("-") + 1] for fields in mounts}
+    return types.get(f"{os.major(device)}:{os.minor(device)}", "").startswith(_NETWORK_TYPES)

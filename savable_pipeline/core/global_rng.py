@@ -1,8 +1,8 @@
 """Global generators of Python, NumPy and torch: seeded for users, restored after.
 
-Calls of a user's function are made in rows, one after the other. With `global_rng=None`, a row is watched for draws
-from these generators, which costs 10 µs per row in a hot loop. Where the trainer's states must be restored, that costs
-as much again. Seeding would cost 7 µs per call:
+A *row* is a number of calls of a user's function, one after the other. With `global_rng=None`, a row is watched for
+draws from these generators. That costs 10 µs per row in a hot loop, and as much again where the trainer's states must
+be restored. Seeding would cost 7 µs per call. A watched row has three phases:
 
     start    the generators get states of this process and row, which no function can restore by chance
     calls    nothing is seeded
@@ -32,12 +32,12 @@ from savable_pipeline.errors import EncodeError
 KINDS = ("python", "numpy", "torch")
 _SHORTEST_ROW = 16  # calls; shorter rows are seeded, which is cheaper than watching
 _SECOND_RUNS = 8  # calls of watched rows that are repeated from a second state, for each function and process
-_MOST_TRIES = 8  # most tries of a row in a thread, while other threads draw
+_MAX_TRIES = 8  # of a row in a thread, if the generators' states change each time
 _BITS = 128  # bits of output to compare; two different states agree in them with a probability of 2**-128
 _bit_generator = attrgetter("mtrand._rand._bit_generator")  # NumPy 1.24 has `get_bit_generator` for it
 _python: Any = attrgetter("__self__")(random.getstate)
-_STATES = 4  # number of start states, which rows use in turn
-_BYTES = 624 * 4 + 4  # words and position of a Mersenne Twister
+_START_STATES = 4  # how many states rows start from, in turn
+_TWISTER_BYTES = 624 * 4 + 4  # size of the words and position of a Mersenne Twister
 
 
 def kinds(setting: bool | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -119,12 +119,12 @@ class Seeding:
             self._watches = False
 
     def _start(self) -> None:
-        """Set states of this row, without cached normal draws. In a thread, only read the states."""
+        """Set this row's start states, which have no cached normal draw. In a thread, only read the states."""
         if self._watches and self._in_thread:
             self._before: Any = _all_states()
         elif self._watches:
             self._rows += 1
-            starts, self._before = _states(os.getpid(), imported("torch") is not None)[self._rows % _STATES]
+            starts, self._before = _start_states(os.getpid(), imported("torch") is not None)[self._rows % _START_STATES]
             for start in starts:
                 start()
 
@@ -142,10 +142,11 @@ class Seeding:
                 self._start()
 
     def seed_from_now(self) -> None:
-        """Raise `DrawFound` if the row is watched, as its results depend on a state."""
+        """Raise `DrawFound` if the row is watched, as its results depend on its states."""
         if self._watches:
-            self._watches, self._may_watch, self._tries = False, self._in_thread, self._tries + 1
-            if self._in_thread and self._tries > _MOST_TRIES:
+            self._watches, self._may_watch = False, self._in_thread
+            self._tries += 1
+            if self._in_thread and self._tries > _MAX_TRIES:
                 raise EncodeError(
                     f"{self._name} draws from global random generators, which worker threads cannot seed. Use only "
                     "`rng`, or start_method='fork', or global_rng=False if only the trainer draws."
@@ -159,12 +160,13 @@ class Seeding:
     def start_second_run(self) -> None:
         """Change all states. Raises `DrawFound` if the first run of the call drew."""
         self.check()
-        self._second_runs -= self._watches
+        if self._watches:
+            self._second_runs -= 1
 
     def call_alone(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that is no part of a row, and return its result.
+        """Call a function as a row of its own, and return its result.
 
-        The function seeds the generators itself, by `seed`.
+        The function itself calls `seed`.
         """
         while True:
             with contextlib.suppress(DrawFound), self.row(1):
@@ -172,22 +174,24 @@ class Seeding:
 
 
 @lru_cache(maxsize=2)
-def _states(process: int, has_torch: bool) -> list[tuple[list[partial[Any]], Any]]:
-    """Return functions that set states of this process, each with the `_outputs` after it.
+def _start_states(process: int, has_torch: bool) -> list[tuple[list[partial[Any]], Any]]:
+    """Return the start states of this process: functions that set them, and the `_outputs` afterwards.
 
-    Seeding would take longer.
+    Setting a prepared state is faster than seeding.
     """
     states, torch = [], imported("torch") if has_torch else None
-    for key in [derive_key("watch", process, time.time_ns(), number) for number in range(_STATES)]:
+    for key in [derive_key("watch", process, time.time_ns(), number) for number in range(_START_STATES)]:
         starts = [partial(random.setstate, random.Random(key).getstate()), partial(np.random.seed, key & 0xFFFFFFFF)]
         if torch:
             starts.append(partial(torch.default_generator.set_state, torch.Generator().manual_seed(key).get_state()))
-        states.append((starts, ([start() for start in starts], _outputs())[1]))
+        for start in starts:
+            start()
+        states.append((starts, _outputs()))
     return states
 
 
 def _outputs() -> tuple[int, bytes, bytes]:
-    """Return values that identify all states. Reading the whole of Python's state would take 8 µs."""
+    """Return values that identify the three states. Reading the whole of Python's state would take 8 µs."""
     return random.getrandbits(_BITS), _numpy_bytes(), _torch_bytes()
 
 
@@ -198,9 +202,10 @@ def _all_states() -> tuple[Any, bytes, bytes]:
 @cache
 def _python_words() -> Any:
     """Return Python's state in memory, or None if this version stores it in another form."""
-    words, state = (ctypes.c_char * _BYTES).from_address(id(_python) + object.__basicsize__), random.getstate()[1]
-    has_room = random.Random.__basicsize__ >= object.__basicsize__ + _BYTES
-    return words if has_room and words.raw == struct.pack("=i624I", state[-1], *state[:-1]) else None
+    words = (ctypes.c_char * _TWISTER_BYTES).from_address(id(_python) + object.__basicsize__)
+    *numbers, position = random.getstate()[1]
+    has_room = random.Random.__basicsize__ >= object.__basicsize__ + _TWISTER_BYTES
+    return words if has_room and words.raw == struct.pack("=i624I", position, *numbers) else None
 
 
 def _python_restorers() -> list[Callable[[], object]]:
@@ -213,7 +218,8 @@ def _python_restorers() -> list[Callable[[], object]]:
 def _numpy_bytes() -> bytes:
     """Return NumPy's state, or b"" if it is not a Mersenne Twister. `get_state` would take 45 µs."""
     generator = _bit_generator(np.random)
-    return ctypes.string_at(generator.ctypes.state_address, _BYTES) if type(generator) is np.random.MT19937 else b""
+    is_twister = type(generator) is np.random.MT19937
+    return ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES) if is_twister else b""
 
 
 def _torch_bytes() -> bytes:
@@ -226,7 +232,7 @@ def _numpy_restorer() -> Callable[[], object]:
     """Return a function that restores NumPy's state. `get_state` and `set_state` would take 45 µs."""
     words, address = _numpy_bytes(), _bit_generator(np.random).ctypes.state_address
     normal = np.random.standard_normal() if words else 0.0
-    if words != _numpy_bytes():  # the normal draw was not a cached one
+    if words != _numpy_bytes():  # the normal draw changed the words, so there was no cached one
         return lambda: (np.random.seed(0), ctypes.memmove(address, words, len(words)))
     cached = {"has_gauss": 1, "gauss": normal} if words else {}
     return partial(np.random.set_state, {**np.random.get_state(legacy=False), **cached})
@@ -234,7 +240,7 @@ def _numpy_restorer() -> Callable[[], object]:
 
 @contextlib.contextmanager
 def as_in_a_worker(seeded: set[str]) -> Iterator[None]:
-    """Compute as a worker does, then restore the generators in `seeded`.
+    """Run the block as in a worker, then restore the generators in `seeded`.
 
     Within this context torch has one thread, because the bits of some sums depend on the number of threads.
     """

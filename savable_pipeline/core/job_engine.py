@@ -26,12 +26,12 @@ class Engine(Protocol):
     """
 
     def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:
-        """Yield the jobs and their results, in the order in which they finish.
+        """Yield pairs of a job and its result, in the order in which they finish.
 
         Args:
-            function: A function of a module, called with each job.
+            function: A module-level function, called with each job.
             jobs: The jobs.
 
         Raises:
-            WorkerError: A machine was lost too often. Errors of a job are raised as well.
+            WorkerError: A machine was lost too often. Errors that `function` raises are raised as well.
         """

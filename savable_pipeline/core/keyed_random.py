@@ -20,7 +20,7 @@ MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
-_MANY = 1 << 13  # words, from which `sorted_order` uses the faster way
+_FAST_SORT_WORDS = 1 << 13  # from this many words on, `sorted_order` sorts them with their positions
 _TABLE_LIMIT = 1 << 16  # a permutation up to this length is stored as a table (128 kB); a longer one is computed
 _ROUNDS = 6  # rounds of the Feistel network
 
@@ -80,7 +80,7 @@ def sorted_order(drawn: Words) -> NDArray[np.int64]:
     all other bits, they are sorted the slow way. For a million random words, that happens once in thirty times.
     """
     count = len(drawn)
-    if count >= _MANY:
+    if count >= _FAST_SORT_WORDS:
         bits = np.uint64((count - 1).bit_length())
         low_bits = (np.uint64(1) << bits) - np.uint64(1)
         numbered = (drawn & ~low_bits) | np.arange(count, dtype=np.uint64)
@@ -140,7 +140,8 @@ RANKS = 1 << 32  # bound of `SharedRanks.rank`
 class SharedRanks:
     """Random ranks, one per number n, that all lanes agree on without communication.
 
-    Each block of `steps` numbers has every step once, in random order. `key` is the same in all lanes of a run.
+    A rank is a fraction of `RANKS`, not a process. The ranks are divided into `steps` equal steps. Each block of
+    `steps` consecutive numbers has one rank in every step, in random order. `key` is the same in all lanes of a run.
     """
 
     def __init__(self, *, key: int, steps: int) -> None:
@@ -149,7 +150,7 @@ class SharedRanks:
         self._steps: list[int] = []
 
     def step(self, n: int) -> int:
-        """Return the step of number n, 0 … steps - 1."""
+        """Return the step that has the rank of number n, 0 … steps - 1."""
         block, i = divmod(n, self._count)
         if block != self._block:
             self._block = block
@@ -157,5 +158,5 @@ class SharedRanks:
         return self._steps[i]
 
     def rank(self, n: int) -> int:
-        """Return the rank of number n, 0 … RANKS - 1, which is within its step."""
+        """Return the rank of number n, a random one within `step(n)`: 0 … RANKS - 1."""
         return ((self.step(n) << 32) + (word(self._key, n) >> 32)) // self._count

@@ -126,9 +126,9 @@ class Lane:
         If threads are the workers, each thread has its own value unless `by_threads` is set.
 
         Args:
-            key: Identifies the value among the lanes of the same `worker`.
+            key: Identifies the value among all shared values of the `worker`.
             make: Builds the value at first use.
-            by_threads: Whether the threads share it too. They may then use it at the same time.
+            by_threads: Whether all threads share one value. They may then use it at the same time.
         """
         values = self.worker.shared
         if by_threads and isinstance(values, ThreadValues):
@@ -158,19 +158,19 @@ class Lane:
         if not isinstance(values, ThreadValues) or getattr(value, "thread_safe", False):
             return value
         if ("own", id(value)) not in values:
-            with values.lock:
+            with values.lock:  # the original is stored too, so that no other object gets its id
                 values["own", id(value)] = value, thread_copy(value)
         return values["own", id(value)][1]  # type: ignore[no-any-return]
 
     def save_state(self) -> dict[str, int]:
-        """Return the number of words drawn from each named sequence.
+        """Return the number of words drawn from each named sequence, by name.
 
-        The reader saves this with its own position.
+        The reader of the lane saves this with its own position.
         """
         return {**self._restored, **{name: rng.draws for name, rng in self._rngs.items()}}
 
     def restore_state(self, state: dict[str, int]) -> None:
-        """Return each named sequence to its saved position.
+        """Set each named sequence to its saved position.
 
         Args:
             state: The result of `save_state`.
@@ -181,9 +181,9 @@ class Lane:
 
 
 def latest_shared(lane: Lane, name: Hashable, of: Hashable, make: Callable[[], T]) -> T:
-    """Return the value built for `of`, once for all lanes of a process.
+    """Return the value that `make` builds for `of`, once for all lanes of a process.
 
-    Only the latest value is kept: it is dropped when a lane asks for the value of another `of`.
+    Each `name` has one value: it is dropped when a lane asks for that of another `of`.
     """
     latest: dict[Hashable, T] = lane.shared(name, dict)
     if of not in latest:

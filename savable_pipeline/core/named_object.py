@@ -23,7 +23,7 @@ _importing: list[str] = []  # modules that a command is importing
 
 
 def imported(name: str) -> Any:
-    """Return a module that was imported, else None.
+    """Return the module of this name if it was imported, else None.
 
     A module that another thread is still importing counts as not imported. It lacks most of its names, and no other
     thread can have any of its objects.
@@ -35,7 +35,7 @@ def imported(name: str) -> Any:
 def reject_while_importing() -> None:
     """Raise `SavableError` while a command imports a user's file.
 
-    The file must not start to train.
+    Its import must not start to train.
     """
     if _importing:
         guard = 'if __name__ == "__main__":'
@@ -51,10 +51,10 @@ def names_object(text: str) -> bool:
 
 
 def named_object(text: str) -> Any:
-    """Import the object named by `text`.
+    """Import and return the object named by `text`.
 
-    Its module is searched in the working folder or the file's folder, too. Raises ValueError if there is no such module
-    or name, and any error that the module raises.
+    Its module may also be in the working folder, or in the folder of the named file. Raises ValueError if there is no
+    such module or name, and any error that the module raises.
     """
     match = _NAME.fullmatch(text)
     if match is None:
@@ -80,19 +80,19 @@ def _import_module(name: str) -> ModuleType:
     """
     path = Path(name).resolve()
     if not name.endswith(".py"):
-        _search(Path.cwd())
+        _prepend_to_path(Path.cwd())
         if importlib.util.find_spec(name.split(".")[0]) is None:
-            raise ValueError(f"no module {name!r} on the path or in {Path.cwd()}. Write a file with its suffix .py")
+            raise ValueError(f"no module {name!r} on the path or in {Path.cwd()}. Pass a file with its suffix .py")
         return importlib.import_module(name)
     if not path.is_file():
         raise ValueError(f"{name}: no such file (current folder: {Path.cwd()}). Check the path")
-    _search(path.parent)
+    _prepend_to_path(path.parent)
     module = importlib.import_module(path.stem)
     if Path(module.__file__ or "").resolve() != path:
         raise ValueError(f"{name}: {module.__file__} is imported already as {path.stem!r}. Rename the file")
     return module
 
 
-def _search(folder: Path) -> None:
+def _prepend_to_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

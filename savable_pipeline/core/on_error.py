@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 OnError: TypeAlias = "Literal['raise', 'skip'] | Callable[[SavableError], bool]"
 ErrorType = TypeVar("ErrorType", bound=BaseException)
-_OURS = (str(Path(__file__).parents[1]) + "/", functools.__file__)
-_OF_CUDA = re.compile(r"NVIDIA (driver|GPU)|not compiled with CUDA|re-initialize CUDA|No CUDA GPUs")
-_LONGEST = 2000  # characters of a text that are written to the file
+_OUR_FILES = (str(Path(__file__).parents[1]) + "/", functools.__file__)
+_CUDA_ERROR = re.compile(r"NVIDIA (driver|GPU)|not compiled with CUDA|re-initialize CUDA|No CUDA GPUs")
+_MAX_TEXT = 2000  # characters of a text that are written to a quarantine
 
 
 def check_on_error(stage: str, on_error: OnError) -> None:
@@ -36,9 +36,9 @@ def skips(on_error: OnError, error: SavableError) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the name of the counter for an error.
+    """Return the reason under which an error is counted.
 
-    It is the reason of a `ShardError`, or the class of an encoder's error.
+    It is the `reason` of a `ShardError`, or the name of the class of an encoder's error.
     """
     return error.reason if isinstance(error, ShardError) else type(error).__name__
 
@@ -66,13 +66,13 @@ class Quarantine:
         self.path = Path(path).absolute()
 
     def add(self, **entry: Any) -> None:
-        """Append one line, or log a warning if that fails, which must not end the run."""
-        line = json.dumps({name: _short(value) for name, value in entry.items()}).encode() + b"\n"
+        """Append one line. A failure logs a warning, because it must not end the run."""
+        line = json.dumps({name: _truncated(value) for name, value in entry.items()}).encode() + b"\n"
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                whole = b"\n" + line if _is_torn(descriptor) else line
-                if os.write(descriptor, whole) < len(whole):
+                written = b"\n" + line if _is_torn(descriptor) else line
+                if os.write(descriptor, written) < len(written):
                     raise OSError(errno.ENOSPC, "only a part of the line was written; is the disk full?")
             finally:
                 os.close(descriptor)
@@ -81,28 +81,31 @@ class Quarantine:
 
 
 def _is_torn(descriptor: int) -> bool:
-    """Return whether a file ends within a line."""
+    """Return whether the last line of a file lacks its newline."""
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) not in (b"\n", b"")
 
 
-def _short(value: Any) -> Any:
-    return value[:_LONGEST] if isinstance(value, str) else value
+def _truncated(value: Any) -> Any:
+    return value[:_MAX_TEXT] if isinstance(value, str) else value
 
 
 def from_user_code(error: ErrorType) -> ErrorType:
     """Return the error without this package's frames at the start of its traceback.
 
-    The deepest frame stays.
+    The deepest frame stays, even if it is one of this package.
     """
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FILES):
         trace = trace.tb_next
     return error.with_traceback(trace)
 
 
 def shortened(error: ErrorType) -> ErrorType:
-    """Return the error without this package's frames in its traceback."""
+    """Return an error with a traceback for users, without this package's frames.
+
+    A `SavableError` gets none at all.
+    """
     return error.with_traceback(None) if isinstance(error, SavableError) else from_user_code(error)
 
 
@@ -111,6 +114,6 @@ def described(error: BaseException) -> str:
     hint = ""
     if isinstance(error, bdb.BdbQuit):
         hint = "a debugger was ended, which has no terminal in a worker process: use num_workers=0"
-    elif isinstance(error, RuntimeError | AssertionError) and _OF_CUDA.search(str(error)):
+    elif isinstance(error, RuntimeError | AssertionError) and _CUDA_ERROR.search(str(error)):
         hint = ". An encoder has no GPU: remove .cuda(), and pass the loader to trainers.device.OnDevice"
     return f"{type(error).__name__}: {error}{hint}".removesuffix(".")

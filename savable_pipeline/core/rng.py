@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PARTS = Struct("<QQQ")
-_KINDS = ("numpy", "torch", "python")  # their keys are words -1, -2 and -3
+_KINDS = ("numpy", "torch", "python")  # of derived generators, whose keys are words -1, -2 and -3
 
 
 class Rng(msgspec.Struct, gc=False, eq=False):
@@ -54,13 +54,13 @@ class Rng(msgspec.Struct, gc=False, eq=False):
     draws: int = 0
     _key: int | None = None
     _generators: dict[str, Any] | None = None  # the derived generators that were used, by kind
-    counted: bool = False  # whether this is a sequence of a lane, whose state saves only `draws`
+    counted: bool = False
 
     def rekey(self, parts: tuple[int, int, int]) -> None:
         """Restart with another key.
 
         Args:
-            parts: The new key is that of `(base, *parts)`.
+            parts: Three integers. The new key is derived from these and the base.
         """
         self.parts, self.draws, self._key, self._generators = parts, 0, None, None
 
@@ -185,7 +185,7 @@ def _log(x: float) -> float:
 
     It uses only additions, multiplications and divisions, which are exact to the last bit on every machine.
     """
-    twos = 0
+    twos = 0  # the argument of this function is x · 2**twos
     while x < 0.7:
         x, twos = x * 2.0, twos - 1
     ratio = (x - 1.0) / (x + 1.0)
@@ -216,6 +216,7 @@ def _normal_quantile(p: float) -> float:
     return value if q > 0 else -value
 
 
+# Coefficients of the numerator and the denominator: for p near 0.5, further from it, and near 0 or 1.
 _CENTRE = (
     (2509.0809287301226727, 33430.575583588128105, 67265.770927008700853, 45921.953931549871457,
      13731.693765509461125, 1971.5909503065514427, 133.14166789178437745, 3.387132872796366608),

@@ -3,9 +3,10 @@
     facts    nothing            shards joined        web 7, books 3 decided
     slot     0 …                96 …                 1200 …
 
-Unlike settings, facts may change during a run. An object never changes; later slots have another. A position has the
-facts that its lanes continue with, and so has each request to a worker. So a lane is restored with the facts that it
-had. Of the decisions of a run (`Decisions`), only those in force are saved, with a digest of all earlier ones.
+Unlike settings, facts may change during a run. A `RunFacts` never changes, but later slots may have another one. A
+position has the facts that its lanes continue with, and so has each request to a worker. So a lane is restored with the
+facts that it had. Of the decisions of a run (`Decisions`), only those in force are saved, with a digest of all earlier
+ones.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if any(len(numbers) % 8 for numbers in self.excluded.values()):
             raise ValueError("the numbers of excluded samples take 8 bytes each")
-        if not all(map(any, (weights.values() for weights in self.weights.values()))):
+        if not all(any(weights.values()) for weights in self.weights.values()):
             raise ValueError("all weights of a Blend are 0. Set at least one above 0")
 
     def __bool__(self) -> bool:
@@ -52,9 +53,9 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __str__(self) -> str:
         lines = [
-            f"{name}={weight:,}"
+            f"{branch}/{name}={weight:,}" if branch else f"{name}={weight:,}"
             for branch, weights in sorted(self.weights.items())
-            for name, weight in ((f"{branch}/{own}" if branch else own, found) for own, found in weights.items())
+            for name, weight in weights.items()
         ]
         if excluded := sum(len(numbers) // 8 for numbers in self.excluded.values()):
             lines.append(f"{excluded:,} samples excluded")
@@ -95,8 +96,8 @@ class RunFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def version(self) -> int:
         """Number that identifies these facts in requests."""
-        decided = self.decisions
-        fields = self.growth, self.chunk_sizes, decided.digest, decided.weights, decided.max_length
+        decisions = self.decisions
+        fields = self.growth, self.chunk_sizes, decisions.digest, decisions.weights, decisions.max_length
         return xxh3_64_intdigest(msgspec.msgpack.encode(fields))
 
     @property

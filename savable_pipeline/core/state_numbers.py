@@ -1,10 +1,10 @@
 """`ORDER` and `STATE`: versions that a state and the code that loads it share.
 
-`ORDER` versions everything that decides an order of data: orders of readers, draws of subsets, turns of sources,
-policies of packs, groups of batches, random crops. `STATE` versions the content and the format of a state. A change of
-either adds 1 to its number and adds the commit before it to `LAST_COMMITS`.
+`ORDER` versions everything that decides which data come when: orders of readers, draws of subsets, turns of the sources
+of a blend, packing policies, grouping into batches, random crops. `STATE` versions the content and the format of a
+state. A change of either adds 1 to its number, and adds the commit before the change to `LAST_COMMITS`.
 
-`SavedCount` is the type of an integer in a state, within the range of the arithmetic of orders and random numbers.
+`SavedCount` is the type of an integer in a state. Its range is that of the arithmetic for orders and random numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LAST_COMMITS: dict[tuple[Any, Any], str] = {
 def check_numbers(name: str, order: Any, state: Any) -> None:
     """Raise `StateError` unless these numbers of a state are the current ones.
 
-    `name` names the state in the message. None is a number that the state does not have.
+    `name` names the state in the message. `order` and `state` are the saved numbers, or None where the state has none.
     """
     if type(order) is type(state) is int and (order, state) == (ORDER, STATE):
         return

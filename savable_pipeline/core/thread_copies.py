@@ -35,8 +35,8 @@ def thread_copy(value: T) -> T:
 
     Raises ValueError if it cannot be copied, or shares an object that is not thread-safe.
     """
-    named = _name_of(value)
-    for name, found in _unsafely_shared(_parts(value, named), set()):
+    label = _name_of(value)
+    for name, found in _unsafely_shared(_bound_values(value, label), set()):
         raise ValueError(
             f"worker threads cannot share {name}, a {type(found).__name__}. Bind it by functools.partial, to a method "
             "or in an encoder, or pass start_method='fork'"
@@ -45,36 +45,37 @@ def thread_copy(value: T) -> T:
         return copy.deepcopy(value)
     except Exception as error:
         raise ValueError(
-            f"{named} cannot be copied for a worker thread ({type(error).__name__}: {error}). Set thread_safe = True "
+            f"{label} cannot be copied for a worker thread ({type(error).__name__}: {error}). Set thread_safe = True "
             "in its class, or build it in the thread: .encode(make)"
         ) from error
 
 
-def _unsafely_shared(reached: Reached, known: set[tuple[int, bool]]) -> Iterator[tuple[str, Any]]:
+def _unsafely_shared(reached: Reached, visited: set[tuple[int, bool]]) -> Iterator[tuple[str, Any]]:
     """Yield the names and values that threads would share but must not.
 
-    `known` are the ids of the values visited, and whether they are copied.
+    `visited` has the ids of the values visited so far, each with whether it is copied.
     """
     for name, value, copied in reached:
-        if type(value) in _PLAIN or (id(value), copied) in known:
+        if type(value) in _PLAIN or (id(value), copied) in visited:
             continue
-        known.add((id(value), copied))
+        visited.add((id(value), copied))
         kind: type = type(value)
-        if (unsafe := _unsafe(kind)) and (not copied or unsafe == "ctypes.CDLL"):  # copies share a loaded library
+        unsafe = _unsafe_class(kind)
+        if unsafe and (not copied or unsafe == "ctypes.CDLL"):  # copies share a loaded library
             yield name, value
         elif not unsafe:
-            yield from _unsafely_shared(_reached_by(value, name, copied), known)
+            yield from _unsafely_shared(_reached_by(value, name, copied), visited)
 
 
 @cache
-def _unsafe(kind: type) -> str:
+def _unsafe_class(kind: type) -> str:
     """Return the name of the class in `_UNSAFE` from which a class derives, or ""."""
     names = (f"{each.__module__.partition('.')[0]}.{each.__qualname__}" for each in kind.__mro__)
     return next((name for name in names if name in _UNSAFE), "")
 
 
 def _reached_by(value: Any, name: str, copied: bool) -> Reached:
-    """Yield the values inside a value."""
+    """Yield the values inside a value. Containers directly inside a container are not searched."""
     if isinstance(value, list | tuple | set | frozenset | dict):
         members = list(value.values() if isinstance(value, dict) else value)
         yield from ((name, each, copied) for each in members if not isinstance(each, list | tuple | set | dict))
@@ -87,10 +88,10 @@ def _reached_by(value: Any, name: str, copied: bool) -> Reached:
     elif isinstance(value, partial):
         yield from ((name, each, copied) for each in (value.func, *value.args, *value.keywords.values()))
     elif copied and callable(value):
-        yield from _parts(value, name)
+        yield from _bound_values(value, name)
 
 
-def _parts(value: Any, name: str) -> Reached:
+def _bound_values(value: Any, name: str) -> Reached:
     """Yield what is bound to an object and its classes, or what a function refers to."""
     if isinstance(value, FunctionType | MethodType | BuiltinMethodType | partial):
         yield from _reached_by(value, name, True)

@@ -1,4 +1,4 @@
-"""Weights as integers, so that proportions are exact however they are written."""
+"""Weights as integers, so that proportions are exact for 0.7 and 0.3, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Weight: TypeAlias = int | float | str | Fraction | Decimal
 def integer_weights(weights: Mapping[str, Weight]) -> dict[str, int]:
     """Return weights as integers without a common factor: 0.7 and 0.3 become 7 and 3.
 
-    Raises ValueError for a weight that is no number of at least 0, and if none is above 0.
+    Raises ValueError for a weight that is not a number of at least 0, and if none is above 0.
     """
     exact = {name: exact_weight(name, weight) for name, weight in weights.items()}
     if not any(exact.values()):

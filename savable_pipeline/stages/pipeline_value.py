@@ -488,14 +488,14 @@ class SamplePipeline(Pipeline):
         Args:
             function: Depends on the sample and `rng` alone. Its name, and the arguments that a `functools.partial`
                 binds, are compared when a state is loaded.
-            on_error: As for `sp.Encode`, like `max_errors` and `check`.
-            max_errors: The most samples that a lane may skip because of errors.
-            check: The fraction of samples to encode twice. None: the first 8 of a process.
+            on_error: As for `sp.Encode`.
+            max_errors: How many samples a lane may skip because of errors: a count, or as a float a fraction.
+            check: The fraction of samples to encode twice, to compare both results. None: the first 8 of a process.
             global_rng: See `TaskEncoder.global_rng`.
             one_to_one: Whether the function returns exactly one item for every sample.
 
         Raises:
-            ValueError: It is not such a function.
+            ValueError: The function takes neither `(sample)` nor `(sample, rng)`.
 
         Example:
             >>> def crop(sample, rng):

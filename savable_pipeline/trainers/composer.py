@@ -52,13 +52,13 @@ class SavableData(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, loader: SavableLoader, *, batch_size: int, shared: Iterable[str] = ()) -> None:
-        self._loader, self._begun = loader, 0
+        self._loader, self._started = loader, 0
         self._restored = False
         self._called = False  # whether Composer has called this callback
-        self._batches = _Sized(loader, batch_size, trained=lambda: self._begun)
-        self.spec = _spec(self._batches, shared, batch_transforms=self._begin_step)
+        self._batches = _SizedBatches(loader, batch_size, trained=lambda: self._started)
+        self.spec = _data_spec(self._batches, shared, batch_transforms=self._start_step)
 
-    def _begin_step(self, batch: Any) -> Any:
+    def _start_step(self, batch: Any) -> Any:
         """Count the batch that Composer is about to train on.
 
         Raises `SavableError` if it has skipped others.
@@ -68,7 +68,7 @@ class SavableData(Callback):  # type: ignore[misc]
                 "this SavableData is no callback of the trainer. Pass Trainer(train_dataloader=data.spec, "
                 "callbacks=[data], ...)."
             )
-        self._begun += 1
+        self._started += 1
         self._batches.check()
         return batch
 
@@ -88,13 +88,13 @@ class SavableData(Callback):  # type: ignore[misc]
         """
         if state.tp_config is not None:
             check_peers(self._loader, dist.get_world_size(), {"tp": state.tp_config.device_mesh.size()}, "mesh")
-        if int(state.timestamp.batch) and not (self._restored or self._begun):
+        if int(state.timestamp.batch) and not (self._restored or self._started):
             raise StateError(
                 "the checkpoint has no state of the data. Resume from one that was saved with SavableData among "
                 "the callbacks."
             )
         state.dataset_resumption["train"] = True
-        if self._restored and not self._begun and int(state.timestamp.batch_in_epoch):
+        if self._restored and not self._started and int(state.timestamp.batch_in_epoch):
             self._batches.end_epoch_if_over()
         self._called = True
 
@@ -149,15 +149,15 @@ def eval_data(loader: SavableLoader, *, batch_size: int, shared: Iterable[str] =
         ```
     """
     restarting(loader)
-    return _spec(_Sized(loader, batch_size), shared)
+    return _data_spec(_SizedBatches(loader, batch_size), shared)
 
 
-def _spec(batches: TrainerLoader, shared: Iterable[str], **more: Any) -> DataSpec:
-    cut = partial(micro_batches, shared=tuple(shared))
-    return DataSpec(batches, split_batch=cut, get_num_samples_in_batch=rows, **more)
+def _data_spec(batches: TrainerLoader, shared: Iterable[str], **more: Any) -> DataSpec:
+    split_batch = partial(micro_batches, shared=tuple(shared))
+    return DataSpec(batches, split_batch=split_batch, get_num_samples_in_batch=rows, **more)
 
 
-class _Sized(TrainerLoader):
+class _SizedBatches(TrainerLoader):
     """Batches of `batch_size` rows, an attribute that Composer requires."""
 
     def __init__(self, loader: SavableLoader, batch_size: int, *, trained: Callable[[], int] | None = None) -> None:
@@ -170,8 +170,8 @@ class _Sized(TrainerLoader):
 
         Composer is then still at the end of the previous epoch.
         """
-        slot, slots = self._run.position.slot, self._run.settings.epoch_slots
-        self._is_epoch_over = not (slot % slots if slots else slot)
+        slot, epoch_slots = self._run.position.slot, self._run.settings.epoch_slots
+        self._is_epoch_over = not (slot % epoch_slots if epoch_slots else slot)
 
     def __iter__(self) -> Iterator[Any]:
         finished, self._is_epoch_over = self._is_epoch_over, False

@@ -52,13 +52,13 @@ def context_index(batch: Mapping[str, Any], rank: int, size: int) -> torch.Tenso
             f"a document or padding has {int(wrong[0])} tokens, not a multiple of 2 * {size}. Set "
             f"multiple={2 * size} in the encoder, and such a max_length."
         )
-    own, piece = lengths // size, lengths // (2 * size)
-    document = torch.arange(len(own), device=tokens.device).repeat_interleave(own)
+    own_lengths = lengths // size  # of this rank's part of each document
+    document = torch.arange(len(lengths), device=tokens.device).repeat_interleave(own_lengths)
     position = torch.arange(len(document), device=tokens.device) - (borders[:-1] // size)[document]
-    piece = piece[document]
+    piece_length = (lengths // (2 * size))[document]
     # the first half of a rank's tokens is piece `rank` of the document, the second half is piece 2 · size - 1 - `rank`
-    is_second_half = position >= piece
-    return borders[document] + position + piece * torch.where(is_second_half, 2 * size - 2 - rank, rank)
+    is_second_half = position >= piece_length
+    return borders[document] + position + piece_length * torch.where(is_second_half, 2 * size - 2 - rank, rank)
 
 
 def cut_context(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:

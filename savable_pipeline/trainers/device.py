@@ -70,57 +70,57 @@ class OnDevice:
         self._move = _mover(self.device)
         self._run = run_of(loader)
         self._run.check_not_ahead()
-        self._at = _PositionReference(_Progress(self._run.position))
-        self._run.is_ahead = self._at.has_ahead
+        self._position = _PositionReference(_Progress(self._run.position))
+        self._run.is_ahead = self._position.has_ahead
         self._repeat, self._repeats = repeat, list[Any]()  # the last batch, as often as it is still to be yielded
         self._failed: Exception | None = None  # raised by the loader when the next batch was taken
 
     @property
     def epoch(self) -> int:
         """Epoch of the last batch, as `SavableLoader.epoch`."""
-        return self._run.epoch_of(self._at.current.yielded)
+        return self._run.epoch_of(self._position.current.yielded)
 
     def __iter__(self) -> OnDevice:
         warn_unsaved(caller(), self._run.position, restarts=self._run.settings.restarts)
         self._repeats = []
         if settings_of(self.loader).on_iter == "restart":  # the first iteration after a load continues
-            self._at.current = _Progress(self._at.current.yielded)
-        if not self._at.current.ahead:
+            self._position.current = _Progress(self._position.current.yielded)
+        if not self._position.current.ahead:
             self._failed = None
-            self._run.undo_fetch(self._at.current.yielded)
+            self._run.undo_fetch(self._position.current.yielded)
             iter(self.loader)
-            self._at.current = _Progress(self._run.position)
+            self._position.current = _Progress(self._run.position)
         return self
 
     def __next__(self) -> Any:
         if self._repeats:
             return self._repeats.pop()
         self._fetch(1 + _AHEAD)
-        if not self._at.current.ahead:
+        if not self._position.current.ahead:
             failed, self._failed = self._failed, None
             assert failed is not None
-            self._at.current = _Progress(self._run.position)
+            self._position.current = _Progress(self._run.position)
             raise failed
-        (moved, yielded), *ahead = self._at.current.ahead
+        (moved, yielded), *ahead = self._position.current.ahead
         batch = moved.ready()
         self._repeats = [batch] * (self._repeat - 1)
-        # last, because an interrupt before this line must not lose the batch
-        self._at.current = _Progress(yielded, tuple(ahead))
+        # This line is the last one, because an interrupt before it must not lose the batch.
+        self._position.current = _Progress(yielded, tuple(ahead))
         return batch
 
     def _fetch(self, number: int) -> None:
         """Fetch batches until `number` are ahead, or the loader ends or fails."""
         if self._failed is None:
-            self._run.undo_fetch(self._at.current.last)  # undoes a fetch that was interrupted
-        while len(self._at.current.ahead) < number and self._failed is None:
+            self._run.undo_fetch(self._position.current.last)  # undoes a fetch that was interrupted
+        while len(self._position.current.ahead) < number and self._failed is None:
             try:
                 batch = next(self.loader)
             except Exception as error:
                 self._failed = error
                 return
-            self._at.current = self._at.current.with_batch(_Moved(batch, self._move), self._run.position)
-        for moved, _ in self._at.current.ahead:
-            moved.begin()
+            self._position.current = self._position.current.with_batch(_Moved(batch, self._move), self._run.position)
+        for moved, _ in self._position.current.ahead:
+            moved.start()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, as `len(loader)`, times `repeat`."""
@@ -140,12 +140,12 @@ class OnDevice:
         Args:
             slots: How many slots, of all ranks together.
         """
-        # if the loader has ended, and `next` has not raised that yet, it still does
-        failed = self._failed if isinstance(self._failed, StopIteration) and not self._at.current.ahead else None
-        self._run.undo_fetch(self._at.current.yielded)
-        self._at.current, self._failed, self._repeats = _Progress(self._run.position), failed, []
+        # If the loader has ended, and `next` has not raised StopIteration yet, it still will.
+        failed = self._failed if isinstance(self._failed, StopIteration) and not self._position.current.ahead else None
+        self._run.undo_fetch(self._position.current.yielded)
+        self._position.current, self._failed, self._repeats = _Progress(self._run.position), failed, []
         self.loader.skip(slots)
-        self._at.current = _Progress(self._run.position)
+        self._position.current = _Progress(self._run.position)
 
     def trace(self, *, lag: int = 0) -> Trace:
         """Return the samples of the last batch, as `SavableLoader.trace`.
@@ -153,7 +153,7 @@ class OnDevice:
         Args:
             lag: How many batches before that one. 0 (default) is the last batch.
         """
-        return self.loader.trace(lag=lag + len(self._at.current.ahead))
+        return self.loader.trace(lag=lag + len(self._position.current.ahead))
 
     def close(self) -> None:
         """Stop the workers, as `loader.close()`.
@@ -174,7 +174,7 @@ class OnDevice:
         Args:
             lag: How many batches the trainer itself is ahead (default 0). The state is that many batches earlier.
         """
-        return self._run.state_dict(lag, at=self._at.current.yielded)
+        return self._run.state_dict(lag, at=self._position.current.yielded)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Resume from a saved state, as `SavableLoader.load_state_dict`.
@@ -186,7 +186,7 @@ class OnDevice:
             allow: Names of fields that may differ from the saved ones.
         """
         self._run.load_state_dict(state, allow)
-        self._at.current, self._failed, self._repeats = _Progress(self._run.position), None, []
+        self._position.current, self._failed, self._repeats = _Progress(self._run.position), None, []
 
     def save_state(self) -> dict[str, Any]:
         """Return `state_dict()`."""
@@ -207,7 +207,7 @@ class OnDevice:
             group: The process group of the data-parallel ranks. None (default): that of the loader.
             lag: As for `state_dict`.
         """
-        return self._run.global_state(group, position=self._at.current.yielded, lag=lag)
+        return self._run.global_state(group, position=self._position.current.yielded, lag=lag)
 
 
 class _Progress(NamedTuple):
@@ -248,7 +248,7 @@ class _Moved:
         self._move: Callable[[Any], Callable[[], Any]] | None = move
         self._ready: Callable[[], Any] | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start to move the batch, unless that was started before."""
         if self._move is not None:
             self._ready = self._move(self._batch)
@@ -256,7 +256,7 @@ class _Moved:
 
     def ready(self) -> Any:
         """Return the batch on the device, and wait for it if needed."""
-        self.begin()
+        self.start()
         assert self._ready is not None
         return self._ready()
 
@@ -274,7 +274,7 @@ def _mover(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
                 f"OnDevice: torch sees {torch.cuda.device_count()} CUDA devices here, so there is no {str(device)!r}. "
                 "Check the driver and CUDA_VISIBLE_DEVICES, or take OnDevice(loader, 'cpu')"
             )
-        return _CudaCopies(device).begin
+        return _CudaCopies(device).start
     return lambda batch: partial(_identity, tensors_changed(batch, lambda tensor: tensor.to(device)))
 
 
@@ -291,8 +291,8 @@ class _CudaCopies:
         self._device = device
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def begin(self, batch: Any) -> Callable[[], Any]:
-        """Queue the copies of a batch, and an event after them."""
+    def start(self, batch: Any) -> Callable[[], Any]:
+        """Queue the copies of a batch, and return a function that waits for them."""
         import torch
 
         with torch.cuda.stream(self._stream):
@@ -304,17 +304,17 @@ class _CudaCopies:
         return pinned.to(self._device, non_blocking=True)
 
     def _ready(self, batch: Any, done: torch.cuda.Event) -> Any:
-        """Make the current stream wait for the copies, and keep the batch's memory while that stream uses it."""
+        """Return the copy, for which the current stream waits. Its memory stays while that stream uses it."""
         import torch
 
         current = torch.cuda.current_stream(self._device)
         current.wait_event(done)
 
-        def recorded(tensor: torch.Tensor) -> torch.Tensor:
+        def record_use(tensor: torch.Tensor) -> torch.Tensor:
             tensor.record_stream(current)
             return tensor
 
-        return tensors_changed(batch, recorded)
+        return tensors_changed(batch, record_use)
 
 
 def tensors_changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

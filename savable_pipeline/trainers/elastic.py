@@ -94,10 +94,10 @@ def complete_state(
     needed = range(state["lanes"]) if lanes is None else lanes
     missing = [lane for lane in needed if lane_name(lane) not in state]
     facts = read_facts(state)
-    decided = facts.decisions
-    if missing and decided and (last["epoch"] != state["epoch"] or read_facts(last).decisions != decided):
+    decisions = facts.decisions
+    if missing and decisions and (last["epoch"] != state["epoch"] or read_facts(last).decisions != decisions):
         raise CheckpointMismatchError(
-            f"the last state is older than a reconfigure, or of an earlier epoch: {decided}. Pass a later one."
+            f"the last state is older than a reconfigure, or of an earlier epoch: {decisions}. Pass a later one."
         )
     read_lanes(last, missing if last["epoch"] == state["epoch"] else ())
     return {**without_flights(state), **_advance_lanes(loader, missing, last, state, facts)}
@@ -106,7 +106,7 @@ def complete_state(
 def _advance_lanes(
     loader: SavableLoader, missing: list[int], last: Mapping[str, Any], state: Mapping[str, Any], facts: RunFacts
 ) -> dict[str, bytes]:
-    """Return the states of these lanes at the slot of `state`, by name."""
+    """Return the packed states of these lanes at the slot of `state`, by name."""
     if not missing:
         return {}
     pinned = {**run_of(loader).local.pinned, LANE_COUNT: str(last["lanes"]).encode()}
@@ -120,16 +120,16 @@ def _advance_lanes(
 
 
 def _advance(local: LocalLanes, lane: int, last: Mapping[str, Any], epoch: int, slot: int) -> bytes:
-    """Return the state of a lane at a slot.
+    """Return the packed state of a lane at a slot.
 
-    It starts from the lane's last state, or from the start of the epoch if that state is of an earlier epoch.
+    The lane advances from its last state, or from the start of the epoch if that state is of an earlier epoch.
     """
     lanes = last["lanes"]
-    done, raw = 0, fresh_lane(lane, epoch, local.runner.facts)
+    batches, raw = 0, fresh_lane(lane, epoch, local.runner.facts)
     if last["epoch"] == epoch:
-        done = batches_before(last["slot"], lane, lanes)
+        batches = batches_before(last["slot"], lane, lanes)
         raw = last[lane_name(lane)]
-    for _ in range(done, batches_before(slot, lane, lanes)):
+    for _ in range(batches, batches_before(slot, lane, lanes)):
         raw = local.runner.deliver(lane, raw, "skip").state
     local.runner.forget(lane)
     return raw

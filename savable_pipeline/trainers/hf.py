@@ -36,7 +36,7 @@ __all__ = ["SavableDataMixin", "SavableTrainer", "model_inputs"]
 log = logging.getLogger(__name__)
 
 _INCOMPLETE = "checkpoint-is-incomplete.txt"  # the trainer's file in a checkpoint that it is writing on SIGTERM
-_OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
+_SFT_SETTINGS = ("max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
 
 
 class SavableDataMixin:
@@ -66,7 +66,7 @@ class SavableDataMixin:
         if eval_loader is not None:
             kwargs.setdefault("eval_dataset", eval_loader)
         if train_loader is not None:
-            kwargs = _as_sft_needs(args, kwargs)
+            kwargs = _with_unused_dataset(args, kwargs)
         super().__init__(*args, **kwargs)
         _check_arguments(self.args, eval_loader)
         if eval_loader is not None and not (self.label_names or self.can_return_loss):  # type: ignore[attr-defined]
@@ -78,9 +78,10 @@ class SavableDataMixin:
         self._steps_done = 0  # steps of the checkpoint from which `train` resumes
         if train_loader is not None:
             counter = _Counter(_repeats_per_batch(self.args))
+            # A batch counts as started from its first time on, and as trained on after its last time. Without a length,
+            # gradients of an epoch's last batches are used in the first step of the next epoch (`carries`).
             self._batches = counter.batches = TrainerLoader(
-                # Without a length, gradients of an epoch's last batches are used in the first step of the next epoch.
-                self._checked(train_loader),
+                self._check_shared(train_loader),
                 trained=lambda: counter.trained // counter.times,
                 begun=lambda: -(-counter.begun // counter.times),
                 carries=True,
@@ -136,7 +137,7 @@ class SavableDataMixin:
         """
         chosen = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         chosen = self.eval_dataset if chosen is None else chosen
-        return self._evaluated(chosen) or super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        return self._evaluation_loader(chosen) or super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return the loader for `predict`.
@@ -144,17 +145,17 @@ class SavableDataMixin:
         Args:
             test_dataset: A loader with `on_iter="restart"`, or a dataset of the trainer.
         """
-        return self._evaluated(test_dataset) or super().get_test_dataloader(test_dataset)  # type: ignore[misc]
+        return self._evaluation_loader(test_dataset) or super().get_test_dataloader(test_dataset)  # type: ignore[misc]
 
-    def _evaluated(self, loader: Any) -> SavableLoader | None:
+    def _evaluation_loader(self, loader: Any) -> SavableLoader | None:
         """Return the loader if it is a `SavableLoader`.
 
         Raises ValueError if it does not restart at each evaluation.
         """
-        found = restarting(self._checked(loader))
+        found = restarting(self._check_shared(loader))
         return found if isinstance(found, SavableLoader) else None
 
-    def _checked(self, loader: Any) -> Any:
+    def _check_shared(self, loader: Any) -> Any:
         """Return the loader. Raises ValueError if processes of the trainer need the same batches, but get others."""
         sizes = {name: getattr(self, f"get_{name}_size")() for name in ("tp", "cp", "sp")}
         mesh = f"args.parallelism_config.get_device_mesh({self.args.device.type!r})"
@@ -328,12 +329,12 @@ def _model_names(model: Any) -> Iterator[None]:
             model.save_pretrained = own
 
 
-def _as_sft_needs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_unused_dataset(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments, with a dummy dataset for TRL's `SFTTrainer`.
 
     It requires a dataset, and must not prepare it. Raises ValueError if it would pack by itself.
     """
-    settings = next((one for one in (*args, *kwargs.values()) if hasattr(one, "dataset_kwargs")), None)
+    settings = next((each for each in (*args, *kwargs.values()) if hasattr(each, "dataset_kwargs")), None)
     if settings is None:
         return kwargs
     if settings.packing or settings.padding_free:
@@ -344,7 +345,7 @@ def _as_sft_needs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, An
 
     settings.dataset_kwargs = {**(settings.dataset_kwargs or {}), "skip_prepare_dataset": True}
     unused = Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
-    # Without a collator, it looks for columns of a dataset.
+    # Without a collator, the trainer looks for columns of a dataset.
     return {"train_dataset": unused, "data_collator": list, **kwargs}
 
 
@@ -366,7 +367,7 @@ def _repeats_per_batch(args: Any) -> int:
 
 def _warn_of_unused(args: Any, dataset: Any) -> None:
     """Warn of batch settings that have no effect on the batches of a loader."""
-    names = _OF_SFT if hasattr(args, "completion_only_loss") else ()  # only TRL's SFTConfig has this attribute
+    names = _SFT_SETTINGS if hasattr(args, "completion_only_loss") else ()  # only TRL's SFTConfig has this attribute
     if not hasattr(args, "steps_per_generation"):  # TRL's GRPO cuts a batch into parts of this size
         names = ("per_device_train_batch_size", *names)
     defaults = {field.name: field.default for field in fields(args)}
@@ -444,18 +445,18 @@ def _last_step(args: Any, batches: TrainerLoader, times: int, saved: dict[str, A
     taken = batches.yielded_of_epoch if args.max_steps <= 0 else None
     if taken is None:
         return int(args.max_steps)
-    of_epoch = math.ceil(times * len(batches) / args.gradient_accumulation_steps)
-    in_all = math.ceil(args.num_train_epochs * of_epoch)
-    if saved["max_steps"] == in_all and times == 1:
+    epoch_steps = math.ceil(times * len(batches) / args.gradient_accumulation_steps)
+    all_steps = math.ceil(args.num_train_epochs * epoch_steps)
+    if saved["max_steps"] == all_steps and times == 1:
         return int(args.max_steps)
-    done = batches.epoch * of_epoch + math.ceil(times * taken / args.gradient_accumulation_steps)
-    last: int = saved["global_step"] + in_all - done
-    if last != in_all:
+    done_steps = batches.epoch * epoch_steps + math.ceil(times * taken / args.gradient_accumulation_steps)
+    last: int = saved["global_step"] + all_steps - done_steps
+    if last != all_steps:
         log.warning(
             "resumed with other ranks, or between two generations. %s epochs end after step %d, not %d.",
             args.num_train_epochs,
             last,
-            in_all,
+            all_steps,
         )
     return last
 
@@ -497,17 +498,18 @@ def newest_whole(output_dir: Path) -> Path | None:
     Raises:
         StateError: There are checkpoints, but none is complete.
     """
-    numbered = {int(path.name[11:]): path for path in output_dir.glob("checkpoint-*") if path.name[11:].isdecimal()}
-    passed_over: list[str] = []
+    names = {path.name.removeprefix("checkpoint-"): path for path in output_dir.glob("checkpoint-*")}
+    numbered = {int(name): path for name, path in names.items() if name.isdecimal()}
+    incomplete: list[str] = []
     for _, folder in sorted(numbered.items(), reverse=True):
-        lacks = _lacks(folder)
-        if lacks is None:
-            if passed_over:
-                log.warning("resuming from %s. Newer checkpoints are incomplete: %s", folder, "; ".join(passed_over))
+        problem = _problem_of(folder)
+        if problem is None:
+            if incomplete:
+                log.warning("resuming from %s. Newer checkpoints are incomplete: %s", folder, "; ".join(incomplete))
             return folder
-        passed_over.append(f"{folder.name}, whose {lacks}")
-    if passed_over:
-        raise StateError(f"{output_dir} has no complete checkpoint: {'; '.join(passed_over)}. Use another folder.")
+        incomplete.append(f"{folder.name}, whose {problem}")
+    if incomplete:
+        raise StateError(f"{output_dir} has no complete checkpoint: {'; '.join(incomplete)}. Use another folder.")
     return None
 
 
@@ -523,9 +525,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         StateError: The checkpoint is incomplete.
     """
-    if lacks := _lacks(folder):
+    if problem := _problem_of(folder):
         raise StateError(
-            f"{folder} is incomplete, its {lacks}. Pass resume_from_checkpoint=True for the newest complete one, or "
+            f"{folder} is incomplete, its {problem}. Pass resume_from_checkpoint=True for the newest complete one, or "
             "load a state into the loader yourself."
         )
     file = folder / JSON_FILE
@@ -535,8 +537,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise StateError(f"{file}: no JSON ({error}). Resume from another checkpoint.") from error
 
 
-def _lacks(folder: Path) -> str | None:
-    """Return what a checkpoint lacks, in words that follow "whose"; None if complete."""
+def _problem_of(folder: Path) -> str | None:
+    """Return what is missing in a checkpoint, in words that follow "whose"; None if it is complete."""
     if not (folder / JSON_FILE).exists():
         return f"{JSON_FILE} is not there: it was saved without SavableTrainer, or a save ended before it began"
     try:

@@ -144,15 +144,15 @@ class _Batches(TrainerLoader):
         self.step = step = Step(trainer)
         ahead = _most_ahead(trainer, loader)
         super().__init__(loader, trained=lambda: step.trained, begun=lambda: step.begun, most_ahead=ahead)
-        self._of_epoch = trainer.fit_loop.epoch_loop.batch_progress.current
+        self._epoch_counts = trainer.fit_loop.epoch_loop.batch_progress.current
         limit = trainer.limit_train_batches
         self._whole_epochs = isinstance(limit, float) and limit == 1  # the int 1 would mean one batch
-        self._taking = False
-        self.delayed_signals = DelayedSignals(lambda: self._taking or step.in_training)
+        self._is_taking = False
+        self.delayed_signals = DelayedSignals(lambda: self._is_taking or step.in_training)
 
     def _begin(self, begun: int) -> None:
         # with `overfit_batches`, an option for debugging, each epoch repeats the first batches
-        if self.trainer.overfit_batches and not self._of_epoch.ready:
+        if self.trainer.overfit_batches and not self._epoch_counts.ready:
             self.rewind()
             settings = self._run.settings
             self._run.return_to(Position.start(0, self._run.ranks, settings.lanes, pad=settings.pad))
@@ -161,7 +161,7 @@ class _Batches(TrainerLoader):
 
     def _next(self) -> Any:
         self.step.update()
-        self._taking = True
+        self._is_taking = True
         try:
             try:
                 return super()._next()
@@ -172,7 +172,7 @@ class _Batches(TrainerLoader):
             self._record_position()
             return super()._next()
         finally:
-            self._taking = False
+            self._is_taking = False
             if not self.step.in_training:
                 self.delayed_signals.run()
 
@@ -188,12 +188,12 @@ class _Batches(TrainerLoader):
         Lightning also calls this when it resumes within an epoch, which changes nothing.
         """
         super().load_state_dict(state)
-        yielded, counts = self.yielded_of_epoch, self._of_epoch
+        yielded, counts = self.yielded_of_epoch, self._epoch_counts
         if yielded is None or not self._whole_epochs or not counts.ready:
             return
-        more = (yielded or len(self)) - counts.ready  # a checkpoint at an epoch's end has all of its batches
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(counts, name, getattr(counts, name) + more)
+        uncounted = (yielded or len(self)) - counts.ready  # a checkpoint at an epoch's end has all of its batches
+        for name in _COUNTS:
+            setattr(counts, name, getattr(counts, name) + uncounted)
 
 
 class _Checkpoints(Callback):  # type: ignore[misc]
@@ -207,7 +207,7 @@ class _Checkpoints(Callback):  # type: ignore[misc]
         self._make = make
         self._batches: _Batches | None = None
         self._state: Mapping[str, Any] | None = None  # from the checkpoint that a trainer resumes from
-        self._stepping = -1  # the trainer's steps before the last step that its optimizer started
+        self._steps_at_start = -1  # how many steps the trainer had done when its optimizer last started one
 
     def begin(self, trainer: Any) -> None:
         """Join a `fit`."""
@@ -245,7 +245,7 @@ class _Checkpoints(Callback):  # type: ignore[misc]
         if "combined_loader" not in loop["state_dict"]:  # Lightning has not asked for a loader yet
             loop["state_dict"]["combined_loader"] = [batches.state_dict()]
         batches.step.put_back(loop["epoch_loop.batch_progress"])
-        if batches.step.in_training and self._stepping == trainer.global_step:
+        if batches.step.in_training and self._steps_at_start == trainer.global_step:
             log.warning(
                 "this checkpoint is saved during an optimizer step, after %d steps, so batches of the next step "
                 "may be repeated",
@@ -253,7 +253,7 @@ class _Checkpoints(Callback):  # type: ignore[misc]
             )
 
     def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
-        self._stepping = trainer.global_step
+        self._steps_at_start = trainer.global_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._is_fitting(trainer):
@@ -306,7 +306,7 @@ def _check_accumulation(trainer: Any, ahead: int) -> None:
 class Step:
     """Counts batches that were started and batches that the optimizer stepped on.
 
-    They are counted as the trainer's `total.ready`.
+    Both are counted over all epochs, as the trainer's `total.ready`.
 
     Args:
         trainer: A `lightning.pytorch.Trainer` in its `fit`.
@@ -320,7 +320,7 @@ class Step:
 
     @property
     def begun(self) -> int:
-        """Number of batches that it has started to train on."""
+        """Number of batches that the trainer has started to train on."""
         return int(self._counts.total.ready)
 
     @property
@@ -344,13 +344,13 @@ class Step:
         """
         self.update()
         counts, begun = self._counts.current, self.begun
-        if not self._automatic or self._trainer.accumulate_grad_batches == 1:
+        if not self._steps_automatically or self._trainer.accumulate_grad_batches == 1:
             before = begun - int(counts.ready - counts.processed)
-            return max(before, self._stepped_at) if self._automatic else before
+            return max(before, self._stepped_at) if self._steps_automatically else before
         return max(begun - int(counts.ready), self._stepped_at)
 
     @property
-    def _automatic(self) -> bool:
+    def _steps_automatically(self) -> bool:
         """Return whether Lightning steps the optimizer.
 
         Otherwise the model does, and decides when a batch is processed.
@@ -364,13 +364,13 @@ class Step:
         Args:
             counts: The `batch_progress` of a checkpoint.
         """
-        back = self.begun - self.trained
-        for part in (counts["current"], counts["total"]):
-            if back:
-                part |= dict.fromkeys(_COUNTS, part["ready"] - back)
-            elif part["processed"] != part["ready"]:
-                part |= {"started": part["ready"], "processed": part["ready"]}
-        if back:
+        untrained = self.begun - self.trained
+        for count in (counts["current"], counts["total"]):
+            if untrained:
+                count |= dict.fromkeys(_COUNTS, count["ready"] - untrained)
+            elif count["processed"] != count["ready"]:
+                count |= {"started": count["ready"], "processed": count["ready"]}
+        if untrained:
             counts["is_last_batch"] = False
 
 
@@ -398,17 +398,17 @@ class DelayedSignals:
         for number in signal.valid_signals() - {signal.SIGTERM}:
             handler = signal.getsignal(number)
             if callable(handler) and type(handler).__module__.startswith(f"{library}."):
-                signal.signal(number, self._delaying(handler))
+                signal.signal(number, self._delayed(handler))
 
-    def _delaying(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
+    def _delayed(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
         """Wrap a signal handler, so that it runs between batches."""
 
-        def delayed_signals(number: int, frame: FrameType | None) -> None:
+        def delay(number: int, frame: FrameType | None) -> None:
             self._waiting.append(lambda: handler(number, frame))
             if not self._busy():
                 self.run()
 
-        return delayed_signals
+        return delay
 
     def run(self) -> None:
         """Call the waiting handlers. Call this when a step has ended."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PATCHES = ("patches", "patch_cu_seqlens", "patch_max_seqlen", "video_patches")
 _SAMPLES = ("sample_ids", "sample_rows")
-_BY_COUNTS = {  # each element of a field on the right counts elements of the field on the left
+_BY_COUNTS = {  # a field, and the field whose values count its elements: images per row, tiles per image
     "image": "image_counts",
     "tile_counts": "image_counts",
     "grids": "tile_counts",
@@ -58,7 +58,7 @@ def rows(batch: Any) -> int:
     if "tokens" in batch:
         return len(batch["tokens"])
     special = {"max_seqlen", "cu_seqlens", *_PATCHES, *(name for name, by in _BY_COUNTS.items() if by in batch)}
-    special |= set(_SAMPLES if _SAMPLES[1] in batch else ())
+    special |= set(_SAMPLES if "sample_rows" in batch else ())
     sizes = {
         name: len(value)
         for name, value in batch.items()
@@ -102,8 +102,8 @@ def split(batch: Mapping[str, Any], n: int, *, shared: Iterable[str] = ()) -> li
     whole = rows(batch)
     if not 1 <= n <= whole:
         raise ValueError(f"n must be 1 to {whole}, the rows of the batch, not {n}")
-    size, more = divmod(whole, n)
-    return _cut_at(batch, [part * size + min(part, more) for part in range(n + 1)], shared)
+    size, remainder = divmod(whole, n)
+    return _split_at(batch, [part * size + min(part, remainder) for part in range(n + 1)], shared)
 
 
 def micro_batches(batch: Mapping[str, Any], size: float, *, shared: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -130,14 +130,16 @@ def micro_batches(batch: Mapping[str, Any], size: float, *, shared: Iterable[str
     whole = rows(batch)
     if size < 1 or int(size) != size:
         raise ValueError(f"size must be an int of at least 1, not {size}")
-    return _cut_at(batch, [*range(0, whole, int(size)), whole], shared)
+    return _split_at(batch, [*range(0, whole, int(size)), whole], shared)
 
 
-def _cut_at(batch: Mapping[str, Any], borders: Sequence[int], shared: Iterable[str]) -> list[dict[str, Any]]:
+def _split_at(batch: Mapping[str, Any], borders: Sequence[int], shared: Iterable[str]) -> list[dict[str, Any]]:
     """Split a batch at these row indices."""
     whole, whole_fields = rows(batch), set(shared)
     spans = [_Rows(batch, start, stop, whole) for start, stop in pairwise(borders)]
-    return [{name: value if name in whole_fields else own.part(name) for name, value in batch.items()} for own in spans]
+    return [
+        {name: value if name in whole_fields else own.field(name) for name, value in batch.items()} for own in spans
+    ]
 
 
 class _Rows(NamedTuple):
@@ -148,8 +150,8 @@ class _Rows(NamedTuple):
     stop: int
     whole: int
 
-    def part(self, name: str) -> Any:
-        """Return a field of these rows."""
+    def field(self, name: str) -> Any:
+        """Return what these rows have of a field of the batch."""
         batch, value = self.batch, self.batch[name]
         if name == "cu_seqlens":
             return _boundaries(value, self._tokens, name)
@@ -167,9 +169,9 @@ class _Rows(NamedTuple):
             return own if name == "patch_cu_seqlens" else _longest(own, value)
         if name == "image_index":
             own = value[self.start : self.stop]
-            return own.where(own < 0, own - self._counted("image_counts").start)
+            return own.where(own < 0, own - self._elements("image_counts").start)
         if name in _BY_COUNTS and _BY_COUNTS[name] in batch:
-            return value[self._counted(_BY_COUNTS[name])]
+            return value[self._elements(_BY_COUNTS[name])]
         return self._slice_rows(name, value)
 
     @property
@@ -178,14 +180,14 @@ class _Rows(NamedTuple):
         length = self.batch["tokens"].shape[1]
         return slice(self.start * length, self.stop * length)
 
-    def _counted(self, counts: str) -> slice:
-        """Return the range of these rows' elements, such as images, whose number per row is the field `counts`."""
-        own = self._counted(_BY_COUNTS[counts]) if counts in _BY_COUNTS else slice(self.start, self.stop)
-        return _sums(self.batch[counts], own)
+    def _elements(self, counts: str) -> slice:
+        """Return the range of these rows' elements, such as images, which the field `counts` counts."""
+        own = self._elements(_BY_COUNTS[counts]) if counts in _BY_COUNTS else slice(self.start, self.stop)
+        return _range_of(self.batch[counts], own)
 
     def _patches(self, grids: str) -> slice:
         """Return the range of these rows' patches, for the field `grids` of tiles or videos."""
-        return _sums(self.batch[grids].prod(1), self._counted(_BY_COUNTS[grids]))
+        return _range_of(self.batch[grids].prod(1), self._elements(_BY_COUNTS[grids]))
 
     def _slice_rows(self, name: str, value: Any) -> Any:
         """Return these rows of a field. Raises ValueError if it does not have one element per row."""
@@ -200,7 +202,7 @@ class _Rows(NamedTuple):
         return value[self.start : self.stop]
 
 
-def _sums(counts: torch.Tensor, own: slice) -> slice:
+def _range_of(counts: torch.Tensor, own: slice) -> slice:
     """Return the range of the elements that a range of counts refers to."""
     before = int(counts[: own.start].sum())
     return slice(before, before + int(counts[own].sum()))

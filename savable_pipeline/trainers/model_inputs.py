@@ -24,8 +24,10 @@ import torch
 
 _IGNORED = -100
 _ADVICE = "Return model_inputs(super().batch(items, rng), config) from `batch` of the encoder"
-_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}  # types of layers that apply their mask
-_MASKED = {"eager", "sdpa", "flex_attention"}  # attention functions that get a mask; flash attention gets `cu_seqlens`
+# types of layers that apply their mask
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# attention functions that get a mask; flash attention gets `cu_seqlens`
+_MASKED = {"eager", "sdpa", "flex_attention"}
 _MEDIA = ("patches", "video_patches", "audio_mels", "image", "video", "features")  # media of a batch
 
 
@@ -79,11 +81,11 @@ def model_inputs(batch: Mapping[str, Any], model_or_config: Any) -> dict[str, An
     if "valid" in batch:
         labels = labels.masked_fill(~batch["valid"][:, None], _IGNORED)
     if "cu_seqlens" in batch:
-        return {**_packed(batch, labels, config), **media}
+        return {**_pack_inputs(batch, labels, config), **media}
     length = batch["tokens"].shape[1]
     mask = torch.arange(length, device=labels.device) < batch["lengths"][:, None]
     inputs = {"input_ids": batch["tokens"], "labels": _unshifted(labels), "attention_mask": mask.long()}
-    if config.model_type in _ROPES:
+    if config.model_type in _MROPE_MODELS:
         inputs["position_ids"] = _positions(batch, config)
     return {**inputs, **media}
 
@@ -116,7 +118,7 @@ def check_inputs(inputs: Any, model: Any) -> None:
     if raw := {"tokens", "cu_seqlens"} & {*inputs}:
         found = " and ".join(sorted(raw))
         raise ValueError(f"a batch has {found}, which {type(inner).__name__} does not take. {_ADVICE}.")
-    if _are_ahead(inputs):
+    if _are_shifted(inputs):
         raise ValueError(f"labels are shifted already, but the model shifts them again. {_ADVICE}.")
     if "flash" in (_attention(inner.config) or "") and has_packs(inputs) and len(inputs["input_ids"]) > 1:
         raise ValueError(
@@ -125,7 +127,7 @@ def check_inputs(inputs: Any, model: Any) -> None:
         )
 
 
-def _are_ahead(inputs: Mapping[str, Any]) -> bool:
+def _are_shifted(inputs: Mapping[str, Any]) -> bool:
     """Return whether labels are one token ahead of `input_ids`."""
     tokens, labels = inputs.get("input_ids"), inputs.get("labels")
     if tokens is None or labels is None or tokens.shape != labels.shape:
@@ -135,7 +137,7 @@ def _are_ahead(inputs: Mapping[str, Any]) -> bool:
     return bool(2 * equal_next.sum() > counted.sum() and (labels != tokens)[counted].any())
 
 
-def _packed(batch: Mapping[str, Any], labels: torch.Tensor, config: Any) -> dict[str, Any]:
+def _pack_inputs(batch: Mapping[str, Any], labels: torch.Tensor, config: Any) -> dict[str, Any]:
     """Return the arguments for a batch of packs. Raises ValueError if its documents would mix."""
     borders, positions = batch["cu_seqlens"], batch["position_ids"]
     if positions.flatten()[borders[:-1].long()].any():
@@ -158,12 +160,12 @@ def _unshifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _positions(batch: Mapping[str, Any], config: Any) -> torch.Tensor:
-    """Return positions in the document, int64 (B, T), or (4, B, T) with M-RoPE.
+    """Return positions in the document, int64 (B, T), or (4, B, T) for models with M-RoPE.
 
-    M-RoPE adds those in time, height and width.
+    M-RoPE adds the positions in time, height and width.
     """
     positions: torch.Tensor = batch["position_ids"]
-    if config.model_type not in _ROPES:
+    if config.model_type not in _MROPE_MODELS:
         return positions
     mrope = batch.get("mrope_ids", positions[..., None].expand(-1, -1, 3))
     return torch.cat([positions[None], mrope.movedim(-1, 0)])
@@ -196,23 +198,23 @@ def _why_mixed(config: Any) -> str | None:
     decoder = MODEL_MAPPING.get(type(text), None)
     if decoder is None or (text is not config and config.model_type not in _MEDIA_INPUTS):
         return "how it attends is not known here"
-    other = set(getattr(text, "layer_types", None) or ()) - _ATTENDING
+    other = set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if getattr(decoder, "_is_stateful", False) or other:
         return f"it has layers that carry a state over tokens ({', '.join(sorted(other)) or decoder.__name__})"
     has_borders = "flash" in attention and getattr(decoder, "_supports_attention_backend", False)
     if attention not in _MASKED and not has_borders:
         return f"its attention {attention!r} does not learn where documents begin"
-    if _mask_positions(decoder) != {"text_position_ids" if config.model_type in _ROPES else "position_ids"}:
+    if _mask_positions(decoder) != {"text_position_ids" if config.model_type in _MROPE_MODELS else "position_ids"}:
         return "its masks ignore position_ids"
     return None
 
 
 @cache
 def _mask_positions(decoder: type) -> set[str]:
-    """Return the `position_ids` that a model passes to the functions for its masks.
+    """Return the expressions that a model passes as `position_ids` to the functions for its masks.
 
-    This reads its source, because nothing else shows it. Models that use `position_ids` only for embeddings have the
-    same signature.
+    This reads the model's source, because nothing else shows it. Models that use `position_ids` only for embeddings
+    have the same signature.
     """
     found = set()
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[decoder.__module__]))):
@@ -235,7 +237,7 @@ def _media_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
             packed = " in packs" if convert else ""
             advice = "Remove the packer" if convert else _advice_for(field)
             raise ValueError(f"a batch has {field!r}{packed}, which {config.model_type} does not take. {advice}.")
-        if config.model_type in _ROPES and "mrope_ids" not in batch:
+        if config.model_type in _MROPE_MODELS and "mrope_ids" not in batch:
             rate = getattr(config.vision_config, "tokens_per_second", None)
             raise ValueError(
                 f"{config.model_type} needs mrope_ids. Set rope=MRope(tokens_per_second={rate}) in the encoder."
@@ -254,24 +256,24 @@ def _advice_for(field: str) -> str:
 
 def _merged_patches(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Reorder patches so that those of a token are adjacent, and repeat them along time."""
-    vision, grids, order, first = config.vision_config, batch["grids"], [], 0
-    merge = vision.spatial_merge_size
+    vision, grids = config.vision_config, batch["grids"]
+    order, start, merge = [], 0, vision.spatial_merge_size
     for rows, columns in grids.tolist():
-        numbers = torch.arange(first, first + rows * columns).view(rows // merge, merge, columns // merge, merge)
-        order.append(numbers.transpose(1, 2).flatten())
-        first += rows * columns
+        indices = torch.arange(start, start + rows * columns).view(rows // merge, merge, columns // merge, merge)
+        order.append(indices.transpose(1, 2).flatten())
+        start += rows * columns
     patches = batch["patches"][torch.cat(order).to(grids.device)]
     doubled = patches[:, :, None].expand(-1, -1, vision.temporal_patch_size, -1, -1)
     steps = torch.ones_like(grids[:, :1])
-    return {"pixel_values": _flat(doubled, vision), "image_grid_thw": torch.cat([steps, grids], 1)}
+    return {"pixel_values": _flatten_patches(doubled, vision), "image_grid_thw": torch.cat([steps, grids], 1)}
 
 
 def _video_patches(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    videos = _flat(batch["video_patches"], config.vision_config)
+    videos = _flatten_patches(batch["video_patches"], config.vision_config)
     return {"pixel_values_videos": videos, "video_grid_thw": batch["video_grids"]}
 
 
-def _flat(patches: torch.Tensor, vision: Any) -> torch.Tensor:
+def _flatten_patches(patches: torch.Tensor, vision: Any) -> torch.Tensor:
     """Flatten each patch. Raises ValueError unless patches have the shape that the model needs."""
     expected = (3, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     if patches.shape[1:] != expected:
@@ -281,7 +283,7 @@ def _flat(patches: torch.Tensor, vision: Any) -> torch.Tensor:
     return patches.flatten(1)
 
 
-def _tiles(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def _tile_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Join patches to tiles: float32 (tiles, 3, height, width)."""
     patches, grids = batch["patches"], batch["grids"]
     if (grids != grids[0]).any():
@@ -296,18 +298,18 @@ def _tiles(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 def _tiles_of_rows(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Join patches to tiles in one row, because SmolVLM counts them by their tokens."""
-    return {name: tiles[None] for name, tiles in _tiles(batch, config).items()}
+    return {name: tiles[None] for name, tiles in _tile_inputs(batch, config).items()}
 
 
 def _whole_images(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {"pixel_values": batch["image"]}
 
 
-_ROPES = {"qwen2_vl", "qwen2_5_vl"}  # models with M-RoPE: positions in time, height and width
+_MROPE_MODELS = {"qwen2_vl", "qwen2_5_vl"}  # models with M-RoPE: positions in time, height and width
 # The media that each type of model takes.
 _MEDIA_INPUTS: dict[str, dict[str, Callable[[Mapping[str, Any], Any], dict[str, Any]]]] = {
-    **{name: {"patches": _merged_patches, "video_patches": _video_patches} for name in sorted(_ROPES)},
-    **{name: {"patches": _tiles} for name in ("llava", "internvl")},
+    **{name: {"patches": _merged_patches, "video_patches": _video_patches} for name in sorted(_MROPE_MODELS)},
+    **{name: {"patches": _tile_inputs} for name in ("llava", "internvl")},
     "smolvlm": {"patches": _tiles_of_rows},
     "git": {"image": _whole_images},
 }

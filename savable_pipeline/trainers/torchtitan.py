@@ -119,10 +119,10 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
 
 
 def _ranks(rank: int, world_size: int) -> Ranks:
-    """Return the data-parallel rank, which shares batches with the processes of the same rank. Collective."""
+    """Return the ranks for a loader that shares its batches with the processes of the same rank. Collective."""
     if not dist.is_initialized():
         return Ranks(rank, world_size)
-    every = [0] * dist.get_world_size()
-    dist.all_gather_object(every, rank)
-    peers = [[process for process, each in enumerate(every) if each == number] for number in range(world_size)]
+    ranks = [0] * dist.get_world_size()  # by process
+    dist.all_gather_object(ranks, rank)
+    peers = [[process for process, each in enumerate(ranks) if each == number] for number in range(world_size)]
     return Ranks.of((rank, world_size), share=dist.new_subgroups_by_enumeration(peers)[0])  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ class TrainerLoader:
 
     def _record_position(self) -> None:
         """Record the position of the loader, to detect later whether something else moved it."""
-        self._expected_at = self._epoch_and_slot
+        self._expected_position = self._epoch_and_slot
 
     @property
     def _epoch_and_slot(self) -> tuple[int, int]:
@@ -150,8 +150,8 @@ class TrainerLoader:
 
     def _check_unmoved(self) -> None:
         """Raise `SavableError` if the loader was moved by something else than this class."""
-        if self._epoch_and_slot != self._expected_at:
-            (epoch, slot), (now_epoch, now_slot) = self._expected_at, self._epoch_and_slot
+        if self._epoch_and_slot != self._expected_position:
+            (epoch, slot), (now_epoch, now_slot) = self._expected_position, self._epoch_and_slot
             raise SavableError(
                 f"something else moved the loader from slot {slot} of epoch {epoch} to slot {now_slot} of epoch "
                 f"{now_epoch}. Take batches and restore through the trainer alone."
@@ -202,9 +202,9 @@ class TrainerLoader:
         self._restart_count()
 
     def _next(self) -> Any:
-        """Return the next batch, on the device.
+        """Return the next batch, moved to the device.
 
-        If that fails or is interrupted, nothing has changed.
+        After an error or an interrupt, the position and the recorded batches are as before.
         """
         self._check_unmoved()
         self._skip_due_spans()
@@ -226,7 +226,7 @@ class TrainerLoader:
         return moved
 
     def _fetched(self) -> list[_YieldedBatch]:
-        """Return the batches that were yielded but not trained on."""
+        """Return the batches that were yielded but not trained on, the earliest first."""
         ahead = max(0, self.ahead)
         if ahead > len(self._yielded):
             self._check_none_skipped()
@@ -237,7 +237,7 @@ class TrainerLoader:
         return list(self._yielded[-ahead:]) if ahead else []
 
     def _spans(self) -> list[SlotSpan]:
-        """Return the slots after the last batch trained on that were skipped, or are still to be skipped."""
+        """Return the spans after the last batch trained on that were skipped or are still to be skipped."""
         fetched = self._fetched()
         skipped = [*(span for yielded in fetched[1:] for span in yielded.skipped), *(self._skipped if fetched else [])]
         return [*skipped, *self._spans_to_skip]
@@ -245,12 +245,12 @@ class TrainerLoader:
     def _skip_due_spans(self) -> None:
         """Skip the spans that the loader has reached."""
         while self._spans_to_skip:
-            span, at = self._spans_to_skip[0], self._run.position
-            if (at.epoch, at.slot) < (span.epoch, span.first):
+            span, position = self._spans_to_skip[0], self._run.position
+            if (position.epoch, position.slot) < (span.epoch, span.first):
                 return
-            if at.epoch == span.epoch and at.slot < span.stop:
+            if position.epoch == span.epoch and position.slot < span.stop:
                 try:
-                    self._loader.skip(span.stop - at.slot)
+                    self._loader.skip(span.stop - position.slot)
                 finally:
                     self._record_position()
             self._skipped.append(span)
@@ -279,13 +279,14 @@ class TrainerLoader:
         """
         self._check_unmoved()
         self._run.check_whole_steps(slots)
-        at = self._run.position
+        position = self._run.position
         if not self.ahead:
             self._skip_due_spans()
             self._loader.skip(slots)
             self._restart_count()
-        elif slots and (at.previous is None or at.iterator == "ended"):  # otherwise the epoch has ended
-            last = self._spans_to_skip.pop() if self._spans_to_skip else SlotSpan(at.epoch, at.slot, at.slot)
+        elif slots and (position.previous is None or position.iterator == "ended"):  # otherwise the epoch has ended
+            empty = SlotSpan(position.epoch, position.slot, position.slot)
+            last = self._spans_to_skip.pop() if self._spans_to_skip else empty
             self._spans_to_skip.append(last._replace(stop=last.stop + slots))
 
     def close(self) -> None:
@@ -393,7 +394,7 @@ def reject_acknowledging(loader: Any) -> None:
 
 
 def check_peers(loaders: Any, processes: int, sizes: Mapping[str, int], mesh: str) -> Any:
-    """Check that processes which work on the same batch get the same.
+    """Check that processes that train on the same batch get the same batches.
 
     Args:
         loaders: A loader, or a container of loaders; other kinds pass.
@@ -407,10 +408,13 @@ def check_peers(loaders: Any, processes: int, sizes: Mapping[str, int], mesh: st
     Raises:
         ValueError: A loader has more ranks than the trainer has data-parallel ranks.
     """
-    shared, most = tuple(name for name, size in sizes.items() if size > 1), processes // math.prod(sizes.values())
-    if shared and any(isinstance(one, SavableLoader) and run_of(one).ranks.world_size > most for one in each(loaders)):
-        how = f"Pass ranks=sp.Ranks.of({mesh}, share={shared})."
-        raise ValueError(f"processes of {' and '.join(shared)} need the same batches. {how}")
+    shared = tuple(name for name, size in sizes.items() if size > 1)
+    most_ranks = processes // math.prod(sizes.values())
+    if shared and any(
+        isinstance(one, SavableLoader) and run_of(one).ranks.world_size > most_ranks for one in each(loaders)
+    ):
+        advice = f"Pass ranks=sp.Ranks.of({mesh}, share={shared})."
+        raise ValueError(f"processes of {' and '.join(shared)} need the same batches. {advice}")
     return loaders
 
 

@@ -152,7 +152,7 @@ class OwnTemplate:
             TemplateError: The template raises jinja2's error, or it uses the current date.
         """
         text: str = self.tokenizer.apply_chat_template(
-            self._listed(messages, image),
+            self._plain_messages(messages, image),
             chat_template=_NO_CLOCK + self.tokenizer.chat_template,
             tokenize=False,
             add_generation_prompt=answering,
@@ -163,9 +163,9 @@ class OwnTemplate:
     def marked(
         self, messages: Sequence[Message], image: str, more: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, int]]] | None:
-        """Render messages, and return the ranges of `{% generation %}` blocks.
+        """Render messages. Return the text, and the ranges of `{% generation %}` blocks.
 
-        It is None if the template has no such blocks.
+        The result is None if the template has no such blocks.
 
         Args:
             messages: The messages, in order.
@@ -178,7 +178,7 @@ class OwnTemplate:
 
         special = getattr(self.tokenizer, "tokenizer", self.tokenizer).special_tokens_map
         texts, ranges = render_jinja_template(
-            conversations=[self._listed(messages, image)],
+            conversations=[self._plain_messages(messages, image)],
             chat_template=_NO_CLOCK + self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
             **{**special, **self.arguments, **more},
@@ -191,7 +191,7 @@ class OwnTemplate:
         contents = [self.tokenizer.chat_template, special, dict(self.arguments), self.content]
         return f"xxh3_128:{xxh3_128_hexdigest(json.dumps(contents, sort_keys=True).encode())}"
 
-    def _listed(self, messages: Sequence[Message], image: str) -> list[dict[str, Any]]:
+    def _plain_messages(self, messages: Sequence[Message], image: str) -> list[dict[str, Any]]:
         return [{**each.more, "role": each.role, "content": self._content(each, image)} for each in messages]
 
     def _content(self, message: Message, image: str) -> Any:
@@ -209,7 +209,7 @@ def answers_in(
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of messages, and the ranges of the answers to train on.
 
-    `trained` are the indices of these answers. If the template has `{% generation %}` blocks, they are the ranges.
+    `trained` are the indices of these answers. The ranges are the template's `{% generation %}` blocks, if it has any.
     Otherwise an answer starts where the text of the messages before it ends. Raises ValueError if neither works.
     """
     marked = template.marked(messages, image, more) if isinstance(template, OwnTemplate) else None

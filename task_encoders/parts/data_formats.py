@@ -51,10 +51,10 @@ from task_encoders.parts.sample_parts import DecodedImage, SampleImages, SampleM
 
 log = logging.getLogger(__name__)
 
-_CALLS = ("function_call", "tool_call")
-_RESULTS = dict.fromkeys(("observation", "tool_response", "function", "tool"), "tool")
+_CALLS = ("function_call", "tool_call")  # roles of turns that are tool calls
+_RESULTS = dict.fromkeys(("observation", "tool_response", "function", "tool"), "tool")  # roles of their results
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"} | _RESULTS
-_SYSTEM = ("system", "system_prompt")  # fields beside the turns
+_SYSTEM = ("system", "system_prompt")  # fields next to the turns that may have the system prompt
 _LOSS = ("weight", "loss", "train")  # keys of a turn that say whether it is trained on, in OpenAI, ms-swift and axolotl
 _LISTS = {"image": "images", "video": "videos", "audio": "audios"}  # fields of a document by kind of media
 
@@ -92,26 +92,24 @@ class Message:
 
 
 def parse_conversation(record: Any, media: SampleMedia) -> list[Message]:
-    """Return the messages of a sample's JSON.
+    """Return the messages of a sample's JSON, with `media` instead of placeholders.
 
-    Its `media` are in place of their placeholders.
-
-    Raises ValueError with the name of the invalid field.
+    Raises ValueError, which names the invalid field.
     """
     name = next((each for each in CONVERSATIONS if isinstance(record, dict) and record.get(each) is not None), "")
     if not name and not isinstance(record, list):
         raise ValueError(f"expected {_KNOWN}; found {_describe_fields(record)}")
     turns = _expect(record[name], list, name) if name else record
-    at = name or "messages"
-    turns = [_expect(turn, dict, f"{at}[{i}]") for i, turn in enumerate(turns)]
+    where = name or "messages"
+    turns = [_expect(turn, dict, f"{where}[{i}]") for i, turn in enumerate(turns)]
     if not turns:
         return []
     form = next((form for form in _PARSERS if {*form.split(" and ")} & turns[0].keys()), None)
     if form is None:
-        raise ValueError(f"{at}[0]: expected {_KNOWN}; found {_describe_fields(turns[0])}")
+        raise ValueError(f"{where}[0]: expected {_KNOWN}; found {_describe_fields(turns[0])}")
     if isinstance(record, dict):
         media.order_by(record)
-    messages = [message for i, turn in enumerate(turns) for message in _PARSERS[form](turn, f"{at}[{i}]", media)]
+    messages = [message for i, turn in enumerate(turns) for message in _PARSERS[form](turn, f"{where}[{i}]", media)]
     if _PARSERS[form] is _finevision_turn:
         next(each for each in messages if each.role == "user").parts[:0] = media.images.unplaced()
     media.check_all_used()
@@ -122,7 +120,7 @@ def parse_conversation(record: Any, media: SampleMedia) -> list[Message]:
 
 
 def _system_message(record: dict[str, Any], messages: list[Message]) -> list[Message]:
-    """Return the message of a text beside the turns, if no turn has it."""
+    """Return the message of a system prompt in a field next to the turns, if no turn has it."""
     texts = {name: _expect(record[name], str, name) for name in _SYSTEM if record.get(name)}
     found = [[text] for text in dict.fromkeys(texts.values())]
     if len(found) > 1 or (found and messages[0].role == "system" and messages[0].parts != found[0]):
@@ -139,115 +137,117 @@ def _describe_fields(record: Any) -> str:
     return f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
 
 
-def _llava_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
-    """Parse one turn of LLaVA's format. `at` is its path in errors."""
-    role, trained = turn.get("from"), _is_trained(turn, at)
+def _llava_turn(turn: dict[str, Any], where: str, media: SampleMedia) -> list[Message]:
+    """Parse one turn of LLaVA's format. `where` is its path in errors."""
+    role, trained = turn.get("from"), _is_trained(turn, where)
     if role in _CALLS:
-        return [_call_turn(turn.get("value"), f"{at}.value", trained=trained)]
+        return [_call_turn(turn.get("value"), f"{where}.value", trained=trained)]
     if role not in _ROLES:
-        raise ValueError(f"{at}.from: expected one of {', '.join((*_ROLES, *_CALLS))}, found {role!r}")
+        raise ValueError(f"{where}.from: expected one of {', '.join((*_ROLES, *_CALLS))}, found {role!r}")
     kinds = ["image", *media.shown_kinds]
-    return [Message(_ROLES[role], _split_text(turn.get("value"), kinds, f"{at}.value", media), trained)]
+    return [Message(_ROLES[role], _split_text(turn.get("value"), kinds, f"{where}.value", media), trained)]
 
 
-def _finevision_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
+def _finevision_turn(turn: dict[str, Any], where: str, media: SampleMedia) -> list[Message]:
     roles = [role for role in ("system", "user", "assistant") if role != "system" or turn.get(role)]
-    parts = {role: _split_text(turn.get(role), media.shown_kinds, f"{at}.{role}", media) for role in roles}
-    return [Message(role, parts[role], trained=_is_trained(turn, at)) for role in roles]
+    parts = {role: _split_text(turn.get(role), media.shown_kinds, f"{where}.{role}", media) for role in roles}
+    return [Message(role, parts[role], trained=_is_trained(turn, where)) for role in roles]
 
 
-def _is_trained(turn: dict[str, Any], at: str) -> bool:
+def _is_trained(turn: dict[str, Any], where: str) -> bool:
     """Return whether a turn, if it is an answer, contributes to the loss."""
     values = {name: turn[name] for name in _LOSS if turn.get(name) is not None}
     for name, value in values.items():
         if value not in (0, 1):
-            raise ValueError(f"{at}.{name}: expected 0 or 1, found {value!r}")
+            raise ValueError(f"{where}.{name}: expected 0 or 1, found {value!r}")
     return all(values.values())
 
 
-def _split_text(text: Any, kinds: Iterable[str], at: str, media: SampleMedia) -> list[ContentPart]:
+def _split_text(text: Any, kinds: Iterable[str], where: str, media: SampleMedia) -> list[ContentPart]:
     """Split a text at placeholders such as `<image>`, and replace these by the media."""
-    texts_and_kinds = re.split(f"<({'|'.join(kinds) or '(?!)'})>", _expect(text, str, at))  # a text, a kind, a text, …
+    texts_and_kinds = re.split(
+        f"<({'|'.join(kinds) or '(?!)'})>", _expect(text, str, where)
+    )  # a text, a kind, a text, …
     parts: list[ContentPart] = list(texts_and_kinds)
     for number, kind in list(enumerate(texts_and_kinds))[1::2]:
-        parts[number] = media.of(kind, at).next(at)
+        parts[number] = media.of(kind, where).next(where)
     return [part for part in parts if part != ""]
 
 
-def _openai_turn(turn: dict[str, Any], at: str, media: SampleMedia) -> list[Message]:
-    """Parse one message of OpenAI's format. `at` is its path in errors."""
+def _openai_turn(turn: dict[str, Any], where: str, media: SampleMedia) -> list[Message]:
+    """Parse one message of OpenAI's format. `where` is its path in errors."""
     turn = {name: value for name, value in turn.items() if value is not None}  # tables have null for missing fields
-    role = _expect(turn.get("role"), str, f"{at}.role")
-    trained = _is_trained(turn, at)
+    role = _expect(turn.get("role"), str, f"{where}.role")
+    trained = _is_trained(turn, where)
     content = turn.get("content")
     if role in _CALLS:
-        return [_call_turn(content, f"{at}.content", trained=trained)]
+        return [_call_turn(content, f"{where}.content", trained=trained)]
     if "function_call" in turn:  # OpenAI's form before `tool_calls`
         turn["tool_calls"] = [{"function": turn.pop("function_call")}]
     if turn.get("tool_calls"):
-        turn["tool_calls"] = _parse_calls(turn["tool_calls"], f"{at}.tool_calls")
+        turn["tool_calls"] = _parse_calls(turn["tool_calls"], f"{where}.tool_calls")
     if isinstance(content, str):
-        parts = _split_text(content, media.shown_kinds, f"{at}.content", media)
+        parts = _split_text(content, media.shown_kinds, f"{where}.content", media)
     elif content is None and "tool_calls" in turn:
         parts = []
     else:
-        listed = enumerate(_expect(content, list, f"{at}.content"))
-        parts = [_content_part(part, f"{at}.content[{i}]", media) for i, part in listed]
+        listed = enumerate(_expect(content, list, f"{where}.content"))
+        parts = [_content_part(part, f"{where}.content[{i}]", media) for i, part in listed]
     more = {name: value for name, value in turn.items() if name not in ("role", "content", *_LOSS)}
     return [Message(_RESULTS.get(role, role), parts, trained, more)]
 
 
-def _content_part(value: Any, at: str, media: SampleMedia) -> ContentPart:
+def _content_part(value: Any, where: str, media: SampleMedia) -> ContentPart:
     """Return the text or medium of a part of a message's content."""
-    part = _expect(value, dict, at)
+    part = _expect(value, dict, where)
     kind = str(part.get("type"))
     if kind == "text":
-        text: str = _expect(part.get("text"), str, f"{at}.text")
+        text: str = _expect(part.get("text"), str, f"{where}.text")
         return text
     if kind in _LISTS:
-        found = media.of(kind, at)
+        found = media.of(kind, where)
         if isinstance(index := part.get("index"), int):
-            return found.numbered(index, f"{at}.index")
+            return found.numbered(index, f"{where}.index")
         address = next((known for name in (kind, "url", "path") if (known := found.known(part.get(name)))), None)
-        return found.next(at) if address is None else found.named(address, at)
+        return found.next(where) if address is None else found.named(address, where)
     named = kind.removesuffix("_url")
     if kind != named and named in _LISTS:
         link = part.get(kind)
         url = link.get("url") if isinstance(link, dict) else link
-        at = f"{at}.{kind}.url"
-        return media.of(named, at).named(_expect(url, str, at), at)
+        where = f"{where}.{kind}.url"
+        return media.of(named, where).named(_expect(url, str, where), where)
     raise ValueError(
-        f"{at}.type: expected text, image, image_url, or these of video or audio, found {part.get('type')!r}"
+        f"{where}.type: expected text, image, image_url, or these of video or audio, found {part.get('type')!r}"
     )
 
 
-def _call_turn(value: Any, at: str, *, trained: bool = True) -> Message:
+def _call_turn(value: Any, where: str, *, trained: bool = True) -> Message:
     """Parse a turn with one tool call or a list of calls, as objects or as JSON text."""
-    parsed = _parse_json(value, at)
-    calls = _parse_calls(parsed if isinstance(parsed, list) else [parsed], at)
+    parsed = _parse_json(value, where)
+    calls = _parse_calls(parsed if isinstance(parsed, list) else [parsed], where)
     return Message("assistant", [], trained=trained, more={"tool_calls": calls})
 
 
-def _parse_calls(value: Any, at: str) -> list[dict[str, Any]]:
+def _parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Convert tool calls to the form of chat templates: functions whose arguments are objects."""
     calls = []
-    for number, each in enumerate(_expect(_parse_json(value, at), list, at)):
-        call = _expect(_parse_json(each, f"{at}[{number}]"), dict, f"{at}[{number}]")
+    for number, each in enumerate(_expect(_parse_json(value, where), list, where)):
+        call = _expect(_parse_json(each, f"{where}[{number}]"), dict, f"{where}[{number}]")
         call = {"function": call} if "name" in call else call
-        function = _expect(call.get("function"), dict, f"{at}[{number}].function")
+        function = _expect(call.get("function"), dict, f"{where}[{number}].function")
         arguments = function.get("arguments")
         if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-            function = {**function, "arguments": _parse_json(arguments, f"{at}[{number}].function.arguments")}
+            function = {**function, "arguments": _parse_json(arguments, f"{where}[{number}].function.arguments")}
         calls.append({"type": "function", **call, "function": function})
     return calls
 
 
-def _parse_json(value: Any, at: str) -> Any:
-    """Parse a text as JSON, and return other values unchanged. Raises ValueError with the name of the field."""
+def _parse_json(value: Any, where: str) -> Any:
+    """Parse a text as JSON, and return other values unchanged. Raises ValueError, which names the field."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise ValueError(f"{at}: expected JSON, found {value[:80]!r} ({error})") from error
+        raise ValueError(f"{where}: expected JSON, found {value[:80]!r} ({error})") from error
 
 
 def read_record(sample: Sample, name: str) -> tuple[Any, dict[str, Any]]:
@@ -306,18 +306,18 @@ _PARSERS = {"role and content": _openai_turn, "from and value": _llava_turn, "us
 _KNOWN = f"turns of {', or of '.join(_PARSERS)}, as a list or in a field {', '.join(CONVERSATIONS)}"
 
 
-def _expect(value: Any, kind: type, at: str) -> Any:
+def _expect(value: Any, kind: type, where: str) -> Any:
     """Return a value of JSON. Raises ValueError, which names its path, if it has another type."""
     if isinstance(value, kind):
         return value
     names: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
-    raise ValueError(f"{at}: expected {names[kind]}, found {'nothing' if value is None else repr(value)[:80]}")
+    raise ValueError(f"{where}: expected {names[kind]}, found {'nothing' if value is None else repr(value)[:80]}")
 
 
 def parse_document(record: Any, media: SampleMedia) -> list[ContentPart]:
     """Return the texts of a document, without empty ones, and the media between them.
 
-    Raises ValueError with the name of the invalid field.
+    Raises ValueError, which names the invalid field.
     """
     if isinstance(record, dict) and "texts" in record:
         parts = _parse_obelics(record, media)
@@ -345,15 +345,15 @@ def _parse_obelics(record: dict[str, Any], media: SampleMedia) -> list[ContentPa
     for number, row in enumerate(zip(*columns.values(), strict=True)):
         values = [(kind, value) for kind, value in zip(columns, row, strict=True) if value is not None]
         if len(values) != 1:
-            at = _and_list([f"{name}[{number}]" for name in names])
-            raise ValueError(f"{at}: expected null in all but one of them")
+            where = _and_list([f"{name}[{number}]" for name in names])
+            raise ValueError(f"{where}: expected null in all but one of them")
         kind, value = values[0]
         if kind == "text":
             parts.append(_expect(value, str, f"texts[{number}]"))
         else:
-            at = f"{name_of[kind]}[{number}]"
-            of_kind = media.of(kind, at)
-            parts.append(of_kind.named(value, at) if named[kind] else of_kind.next(at))
+            where = f"{name_of[kind]}[{number}]"
+            own = media.of(kind, where)
+            parts.append(own.named(value, where) if named[kind] else own.next(where))
     return parts
 
 
@@ -367,11 +367,11 @@ def _parse_mmc4(texts: list[Any], entries: list[Any], images: SampleImages) -> l
     named = all(name in images.names for name in names)
     images_before: dict[int, list[DecodedImage]] = {}  # by index of a text
     for number, (entry, name) in enumerate(zip(entries, names, strict=True)):
-        at = f"image_info[{number}]"
+        where = f"image_info[{number}]"
         index = entry.get("matched_text_index") if isinstance(entry, dict) else None
         if type(index) is not int or not 0 <= index < len(texts):
-            raise ValueError(f"{at}.matched_text_index: expected 0 to {len(texts) - 1}, found {index!r:.80}")
-        images_before.setdefault(index, []).append(images.named(name, at) if named and name else images.next(at))
+            raise ValueError(f"{where}.matched_text_index: expected 0 to {len(texts) - 1}, found {index!r:.80}")
+        images_before.setdefault(index, []).append(images.named(name, where) if named and name else images.next(where))
     parts: list[ContentPart] = []
     for number, text in enumerate(texts):
         parts += [*images_before.get(number, ()), _expect(text, str, f"text_list[{number}]"), " "]  # between sentences

@@ -96,7 +96,7 @@ class MixedTokens:
 
     @property
     def size(self) -> tuple[int, int]:
-        """The number of tokens, and the number of image tiles and video steps."""
+        """The number of tokens, and that of image tiles and video steps together."""
         self._finish()
         return sum(map(len, self._pieces)), sum(grid.steps for each in self._media_tokens for grid in each.grids)
 
@@ -138,19 +138,19 @@ class MixedTokens:
             raise ValueError(
                 f"the text itself has the {kinds[token]} token {token}, which stands for {kinds[token]}s. Remove it"
             )
-        done = 0
+        start = 0  # of the text after the last medium
         for position, piece in zip(positions, media, strict=True):
-            self._append(ids[done:position], mask[done:position])
+            self._append(ids[start:position], mask[start:position])
             self._append_medium(piece)
-            done = position + 1
-        self._append(ids[done:], mask[done:])
+            start = position + 1
+        self._append(ids[start:], mask[start:])
 
     def _append_medium(self, piece: MediumTokens) -> None:
         self._append([piece.medium.token] * piece.tokens, False, piece.grids or [piece.tokens])
         self._media_tokens.append(piece)
 
     def _append(self, ids: Ids, target: bool | NDArray[np.bool_], runs: Sequence[int | Grid] = ()) -> None:
-        """Append ids. `target` says which have a loss, and `runs` has lengths of text and grids of media."""
+        """Append ids. `target` says which contribute to the loss, `runs` has lengths of text and grids of media."""
         if len(ids):
             self._pieces.append(ids)
             self._targets.append(np.broadcast_to(np.asarray(target), (len(ids),)))
@@ -161,9 +161,9 @@ _TOKEN_FIELDS = ("tokens", "labels", "mrope_ids")  # fields with a row per token
 
 
 def media_spans(item: dict[str, Any], medium: Medium) -> list[tuple[int, int]]:
-    """Return the span of the tokens of each image, video or audio.
+    """Return the start and the end of the tokens of each image, video or audio.
 
-    It includes the texts between tiles.
+    A span includes the texts between tiles.
     """
     positions = (item["tokens"] == medium.token).nonzero().flatten().tolist()
     spans, first = [], 0
@@ -207,8 +207,8 @@ class MixedEncoder(TaskEncoder):
         self.video = video
         self.audio = audio
         self.rope = rope
-        own = [vision, video if isinstance(video, VideoTokens) else None, audio]
-        self.media: tuple[Medium, ...] = tuple(medium for medium in own if medium is not None)
+        chosen = [vision, video if isinstance(video, VideoTokens) else None, audio]
+        self.media: tuple[Medium, ...] = tuple(medium for medium in chosen if medium is not None)
         _check_media(self.media, vision, video)
         for medium in self.media:
             self.tokenizer.text_of(medium.token)
@@ -269,27 +269,27 @@ class MixedEncoder(TaskEncoder):
 
         The last label is the token after them. Raises ValueError if an image, video or audio would be cut.
         """
-        cut = {name: item[name][start:stop] for name in _TOKEN_FIELDS if name in item}
-        if len(cut.get("mrope_ids", ())):
-            cut["mrope_ids"] = cut["mrope_ids"] - cut["mrope_ids"].min()
+        fields = {name: item[name][start:stop] for name in _TOKEN_FIELDS if name in item}
+        if len(fields.get("mrope_ids", ())):
+            fields["mrope_ids"] = fields["mrope_ids"] - fields["mrope_ids"].min()
         for medium in self.media:
             whole = []  # indices of the media within the range
-            for number, (begin, end) in enumerate(media_spans(item, medium)):
-                if start <= begin and end <= stop:
-                    whole.append(number)
-                elif begin < stop and start < end:
-                    where = f"the {medium.kind} at {begin} to {end}"
+            for index, (first, end) in enumerate(media_spans(item, medium)):
+                if start <= first and end <= stop:
+                    whole.append(index)
+                elif first < stop and start < end:
+                    where = f"the {medium.kind} at {first} to {end}"
                     raise ValueError(f"tokens {start} to {stop} cut through {where}. Pack such items whole")
-            cut |= medium.select(item, whole[0], whole[-1] + 1) if whole else medium.select(item, 0, 0)
-        return cut
+            fields |= medium.select(item, whole[0], whole[-1] + 1) if whole else medium.select(item, 0, 0)
+        return fields
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """Build one pack, with the tokens of `pack_tokens` and all media in order."""
         pack = pack_tokens(items, pad=self.tokenizer.pad, multiple=self.multiple)
         if self.rope is not None:
             pack["mrope_ids"] = torch.cat([pad_positions(item["mrope_ids"], self.length(item)) for item in items])
-        others = [{name: field for name, field in item.items() if name not in _TOKEN_FIELDS} for item in items]
-        return {**pack, **join_fields(others)}
+        media = [{name: field for name, field in item.items() if name not in _TOKEN_FIELDS} for item in items]
+        return {**pack, **join_fields(media)}
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """Build a batch of B packs (`batch_tokens`) or B items (`batch_documents`).

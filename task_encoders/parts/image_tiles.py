@@ -24,7 +24,7 @@ from PIL import Image
 from task_encoders.parts.sample_parts import ScaledImage
 
 BICUBIC, LANCZOS = Image.Resampling.BICUBIC, Image.Resampling.LANCZOS
-_THIN = 100  # at a higher aspect ratio, an image scaled to cover its bucket would be too large for memory
+_THIN = 100  # aspect ratio above which an image scaled to cover its bucket would be too large for memory
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class NativeSize(ImageTiles):
         return [self.size(width, height)]
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:
-        """Return the size to which the image is resized."""
+        """Return the size to which the image is resized; its own if that is an error."""
         return self.size(width, height) if max(width, height) <= 200 * min(width, height) else (width, height)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
@@ -366,7 +366,8 @@ class SplitTiles(ImageTiles):
         if columns * rows == 1:
             return (whole,)
         grid = [(row, column) for row in range(1, rows + 1) for column in range(1, columns + 1)]
-        lines = ["\n" * (column == 1 < row) + f"{prefix}<row_{row}_col_{column}>" for row, column in grid]
+        # a line break before the first tile of each row but the first
+        lines = ["\n" * (row > 1 and column == 1) + f"{prefix}<row_{row}_col_{column}>" for row, column in grid]
         return (*lines, f"\n\n{whole}")
 
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:

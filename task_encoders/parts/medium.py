@@ -50,8 +50,8 @@ class MediumTokens:
         medium: The medium.
         tokens: The number of its tokens.
         fields: Its rows of the fields of `medium.empty()`.
-        grids: The shape of its tokens; empty for audio, whose tokens are a plain sequence.
-        texts: The text before each of its grids, if the template has one.
+        grids: The grids of its tokens; empty for audio, whose tokens are a plain sequence.
+        texts: The text before each of its grids; empty for models without such texts.
     """
 
     medium: Medium

@@ -23,16 +23,16 @@ def tiles_of_processor(processor: Any, patch: int | None = None) -> TilesAndText
     """
     images = processor.image_processor
     names = [each.__name__.removesuffix("Fast").removesuffix("Pil") for each in type(images).__mro__]
-    kind = next((name for name in names if name in _KINDS), None)
+    kind = next((name for name in names if name in _KNOWN), None)
     if kind is None:
         raise ValueError(
-            f"Vision.from_processor does not know {names[0]}, only {', '.join(sorted(_KINDS))}. Write Vision(tiles, "
+            f"Vision.from_processor does not know {names[0]}, only {', '.join(sorted(_KNOWN))}. Write Vision(tiles, "
             "token, mean=…, std=…)"
         )
     patch = patch or getattr(images, "patch_size", None) or getattr(processor, "patch_size", None)
     if patch is None:
         raise ValueError(f"{type(processor).__name__} has no patch_size. Pass patch=config.vision_config.patch_size")
-    read_tiles, kernel = _KINDS[kind]
+    read_tiles, kernel = _KNOWN[kind]
     _check_attributes(
         images, do_resize=True, do_rescale=True, rescale_factor=1 / 255, do_normalize=True, resample=kernel
     )
@@ -50,17 +50,18 @@ def _check_attributes(owner: Any, **needed: Any) -> None:
             )
 
 
-def _native(processor: Any, images: Any, patch: int) -> TilesAndTexts:
-    """Read a processor of Qwen-VL. That of Omni has attributes for its texts."""
-    size, texts = images.size, {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
-    before, after = (getattr(processor, name, text) for name, text in texts.items())
-    return NativeSize(patch, images.merge_size, size["shortest_edge"], size["longest_edge"]), before, after
+def _qwen_tiles(processor: Any, images: Any, patch: int) -> TilesAndTexts:
+    """Read a processor of Qwen-VL. A processor of Omni has its texts as attributes."""
+    before = getattr(processor, "vision_bos_token", "<|vision_start|>")
+    after = getattr(processor, "vision_eos_token", "<|vision_end|>")
+    min_pixels, max_pixels = images.size["shortest_edge"], images.size["longest_edge"]
+    return NativeSize(patch, images.merge_size, min_pixels, max_pixels), before, after
 
 
-def _square(processor: Any, images: Any, patch: int) -> TilesAndTexts:
+def _llava_tiles(processor: Any, images: Any, patch: int) -> TilesAndTexts:
     """Read a processor of LLaVA, which crops the central square or squeezes the whole image."""
-    without_first = processor.vision_feature_select_strategy == "default"
-    _check_attributes(processor, num_additional_image_tokens=int(without_first))
+    drops_first_token = processor.vision_feature_select_strategy == "default"
+    _check_attributes(processor, num_additional_image_tokens=int(drops_first_token))
     side = images.size.get("shortest_edge")
     if side is not None:
         _check_attributes(images, do_center_crop=True, crop_size={"height": side, "width": side})
@@ -70,7 +71,7 @@ def _square(processor: Any, images: Any, patch: int) -> TilesAndTexts:
     return Tiles(patch, 1, side, max_tiles=1), "", ""
 
 
-def _tiled(processor: Any, images: Any, patch: int) -> TilesAndTexts:
+def _internvl_tiles(processor: Any, images: Any, patch: int) -> TilesAndTexts:
     """Read a processor of InternVL."""
     side = images.size["height"]
     merge = side // patch // math.isqrt(processor.image_seq_length)
@@ -78,7 +79,7 @@ def _tiled(processor: Any, images: Any, patch: int) -> TilesAndTexts:
     return tiles, processor.start_image_token, processor.end_image_token
 
 
-def _split(processor: Any, images: Any, patch: int) -> TilesAndTexts:
+def _smolvlm_tiles(processor: Any, images: Any, patch: int) -> TilesAndTexts:
     """Read a processor of SmolVLM or Idefics3."""
     _check_attributes(images, do_image_splitting=True)
     side = images.max_image_size["longest_edge"]
@@ -86,11 +87,11 @@ def _split(processor: Any, images: Any, patch: int) -> TilesAndTexts:
     return SplitTiles(patch, merge, side, images.size["longest_edge"]), "", "<fake_token_around_image>"
 
 
-_KINDS: dict[str, tuple[Callable[[Any, Any, int], TilesAndTexts], int]] = {
-    "CLIPImageProcessor": (_square, BICUBIC),
-    "GotOcr2ImageProcessor": (_tiled, BICUBIC),
-    "Idefics3ImageProcessor": (_split, LANCZOS),
-    "Qwen2VLImageProcessor": (_native, BICUBIC),
-    "SiglipImageProcessor": (_square, BICUBIC),
-    "SmolVLMImageProcessor": (_split, LANCZOS),
+_KNOWN: dict[str, tuple[Callable[[Any, Any, int], TilesAndTexts], int]] = {
+    "CLIPImageProcessor": (_llava_tiles, BICUBIC),
+    "GotOcr2ImageProcessor": (_internvl_tiles, BICUBIC),
+    "Idefics3ImageProcessor": (_smolvlm_tiles, LANCZOS),
+    "Qwen2VLImageProcessor": (_qwen_tiles, BICUBIC),
+    "SiglipImageProcessor": (_llava_tiles, BICUBIC),
+    "SmolVLMImageProcessor": (_smolvlm_tiles, LANCZOS),
 }

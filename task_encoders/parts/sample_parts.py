@@ -129,9 +129,9 @@ class Field:
 
 
 def named_part(sample: Sample, name: str | None, *kinds: str) -> str | None:
-    """Return the part `name`, or without a name the first of these kinds.
+    """Return `name`, or if it is None the name of the first part of these kinds.
 
-    It is None if the sample does not have it. `kinds` are "image", "video" or "audio".
+    The result is None if the sample has no such part. `kinds` are "image", "video" or "audio".
     """
     candidates = [name] if name else [part for kind in kinds for part in Sample.KINDS[kind]]
     return next((part for part in candidates if part in sample), None)
@@ -180,7 +180,9 @@ class PartsOfKind(Generic[Opened]):
     def __init__(self, sample: Sample, kind: str, read: Callable[[str], Opened]) -> None:
         self._kind = kind
         self._read = read
-        self.names = sorted([n for n in sample if n.lower().rpartition(".")[2] in Sample.KINDS[kind]], key=_numbered)
+        self.names = sorted(
+            [n for n in sample if n.lower().rpartition(".")[2] in Sample.KINDS[kind]], key=_natural_order
+        )
         if not self.names and kind in sample and _is_image(sample, kind):  # a table may have a column with this name
             self.names = [kind]
         self._unused = list(self.names)  # parts that the text must still use; a name listed twice must be used twice
@@ -189,7 +191,7 @@ class PartsOfKind(Generic[Opened]):
     def next(self, field: str) -> Opened:
         """Return the first part that is not used yet.
 
-        Raises ValueError, with the name of the `field` of text that refers to it.
+        `field` names what refers to it. Raises ValueError, which names it, if all parts are used.
         """
         if self._unused:
             return self.named(self._unused[0], field)
@@ -200,17 +202,14 @@ class PartsOfKind(Generic[Opened]):
     def numbered(self, index: int, field: str) -> Opened:
         """Return the part with this index.
 
-        Raises ValueError, with the name of the `field` of text that refers to it.
+        `field` names what refers to it. Raises ValueError, which names it, if there is no such part.
         """
         if not 0 <= index < len(self.names):
             raise ValueError(f"{field}: {index}, but the sample has {self._describe()}{self._hint}")
         return self.named(self.names[index], field)
 
     def known(self, address: Any) -> str | None:
-        """Return the part name or `data:` URL for an address in a text.
-
-        None: it is unknown.
-        """
+        """Return the part name or `data:` URL for an address in a text; None if unknown."""
         if isinstance(address, dict):  # a table's list of images has {"bytes": base64} or {"path": name}
             inside = address.get("bytes")
             address = f"data:;base64,{inside}" if isinstance(inside, str) else address.get("url") or address.get("path")
@@ -225,8 +224,8 @@ class PartsOfKind(Generic[Opened]):
         """
         found = [self.known(address) for address in (listed if isinstance(listed, list) else [listed])]
         if None not in found:
-            listed_ones = [name for name in found if name is not None]
-            self.names = [*listed_ones, *(name for name in self.names if name not in listed_ones)]
+            first = [name for name in found if name is not None]
+            self.names = [*first, *(name for name in self.names if name not in first)]
             self._unused = list(self.names)
 
     def check_any(self, listed: Any, field: str) -> None:
@@ -247,7 +246,8 @@ class PartsOfKind(Generic[Opened]):
     def named(self, name: str, field: str) -> Opened:
         """Return the part with this name.
 
-        Raises ValueError with the name of the `field`, and errors of `read`.
+        `field` names what refers to it. Raises ValueError, which names it, if there is no such part. If the part cannot
+        be opened, that error is raised.
         """
         for known in self.names:
             if known.lower() == name.lower():
@@ -289,7 +289,7 @@ class SampleImages(PartsOfKind[DecodedImage]):
     def named(self, name: str, field: str) -> DecodedImage:
         """Return the image in this part or `data:` URL.
 
-        Raises ValueError with the name of the `field`, and errors of Pillow.
+        Raises ValueError, which names the `field` that refers to it, if there is no such image, and errors of Pillow.
         """
         if not name.startswith("data:"):
             return super().named(name, field)
@@ -345,7 +345,7 @@ class SampleMedia:
     def of(self, kind: str, field: str) -> PartsOfKind[DecodedImage] | PartsOfKind[MediaPart]:
         """Return the parts of one kind.
 
-        Raises ValueError with the name of the `field` that refers to it if the encoder does not take this kind.
+        Raises ValueError, which names the `field` that refers to them, if the encoder does not take this kind.
         """
         if kind == "image":
             return self.images
@@ -368,7 +368,7 @@ def _is_image(sample: Sample, part: str) -> bool:
     return head.startswith(_IMAGE_MAGICS) or (head[:4] == b"RIFF" and head[8:] == b"WEBP")
 
 
-def _numbered(name: str) -> list[tuple[int, str]]:
+def _natural_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key that orders 2.jpg before 10.jpg."""
     return [(int(digits or 0), other) for digits, other in re.findall(r"([0-9]+)|([^0-9]+)", name)]
 
@@ -386,7 +386,7 @@ def _from_data_url(url: str, field: str, exif: bool) -> Image.Image:
         image = ImageOps.exif_transpose(image) if exif else image
         if "A" not in image.getbands() and "transparency" not in image.info:
             return image.convert("RGB")
-        # As `Sample.image` does. Transparent pixels would otherwise show their hidden colour.
+        # `Sample.image` does the same. Transparent pixels would otherwise show their hidden colour.
         canvas = Image.new("RGBA", image.size, "white")
         canvas.alpha_composite(image.convert("RGBA"))
         return canvas.convert("RGB")

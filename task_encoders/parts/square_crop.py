@@ -91,7 +91,7 @@ class SquareCrop:
         part = named_part(sample, None, "image")
         if part is None:
             return None
-        return _pixels(self._random(sample, part, rng) if self.augment else self._central(sample, part))
+        return _pixels(self._crop_at_random(sample, part, rng) if self.augment else self._crop_center(sample, part))
 
     def clip(self, frames: NDArray[np.uint8], rng: Rng) -> torch.Tensor:
         """Crop all frames of a clip by the same box.
@@ -110,10 +110,10 @@ class SquareCrop:
         if self.augment:
             box = random_box((width, height), self.scale, rng)
         flip = self.augment and rng.random() < self.flip
-        cut = torch.stack(
-            [_pixels(Image.fromarray(_rows(one)).resize((self.size,) * 2, _BILINEAR, box)) for one in frames]
+        cropped = torch.stack(
+            [_pixels(Image.fromarray(_channels_last(one)).resize((self.size,) * 2, _BILINEAR, box)) for one in frames]
         )
-        return cut.flip(-1) if flip else cut
+        return cropped.flip(-1) if flip else cropped
 
     def normalize(self, images: torch.Tensor) -> torch.Tensor:
         """Normalize images: `mean` and `std` of each channel become 0 and 1.
@@ -131,7 +131,7 @@ class SquareCrop:
         own = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
         return {"image_size": own.pop("size"), "crop_scale": own.pop("scale"), **own}
 
-    def _random(self, sample: Sample, part: str, rng: Rng) -> Image.Image:
+    def _crop_at_random(self, sample: Sample, part: str, rng: Rng) -> Image.Image:
         """Return a random part of an image, resized to the square."""
         size = (self.size, self.size)
         needed = size if self.decode == "scaled" else None
@@ -146,7 +146,7 @@ class SquareCrop:
         image = cut.resize(size, _BILINEAR, box=cut.info["box"])
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < self.flip else image
 
-    def _central(self, sample: Sample, part: str) -> Image.Image:
+    def _crop_center(self, sample: Sample, part: str) -> Image.Image:
         """Resize the shorter side to `size` and cut the middle, as torchvision's `Resize` and `CenterCrop` do."""
         resized = (0, 0)
 
@@ -169,7 +169,7 @@ def _pixels(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(np.asarray(image).transpose(2, 0, 1), order="C"))
 
 
-def _rows(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _channels_last(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Convert uint8 (3, height, width) to (height, width, 3)."""
     return np.ascontiguousarray(frame.transpose(1, 2, 0))
 
@@ -186,8 +186,8 @@ def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, 
 def random_box(size: tuple[int, int], scale: tuple[float, float], rng: Rng) -> tuple[int, int, int, int]:
     """Draw a box within an image of this size, with an aspect ratio from 3:4 to 4:3.
 
-    `scale` is the least and the greatest fraction of the area. If ten boxes in a row do not fit, it is the largest
-    central box with such an aspect ratio.
+    `scale` is the least and the greatest fraction of the area. The result is (left, upper, right, lower). If ten boxes
+    in a row do not fit, it is the largest central box with such an aspect ratio.
     """
     width, height = size
     for _ in range(_TRIES):

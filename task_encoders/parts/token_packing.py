@@ -121,13 +121,11 @@ def batch_documents(
     lengths = [len(each["tokens"]) for each in documents]
     length = length or padded_length(max(lengths), multiple)
     tokens = pad_rows([each["tokens"] for each in documents], pad, length)
-    segments = [segment for used in lengths for segment in (used, length - used)]
+    segments = [segment for own in lengths for segment in (own, length - own)]  # of each row: text, padding
     return {
         "tokens": tokens,  # int64 (B, T)
         "labels": pad_rows([each["labels"] for each in documents], IGNORED, length),  # int64 (B, T)
-        "position_ids": _positions(segments).view(
-            tokens.shape
-        ),  # int64 (B, T), restarting at 0 where the padding starts
+        "position_ids": _positions(segments).view(tokens.shape),  # int64 (B, T), again from 0 where padding starts
         "lengths": torch.tensor(lengths),  # int64 (B,), the tokens before the padding
     }
 
@@ -152,8 +150,10 @@ def _concatenate(parts: Sequence[torch.Tensor], lengths: Sequence[int], fill: in
 
 
 def _positions(lengths: list[int]) -> torch.Tensor:
+    """Return the positions of tokens in segments of these lengths: 2 and 3 give 0 1 0 1 2."""
     return torch.cat([torch.arange(length) for length in lengths])
 
 
 def _boundaries(lengths: list[int]) -> torch.Tensor:
+    """Return the starts of segments of these lengths, and the end: 2 and 3 give 0 2 5."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

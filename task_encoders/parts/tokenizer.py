@@ -68,8 +68,8 @@ class Tokenizer:
     eos: int | None = None
     pad: int = 0  # no target, because labels of padding are masked
     name: str | None = None
-    # ids that `tokenize` adds before and after a text
-    _own: tuple[list[int], list[int]] = field(init=False, repr=False, compare=False)
+    # the ids that `tokenize` adds before a text, and those that it adds after it
+    _added: tuple[list[int], list[int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.tokenize, str) or not (callable(self.tokenize) or hasattr(self.tokenize, "encode")):
@@ -83,7 +83,7 @@ class Tokenizer:
                 "the tokenizer truncates or pads, which would lose tokens or train on padding. Call its "
                 "no_truncation() and no_padding() first"
             )
-        object.__setattr__(self, "_own", self._ids_around())
+        object.__setattr__(self, "_added", self._ids_around())
 
     def __call__(self, text: str) -> torch.Tensor:
         """Return the tokens of a text, int64 (n,). An empty text has none, not even `bos` and `eos`.
@@ -111,9 +111,9 @@ class Tokenizer:
         return _ids(encode(text))
 
     def marked(self, text: str, ranges: Sequence[tuple[int, int]]) -> tuple[Ids, NDArray[np.bool_]]:
-        """Return the ids of a text, and which of them are in some ranges.
+        """Return the ids of a text, and which of them are in some ranges: bool (n,).
 
-        Nothing is added to the text.
+        No ids are added around the text.
 
         Args:
             text: The text.
@@ -137,7 +137,7 @@ class Tokenizer:
     def text_of(self, token: int) -> str | None:
         """Return the text that is tokenized to this token.
 
-        It is None if the tokenizer is a function.
+        The result is None if the tokenizer is a function, which has no vocabulary.
 
         Args:
             token: The id of the token.
@@ -147,11 +147,11 @@ class Tokenizer:
         """
         tokenize: Any = self.tokenize
         names = ("convert_ids_to_tokens", "id_to_token", "id_to_piece", "decode_single_token_bytes")
-        lookups = [getattr(tokenize, name) for name in names if hasattr(tokenize, name)]
-        if not lookups:
+        look_up = next((getattr(tokenize, name) for name in names if hasattr(tokenize, name)), None)
+        if look_up is None:
             return None
         try:
-            found = lookups[0](token)
+            found = look_up(token)
             text = found.decode() if isinstance(found, bytes) else found or ""
         except (IndexError, KeyError, OverflowError, UnicodeDecodeError):
             text = ""
@@ -196,8 +196,8 @@ class Tokenizer:
     @property
     def before(self) -> list[int]:
         """The ids at the start of a document: `bos`, and those that the tokenizer adds."""
-        own = self._own[0]
-        return own if self.bos is None or own[:1] == [self.bos] else [self.bos, *own]
+        added, _ = self._added
+        return added if self.bos is None or added[:1] == [self.bos] else [self.bos, *added]
 
     def after(self, ids: Ids) -> list[int]:
         """Return the ids at the end of a document.
@@ -207,10 +207,10 @@ class Tokenizer:
         Args:
             ids: The last ids of its text.
         """
-        own = self._own[1]
-        if self.eos is None or [*ids[-1:], *own][-1:] == [self.eos]:
-            return own
-        return [*own, self.eos]
+        _, added = self._added
+        if self.eos is None or [*ids[-1:], *added][-1:] == [self.eos]:
+            return added
+        return [*added, self.eos]
 
     def ending(self, eos: bool | int | str | None) -> Tokenizer:
         """Return this tokenizer with an end-of-document token.
@@ -226,7 +226,7 @@ class Tokenizer:
         """
         tokenize: Any = self.tokenize
         if eos is None or eos is False:
-            if eos is None and self.eos is None and not self._own[1] and (known := self.special_texts()):
+            if eos is None and self.eos is None and not self._added[1] and (known := self.special_texts()):
                 own = getattr(tokenize, "eos_token", None)
                 others = [text for text in sorted(known - {own}) if _END.search(text.lower())][:6]
                 ends = [*([f"True ({own!r}, which may end turns)"] if own else []), *map(repr, others), "False"]
@@ -239,8 +239,8 @@ class Tokenizer:
             raise ValueError(f"two ends: eos={eos!r}, and {self.eos} of the Tokenizer. Pass one of them")
         token: Any = eos
         if eos is True:  # of transformers, tiktoken or SentencePiece
-            own = [getattr(tokenize, name, None) for name in ("eos_token_id", "eot_token", "eos_id")]
-            token = next((each() if callable(each) else each for each in own if each is not None), None)
+            found = [getattr(tokenize, name, None) for name in ("eos_token_id", "eot_token", "eos_id")]
+            token = next((each() if callable(each) else each for each in found if each is not None), None)
         elif isinstance(eos, str):
             ids = list(self.piece(eos))
             token = ids[0] if len(ids) == 1 else None
@@ -259,9 +259,9 @@ class Tokenizer:
             return [], []
         encode: Any = self.tokenize
         plain, whole = list(self.piece("a")), list(_ids(encode.encode("a")))
-        for first in range(len(whole) - len(plain) + 1):
-            if whole[first : first + len(plain)] == plain:
-                return whole[:first], whole[first + len(plain) :]
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return whole[:start], whole[start + len(plain) :]
         raise ValueError(f"{type(encode).__name__} adds tokens within texts, not around them. Pass a function")
 
     def _character_spans(self, text: str) -> tuple[Ids, NDArray[np.int64] | None]:

@@ -71,8 +71,8 @@ class FrameRule:
         interval. Raises ValueError if the frame rate is unknown.
         """
         total = count_frames(video)
-        most = min(self.max_frames, total) // multiple * multiple
-        by_rate = min(max(total / video.fps * self.fps, self.min_frames), most)
+        max_frames = min(self.max_frames, total) // multiple * multiple
+        by_rate = min(max(total / video.fps * self.fps, self.min_frames), max_frames)
         count = max(1, math.floor(by_rate / multiple) * multiple)
         shift = 0.0 if at == "start" else 0.5
         return [(number + shift) * total / count / video.fps for number in range(count)]
@@ -244,8 +244,8 @@ class VideoTokens(FrameRule, Medium):
 
     def _frame_size(self, frames: int) -> NativeSize:
         """Return the rule for the size of a frame, if `frames` frames are chosen."""
-        most = min(self.max_pixels, self.total_pixels * self.step // frames)
-        return NativeSize(self.patch, self.merge, self.min_pixels, max(most, int(self.min_pixels * 1.05)))
+        max_pixels = min(self.max_pixels, self.total_pixels * self.step // frames)
+        return NativeSize(self.patch, self.merge, self.min_pixels, max(max_pixels, int(self.min_pixels * 1.05)))
 
     def _plan(self, video: Any) -> tuple[list[float], tuple[int, int], Grid]:
         """Return the times of the chosen frames in seconds, their size in pixels, and the grid of their tokens."""

@@ -102,6 +102,7 @@ class Vision(Medium):
         full = (0, 0)
 
         def needed(width: int, height: int) -> tuple[float, float]:
+            """Return the size at which the image must be decoded, and remember its full size."""
             nonlocal full
             full = width, height
             return self.tiles.at_least(width, height)
@@ -131,7 +132,7 @@ class Vision(Medium):
         """
         patches, grids = self.tiles.cut(thing)
         fields = {"patches": patches, "grids": grids, "tile_counts": torch.tensor([len(grids)])}
-        return self._tokens(grids, fields, self.tiles.texts(thing.width, thing.height))
+        return self._medium_tokens(grids, fields, self.tiles.texts(thing.width, thing.height))
 
     def measure(self, info: MediaHeader) -> MediumTokens:
         """Count the tokens from the size of the image, without patches."""
@@ -141,7 +142,7 @@ class Vision(Medium):
             raise Unmeasured
         patch = self.tiles.patch
         grids = torch.tensor([(high // patch, wide // patch) for wide, high in sizes])
-        return self._tokens(grids, {}, self.tiles.texts(info.width, info.height))
+        return self._medium_tokens(grids, {}, self.tiles.texts(info.width, info.height))
 
     def pieces(self, tokens: MediumTokens) -> Iterator[str | MediumTokens]:
         """Yield the texts and tokens of an image in a sequence.
@@ -205,7 +206,9 @@ class Vision(Medium):
         own |= {"mean": list(self.mean), "std": list(self.std)}
         return {**self.tiles.settings(), **own, "decode": self.decode, "exif": self.exif}
 
-    def _tokens(self, grids: torch.Tensor, fields: dict[str, torch.Tensor], texts: tuple[str, ...]) -> MediumTokens:
+    def _medium_tokens(
+        self, grids: torch.Tensor, fields: dict[str, torch.Tensor], texts: tuple[str, ...]
+    ) -> MediumTokens:
         merge = self.tiles.merge
         shapes = tuple(Grid(1, rows // merge, columns // merge) for rows, columns in grids.tolist())
         return MediumTokens(self, self.tiles.tokens(grids), fields, shapes, texts)

@@ -78,7 +78,8 @@ ONE_PASS = {"shuffle_buffer_size": None, "max_samples_per_sequence": None, "repe
 def by_both(path: Path, make: Callable[[], Any], monkeypatch: Any, **settings: Any) -> tuple[list[Any], list[Any]]:
     """The batches of one pass of each, in the order of their keys, with every random generator seeded alike."""
     monkeypatch.setattr(SystemRng, "seed_args", staticmethod(lambda *_: SystemRng.seed(7)))
-    monkeypatch.setattr(global_rng, "_states", cache(global_rng._states.__wrapped__))  # not to outlive the test
+    # not to outlive the test
+    monkeypatch.setattr(global_rng, "_start_states", cache(global_rng._start_states.__wrapped__))
     for module in (methods, global_rng):
         monkeypatch.setattr(module, "seeder", lambda setting: lambda key: SystemRng.seed(7))
     trust = {"trust": True} if settings.pop("trust", False) else {}

@@ -536,5 +536,5 @@ def test_fast_numpy_state_equals_that_of_get_state() -> None:
 
 
 def test_no_two_processes_and_rows_have_the_same_states() -> None:
-    keys = [global_rng._states(process, True) for process in (1, 2)]
+    keys = [global_rng._start_states(process, True) for process in (1, 2)]
     assert len({outputs for states in keys for _, outputs in states}) == 8

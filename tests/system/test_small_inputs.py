@@ -52,7 +52,7 @@ def test_fingerprint_that_decompresses_to_a_gigabyte_is_rejected(little_memory: 
 
 
 def test_settings_that_would_not_round_trip_are_rejected_on_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "_LARGEST", 1000)
+    monkeypatch.setattr(fingerprint, "_MAX_BYTES", 1000)
     with pytest.raises(ValueError, match=r"have 2\.\d kB, more than 1\.\d kB, most of it Encode\."):
         pack_fingerprint(Fingerprint({"seed": 1, "Encode.table": "x" * 2000}, {}))
 

@@ -234,8 +234,8 @@ def test_fabric_tensor_parallel_processes_need_shared_batches(make: Any) -> None
             r"of tensor_parallel need the same batches\. Pass ranks=sp\.Ranks\.of\(fabric\.strategy\.device_mesh, "
         )
         with pytest.raises(ValueError, match=refused):
-            with_fabric.prepare(fabric, make(ranks=(0, 2)))
-        with_fabric.prepare(fabric, make(ranks=(0, 1)))
+            with_fabric.setup_loader(fabric, make(ranks=(0, 2)))
+        with_fabric.setup_loader(fabric, make(ranks=(0, 1)))
 
 
 def test_accelerate_saves_only_between_optimizer_steps(make: Any, tmp_path: Path) -> None:

@@ -304,7 +304,7 @@ def test_gpu_copies_the_next_batch_ahead_and_waits_only_for_the_current_one(
     copies = device._CudaCopies(torch.device("cpu"))
     loader = streams(shards)["with a length"]()
     ahead = OnDevice(loader, "cpu")
-    ahead._move = copies.begin
+    ahead._move = copies.start
     copied = ["copy [", "pin", "mark {}", "]"]
     next(ahead)
     assert gpu.log == [part.format(i) for i in (1, 2) for part in copied] + ["wait 1", "keep"]

@@ -35,7 +35,8 @@ _ENERGON += ["--sample-type=CaptioningSample", '--field-map={"image": "jpg", "ca
 
 def convert(bench: Bench) -> None:
     """Compare programs that write the same pairs of image and caption."""
-    pythons, count = dict(each.split("=", 1) for each in bench.options.pythons), bench.options.pairs
+    pythons = dict(each.split("=", 1) for each in bench.options.pythons)
+    count = bench.options.pairs
     with tempfile.TemporaryDirectory(dir=bench.data) as folder:
         source, target, target_bytes = Path(folder) / "pairs", Path(folder) / "target", dict[str, int]()
         write_pairs(source, count)

@@ -38,7 +38,7 @@ class FunctionEncoder(sp.TaskEncoder):
 
 
 def pipeline(folder: str, encoder: sp.TaskEncoder, size: int, buffer: int, lane: sp.Lane) -> custom.Stage:
-    """Build a lane with batches of `size` and its fraction of a shuffle buffer of `buffer` samples."""
+    """Build a lane with batches of `size`, and with its part of a shuffle buffer of `buffer` samples."""
     samples: custom.SampleStage = sp.TarShardReader(folder, lane)
     if buffer:
         samples = sp.ShuffleBuffer(samples, size=-(-buffer // lane.count))
@@ -88,7 +88,7 @@ def sleep_40_ms(items: list[Any]) -> int:
 
 
 def imported_modules(items: list[Any]) -> list[str]:
-    """Return the names of the modules that this worker has imported_modules."""
+    """Return the names of the modules that this worker has imported."""
     return sorted(sys.modules)
 
 
@@ -97,6 +97,7 @@ def imported_modules(items: list[Any]) -> list[str]:
 
 
 def _batches(build_lane: Any, workers: int, rank: int, ranks: int, method: str) -> Iterator[Any]:
+    """Yield the batches of one rank."""
     options = sp.Workers(prefetch=2, start_method=method)  # the other loaders also prefetch two batches
     return iter(sp.SavableLoader(build_lane, seed=1, num_workers=workers, ranks=(rank, ranks), workers=options))
 

@@ -206,14 +206,14 @@ def balance_costs(costs: Ints, *, candidates: int, slots: int) -> tuple[Ints, In
     costs_yielded = np.empty((len(costs), slots), np.int64)
     waits = np.empty_like(costs_yielded)
     start = time.process_time()
-    for index, own in enumerate(costs.tolist()):
-        source = KnownSizes(((cost, 0) for cost in own), sp.Lane(index, len(costs), SEED))
+    for index, lane_costs in enumerate(costs.tolist()):
+        source = KnownSizes(((cost, 0) for cost in lane_costs), sp.Lane(index, len(costs), SEED))
         stage = sp.Balance(source, candidates=candidates, cost=length_as_cost)
         arrival_slots: list[int] = []  # arrival slots of the packs that `stage` has read
         for slot in range(slots):
             number = stage.take(1)[0].value
             arrival_slots += [slot] * (source.taken - len(arrival_slots))
-            costs_yielded[index, slot], waits[index, slot] = own[number], slot - arrival_slots[number]
+            costs_yielded[index, slot], waits[index, slot] = lane_costs[number], slot - arrival_slots[number]
     return costs_yielded, waits, 1e6 * (time.process_time() - start) / costs_yielded.size
 
 
@@ -389,9 +389,9 @@ def one_rank(rank: int, folder: str, candidates: int, unit: float, steps: int, r
         batch = next(batches)
         for _ in range(steps):
             train_s = int(batch["cost"]) * unit
-            ends = time.perf_counter() + train_s
+            end_of_step = time.perf_counter() + train_s
             batch = next(batches)  # while the step is computed
-            time.sleep(max(0.0, ends - time.perf_counter()))
+            time.sleep(max(0.0, end_of_step - time.perf_counter()))
             trained += train_s
             dist.all_reduce(torch.ones(1))
         results.put((trained, time.perf_counter() - start))

@@ -114,13 +114,13 @@ def spread(values: list[float]) -> str:
 
 def ratios(values: list[float], base: list[float]) -> str:
     """Format the ratios of each round's value to its base; "" if a base is 0."""
-    return spread([own / other for own, other in zip(values, base, strict=True)]) if all(base) else ""
+    return spread([value / divisor for value, divisor in zip(values, base, strict=True)]) if all(base) else ""
 
 
 def _time(values: list[float]) -> str:
     """Format the median of seconds, in the largest unit in which it is at least 1."""
     seconds = statistics.median(values)
-    scale, unit = next((pair for pair in ((1, "s"), (1e3, "ms")) if seconds * pair[0] >= 1), (1e6, "µs"))
+    scale, unit = next(((n, name) for n, name in ((1, "s"), (1e3, "ms")) if seconds * n >= 1), (1e6, "µs"))
     return f"{seconds * scale:.3g} {unit}" if seconds * scale < 1000 else f"{seconds * scale:,.0f} {unit}"
 
 

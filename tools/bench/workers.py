@@ -243,7 +243,7 @@ def decode_without_gil(sample: Mapping[str, bytes]) -> Any:
 
 
 def with_busy_trainer(use: Callable[[Any], float], batch: Any) -> float:
-    """Use a batch, then hold the GIL for 5 ms, as a trainer does that computes in Python."""
+    """Use a batch, and then compute in Python for 5 ms, which keeps the GIL busy."""
     units, until = use(batch), time.perf_counter() + 0.005
     while time.perf_counter() < until:
         pass
@@ -376,7 +376,7 @@ def first(bench: Bench) -> None:
     def start_workers(method: str) -> Way:
         def way() -> Any:
             with sp.SavableLoader(run, seed=1, num_workers=2, workers=sp.Workers(start_method=method)) as running:
-                time.sleep(1.0)  # stands for the time in which a trainer builds its model
+                time.sleep(1.0)  # a trainer builds its model in this time
                 batches = iter(running)
                 return called(lambda: modules.update({method: next(batches)}))()
 

@@ -53,6 +53,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _lines_of(node: Any) -> range:
+    """Return the numbers of the lines of a node."""
     return range(node.lineno, node.end_lineno + 1)
 
 
@@ -124,6 +125,7 @@ def _is_in(module: str, names: list[str]) -> bool:
 
 
 def _module(frame: FrameType | None) -> str:
+    """Return the name of the module of a frame, or ""."""
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 

@@ -68,8 +68,8 @@ def take_batches(
     """
     import torch
 
-    chain, saved = pipeline(shards, encoder), log_path.with_suffix(".pt")
-    with sp.SavableLoader(chain, seed=7, lanes=4, num_workers=num_workers) as loader, log_path.open("w") as log:
+    batches, checkpoint_path = pipeline(shards, encoder), log_path.with_suffix(".pt")
+    with sp.SavableLoader(batches, seed=7, lanes=4, num_workers=num_workers) as loader, log_path.open("w") as log:
         first = 0
         if checkpoint:
             loaded = torch.load(checkpoint)
@@ -78,9 +78,10 @@ def take_batches(
         for step, batch in zip(range(first, end), loader, strict=False):
             print(json.dumps({"step": step, "batch": digest(batch)}), file=log, flush=True)
             if (step + 1) % SAVE_EVERY == 0:
-                torch.save({"step": step + 1, "data": loader.state_dict()}, saved.with_suffix(".tmp"))
-                saved.with_suffix(".tmp").replace(saved)  # atomic, so that a kill cannot damage the last checkpoint
-            time.sleep(0.01)  # stands for a training step
+                torch.save({"step": step + 1, "data": loader.state_dict()}, checkpoint_path.with_suffix(".tmp"))
+                # This is atomic, so that a kill cannot damage the last checkpoint.
+                checkpoint_path.with_suffix(".tmp").replace(checkpoint_path)
+            time.sleep(0.01)  # in place of a training step
 
 
 def main(out: Annotated[Path, typer.Option(help="Where to write.")] = Path("first_minute_run")) -> None:

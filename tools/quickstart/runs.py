@@ -40,19 +40,19 @@ class Run:
         if self._path.exists():
             with self._path.open("rb") as file:
                 file.seek(self._bytes_read)
-                whole, end, _ = file.read().rpartition(b"\n")
-            self._bytes_read += len(whole + end)
-            self.log.update({entry["step"]: entry for entry in map(json.loads, whole.splitlines())})
+                lines, end, _ = file.read().rpartition(b"\n")
+            self._bytes_read += len(lines + end)
+            self.log.update({entry["step"]: entry for entry in map(json.loads, lines.splitlines())})
         return self.log
 
     def has_ended(self) -> bool:
-        """Return whether it has done all its steps. Raises `SystemExit` if it failed."""
+        """Return whether the run has done all its steps. Raises `SystemExit` if it failed."""
         if self._process.exitcode:
             raise SystemExit(f"FAILED: {self._path.stem} ended with exit code {self._process.exitcode}")
         return self._process.exitcode == 0
 
     def finish(self) -> Log:
-        """Wait until it has done all its steps, and return them. Raises `SystemExit` if it failed."""
+        """Wait until the run has done all its steps, and return them. Raises `SystemExit` if it failed."""
         self._process.join()
         self.has_ended()
         return self.read()

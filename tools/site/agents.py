@@ -46,16 +46,19 @@ def texts() -> dict[Path, str]:
 
 
 def _contents(entry: dict[str, Any]) -> str:
+    """Return the section of llms.txt for a section of the navigation."""
     ((title, below),) = entry.items()
     return f"\n## {title}\n\n" + "".join(_line(page) for page in _pages(below))
 
 
 def _pages(entry: Any) -> Iterator[str]:
+    """Yield the pages of an entry of the navigation, at all levels."""
     for each in [entry] if isinstance(entry, str) else entry.values() if isinstance(entry, dict) else entry:
         yield from [each] if isinstance(each, str) else _pages(each)
 
 
 def _line(page: str) -> str:
+    """Return a link to a page, with the first sentence of the page."""
     prose = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     title, *paragraphs = prose.removeprefix("# ").split("\n\n")
     text = next(each for each in paragraphs if each.strip() and not each.startswith(("#", "`pip ", "<", "|")))

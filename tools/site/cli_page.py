@@ -79,12 +79,14 @@ def _metavar(argument: Any) -> str:
 
 
 def _spellings(option: Any) -> list[str]:
+    """Return all names of an option, the last one with its value."""
     value = "" if option.is_flag else f" {option.metavar or option.name.upper()}"
     spellings = [*option.opts, *option.secondary_opts]
     return [*spellings[:-1], spellings[-1] + value]
 
 
 def _described(option: Any) -> str:
+    """Return the help of an option, with its default."""
     default = option.default
     is_shown = option.show_default is not False and not option.is_flag and isinstance(default, str | int | float)
     described = _plain(option.help) + (f" Default: {default}." if is_shown and default != "" else "")

@@ -51,7 +51,7 @@ def elastic(shards: Path, folder: Path, *, saves: int, kills: int) -> Iterator[R
 
 
 class Run:
-    """All ranks of a run, in this process."""
+    """All ranks of a run, as loaders in this process."""
 
     def __init__(self, pipeline: Any, ranks: int, workers: int, state: State | None = None) -> None:
         self._slot = 0 if state is None else state["slot"]
@@ -79,35 +79,38 @@ class Run:
 
 
 def _compare(pipeline: Any, expected: list[str], before: tuple[int, int], after: tuple[int, int], saves: int) -> Row:
+    """Save after each of `saves` steps with the ranks and workers `before`, and resume each state with `after`."""
     run, states, problem = Run(pipeline, *before), [], ""
-    for cut in range(saves):
+    (ranks, _), (resumed_ranks, _) = before, after
+    for step in range(saves):
         found = run.step()
-        problem = problem or difference(expected[cut * before[0] : (cut + 1) * before[0]], found)
+        problem = problem or difference(expected[step * ranks : (step + 1) * ranks], found)
         states.append(run.state())
     run.close()
     for state in states:
         run, slot = Run(pipeline, *after, state), state["slot"]
-        found = [hashed for _ in range(COMPARED_SLOTS // after[0]) for hashed in run.step()]
+        found = [hashed for _ in range(COMPARED_SLOTS // resumed_ranks) for hashed in run.step()]
         run.close()
         problem = problem or difference(expected[slot : slot + len(found)], found)
     return Row(
         "elastic",
         f"{before} → {after}",
-        _describe_positions(states, after[0]),
+        _describe_positions(states, resumed_ranks),
         f"{COMPARED_SLOTS * saves} batches",
         problem,
     )
 
 
 def _changes_in_a_row(pipeline: Any, expected: list[str], saves: int) -> Row:
+    """Resume with one number of ranks and workers after another, `saves` times."""
     states: list[State] = []
     problem, compared = "", 0
-    for cut in range(1, saves + 1):
+    for steps in range(1, saves + 1):
         state: State | None = None
         for index, setting in enumerate(SUCCESSIVE):
             slot = 0 if state is None else state["slot"]
             run = Run(pipeline, *setting, state)
-            found = [hashed for _ in range((cut + index) % 5 + 1) for hashed in run.step()]
+            found = [hashed for _ in range((steps + index) % 5 + 1) for hashed in run.step()]
             problem = problem or difference(expected[slot : slot + len(found)], found)
             compared += len(found)
             state = run.state()
@@ -145,7 +148,7 @@ def _other_batch_size(shards: Path) -> Row:
             state = loader.state_dict()
     compared = sum(map(len, found))
     problem = next(
-        filter(None, (difference(all_[: len(own)], own) for all_, own in zip(expected, found, strict=True))), ""
+        filter(None, (difference(lane[: len(own)], own) for lane, own in zip(expected, found, strict=True))), ""
     )
     return Row("elastic", "batch size 2 → 3 → 1 → 5", "one epoch, 2 workers", f"{compared} packs, by lane", problem)
 
@@ -165,4 +168,5 @@ def _survivors(folder: Path, kills: int) -> Row:
 
 
 def _ids(batches: Any) -> list[Any]:
+    """Return the sample numbers of each pack of some batches."""
     return [pack for batch in batches for pack in batch["id"]]

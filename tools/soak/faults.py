@@ -25,7 +25,7 @@ from savable_pipeline.stages.batch_difference import digest
 
 SEED, LANES, WORKERS = 3, 12, 3
 LARGE = 4000  # copies in a batch, so that it has 8 MB and takes milliseconds to write
-WRITE_S = 0.006  # a worker is killed within this time after it starts to write such a batch
+WRITE_S = 0.006  # seconds, within which a worker is killed after it starts to write such a batch
 MOMENTS: dict[Moment, str] = {
     "restore": "while a lane is restored",
     "build": "while a lane is built",
@@ -55,14 +55,15 @@ class DeathLog(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.texts: Counter[str] = Counter()  # parts of warnings; "otherwise": not killed
+        # The number of warnings by a part of their text. "otherwise" counts workers that ended, but not by a kill.
+        self.texts: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if "ended by signal SIGKILL" not in text:
             self.texts["otherwise"] += 1
-        for when in ("before it had started", "while it made a batch", "between two batches"):
-            self.texts[when] += when in text
+        for moment in ("before it had started", "while it made a batch", "between two batches"):
+            self.texts[moment] += moment in text
 
     def __enter__(self) -> DeathLog:
         logging.getLogger("savable_pipeline.run.engine.pool").addHandler(self)
@@ -92,7 +93,7 @@ class Killer(threading.Thread):
         self._gap_s = gap_s
         self._newborn = newborn
         self._draw = random.Random(os.urandom(8))
-        self._over = threading.Event()
+        self._should_stop = threading.Event()
         self.killed: set[int] = set()
         self._early_kills = 0  # kills in a row of workers that had not started
         self.newborn_kills = 0
@@ -104,7 +105,7 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         last = 0
-        while not self._over.wait(self._draw.uniform(0, self._gap_s)):
+        while not self._should_stop.wait(self._draw.uniform(0, self._gap_s)):
             alive = self._living()
             all_started = len(alive) == WORKERS and all(map(_has_started, alive))
             must_wait = not all_started and (self._newborn or self._early_kills >= 2)
@@ -127,7 +128,7 @@ class Killer(threading.Thread):
 
     def _kill_newborn(self, alive: set[int]) -> None:
         """Kill the next worker that was not alive before, at a random stage of its start."""
-        while not self._over.is_set():
+        while not self._should_stop.is_set():
             if new := set(self._living()) - alive:
                 time.sleep(self._draw.choice([0, 0.0005, 0.002, 0.01]))
                 self._kill(new.pop())
@@ -135,7 +136,7 @@ class Killer(threading.Thread):
                 return
 
     def stop(self) -> None:
-        self._over.set()
+        self._should_stop.set()
         self.join()
 
 
@@ -194,7 +195,7 @@ def faults(shards: Path, *, kills: dict[str, int], each: int) -> Iterator[Row]:
 def _kill_from_outside(shards: Path, method: str, expected: Undisturbed, kind: str, times: int, gap_s: float) -> Row:
     found: list[str] = []
     newborn = kind == _NEWBORN
-    with DeathLog() as death_log, _loader(shards, method) as (loader, parent):
+    with DeathLog() as death_log, _MortalLoader(shards, method) as (loader, parent):
         killer = Killer(parent, lambda: len(found), gap_s=gap_s, newborn=newborn)
         killer.start()
         _take_until(loader, found, lambda: (killer.newborn_kills if newborn else killer.kills) >= times)
@@ -213,7 +214,7 @@ def _kill_at_moment(shards: Path, method: str, expected: Undisturbed, moment: Mo
     with tempfile.TemporaryDirectory() as name:
         dying = Dying(moment, times, Path(name), os.getpid())
         dying.watch_births()
-        with DeathLog() as death_log, _loader(shards, method, dying=dying) as (loader, parent):
+        with DeathLog() as death_log, _MortalLoader(shards, method, dying=dying) as (loader, parent):
             killer = Killer(parent, lambda: len(found), gap_s=0.4 if method == "spawn" else 0.1)
             killer.start()
             _take_until(loader, found, lambda: len(dying.deaths()) >= times)
@@ -228,7 +229,7 @@ def _kill_while_writing(shards: Path, method: str, expected: Undisturbed, times:
     found: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         dying = Dying("write", 1 << 30, Path(name), os.getpid())
-        with DeathLog() as death_log, _loader(shards, method, dying=dying, copies=LARGE) as (loader, parent):
+        with DeathLog() as death_log, _MortalLoader(shards, method, dying=dying, copies=LARGE) as (loader, parent):
             killer = KillServer(Path(name), parent)
             killer.start()
             _take_until(loader, found, lambda: death_log.texts["while it made a batch"] >= times)
@@ -238,7 +239,7 @@ def _kill_while_writing(shards: Path, method: str, expected: Undisturbed, times:
     return _row(f"{method}: while a batch is written", done, found, expected, death_log, killer.kills)
 
 
-class _loader:
+class _MortalLoader:
     """Context of a loader that may lose any number of workers, and of the process id of their parent."""
 
     def __init__(self, shards: Path, method: str, **settings: Any) -> None:

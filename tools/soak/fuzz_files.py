@@ -78,9 +78,9 @@ def _read_all(root: Path, **settings: Any) -> None:
     """Read every byte of every sample. Errors of shards and parts are skipped, and the last one is raised."""
     last_error: Exception | None = None
     for sample in sp.TarShardReader(root, sp.Lane(), shuffle=False, on_error="skip", **settings):
-        for use in (lambda sample=sample: sample.items(), lambda sample=sample: (sample.key, repr(sample))):
+        for access in (lambda sample=sample: sample.items(), lambda sample=sample: (sample.key, repr(sample))):
             try:
-                use()
+                access()
             except (sp.ShardError, KeyError) as error:
                 last_error = error if isinstance(error, sp.ShardError) else last_error
     if last_error is not None:
@@ -98,19 +98,20 @@ def tars(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[],
 
 def _changed_tar(raw: bytearray, draw: random.Random) -> bytes:
     """Change fields of one or two headers of a tar, and correct their checksums."""
-    headers = [at for at in range(0, len(raw), 512) if raw[at + 257 : at + 262] == b"ustar"]
+    headers = [offset for offset in range(0, len(raw), 512) if raw[offset + 257 : offset + 262] == b"ustar"]
     for _ in range(draw.randint(1, 2)):
-        at = draw.choice(headers)
-        # name, size, type, magic, prefix, or the data behind the header
+        offset = draw.choice(headers)
+        # start and length in the header of name, size, type, magic, prefix, or the data after the header
         start, width = draw.choice([(0, 100), (124, 12), (156, 1), (257, 8), (345, 155), (512, 200)])
         if draw.random() < 0.3:
             text = draw.choice([b"\xff" * 12, b"77777777777\0", b"\x80" + b"\xff" * 11, b"-1", b"99 GNU.sparse.a=1\n"])
-            raw[at + start : at + start + min(width, len(text))] = text[:width]
+            raw[offset + start : offset + start + min(width, len(text))] = text[:width]
         else:
-            raw[at + start + draw.randrange(width)] = draw.randrange(256)
+            raw[offset + start + draw.randrange(width)] = draw.randrange(256)
         if draw.random() < 0.2:
-            raw[at + 156 : at + 157] = draw.choice([b"x", b"g", b"L", b"K", b"S", b"5", b"0"])
-        raw[at + 148 : at + 156] = b"%06o\0 " % (sum(raw[at : at + 512]) - sum(raw[at + 148 : at + 156]) + 8 * 32)
+            raw[offset + 156 : offset + 157] = draw.choice([b"x", b"g", b"L", b"K", b"S", b"5", b"0"])
+        checksum = sum(raw[offset : offset + 512]) - sum(raw[offset + 148 : offset + 156]) + 8 * 32
+        raw[offset + 148 : offset + 156] = b"%06o\0 " % checksum
     return bytes(raw[: draw.randrange(len(raw))]) if draw.random() < 0.1 else bytes(raw)
 
 

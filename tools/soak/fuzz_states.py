@@ -67,14 +67,15 @@ _PIPELINES = (packed_pipeline, sorted_pipeline, blended_pipeline, blended_sample
 
 def states(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
     """Yield functions that load a changed state of one of the pipelines."""
-    kinds = []
+    saved_states = []
     for pipeline in _PIPELINES:
         loader = _loader(pipeline, folder)
         for _ in range(7):
             next(loader)
-        kinds.append((pipeline, loader.state_dict()))
+        saved_states.append((pipeline, loader.state_dict()))
     for number in range(count):
-        pipeline, state = kinds[number % len(kinds)]
+        pipeline, state = saved_states[number % len(saved_states)]
+        # "outside" is a change of the state's own dict, whose entries are the others
         name = draw.choice(["lane_00000", "lane_00001", "lane_00000", "lane_00001", "fingerprint", "outside"])
         if name == "outside":
             yield _load(pipeline, folder, changed(state, draw))
@@ -89,9 +90,9 @@ def _loader(pipeline: Any, folder: Path) -> sp.SavableLoader:
 def _load(pipeline: Any, folder: Path, state: Any) -> Callable[[], None]:
     def load() -> None:
         errors = []
-        for use in (_describe, lambda state: sp.merge_states([state]), lambda state: _resume(pipeline, folder, state)):
+        for act in (_describe, lambda state: sp.merge_states([state]), lambda state: _resume(pipeline, folder, state)):
             try:
-                use(state)
+                act(state)
             except Exception as error:
                 if not isinstance(error, sp.SavableError) and type(error) is not ValueError:
                     raise

@@ -66,7 +66,7 @@ class Oracle:
     """Model of acknowledgements: which rows are done, and which are in flight."""
 
     done: list[Receipt] = field(default_factory=list)
-    open: list[Receipt] = field(default_factory=list)  # yielded and not acknowledged, the oldest first
+    open: list[Receipt] = field(default_factory=list)  # in flight: yielded and not acknowledged, the oldest first
     to_repeat: list[Receipt] = field(default_factory=list)  # receipts in `open` that must be yielded again
     excluded: set[int] = field(default_factory=set)  # samples that were excluded
     fully_excluded: set[Receipt] = field(default_factory=set)  # rows in flight whose samples were all excluded
@@ -116,7 +116,7 @@ class History:
         self.oracle, self._saved_oracle = Oracle(), Oracle()
         self._saved: dict[str, Any] | None = None
         self._files: list[dict[str, Any]] = []  # the saved state of each rank
-        self._own_files = False  # whether each rank has just loaded its own state, and not a merged one
+        self._own_files = False  # whether each rank has just loaded its own state, not a merged one
         self._receipts: dict[int, list[Receipt]] = {}  # receipts of each rank that are not acknowledged yet
         self._batch_receipts: dict[int, list[Any]] = {}  # array of receipts of each batch, by rank
         self._runs = self._open_runs(1)
@@ -272,8 +272,8 @@ class History:
     @property
     def _slots_passed(self) -> int:
         """The number of slots yielded, over all epochs."""
-        at = self._runs[0].position
-        return sum((epoch, slot) < (at.epoch, at.slot) for epoch, slot in self._expected)
+        position = self._runs[0].position
+        return sum((epoch, slot) < (position.epoch, position.slot) for epoch, slot in self._expected)
 
     def close(self) -> None:
         """Close all ranks."""

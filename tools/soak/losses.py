@@ -28,7 +28,7 @@ from savable_pipeline.run.state.state_dict import lane_name
 
 SEED, LANES = 3, 12
 WORLD_SIZES, WORKERS = (1, 2, 4), (0, 1, 2)
-STEPS, SAVED = 12, 5  # each run saves after step 5, when every lane has open packs even on 4 ranks
+STEPS, SAVE_STEP = 12, 5  # each run saves after step 5, when every lane has open packs even on 4 ranks
 PACE_S = 0.05  # the least time of a step of the run that is killed
 _STUCK_S = 240.0  # timeout of a run
 
@@ -60,8 +60,8 @@ class Training:
         batch = next(self._loader)
         torch.set_rng_state(self._rng)  # the trainings of a rank take turns
         images = torch.from_numpy(batch["images"]).reshape(-1, CROP * CROP).float() / 255
-        wanted = torch.linspace(0, 1, len(images))
-        loss = (self._model(images).squeeze(1) - wanted).square().mean()
+        targets = torch.linspace(0, 1, len(images))
+        loss = (self._model(images).squeeze(1) - targets).square().mean()
         self._optimizer.zero_grad()
         loss.backward()
         for gradient in (parameter.grad for parameter in self._model.parameters()):
@@ -73,7 +73,7 @@ class Training:
         self._log.write(f"{self.step} {loss.item().hex()} {len(images)}\n")
         self._log.flush()
         self.step += 1
-        if self.step == SAVED:
+        if self.step == SAVE_STEP:
             self._save()
 
     def _save(self) -> None:
@@ -116,20 +116,22 @@ def run_rank(shards: str, folder: Path, steps: int, pace_s: float) -> None:
 def losses(shards: Path, folder: Path) -> Iterator[Row]:
     """Compare an undisturbed run with one that is killed and resumed, for each number of ranks."""
     for world_size in WORLD_SIZES:
-        calm, killed = folder / f"{world_size}_calm", folder / f"{world_size}_killed"
-        for target in (calm, killed):
+        undisturbed, killed = folder / f"{world_size}_calm", folder / f"{world_size}_killed"
+        for target in (undisturbed, killed):
             target.mkdir(parents=True)
-        _finish(_start(shards, calm, world_size, 0.0))
-        last = random.randrange(SAVED + 1, STEPS - 2)
+        _finish(_start(shards, undisturbed, world_size, 0.0))
+        last = random.randrange(SAVE_STEP + 1, STEPS - 2)
         _kill(_start(shards, killed, world_size, PACE_S), killed, last)
         log_before_kill = _read(killed, world_size)
         _finish(_start(shards, killed, world_size, 0.0))
         for pack in (False, True):
             for workers in WORKERS:
-                yield _row(calm, killed, log_before_kill, world_size, f"{'packed' if pack else 'unpacked'}_{workers}")
+                name = f"{'packed' if pack else 'unpacked'}_{workers}"
+                yield _row(undisturbed, killed, log_before_kill, world_size, name)
 
 
 def _start(shards: Path, folder: Path, world_size: int, pace_s: float) -> subprocess.Popen[bytes]:
+    """Start all ranks of a run by torchrun."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     program = [__file__, str(shards), str(folder), str(STEPS), str(pace_s)]
     return subprocess.Popen(
@@ -138,6 +140,7 @@ def _start(shards: Path, folder: Path, world_size: int, pace_s: float) -> subpro
 
 
 def _finish(run: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a run. Raises `SystemExit` if it failed."""
     if run.wait(_STUCK_S):
         raise SystemExit(f"torchrun ended with {run.returncode}: see the file `errors` in the folder of the run")
 
@@ -175,19 +178,19 @@ def _read(folder: Path, world_size: int) -> dict[str, list[str]]:
     return found
 
 
-def _row(calm: Path, killed: Path, log_before_kill: dict[str, list[str]], world_size: int, name: str) -> Row:
-    expected, found = _read(calm, world_size), _read(killed, world_size)
+def _row(undisturbed: Path, killed: Path, log_before_kill: dict[str, list[str]], world_size: int, name: str) -> Row:
+    expected, found = _read(undisturbed, world_size), _read(killed, world_size)
     problem, compared, repeated = "", 0, 0
-    alone = f"{name.split('_')[0]}_{WORKERS[0]}"  # the training without workers must have the same losses
+    without_workers = f"{name.split('_')[0]}_{WORKERS[0]}"  # this training must have the same losses
     for number in range(world_size):
         training = f"{name}_rank{number}"
         lines = expected[training]
         resumed = found[training][len(log_before_kill[training]) :]
-        repeated += len(log_before_kill[training]) - SAVED
+        repeated += len(log_before_kill[training]) - SAVE_STEP
         compared += len(lines)
-        if len(lines) != STEPS or lines != expected[f"{alone}_rank{number}"]:
-            problem = problem or f"rank {number}: not the losses of {alone}"
-        if log_before_kill[training] != lines[: len(log_before_kill[training])] or resumed != lines[SAVED:]:
+        if len(lines) != STEPS or lines != expected[f"{without_workers}_rank{number}"]:
+            problem = problem or f"rank {number}: not the losses of {without_workers}"
+        if log_before_kill[training] != lines[: len(log_before_kill[training])] or resumed != lines[SAVE_STEP:]:
             problem = problem or f"rank {number}: other losses"
     items = sum(_open_items(killed / f"{name}_rank{number}.pt") for number in range(world_size))
     if name.startswith("packed") and not items:

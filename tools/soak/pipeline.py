@@ -126,14 +126,14 @@ class Dying:
 
     def die(self, name: str) -> None:
         """Kill this process, unless `name` was killed the last time, or there were enough deaths."""
-        last_time = self.folder / f"{name} was killed"
+        was_killed = self.folder / f"{name} was killed"
         with self._lock():
-            if last_time.exists():
-                last_time.unlink()
+            if was_killed.exists():
+                was_killed.unlink()
                 return
             if len(self.deaths()) >= self.times:
                 return
-            last_time.touch()
+            was_killed.touch()
             with (self.folder / "deaths").open("a") as file:
                 file.write(f"{os.getpid()} ")
         self.kill()

@@ -18,8 +18,8 @@ class Row:
 
     Args:
         proof: The name of the stress test.
-        case: What varied.
-        done: The number of kills, inputs or the like.
+        case: The setting that varied.
+        done: The number of kills, inputs or other repetitions.
         compared: How much was compared.
         problem: What differs; "" if nothing does.
     """

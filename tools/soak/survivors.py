@@ -47,7 +47,8 @@ class Replica:
     """Process that trains: its loader, and a model that was trained on the slots before `model["slot"]`."""
 
     def __init__(self, member: int, shards: Path, store: Any) -> None:
-        self._member, self._store = member, store  # a number that no other process has or will have
+        self._member = member  # a number that no other process has or will have
+        self._store = store
         self._pipeline = partial(soak_pipeline, str(shards), copies=1)
         self._loader: sp.SavableLoader | None = None
         self._model: dict[str, Any] = {"slot": -1, "counts": torch.zeros(MAX_SLOTS), "hashes": torch.zeros(MAX_SLOTS)}
@@ -128,10 +129,10 @@ class Replica:
         assert loader is not None
         for step in range(1, MAX_SLOTS):
             slot = loader.state_dict()["slot"]
-            own = slot + (rank - slot) % dist.get_world_size()
+            own_slot = slot + (rank - slot) % dist.get_world_size()
             batch_hash = int(digest(next(loader))[:10], 16)
             sums = torch.zeros(2 * MAX_SLOTS + 1, dtype=torch.float64)
-            sums[own], sums[MAX_SLOTS + own] = 1, batch_hash
+            sums[own_slot], sums[MAX_SLOTS + own_slot] = 1, batch_hash
             sums[-1] = int(self._store.get("generation")) > self._generation
             dist.all_reduce(sums)
             self._model = {
@@ -151,8 +152,8 @@ def leave_group() -> None:
     """Leave the process group, even if joining it failed.
 
     torch names groups by a counter, which it resets when a group is left. If joining failed there is no group to leave,
-    so the counter would go on, and this rank would wait in each later group under a name that the others do not use. We
-    therefore form a group of one, and leave it.
+    so the counter would not be reset, and this rank would wait in each later group under a name that the others do not
+    use. We therefore form a group of one, and leave it.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -175,16 +176,16 @@ class Supervisor:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self.store.set("generation", "0")
         self._ranks: dict[int, ForkProcess] = {}
-        self._born = self._generation = 0
-        self.hung = 0  # ranks that were killed because they did not join a new generation
+        self._next_member = self._generation = 0
+        self.hung = 0  # number of ranks that were killed because they did not join a new generation
 
     def add(self) -> None:
         """Fork a process, which waits until it is a member."""
         context = multiprocessing.get_context("fork")
-        arguments = (self._born, self._folder, self._shards, self.store.port)
-        self._ranks[self._born] = context.Process(target=_live, args=arguments, daemon=True)
-        self._ranks[self._born].start()
-        self._born += 1
+        arguments = (self._next_member, self._folder, self._shards, self.store.port)
+        self._ranks[self._next_member] = context.Process(target=_live, args=arguments, daemon=True)
+        self._ranks[self._next_member].start()
+        self._next_member += 1
 
     def announce(self, *, end: bool = False) -> None:
         """Announce a new generation of all living ranks, or one without members to end the run."""

@@ -38,7 +38,7 @@ def starts(shards: Path, numbers: dict[str, int]) -> Iterator[Row]:
             expected = digest(next(loader))
         # The first start also starts processes that Python keeps for all spawned processes.
         problem = _start_and_stop(pipeline, method, 1, expected)
-        before, shared = _resources(), _shared()
+        before, shared_before = _resources(), _shared()
         measured = []
         for count in range(number):
             problem = problem or _start_and_stop(pipeline, method, count, expected)
@@ -46,7 +46,7 @@ def starts(shards: Path, numbers: dict[str, int]) -> Iterator[Row]:
                 measured.append(_memory())
         (early_kb, early_maps), (late_kb, late_maps) = measured
         leaks = [f"{now} instead of {then} {name}" for name, then, now in _pairs(before, _resources()) if then != now]
-        leaks += [f"{path} is left" for path in _shared() - shared]
+        leaks += [f"{path} is left" for path in _shared() - shared_before]
         if late_kb - early_kb > GROWTH_KB or late_maps > early_maps + 4:
             leaks.append("memory has grown")
         memory = f"RSS {late_kb - early_kb:+,} kB, {late_maps - early_maps:+} mappings"
@@ -64,11 +64,13 @@ def _start_and_stop(pipeline: partial[custom.Stage], method: str, count: int, ex
 
 
 def _resources() -> tuple[int, int]:
+    """Return the numbers of descendants and of open descriptors."""
     gc.collect()
     return len(descendants(os.getpid())), len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _pairs(then: tuple[int, int], now: tuple[int, int]) -> list[tuple[str, int, int]]:
+    """Return name, earlier and later number of each resource."""
     return [("processes", then[0], now[0]), ("descriptors", then[1], now[1])]
 
 

@@ -239,9 +239,9 @@ def check(folder: Path, checkpoint: Path) -> tuple[int, int, int, int, int]:
     accounted, expected = Counter(record["trained"]) + Counter(waiting), Counter(yielded)
     lost, twice = (expected - accounted).total(), (accounted - expected).total()
     packed = {*record["trained"], *record["ahead"]}
-    first = next(i for i, prompt in enumerate(yielded) if prompt not in packed)
-    again = len(set(yielded[first:]) & set(record["trained"]))
-    return len(waiting), lost, twice, again, len(set(yielded[:first]) - set(record["trained"]))
+    first_unpacked = next(i for i, prompt in enumerate(yielded) if prompt not in packed)
+    twice_by_position = len(set(yielded[first_unpacked:]) & set(record["trained"]))
+    return len(waiting), lost, twice, twice_by_position, len(set(yielded[:first_unpacked]) - set(record["trained"]))
 
 
 def main() -> None:

@@ -174,7 +174,7 @@ def main() -> None:
                 found = hashes_by_slot(folder / name)
                 wrong = [at for at, hashes in found.items() if hashes != expected.get(at, hashes)]
                 if wrong:
-                    sys.exit(f"run {run}, leg {kills}: slot {wrong[0]} differs")
+                    sys.exit(f"run {run}, segment {kills}: slot {wrong[0]} differs")
                 if last:
                     break
                 kills, previous, before = kills + 1, name, world

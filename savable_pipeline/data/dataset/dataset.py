@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UNNAMED = derive_key("source", "")
+_UNNAMED_SOURCE = derive_key("source", "")
 MISSING_FILE = "missing file"  # reason of the error for a row that names a missing file
 _EXAMINED = 1000  # number of samples to examine for the sizes of parts
-_UNTAGGED = np.uint64((1 << TAG_SHIFT) - 1)
+_INDEX_BITS = np.uint64((1 << TAG_SHIFT) - 1)  # the bits of an index below the tag
 
 
 class Dataset:
@@ -49,9 +49,10 @@ class Dataset:
 
     `open_dataset` opens one.
 
-    `source` names it in refs. `on_error` and `quarantine` are for the stages that read it: what to do about an error,
-    and the file that lists skipped samples. `faults` are errors of the whole dataset, such as a folder that cannot be
-    listed. `unpacked_bytes` is the most that a compressed part may decompress to.
+    `source` is the name of the dataset, whose hash is in refs. `on_error` and `quarantine` are for the stages that read
+    it: what to do about an error, and the file that lists skipped samples. `faults` are errors of the whole dataset,
+    such as a folder that cannot be listed, as pairs of a name ("") and a message. `unpacked_bytes` is the most that a
+    compressed part may decompress to.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class Dataset:
         unpacked_bytes: int = UNPACKED_BYTES,
     ) -> None:
         self.store, self.unpacked_bytes = store, unpacked_bytes
-        self.source = derive_key("source", source) if source else _UNNAMED
+        self.source = derive_key("source", source) if source else _UNNAMED_SOURCE
         self.on_error = on_error
         self._faults = list(faults)
-        self.names: dict[int, str] = {}  # names of the `Blend` sources that read it, by tag, for `Sample.source`
+        self.names: dict[int, str] = {}  # for `Sample.source`: names of the `Blend` sources that read it, by tag
         self.quarantine = None if quarantine is None else Quarantine(quarantine)
         self.address = clean_address(store.address) if "://" in store.address else store.address
         self.entries = ShardList.of(store.entries)
@@ -159,13 +160,13 @@ class Dataset:
         return list(map(Sample, repeat(self), *parts))
 
     def locate(self, indices: Rows) -> tuple[Rows, Rows]:
-        """Return the shard of each sample index, and its row in the store."""
+        """Return the shard of each sample, and its row in the store."""
         shards = self.firsts.searchsorted(indices, "right") - 1
         return shards, self.store.rows(shards, indices - self.firsts[shards])
 
     def _indices(self, refs: RefArray) -> Rows:
-        """Return the numbers of the samples of these refs, without their tags."""
-        indices = (refs["index"] & _UNTAGGED).view(np.int64)
+        """Return the sample indices in these refs, without the tags."""
+        indices = (refs["index"] & _INDEX_BITS).view(np.int64)
         if len(indices) and indices.max() >= self.count:
             raise CheckpointMismatchError(
                 f"{self.address}: the state names sample {int(indices.max())} of {self.count}. Load it with its dataset"
@@ -179,7 +180,7 @@ class Dataset:
     def digest(self) -> bytes:
         """Hash the dataset to 16 bytes.
 
-        They cover names, sample counts and digests of the shards, and the key column.
+        The hash covers names, sample counts and digests of the shards, and the key column.
         """
         rows = [*self.manifest(), *([] if self.key_column is None else [self.key_column])]
         return hashlib.blake2b(msgspec.msgpack.encode(rows), digest_size=16).digest()
@@ -207,9 +208,9 @@ class Dataset:
     ) -> tuple[dict[str, Rows], int]:
         """Return the sizes of parts by extension, and the number of examined samples.
 
-        All samples are examined, or about 1,000 evenly spread ones if the store would have to read them all, and always
-        with `in_rows`. Raises `ShardError`. If `unread` is passed, errors of samples with a missing file are added to
-        it.
+        All samples are examined, unless the store would have to read them. Then, and with `in_rows`, about 1,000 evenly
+        spread ones are examined. Raises `ShardError`. If `unread` is passed, errors of samples with a missing file are
+        added to it instead.
         """
         sizes = None if in_rows else self.store.part_sizes()
         if sizes is not None:
@@ -229,8 +230,8 @@ class Dataset:
 
     def spread_rows(self) -> list[tuple[int, int]]:
         """Return shard and row of about 1,000 evenly spread samples, or of all."""
-        numbers = np.arange(min(self.count, _EXAMINED)) * self.count // min(self.count, _EXAMINED)
-        shards, rows = self.locate(numbers)
+        examined = min(self.count, _EXAMINED)
+        shards, rows = self.locate(np.arange(examined) * self.count // examined)
         return list(zip(shards.tolist(), rows.tolist(), strict=True))
 
     def shard_name(self, shard: int) -> str:
@@ -271,7 +272,7 @@ class Dataset:
         return (self.key(shard, row) for row in rows.tolist())
 
     def _rows_with(self, keys: Mapping[str, set[str]]) -> dict[str, Rows]:
-        """Return the positions in their shard of the samples with these keys, by shard name."""
+        """Return the positions of the samples with these keys in their shard, by its name."""
         found: dict[str, Rows] = {}
         for shard, name in enumerate(self.entries.names if keys else ()):
             wanted = keys.get(name)
@@ -279,6 +280,6 @@ class Dataset:
                 shard_keys = list(self.keys_of(shard))
                 rows = [row for row, key in enumerate(shard_keys) if key in wanted]
                 found[name] = np.array(rows, dtype=np.int64)
-                if lost := wanted.difference(shard_keys):
-                    log.warning("%s: not found in %s, but named by `exclude`: %s", self.address, name, listed(lost))
+                if unknown := wanted.difference(shard_keys):
+                    log.warning("%s: not found in %s, but named by `exclude`: %s", self.address, name, listed(unknown))
         return found

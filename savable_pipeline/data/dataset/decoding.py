@@ -5,8 +5,8 @@ Nothing is unpickled, and no part allocates more than its own size.
 An image may be decoded in part, only as large as needed, with its alpha over a background. A JPEG is decoded at 1/2,
 1/4 or 1/8 of its size, by its DCT:
 
-    full image     1001 × 701, of which the box (0, 0, 1001, 701) is needed, at least 400 × 300
-    decoded        501 × 351 by a half, in which the full image is the box (0, 0, 500.5, 350.5)
+    full image     1001 × 701, of which the box (0, 0, 1001, 701) is needed in at least 400 × 300 pixels
+    decoded        501 × 351, at half its size, in which the full image is the box (0, 0, 500.5, 350.5)
 
 Sizes and boxes are those of the image as displayed: turned by its EXIF orientation. If it is mirrored from left to
 right, the full image is the box (0.5, 0, 501, 350.5). With the extra `fast`, simplejpeg decodes a whole JPEG faster,
@@ -64,7 +64,7 @@ Box: TypeAlias = tuple[float, float, float, float]
 
 _MODES = ("RGB", "L")  # not CMYK, for which Pillow and libjpeg-turbo have different colors
 _SCALES = (8, 4, 2)  # divisors of a JPEG's size to which Pillow's `draft` can decode
-ALPHA, DEEP, TURNED = "alpha", "deep", "turned"
+ALPHA, DEEP, TURNED = "alpha", "deep", "turned"  # warnings: with alpha, over 8 bits, to be rotated by EXIF
 
 
 def decompress_part(extension: str, data: bytes, most: int) -> bytes:
@@ -86,8 +86,8 @@ def decompress_part(extension: str, data: bytes, most: int) -> bytes:
 def decode_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exif: bool = True) -> Any:
     """Decode a part by the last component of its extension.
 
-    For "seg.png" it is an image, rotated with `exif`. Raises errors of the decoders. An image is uint8 (height, width,
-    3), or gray (height, width) if it has more bits. Compressed data may decompress to `most` bytes.
+    The part "seg.png" is an image, for example. An image is uint8 (height, width, 3), or gray (height, width) if it has
+    more bits. With `exif`, it is rotated. Compressed data may decompress to `most` bytes. Decoders may raise errors.
     """
     kind = part_type(extension)
     if kind in JSON_PARTS:
@@ -118,9 +118,7 @@ def npy_array(data: bytes | memoryview) -> NDArray[Any]:
     shape, fortran, dtype = read_header(file)
     if dtype.hasobject:
         raise ValueError("npy file of Python objects, which are never unpickled. Save it as numbers or strings")
-    count = 1
-    for length in shape:
-        count *= length
+    count = math.prod(shape)
     if count * dtype.itemsize != len(data) - file.tell():
         raise ValueError(f"npy file with {len(data) - file.tell()} bytes for shape {shape} of {dtype}. Save it again")
     flat = np.frombuffer(data, dtype, count, file.tell()) if count else np.empty(0, dtype)
@@ -128,28 +126,31 @@ def npy_array(data: bytes | memoryview) -> NDArray[Any]:
 
 
 def _npz_arrays(data: bytes, most: int) -> Mapping[str, NDArray[Any]]:
-    """Return the arrays of an `npz` file, by name. Raises ValueError if they decompress to more than `most` bytes."""
+    """Return the arrays of an `npz` file, by name.
+
+    Raises ValueError if they decompress to more than `most` bytes.
+    """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        inside = [each for each in archive.infolist() if each.filename.endswith(".npy")]
-        stored = [each for each in inside if each.compress_type == zipfile.ZIP_STORED]
-        deflated = [each for each in inside if each.compress_type == zipfile.ZIP_DEFLATED]
-        if len(stored) + len(deflated) < len(inside) or sum(each.file_size for each in stored) > len(data):
+        entries = [each for each in archive.infolist() if each.filename.endswith(".npy")]
+        stored = [each for each in entries if each.compress_type == zipfile.ZIP_STORED]
+        deflated = [each for each in entries if each.compress_type == zipfile.ZIP_DEFLATED]
+        if len(stored) + len(deflated) < len(entries) or sum(each.file_size for each in stored) > len(data):
             raise ValueError("npz file with overlapping arrays or unknown compression. Save it by np.savez")
         if (total := sum(each.file_size for each in deflated)) > most:
             raise ValueError(f"npz file of {total:,} bytes of compressed arrays, more than {most:,}. {MORE}")
-        return {each.filename.removesuffix(".npy"): npy_array(_read_entry(archive, each)) for each in inside}
+        return {each.filename.removesuffix(".npy"): npy_array(_read_entry(archive, each)) for each in entries}
 
 
-def _read_entry(archive: zipfile.ZipFile, each: zipfile.ZipInfo) -> bytes:
+def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
     """Decompress an entry, and never more than its declared size."""
-    with archive.open(each) as file:
-        return file.read(each.file_size)
+    with archive.open(entry) as file:
+        return file.read(entry.file_size)
 
 
 def field_value(sample: Any, fields: FieldMap, name: str) -> Any:
-    """Return a field that `dataset.yaml` names.
+    """Return the field `name` of `dataset.yaml`.
 
-    It is the bytes of a part, or a value inside its JSON. Raises KeyError.
+    It is the bytes of a part, or a value inside its JSON. Raises KeyError if the field or its parts are missing.
     """
     options = fields.get(name)
     if options is None:
@@ -205,7 +206,7 @@ def jpeg_pixels(image: Image.Image, data: bytes) -> NDArray[np.uint8] | None:
 
     None means that Pillow must decode it.
 
-    `image` is Pillow's result for the header of `data`. Pillow decodes any damaged file, so that results and errors do
+    `image` is what Pillow read from the header of `data`. Pillow decodes all damaged files, so results and errors do
     not depend on installed packages.
     """
     simplejpeg = _simplejpeg()
@@ -239,11 +240,10 @@ def image_region(
 ) -> Image.Image:
     """Decode the smallest image of whole pixels that covers the box.
 
-    `info["box"]` is the position of the box in it.
+    Its `info["box"]` is the position of the box in the decoded image.
 
-    It has at least `at_least` pixels over the box, unless the full image has fewer. Sizes and boxes are of the full
-    image, as its header says; with `exif`, of that image turned. Raises ValueError for a box that is empty or reaches
-    beyond the image.
+    The box has at least `at_least` pixels, unless it has fewer in the full image. Sizes and boxes are those of the full
+    image as stored, or as rotated with `exif`. Raises ValueError for a box that is empty or reaches beyond the image.
     """
     image, orientation = to_be_turned(image, exif=exif)
     width, height = turned_size(image.size, orientation)
@@ -259,24 +259,24 @@ def image_region(
         needed = turned_size((min_width, min_height), orientation)
         scale_x, scale_y = _apply_draft(image, _scale((right - left, lower - upper), needed))
         left, upper, right, lower = left * scale_x, upper * scale_y, right * scale_x, lower * scale_y
-    first, top = math.floor(left), math.floor(upper)
-    covering = (first, top, min(math.ceil(right), image.width), min(math.ceil(lower), image.height))
+    start, top = math.floor(left), math.floor(upper)
+    covering = (start, top, min(math.ceil(right), image.width), min(math.ceil(lower), image.height))
     region = image if covering == (0, 0, *image.size) else image.crop(covering)
-    inner = (left - first, upper - top, right - first, lower - top)
+    box_in_region = (left - start, upper - top, right - start, lower - top)
     region_image = convert_image(turned(region, orientation), mode, background, bits)
-    region_image.info["box"] = stored_box(inner, region.size, BACK[orientation])
+    region_image.info["box"] = stored_box(box_in_region, region.size, BACK[orientation])
     return region_image
 
 
 def _numbers(name: str, value: Any, count: int) -> list[float]:
-    """Convert numbers to floats. Raises ValueError unless there are `count` of them."""
+    """Convert `count` floats to floats. Raises ValueError if there are more or fewer."""
     try:
-        numbers = [float(number) for number in value]
+        floats = [float(number) for number in value]
     except (TypeError, ValueError):
-        numbers = []
-    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        floats = []
+    if len(floats) != count or not all(map(math.isfinite, floats)):
         raise ValueError(f"{name}={value!r}: expected {count} numbers, in pixels")
-    return numbers
+    return floats
 
 
 def _scale(size: PixelSize, needed: PixelSize) -> int:
@@ -285,7 +285,7 @@ def _scale(size: PixelSize, needed: PixelSize) -> int:
 
 
 def _apply_draft(image: Image.Image, scale: int) -> tuple[float, float]:
-    """Let an image be decoded at this fraction of its size, if its format can.
+    """Let an image be decoded at 1/`scale` of its size, if its format can.
 
     Returns the decoded pixels per pixel of the full image, horizontally and vertically.
     """

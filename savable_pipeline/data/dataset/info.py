@@ -47,9 +47,9 @@ class Info:
     shards: Sequence[ShardEntry]
     parts: dict[str, PartInfo]  # by extension, the most frequent first
     first_key: str
-    first_parts: dict[str, int]  # sizes by extension
+    first_parts: dict[str, int]  # sizes of the first sample's parts, by extension
     splits: dict[str, int]  # number of samples by name of the split
-    examined: int  # samples that `parts` counts: all, or some if all would have to be read
+    examined: int  # number of samples that `parts` counts: all, or some if all would have to be read
     nulls: dict[str, int] = field(default_factory=dict)  # number of these samples with a null, by column
     media: dict[str, MediaTotals] = field(default_factory=dict)  # by extension, if there is a table of media
     # for tars: the parts of samples in which every part has a dot
@@ -83,8 +83,8 @@ def dataset_info(shards: Shards, **settings: Any) -> Info:
     dataset = open_any(shards, inspect=True, **settings)
     unread: list[ShardError] = []
     sizes, examined = dataset.part_sizes(in_rows=dataset.store.parts_in_rows, unread=unread)
-    nulls, faults = _nulls(dataset, examined)
-    media, media_faults = _media(dataset)
+    nulls, faults = _count_nulls(dataset, examined)
+    media, media_faults = _media_totals(dataset)
     if unread:
         unread_text = counted(len(unread), "sample names a file that is", "samples name files that are")
         faults = [*faults, f"{unread_text} not there, of {examined} looked at: {unread[0]}"]
@@ -116,7 +116,7 @@ def _dotted_layouts(dataset: Dataset, parts: set[str]) -> list[list[str]]:
     return sorted(each for each in sets if parts.issuperset(each) and all("." in part for part in each))
 
 
-def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
+def _media_totals(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
     """Return the totals in the table of media, and a warning if the table cannot be used."""
     try:
         table = dataset.known_media.table
@@ -125,22 +125,26 @@ def _media(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
         return {}, [str(error)]
 
 
-def _nulls(dataset: Dataset, examined: int) -> tuple[dict[str, int], list[str]]:
-    """Return how many of the examined samples have a null in a column, and warnings about skipped content."""
+def _count_nulls(dataset: Dataset, examined: int) -> tuple[dict[str, int], list[str]]:
+    """Return how many examined samples have a null, by column, and warnings.
+
+    The warnings are about content that is skipped.
+    """
     store = dataset.store
-    nulls, named = Counter[str](), Counter[str]()
+    nulls, without_bytes = Counter[str](), Counter[str]()
     for shard, row in dataset.spread_rows():
-        for counts, columns in zip((nulls, named), store.lacking(shard, row), strict=True):
+        for counts, columns in zip((nulls, without_bytes), store.lacking(shard, row), strict=True):
             counts.update(columns)
     faults = [text for text in [store.rejects_warning()] if text] + [
         f"the column {column!r}: {count:,} of {examined:,} rows have a path and no bytes, which is an error when they "
         f"are read; {store.fix}"
-        for column, count in sorted(named.items())
+        for column, count in sorted(without_bytes.items())
     ]
     return dict(nulls), faults
 
 
 def _parts(sizes: dict[str, NDArray[np.int64]]) -> dict[str, PartInfo]:
+    """Summarize the sizes of parts by extension, the most frequent part first."""
     ranked = sorted(sizes, key=lambda extension: (-len(sizes[extension]), extension))
     return {
         extension: PartInfo(len(found), int(found.sum()), int((found == 0).sum()))

@@ -55,60 +55,60 @@ log = logging.getLogger(__name__)
 
 _MAGIC = b"SAVKEY01"
 _HEADER = struct.Struct("<16sQQQQ16x")
-_BEGIN = len(_MAGIC) + 8 + _HEADER.size
-_NONE = (1 << 64) - 1
+_HEAD_BYTES = len(_MAGIC) + 8 + _HEADER.size
+_NO_SAMPLE = (1 << 64) - 1
 _READ_KEYS = 1 << 16  # keys to read at a time
-_CHECK = 48  # the lowest bit of the check bits in an entry of `places`
+_CHECK_SHIFT = 48  # the lowest bit of the check bits in an entry of `places`
 
 
 class KeyIndex:
     """Key index in a file, for the dataset with this manifest digest.
 
-    Raises `ShardError` for another dataset, and OSError.
+    `duplicate` has two samples with one key, or is None. Raises `ShardError` for another dataset, and OSError.
     """
 
     def __init__(self, path: Path, manifest: bytes) -> None:
         self.path = path
         self._file = with_handles(partial(WholeFile, path))
         view = self._file.view
-        begin = view[:_BEGIN]
-        known = begin[:8] == _MAGIC and len(begin) == _BEGIN
-        if not known or xxh3_64_intdigest(begin[16:]) != int.from_bytes(begin[8:16], "little"):
+        head = view[:_HEAD_BYTES]
+        is_index = head[:8] == _MAGIC and len(head) == _HEAD_BYTES
+        if not is_index or xxh3_64_intdigest(head[16:]) != int.from_bytes(head[8:16], "little"):
             raise ShardError(f"{path}: not an index of keys, or damaged. Remove it and start again")
-        found, count, first, second, digest = _HEADER.unpack(begin[16:])
-        if found != manifest or len(view) != _BEGIN + 24 * count:
+        found, count, first, second, digest = _HEADER.unpack(head[16:])
+        if found != manifest or len(view) != _HEAD_BYTES + 24 * count:
             raise ShardError(f"{path}: truncated, or an index of the keys of other shards. Remove it and start again")
-        if not self._file.is_mapped and xxh3_64_intdigest(view[_BEGIN:]) != digest:
+        if not self._file.is_mapped and xxh3_64_intdigest(view[_HEAD_BYTES:]) != digest:
             raise ShardError(f"{path}: the index of keys is damaged. Remove it and start again")
         self._count = count
-        self.duplicate: tuple[int, int] | None = None if first == _NONE else (first, second)
+        self.duplicate: tuple[int, int] | None = None if first == _NO_SAMPLE else (first, second)
         self._high, self._low, self._places = (
-            np.frombuffer(view, "<u8", count, _BEGIN + 8 * part * count) for part in range(3)
+            np.frombuffer(view, "<u8", count, _HEAD_BYTES + 8 * part * count) for part in range(3)
         )
 
     def find(self, keys: Sequence[str] | Sequence[bytes]) -> Rows:
         """Return the index of the sample with each key, or -1: int64 (keys,).
 
-        If several samples have one key, it is the first. Raises `ShardError` if the index is damaged there.
+        If several samples have one key, it is the first of them. Raises `ShardError` if the index is damaged there.
         """
         high, low = _halves(b"".join(map(_key_hash, keys)))
         found = np.full(len(keys), -1, np.int64)
-        wanted, at = np.arange(len(keys)), np.searchsorted(self._high, high)
+        unresolved, at = np.arange(len(keys)), np.searchsorted(self._high, high)
         while True:  # usually one iteration, unless hashes share their first half
             candidates = at < self._count
-            wanted, at = wanted[candidates], at[candidates]
-            candidates = self._high[at] == high[wanted]
-            wanted, at = wanted[candidates], at[candidates]
-            if not len(wanted):
+            unresolved, at = unresolved[candidates], at[candidates]
+            candidates = self._high[at] == high[unresolved]
+            unresolved, at = unresolved[candidates], at[candidates]
+            if not len(unresolved):
                 return found
-            equal = self._low[at] == low[wanted]
-            found[wanted[equal]] = self._numbers(at[equal])
-            wanted, at = wanted[~equal], at[~equal] + 1
+            equal = self._low[at] == low[unresolved]
+            found[unresolved[equal]] = self._numbers(at[equal])
+            unresolved, at = unresolved[~equal], at[~equal] + 1
 
     def _numbers(self, at: Rows) -> Rows:
-        """Return the numbers of the samples at these positions of the index: int64 (positions,)."""
+        """Return the samples at these positions of the index: int64 (positions,)."""
         places = self._places[at]
-        numbers = places & np.uint64((1 << _CHECK) - 1)
+        numbers = places & np.uint64((1 << _CHECK_SHIFT) - 1)
         if (numbers >= self._count).any() or (_with_check_bits(self._low[at], numbers) != places).any():
             raise ShardError(f"{self.path}: the index of keys is damaged. Remove it and start again")
         return numbers.astype(np.int64)
@@ -125,7 +125,7 @@ def key_index(dataset: Dataset) -> KeyIndex:
     name, cache = f"savable.{manifest.hex()}.keys", user_cache()
     near = [] if dataset.root is None else [dataset.root / META / name]
     paths = [] if cache is None else [cache / "savable_pipeline" / name]
-    # Where the index of raw files is in the cache, so are the keys.
+    # If the index of raw files is in the cache, the keys are written there too.
     paths = [*near, *paths] if near and near[0].parent.is_dir() else [*paths, *near]
 
     def open_or_build(path: Path) -> KeyIndex:
@@ -155,7 +155,7 @@ def _write(path: Path, dataset: Dataset, manifest: bytes) -> None:
     order = np.lexsort((low, high))  # stable, so that the first sample with a key comes first
     high, low = high[order], low[order]
     repeats = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
-    duplicate = (int(order[repeats[0]]), int(order[repeats[0] + 1])) if len(repeats) else (_NONE, _NONE)
+    duplicate = (int(order[repeats[0]]), int(order[repeats[0] + 1])) if len(repeats) else (_NO_SAMPLE, _NO_SAMPLE)
     parts = [part.astype("<u8").tobytes() for part in (high, low, _with_check_bits(low, order))]
     header = _HEADER.pack(manifest, dataset.count, *duplicate, xxh3_64_intdigest(b"".join(parts)))
     replace_file(path, [_MAGIC, xxh3_64_intdigest(header).to_bytes(8, "little"), header, *parts])
@@ -172,15 +172,15 @@ def _halves(hashes: bytes | bytearray) -> tuple[NDArray[np.uint64], NDArray[np.u
 
 
 def _with_check_bits(low: NDArray[np.uint64], numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return numbers of samples, with 16 bits above them that depend on the number and the hash."""
+    """Return samples with 16 bits above them that depend on the sample and the hash."""
     plain = numbers.astype(np.uint64)
     mixed = (low ^ (plain * np.uint64(GAMMA))) * np.uint64(GAMMA)
-    checked: NDArray[np.uint64] = plain | (mixed >> np.uint64(_CHECK) << np.uint64(_CHECK))
+    checked: NDArray[np.uint64] = plain | (mixed >> np.uint64(_CHECK_SHIFT) << np.uint64(_CHECK_SHIFT))
     return checked
 
 
 _CHECK_INTERVAL_S = 1.0  # seconds between two checks of the file
-_MOST_BYTES = 1 << 40  # in bytes
+_MOST_BYTES = 1 << 40  # largest file that is read
 _LOOKUP_KEYS = 1 << 14  # keys to look up at a time
 
 
@@ -194,7 +194,8 @@ class ExcludeFile:
 
     def __init__(self, path: str | os.PathLike[str], dataset: Dataset) -> None:
         self.path = Path(path).absolute()
-        self._version, self._checked_at = self._current_version(), time.monotonic()  # set before it is read
+        # These are set before the file is read, so later changes are noticed.
+        self._version, self._checked_at = self._current_version(), time.monotonic()
         content = self._read()
         self._content = _digest(content)
         keys_by_shard: dict[str, set[str]] = {}
@@ -260,7 +261,10 @@ def _digest(data: bytes) -> str:
 
 
 class _UnknownKeys:
-    """Number of distinct keys that no sample has, and the first five. There may be millions."""
+    """Number of distinct keys that no sample has, and the first five.
+
+    There may be millions, so only their hashes are stored.
+    """
 
     def __init__(self) -> None:
         self._hashes = array("Q")
@@ -283,9 +287,10 @@ class _UnknownKeys:
 
 
 def _keys_in(path: Path, content: bytes, keys_by_shard: dict[str, set[str]], unnamed: set[int]) -> Iterator[bytes]:
-    """Yield the keys in a file, line by line. Keys of one shard are added to `keys_by_shard`, by its name.
+    """Yield the keys in a file, line by line.
 
-    The numbers of lines without a key are added to `unnamed`.
+    Keys for a single shard are added to `keys_by_shard` instead, by its name. The numbers of lines without a key are
+    added to `unnamed`.
     """
     for number, raw in enumerate(io.BytesIO(content.removeprefix(BOM_UTF8)), 1):
         line = raw.removesuffix(b"\n").removesuffix(b"\r")
@@ -293,7 +298,7 @@ def _keys_in(path: Path, content: bytes, keys_by_shard: dict[str, set[str]], unn
             if line:
                 yield line
             continue
-        shard, key = _entry(path, number, os.fsdecode(line))
+        shard, key = _parse_entry(path, number, os.fsdecode(line))
         if key is None:
             unnamed.add(number)
         elif shard is None:
@@ -302,8 +307,8 @@ def _keys_in(path: Path, content: bytes, keys_by_shard: dict[str, set[str]], unn
             keys_by_shard.setdefault(shard, set()).add(key)
 
 
-def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
-    """Parse shard and key in a line of JSON."""
+def _parse_entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
+    """Return shard and key in a line of JSON, each None if missing."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -317,7 +322,7 @@ def _entry(path: Path, number: int, line: str) -> tuple[str | None, str | None]:
 
 
 def sample_numbers_of(dataset: Dataset, keys: Sequence[str]) -> tuple[list[int], set[str]]:
-    """Return the numbers of all samples with these keys, and unknown keys."""
+    """Return the indices of all samples with these keys, and the keys of no sample."""
     found: set[int] = set()
     unknown: list[bytes] = []
     _find_keys(dataset, lambda: map(os.fsencode, keys), found, unknown.extend)
@@ -327,15 +332,15 @@ def sample_numbers_of(dataset: Dataset, keys: Sequence[str]) -> tuple[list[int],
 def _find_keys(
     dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: Callable[[list[bytes]], None]
 ) -> None:
-    """Add to `found` the numbers of all samples with the keys that `read` returns.
+    """Add to `found` the indices of all samples with the keys that `read` returns.
 
-    `unknown` gets keys that no sample has.
+    `unknown` is called with lists of the keys that no sample has.
     """
     keys = read()
     first = next(keys, None)
     if first is None:
         return
-    # The index of keys belongs to the shards, but for tables, a setting of the reader chooses the column of the key.
+    # An index belongs to shards. The key of a table depends on a setting of the reader, so it has no index.
     index = key_index(dataset) if dataset.store.keys_in_shards else None
     if index is None or index.duplicate is not None:
         _find_by_reading(dataset, read, found, unknown)
@@ -351,10 +356,10 @@ def _find_by_reading(
 ) -> None:
     """Do the same as `_find_keys` without an index.
 
-    All keys of the dataset are read, and 8 bytes of each key in the file are in memory.
+    All keys of the dataset are read. A hash of 8 bytes of each key that `read` returns is in memory.
     """
     wanted = np.sort(np.frombuffer(array("Q", map(xxh3_64_intdigest, read())), np.uint64))
-    candidates: dict[int, bytes] = {}  # keys of the dataset that may be among them, by number
+    candidates: dict[int, bytes] = {}  # keys of the dataset that may be among these, by sample index
     start = 0
     for chunk in _chunks(map(os.fsencode, dataset.all_keys())):
         hashes = np.fromiter(map(xxh3_64_intdigest, chunk), np.uint64, len(chunk))
@@ -374,13 +379,13 @@ def _chunks(keys: Iterator[bytes]) -> Iterator[list[bytes]]:
 
 
 def _find_in_shards(dataset: Dataset, keys_by_shard: dict[str, set[str]], found: set[int]) -> Iterator[str]:
-    """Do the same as `_find_keys` for keys of single shards, by the shard's name. Yield unknown keys."""
-    numbers = {entry.name: shard for shard, entry in enumerate(dataset.entries)}
+    """Add to `found` the samples with keys of single shards. Yield unknown keys."""
+    shard_numbers = {entry.name: shard for shard, entry in enumerate(dataset.entries)}
     for name, keys in keys_by_shard.items():
         missing = set(keys)
-        if name in numbers:
-            first = int(dataset.firsts[numbers[name]])
-            rows = {first + row: key for row, key in enumerate(dataset.keys_of(numbers[name])) if key in keys}
+        if name in shard_numbers:
+            first = int(dataset.firsts[shard_numbers[name]])
+            rows = {first + row: key for row, key in enumerate(dataset.keys_of(shard_numbers[name])) if key in keys}
             found.update(rows)
             missing -= set(rows.values())
         yield from (f"{name}: {key}" for key in missing)

@@ -1,8 +1,8 @@
 """Building of a dataset's media table from the headers of its media parts.
 
-Several processes read them, and nothing is decoded. A part whose headers cannot be read is listed, and is broken in the
-table. Existing entries of shards are reused. The results of an interrupted command are in a file next to the table (see
-index_making.py).
+Several processes read the headers, and nothing is decoded. A part whose headers cannot be read is reported, and is
+marked as broken in the table. Existing entries of shards are reused. The results of an interrupted command are in a
+file next to the table (see index_making.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores.opening import find_source, store_of
 from savable_pipeline.errors import MediaError, SavableError, ShardError
 
-_ALONE_S = 2.0  # seconds that one process reads alone before others start
+_ALONE_S = 2.0  # seconds for which one process reads before others start
 _MOST_FAULTS = 100  # most broken parts that are listed with their error
 
 
@@ -84,7 +84,7 @@ def _build(path: Path, indexed: IndexedFiles, processes: int, progress: FileProg
         stale.unlink(missing_ok=True)
     shards = indexed.index.shards
     now = {entry.name: entry for entry in shards}
-    old = _table_at(path)
+    old = _open_table(path)
     names = () if old is None else old.shards.names
     reused = {name: number for number, name in enumerate(names) if old and _is_current(old.shards[number], now)}
     reused = {n: i for n, i in reused.items() if old and old.is_whole(i) and not is_touched(indexed.root / n, path)}
@@ -105,22 +105,26 @@ def _build(path: Path, indexed: IndexedFiles, processes: int, progress: FileProg
         write_index(path, map(table, sorted({*reused, *resumed})), KIND)
 
 
-def _table_at(path: Path) -> BlobIndex | None:
+def _open_table(path: Path) -> BlobIndex | None:
     with contextlib.suppress(OSError, ValueError, ShardError):
         return BlobIndex(path, KIND)
     return None
 
 
-def _is_current(then: ShardEntry, now: dict[str, ShardEntry]) -> bool:
-    """Return whether a table's entry is about the current version of a shard."""
-    entry = now.get(then.name)
-    found = entry is not None and (entry.size, entry.samples, entry.digest) == (then.size, then.samples, then.digest)
-    return found and not then.fault
+def _is_current(old: ShardEntry, now: dict[str, ShardEntry]) -> bool:
+    """Return whether an `old` entry of a table is of the current version of a shard."""
+    entry = now.get(old.name)
+    found = entry is not None and (entry.size, entry.samples, entry.digest) == (old.size, old.samples, old.digest)
+    return found and not old.fault
 
 
 def _scan_all(indexed: IndexedFiles, names: list[str], processes: int) -> Iterator[ShardTable]:
-    """Yield the table rows of each of these shards, from this process, and after some seconds from several."""
-    scan, task = _Scan(indexed.form, indexed.index_path, indexed.root), partial(_scan, indexed.form, indexed.index_path)
+    """Yield the table rows of each of these shards.
+
+    Several processes read them if it takes more than some seconds.
+    """
+    scan = _Scan(indexed.form, indexed.index_path, indexed.root)
+    task = partial(_scan, indexed.form, indexed.index_path)
 
     def in_processes(remaining: list[str]) -> Iterator[ShardTable]:
         with contextlib.closing(each_shard(task, indexed.root, remaining, processes)) as answers:
@@ -131,7 +135,7 @@ def _scan_all(indexed: IndexedFiles, names: list[str], processes: int) -> Iterat
 
 
 def _scan(form: Format, index_path: Path, root: Path, name: str) -> ShardTable:
-    """Return the table rows of a shard, in a child process that reads a single index."""
+    """Return the table rows of a shard. A child process reads the index only once."""
     return _open_scan(form, index_path, root)(name)
 
 
@@ -157,14 +161,14 @@ class _Scan:
             return self._failed(entry, str(error))
 
     def crashed(self, name: str) -> ShardTable:
-        """Return the table of a shard on which a process crashed."""
+        """Return the table of a shard whose headers crashed a process."""
         return self._failed(self._entry(name), "the process that read its headers died; was there too little memory?")
 
     def _entry(self, name: str) -> ShardEntry:
         return msgspec.structs.replace(self._index.shards[self._index.number(name)], fault="")
 
     def _failed(self, entry: ShardEntry, fault: str) -> ShardTable:
-        """Return a table with empty rows, because a shard is complete or has a fault."""
+        """Return a table with an error and no rows, because a shard is read whole or not."""
         reason = fault.removeprefix(f"{self._root}/").removeprefix(f"{entry.name}: ")
         return ShardTable(msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {reason}")), pack_rows(()))
 
@@ -179,17 +183,17 @@ def _media_of_samples(dataset: Dataset, shard: int) -> Iterator[list[tuple[str, 
 
 
 def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:
-    """Return which of these shards are missing in the table at `path`, and which parts are broken."""
+    """Return the shards and parts in the table at `path` that could not be read."""
     table = BlobIndex(path, KIND)
     numbers = table.numbers(indexed.entries.names)
     faults = [table.shards.faults[number] for number in numbers.tolist() if number in table.shards.faults]
-    whole = [shard for shard, number in enumerate(numbers.tolist()) if number not in table.shards.faults]
-    count, names = len(faults), indexed.entries.select(np.array(whole, np.int64)).names
+    readable = [shard for shard, number in enumerate(numbers.tolist()) if number not in table.shards.faults]
+    count, names = len(faults), indexed.entries.select(np.array(readable, np.int64)).names
     files = IndexedFiles(indexed.form, indexed.index, indexed.index_path, names, indexed.root, tolerant=True)
     if not files.firsts[-1]:
         return MediaFaults(count, faults[:_MOST_FAULTS])
     dataset = Dataset(store_of(files, inspect=True))
-    for shard, row, part in MediaTable(path, table, numbers[whole]).broken():
+    for shard, row, part in MediaTable(path, table, numbers[readable]).broken():
         count += 1
         if len(faults) < _MOST_FAULTS:
             faults.append(_describe_broken(dataset, int(dataset.firsts[shard]) + row, part))
@@ -197,7 +201,8 @@ def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:
 
 
 def _describe_broken(dataset: Dataset, number: int, part: str) -> str:
-    refs = np.array([(number, 0)], REF)
+    """Return the error of reading the headers of a part of a sample."""
+    refs = np.array([(number, 0)], REF)  # epoch 0
     try:
         dataset.open_samples(refs)[0].media(part)
     except (MediaError, SavableError) as error:

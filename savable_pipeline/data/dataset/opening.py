@@ -1,7 +1,7 @@
 """Opens the dataset of a store. `open_dataset` is the public function.
 
-`open_dataset` returns the samples of a dataset by number and by key, as a list or as torch's datasets do, for notebooks
-and other loaders. Stages read a `Dataset`, by refs.
+`open_dataset` is for notebooks and other loaders. Its result has samples by index and by key, as a list and as torch's
+datasets do. Stages read a `Dataset`, by refs.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def open_any(
     """
     faults: list[tuple[str, str]] = []
 
-    def unlistable(error: ShardError) -> None:
+    def note_unlistable(error: ShardError) -> None:
         if not skips(on_error, error):
             raise error
         log.warning("%s", error)
         faults.append(("", str(error)))
 
     if not isinstance(files, Source):
-        where = {name: how.pop(name) for name in ("format", "pinned", "cache") if name in how}
-        files = find_source(files, settings=[name for name, value in how.items() if value is not None], **where)
+        chosen = {name: how.pop(name) for name in ("format", "pinned", "cache") if name in how}
+        files = find_source(files, settings=[name for name, value in how.items() if value is not None], **chosen)
     if "unpacked_bytes" in files.format.settings:
         how["unpacked_bytes"] = unpacked_bytes
-    store = open_store(files, tolerant=on_error != "raise", unlistable=unlistable, **how)
+    store = open_store(files, tolerant=on_error != "raise", unlistable=note_unlistable, **how)
     for setting in [] if store.root is None else unused_settings(store.root):
         log.warning("%s: only Energon applies `%s` of %s/dataset.yaml", store.address, setting, META)
     missing = "" if store.root is None else unfinished(store.root).replace(str(store.root), store.address, 1)
@@ -92,9 +92,9 @@ def open_dataset(
 
     Use it to inspect data, or with torch's own `DataLoader`.
 
-    A slice is such a sequence too, and reads nothing. It can be pickled, and another process opens the shards again.
-    The first look-up of a key builds an index of keys, which reads the header of every sample once, or the column of
-    the keys. If several samples have one key, the first is returned.
+    A slice is such a sequence too, and reads nothing. The result can be pickled. Another process then opens the shards
+    again. The first look-up of a key builds an index of keys, for which the header of every sample or the column of
+    keys is read once. If several samples have one key, the first one is returned.
 
     Args:
         shards: As for the reader of such files: `sp.TarShardReader`, `custom.ParquetReader`, `custom.ArrowReader`,
@@ -114,7 +114,7 @@ def open_dataset(
         format: The name of the files' format, such as "folder" or "jsonl". None: it is recognized.
 
     Returns:
-        A sequence of samples, with IndexError for a missing number and KeyError for a missing key.
+        A sequence of samples. It raises IndexError for a missing index and KeyError for a missing key.
 
     Raises:
         ValueError: Files of this format do not have a setting.
@@ -148,7 +148,7 @@ def open_dataset(
 
 
 class _ReopenableDataset:
-    """The dataset in this process. A forked or unpickled copy opens it again.
+    """Dataset that a forked or unpickled copy opens again.
 
     It has the shards that the first process found, even if others were added after them.
     """
@@ -166,14 +166,14 @@ class _ReopenableDataset:
         self._manifest, self._known = self._dataset.digest(), len(self._dataset.entries)
         self._keys: KeyIndex | None = None
         self._process = os.getpid()
-        self._inherited: Dataset | None = None  # stays referenced, because the process that opened it will close it
+        self._inherited: Dataset | None = None  # referenced, because the process that opened it closes it
 
     def pinned(self, pinned: PinnedShards) -> _ReopenableDataset:
         """Return the same samples of the pinned shards."""
         commits = {name: pinned.setdefault(name, commit) for name, commit in self._commits.items()}
         if commits != self._commits:  # a resumed run started with other commits
             return _ReopenableDataset(self._arguments, commits=commits).pinned(pinned)
-        dataset = pin(self.dataset, f"opened {self._arguments[:2]!r}", pinned)  # independent of the cache
+        dataset = pin(self.dataset, f"opened {self._arguments[:2]!r}", pinned)  # the name does not depend on the cache
         if dataset is self._dataset:
             return self
         return _ReopenableDataset(self._arguments, dataset.digest(), len(dataset.entries), commits)
@@ -248,13 +248,16 @@ class Samples(Sequence[Any]):
 
     def __getitems__(self, which: Sequence[Any]) -> list[Any]:
         """Return several samples at once, as torch's `DataLoader` requests them."""
-        found = [self._number(each) for each in which]
-        refs = np.array([(number, 0) for number in found], REF)
+        numbers = [self._number(each) for each in which]
+        refs = np.array([(number, 0) for number in numbers], REF)  # epoch 0
         samples = self.dataset.open_samples(refs)
         return samples if self._transform is None else [self._transform(sample) for sample in samples]
 
     def _number(self, which: Any) -> int:
-        """Return the number of a sample in the dataset. Raises IndexError, KeyError, or TypeError for another type."""
+        """Return the index in the dataset of a sample, by index in this sequence or key.
+
+        Raises IndexError, KeyError, or TypeError for another type.
+        """
         if isinstance(which, str):
             number = int(self.keys.find([which])[0])
             if number not in self._numbers:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 # A ref in a buffer or a state has 12 bytes, so that a large buffer stays small.
 REF = np.dtype([("index", "<u8"), ("epoch", "<u4")])
 RefArray: TypeAlias = NDArray[np.void]
-# The upper 15 bits of an index are the tag of its source in a `Blend`. So it fits a signed integer.
+# Bits 48 to 62 of an index are the tag of its source in a `Blend`. Bit 63 is 0, so an index fits a signed integer.
 TAG_SHIFT = 48
 TAGS = 1 << 15
 
@@ -42,7 +42,7 @@ def tag_of(index: int) -> int:
 
 
 def source_counter(index: int, event: str) -> str:
-    """Return the name of a stage's counter of an event, by the source of this index."""
+    """Return the name of the counter of an event for the source of this index."""
     return f"source/{tag_of(index)}/{event}"
 
 

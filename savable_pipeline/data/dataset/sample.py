@@ -173,13 +173,11 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return field_value(self, self.origin.field_map, name)
 
     def array(self, extension: str) -> NDArray[Any]:
-        """Return a part as a writable array, that of an `npy` or uint8 (bytes,).
+        """Return a part as a writable array: that of an `npy`, or raw uint8 (bytes,).
 
-        Bytes are for raw data that needs no decoding.
-
-        Numbers have their own type: tokens of a `TokenReader` are (tokens,), a column of numbers is (), of lists of
-        numbers (any, …). In a worker, the part is read directly into the memory of the batch: `sp.stack` of such arrays
-        as tensors (`torch.from_numpy`) need not copy them, if their size in bytes is a multiple of 64.
+        Numbers have their own type: tokens of a `TokenReader` are (tokens,), a number of a column is (), and a list of
+        numbers is (any, …). In a worker, the part is read directly into the memory of the batch. `sp.stack` of such
+        arrays as tensors (`torch.from_numpy`) then copies nothing if their size in bytes is a multiple of 64.
 
         Args:
             extension: The name of the part.
@@ -222,7 +220,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
         Args:
             extension: The name of the part.
-            limit: The most bytes to return.
+            limit: The largest number of bytes to return.
         """
         return self.origin.head(self._shard, self._row, extension, limit)
 
@@ -312,14 +310,12 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             MediaError: The part is damaged, or not a video.
             ImportError: PyAV, of the extra `media`, is not installed.
         """
-        from savable_pipeline.data.media.video import Video
+        from savable_pipeline.data.media.video import ImageFrames, Video, is_archive
 
         name = part or self._first_of(VIDEO_PARTS)
-        if part_type(name) not in VIDEO_PARTS and not isinstance(file := self.open(name), RangeFile):
-            from savable_pipeline.data.media.video import ImageFrames, is_archive
-
-            if is_archive(file):
-                return ImageFrames(file, self._name_of(name))
+        is_video = part_type(name) in VIDEO_PARTS
+        if not is_video and not isinstance(file := self.open(name), RangeFile) and is_archive(file):
+            return ImageFrames(file, self._name_of(name))
         return self._open_media(Video, name)
 
     def audio(self, part: str | None = None) -> Audio:
@@ -337,9 +333,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return self._open_media(Audio, part or self._first_of((*AUDIO_PARTS, *VIDEO_PARTS)))
 
     def media(self, part: str | None = None) -> MediaInfo:
-        """Return length and size of a media part from its headers.
+        """Return facts about a media part from its headers, without decoding.
 
-        Nothing is decoded. The size is that of the rotated image.
+        Width and height are those of the rotated image.
 
         If a table of `savable index --media` or Energon has the part, its headers are not read either.
 
@@ -381,7 +377,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def read_from(self, origin: SampleSource) -> Sample:
         """Return the same sample with another source of its parts.
 
-        Stages that add parts use it.
+        It is for stages that add parts.
 
         Args:
             origin: Where the parts are read from.
@@ -411,9 +407,9 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         return f"Sample({self.key!r}, {list(self)}, shard={self.shard!r}, epoch={self.epoch}, index={index})"
 
     def __reduce__(self) -> Any:
-        data, names, parts = self.origin, {tag_of(self.index): self.source}, dict(self.items())
-        facts = self.key, self.shard, self.offset, parts, data.field_map, data.unit, names, data.unpacked_bytes
-        return Sample, (DetachedSample(data.source, *facts), 0, 0, self.index, self.epoch)
+        origin, names, parts = self.origin, {tag_of(self.index): self.source}, dict(self.items())
+        facts = self.key, self.shard, self.offset, parts, origin.field_map, origin.unit, names, origin.unpacked_bytes
+        return Sample, (DetachedSample(origin.source, *facts), 0, 0, self.index, self.epoch)
 
 
 Mapping.register(Sample)
@@ -422,10 +418,10 @@ Mapping.register(Sample)
 class JoinedParts(msgspec.Struct, eq=False):
     """Parts of one sample and of joined samples.
 
-    `others` has the joined samples by name. None means that no sample has this key.
+    `others` has the joined samples by name of their dataset. None means that no sample has this key.
 
-    `fault` is the error of reading the key, which is raised when a joined part is requested. `skips` says whether
-    samples that lack a joined sample are skipped.
+    `fault` is the error of reading the key of the own sample. It is raised when a joined part is requested. `skips`
+    says whether samples that lack a joined sample are skipped.
     """
 
     own: SampleSource

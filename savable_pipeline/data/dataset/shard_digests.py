@@ -33,11 +33,11 @@ from savable_pipeline.errors import ShardError
 log = logging.getLogger(__name__)
 
 GROUP = 1024
-_HASH = 16  # in bytes
+_HASH = 16  # bytes of a hash
 _SHOWN = 5  # shards that a message lists before it only counts them
 
 _Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[^\0]*\Z")]
-Summary: TypeAlias = "list[list[Any]] | dict[str, Any]"  # plain, as a state returns it
+Summary: TypeAlias = "list[list[Any]] | dict[str, Any]"  # plain values, as they are in a state
 
 
 class _Groups(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ def summary(shards: ShardList) -> Summary:
 
 
 def summary_type(saved: Any) -> Any:
-    """Return the type that `msgspec.convert` must find in a summary."""
+    """Return the type to validate a summary of a state with `msgspec.convert`."""
     return _Groups if isinstance(saved, dict) else list[tuple[_Name, SavedCount, int]]
 
 
@@ -91,8 +91,8 @@ def difference(saved: Summary, shards: ShardList) -> str:
     if not new:
         return f"removed: all {old:,}"
     before, now = msgspec.convert(saved, _Groups).groups, _groups(shards).groups
-    same = next((at for at in range(0, len(before), _HASH) if before[at : at + _HASH] != now[at : at + _HASH]), 0)
-    first = same // _HASH * GROUP
+    differs = next((at for at in range(0, len(before), _HASH) if before[at : at + _HASH] != now[at : at + _HASH]), 0)
+    first = differs // _HASH * GROUP
     if first >= new:
         return f"removed: {old - new:,} after {shards.names[new - 1]}, up to {saved['last']}"
     last = min(first + GROUP, new) - 1
@@ -127,10 +127,13 @@ def pin(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
 
 
 def _with_pinned_media(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
-    """Return the dataset with the media facts from the start of the run. Raises `ShardError` if they are gone."""
+    """Return the dataset with the media facts of the start of the run.
+
+    Raises `ShardError` if they are gone.
+    """
     known = dataset.known_media.settings()
     before = msgspec.msgpack.decode(pinned.setdefault(f"{name} media", msgspec.msgpack.encode(known)))
-    if known and not before:  # a table was built since, and this run continues without it
+    if known and not before:  # a table was built after the start, and this run continues without it
         dataset.known_media = dataset.known_media.without_table()
     elif known != before:
         raise ShardError(
@@ -156,10 +159,10 @@ def _groups(shards: ShardList) -> _Groups:
 
 def _hash(shards: ShardList, first: int, end: int) -> bytes:
     """Return a hash of the names, samples and digests of some shards in order."""
-    found = xxh3_128(shards.names.between(first, end))
-    found.update(np.ascontiguousarray(shards.samples[first:end], dtype="<i8").data)
-    found.update(np.ascontiguousarray(shards.digests[first:end], dtype="<u8").data)
-    return found.digest()
+    hashed = xxh3_128(shards.names.between(first, end))
+    hashed.update(np.ascontiguousarray(shards.samples[first:end], dtype="<i8").data)
+    hashed.update(np.ascontiguousarray(shards.digests[first:end], dtype="<u8").data)
+    return hashed.digest()
 
 
 def _describe_by_name(saved: Sequence[Sequence[Any]], shards: ShardList) -> str:

@@ -21,7 +21,7 @@ from savable_pipeline.data.media.container import Audio
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.errors import MediaError
 
-_ROUNDED = 1e-6  # strides: rounding error at which the last clip still fits
+_STRIDE_ERROR = 1e-6  # fraction of a stride by which rounding may hide the last clip
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Clip:
     """Range of a video, of audio, or of both.
 
     Attributes:
-        start_s: Its start, in seconds from the start of the video, or of the audio alone.
+        start_s: Where the clip starts, in seconds from the start of the video, or of the audio if there is no video.
         times_s: The time of each frame, float64 (frames,), in seconds; None without a video.
-        frames: The frame on display at each of these times, uint8 (frames, 3, height, width); None without a video.
+        frames: The frame on display at each of `times_s`, uint8 (frames, 3, height, width); None without a video.
         audio: The audio from `start_s`, float32 (channels, samples); None without audio.
     """
 
@@ -53,7 +53,7 @@ class Clips:
         length_s: The length of a clip, in seconds.
         fps: Frames per second of a clip. Required for video.
         count: Clips of each sample. The possible starts are divided into as many equal ranges, and a clip starts at
-            random in each, by the random numbers of that part alone. Clips of a short medium overlap. None (default):
+            random in each, by random numbers of its own. Clips of a short medium overlap. None (default):
             1.
         stride_s: Start clips at 0, `stride_s`, 2 · `stride_s`, …, as long as they fit. None (default): at random.
         align: "exact" (default): clips start where they were drawn. "keyframe": at the last keyframe at or before that
@@ -159,7 +159,7 @@ def _is_size(size: object) -> bool:
 class ClipIterator:
     """Iterator over the clips of a sample.
 
-    The stage sets the random numbers of each before it is taken.
+    Before it takes a clip, the stage sets `rng` to the random numbers of that clip.
     """
 
     def __init__(self, media: _Media, rng: Rng, make: Callable[[Clip], Any] | None) -> None:
@@ -172,24 +172,24 @@ class ClipIterator:
     def __next__(self) -> Any:
         if not self._remaining:
             raise StopIteration
-        part = self._count - self._remaining
+        index = self._count - self._remaining
         self._remaining -= 1
-        clip = self._media.clip(self._media.start(part, self._rng))
+        clip = self._media.clip(self._media.start(index, self._rng))
         return clip if self._make is None else self._make(clip)
 
     def pass_over(self, parts: int) -> int:
         """Skip at most `parts` clips without decoding; return the number skipped."""
-        passed = min(parts, self._remaining)
-        self._remaining -= passed
-        return passed
+        skipped = min(parts, self._remaining)
+        self._remaining -= skipped
+        return skipped
 
 
 class _Media:
     """Video, audio or both, from which clips are taken."""
 
     def __init__(self, clips: Clips, video: Video | None, audio: Audio | None, rate: int | None) -> None:
-        whole = audio if video is None else video
-        if whole is None:
+        medium = audio if video is None else video  # the one whose duration counts
+        if medium is None:
             raise ValueError("Clips: neither video nor audio. Pass one or both")
         if video is not None and clips.fps is None:
             raise ValueError("Clips: clips of a video need fps=, the frames to take per second")
@@ -198,10 +198,10 @@ class _Media:
         self._samples = round(clips.length_s * self._rate)
         if audio is not None and self._samples < 1:
             raise ValueError(f"Clips: {clips.length_s} s at {self._rate} Hz is less than one sample")
-        self._duration = whole.duration_s
+        self._duration = medium.duration_s
         if not 0 < self._duration < math.inf:
-            raise MediaError(f"{whole.name}: no clip fits in its {self._duration} s")
-        self._room = max(0.0, self._duration - clips.length_s)  # the latest start of a clip
+            raise MediaError(f"{medium.name}: no clip fits in its {self._duration} s")
+        self._latest_start = max(0.0, self._duration - clips.length_s)
 
     @property
     def count(self) -> int:
@@ -209,25 +209,27 @@ class _Media:
         clips = self._clips
         if self._duration < clips.length_s:
             return 1
-        return (clips.count or 1) if clips.stride_s is None else int(self._room / clips.stride_s + _ROUNDED) + 1
+        if clips.stride_s is None:
+            return clips.count or 1
+        return int(self._latest_start / clips.stride_s + _STRIDE_ERROR) + 1
 
-    def start(self, part: int, rng: Rng) -> float:
-        """Return the start of a clip, in seconds."""
+    def start(self, index: int, rng: Rng) -> float:
+        """Return where the clip of this index starts, in seconds."""
         stride_s = self._clips.stride_s
-        drawn = (part + rng.random()) / self.count * self._room if stride_s is None else part * stride_s
+        start_s = (index + rng.random()) / self.count * self._latest_start if stride_s is None else index * stride_s
         if self._video is None:
-            return drawn
-        self._video.restart_at(drawn)
-        return self._video.keyframe_at(drawn) if self._clips.align == "keyframe" else drawn
+            return start_s
+        self._video.restart_at(start_s)
+        return self._video.keyframe_at(start_s) if self._clips.align == "keyframe" else start_s
 
-    def clip(self, start: float) -> Clip:
-        """Decode the clip with this start."""
+    def clip(self, start_s: float) -> Clip:
+        """Decode the clip that starts at this time, in seconds."""
         times = frames = audio = None
         if self._video is not None:
             assert self._clips.fps is not None
             count = round(self._clips.length_s * self._clips.fps)
-            times = np.minimum(start + np.arange(count) / self._clips.fps, self._duration)
+            times = np.minimum(start_s + np.arange(count) / self._clips.fps, self._duration)
             frames = self._video.frames(times.tolist(), size=self._clips.size)
         if self._audio is not None:
-            audio = self._audio.samples(start, start + self._samples / self._rate, rate=self._rate)
-        return Clip(start, times, frames, audio)
+            audio = self._audio.samples(start_s, start_s + self._samples / self._rate, rate=self._rate)
+        return Clip(start_s, times, frames, audio)

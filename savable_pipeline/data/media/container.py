@@ -1,7 +1,7 @@
 """`MediaStream`: one stream of a media file, decoded from any time.
 
-It is the base class of `Video` and `Audio`. Time 0 is the start of the container, so audio and video of one file agree,
-or `begin_s` of a range of a file. What FFmpeg does not report of a file is read from its bytes:
+It is the base class of `Video` and `Audio`. Time 0 is the start of the container, so audio and video of one file agree.
+In a range of a file, time 0 is its `begin_s`. Facts that FFmpeg does not report are read from the bytes of the file:
 
     MP4     moov ─ trak ─ tkhd   track number u32 │ … │ matrix i32 (3, 3): a, b, u, c, d, v, x, y, w
     MP3     ID3 tags │ first frame: header 4 bytes │ 9 to 34 bytes │ "Xing" or "Info" │ flags u32 │ if 1: frames u32
@@ -37,32 +37,33 @@ from savable_pipeline.errors import MediaError
 _MOST_BOXES = 10_000  # most boxes to read, because a damaged file may have endlessly many
 _XING = re.compile(rb"\xff[\xe2-\xff].{2,36}?(?:Xing|Info)...(.)(.{4})", re.DOTALL)
 _VBRI = re.compile(rb"\xff[\xe2-\xff].{34}VBRI.{10}(.{4})", re.DOTALL)
-_HAS_FRAMES = 1
+_HAS_FRAMES = 1  # flag of a Xing tag that has the number of frames
 _HEAD_BYTES = 4096  # bytes to read after the ID3 tags
-_MOST_TAGS = 8
-_HEAD = struct.Struct("<4sBBQIIIB")
-_MAGIC, _LAST = b"OggS", 0x04  # the start of a page; the flag of a stream's last page
-_REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
-_CRC_AT = 22
-_NOT_READ = {b"NIST_1A": "NIST SPHERE", b"DSD ": "DSF"}
+_MOST_TAGS = 8  # most ID3 tags that are skipped
+_OGG_HEADER = struct.Struct("<4sBBQIIIB")
+_OGG_MAGIC = b"OggS"  # the start of a page
+_OGG_LAST = 0x04  # the flag of a stream's last page
+_BITS_REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
+_OGG_CRC_OFFSET = 22
+_UNSUPPORTED_FILES = {b"NIST_1A": "NIST SPHERE", b"DSD ": "DSF"}
 _UNSUPPORTED = "is not supported. Convert it, for example by `ffmpeg -i FILE FILE.flac`"
 # Only containers with their media inside. A playlist could name other files, which must not be read.
 _CONTAINERS = (
     "mov,mp4,matroska,webm,ogg,flac,wav,w64,mp3,aac,ac3,eac3,aiff,au,caf,avi,flv,mpegts,mpeg,mpegvideo,asf,wv,amr,h264,"
     "hevc,ivf,gif,dts,ape,tta"
 )
-_GUESSED = ("aac", "ac3", "eac3", "amr", "dts", "mpeg", "mpegvideo")  # containers without a length in the header
+_WITHOUT_LENGTH = ("aac", "ac3", "eac3", "amr", "dts", "mpeg", "mpegvideo")  # containers without a length in the header
 # In these, a seek estimates a position from bytes, so the times after it differ from those of a full decode.
-_UNSOUGHT = ("mp3", *_GUESSED)
+_INEXACT_SEEK = ("mp3", *_WITHOUT_LENGTH)
 _MATROSKA = "matroska,webm"
 _MP3_PADDING = 8192  # samples before and after the audio, which are skipped
 _READ_BYTES = 1 << 16  # bytes of one read by PyAV
 LATE = Fraction(1, 2000)  # seconds by which a range of a file may be late, because tables round times
-_FLOAT = Fraction(1, 10**9)  # seconds by which a float may be early, and for float32 a fraction of the time
-_FLOAT_SHARE = Fraction(1, 1 << 24)
-_COUNTS = Fraction(2, 3)  # least length of a tick, in frames, if ticks count frames
-_CUT_S = Fraction(1, 4)  # seconds by which a stream may end before the time in its header
-_EARLIER = (0, 1, 4, 16, 64, 256)  # seconds to seek before a time, until the first decoded frame is early enough
+_FLOAT_ERROR_S = Fraction(1, 10**9)  # seconds by which a float may be early
+_FLOAT32_ERROR = Fraction(1, 1 << 24)  # fraction of a time by which a float32 may be early
+_LEAST_TICK = Fraction(2, 3)  # least length of a tick, in frames, if ticks count frames
+_EARLY_END_S = Fraction(1, 4)  # seconds by which a stream may end before the time in its header
+_SEEK_EARLIER_S = (0, 1, 4, 16, 64, 256)  # seconds to seek before a time, until the first decoded frame is early enough
 
 
 def is_turned(file: BinaryIO, track: int) -> bool:
@@ -75,14 +76,14 @@ def is_turned(file: BinaryIO, track: int) -> bool:
         for trak in _boxes(file, b"trak", *moov):
             for begin, stop in _boxes(file, b"tkhd", *trak):
                 file.seek(begin)
-                found = _matrix(file.read(min(stop - begin, 92)))
-                if found is not None and found[0] == track:
-                    return abs(found[2]) > abs(found[1])
+                found, a, b = _track_matrix(file.read(min(stop - begin, 92))) or (None, 0, 0)
+                if found == track:
+                    return abs(b) > abs(a)
     return False
 
 
-def _matrix(tkhd: bytes) -> tuple[int, int, int] | None:
-    """Return the track number, and a and b of the matrix."""
+def _track_matrix(tkhd: bytes) -> tuple[int, int, int] | None:
+    """Return the track number in a `tkhd` box and a and b of its matrix, or None."""
     wide = tkhd[:1] == b"\1"
     if len(tkhd) < (88 if wide else 76):
         return None
@@ -92,7 +93,7 @@ def _matrix(tkhd: bytes) -> tuple[int, int, int] | None:
 
 
 def _boxes(file: BinaryIO, kind: bytes, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the first byte and the end of the contents of each box of a kind."""
+    """Yield the first byte of the contents of each box of a kind, and their end."""
     for _ in range(_MOST_BOXES):
         if begin + 8 > end:
             return
@@ -100,21 +101,21 @@ def _boxes(file: BinaryIO, kind: bytes, begin: int, end: int) -> Iterator[tuple[
         header = file.read(16)
         if len(header) < 8:
             return
-        size, head = int.from_bytes(header[:4], "big"), 8
+        size, header_bytes = int.from_bytes(header[:4], "big"), 8
         if size == 1:
-            size, head = int.from_bytes(header[8:16], "big"), 16
+            size, header_bytes = int.from_bytes(header[8:16], "big"), 16
         stop = end if size == 0 else begin + size
-        if stop < begin + head or stop > end:
+        if stop < begin + header_bytes or stop > end:
             return
         if header[4:8] == kind:
-            yield begin + head, stop
+            yield begin + header_bytes, stop
         begin = stop
 
 
 def mp3_frame_count(file: BinaryIO) -> int | None:
     """Return the number of frames of an MP3 by its header, or None.
 
-    Each has 1,152 samples, or 576 below 32 kHz. Raises errors of reading.
+    Each frame has 1,152 samples, or 576 below 32 kHz. Raises errors of reading the file.
     """
     head = _after_id3(file)
     if (found := _XING.search(head)) is not None and found[1][0] & _HAS_FRAMES:
@@ -123,30 +124,32 @@ def mp3_frame_count(file: BinaryIO) -> int | None:
 
 
 def _after_id3(file: BinaryIO) -> bytes:
-    begin = 0
+    """Return the first bytes after the ID3 tags of a file."""
+    offset = 0
     for _ in range(_MOST_TAGS):
-        file.seek(begin)
-        head = file.read(_HEAD_BYTES)
-        if head[:3] != b"ID3" or len(head) < 10:
-            return head
-        size = head[6] << 21 | head[7] << 14 | head[8] << 7 | head[9]
-        begin += 10 + size + (10 if head[5] & 16 else 0)  # a footer
+        file.seek(offset)
+        start = file.read(_HEAD_BYTES)
+        if start[:3] != b"ID3" or len(start) < 10:
+            return start
+        # the size has 7 bits in each of 4 bytes
+        size = start[6] << 21 | start[7] << 14 | start[8] << 7 | start[9]
+        offset += 10 + size + (10 if start[5] & 16 else 0)  # with a footer
     return b""
 
 
 def ogg_fault(file: BinaryIO) -> str:
-    """Return what is wrong with the pages of an Ogg file, or "". Reads all of it."""
+    """Return what is wrong with the pages of an Ogg file, or "". It reads all of it."""
     with restoring_position(file):
         file.seek(0)
         offset, flags = 0, 0
-        while head := file.read(_HEAD.size):
-            if len(head) < _HEAD.size or not head.startswith(_MAGIC):
-                is_end = flags & _LAST and _MAGIC not in head + file.read()  # tags after all pages
-                return "" if is_end else f"no page of Ogg at byte {offset}"
-            _, _, flags, _, _, _, crc, count = _HEAD.unpack(head)
+        while head := file.read(_OGG_HEADER.size):
+            if len(head) < _OGG_HEADER.size or not head.startswith(_OGG_MAGIC):
+                has_ended = flags & _OGG_LAST and _OGG_MAGIC not in head + file.read()  # tags after all pages
+                return "" if has_ended else f"no page of Ogg at byte {offset}"
+            _, _, flags, _, _, _, crc, count = _OGG_HEADER.unpack(head)
             sizes = file.read(count)
             content = file.read(sum(sizes))
-            page = head[:_CRC_AT] + bytes(4) + head[_CRC_AT + 4 :] + sizes + content
+            page = head[:_OGG_CRC_OFFSET] + bytes(4) + head[_OGG_CRC_OFFSET + 4 :] + sizes + content
             if len(content) < sum(sizes) or _crc(page) != crc:
                 return f"the page of Ogg at byte {offset} has another checksum than its own"
             offset += len(page)
@@ -158,7 +161,7 @@ def _crc(page: bytes) -> int:
 
     zlib takes the lowest bit first.
     """
-    found = zlib.crc32(page.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
+    found = zlib.crc32(page.translate(_BITS_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
     return int(f"{found:032b}"[::-1], 2)
 
 
@@ -172,16 +175,16 @@ def pyav() -> Any:
 
 
 @contextlib.contextmanager
-def media_errors(name: str, doing: str) -> Iterator[None]:
-    """Turn PyAV's errors into `MediaError`. Errors of reading the file pass."""
+def media_errors(name: str, failure: str) -> Iterator[None]:
+    """Turn PyAV's errors into `MediaError`, but not errors of reading the file."""
     error_type = pyav().error.FFmpegError
     try:
         yield
     except error_type as error:
         reason = error.strerror or type(error).__name__
-        raise MediaError(f"{name}: {doing}: {reason}. The bytes are damaged or of an unsupported format") from error
+        raise MediaError(f"{name}: {failure}: {reason}. The bytes are damaged or of an unsupported format") from error
     except (UnicodeDecodeError, OverflowError) as error:
-        raise MediaError(f"{name}: {doing}: {error}. The header is damaged") from error
+        raise MediaError(f"{name}: {failure}: {error}. The header is damaged") from error
 
 
 def open_container(file: BinaryIO, name: str) -> Any:
@@ -191,7 +194,7 @@ def open_container(file: BinaryIO, name: str) -> Any:
     """
     with restoring_position(file):
         head = file.read(16)
-    if kind := next((kind for magic, kind in _NOT_READ.items() if head.startswith(magic)), ""):
+    if kind := next((kind for magic, kind in _UNSUPPORTED_FILES.items() if head.startswith(magic)), ""):
         raise MediaError(f"{name}: {kind} {_UNSUPPORTED}")
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
     with media_errors(name, "cannot be opened"):
@@ -200,9 +203,9 @@ def open_container(file: BinaryIO, name: str) -> Any:
 
 @contextlib.contextmanager
 def restoring_position(file: BinaryIO) -> Iterator[None]:
-    """Restore the position of a file.
+    """Restore the position of a file at the end of the context.
 
-    An open container does not seek before each read.
+    An open container reads on from where its last read ended, so other reads must not move the position.
     """
     position = file.tell()
     try:
@@ -246,13 +249,13 @@ def header_duration(container: Any, stream: Any, file: BinaryIO, origin: Fractio
 
     The second value says whether the end is this stream's own, and not that of the longest stream.
     """
-    if _is_guessed(container, stream, file):
+    if _is_estimated(container, stream, file):
         return None, False
     skipped = _opus_skip(container, stream)
     if stream.duration is not None:
         start = stream.start_time * stream.time_base if stream.start_time is not None and not skipped else 0
-        begin = origin if stream.start_time is not None else 0
-        return Fraction(start + stream.duration * stream.time_base) - skipped - begin, True
+        clock_start = origin if stream.start_time is not None else 0
+        return Fraction(start + stream.duration * stream.time_base) - skipped - clock_start, True
     if text := re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d{1,9})?)\d*", stream.metadata.get("DURATION", "")):  # Matroska's
         return int(text[1]) * 3600 + int(text[2]) * 60 + Fraction(text[3]) - skipped, True
     if container.duration is None:
@@ -274,19 +277,19 @@ def _opus_skip(container: Any, stream: Any) -> Fraction:
 
 
 def range_fault(container: Any, stream: Any, file: BinaryIO, begin_s: float, end_s: float | None) -> str:
-    """Return why a file has no such range, as far as its headers say, or ""."""
+    """Return why the headers of a file rule out this range, or ""."""
     wanted = f"a range from {begin_s} to {'its end' if end_s is None else f'{end_s} s'}"
     if not 0 <= begin_s < (float("inf") if end_s is None else end_s):
         return wanted
-    if container.duration is None or _is_guessed(container, stream, file):
+    if container.duration is None or _is_estimated(container, stream, file):
         return ""
-    lasts = Fraction(container.duration, 1_000_000)
-    if begin_s < lasts and (end_s is None or end_s <= lasts + _CUT_S):
+    duration = Fraction(container.duration, 1_000_000)
+    if begin_s < duration and (end_s is None or end_s <= duration + _EARLY_END_S):
         return ""
-    return f"{wanted}, but the file ends at {float(lasts):.3f} s"
+    return f"{wanted}, but the file ends at {float(duration):.3f} s"
 
 
-def _is_guessed(container: Any, stream: Any, file: BinaryIO) -> bool:
+def _is_estimated(container: Any, stream: Any, file: BinaryIO) -> bool:
     """Return whether FFmpeg only estimates the length of a stream.
 
     The estimate, from the first bit rate or a few times, may be far too short.
@@ -295,7 +298,7 @@ def _is_guessed(container: Any, stream: Any, file: BinaryIO) -> bool:
     if name == _MATROSKA and origin_of(container) > 0:
         return True  # some programs count from 0, others from the first packet
     if name != "mp3" or stream.duration is None:
-        return name in (*_GUESSED, "mpegts")
+        return name in (*_WITHOUT_LENGTH, "mpegts")
     with restoring_position(file):
         frames = mp3_frame_count(file)
     rate = stream.codec_context.sample_rate
@@ -326,16 +329,17 @@ def is_reordered(container: Any, stream: Any) -> bool:
 def decoded_frames(container: Any, packet: Any, chunks: deque[int] | None) -> list[Any]:
     """Return the frames that a packet completes, with their times.
 
-    If the file has no times, they are those of its chunks, including empty ones. `chunks` has the times of chunks whose
-    frames are still to come: the nth frame shown has the nth time. None: chunks are in the order of frames.
+    In a file without times, they are the times of its chunks, including empty ones. `chunks` has the times of chunks
+    whose frames are not decoded yet, because the nth frame shown has the nth time. None: chunks are in the order of
+    frames.
     """
     if not has_no_pts(container, packet.stream):
         found: list[Any] = packet.decode()
         is_adpcm = packet.stream.codec_context.name.startswith("adpcm")  # FFmpeg reads several blocks as one packet
-        for before, frame in itertools.pairwise(found if is_adpcm else []):
-            if frame.pts is None and before.pts is not None:
-                frame.pts = before.pts + round(before.samples / (before.sample_rate * before.time_base))
-    elif chunks is None:  # FFmpeg assumes for H.264 that each is shown one chunk later
+        for previous, frame in itertools.pairwise(found if is_adpcm else []):
+            if frame.pts is None and previous.pts is not None:
+                frame.pts = previous.pts + round(previous.samples / (previous.sample_rate * previous.time_base))
+    elif chunks is None:  # FFmpeg assumes for H.264 that each frame is shown one chunk later
         packet.pts = packet.dts
         found = packet.decode()
     else:
@@ -366,7 +370,7 @@ class MediaStream:
         self._origin = origin_of(self._container) + Fraction(begin_s)
         self._end = None if end_s is None else Fraction(end_s) - Fraction(begin_s)
         self._is_range = end_s is not None or begin_s > 0
-        self._whole = end_s is None  # otherwise another range may follow in the file
+        self._to_file_end = end_s is None  # otherwise another range may follow in the file
         if fault := range_fault(self._container, self._stream, file, begin_s, end_s):
             self.close()
             raise MediaError(f"{name}: {fault}")
@@ -401,26 +405,26 @@ class MediaStream:
     @property
     def _duration(self) -> Fraction:
         if self._end is None:
-            origin = origin_of(self._container)
-            end = header_duration(self._container, self._stream, self._file, origin)[0]
-            self._end = self._packets_end() if end is None else end + origin - self._origin
+            file_origin = origin_of(self._container)
+            end, _ = header_duration(self._container, self._stream, self._file, file_origin)
+            self._end = self._packets_end() if end is None else end + file_origin - self._origin
             if self._end < 0:
                 raise MediaError(f"{self.name}: its range starts {-float(self._end):.3f} s after the end of the file")
         return self._end
 
     def _check_end(self, reached: Fraction, wanted: Fraction) -> None:
-        """Raise `MediaError` if a stream ends before its header says, up to `wanted`.
+        """Raise `MediaError` if a stream ends too early, at `reached`.
 
-        It was decoded to its end, at `reached`.
+        It ends too early if its header promises more, and `wanted` is after its end.
         """
-        due, own = header_duration(self._container, self._stream, self._file, origin_of(self._container))
-        begin, by = self._origin - origin_of(self._container), "its header (it was cut short)"
-        if due is None and self._end is not None and not self._whole:
-            due, own, by = self._end + begin, len(self._container.streams) == 1, "its range"
-        if due is not None and own and min(wanted + begin, due) > reached + begin + _CUT_S:
-            raise MediaError(
-                f"{self.name}: its {self.kind} ends at {float(reached):.3f} s, not {float(due - begin):.3f} s by {by}"
-            )
+        file_origin = origin_of(self._container)
+        end, is_own = header_duration(self._container, self._stream, self._file, file_origin)
+        begin, source = self._origin - file_origin, "its header (it was cut short)"
+        if end is None and self._end is not None and not self._to_file_end:
+            end, is_own, source = self._end + begin, len(self._container.streams) == 1, "its range"
+        if end is not None and is_own and min(wanted + begin, end) > reached + begin + _EARLY_END_S:
+            times = f"{float(reached):.3f} s, not {float(end - begin):.3f} s"
+            raise MediaError(f"{self.name}: its {self.kind} ends at {times} by {source}")
 
     def close(self) -> None:
         """Free the decoder. The file stays open."""
@@ -441,20 +445,20 @@ class MediaStream:
         self.close()
 
     def _nearest_tick(self, time_s: float) -> int:
-        """Return the tick that a time means.
+        """Return the tick of a time, and allow for a time that was rounded down.
 
         Example: on a clock of milliseconds, 12 frames at 24000/1001 Hz are 500.5 ms, which a file may round to 500 or
         501. The start of a range in a table may be a sum of rounded lengths.
         """
         tick, time = self._stream.time_base, Fraction(time_s)
         late = LATE if self._counts_frames else max(tick / 2, LATE if self._is_range else 0)
-        return self._ticks(time + late + min(_FLOAT + time * _FLOAT_SHARE, tick / 4))
+        return self._ticks(time + late + min(_FLOAT_ERROR_S + time * _FLOAT32_ERROR, tick / 4))
 
     @property
     def _counts_frames(self) -> bool:
         """Return whether ticks count frames, as in AVI. Such a clock rounds no times."""
         rate: Fraction | None = self._stream.average_rate
-        return bool(rate is not None and rate * self._stream.time_base > _COUNTS)
+        return bool(rate is not None and rate * self._stream.time_base > _LEAST_TICK)
 
     def _ticks(self, time_s: float | Fraction) -> int:
         """Return a time on the stream's own clock, rounded down."""
@@ -467,10 +471,10 @@ class MediaStream:
     def _decoded_from(self, ticks: int) -> Iterator[Any]:
         """Return the frames from the last seek point at or before `ticks`.
 
-        Without one, they start with the first frame.
+        Without such a point, they start with the first frame.
         """
         begin = self._stream.start_time
-        for earlier in _EARLIER if self._can_seek else ():
+        for earlier in _SEEK_EARLIER_S if self._can_seek else ():
             target = ticks - int(earlier / self._stream.time_base)
             if begin is None or target <= begin:
                 break
@@ -487,14 +491,14 @@ class MediaStream:
     @property
     def _can_seek(self) -> bool:
         """Return whether the frames after a seek equal those of a full decode."""
-        return self._container.format.name not in _UNSOUGHT and not is_reordered(self._container, self._stream)
+        return self._container.format.name not in _INEXACT_SEEK and not is_reordered(self._container, self._stream)
 
     def _seek_frames(self, ticks: int) -> Iterator[Any]:
         """Return the frames from a seek point at or before `ticks`, or none."""
         self._at_start = False
         try:
             self._container.seek(ticks, stream=self._stream)
-        except pyav().error.FFmpegError:  # for example after the start of the last block of an intact FLAC file
+        except pyav().error.FFmpegError:  # for example beyond the start of the last block of an intact FLAC file
             self._reopen()
             return iter(())
         return self._frames()
@@ -518,12 +522,12 @@ class MediaStream:
     def _frames(self) -> Iterator[Any]:
         """Return the frames from the current position, each with a time.
 
-        Raises `MediaError` for a damaged one.
+        Raises `MediaError` for a damaged frame.
         """
         return _frames(self._container, self._stream, self.name, self.kind)
 
     def _packet_times(self) -> list[tuple[int, int]]:
-        """Return time and duration of each packet, in ascending ticks, without decoding.
+        """Return time and duration of each packet in ticks, in ascending order, undecoded.
 
         It reads the file to its end.
         """
@@ -540,17 +544,19 @@ class MediaStream:
         return sorted(time for time in times if time[0] is not None)
 
     def _packets_end(self) -> Fraction:
+        """Return the end of the last packet, in seconds."""
         times = self._packet_times()
         if not times:
             raise MediaError(
                 f"{self.name}: its {self.kind} (raw {self.codec}) has no times. Run ffmpeg -i FILE -c copy FILE.mkv"
             )
         rate = getattr(self._stream, "average_rate", None)  # the last packet of a video may have no length
-        return self._time(times[-1][0] + times[-1][1]) + (1 / rate if rate and not times[-1][1] else 0)
+        ticks, duration = times[-1]
+        return self._time(ticks + duration) + (1 / rate if rate and not duration else 0)
 
 
 def _frames(container: Any, stream: Any, name: str, kind: str) -> Iterator[Any]:
-    """Yield frames. This is no method, so that the generator does not keep the stream, and its decoder, alive."""
+    """Yield frames. A method would keep the `MediaStream` and its decoder alive."""
     chunks: deque[int] | None = deque() if is_reordered(container, stream) else None
     decoded = (frame for packet in container.demux(stream) for frame in decoded_frames(container, packet, chunks))
     while True:
@@ -565,7 +571,7 @@ def _frames(container: Any, stream: Any, name: str, kind: str) -> Iterator[Any]:
         yield frame
 
 
-_BEFORE_S = Fraction(1, 4)  # decoded before the start, because a decoder's first frames depend on earlier ones
+_BEFORE_S = Fraction(1, 4)  # seconds decoded before the start, because a decoder's first frames depend on earlier ones
 _AROUND = 64  # periods of the common clock of two rates to resample around the range, because the filter uses them
 _GAP_S = Fraction(1, 500)  # most by which a container's clock rounds a frame's time
 _MOST_SAMPLES = 1 << 30
@@ -606,7 +612,7 @@ class Audio(MediaStream):
         self.rate: int = self._stream.codec_context.sample_rate
         self.channels: int = self._stream.codec_context.channels
         self._packer: Any = None
-        self._ended: int | None = None  # the sample at which the audio ended, if the last range reached it
+        self._end_sample: int | None = None  # where the audio ends, if the last range reached its end
         if not 0 < self.rate <= _MOST_HZ or self.channels <= 0:
             self.close()
             raise MediaError(f"{name}: unsupported audio: {self.channels} channels at {self.rate} Hz")
@@ -637,17 +643,17 @@ class Audio(MediaStream):
             raise ValueError(f"{self.name}: invalid range from {start_s} to {stop_s} s")
         if rate is not None and rate <= 0:
             raise ValueError(f"rate must be above 0 Hz, not {rate}")
-        wanted = rate or self.rate
-        count = round((stop - Fraction(start_s)) * wanted)
+        new_rate = rate or self.rate
+        count = round((stop - Fraction(start_s)) * new_rate)
         if count * self.channels > _MOST_SAMPLES:
             raise ValueError(f"{self.name}: {count} samples at once. Read shorter ranges")
         first = round(Fraction(start_s) * self.rate)
-        more = ceil(_GAP_S * wanted) if stop_s is None and self._whole else 0
-        decode = self._native if wanted == self.rate else partial(self._resampled, rate=wanted)
-        found = decode(first, count + more)
-        if more:  # read to the last decoded sample, unless the audio continues after the end in the header
-            end = round((Fraction(self._ended or 0, self.rate) - Fraction(start_s)) * wanted)
-            found = found[:, : count if self._ended is None or end > count + more else max(end, 0)]
+        extra = ceil(_GAP_S * new_rate) if stop_s is None and self._to_file_end else 0
+        decode = self._native if new_rate == self.rate else partial(self._resampled, rate=new_rate)
+        found = decode(first, count + extra)
+        if extra:  # read to the last decoded sample, unless the audio continues after the end in the header
+            end = round((Fraction(self._end_sample or 0, self.rate) - Fraction(start_s)) * new_rate)
+            found = found[:, : count if self._end_sample is None or end > count + extra else max(end, 0)]
         return found.mean(0, keepdims=True) if mono and len(found) > 1 else found
 
     def _resampled(self, first: int, count: int, rate: int) -> NDArray[np.float32]:
@@ -663,19 +669,19 @@ class Audio(MediaStream):
         return found
 
     def _native(self, first: int, count: int) -> NDArray[np.float32]:
-        """Return the samples from number `first`, which may be negative.
+        """Return `count` of the stream's own samples from number `first`.
 
-        float32 (channels, count).
+        `first` may be negative. The result is float32 (channels, count).
         """
         found = np.zeros((self.channels, count), np.float32)
-        end = first + count if self._whole else round(self._duration * self.rate)
+        end = first + count if self._to_file_end else round(self._duration * self.rate)
         expected: int | None = None
-        self._ended = None
+        self._end_sample = None
         for frame in self._frames_before(Fraction(first, self.rate)) if count else ():
             position = round(self._time(frame.pts) * self.rate)
             if expected is not None and abs(position - expected) <= _GAP_S * self.rate:
                 position = expected  # frames are adjacent, even if a coarse clock differs
-            elif expected is not None and self._is_counted:  # a damaged frame was skipped
+            elif expected is not None and self._counts_samples:  # a damaged frame was skipped
                 raise MediaError(f"{self.name}: damaged audio at {expected / self.rate:.3f} s")
             if position >= first + count:
                 break
@@ -685,7 +691,7 @@ class Audio(MediaStream):
             if low < high:
                 found[:, low - first : high - first] = block[:, low - position : high - position]
         else:
-            self._ended = expected
+            self._end_sample = expected
             if count and self._is_ogg and Fraction(first, self.rate) <= _OGG_S and (fault := ogg_fault(self._file)):
                 raise MediaError(f"{self.name}: damaged audio: {fault}")
             if count:
@@ -693,8 +699,8 @@ class Audio(MediaStream):
         return found
 
     @property
-    def _is_counted(self) -> bool:
-        """Return whether times count samples without gaps, and damaged frames are skipped."""
+    def _counts_samples(self) -> bool:
+        """Return whether times count samples without gaps, so a gap shows a damaged frame."""
         return self.codec == "flac" and self._container.format.name in ("flac", "ogg")
 
     @property
@@ -702,7 +708,7 @@ class Audio(MediaStream):
         return bool(self._container.format.name == "ogg")
 
     def _frames_before(self, time: Fraction) -> Any:
-        """Return the frames from some time before `time`."""
+        """Return frames from a seek point before `time`, in seconds, or from the start."""
         if time <= (_OGG_S if self._is_ogg else 0):
             return self._frames_from_start()
         # Reopen, because results could depend on earlier ranges: a demuxer learns seek points, and AAC decoders draw
@@ -728,7 +734,7 @@ class Audio(MediaStream):
         return data.astype(np.float32, copy=False)
 
     def _packed(self, frame: Any) -> Any:
-        """Return the same samples with those of all channels interleaved."""
+        """Return the frame with the samples of all channels interleaved."""
         with media_errors(self.name, f"its {self.channels} channels cannot be read"):
             if self._packer is None:
                 self._packer = pyav().AudioResampler(frame.format.packed.name, frame.layout, self.rate)
@@ -742,11 +748,11 @@ def resample(samples: NDArray[np.float32], rate: int, new_rate: int, name: str) 
     The result has about the same duration.
     """
     groups = [samples[first : first + _MOST_PLANES] for first in range(0, len(samples), _MOST_PLANES)]
-    return np.concatenate([_resampled(group, rate, new_rate, name) for group in groups])
+    return np.concatenate([_resample_group(group, rate, new_rate, name) for group in groups])
 
 
-def _resampled(samples: NDArray[np.float32], rate: int, new_rate: int, name: str) -> NDArray[np.float32]:
-    """Resample few channels."""
+def _resample_group(samples: NDArray[np.float32], rate: int, new_rate: int, name: str) -> NDArray[np.float32]:
+    """Resample at most `_MOST_PLANES` channels."""
     av = pyav()
     layout = f"{len(samples)}c"
     with media_errors(name, f"cannot be resampled from {rate} to {new_rate} Hz"):

@@ -28,7 +28,8 @@ from savable_pipeline.data.shards.orientation import upright_size
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, open_image, part_type
 from savable_pipeline.errors import MediaError
 
-_SHORT_S, _SHORT_SHARE = Fraction(1, 4), Fraction(1, 100)  # may lack at the end, because codecs pad what they encode
+_SHORT_S = Fraction(1, 4)  # seconds that a stream may lack at its end, because codecs pad what they encode
+_SHORT_FRACTION = Fraction(1, 100)  # the same for long streams, as a fraction of the duration
 _CLIP_S = 10  # a video with a single keyframe that is at most this long decodes fast enough from its start
 
 
@@ -60,7 +61,7 @@ class MediaInfo(msgspec.Struct, frozen=True):
 
 
 def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
-    """Read the headers of a file: an image, or audio or video, by the name of `part`.
+    """Read the headers of an image, video or audio. The name of `part` says which.
 
     For a range of a file, the duration is the range's, and the number of frames is unknown.
 
@@ -77,17 +78,14 @@ def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
         begin_s, end_s = seconds_of(file)
         if fault := range_fault(container, video or audio, file, begin_s, end_s):
             raise MediaError(f"{name}: {fault}")
-        ranged = end_s is not None or begin_s > 0
+        is_range = end_s is not None or begin_s > 0
         if duration is not None or end_s is not None:
             duration = (duration if end_s is None else Fraction(end_s)) - Fraction(begin_s)  # type: ignore[operator]
         info: dict[str, Any] = {"duration_s": None if duration is None else float(duration)}
         if video is not None:
             rate, (width, height) = frame_rate(video), display_size(container, video, file)
-            info |= {
-                "fps": float(rate) if rate else None,
-                "frames": None if ranged else displayed_frames(container, video),
-            }
-            info |= {"width": width or None, "height": height or None}
+            info |= {"fps": float(rate) if rate else None, "width": width or None, "height": height or None}
+            info["frames"] = None if is_range else displayed_frames(container, video)
         if audio is not None and audio.codec_context is not None:
             info |= {"rate": audio.codec_context.sample_rate or None, "channels": audio.codec_context.channels or None}
     return MediaInfo(**info)
@@ -108,7 +106,7 @@ def _image_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
 
 @dataclass(slots=True)
 class _Stream:
-    """Facts about the decoded part of a stream; times are in seconds from the container's start."""
+    """Progress in decoding a stream. Times are in seconds from the container's start."""
 
     packets: int = 0
     keyframes: int = 0
@@ -127,15 +125,15 @@ def media_fault(file: BinaryIO) -> tuple[str, bool]:
     """
     try:
         with open_container(file, "") as container:
-            return _fault_in(container, file)
+            return _container_fault(container, file)
     except MediaError as error:
         return f"unreadable media: {str(error).removeprefix(': ')}", False
 
 
-def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
+def _container_fault(container: Any, file: BinaryIO) -> tuple[str, bool]:
     """Return the fault of a file, or "", and whether it is a long video with a single keyframe."""
-    both = {"video": first_stream(container, "video"), "audio": first_stream(container, "audio")}
-    streams = {stream.index: (kind, stream) for kind, stream in both.items() if stream is not None}
+    found = {"video": first_stream(container, "video"), "audio": first_stream(container, "audio")}
+    streams = {stream.index: (kind, stream) for kind, stream in found.items() if stream is not None}
     if not streams:
         return "unreadable media: neither video nor sound in it", False
     done = {
@@ -151,7 +149,7 @@ def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
     with media_errors("", "it cannot be decoded"):
         for packet in container.demux([stream for _, stream in streams.values()]):
             kind, stream = streams[packet.stream.index]
-            if fault := _fault_of(container, packet, done[stream.index], kind, origin):
+            if fault := _packet_fault(container, packet, done[stream.index], kind, origin):
                 return fault, False
     for index, (kind, _) in streams.items():
         duration, own = ends[index]
@@ -159,15 +157,15 @@ def _fault_in(container: Any, file: BinaryIO) -> tuple[str, bool]:
             return f"unreadable media: not one frame of its {kind} can be decoded", False
         if duration is None or not own:
             continue
-        if duration - done[index].end > max(_SHORT_S, duration * _SHORT_SHARE):
+        if duration - done[index].end > max(_SHORT_S, duration * _SHORT_FRACTION):
             times = f"{float(done[index].end):.2f} s of {float(duration):.2f} s"
             return f"cut short: its {kind} ends after {times} that its header says", False
     one = any(kind == "video" and done[i].keyframes == 1 and done[i].end > _CLIP_S for i, (kind, _) in streams.items())
     return "", one
 
 
-def _fault_of(container: Any, packet: Any, done: _Stream, kind: str, origin: Fraction) -> str:
-    """Decode a packet, and return what is wrong with it or ""."""
+def _packet_fault(container: Any, packet: Any, done: _Stream, kind: str, origin: Fraction) -> str:
+    """Decode a packet into `done`, and return what is wrong with it, or ""."""
     if packet.size:
         done.packets += 1
         done.keyframes += packet.is_keyframe

@@ -9,8 +9,8 @@ file is mapped. Opening it reads no row, and finding a row reads only those of i
 digest of each of its shards, as in the index of the dataset, and is used for no other shards. If a shard was touched
 since, some of its headers are read again.
 
-`KnownMedia` asks the table first. Missing values are read from the headers of the part itself, which are the same. So a
-table may be added to a run or removed. The digest of the values is saved in a state.
+`KnownMedia` asks the table first. Missing values are read from the headers of the part itself and are equal to those of
+a table. So a table may be added to a run or removed. The digest of the values is saved in a state.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ ROW = np.dtype(
         ("broken", "<u4"),  # 1: its headers cannot be read
     ]
 )
-_HEAD = 3  # words
+_HEAD_WORDS = 3
 _OPEN_SHARDS = 1024  # most shards whose checked rows are in memory
 
 
 class MediaTable:
-    """Open table of some shards, `numbers` in its index.
+    """Open table of some shards, which have the `numbers` in its index.
 
     Raises `ShardError` if the rows of a shard are damaged.
     """
@@ -61,7 +61,7 @@ class MediaTable:
 
     def __init__(self, path: Path, index: BlobIndex, numbers: Rows) -> None:
         self.path, self._index, self._numbers = path, index, numbers
-        self._known: dict[int, _ShardMedia] = {}
+        self._opened: dict[int, _ShardMedia] = {}
 
     @property
     def digest(self) -> str:
@@ -77,43 +77,43 @@ class MediaTable:
 
         The time that this takes does not depend on the table's size.
         """
-        rows = self._known.get(shard)
-        if rows is None:
-            if len(self._known) >= _OPEN_SHARDS:
-                self._known.clear()
-            rows = self._known[shard] = self._open_shard(shard)
-            rows.first_row = int(store.rows(np.array([shard]), np.zeros(1, np.int64))[0])
-            self._check_touched(store, shard, rows)
-        return rows.find(row - rows.first_row, part)
+        media = self._opened.get(shard)
+        if media is None:
+            if len(self._opened) >= _OPEN_SHARDS:
+                self._opened.clear()
+            media = self._opened[shard] = self._open_shard(shard)
+            media.first_row = int(store.rows(np.array([shard]), np.zeros(1, np.int64))[0])
+            self._check_touched(store, shard, media)
+        return media.find(row - media.first_row, part)
 
     def broken(self) -> Iterator[tuple[int, int, str]]:
         """Yield shard, sample and name of each part whose headers cannot be read.
 
-        Shard and sample are numbers.
+        The shard is a number, and the sample its number in the shard.
         """
         for shard in range(len(self._numbers)):
-            rows = self._open_shard(shard)
-            yield from ((shard, *rows.part_of(number)) for number in np.flatnonzero(rows.rows["broken"]).tolist())
+            media = self._open_shard(shard)
+            yield from ((shard, *media.part_of(number)) for number in np.flatnonzero(media.rows["broken"]).tolist())
 
     def by_part(self) -> dict[str, NDArray[Any]]:
-        """Return the rows of each part: ROW (any,)."""
+        """Return the rows of each part, ROW (any,), by its name."""
         found: dict[str, list[NDArray[Any]]] = {}
         for shard in range(len(self._numbers)):
-            rows = self._open_shard(shard)
-            for number, name in enumerate(rows.names):
-                found.setdefault(name, []).append(rows.rows[rows.rows["part"] == number])
+            media = self._open_shard(shard)
+            for number, name in enumerate(media.names):
+                found.setdefault(name, []).append(media.rows[media.rows["part"] == number])
         return {name: np.concatenate(each) for name, each in found.items()}
 
-    def _check_touched(self, store: RecordStore, shard: int, rows: _ShardMedia) -> None:
+    def _check_touched(self, store: RecordStore, shard: int, media: _ShardMedia) -> None:
         """Raise `ShardError` if a shard was rewritten and some of its headers changed."""
         name = self._index.shards.names[int(self._numbers[shard])]
         if store.root is None or not is_touched(store.root / name, self.path):
             return
-        numbers = range(len(rows.rows))
+        numbers = range(len(media.rows))
         for number in {numbers[0], numbers[len(numbers) // 2], numbers[-1]} if numbers else ():
-            sample, part = rows.part_of(number)
+            sample, part = media.part_of(number)
             with contextlib.suppress(ImportError):
-                if headers(store, shard, rows.first_row + sample, part) != _info_of(rows.rows[number]):
+                if headers(store, shard, media.first_row + sample, part) != _info_of(media.rows[number]):
                     raise _mismatch(self.path, f"{name} was rewritten, or PyAV reads it differently now")
 
     def _open_shard(self, shard: int) -> _ShardMedia:
@@ -129,39 +129,40 @@ class MediaTable:
 class _ShardMedia:
     """Rows of a shard with `samples` samples.
 
-    Raises ValueError, IndexError if it is inconsistent.
+    Raises ValueError or IndexError if the blob is inconsistent.
     """
 
     def __init__(self, blob: FileBlob, samples: int) -> None:
-        count, rows, name_bytes = (int(number) for number in blob[:_HEAD])
-        at_rows = _HEAD + -(-4 * (count + 1) // 8)
+        count, rows, name_bytes = (int(number) for number in blob[:_HEAD_WORDS])
+        at_rows = _HEAD_WORDS + -(-4 * (count + 1) // 8)
         at_names = at_rows + rows * ROW.itemsize // 8
-        self.begins = blob[_HEAD:at_rows].view("<u4")[: count + 1]
+        self.starts = blob[_HEAD_WORDS:at_rows].view("<u4")[: count + 1]
         self.rows: NDArray[Any] = blob[at_rows:at_names].view(ROW)
         encoded = blob[at_names:].tobytes()
         self.names = msgspec.msgpack.decode(encoded[:name_bytes], type=list[str])
         self.first_row = 0  # first row of the shard in its store
-        self._numbers = {name: number for number, name in enumerate(self.names)}
-        fits = count == samples and len(self.rows) == rows and len(encoded) == -(-name_bytes // 8) * 8
-        fits = fits and self.begins[0] == 0 and self.begins[-1] == rows and bool((np.diff(self.begins) >= 0).all())
-        if not fits or (rows and int(self.rows["part"].max()) >= len(self.names)):
+        self._part_numbers = {name: number for number, name in enumerate(self.names)}
+        valid = count == samples and len(self.rows) == rows and len(encoded) == -(-name_bytes // 8) * 8
+        valid = valid and self.starts[0] == 0 and self.starts[-1] == rows and bool((np.diff(self.starts) >= 0).all())
+        if not valid or (rows and int(self.rows["part"].max()) >= len(self.names)):
             raise ValueError(f"{samples} samples")
 
     def part_of(self, number: int) -> tuple[int, str]:
         """Return the sample of a row, and the name of its part."""
-        sample = int(np.searchsorted(self.begins, number, side="right")) - 1
+        sample = int(np.searchsorted(self.starts, number, side="right")) - 1
         return sample, self.names[int(self.rows["part"][number])]
 
     def find(self, sample: int, part: str) -> Known | None:
-        rows = self.rows[self.begins[sample] : self.begins[sample + 1]]
-        found = rows[rows["part"] == self._numbers.get(part, -1)]
+        """Return the headers of a part of a sample, by its number in the shard, or None."""
+        rows = self.rows[self.starts[sample] : self.starts[sample + 1]]
+        found = rows[rows["part"] == self._part_numbers.get(part, -1)]
         return _info_of(found[0]) if len(found) else None
 
 
 def headers(store: RecordStore, shard: int, row: int, part: str) -> Known:
     """Read the headers of a part.
 
-    Raises the errors of reading it, ImportError without PyAV.
+    Raises the errors of reading the part, and ImportError without PyAV.
     """
     try:
         with store.open(shard, row, part) as file:
@@ -187,20 +188,22 @@ def _info_of(row: Any) -> Known:
 
 def pack_rows(samples: Iterable[Iterable[tuple[str, Known]]]) -> bytes:
     """Pack the rows of a shard from the media parts of each sample, in order."""
-    begins, rows, names = [0], bytearray(), dict[str, int]()
+    starts, rows, names = [0], bytearray(), dict[str, int]()
     for sample in samples:
         for part, known in sample:
             row = np.zeros(1, ROW)
             info = MediaInfo() if known == BROKEN else known
             for field in (*_FLOATS, *_INTEGERS):
                 value = getattr(info, field)
-                row[field] = value if value is not None else np.nan if field in _FLOATS else -1
-            row["part"], row["broken"] = names.setdefault(part, len(names)), known == BROKEN
+                unknown = np.nan if field in _FLOATS else -1
+                row[field] = unknown if value is None else value
+            row["part"] = names.setdefault(part, len(names))
+            row["broken"] = known == BROKEN
             rows += row.tobytes()
-        begins.append(len(rows) // ROW.itemsize)
+        starts.append(len(rows) // ROW.itemsize)
     encoded = msgspec.msgpack.encode(list(names))
-    head = np.array([len(begins) - 1, begins[-1], len(encoded)], dtype="<u8").tobytes()
-    return head + _padded(np.array(begins, dtype="<u4").tobytes()) + bytes(rows) + _padded(encoded)
+    head = np.array([len(starts) - 1, starts[-1], len(encoded)], dtype="<u8").tobytes()
+    return head + _padded(np.array(starts, dtype="<u4").tobytes()) + bytes(rows) + _padded(encoded)
 
 
 def _padded(raw: bytes) -> bytes:
@@ -210,13 +213,13 @@ def _padded(raw: bytes) -> bytes:
 def open_table(root: Path, shards: ShardList, kind: str) -> MediaTable | None:
     """Open the table of these shards below `root`, or return None.
 
-    Raises `ShardError` if it is of other shards.
+    Raises `ShardError` if the only table is of other shards.
     """
     fault: ShardError | None = None
     for path in index_paths(root, media_table_name(kind)):
         try:
             index = BlobIndex(path, KIND)
-            return MediaTable(path, index, _numbers(index, shards))
+            return MediaTable(path, index, _shard_numbers(index, shards))
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             continue
         except OSError as error:
@@ -228,7 +231,7 @@ def open_table(root: Path, shards: ShardList, kind: str) -> MediaTable | None:
     return None
 
 
-def _numbers(index: BlobIndex, shards: ShardList) -> Rows:
+def _shard_numbers(index: BlobIndex, shards: ShardList) -> Rows:
     """Return the numbers of these shards in a table's index.
 
     Raises ValueError if one is missing or has changed.
@@ -237,14 +240,14 @@ def _numbers(index: BlobIndex, shards: ShardList) -> Rows:
         numbers = index.numbers(shards.names)
     except KeyError as error:
         raise ValueError(f"{error.args[0]} is not in it") from None
-    then = index.shards
-    same = (then.sizes[numbers] == shards.sizes) & (then.samples[numbers] == shards.samples)
-    other = np.flatnonzero(~(same & (then.digests[numbers] == shards.digests)))
-    if len(other):
-        raise ValueError(f"{shards.names[int(other[0])]} was rewritten")
-    unread = next((number for number in numbers.tolist() if number in then.faults), None) if then.faults else None
+    indexed = index.shards
+    same = (indexed.sizes[numbers] == shards.sizes) & (indexed.samples[numbers] == shards.samples)
+    changed = np.flatnonzero(~(same & (indexed.digests[numbers] == shards.digests)))
+    if len(changed):
+        raise ValueError(f"{shards.names[int(changed[0])]} was rewritten")
+    unread = next((number for number in numbers.tolist() if number in indexed.faults), None) if indexed.faults else None
     if unread is not None:
-        raise ValueError(f"{then.names[unread]} could not be read at that time")
+        raise ValueError(f"{indexed.names[unread]} could not be read at that time")
     return numbers
 
 
@@ -256,7 +259,7 @@ def _mismatch(path: Path, why: str) -> ShardError:
 
 
 class KnownMedia:
-    """Media of these shards of a store, by a table or by headers.
+    """Facts about the media of some shards, from a table or from the headers.
 
     Raises `ShardError` for a table of other shards.
     """
@@ -321,11 +324,11 @@ class MediaTotals:
         )
 
 
-def _most_frequent(values: NDArray[Any], shown: Any) -> str:
-    """Return the most frequent value, with its fraction if there are others."""
+def _most_frequent(values: NDArray[Any], format_value: Any) -> str:
+    """Format the most frequent value and its fraction, or return "" without values."""
     if not len(values):
         return ""
-    each, counts = np.unique(values, return_counts=True)
+    distinct, counts = np.unique(values, return_counts=True)
     best = int(counts.argmax())
-    share = f" ({counts[best] / len(values):.0%})" if len(each) > 1 else ""
-    return f"{shown(each[best].item())}{share}"
+    share = f" ({counts[best] / len(values):.0%})" if len(distinct) > 1 else ""
+    return f"{format_value(distinct[best].item())}{share}"

@@ -27,8 +27,8 @@ from savable_pipeline.data.shards.part_types import eight_bits, open_image
 from savable_pipeline.errors import MediaError
 
 _MOST_PIXELS = 1 << 26  # most pixels of a frame: 8192 × 8192
-_NEAR_S = Fraction(1, 2)  # decoded instead of sought, because seeking costs as much
-_FORWARD_S = 4  # decoded instead of sought, if there is no index of seek points
+_NEAR_S = Fraction(1, 2)  # seconds that are decoded instead of sought, because seeking costs as much
+_FORWARD_S = 4  # seconds that are decoded instead of sought, if there is no index of seek points
 
 
 class Video(MediaStream):
@@ -61,9 +61,10 @@ class Video(MediaStream):
             self.close()
             raise MediaError(f"{name}: unsupported frames of {self.size[0]} × {self.size[1]} pixels")
         fps = file.fps if isinstance(file, RangeFile) else None
-        self._listed_fps = None if fps is None else Fraction(fps)  # for an episode, whose row lists each frame
-        self._current: Any = None  # the frame decoded last,
-        self._next: Any = None  # and the one after it; None at the end
+        # For an episode, whose metadata lists each frame. None for other videos.
+        self._listed_fps = None if fps is None else Fraction(fps)
+        self._current: Any = None  # the frame of the last requested time; None before the first one
+        self._next: Any = None  # the frame after it; None at the end
         self._decoder: Iterator[Any] = iter(())
         self._start_entry: int | None = None  # index entry where decoding started; None without a complete index
 
@@ -76,7 +77,7 @@ class Video(MediaStream):
     def frame_count(self) -> int | None:
         """Number of frames that are displayed, by the header, or None.
 
-        It is None in a range of a file too.
+        For a range of a file, it is None.
         """
         return None if self._is_range else displayed_frames(self._container, self._stream)
 
@@ -149,10 +150,10 @@ class Video(MediaStream):
     def restart_at(self, time_s: float) -> None:
         """Decode the next frames as if nothing had been decoded before.
 
-        So damage before this time is always met, or never.
+        So whether damage before this time is met does not depend on earlier requests.
 
         Args:
-            time_s: The time, in seconds.
+            time_s: The time of the next frame, in seconds.
         """
         point = self._point_at(self._nearest_tick(float(time_s)))
         if point is None:
@@ -163,16 +164,16 @@ class Video(MediaStream):
     def _point_at(self, ticks: int) -> int | None:
         """Return the index entry from which decoding starts for a time.
 
-        It is None without an index of all frames.
+        Without an index of all frames, return None.
         """
         entries = self._stream.index_entries
-        whole = is_mp4(self._container) and len(entries) == self._stream.frames
-        return entries.search_timestamp(ticks) if whole else None
+        is_complete = is_mp4(self._container) and len(entries) == self._stream.frames
+        return entries.search_timestamp(ticks) if is_complete else None
 
     @cached_property
     def _frame_ticks(self) -> Sequence[int]:
         """Return the time of each frame of the range, in ticks."""
-        begin, end = self._first_tick(Fraction(0)), None if self._whole else self._first_tick(self._duration)
+        begin, end = self._first_tick(Fraction(0)), None if self._to_file_end else self._first_tick(self._duration)
         ticks = self._even_ticks() or [time for time, _ in self._packet_times()]
         self._decoder, self._current = iter(()), None
         return [time for time in ticks if time >= begin and (end is None or time < end)]
@@ -194,33 +195,35 @@ class Video(MediaStream):
         return range(first, first + step * len(ticks), step)
 
     def _frames_at(self, ticks: list[int], size: tuple[int, int] | None) -> NDArray[np.uint8]:
+        """Return the frames at these ticks: uint8 (ticks, 3, height, width)."""
         width, height = self.size if size is None else size
         if not (width > 0 and height > 0):
             raise ValueError(f"size must be at least 1 × 1, not {width} × {height}")
         # This is no batch memory, because a frame in a shuffle buffer or a pack would keep a whole batch alive.
         frames = np.empty((len(ticks), 3, height, width), np.uint8)
-        filled: Any = None  # the last converted frame, and its position
+        converted: Any = None  # the frame converted last
+        converted_at = 0  # its position in `frames`
         for position in sorted(range(len(ticks)), key=ticks.__getitem__):
             shown = self._frame_at(ticks[position])
-            if filled is None or shown is not filled[0]:
+            if shown is not converted:
                 with media_errors(self.name, "a frame cannot be converted"):
                     _write_frame(frames[position], shown, self.name, pixels=None if size is None else (width, height))
-                filled = shown, position
+                converted, converted_at = shown, position
             else:
-                frames[position] = frames[filled[1]]
+                frames[position] = frames[converted_at]
         return frames
 
     def _frame_at(self, ticks: int) -> Any:
         """Return the last frame that starts at or before `ticks`, or the first one."""
-        if not self._whole:  # the end of a range shows its last frame, not the first one of the next range
+        if not self._to_file_end:  # the end of a range shows its last frame, not the first one of the next range
             ticks = min(ticks, self._first_tick(self._duration) - 1)
         if self._current is None or self._current.pts > ticks or self._is_far(ticks):
             self._seek(ticks)
         while self._next is not None and self._next.pts <= ticks:
             self._advance()
         if self._next is None:
-            lasts = max(self._current.duration or 0, 2 / (frame_rate(self._stream) or 1) / self._stream.time_base)
-            self._check_end(self._time(self._current.pts + lasts), self._time(ticks))
+            length = max(self._current.duration or 0, 2 / (frame_rate(self._stream) or 1) / self._stream.time_base)
+            self._check_end(self._time(self._current.pts + length), self._time(ticks))
         if (rate := self._listed_fps) and self._time(ticks) - self._time(self._current.pts) > 1 / rate:
             listed = f"{round(self._duration * rate)} frames, and the video has {len(self._frame_ticks)}"
             raise MediaError(f"{self.name}: its metadata lists {listed}. Record it again, or drop the episode")
@@ -255,14 +258,15 @@ class Video(MediaStream):
 
 
 def frames_lacking(times: NDArray[np.float64], begin_s: float, count: int, fps: float) -> int:
-    """Return how many frames of an episode are at none of the `times`, in seconds.
+    """Return how many frames of an episode are missing in a video.
 
-    The episode starts at `begin_s` and has `count` frames.
+    `times` has the start of each frame of the video, in seconds. The episode starts at `begin_s` and has
+    `count` frames.
     """
     middles = begin_s + (np.arange(count) + 0.5) / fps
-    before = np.searchsorted(times, middles, side="right")
-    lasts = np.concatenate([[-np.inf], times])[before]
-    return int((middles - lasts > 1 / fps).sum())
+    count_before = np.searchsorted(times, middles, side="right")
+    latest = np.concatenate([[-np.inf], times])[count_before]
+    return int((middles - latest > 1 / fps).sum())
 
 
 def frame_rate(stream: Any) -> Fraction | None:
@@ -307,12 +311,12 @@ def _channels(frame: Any, width: int | None, height: int | None) -> list[NDArray
     """Return red, green and blue of a frame, uint8 (height, width), maybe resized."""
     # Planes need no transposition, and of 8 bits have the numbers of "rgb24". But FFmpeg leaves columns at the right
     # uninitialised if the width is no multiple of 16, unless it resizes.
-    exact = None if width is None else _bicubic()
+    interpolation = None if width is None else _bicubic()
     if (width is None and frame.width % 16) or frame.format.components[0].bits > 8:
-        packed = frame.reformat(width=width, height=height, format="rgb24", interpolation=exact, threads=1)
+        packed = frame.reformat(width=width, height=height, format="rgb24", interpolation=interpolation, threads=1)
         pixels = _rows(packed.planes[0], packed.height, 3 * packed.width).reshape(packed.height, packed.width, 3)
         return [pixels[..., channel] for channel in range(3)]
-    planar = frame.reformat(width=width, height=height, format="gbrp", interpolation=exact, threads=1)
+    planar = frame.reformat(width=width, height=height, format="gbrp", interpolation=interpolation, threads=1)
     # planes of red, green and blue, which are stored as green, blue, red
     return [_rows(planar.planes[number], planar.height, planar.width) for number in (2, 0, 1)]
 
@@ -328,7 +332,7 @@ def _bicubic() -> Any:
     return kinds.BICUBIC | kinds.ACCURATE_RND | kinds.BITEXACT
 
 
-_MAGIC = b"PK\3\4"
+_ZIP_MAGIC = b"PK\3\4"
 
 
 def is_archive(file: BinaryIO) -> bool:
@@ -336,9 +340,9 @@ def is_archive(file: BinaryIO) -> bool:
 
     Its position is reset to 0.
     """
-    head = file.read(len(_MAGIC))
+    head = file.read(len(_ZIP_MAGIC))
     file.seek(0)
-    return head == _MAGIC
+    return head == _ZIP_MAGIC
 
 
 class ImageFrames(Video):

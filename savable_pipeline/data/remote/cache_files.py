@@ -30,7 +30,7 @@ from savable_pipeline.core.files import replace_file
 from savable_pipeline.errors import RemoteError
 
 PIECE = 8 << 20  # most bytes of one request to a server, or of one read of a file
-_ELSEWHERE = "Give a folder on a disk of this machine as cache= or SAVABLE_CACHE, or mount Lustre with -o flock"
+_OTHER_FOLDER = "Give a folder on a disk of this machine as cache= or SAVABLE_CACHE, or mount Lustre with -o flock"
 _DIGITS = 16  # hexadecimal digits of the checksum, before the version
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
@@ -45,7 +45,7 @@ def private_folder(path: Path) -> Path:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         found = path.lstat()
-        _check(path, found, stat.S_ISDIR(found.st_mode))
+        _check_owner(path, found, stat.S_ISDIR(found.st_mode))
         if found.st_mode & 0o077:
             path.chmod(0o700)
     except OSError as error:
@@ -65,16 +65,17 @@ def open_private(path: Path, mode: str) -> IO[Any]:
 
 def private_file(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file of this user and return its descriptor. See `open_private`."""
-    path, safely = Path(path), os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a named pipe would block
+    path = Path(path)
+    safe_flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a named pipe would block
     try:
-        descriptor = os.open(path, flags & ~os.O_TRUNC | safely, 0o600)
+        descriptor = os.open(path, flags & ~os.O_TRUNC | safe_flags, 0o600)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            _check(path, path.lstat(), False)
+            _check_owner(path, path.lstat(), False)
         raise
     try:
         found = os.fstat(descriptor)
-        _check(path, found, stat.S_ISREG(found.st_mode))
+        _check_owner(path, found, stat.S_ISREG(found.st_mode))
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
     except BaseException:
@@ -83,18 +84,19 @@ def private_file(path: str | os.PathLike[str], flags: int) -> int:
     return descriptor
 
 
-def _check(path: Path, found: os.stat_result, is_kind: bool) -> None:
-    if is_kind and found.st_uid == os.geteuid():
+def _check_owner(path: Path, found: os.stat_result, is_right_kind: bool) -> None:
+    """Raise `RemoteError` unless a file is of the right kind and belongs to this user."""
+    if is_right_kind and found.st_uid == os.geteuid():
         return
     kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFREG: "a file"}
     kind = kinds.get(stat.S_IFMT(found.st_mode), "a pipe or a device")
     raise RemoteError(
-        f"{path}: {kind} of {_name(found.st_uid)}, but the cache may only have files and folders of "
-        f"{_name(os.geteuid())}. Remove it, or set another folder by cache= or SAVABLE_CACHE"
+        f"{path}: {kind} of {_user_name(found.st_uid)}, but the cache may only have files and folders of "
+        f"{_user_name(os.geteuid())}. Remove it, or set another folder by cache= or SAVABLE_CACHE"
     )
 
 
-def _name(user: int) -> str:
+def _user_name(user: int) -> str:
     try:
         return f"the user {pwd.getpwuid(user).pw_name}"
     except KeyError:  # a container whose user ID is not in /etc/passwd
@@ -116,18 +118,18 @@ def read_pin(path: Path) -> str:
 
 
 def pin_whole(path: Path, version: str) -> None:
-    """Pin a complete file, or one that was downloaded and removed."""
+    """Pin the version of a complete file, or of one that was downloaded and removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_pin(_pin_path(path), f"{_hash(path) if path.exists() else ''} {version}")
 
 
 def pinned_version(path: Path) -> str:
-    """Return the pinned version of a file, which may be removed; "" if unknown."""
+    """Return the pinned version of a file that may be removed, or "" if unknown."""
     return read_pin(_pin_path(path)).partition(" ")[2]
 
 
 def whole_version(path: Path) -> str | None:
-    """Return the pinned version of a complete file, or None if it has changed."""
+    """Return the pinned version of a complete file, or None if its bytes have changed."""
     digest, _, version = read_pin(_pin_path(path)).partition(" ")
     with contextlib.suppress(OSError):
         if digest and _hash(path) == digest:
@@ -146,11 +148,11 @@ def _pin_path(path: Path) -> Path:
 
 
 def _hash(path: Path) -> str:
-    hashed = xxh3_64()
+    checksum = xxh3_64()
     with open_private(path, "rb") as file:
         while part := file.read(PIECE):
-            hashed.update(part)
-    return hashed.hexdigest()
+            checksum.update(part)
+    return checksum.hexdigest()
 
 
 def flock(file: int | IO[Any], operation: int) -> None:
@@ -158,7 +160,7 @@ def flock(file: int | IO[Any], operation: int) -> None:
 
     Raises `RemoteError` on a file system without locks.
     """
-    with requiring_locks("the cache of remote shards", _ELSEWHERE, RemoteError):
+    with requiring_locks("the cache of remote shards", _OTHER_FOLDER, RemoteError):
         fcntl.flock(file, operation)
 
 
@@ -166,11 +168,11 @@ def flock(file: int | IO[Any], operation: int) -> None:
 def range_lock(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[None]:
     """Lock the bytes `start` to `stop - 1` of an open file.
 
-    If they are locked already, this waits or raises BlockingIOError. The lock belongs to the descriptor, and ends when
-    the process dies. Each thread needs a descriptor of its own.
+    If they are locked already, it waits, or raises BlockingIOError without `wait`. The lock belongs to the descriptor,
+    and ends when the process dies. Each thread needs a descriptor of its own.
     """
     command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-    with requiring_locks("the cache of remote shards", _ELSEWHERE, RemoteError):
+    with requiring_locks("the cache of remote shards", _OTHER_FOLDER, RemoteError):
         fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0))
     try:
         yield

@@ -24,7 +24,7 @@ from savable_pipeline.data.remote.shard_cache import ShardCache, cached_files, i
 from savable_pipeline.errors import ShardError
 
 DEFAULT_BYTES = 256 << 30
-_FREE_SHARE = 0.8  # default limit, as a fraction of the disk's free space
+_FREE_FRACTION = 0.8  # default limit, as a fraction of the disk's free space
 PREFETCH_SHARE = 0.75  # most of the cache for samples requested in advance; the rest is for those needed now
 _PAUSE_S = 0.2  # between two evictions for samples requested in advance
 _LOW_WATER = 0.9  # an eviction frees more than requested, to this fraction of the goal, so that evictions are rare
@@ -60,7 +60,7 @@ def cache_bytes(limit: int | None, folder: Path) -> int:
         if limit < 1:
             raise ValueError(f"cache_bytes must be at least 1, not {limit}")
         return limit
-    return min(DEFAULT_BYTES, int((shutil.disk_usage(folder).free + bytes_in_use(folder)) * _FREE_SHARE))
+    return min(DEFAULT_BYTES, int((shutil.disk_usage(folder).free + bytes_in_use(folder)) * _FREE_FRACTION))
 
 
 class CacheSpace:
@@ -77,8 +77,8 @@ class CacheSpace:
         self._limit = limit
         self._fd = private_file(cache / "room", os.O_RDWR | os.O_CREAT)
         self._thread_lock = threading.Lock()  # all threads share the file's lock
-        self._known: dict[Path, ShardCache] = {}
-        self._full_until = 0.0
+        self._caches: dict[Path, ShardCache] = {}
+        self._full_until = 0.0  # until then, nothing is evicted for samples requested in advance
         self._pending = 0  # bytes that threads of this process have reserved and may not have written yet
         with self._locked():
             self._set_in_use(self._in_use())
@@ -109,7 +109,7 @@ class CacheSpace:
             return fits
 
     def written(self, size: int) -> None:
-        """Record that `size` reserved bytes are written or given up.
+        """Record that `size` reserved bytes are written, or will never be.
 
         Call it once for each reservation.
         """
@@ -117,7 +117,7 @@ class CacheSpace:
             self._pending -= size
 
     def release(self, size: int) -> bool:
-        """Evict `size` bytes from a full disk; False if nothing could be evicted."""
+        """Evict `size` bytes from a full disk. Return False if nothing could be evicted."""
         with self._locked():
             before = bytes_in_use(self._cache)
             self._set_in_use(self._evict_to(before - size, needed=True))
@@ -134,23 +134,23 @@ class CacheSpace:
     def _evict_to(self, goal: int, needed: bool) -> int:
         """Evict until the files take `goal` bytes; return the bytes in use afterwards."""
         files = sorted(_files(self._cache), key=lambda one: self._last_use(*one))
-        used = {path: stat.st_blocks for path, stat in files}
-        in_use = self._evict(used, goal, int(goal * _LOW_WATER), wanted=False)
-        return self._evict(used, goal, goal, wanted=True) if needed else in_use
+        blocks = {path: stat.st_blocks for path, stat in files}
+        in_use = self._evict(blocks, goal, int(goal * _LOW_WATER), wanted=False)
+        return self._evict(blocks, goal, goal, wanted=True) if needed else in_use
 
-    def _evict(self, used: dict[Path, int], above: int, goal: int, *, wanted: bool) -> int:
+    def _evict(self, blocks: dict[Path, int], above: int, goal: int, *, wanted: bool) -> int:
         """If the files take more than `above` bytes, evict until they take `goal`.
 
-        `used` has each file's blocks of 512 bytes. It is updated, because other processes write in the meantime.
-        Returns the bytes in use.
+        With `wanted`, samples that were requested in advance are evicted too. `blocks` has the number of blocks of 512
+        bytes of each file. It is updated here, because other processes write in the meantime. Returns the bytes in use.
         """
-        in_use = 512 * sum(used.values()) + self._pending
+        in_use = 512 * sum(blocks.values()) + self._pending
         if in_use <= above:
             return in_use
-        for path in used:
+        for path, remaining in blocks.items():
             if in_use <= goal:
                 break
-            cached, remaining = self._cached(path.parent), used[path]
+            cached = self._cached(path.parent)
             if cached is not None:
                 with contextlib.suppress(FileNotFoundError), open_private(path, "r+b") as file:
                     cached.evict(int(path.stem), file.fileno(), wanted=wanted or not is_protected(path.parent))
@@ -158,8 +158,8 @@ class CacheSpace:
             elif (path.parent / "flags").exists() and not is_protected(path.parent):  # damaged, or of another release
                 path.unlink(missing_ok=True)
                 remaining = 0
-            in_use += 512 * (remaining - used[path])
-            used[path] = remaining
+            in_use += 512 * (remaining - blocks[path])
+            blocks[path] = remaining
         return in_use
 
     def _last_use(self, path: Path, stat: os.stat_result) -> float:
@@ -170,9 +170,9 @@ class CacheSpace:
     def _cached(self, folder: Path) -> ShardCache | None:
         """Return the shard cache in this folder; None if it is missing or damaged."""
         try:
-            if folder not in self._known or not self._known[folder].is_current():
-                self._known[folder] = ShardCache(folder)
-            return self._known[folder]
+            if folder not in self._caches or not self._caches[folder].is_current():
+                self._caches[folder] = ShardCache(folder)
+            return self._caches[folder]
         except (OSError, ValueError, ShardError):
             return None
 
@@ -187,18 +187,18 @@ class CacheSpace:
 
 
 def write_at(fd: int, data: memoryview, offset: int, release: Callable[[int], bool]) -> None:
-    """Write all of `data`. Raises OSError.
+    """Write all of `data`, or raise OSError.
 
-    On a full disk, `release` is called for space as long as it finds some.
+    On a full disk, `release(bytes)` is called to free space, as long as it returns True.
     """
     while data:
         try:
-            done = os.pwrite(fd, data, offset)
+            written = os.pwrite(fd, data, offset)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not release(len(data)):
                 raise
             continue
-        data, offset = data[done:], offset + done
+        data, offset = data[written:], offset + written
 
 
 def _files(cache: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -48,11 +48,12 @@ class SameContent:
         self._known: dict[Path, dict[str, list[tuple[ShardCache, int]]]] = {}  # shards of a version, by content
 
     def copy(self, cached: ShardCache, row: int, stop: int, content: str, write: Write) -> bool:
-        """Pass the bytes of rows to `write`, if another version has all of them.
+        """Pass the bytes of rows to `write`, and return whether a version has all of them.
 
-        The rows are of one file. Each call of `write` gets the offset too.
+        The rows are of one file with this hash of its `content`.
         """
-        shard, extent = cached.shard_of(row), cached.extent(row, stop)
+        shard = cached.shard_of(row)
+        extent = begin, past = cached.extent(row, stop)
         for other, number in self._others(cached).get(content, ()):
             first = int(other.firsts[number]) + row - int(cached.firsts[shard])
             end = first + stop - row
@@ -62,20 +63,21 @@ class SameContent:
             with contextlib.suppress(OSError), other.path(number).open("rb", buffering=0) as file:
                 if not other.is_valid(number, file.fileno(), first, end):
                     continue
-                for start in range(*extent, PIECE):
-                    write(memoryview(os.pread(file.fileno(), min(PIECE, extent[1] - start), start)), start)
+                for start in range(begin, past, PIECE):
+                    write(memoryview(os.pread(file.fileno(), min(PIECE, past - start), start)), start)
                 if (other.present[first:end] == before).all():
                     other.touched[number] = cached.touched[shard]
                     return True
         return False
 
     def _others(self, cached: ShardCache) -> dict[str, list[tuple[ShardCache, int]]]:
+        """Return the shards of other versions of this dataset, by hash of their content."""
         with self._lock:
             if cached.folder not in self._known:
                 found: dict[str, list[tuple[ShardCache, int]]] = {}
                 self._known[cached.folder] = found
-                own = cached.folder.relative_to(cached.dataset).parts  # VERSION, or VERSION/long
-                for flags in cached.dataset.glob("/".join(["*", *own[1:], "flags"])):
+                parts = cached.folder.relative_to(cached.dataset).parts  # VERSION, or VERSION/long
+                for flags in cached.dataset.glob("/".join(["*", *parts[1:], "flags"])):
                     with contextlib.suppress(OSError, ValueError, SavableError):
                         if flags.parent != cached.folder:
                             create_flags(flags.parent)
@@ -105,9 +107,9 @@ class RequestQueue:
 
     def __init__(self, pace: Pace, threads: int) -> None:
         self._pace = pace
-        self._most = threads
+        self._most_threads = threads
         self._waiting: list[QueuedRequest] = []
-        self._started: dict[int, int] = {}  # bytes of each request that a thread serves, by its number
+        self._started: dict[int, int] = {}  # bytes of each request that a thread serves, by number of the request
         self._changed = threading.Condition()
 
     def put(self, request: QueuedRequest) -> None:
@@ -122,8 +124,8 @@ class RequestQueue:
             while not self._may_start():
                 self._changed.wait()
             request = heapq.heappop(self._waiting)
-            self._started[request.number] = self._share(request)
-            self._changed.notify()  # another may start too
+            self._started[request.number] = self._part_bytes(request)
+            self._changed.notify()  # another request may start too
             return request
 
     def done(self, request: QueuedRequest) -> None:
@@ -138,11 +140,11 @@ class RequestQueue:
         first = self._waiting[0]
         if first.urgency == Urgency.NOW or not self._started:
             return True
-        under_way = sum(self._started.values()) + self._share(first)
-        return len(self._started) < self._most and under_way <= self._pace.at_once
+        requested = sum(self._started.values()) + self._part_bytes(first)
+        return len(self._started) < self._most_threads and requested <= self._pace.at_once
 
-    def _share(self, request: QueuedRequest) -> int:
-        """Return the bytes of one part of a request."""
+    def _part_bytes(self, request: QueuedRequest) -> int:
+        """Return the number of bytes of the next part of a request."""
         return min(request.size, self._pace.request)
 
 
@@ -150,7 +152,7 @@ class RequestQueue:
 class Rest:
     """Remaining work of a partly served request.
 
-    `arguments` are those of the rest. `served`: whether its needed rows are cached.
+    `arguments` request the remaining rows. `served` says whether none of these is needed.
     """
 
     arguments: tuple[Any, ...]
@@ -182,16 +184,16 @@ class Downloads:
     def card(self, root: str) -> bytes:
         """Return the README.md of a dataset of the Hub, or b"". It is read once per node."""
 
-        def read() -> bytes:
+        def read_card() -> bytes:
             size, _ = self._store.stat(root, "README.md") or (0, "")
             return self.part(root, "README.md", size, 0, size) if 0 < size <= PIECE else b""
 
-        return shared_answer(self._cache, f"{root} card", read, bytes, lasts=True)
+        return shared_answer(self._cache, f"{root} card", read_card, bytes, lasts=True)
 
     def stat(self, root: str, name: str, needed: bool = False) -> tuple[int, str] | None:
         """Return size and stamp of an object, or None if there is none.
 
-        If a `needed` object is forbidden, that is an error.
+        A `needed` object that is forbidden raises an error.
         """
         return self._store.stat(root, name, needed=needed)
 
@@ -203,9 +205,9 @@ class Downloads:
         return self.part_of(root, name, size, "", start, stop)[0]
 
     def part_of(self, root: str, name: str, size: int, pin: str, start: int, stop: int) -> tuple[bytes, str]:
-        """Return the bytes `start` to `stop - 1`, and the version.
+        """Return the bytes `start` to `stop - 1` of an object, and its version.
 
-        It must be the version `pin`, unless that is "".
+        Unless `pin` is "", any other version is an error.
         """
         raw = bytearray(stop - start)
 
@@ -244,23 +246,23 @@ class Downloads:
         self._store.upload(root, name, Path(path))
 
     def rows(self, root: str, folder: str, row: int, stop: int, needed: list[int], wait: bool) -> Rest | None:
-        """Download some of those rows of one shard that are not cached.
+        """Download some of the rows `row` to `stop - 1` of a shard that are not cached.
 
-        It starts at the first `needed` row. If there is no space for all, it downloads only the needed rows. If another
-        process is downloading some of them, `wait` waits for the needed ones, and leaves the others to that process.
-        Returns the rest, or None.
+        It starts at the first `needed` row. If there is no space for all, it downloads only the needed rows. Rows that
+        another process is downloading are left to that process. With `wait`, it waits for the needed ones. Returns the
+        remaining work, or None.
         """
         cached = self._version(folder)
         absent = cached.missing(row, stop)
         if not absent:
             return None
         needed = [one for one in needed if not cached.present[one] & 1]
-        first, end = self._part(cached, absent, needed)
+        first, end = self._next_rows(cached, absent, needed)
         fd = cached.open(cached.shard_of(row))
         try:
             waits = wait and bool(needed)
             with contextlib.suppress(BlockingIOError), range_lock(fd, *cached.extent(first, end), wait=waits):
-                self._rows(root, cached, fd, first, end, [one for one in needed if one < end])
+                self._download_absent(root, cached, fd, first, end, [one for one in needed if one < end])
         finally:
             os.close(fd)
         if not needed and end == stop:
@@ -268,8 +270,8 @@ class Downloads:
         rest = [one for one in needed if not first <= one < end]
         return Rest((root, folder, row if needed else end, stop, rest, wait), served=not rest)
 
-    def _part(self, cached: ShardCache, absent: list[tuple[int, int]], needed: list[int]) -> tuple[int, int]:
-        """Return the rows of the next request, among the runs that are `absent`.
+    def _next_rows(self, cached: ShardCache, absent: list[tuple[int, int]], needed: list[int]) -> tuple[int, int]:
+        """Return the rows to request next, first and end, from the `absent` runs of rows.
 
         It starts at the first `needed` row, or the first absent one.
         """
@@ -278,8 +280,8 @@ class Downloads:
         start, past = cached.extent(first, end)
         if past - start <= self.pace.request:
             return first, end
-        behind = cached.layout.row_from(cached.shard_of(first), start + self.pace.request + 1)
-        return first, max(first + 1, min(behind, end) - 1)
+        after = cached.layout.row_from(cached.shard_of(first), start + self.pace.request + 1)
+        return first, max(first + 1, min(after, end) - 1)
 
     def forget(self, folder: str) -> None:
         """Close the versions in a folder that is about to be removed or rewritten."""
@@ -288,39 +290,39 @@ class Downloads:
                 del self._cached[version]
 
     def size_of(self, root: str, folder: str, row: int, stop: int, *_: Any) -> int:
-        """Return the bytes of a request for rows."""
+        """Return the number of bytes of a request for rows."""
         start, past = self._version(folder).extent(row, stop)
         return past - start
 
-    def _rows(self, root: str, cached: ShardCache, fd: int, row: int, stop: int, needed: list[int]) -> None:
+    def _download_absent(self, root: str, cached: ShardCache, fd: int, row: int, stop: int, needed: list[int]) -> None:
         """Download rows under the caller's lock.
 
         Rows that another process downloaded in the meantime are skipped.
         """
-        alone = list[tuple[int, int]]()
+        without_others = list[tuple[int, int]]()
         for first, end in cached.missing(row, stop):
             start, past = cached.extent(first, end)
             if self._space.try_reserve(past - start):
                 try:
-                    self._reserved(root, cached, fd, first, end)
+                    self._download_reserved(root, cached, fd, first, end)
                     continue
                 except RemoteError as error:
                     if not isinstance(error.__cause__, OSError):  # the error is not of the disk
                         raise
             cached.used[first:end] = NO_SPACE
-            alone += runs(np.array([row for row in needed if first <= row < end], dtype=np.int64))
-        for first, end in alone:
+            without_others += runs(np.array([row for row in needed if first <= row < end], dtype=np.int64))
+        for first, end in without_others:
             start, past = cached.extent(first, end)
             self._space.reserve(past - start)
-            self._reserved(root, cached, fd, first, end)
+            self._download_reserved(root, cached, fd, first, end)
 
-    def _reserved(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> None:
+    def _download_reserved(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> None:
         """Download rows whose bytes are reserved."""
         start, past = cached.extent(row, stop)
         try:
             self._download(root, cached, fd, row, stop)
         except BaseException:
-            punch_hole(fd, start, past)  # the bytes that arrived must not take space
+            punch_hole(fd, start, past)  # the bytes that arrived must not occupy space
             raise
         finally:
             self._space.written(past - start)
@@ -332,7 +334,7 @@ class Downloads:
         entry, pin = cached.shards[shard], cached.pin(shard)
         try:
             write = partial(self._write, fd)
-            version = self._copied(root, cached, write, row, stop)
+            version = self._copy_cached(root, cached, write, row, stop)
             version = version or self._copy(root, entry, write, start, past, pin)
             matches = all(cached.layout.headers_match(shard, fd, each) for each in {row, stop - 1})
             if not matches or (version and cached.pin(shard, version) != version):
@@ -346,7 +348,7 @@ class Downloads:
             raise
         cached.mark_present(shard, fd, row, stop)
 
-    def _copied(self, root: str, cached: ShardCache, write: Write, row: int, stop: int) -> str:
+    def _copy_cached(self, root: str, cached: ShardCache, write: Write, row: int, stop: int) -> str:
         """Copy rows of a file from another commit of the Hub.
 
         Returns the hash of its content, or "" if no commit has them.
@@ -360,7 +362,7 @@ class Downloads:
         return found[1] if self._same.copy(cached, row, stop, found[1], write) else ""
 
     def _copy(self, root: str, entry: ShardEntry, write: Write, start: int, stop: int, version: str) -> str:
-        """Pass bytes of a shard to `write`, and return their version on the server."""
+        """Pass bytes of a shard to `write`, and return the shard's version on the server."""
         while start < stop:
             end = min(start + self.pace.request, stop)
             version = self._store.copy(root, entry.name, start, end, entry.size, write, version)
@@ -381,7 +383,7 @@ class Downloads:
 
 
 class Requests:
-    """Serves requests in threads, and sends the results of those with a ticket."""
+    """Serves requests in threads, and sends the results of requests with a ticket."""
 
     def __init__(self, downloads: Downloads, connection: Connection) -> None:
         self._downloads = downloads
@@ -411,7 +413,7 @@ class Requests:
     def _requeue(self, request: QueuedRequest, rest: Rest) -> None:
         """Requeue the rest of a request.
 
-        Once its needed rows are cached, the rest is less urgent.
+        Once the needed rows are cached, the reader gets its answer, and the rest is less urgent.
         """
         if request.ticket and rest.served:
             self._send(request.ticket, None)
@@ -425,6 +427,7 @@ class Requests:
 
 
 def _result(act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Return what `act` returns, or the error to send if it raises one."""
     try:
         return act(*arguments)
     except SavableError as error:
@@ -440,7 +443,7 @@ def _result(act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 def serve(connection: Connection, requests: Iterator[Any], cache: str, limit: int, retry_s: float) -> None:
     """Run the process until the reader closes the connection or ends.
 
-    If the cache cannot be used, it answers the first request with that error.
+    If the cache cannot be used, the answer to the first request is that error.
     """
     downloads = _result(Downloads, (cache, limit, retry_s))
     served = Requests(downloads, connection) if isinstance(downloads, Downloads) else None

@@ -69,16 +69,16 @@ class Hub:
 
         address = HubAddress.of(dataset)
 
-        def found() -> str:
+        def request() -> str:
             return str(HfApi().dataset_info(address.repo, revision=address.revision, timeout=self._timeout_s).sha)
 
-        return self._shared(dataset, found, str)
+        return self._share_answer(dataset, request, str)
 
     def listing(self, root: str) -> Listing:
         """Return every file below `root`, with relative names and hashes as stamps."""
         if root not in self._listings:
             lasts = HubAddress.of(root).is_fixed
-            found = self._shared(root, lambda: _tree(root), Listing, lasts=lasts)
+            found = self._share_answer(root, lambda: _tree(root), Listing, lasts=lasts)
             if not lasts:
                 return found
             self._listings[root] = found
@@ -93,7 +93,7 @@ class Hub:
         with self._in_progress[root, name]:
             found = self._files.get((root, name))
             if found is None:
-                found = self._send_politely(f"{root}/{name}", lambda: self._located(root, name))
+                found = self._send_politely(f"{root}/{name}", lambda: self._locate(root, name))
                 if len(self._files) >= _MOST_FILES:
                     self._files.clear()
                 self._files[root, name] = found
@@ -103,7 +103,7 @@ class Hub:
         """Forget the download URL of a file, which no longer works."""
         self._files.pop((root, name), None)
 
-    def _located(self, root: str, name: str) -> HubFile:
+    def _locate(self, root: str, name: str) -> HubFile:
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
         from huggingface_hub.utils import build_hf_headers
 
@@ -119,18 +119,18 @@ class Hub:
                 reason="changed shard",
             )
         target = urljoin(url, found.location)
-        own = _origin(target) == _origin(constants.ENDPOINT)
-        token = build_hf_headers().get("authorization", "") if own else ""
+        is_on_hub = _origin(target) == _origin(constants.ENDPOINT)
+        token = build_hf_headers().get("authorization", "") if is_on_hub else ""
         return HubFile(target, token, content)
 
-    def _shared(self, address: str, send: Callable[[], T], kind: type[T], *, lasts: bool = False) -> T:
+    def _share_answer(self, address: str, send: Callable[[], T], kind: type[T], *, lasts: bool = False) -> T:
         from huggingface_hub import constants
 
         question = f"{constants.ENDPOINT} {address}"
         return shared_answer(self._cache, question, lambda: self._send_politely(address, send), kind, lasts=lasts)
 
     def _send_politely(self, address: str, send: Callable[[], T]) -> T:
-        """Call `send` when the node may send requests, and again when the Hub permits it."""
+        """Call `send` when the node may send requests, and again after each answer 429."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         waited = 0.0
@@ -165,7 +165,7 @@ class Hub:
                 time.sleep(wait_s + SystemRandom().uniform(0, min(1.0, wait_s / 10)))
 
     def _pause_all(self, seconds: float) -> None:
-        """Make all processes of the node wait for `seconds`, or as long as they must."""
+        """Make all processes of the node wait for `seconds`, or longer if they do already."""
         until = time.time() + seconds
         with os.fdopen(private_file(self._wait_file(), os.O_RDWR | os.O_CREAT), "r+") as file:
             flock(file, fcntl.LOCK_EX)
@@ -184,12 +184,12 @@ def _tree(root: str) -> Listing:
     from huggingface_hub.hf_api import RepoFile
 
     address = HubAddress.of(root)
-    begin = len(address.path) + 1 if address.path else 0
+    prefix = len(address.path) + 1 if address.path else 0
     found = HfApi().list_repo_tree(
         address.repo, address.path or None, recursive=True, revision=address.revision, repo_type="dataset"
     )
     return Listing.of(
-        (each.path[begin:], each.size, each.lfs.sha256 if each.lfs else each.blob_id)
+        (each.path[prefix:], each.size, each.lfs.sha256 if each.lfs else each.blob_id)
         for each in found
         if isinstance(each, RepoFile)
     )
@@ -209,18 +209,18 @@ def _pause_of(error: Any) -> float | None:
 
 
 def _final_error(address: str, error: Any) -> Exception:
-    """Return the error about an answer that no retry changes, else the answer itself."""
+    """Return our error for a final answer of the Hub, or `error` if a retry may help."""
     from huggingface_hub import constants, errors
 
-    named = HubAddress.of(address)
-    page, status = f"{constants.ENDPOINT}/datasets/{named.repo}", error.response.status_code
+    parsed = HubAddress.of(address)
+    page, status = f"{constants.ENDPOINT}/datasets/{parsed.repo}", error.response.status_code
     if isinstance(error, errors.GatedRepoError):
         return RemoteError(
             f"{address}: its terms are not accepted ({status}). Accept them at {page}, and set HF_TOKEN to your token"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return ShardError(
-            f"{address}: the dataset has no revision {named.revision!r}. See {page}/tree/main for branches and tags",
+            f"{address}: the dataset has no revision {parsed.revision!r}. See {page}/tree/main for branches and tags",
             reason=NO_SUCH_PATH,
         )
     if isinstance(error, errors.EntryNotFoundError):

@@ -83,11 +83,11 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
 
     def find(self, name: str) -> tuple[int, str] | None:
         """Return size and stamp of the object with this name, or None."""
-        number = self._numbers.get(name)
+        number = self._numbers_by_name.get(name)
         return None if number is None else (int(self.sizes_in_bytes()[number]), self._stamps[number])
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
+    def _numbers_by_name(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.texts())}
 
     @cached_property
@@ -113,7 +113,7 @@ def _texts(raw: bytes) -> ShardNames:
 
 
 class _StoredAnswer(msgspec.Struct, Generic[T]):
-    at_s: float  # its time on the monotonic clock of this boot
+    at_s: float  # when it arrived, on the monotonic clock of this boot
     answer: T
 
 
@@ -126,13 +126,13 @@ def shared_answer(cache: Path, question: str, ask: Callable[[], T], kind: type[T
     asked = time.monotonic()
     path = private_folder(cache / "listings") / hashlib.sha256(question.encode()).hexdigest()[:32]
     with os.fdopen(private_file(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
-        alone = True
+        waited = False
         try:
             flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             flock(file, fcntl.LOCK_EX)
-            alone = False
-        if lasts or not alone:
+            waited = True
+        if lasts or waited:
             with contextlib.suppress(msgspec.DecodeError):
                 digest, raw = file.read(8), file.read()
                 raw = raw if xxh3_64_digest(raw) == digest else b""  # a power failure may damage it

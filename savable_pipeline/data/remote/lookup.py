@@ -53,9 +53,9 @@ _UNREAD = "files"  # the kind of an index that has only names and sizes
 def describe_url(
     found: RemoteShards, form: Format, session: Session
 ) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
-    """Return these files, their metadata folder, and the dataset's own index by name.
+    """Return the files, their metadata folder, and the dataset's index entries.
 
-    If the server cannot list a folder, its files are those in the index.
+    If the server cannot list its files, they are those of the index.
     """
     with locked_dataset(found, form, session) as (found, folder, own):
         entries = () if own is None else own.index.shards
@@ -92,8 +92,8 @@ def locked_dataset(
             leftover.unlink()
         own = _own_index(found.root, form, folder, session)
         without_counts = not counts and own is not None and found.root.startswith("http")
-        names = METADATA_FILES[len(COUNT_FILES) if without_counts else 0 :]
-        _download_metadata(found.root, folder / METADATA_FOLDER, names, session, whole=own is not None)
+        names = METADATA_FILES[len(COUNT_FILES) if without_counts else 0 :]  # the files of counts come first
+        _download_metadata(found.root, folder / METADATA_FOLDER, names, session, has_index=own is not None)
         table = media_table_name(form.index_kind)  # this may be large, so it is copied instead of read
         _copy(found.root, table, session.stat(found.root, table), folder / METADATA_FOLDER / table, session)
         if not found.names:
@@ -146,10 +146,10 @@ def _check_names(found: RemoteShards) -> None:
             raise ShardError(f"{found.root}: the shard {name!r} is outside the dataset. Rename it")
 
 
-def _download_metadata(root: str, local: Path, names: Sequence[str], session: Session, *, whole: bool) -> None:
+def _download_metadata(root: str, local: Path, names: Sequence[str], session: Session, *, has_index: bool) -> None:
     """Copy these metadata files to `local`, where a dataset looks for them."""
     (local / META).mkdir(parents=True, exist_ok=True)
-    if whole:  # a conversion writes the index last
+    if has_index:  # the conversion is complete, because it writes the index last
         (local / CONVERTED).unlink(missing_ok=True)
     else:
         names = [*names, Path(CONVERTED).name]
@@ -160,44 +160,47 @@ def _download_metadata(root: str, local: Path, names: Sequence[str], session: Se
 def _download_files(root: str, local: Path, names: Sequence[str], session: Session) -> None:
     stats = session.stats(root, [f"{META}/{name}" for name in names])
     for name in names:
-        path, stat = f"{META}/{name}", stats.get(f"{META}/{name}", (0, ""))
-        if stat[0] > PIECE:
-            raise ShardError(f"{root}/{path}: {stat[0]} bytes, more than the limit of {PIECE}")
-        _copy(root, path, stat, local / path, session)
+        path = f"{META}/{name}"
+        size, stamp = stats.get(path, (0, ""))
+        if size > PIECE:
+            raise ShardError(f"{root}/{path}: {size} bytes, more than the limit of {PIECE}")
+        _copy(root, path, (size, stamp), local / path, session)
 
 
 def _copy(root: str, name: str, stat: tuple[int, str] | None, path: Path, session: Session) -> None:
-    """Copy an object, unless this stamp of it is copied already.
+    """Copy an object of this size and stamp, unless the copy has this stamp already.
 
     An object without ETag has a time as stamp, which does not show a second change within that second, so it is copied
     again. If the object is missing or empty, the copy is removed.
     """
-    if stat is None or not stat[0]:
+    size, stamp = stat or (0, "")
+    if not size:
         drop_whole(path)
-    elif whole_version(path) != stat[1] or stat[1].startswith(SECOND_OF):
-        session.call("whole", root, name, stat[0], str(path))
-        pin_whole(path, stat[1])
+    elif whole_version(path) != stamp or stamp.startswith(SECOND_OF):
+        session.call("whole", root, name, size, str(path))
+        pin_whole(path, stamp)
 
 
 def _own_index(root: str, form: Format, folder: Path, session: Session) -> Version | None:
     """Return the version of the dataset's own index, or None.
 
-    It is downloaded again if it was replaced.
+    The index is downloaded again if it was replaced.
     """
     stat = session.stat(root, form.index_name)
     if stat is None:
         return None
-    (size, stamp), pointer = stat, folder / "own.json"
+    size, stamp = stat
+    pointer = folder / "own.json"
     known = pointed_version(pointer, form)
     if known is not None and known.stamp == stamp:
         return known
-    fresh, pin = folder / "downloaded.index", ""
+    downloaded, pin = folder / "downloaded.index", ""
     try:
         if size > shard_cache.WHOLE_BYTES:
-            pin = _download_head(root, form.index_name, size, fresh, session)
+            pin = _download_head(root, form.index_name, size, downloaded, session)
         else:
-            session.call("whole", root, form.index_name, size, str(fresh))
-        version = _installed(folder, fresh, form, pin)
+            session.call("whole", root, form.index_name, size, str(downloaded))
+        version = _install_index(folder, downloaded, form, pin)
     except (ShardError, ValueError) as error:
         log.warning("%s/%s: %s. It is rebuilt", root, form.index_name, error)
         return None
@@ -212,38 +215,38 @@ def _download_head(root: str, name: str, size: int, path: Path, session: Session
     Returns the server's version of it. Raises `ShardError`, `RemoteError`.
     """
     needed = min(_FIRST, size)
-    begin, pin = session.call("part_of", root, name, size, "", 0, needed)
-    needed = min(head_bytes(f"{root}/{name}", begin), size)
-    while len(begin) < needed:
-        cuts = [*range(len(begin), needed, PIECE), needed]
-        requests = [(root, name, size, pin, *extent) for extent in itertools.pairwise(cuts)]
-        begin += b"".join(part for part, _ in session.each("part_of", requests))
-        needed = min(head_bytes(f"{root}/{name}", begin), size)
+    head, pin = session.call("part_of", root, name, size, "", 0, needed)
+    needed = min(head_bytes(f"{root}/{name}", head), size)
+    while len(head) < needed:
+        bounds = [*range(len(head), needed, PIECE), needed]
+        requests = [(root, name, size, pin, *extent) for extent in itertools.pairwise(bounds)]
+        head += b"".join(part for part, _ in session.each("part_of", requests))
+        needed = min(head_bytes(f"{root}/{name}", head), size)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        file.write(begin[:needed])
+        file.write(head[:needed])
         file.truncate(size)
     return str(pin)
 
 
-def _installed(folder: Path, fresh: Path, form: Format, pin: str) -> Path:
-    """Move an index to the folder named by its checksum.
+def _install_index(folder: Path, downloaded: Path, form: Format, pin: str) -> Path:
+    """Move an index to the folder named by its checksum, and return that folder.
 
     With a `pin`, the file has only the head of this version on the server. Raises `ShardError`.
     """
-    index = form.index_at(fresh)
+    index = form.index_at(downloaded)
     if not pin:
         check_whole(index)
     version = folder / index.identity.hex()
     version.mkdir(exist_ok=True)
     if pin:
         write_pin(version / "parts.pin", pin)
-    if pin and _has(version / "index", index, form):  # the same index may be there already with more rows
-        fresh.unlink()
+    if pin and _is_same_index(version / "index", index, form):  # the same index may be there already with more rows
+        downloaded.unlink()
         return version
     if pin:
         shard_cache.begin_parts(version, len(index.shards))
-    fresh.replace(version / "index")
+    downloaded.replace(version / "index")
     if not pin:
         (version / PARTS).unlink(missing_ok=True)
     return version
@@ -256,14 +259,14 @@ def check_whole(index: ShardIndex) -> None:
         raise ShardError(f"the part of {index.shards.names[damaged]} is damaged")
 
 
-def _has(path: Path, index: ShardIndex, form: Format) -> bool:
+def _is_same_index(path: Path, index: ShardIndex, form: Format) -> bool:
     with contextlib.suppress(OSError, ValueError, ShardError):
         return form.index_at(path).identity == index.identity
     return False
 
 
 def point(pointer: Path, version: Version) -> Version:
-    """Make a pointer name a version, and return the version."""
+    """Write a pointer that names a version, and return the version."""
     replace_file(pointer, [msgspec.json.encode((version.stamp, version.folder.name, list(version.stamps)))])
     return version
 
@@ -287,7 +290,7 @@ def newest_version(folder: Path, pointers: str, form: Format) -> Version | None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFolder:
-    """Remote files and the version `cached` of them, which a `session` downloads."""
+    """Remote files, and the cached version of them, which a `session` downloads."""
 
     url: str
     cached: ShardCache
@@ -350,17 +353,17 @@ def hash_of(found: RemoteShards, *, sizes: bool = True) -> str:
 def with_stamps(
     found: RemoteShards, session: Session, numbers: Iterable[int], form: Format | None = None
 ) -> RemoteShards:
-    """Return the files with the missing sizes and stamps of the files `numbers` added.
+    """Return the files, with missing sizes and stamps of the files `numbers` added.
 
-    They come from the listing or from the server. With a `form`, a stamp also covers the file's sidecar. Raises
+    These come from the listing or from the server. With a `form`, a stamp also covers the file's sidecar. Raises
     `ShardError` for a missing file.
     """
     stamps = list(found.stamps) or [""] * len(found.names)
     companions = {}
-    if form is not None and form.sidecar[1]:
+    own_suffix, sidecar_suffix = form.sidecar if form is not None else ("", "")
+    if form is not None and sidecar_suffix:
         numbers = [*numbers]
-        own = form.sidecar[0]
-        companions = {n: form.companion(found.names[n]) for n in numbers if found.names[n].lower().endswith(own)}
+        companions = {n: form.companion(found.names[n]) for n in numbers if found.names[n].lower().endswith(own_suffix)}
     unknown = [number for number in numbers if found.sizes[number] < 0 or not stamps[number]]
     stats = session.stats(found.root, [found.names[number] for number in unknown], needed=True)
     sizes = found.sizes.copy()
@@ -373,7 +376,7 @@ def with_stamps(
 
 
 def stamps_of(url: str, names: list[str], session: Session) -> dict[str, tuple[int, str]]:
-    """Return size and stamp of objects below a URL.
+    """Return size and stamp of objects below a URL, by name.
 
     A bucket is listed once. Raises `ShardError` for a missing object.
     """
@@ -396,7 +399,7 @@ def cache_entry_for(url: str, session: Session) -> tuple[RemoteFolder, str]:
 
 
 def check_stamp(url: str, stamp: str, found: str) -> None:
-    """Raise `ShardError` if an object has another stamp than before."""
+    """Raise `ShardError` if `found` is not the `stamp` that an object had before."""
     if stamp != found:
         raise ShardError(
             f"{url}: it was replaced after the start ({stamp} then, {found} now). Do not change it, and start again",

@@ -50,10 +50,10 @@ from savable_pipeline.errors import RemoteError, SavableError, ShardError
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
 _TIMEOUT_S = 30.0  # seconds without a byte of a request, or fewer if the retries end sooner
-_LONGEST = 20  # a whole request may take this many times the timeout, because requests are small
+_TIMEOUTS = 20  # a whole request may take this many times the timeout, because requests are small
 _UPLOAD_PART = 16 << 20  # bytes; an object has at most 10,000 parts, so 160 GB
 _MISSING = FileNotFoundError  # the base class of obstore's NotFoundError
-_SIGNED = 64  # open stores of signed URLs, each with its own connections
+_MOST_SIGNED = 64  # open stores of signed URLs, each with its own connections
 _FINAL = (
     obstore.exceptions.PermissionDeniedError,
     obstore.exceptions.UnauthenticatedError,
@@ -65,17 +65,18 @@ _FINAL = (
     PermissionError,
 )
 # Texts of final errors that have no class in obstore: errors of a listing, and 400 for an expired token.
-_REFUSED = re.compile(r"status code: 40(?:[134]\b|0\b(?!.*RequestTimeout))|incorrectly configured region", re.DOTALL)
-_FROM_MACHINE = re.compile(r"/latest/(?:api/token|meta-data)|/computeMetadata/|/metadata/identity/")  # credentials
+_FINAL_TEXT = re.compile(r"status code: 40(?:[134]\b|0\b(?!.*RequestTimeout))|incorrectly configured region", re.DOTALL)
+# Addresses from which a cloud machine gets its credentials.
+_MACHINE_CREDENTIALS = re.compile(r"/latest/(?:api/token|meta-data)|/computeMetadata/|/metadata/identity/")
 _CREDENTIALS = {
     "s3": ("AWS", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"),
     "gs": ("Google Cloud", "GOOGLE_APPLICATION_CREDENTIALS"),
     "az": ("Azure", "AZURE_STORAGE_ACCOUNT_KEY"),
 }
 _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
-_REQUEST = 1 << 20  # bytes of a request whose latency hardly matters
-_AT_ONCE_S = 2.0
-_LEAST_AT_ONCE = 1 << 19
+_CHEAP_REQUEST = 1 << 20  # bytes of a request long enough that its latency hardly matters
+_AT_ONCE_S = 2.0  # seconds that the bytes requested at a time take
+_LEAST_AT_ONCE = 1 << 19  # bytes
 _CREDENTIALS_FOR = timedelta(minutes=10)  # boto3 refreshes credentials longer before they expire
 _CHUNK = 1 << 18  # bytes passed on at a time, few enough to stay in the processor's cache
 _WINDOW_S = 0.2  # shortest time over which speed is measured
@@ -92,24 +93,24 @@ class Pace:
         self._lock = threading.Lock()
         self._speed = _FIRST_SPEED
         self._in_progress = 0  # number of requests in progress
-        self._since = 0.0  # when the first request in progress started, or the window
+        self._since = 0.0  # when the first request in progress or the window started, whichever is later
         # of the current window: time with requests before `_since`, and bytes received
         self._seconds, self._bytes = 0.0, 0
 
     @property
     def at_once(self) -> int:
-        """Return the bytes to request at a time."""
+        """Return the number of bytes to request at a time."""
         return max(_LEAST_AT_ONCE, int(self._speed * _AT_ONCE_S))
 
     @property
     def request(self) -> int:
-        """Return the bytes of one request."""
+        """Return the number of bytes of one request."""
         at_once = self.at_once
-        return min(PIECE, max(at_once // 8, min(at_once // 4, _REQUEST)))
+        return min(PIECE, max(at_once // 8, min(at_once // 4, _CHEAP_REQUEST)))
 
     @property
     def chunk(self) -> int:
-        """Return the bytes to pass on at a time. A failing request loses at most these."""
+        """Return the number of bytes to pass on at a time. A failing request loses these."""
         return min(_CHUNK, self.request // 16)
 
     @contextlib.contextmanager
@@ -201,13 +202,13 @@ class ObjectStore:
             return self._retried(root, lambda: self._hub.listing(root))
         most = 0
 
-        def objects() -> Iterator[tuple[str, int, str]]:
+        def list_objects() -> Iterator[tuple[str, int, str]]:
             nonlocal most
             for number, meta in enumerate(meta for chunk in obstore.list(self._store(root)) for meta in chunk):
                 yield meta["path"], meta["size"], _version(meta)
                 most = max(most, number)
 
-        return self._retried(root, lambda: Listing.of(objects()), lambda: most)
+        return self._retried(root, lambda: Listing.of(list_objects()), lambda: most)
 
     def stat(self, root: str, name: str, *, needed: bool = False) -> tuple[int, str] | None:
         """Return size and version of an object, or None if there is none.
@@ -222,10 +223,9 @@ class ObjectStore:
         except ShardError:
             return None
         except RemoteError as error:
-            refused = isinstance(error.__cause__, obstore.exceptions.PermissionDeniedError)
-            if refused and not needed:
-                return None
-            raise
+            if needed or not isinstance(error.__cause__, obstore.exceptions.PermissionDeniedError):
+                raise
+            return None
         return meta["size"], _version(meta)
 
     def commit(self, dataset: str) -> str:
@@ -238,11 +238,11 @@ class ObjectStore:
         The time is in nanoseconds since 1970.
         """
 
-        def listed() -> list[tuple[str, int, int]]:
+        def list_dated() -> list[tuple[str, int, int]]:
             found = (meta for chunk in obstore.list(self._store(root)) for meta in chunk)
             return [(meta["path"], meta["size"], int(meta["last_modified"].timestamp() * 1e9)) for meta in found]
 
-        return self._retried(root, listed)
+        return self._retried(root, list_dated)
 
     def upload(self, root: str, name: str, path: Path) -> None:
         """Upload a file as an object, in parts if it is large.
@@ -275,7 +275,7 @@ class ObjectStore:
         Raises `ShardError` unless the object has `size` bytes in all, and the version `pin` if that is set.
         """
         done = start
-        if is_hub(root):  # opened before the pace is measured, because the Hub may let us wait for minutes
+        if is_hub(root):  # located before the pace is measured, because the Hub may make us wait for minutes
             self._retried(f"{root}/{name}", lambda: self._hub.file(root, name))
 
         def write_counted(chunk: memoryview, offset: int) -> None:
@@ -284,17 +284,17 @@ class ObjectStore:
             done = offset + len(chunk)
             count(len(chunk))
 
-        def rest() -> str:
+        def copy_rest() -> str:
             nonlocal pin
             pin = self._copy(root, name, done, stop, size, write_counted, pin)
             return pin
 
         with self.pace.measure_request() as count:
-            return self._retried(f"{root}/{name}", rest, lambda: done)
+            return self._retried(f"{root}/{name}", copy_rest, lambda: done)
 
     def _copy(self, root: str, name: str, start: int, stop: int, size: int, write: Write, pin: str) -> str:
         options: Any = {"range": (start, stop)}
-        if pin.startswith('"'):  # the server compares a strong ETag; we compare others
+        if pin.startswith('"'):  # the server compares strong ETags; other versions are compared below
             options["if_match"] = pin
         if is_hub(root):
             found, version = self._get_of_hub(root, name, options)
@@ -326,19 +326,19 @@ class ObjectStore:
         file = self._hub.file(root, name)
         headers = {"authorization": file.token} if file.token else {}
         try:
-            return obstore.get(self._whole(file, file.url, headers), "", options=options), file.content
+            return obstore.get(self._store_of_object(file, file.url, headers), "", options=options), file.content
         except Exception as error:
             if not isinstance(error, _MISSING) and not _is_final(error):
                 raise
             self._hub.forget(root, name)  # the signature has probably expired
             raise WrongAnswerError(f"the store rejects the URL of the Hub: {short_error(error)}") from error
 
-    def _whole(self, key: HubFile | str, url: str, headers: dict[str, str]) -> obstore.store.ObjectStore:
-        """Return a store that is one object, whose URL is used as it is written."""
+    def _store_of_object(self, key: HubFile | str, url: str, headers: dict[str, str]) -> obstore.store.ObjectStore:
+        """Return a store that is one object, whose URL is used unchanged."""
         if key not in self._signed:
-            if len(self._signed) >= _SIGNED:
+            if len(self._signed) >= _MOST_SIGNED:
                 self._signed.clear()
-            self._signed[key] = self._opened(url, {"default_headers": headers})
+            self._signed[key] = self._open_store(url, {"default_headers": headers})
         return self._signed[key]
 
     def _object(self, root: str, name: str) -> tuple[obstore.store.ObjectStore, str]:
@@ -347,7 +347,7 @@ class ObjectStore:
         obstore escapes `%` as `%25`, although a user may write `%20` for a blank.
         """
         if root.startswith("http") and _ESCAPE.search(name):
-            return self._whole(f"{root}/{name}", f"{root}/{name}", {}), ""
+            return self._store_of_object(f"{root}/{name}", f"{root}/{name}", {}), ""
         return self._store(root), name
 
     @property
@@ -358,21 +358,21 @@ class ObjectStore:
         if root not in self._open:
             if root.startswith("s3:"):
                 check_endpoint(root, self._timeout_s)
-            self._open[root] = self._opened(root, {})
+            self._open[root] = self._open_store(root, {})
         return self._open[root]
 
-    def _opened(self, url: str, more: dict[str, Any]) -> obstore.store.ObjectStore:
+    def _open_store(self, url: str, more: dict[str, Any]) -> obstore.store.ObjectStore:
         timeout = timedelta(seconds=self._timeout_s)
-        options: Any = {"read_timeout": timeout, "connect_timeout": timeout, "timeout": timeout * _LONGEST, **more}
+        options: Any = {"read_timeout": timeout, "connect_timeout": timeout, "timeout": timeout * _TIMEOUTS, **more}
         options["allow_http"] = not url.startswith("https:")  # an endpoint in the environment may be http
-        how: Any = _credentials() if url.startswith("s3:") else {}
-        return obstore.store.from_url(url, client_options=options, retry_config={"max_retries": 0}, **how)
+        credentials: Any = _credentials() if url.startswith("s3:") else {}
+        return obstore.store.from_url(url, client_options=options, retry_config={"max_retries": 0}, **credentials)
 
     def _retried(self, url: str, act: Callable[[], T], progress: Callable[[], int] = int) -> T:
-        """Call `act`, and retry it for `retry_s` seconds without `progress`.
+        """Return what `act` returns, retried until `progress` stops for `retry_s` seconds.
 
-        obstore's own retries end with the header of an answer. Of ten downloads that were cut once in the body, version
-        0.12 completed none with them.
+        obstore stops retrying once it has the header of a response: of ten downloads that were interrupted once in the
+        body, version 0.12 completed none.
         """
         start, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()
         while True:
@@ -404,12 +404,12 @@ class ObjectStore:
 def _credentials() -> dict[str, Any]:
     """Return credentials of AWS profiles, which boto3 reads and refreshes.
 
-    These are SSO, roles and processes. It returns none if obstore finds its own. Raises `RemoteError` without boto3 or
-    the profile.
+    Profiles may use SSO, roles or processes. The result is empty if obstore finds credentials itself. Raises
+    `RemoteError` if `AWS_PROFILE` is set, and boto3 or the profile is missing.
     """
     profile = os.environ.get("AWS_PROFILE", "")
     files = ("AWS_CONFIG_FILE", "~/.aws/config"), ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
-    has_profile = profile or any(Path(os.environ.get(name, usual)).expanduser().exists() for name, usual in files)
+    has_profile = profile or any(Path(os.environ.get(name, default)).expanduser().exists() for name, default in files)
     if not has_profile or "AWS_ACCESS_KEY_ID" in os.environ or "AWS_SKIP_SIGNATURE" in os.environ:
         return {}
     try:
@@ -424,12 +424,12 @@ def _credentials() -> dict[str, Any]:
 
 
 def _missing_setting(url: str, error: Exception) -> str:
-    """Return a missing setting of this machine or server and its fix, or ""."""
+    """Return which setting of this machine or server is missing and its fix, or ""."""
     text = str(error)
     if "Range request not supported" in text:
         return "the server does not support range requests. Copy the files to a disk or another server"
     name, variables = _CREDENTIALS.get(url.partition("://")[0], ("", ""))
-    if name and _FROM_MACHINE.search(text):  # obstore asks the cloud machine for credentials if all else fails
+    if name and _MACHINE_CREDENTIALS.search(text):  # obstore asks the cloud machine for credentials if all else fails
         return f"no {name} credentials found. Set {variables}"
     return ""
 
@@ -438,7 +438,7 @@ def _is_final(error: Exception) -> bool:
     """Return whether a retry would get the same answer."""
     if isinstance(error, WrongAnswerError):
         return False
-    return isinstance(error, _FINAL) or _REFUSED.search(str(error)) is not None
+    return isinstance(error, _FINAL) or _FINAL_TEXT.search(str(error)) is not None
 
 
 def _version(meta: Any) -> str:

@@ -40,12 +40,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BUCKET_SCHEMES = ("s3", "gs", "az")
-_LEAST_PATIENCE_S, _POLL_S = 1.0, 0.5  # how long to wait for a process that may be suspended, and how often to check it
-_DEATHS = 3  # deaths of the downloading process during one request, after which the request fails
+_LEAST_PATIENCE_S = 1.0  # least time to wait for a process that may be suspended
+_POLL_S = 0.5  # time between two checks of such a process
+_MOST_DEATHS = 3  # deaths of the downloading process during one request, after which the request fails
 _running: WeakValueDictionary[tuple[int, Path, int], Downloader] = WeakValueDictionary()  # by process, cache and limit
-# Sessions of jobs and of buckets, by process ID, because one that was inherited in a fork answers only its owner.
-_of_jobs: dict[int, Session] = {}
-_of_buckets: dict[int, Session] = {}
+# Sessions by process ID, because a session that a fork inherited answers only its owner.
+_job_sessions: dict[int, Session] = {}
+_bucket_sessions: dict[int, Session] = {}
 
 
 class Urgency(IntEnum):
@@ -96,8 +97,8 @@ class Downloader:
         """
         with self._receiving:
             while ticket not in self._answers:
-                number, answer = self._receive()
-                self._answers[number] = answer
+                answered, answer = self._receive()
+                self._answers[answered] = answer
             answer = self._answers.pop(ticket)
         if isinstance(answer, Exception):
             raise answer
@@ -108,7 +109,7 @@ class Downloader:
             self._wait_for_answer()
             return self._child.connection.recv()
         except (EOFError, OSError) as error:
-            raise self._death() from error
+            raise self._death_error() from error
 
     def _wait_for_answer(self) -> None:
         """Wait for an answer.
@@ -128,9 +129,9 @@ class Downloader:
             try:
                 self._child.connection.send((int(urgency), request))
             except OSError as error:
-                raise self._death() from error
+                raise self._death_error() from error
 
-    def _death(self) -> RemoteError:
+    def _death_error(self) -> RemoteError:
         self._was_stopped = self._was_stopped or self._child.is_stopped()
         self.ended = True
         self._child.kill()  # a process that was suspended during a message is still running
@@ -181,7 +182,7 @@ class Session:
         self._computed: dict[Hashable, Any] = {}
 
     def once(self, question: Hashable, compute: Callable[[], T]) -> T:
-        """Return the result of `compute` for this question, kept until `forget`."""
+        """Return the result of `compute` for this question, computed once until `forget`."""
         if question not in self._computed:
             self._computed[question] = compute()
         found: T = self._computed[question]
@@ -211,17 +212,17 @@ class Session:
     def each(self, kind: str, requests: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the answers to several requests of a kind, sent at the same time.
 
-        A downloading process that dies is replaced, at most `_DEATHS` times.
+        A downloading process that dies is replaced, at most `_MOST_DEATHS` times.
         """
-        for deaths in range(1, _DEATHS + 2):
+        for deaths in range(1, _MOST_DEATHS + 2):
             downloader = self.connected()
             try:
                 tickets = [downloader.submit(kind, *arguments) for arguments in requests]
                 return [downloader.result(ticket) for ticket in tickets]
             except RemoteError as error:
-                if not downloader.ended or deaths > _DEATHS:
+                if not downloader.ended or deaths > _MOST_DEATHS:
                     raise
-                log.warning("%s: replaced, %d of %d", error, deaths, _DEATHS)
+                log.warning("%s: replaced, %d of %d", error, deaths, _MOST_DEATHS)
         raise AssertionError
 
     def prefetch(self, urgency: Urgency, kind: str, *arguments: Any) -> None:
@@ -247,11 +248,11 @@ class Session:
         return self.stats(root, [name]).get(name)
 
     def stats(self, root: str, names: Iterable[str], *, needed: bool = False) -> dict[str, tuple[int, str]]:
-        """Return size and stamp of those of these objects that exist.
+        """Return size and stamp of those of these objects that exist, by name.
 
         They come from a listing, or from requests.
 
-        Raises `ShardError` for one that is `needed` and gone.
+        Raises `ShardError` for a missing object if they are `needed`.
         """
         names = [*names]
         listed = next((each for each in self._listings if f"{root}/".startswith(f"{each}/")), None)
@@ -259,11 +260,11 @@ class Session:
             below = f"{root}/"[len(listed) + 1 :]
             found = {name: self._listings[listed].find(below + name) for name in names}
         else:
-            asked = [name for name in names if self._stats.get((root, name)) is None]
+            requested = [name for name in names if self._stats.get((root, name)) is None]
             if not needed:
-                asked = [name for name in asked if (root, name) not in self._stats]
-            answers = self.each("stat", [(root, name, needed) for name in asked])
-            self._stats |= {(root, name): answer for name, answer in zip(asked, answers, strict=True)}
+                requested = [name for name in requested if (root, name) not in self._stats]
+            answers = self.each("stat", [(root, name, needed) for name in requested])
+            self._stats |= {(root, name): answer for name, answer in zip(requested, answers, strict=True)}
             found = {name: self._stats[root, name] for name in names}
         gone = next((name for name in names if found[name] is None), None)
         if needed and gone is not None:
@@ -271,15 +272,15 @@ class Session:
         return {name: stat for name, stat in found.items() if stat is not None}
 
     def heads(self, root: str, most: Mapping[str, int]) -> dict[str, bytes]:
-        """Return the first bytes of objects, at most `most[name]` of each.
+        """Return the first bytes of objects by name, at most `most[name]` of each.
 
         Objects that do not exist are skipped.
         """
         stats = self.stats(root, most)
         sizes = {name: head_size(f"{root}/{name}", stat[0], most[name]) for name, stat in stats.items()}
-        asked = [name for name, size in sizes.items() if size and (root, name, size) not in self._contents]
-        parts = self.each("part", [(root, name, stats[name][0], 0, sizes[name]) for name in asked])
-        self._contents |= {(root, name, sizes[name]): bytes(part) for name, part in zip(asked, parts, strict=True)}
+        requested = [name for name, size in sizes.items() if size and (root, name, size) not in self._contents]
+        parts = self.each("part", [(root, name, stats[name][0], 0, sizes[name]) for name in requested])
+        self._contents |= {(root, name, sizes[name]): bytes(part) for name, part in zip(requested, parts, strict=True)}
         return {name: self._contents[root, name, size] if size else b"" for name, size in sizes.items()}
 
 
@@ -300,33 +301,33 @@ def scratch() -> Iterator[tuple[Path, Session]]:
 
 def job_session() -> Session:
     """Return a session for the jobs of this process."""
-    found = _job_running()
+    found = _open_job_session()
     return Session(found.cache, found.limit)
 
 
 def close_scratch() -> None:
     """End the downloading process of this process's jobs, and remove its folder."""
-    running = _of_jobs.pop(os.getpid(), None)
-    if running is not None:
-        running.connected().close()
-        shutil.rmtree(running.cache, ignore_errors=True)
+    session = _job_sessions.pop(os.getpid(), None)
+    if session is not None:
+        session.connected().close()
+        shutil.rmtree(session.cache, ignore_errors=True)
 
 
-def _job_running() -> Session:
-    found = _of_jobs.get(os.getpid())
+def _open_job_session() -> Session:
+    found = _job_sessions.get(os.getpid())
     if found is None or not found.cache.is_dir():
         close_scratch()
         root = Path(tempfile.mkdtemp(prefix="savable-"))
         atexit.register(shutil.rmtree, root, ignore_errors=True)
-        found = _of_jobs[os.getpid()] = Session(root, cache_bytes(None, root))
+        found = _job_sessions[os.getpid()] = Session(root, cache_bytes(None, root))
         found.connected()
     return found
 
 
 class BucketObject(NamedTuple):
-    """Object below the bucket's URL, with the time when it was written.
+    """Object below the bucket's URL.
 
-    The time is in nanoseconds since 1970.
+    `size` is in bytes, and `written_ns` in nanoseconds since 1970.
     """
 
     name: str
@@ -349,18 +350,18 @@ class Bucket:
         """Return all objects."""
         return [BucketObject(*found) for found in _session().call("dated", self.url)]
 
-    def fetch(self, found: list[BucketObject], folder: Path) -> None:
+    def fetch(self, objects: list[BucketObject], folder: Path) -> None:
         """Copy objects into a folder, under their names."""
-        for each in found:
+        for each in objects:
             (folder / each.name).parent.mkdir(parents=True, exist_ok=True)
-        _session().each("fetch", [(self.url, each.name, each.size, str(folder / each.name)) for each in found])
+        _session().each("fetch", [(self.url, each.name, each.size, str(folder / each.name)) for each in objects])
 
     def upload(self, name: str, path: Path) -> None:
         """Upload a file as the object `name`."""
         _session().call("upload", self.url, name, str(path))
 
     def rename(self, name: str, new: str) -> None:
-        """Give an object another name, in place of another object."""
+        """Rename an object. It replaces an object that has the new name."""
         _session().call("rename", self.url, name, new)
 
     def erase(self, names: list[str]) -> None:
@@ -370,9 +371,9 @@ class Bucket:
 
 def close_buckets() -> None:
     """End the downloading process of this process's buckets."""
-    if (running := _of_buckets.pop(os.getpid(), None)) is not None:
-        running.connected().close()
+    if (session := _bucket_sessions.pop(os.getpid(), None)) is not None:
+        session.connected().close()
 
 
 def _session() -> Session:
-    return _of_buckets.setdefault(os.getpid(), Session(cache_folder(None), 0))
+    return _bucket_sessions.setdefault(os.getpid(), Session(cache_folder(None), 0))

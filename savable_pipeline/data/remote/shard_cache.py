@@ -80,7 +80,7 @@ log = logging.getLogger(__name__)
 
 WANTED, USED, NO_SPACE = 0, 1, 2  # flags of rows: those with NO_SPACE were requested in advance, but there was no space
 _FORMAT = b"savable_pipeline cache 3".ljust(56, b"\0")
-_HEAD = 64
+_HEAD = 64  # bytes of the flags before `touched`
 DISK_BLOCK = 4096  # bytes
 
 Flags = NDArray[np.uint8]
@@ -105,13 +105,14 @@ class ShardCache:
         shards, rows = len(self.shards), self.rows
         self.evictions = memoryview(self._map)[len(_FORMAT) : _HEAD].cast("Q")  # uint64 (1,)
         self.touched: NDArray[np.float64] = np.frombuffer(self._map, np.float64, shards, offset=_HEAD)
-        self._sums: NDArray[np.uint32] = np.frombuffer(self._map, np.uint32, rows, offset=_HEAD + 8 * shards)
+        self._checksums: NDArray[np.uint32] = np.frombuffer(self._map, np.uint32, rows, offset=_HEAD + 8 * shards)
         flags = np.frombuffer(self._map, np.uint8, offset=_HEAD + 8 * shards + 4 * rows)
         self.present: Flags = flags[:rows]
         self.used: Flags = flags[rows : 2 * rows]
         self.changed: Flags = flags[2 * rows :]
         self.verified: Flags = np.zeros(rows, np.uint8)  # the `present` at which this process compared the checksum
-        self._views = self.present.data, self._sums.data, self.verified.data  # reading one number of these is faster
+        # Reading one number is faster with these.
+        self._views = self.present.data, self._checksums.data, self.verified.data
         self._seeds: dict[int, int] = {}  # seeds of checksums, by shard
         self._dropped: set[int] = set()  # shards that were found to be damaged
 
@@ -185,7 +186,8 @@ class ShardCache:
 
     def all_present(self, shards: NDArray[np.int64]) -> bool:
         """Return whether every row of these shards is present."""
-        absent = np.append(np.cumsum(self.present & 1 == 0), 0)  # absent[i]: in the rows up to i; absent[-1]: 0
+        # absent[i] is the number of absent rows up to i, which is included. absent[-1] is 0.
+        absent = np.append(np.cumsum(self.present & 1 == 0), 0)
         return bool((absent[self.firsts[shards + 1] - 1] == absent[self.firsts[shards] - 1]).all())
 
     def open(self, shard: int) -> int:
@@ -202,7 +204,7 @@ class ShardCache:
         They were absent before. The caller has locked their bytes and pinned the shard.
         """
         seed = self._seed(shard)
-        self._sums[row:stop] = [self._checksum(fd, each, seed) for each in range(row, stop)]
+        self._checksums[row:stop] = [self._checksum(fd, each, seed) for each in range(row, stop)]
         self.used[row:stop] = WANTED
         self.touched[shard] = time.time()
         self.present[row:stop] |= 1
@@ -210,12 +212,14 @@ class ShardCache:
     def is_valid(self, shard: int, fd: int, row: int, stop: int) -> bool:
         """Return whether rows of a shard, in an open file, are present and undamaged.
 
-        Damaged rows are marked as evicted. The first of each file causes a warning.
+        Damaged rows are marked as evicted. The first one of each file causes a warning.
         """
-        valid, (present, sums, verified), seed = True, self._views, self._seeds.get(shard, 0)
+        present, checksums, verified = self._views
+        valid, seed = True, self._seeds.get(shard, 0)
         for each in range(row, stop):
             number = present[each]
-            if number & 1 and (self._checksum(fd, each, seed) == sums[each] or self._fits(shard, fd, each)):
+            matches = number & 1 and self._checksum(fd, each, seed) == checksums[each]
+            if matches or (number & 1 and self._matches_checksum(shard, fd, each)):
                 verified[each] = number
                 continue
             valid = False
@@ -223,11 +227,13 @@ class ShardCache:
                 self._drop_damaged(shard, each)
         return valid
 
-    def _fits(self, shard: int, fd: int, row: int) -> bool:
+    def _matches_checksum(self, shard: int, fd: int, row: int) -> bool:
+        """Return whether a row matches its checksum, by the current pin of its shard."""
         seed = self._seeds[shard] = self._seed(shard)  # the shard may be pinned to another version by now
-        return self._checksum(fd, row, seed) == int(self._sums[row])
+        return self._checksum(fd, row, seed) == int(self._checksums[row])
 
     def _seed(self, shard: int) -> int:
+        """Return the seed of a shard's checksums, which covers its pinned version."""
         return xxh3_64_intdigest(self.pin(shard).encode())
 
     def _checksum(self, fd: int, row: int, seed: int) -> int:
@@ -248,10 +254,10 @@ class ShardCache:
         fd = self.open(shard)
         try:
             for each in rows:
-                if self.present[each] & 1 and not self._fits(shard, fd, each):
+                if self.present[each] & 1 and not self._matches_checksum(shard, fd, each):
                     extent = self.extent(each, each + 1)
                     with contextlib.suppress(BlockingIOError), range_lock(fd, *extent, wait=False):
-                        if self.present[each] & 1 and not self._fits(shard, fd, each):
+                        if self.present[each] & 1 and not self._matches_checksum(shard, fd, each):
                             self._warn(shard, *extent)
                             self._mark_evicted(slice(each, each + 1))
         finally:
@@ -282,7 +288,7 @@ class ShardCache:
             self._evict(shard, fd, row, stop)
 
     def _evict(self, shard: int, fd: int, row: int, stop: int) -> bool:
-        """Evict rows. Returns False if one of them or its neighbours is being written."""
+        """Evict rows. Return False if one of them or its neighbours is being written."""
         around = self._rows_around(shard, row, stop)
         with contextlib.suppress(BlockingIOError), range_lock(fd, *self.extent(*around), wait=False):
             self._mark_evicted(slice(row, stop))
@@ -298,7 +304,7 @@ class ShardCache:
     def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:
         """Return the rows that share a disk block with rows `row` to `stop - 1`.
 
-        Those are included.
+        The result is the first of them and the end. It includes `row` to `stop - 1`.
         """
         (start, past), first = self.extent(row, stop), int(self.firsts[shard])
         low = self.layout.row_from(shard, start // DISK_BLOCK * DISK_BLOCK + 1) - 1
@@ -404,11 +410,11 @@ Get: TypeAlias = Callable[[int, int], bytes]  # (start, stop): bytes `start` to 
 WriteAt: TypeAlias = Callable[[int, bytes, int], None]  # (descriptor, bytes, offset)
 
 WHOLE_BYTES = 256 << 20  # largest index that is fetched at once
-_ROWS = 1 << 19  # fetched by one request, at most, unless a shard has more
-_AT_ONCE = 32  # requests for rows, which are small and bound by latency
+_REQUEST_ROWS = 1 << 19  # most rows that one request fetches, unless a shard has more
+_AT_ONCE = 32  # requests for rows at a time, which are small and bound by latency
 _FAULTS = {"changed shard": "it has another size or version than before", "missing shard": "it is gone"}
 LONG_FOLDER = "long"
-_LEAST_BLOCK = 4096
+_LEAST_BLOCK = 4096  # bytes
 _LONG_BLOCK = 1 << 18  # block size of long samples, which are read sequentially
 _MOST_BLOCK = 1 << 20  # divides a piece
 _MANY_BLOCKS = 1 << 26  # with more blocks than this, blocks are larger, because each takes bytes of flags
@@ -430,7 +436,7 @@ class IndexParts:
         self.pin = read_pin(folder / "parts.pin")
 
     def absent(self, shards: Rows) -> Rows:
-        """Return those of these shards whose rows are not cached."""
+        """Return which of these shards have rows that are not cached."""
         absent: Rows = shards[self._present[shards] == 0]
         return absent
 
@@ -453,11 +459,11 @@ class IndexParts:
         self._present[[shard for shard in present if not self._index.is_whole(shard)]] = 0
 
     def _runs(self, shards: Iterable[int]) -> Iterator[range]:
-        """Yield runs of consecutive shards, each of at most `_ROWS` samples or one shard."""
+        """Yield runs of consecutive shards, of at most `_REQUEST_ROWS` rows or one shard."""
         first = end = -1
         rows = self._index.shard_rows
         for shard in shards:
-            if shard != end or rows[shard + 1] - rows[first] > _ROWS:
+            if shard != end or rows[shard + 1] - rows[first] > _REQUEST_ROWS:
                 if end > first:
                     yield range(first, end)
                 first = shard

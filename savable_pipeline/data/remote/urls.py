@@ -29,11 +29,11 @@ from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.errors import ShardError
 
 _NUMBERED = re.compile(r"(.*/)?([\w.]+)-\d{5}-of-\d{5}[^/]*")
-_WORDS = "train|training|validation|valid|val|dev|test|testing|eval|evaluation"
-_WORD = re.compile(rf"(?:.*[/._ -]|.*\d|)({_WORDS})(?=[/._ \d-]|$)")
+_SPLIT_WORDS = "train|training|validation|valid|val|dev|test|testing|eval|evaluation"
+_SPLIT_WORD = re.compile(rf"(?:.*[/._ -]|.*\d|)({_SPLIT_WORDS})(?=[/._ \d-]|$)")
 _CARD = re.compile(rb"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
-_SHOWN = 12
-_MAGIC = frozenset("*?[")
+_MOST_SHOWN = 12
+_WILDCARDS = frozenset("*?[")
 _SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$")  # a file suffix, but not a version such as v1.5
 
 
@@ -63,7 +63,7 @@ class RemoteShards:
         return cls(root, names, np.full(len(names), -1, np.int64), whole=whole)
 
     def only(self, names: Sequence[str]) -> RemoteShards:
-        """Return the shards with these names, of which some may be unknown."""
+        """Return shards with these names, of unknown size if they are not among these."""
         if len(names) == len(self.names):
             return self
         known = {name: number for number, name in enumerate(self.names)}
@@ -84,7 +84,7 @@ def list_remote(files: paths.Shards, session: Session) -> RemoteShards:
     if not specs:
         raise ShardError("the list of shards is empty")
     objects = _objects(specs, session)
-    if len(specs) == 1 and specs[0] not in objects and _folder(specs[0])[1] is None:
+    if len(specs) == 1 and specs[0] not in objects and _split_glob(specs[0])[1] is None:
         if (folder := _below(root := specs[0].rstrip("/"), session)) is not None:
             return folder
         if specs[0] != root:
@@ -96,7 +96,7 @@ def list_remote(files: paths.Shards, session: Session) -> RemoteShards:
         if twice := known.keys() & found:
             raise ShardError(f"{min(twice)}: the same shard is named twice. Name it once")
         known |= found
-    return _below_root(known)
+    return _relative_to_root(known)
 
 
 def select(listed: RemoteShards, form: Format, chosen: Sequence[str] | None, session: Session) -> RemoteShards:
@@ -104,8 +104,8 @@ def select(listed: RemoteShards, form: Format, chosen: Sequence[str] | None, ses
 
     They are below the deepest folder that has all of them.
 
-    `chosen` are those that were recognized, None: by their names. Of a folder of the Hub they must be of one split, and
-    on a web server a marker lists them. Raises `ShardError` for none, and for a compressed file.
+    `chosen` has the names of files that were recognized. None: choose by name. In a folder of the Hub, they must be of
+    one split. On a web server, a marker lists them. Raises `ShardError` if there are none, or for a compressed file.
     """
     root = listed.root
     try:
@@ -118,16 +118,16 @@ def select(listed: RemoteShards, form: Format, chosen: Sequence[str] | None, ses
         names = form.files(listed.names, {}) if chosen is None else chosen
     except ValueError as error:
         raise ShardError(f"{root}: {error}", reason=paths.NO_SUCH_PATH) from error
-    exact = [listed.names[number] for number in np.flatnonzero(listed.sizes < 0).tolist()]
+    unlisted = [listed.names[number] for number in np.flatnonzero(listed.sizes < 0).tolist()]
     instead = f"Read other files from a copy: `{paths.HubAddress.of(root).download}`" if paths.is_hub(root) else ""
     advice = "object has this prefix", instead or "sp.read(…) reads any kind of files"
-    names = without_compressed(root, form, listed, names, exact, advice)
+    names = without_compressed(root, form, listed, names, unlisted, advice)
     if listed.whole and paths.is_hub(root) and session.stat(root, f"{META}/{METADATA_FILES[2]}") is None:
         _check_one_split(root, names, form.suffixes[0], session)
     found = listed.only(names)
     if not listed.whole:
         rows = zip(names, found.sizes.tolist(), found.stamps, strict=True)
-        found = _below_root({f"{root}/{name}": (size, stamp) for name, size, stamp in rows})
+        found = _relative_to_root({f"{root}/{name}": (size, stamp) for name, size, stamp in rows})
     return replace(found, stamps=()) if form.whole and not paths.is_hub(root) else found
 
 
@@ -143,12 +143,13 @@ def _below(root: str, session: Session) -> RemoteShards | None:
 
 
 def _objects(specs: Sequence[str], session: Session) -> set[str]:
-    """Return the addresses of objects. A name that may be a folder is requested from the server."""
+    """Return which addresses are objects. Doubtful ones are requested from a bucket."""
     alone, found, asked = len(specs) == 1, set[str](), defaultdict[str, list[str]](list)
     for spec in specs:
         (folder, _, name), has_suffix = spec.rpartition("/"), _SUFFIX.search(spec) is not None
-        if not name or folder.count("/") < (4 if paths.is_hub(spec) else 2) or not _MAGIC.isdisjoint(spec):
+        if not name or folder.count("/") < (4 if paths.is_hub(spec) else 2) or not _WILDCARDS.isdisjoint(spec):
             continue
+        # In a list, an address with a suffix is an object. On a web server, a folder is alone and has no suffix.
         if has_suffix > alone or (spec.startswith("http") and has_suffix >= alone):
             found.add(spec)
         elif has_suffix == alone and not spec.startswith("http"):
@@ -158,7 +159,7 @@ def _objects(specs: Sequence[str], session: Session) -> set[str]:
 
 def _matching(spec: str, session: Session) -> dict[str, tuple[int, str]]:
     """Return the size and stamp of each object in a folder or glob of a bucket, by URL."""
-    folder, pattern = _folder(spec)
+    folder, pattern = _split_glob(spec)
     if folder.startswith("http"):
         raise ShardError(f"{spec}: web servers cannot be listed. Name the shards, or a single folder")
     hidden, listing = paths.is_hidden_path(pattern or ""), [*session.listing(folder)]
@@ -170,8 +171,8 @@ def _matching(spec: str, session: Session) -> dict[str, tuple[int, str]]:
     raise ShardError(f"{spec}: no shard matches. Check the pattern", reason=paths.NO_SUCH_PATH)
 
 
-def _below_root(known: Mapping[str, tuple[int, str]]) -> RemoteShards:
-    """Return objects, by URL with size and stamp, below the deepest folder that has all of them."""
+def _relative_to_root(known: Mapping[str, tuple[int, str]]) -> RemoteShards:
+    """Return objects, known by URL, below the deepest folder that has all of them."""
     urls, root = sorted(known), _common_root([*known])
     sizes, stamps = zip(*map(known.__getitem__, urls), strict=True)
     return RemoteShards(root, [url[len(root) + 1 :] for url in urls], np.array(sizes, np.int64), stamps)
@@ -180,7 +181,10 @@ def _below_root(known: Mapping[str, tuple[int, str]]) -> RemoteShards:
 def _listed_by_marker(
     root: str, form: Format, heads: dict[str, bytes], groups: list[tuple[str, ...]], session: Session
 ) -> RemoteShards:
-    """Return the files that a marker lists. Raises `ShardError` for one that is missing, ValueError."""
+    """Return the files that a marker lists.
+
+    Raises ValueError, and `ShardError` if one is missing.
+    """
     stats = session.stats(root, sorted({name for each in groups for name in each if paths.is_inside(name)}))
     names = form.files([*stats], heads)
     if gone := set(names).difference(stats):
@@ -192,15 +196,15 @@ def _listed_by_marker(
     return RemoteShards(root, names, sizes, [stats[name][1] for name in names], is_listed=True, whole=True)
 
 
-def _folder(spec: str) -> tuple[str, str | None]:
+def _split_glob(spec: str) -> tuple[str, str | None]:
     """Return the folder of a URL, and the glob below it or None."""
     parts = spec.rstrip("/").split("/")
-    magic = next((i for i, part in enumerate(parts) if any(c in part for c in _MAGIC)), None)
-    return ("/".join(parts), None) if magic is None else ("/".join(parts[:magic]), "/".join(parts[magic:]))
+    first = next((i for i, part in enumerate(parts) if any(c in part for c in _WILDCARDS)), None)
+    return ("/".join(parts), None) if first is None else ("/".join(parts[:first]), "/".join(parts[first:]))
 
 
 def _matcher(pattern: str) -> Callable[[str], bool]:
-    """Return a function that tells whether a name matches a glob.
+    """Return a function that returns whether a name matches a glob.
 
     Components are matched one by one, and `**` matches any number of them.
     """
@@ -228,10 +232,10 @@ def _matches(parts: list[str], patterns: list[str]) -> bool:
 
 def _common_root(urls: Sequence[str]) -> str:
     folders = [urlsplit(folder) for folder in {url.rpartition("/")[0] for url in urls}]
-    places = {(folder.scheme, folder.netloc) for folder in folders}
-    if len(places) > 1:
-        raise ShardError(f"{urls[0]}: shards of {len(places)} buckets or servers. Use one reader for each")
-    scheme, netloc = places.pop()
+    servers = {(folder.scheme, folder.netloc) for folder in folders}
+    if len(servers) > 1:
+        raise ShardError(f"{urls[0]}: shards of {len(servers)} buckets or servers. Use one reader for each")
+    scheme, netloc = servers.pop()
     return f"{scheme}://{netloc}{posixpath.commonpath([folder.path or '/' for folder in folders])}".rstrip("/")
 
 
@@ -241,8 +245,8 @@ def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Sess
     found = _splits_in_card(session.call("card", root), suffix) if whole else {}
     found = found or _splits_in_names(names, suffix)
     if len(found) > 1:
-        shown = ", ".join(f"{pattern} ({name})" for name, pattern in list(found.items())[:_SHOWN])
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        shown = ", ".join(f"{pattern} ({name})" for name, pattern in list(found.items())[:_MOST_SHOWN])
+        more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
         raise ShardError(
             f"{root}: {len(found)} splits or configurations. Name the files of one, or list several\n/{shown}{more}"
         )
@@ -252,7 +256,7 @@ def _splits_in_names(names: Iterable[str], suffix: str) -> dict[str, str]:
     """Return a glob for each split that these names show, if they show several."""
     found: dict[str, str] = {}
     for name in names:
-        numbered, word = _NUMBERED.fullmatch(name), _WORD.match(name)
+        numbered, word = _NUMBERED.fullmatch(name), _SPLIT_WORD.match(name)
         if numbered:
             found.setdefault(numbered[2], f"{numbered[1] or ''}{numbered[2]}-*{suffix}")
         elif word:

@@ -6,7 +6,7 @@
     SourceFile    any of them as a seekable file, for Pillow, PyAV, pyarrow, csv and others
 
 `FileVersion`: status of a local file, which differs after each change.
-`WholeFile`: all bytes of a file, in memory or a private copy that is mapped.
+`WholeFile`: all bytes of a file, in memory or in a mapped private copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from savable_pipeline.core.files import regular_file, replacing, retry, user_cac
 
 IN_MEMORY_BYTES = 4 << 20  # larger files are mapped instead of read
 _HEAD = 24  # first bytes of a file, which differ between versions: an index starts with its checksum
-_COPIED = 1 << 22  # bytes to copy at a time
+_COPY_BYTES = 1 << 22  # bytes to copy at a time
 _BUFFER = 1 << 16  # bytes that small reads share; longer reads bypass this buffer
 
 
@@ -66,7 +66,8 @@ class WholeFile:
     A small file is read. For a large one, a copy in the user's cache is mapped.
 
     Processes of a node share the copy, and no other program writes to it, so overwriting or truncating the file changes
-    no view. A file that is `mapped` directly is in the cache already. Raises OSError, ValueError for an empty file.
+    no view. With `mapped`, the file itself is mapped, because it is in the cache. Raises OSError, and ValueError for an
+    empty file.
     """
 
     def __init__(self, path: Path, *, mapped: bool = False) -> None:
@@ -74,13 +75,13 @@ class WholeFile:
             version = FileVersion.of(os.fstat(file.fileno()))
             copy = _copy_of(path, file, version) if version.size > IN_MEMORY_BYTES and not mapped else None
             self.is_mapped = mapped or copy is not None
-            with copy or contextlib.nullcontext(file) as used:
-                data = mmap.mmap(used.fileno(), 0, access=mmap.ACCESS_READ) if self.is_mapped else file.read()
+            with copy or contextlib.nullcontext(file) as source:
+                data = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) if self.is_mapped else file.read()
         self.view = memoryview(data)
 
 
 def _copy_of(path: Path, file: BinaryIO, version: FileVersion) -> BinaryIO | None:
-    """Return a copy of this version of a file, or None without space in the user's cache."""
+    """Return an opened copy of this version of a file, or None if the user's cache has no space for it."""
     with contextlib.suppress(OSError):
         folder = Path(user_cache() or os.devnull) / "savable_pipeline" / "indexes"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,16 +89,16 @@ def _copy_of(path: Path, file: BinaryIO, version: FileVersion) -> BinaryIO | Non
         copy = folder / f"{prefix}{xxh3_64_hexdigest(os.pread(file.fileno(), _HEAD, 0) + repr(version).encode())}"
         if not copy.exists():
             with replacing(copy) as new:
-                shutil.copyfileobj(file, new, _COPIED)
+                shutil.copyfileobj(file, new, _COPY_BYTES)
                 if FileVersion.of(os.fstat(file.fileno())) != version:
                     raise OSError("it was written while it was copied")
             # copies of other versions, but no process's unfinished `.tmp`
             for old in set(folder.glob(f"{prefix}*[!p]")) - {copy}:
                 old.unlink(missing_ok=True)
-        found = copy.open("rb")
-        if os.fstat(found.fileno()).st_size == version.size:
-            return found
-        found.close()
+        copied = copy.open("rb")
+        if os.fstat(copied.fileno()).st_size == version.size:
+            return copied
+        copied.close()
     file.seek(0)
     return None
 
@@ -105,7 +106,7 @@ def _copy_of(path: Path, file: BinaryIO, version: FileVersion) -> BinaryIO | Non
 class ByteSource:
     """`size` bytes from `begin` of a source with the function `read(offset, size)`.
 
-    Of a file, `name` is the last part of its name.
+    `name` is the last component of a file's path, and "" for other sources.
 
     >>> from savable_pipeline.data.shards.byte_source import ByteSource
     >>> source = ByteSource.of(b"0123456789").part(2, 5)
@@ -149,9 +150,9 @@ class ByteSource:
         return self.part(offset, self.size - offset)
 
     def uint32s(self, offset: int, count: int) -> tuple[int, ...]:
-        """Return little-endian numbers of 32 bits.
+        """Return `count` little-endian uint32 numbers from `offset` on.
 
-        Raises `RecordError`.
+        Raises `RecordError` if they exceed the source.
         """
         return struct.unpack(f"<{count}I", self.part(offset, 4 * count).read())
 
@@ -168,7 +169,7 @@ class ByteSource:
     def sidecar(self, suffix: str, name: str = "") -> Path | None:
         """Return a local sidecar of a file, with this suffix, or None if there is none.
 
-        If the file's `name` is passed, the sidecar is called `suffix` in the folder of that name.
+        If `name` is passed, the file's path relative to its dataset, `suffix` is the sidecar's path relative to it.
         """
         return None
 
@@ -199,6 +200,7 @@ class LocalFile(ByteSource):
     def _pread_reopened(self, offset: int, size: int) -> bytes:
         """Read bytes with a new descriptor. Raises OSError if the file was replaced."""
         with open(self._path, "rb", opener=regular_file) as file:
+            # compare inode, size and time of the last write
             if FileVersion.of(os.fstat(file.fileno()))[:3] != self._version[:3]:
                 raise OSError(f"{self._path}: it was replaced while it was read. Start again")
             return os.pread(file.fileno(), size, offset)
@@ -279,7 +281,7 @@ class SourceFile(io.RawIOBase):
 
 
 class RangeFile(io.BufferedReader):
-    """Whole file in which a sample has the seconds `begin_s` to `end_s`.
+    """Whole file, of which a sample is the seconds `begin_s` to `end_s`.
 
     `fps` is the frame rate, None if unknown.
     """
@@ -290,8 +292,8 @@ class RangeFile(io.BufferedReader):
 
 
 def seconds_of(file: BinaryIO) -> tuple[float, float | None]:
-    """Return the first and the last second of an opened part that its sample has.
+    """Return the start and end of an opened part in its file, in seconds.
 
-    A last second of None means the end of the file.
+    An end of None is the end of the file.
     """
     return (file.begin_s, file.end_s) if isinstance(file, RangeFile) else (0.0, None)

@@ -47,11 +47,11 @@ INDEX_MAGIC = b"SAVIDX06"
 TAR = "tar"
 _LFS = b"version https://git-lfs.github.com/spec/"
 PARTS = "parts"  # name of the sidecar of an index of which only some rows are cached
-_FIRST = 24  # bytes that tell the header's length
+_FIRST = 24  # bytes before the header, the last 8 of which are its length
 _ALIGN = 64
 _BLOCK = 1 << 22  # bytes to copy at a time
-PER_SHARD = 6  # numbers of each shard
-_NUMBER = 8  # bytes of each number
+PER_SHARD = 6  # numbers of each shard: ends … counts
+_NUMBER = 8  # bytes of each of these numbers
 
 
 class Header(msgspec.Struct, array_like=True):
@@ -119,8 +119,8 @@ class BlobWriter:
 class ShardIndex(ABC):
     """An open index: `shards`, and the rows of each. Raises OSError, `ShardError`.
 
-    `shard_rows`, int64 (shards + 1,), is the first row of each shard, then the number of rows. `identity` differs for
-    an index of other shards. `kind` is the name of the format, and a `writer` writes the rows.
+    `shard_rows`, int64 (shards + 1,), is the first row of each shard, then the number of rows. `identity` is the
+    checksum of header and shards. `kind` is the name of the format, and a `writer` writes the rows.
     """
 
     writer: ClassVar[type[RowsWriter]] = BlobWriter
@@ -159,7 +159,7 @@ class ShardIndex(ABC):
         return np.fromiter(map(known.__getitem__, names), np.int64, len(names))
 
     def rows_of(self, number: int) -> range:
-        """Return the rows of a shard, which is identified by its number in all methods."""
+        """Return the rows of the shard with this number."""
         return range(int(self.shard_rows[number]), int(self.shard_rows[number + 1]))
 
     @abstractmethod
@@ -219,7 +219,7 @@ class BlobIndex(ShardIndex):
 def check_of(*columns: NDArray[Any]) -> int:
     """Return a checksum of the rows of a shard, independent of their encoding.
 
-    They are columns of uint64, but the second is uint32.
+    The rows are passed as columns of uint64, except the second, which is of uint32.
     """
     digest = xxh3_64()
     for array, kind in zip(columns, ("<u8", "<u4", "<u8"), strict=False):
@@ -265,9 +265,9 @@ def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList
     ends, sizes, samples = numbers[:3].view("<i8")
     counts = numbers[5].view("<i8")
     shards = ShardList(ShardNames(view[names : names + header.names], ends), sizes, samples, numbers[3], header.faults)
-    low = min(sizes.min(), samples.min(), counts.min()) if header.shards else 0
+    lowest = min(sizes.min(), samples.min(), counts.min()) if header.shards else 0
     fits = all(number < header.shards for number in header.faults) and shards.names.is_whole()
-    if not fits or low < 0:
+    if not fits or lowest < 0:
         raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
     outside = shards.names.first_outside()
     if outside is not None:
@@ -286,7 +286,7 @@ def _head(path: Path | str, view: memoryview, length: int) -> tuple[Header, int,
 
 
 def aligned(offset: int) -> int:
-    """Round an offset up to a multiple of 8."""
+    """Round an offset up to a multiple of 64."""
     return offset + -offset % _ALIGN
 
 
@@ -320,7 +320,7 @@ def index_name(kind: str) -> str:
 
 
 def marker_object(heads: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the JSON object in a marker, or {} if there is none."""
+    """Return the JSON object in the marker `name`, or {} if it has none."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = msgspec.json.decode(heads.get(name, b""))
         return found if isinstance(found, dict) else {}
@@ -347,7 +347,7 @@ class Format:
     inspect: Mapping[str, Any] = field(default_factory=dict)
     """Settings for commands that inspect files without the user's settings."""
     is_same: Callable[[ByteSource, ShardIndex, int], bool] | None = None
-    """Returns whether a file of the indexed size equals the one with this number. None: it is scanned."""
+    """Returns whether a file of the indexed size equals the one with this number. None: scan the file to compare it."""
     packed: tuple[str, ...] = ()
     """Suffixes of compressed files, which cannot be read in place."""
     markers: tuple[str, ...] = ()
@@ -359,20 +359,20 @@ class Format:
     choose: tuple[str, Callable[[Sequence[str]], list[str]]] | None = None
     """A string in the name of a characteristic file, and a function that selects the files of this format."""
     by_setting: Mapping[str, Callable[[Format], Format]] = field(default_factory=dict)
-    """Return the format for settings that change the index, by their names."""
+    """By name of a setting that changes the index: a function that returns the format with this setting."""
     variant: str = ""
     """Distinguishes the index for these settings, such as `key_end=last`."""
     reader: str = ""
-    """The name of the format whose reader reads it too, if it has none of its own."""
+    """The name of the format whose reader also reads this one, if it has no reader of its own."""
     whole: bool = False
     """Whether remote files are downloaded whole to index them. Then starts do not ask for their stamps."""
     no_rows: bytes = b""
     """The rows in the index of a file that cannot be read."""
     sidecar: tuple[str, str] = ("", "")
-    """Files with the first suffix may have one beside them, with the second."""
+    """The suffix of files that may have a sidecar, and the suffix that replaces it in the name of the sidecar."""
     index: ClassVar[type[ShardIndex]] = BlobIndex
     offsets_suffix: ClassVar[str] = ""
-    """What follows the name of a file in that of one which other programs read: see `write_offsets`."""
+    """Suffix appended to a file's name for its file of offsets, which other programs read: see `write_offsets`."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Format) and self.index_kind == other.index_kind
@@ -400,9 +400,9 @@ class Format:
             return sorted(filter(self.has, names)) if self.choose is None else self.choose[1](names)
         existing, chosen = set(names), set[str]()
         for each in listed:
-            # the longest alternative is the compressed one, and others are its decompressed copies
-            written = max(each, key=len)
-            name = next((name for name in each if name in existing), written)
+            # the longest alternative is the compressed file, and others are its decompressed copies
+            compressed = max(each, key=len)
+            name = next((name for name in each if name in existing), compressed)
             if not is_inside(name) or name in chosen:
                 fault = "named twice" if name in chosen else "outside the folder"
                 raise ValueError(f"{name}: {fault} by {' or '.join(self.markers)}. Copy the folder again")
@@ -426,7 +426,7 @@ class Format:
         return bool(self.packed) and name.lower().endswith(self.packed)
 
     def sidecar_names(self, name: str) -> list[str]:
-        """Return the names of the files that may belong to a file."""
+        """Return the names of the sidecars that a file may have."""
         own, other = self.sidecar
         companion = [self.companion(name)] if other and name.lower().endswith(own) else []
         return [*companion, *([name + self.offsets_suffix] if self.offsets_suffix else [])]
@@ -492,8 +492,8 @@ class Format:
 class IndexedFiles:
     """Files `names` of an index of this format (None: all).
 
-    `root` has their metadata. Remote files are at `remote`, a `RemoteFolder`. With `tolerant`, the samples before
-    damage are used. Samples are numbered through all files.
+    `root` is the folder of their metadata. Remote files are at `remote`, a `RemoteFolder`. With `tolerant`, the samples
+    before damage are used. Samples are numbered through all files.
     """
 
     def __init__(
@@ -526,7 +526,7 @@ class IndexedFiles:
         return int(self.entries.sizes.sum()) / max(int(self.firsts[-1]), 1)
 
     def shards_of(self, indices: Rows) -> Rows:
-        """Return the shard of each of these samples."""
+        """Return the number of the shard of each of these samples."""
         return np.searchsorted(self.firsts, indices, side="right") - 1
 
     def where(self, shard: int) -> str:
@@ -564,7 +564,7 @@ class IndexedFiles:
     def damaged(self, shard: str) -> ShardError:
         """Return the error for a damaged index, and remove the index from the cache.
 
-        `shard` is the number of the file that was to be read.
+        `shard` names the file whose rows are damaged.
         """
         fix = f"Remove {self.index_path} and start again"
         if self.remote is not None:

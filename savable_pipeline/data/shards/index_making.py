@@ -1,6 +1,6 @@
 """Builds the index of a folder's files, scanning those that are new or changed.
 
-It is written shard by shard, so memory grows with the number of shards, and not with that of samples.
+The index is written shard by shard, so memory grows with the number of shards, and not with that of samples.
 
     tables ──▶ rows: files without a name ──▶ the index, its header first
 
@@ -55,7 +55,8 @@ _HEAD = struct.Struct("<QQQ")
 log = logging.getLogger(__name__)
 
 FileProgress: TypeAlias = Callable[[int, int], None]  # gets the number of files done, and of all
-_ALONE_S = 5.0  # seconds that one process scans alone before others start
+# seconds that one process scans alone before others start, and bytes of rows that are not mapped
+_ALONE_S, _IN_MEMORY = 5.0, 1 << 20
 _LOG_EVERY_S = 10.0
 
 
@@ -78,7 +79,7 @@ def write_index(path: Path, tables: Iterable[ShardTable], form: Format | str) ->
 
 
 class Columns:
-    """Columns of the index for the shards."""
+    """Columns of an index: a name, a fault and numbers for each shard."""
 
     def __init__(self) -> None:
         self.names = bytearray()
@@ -127,18 +128,18 @@ class ScannedTables:
     def __init__(self, path: Path) -> None:
         self._path = path.with_name(f"{path.name}.scanned")
         self._file = self._path.open("a+b")
-        self._places: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         self._end = 0
         self._read_unfinished()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._offsets)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._offsets)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._offsets
 
     def add(self, table: ShardTable) -> None:
         """Write a table. The next process can use it as soon as this returns."""
@@ -147,11 +148,11 @@ class ScannedTables:
             (_HEAD.pack(len(encoded), len(rows), xxh3_64_intdigest(rows, xxh3_64_intdigest(encoded))), encoded, rows)
         )
         self._file.flush()
-        self._places[table.entry.name] = self._end
+        self._offsets[table.entry.name] = self._end
         self._end += _HEAD.size + len(encoded) + len(rows)
 
     def __getitem__(self, name: str) -> ShardTable:
-        found = self._read(self._places[name])
+        found = self._read(self._offsets[name])
         assert found is not None, name
         return found[0]
 
@@ -167,8 +168,9 @@ class ScannedTables:
     def _read_unfinished(self) -> None:
         """Find the tables of an interrupted process, and truncate an incomplete one."""
         while (found := self._read(self._end)) is not None:
-            self._places[found[0].entry.name] = self._end
-            self._end = found[1]
+            table, end = found
+            self._offsets[table.entry.name] = self._end
+            self._end = end
         self._file.truncate(self._end)
 
     def _read(self, offset: int) -> tuple[ShardTable, int] | None:
@@ -182,8 +184,8 @@ class ScannedTables:
             return None
         encoded = os.pread(file, length, offset + _HEAD.size)
         # This process has the lock, so no other process writes, and many rows can be mapped.
-        many = partial(np.memmap, self._file, np.uint8, "r", start, (count,))
-        rows = os.pread(file, count, start) if count < 1 << 20 else many().data
+        mapped = partial(np.memmap, self._file, np.uint8, "r", start, (count,))
+        rows = os.pread(file, count, start) if count < _IN_MEMORY else mapped().data
         if xxh3_64_intdigest(rows, xxh3_64_intdigest(encoded)) != digest:
             return None
         try:
@@ -194,11 +196,11 @@ class ScannedTables:
 
 
 def file_matches_index(root: Path, index: ShardIndex, number: int, form: Format) -> bool:
-    """Return whether a file has its indexed size and content."""
-    return index.is_whole(number) and with_handles(partial(_is_the_same, root, index, number, form))
+    """Return whether a file is as indexed, and its index rows are valid."""
+    return index.is_whole(number) and with_handles(partial(_is_unchanged, root, index, number, form))
 
 
-def _is_the_same(root: Path, index: ShardIndex, number: int, form: Format) -> bool:
+def _is_unchanged(root: Path, index: ShardIndex, number: int, form: Format) -> bool:
     try:
         with opened(root / index.shards.names[number]) as file:
             return file.size == index.shards.sizes[number] and form.matches_index(file, index, number)
@@ -260,7 +262,7 @@ def _join_interrupted(root: Path, path: Path, form: Format) -> None:
 def _join(
     root: Path, path: Path, form: Format, scanned: ScannedTables, reused: Mapping[str, int], written: Collection[str]
 ) -> None:
-    """Write the index of the scanned files, of those `kept` from the old index, and those of writers."""
+    """Write the index of the `scanned` files, those `reused` from the old index, and those `written` by a writer."""
     old = form.index_at(path) if reused else None
 
     def table(name: str) -> ShardTable:
@@ -282,9 +284,9 @@ def _reusable(path: Path, form: Format, is_reusable: Callable[[ShardIndex, int],
     return {}
 
 
-def _can_reuse(root: Path, form: Format, anyway: set[str], old: ShardIndex, number: int) -> bool:
-    """Return whether an indexed file is unchanged, or is in `anyway` and undamaged."""
-    if anyway and old.shards.names[number] in anyway:
+def _can_reuse(root: Path, form: Format, tolerated: set[str], old: ShardIndex, number: int) -> bool:
+    """Return whether an indexed file is unchanged, or in `tolerated` with valid index rows."""
+    if tolerated and old.shards.names[number] in tolerated:
         return old.is_whole(number)
     return number not in old.shards.faults and file_matches_index(root, old, number, form)
 
@@ -320,8 +322,8 @@ def _scanned(
     return serial_then_parallel(names, partial(form.scan, root), in_processes, _ALONE_S)
 
 
-def _scanned_elsewhere(root: Path, coming: Generator[Answer, None, None]) -> Iterator[ShardTable]:
-    with contextlib.closing(coming) as answers:
+def _scanned_elsewhere(root: Path, answers: Generator[Answer, None, None]) -> Iterator[ShardTable]:
+    with contextlib.closing(answers):
         for name, answer in answers:
             if answer is None:
                 raise ShardError(f"{root / name}: the process that indexed it died, perhaps out of memory")
@@ -334,7 +336,7 @@ T = TypeVar("T")
 NOTE = b"+"  # the first byte of a note; no MessagePack of a struct starts with it
 Answer: TypeAlias = tuple[str, bytes | None]  # name of a shard, and the task's result as MessagePack
 EachShard: TypeAlias = Callable[[Task, Path, list[str]], Generator[Answer, None, None]]
-"""What gives the answers for all shards: `each_shard`, or the machines of a cluster."""
+"""Function that yields the answers for all shards: `each_shard`, or one that uses the machines of a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,9 +368,9 @@ def each_shard(task: Task, root: Path, names: list[str], processes: int) -> Gene
 def serial_then_parallel(
     names: list[str], serial: Callable[[str], T], parallel: Callable[[list[str]], Iterable[T]], alone_s: float
 ) -> Iterator[T]:
-    """Yield the results of `here`, and after `alone_s` seconds those of `several`.
+    """Yield the results of `serial`, and after `alone_s` seconds those of `parallel`.
 
-    `serial` gets one name, and `parallel` gets all remaining names.
+    `serial` takes one name, and `parallel` takes all remaining names.
     """
     end = time.monotonic() + alone_s
     for done, name in enumerate(names):
@@ -381,7 +383,9 @@ def serial_then_parallel(
 def each_job(
     serve: str, arguments: tuple[str, ...], jobs: Sequence[J], processes: int
 ) -> Generator[tuple[J, bytes | None], None, None]:
-    """Yield each job with the answers of `serve`, a function as for `ChildProcess`.
+    """Yield (job, answer) for each answer to a job, from several child processes.
+
+    `serve` names a function as for `ChildProcess`.
 
     The answers are notes, which start with `NOTE`, and then one result, which does not. The result is None if the
     process crashed on the job.

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MARKED_SHARDS = 4096  # with fewer shards, each is checked, which takes a tenth of a second
-_LEAST_BYTES = 40  # bytes of a shard in an index
+_LEAST_BYTES = 40  # fewest bytes of a shard in an index
 _QUIET_NS = 2_000_000_000  # the coarsest timestamp granularity of a file system
 
 
@@ -73,13 +73,13 @@ def at_first_writable(root: Path, name: str, build: Callable[[Path], T], *, near
     return first_writable(index_paths(root, name, near=near), f"{root}: no place to write an index", build)
 
 
-def first_writable(places: Iterable[Path], fault: str, build: Callable[[Path], T]) -> T:
+def first_writable(candidates: Iterable[Path], fault: str, build: Callable[[Path], T]) -> T:
     """Return `build(path)` for the first path that can be written, under its lock.
 
     Raises `ShardError` with the `fault` if there is none.
     """
     faults = []
-    for path in places:
+    for path in candidates:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = with_handles(partial(path.with_name(path.name + ".lock").open, "ab"))
@@ -119,7 +119,10 @@ def marked_index(root: Path, form: Format, *, tolerant: bool) -> IndexedFiles | 
 
 
 def valid_mark(root: Path, form: Format) -> _Mark | None:
-    """Return the mark next to an index, or None if a folder changed since."""
+    """Return the mark next to an index, or None.
+
+    It is None if the mark is missing or damaged, or if a folder changed after it was written.
+    """
     with contextlib.suppress(OSError, ValueError):  # msgspec's errors are subclasses of ValueError
         mark = msgspec.msgpack.decode(_mark_of(root / form.index_name).read_bytes(), type=_Mark)
         return mark if all(_version_of(root / name) == at for name, at in mark.folders.items()) else None
@@ -220,7 +223,7 @@ def _open_listed(listed: paths.ListedFiles, form: Format, *, tolerant: bool) -> 
             mark_fresh(root, form, index, listed.folders, began)
 
     indexes = _indexes(root, form)
-    names = _with_missing(root, listed.names, form, tolerant, _first_of(indexes))
+    names = _with_missing(root, listed.names, form, tolerant, _shards_of_first(indexes))
     return open_index(root, names, form, tolerant=tolerant, indexes=indexes, on_match=on_match)
 
 
@@ -255,8 +258,8 @@ def without_compressed(
 ) -> list[str]:
     """Return the names and the `exact` ones, sorted, without compressed files.
 
-    It warns of these. Raises `ShardError` for none, and for a compressed file that is `listed` by name instead of a
-    whole folder. `advice` is what files are called, and what to do without any.
+    It warns of these. Raises `ShardError` if no file remains, and for a compressed file that is not `listed` as part of
+    a whole folder. For the message, `advice` has a noun for the files, and what to do if there are none.
     """
     packed = [*filter(form.packs, listed.names)] if form.packed else []
     if packed and not listed.whole:
@@ -283,20 +286,21 @@ def open_index(
 
     Files that are new or were rewritten are scanned first.
 
-    `indexes` are those that exist, by path, if they are open. `on_match` is called with an index that has these files
-    and no others, each as it was found. Raises `ShardError` for a damaged one unless `tolerant`: see `open_files`.
+    `indexes` are the existing ones by path, if they are open already. `on_match` is called with an index that has
+    these files and no others, all unchanged. Raises `ShardError` for a damaged file unless `tolerant`: see
+    `open_files`.
     """
     now = _FilesNow(root, names, form)
     for path, index in (_indexes(root, form) if indexes is None else indexes).items():
-        if _fits(index, path, now, tolerant):
+        if _matches_files(index, path, now, tolerant):
             whole = len(index.shards) == len(names)
             if whole and path == root / form.index_name and (not tolerant or now.match(index, path)):
                 on_match(index)
             return _checked(IndexedFiles(form, index, path, None if whole else names, root, tolerant=tolerant))
 
     def build(path: Path) -> IndexedFiles:
-        index = _opened(path, form)  # another process may have made it while we waited
-        if index is None or not _fits(index, path, now, tolerant):
+        index = _opened(path, form)  # another process may have built it while this one waited for the lock
+        if index is None or not _matches_files(index, path, now, tolerant):
             build_index(root, path, names, form, tolerant=tolerant)
             index = form.index_at(path)
         return IndexedFiles(form, index, path, names, root, tolerant=tolerant)
@@ -335,18 +339,19 @@ def index_files(
 
     path, faults = at_first_writable(root, form.index_name, build, near=near or form.name == TAR)
     if path == root / form.index_name and len(names) >= MARKED_SHARDS:
-        _mark(root, form)
+        _mark_new_index(root, form)
     return path, faults
 
 
-def _mark(root: Path, form: Format) -> None:
-    """Mark the new index as fresh, so that the next start need not check all files."""
+def _mark_new_index(root: Path, form: Format) -> None:
+    """Write the mark of the new index, so that the next start need not check all files."""
     if marked_index(root, form, tolerant=True) is None:
         wait_for_mtime_granularity()
         _open_listed(files_of(paths.list_files(root), form, missing_too=True), form, tolerant=True)
 
 
 def _with_missing(root: Path, found: list[str], form: Format, tolerant: bool, known: ShardList) -> list[str]:
+    """Return the files, with the missing ones of Energon's list and, if `tolerant`, of the index."""
     counted = {name for name in read_counts(root) or () if form.has(name)}
     if found == [*known.names] and counted.issubset(found):
         return found
@@ -358,16 +363,16 @@ def _with_missing(root: Path, found: list[str], form: Format, tolerant: bool, kn
 
 def known_files(root: Path, form: Format) -> dict[str, ShardEntry]:
     """Return the entries of an index by name, also of changed or missing files."""
-    return {entry.name: entry for entry in _first_of(_indexes(root, form))}
+    return {entry.name: entry for entry in _shards_of_first(_indexes(root, form))}
 
 
 def _indexes(root: Path, form: Format) -> dict[Path, ShardIndex]:
-    """Return the indexes of `root` that are whole, by path."""
+    """Return the undamaged indexes of `root`, by path."""
     found = {path: _opened(path, form) for path in index_paths(root, form.index_name)}
     return {path: index for path, index in found.items() if index is not None}
 
 
-def _first_of(indexes: Mapping[Path, ShardIndex]) -> ShardList:
+def _shards_of_first(indexes: Mapping[Path, ShardIndex]) -> ShardList:
     return next((index.shards for index in indexes.values()), ShardList.of(()))
 
 
@@ -430,7 +435,7 @@ class _FilesNow:
 
 
 def _opened(path: Path, form: Format) -> ShardIndex | None:
-    """Return the index at `path` if it exists and is whole."""
+    """Return the index at `path`, or None if it is missing or damaged."""
     try:
         return form.index_at(path)
     except (OSError, ValueError):
@@ -440,8 +445,8 @@ def _opened(path: Path, form: Format) -> ShardIndex | None:
         return None
 
 
-def _fits(index: ShardIndex, path: Path, now: _FilesNow, tolerant: bool) -> bool:
-    """Return whether an index has each file as it is now, or if `tolerant` has it at all."""
+def _matches_files(index: ShardIndex, path: Path, now: _FilesNow, tolerant: bool) -> bool:
+    """Return whether an index has each file in its current version, or with `tolerant` in any version."""
     with contextlib.suppress(OSError, ValueError, KeyError, ShardError):
         numbers = index.numbers(now.names)
         faulty = bool(index.shards.faults) and not index.shards.faults.keys().isdisjoint(numbers.tolist())

@@ -1,6 +1,4 @@
-"""Reads `.nv-meta` next to the shards: Megatron-Energon's metadata, and marks.
-
-The marks say which writers are not finished.
+"""Reads `.nv-meta` next to the shards: Energon's metadata, and marks of writers.
 
     .nv-meta/.info.json  or .info.yaml    shard_counts: {name: samples}
     .nv-meta/split.yaml  or split.json    split_parts: {"train": [name or brace pattern, ...]}
@@ -42,7 +40,7 @@ FieldMap: TypeAlias = dict[str, list[FieldPath]]
 
 _CODE = ("sample_loader", "part_filter")  # settings of dataset.yaml that are code or require it
 _SPLITS, _FIELDS = METADATA_FILES[2:4], METADATA_FILES[4]
-_LIMIT = 1 << 28  # most bytes of a metadata file
+_LARGEST_FILE = 1 << 28  # most bytes of a metadata file
 _LONGEST_PATTERN = 8192  # most characters of an entry of a split
 _MOST_NAMES = 2_000_000  # most names that the entries of a split expand to
 _FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
@@ -50,14 +48,14 @@ T = TypeVar("T")
 CONVERTED = f"{META}/savable.convert.json"
 OPEN = "open"  # suffix of a writer's mark
 _PART = re.compile(r"(\d{5})-of-(\d{5})-settings\.json")
-_NAMED = 10  # most parts that a message names
+_LISTED_PARTS = 10  # most parts that a message lists
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """Shards of a split without excluded ones, and keys of excluded samples.
 
-    `unknown` has the entries of `exclude` that match no shard of the dataset.
+    `unknown` are the entries of `exclude` that match no shard of the dataset.
     """
 
     shards: list[str]
@@ -66,11 +64,11 @@ class Split:
 
 
 def read_counts(root: Path) -> dict[str, int] | None:
-    """Return the samples of each shard in `.info.json` or `.info.yaml`, or None.
+    """Return the sample count by shard in `.info.json` or `.info.yaml`, or None.
 
     Raises `ShardError`.
     """
-    path = _first(root, "info_config", COUNT_FILES)
+    path = _metadata_file(root, "info_config", COUNT_FILES)
     if path is None:
         return None
     counts = _convert(path, _load(path).get("shard_counts"), dict[str, int], "`shard_counts`, samples by shard")
@@ -82,7 +80,7 @@ def read_counts(root: Path) -> dict[str, int] | None:
 
 def split_names(root: Path) -> list[str]:
     """Return the names of a dataset's splits. Raises `ShardError`."""
-    path = _first(root, "split_config", _SPLITS)
+    path = _metadata_file(root, "split_config", _SPLITS)
     return [] if path is None else list(_split_parts(path, _load(path)))
 
 
@@ -91,7 +89,7 @@ def read_split(root: Path, name: str, known: Iterable[str]) -> Split:
 
     Raises `ShardError`, also if it names an unknown shard.
     """
-    path = _first(root, "split_config", _SPLITS)
+    path = _metadata_file(root, "split_config", _SPLITS)
     if path is None:
         raise ShardError(f"{root / META}: split={name!r}, but there is no split.yaml. Leave out split=")
     loaded = _load(path)
@@ -135,7 +133,7 @@ def named_files(root: Path) -> list[str]:
 
     Raises `ShardError`.
     """
-    return [name for key in ("info_config", "split_config") if (name := _named(root, key)) is not None]
+    return [name for key in ("info_config", "split_config") if (name := _configured_file(root, key)) is not None]
 
 
 def unused_settings(root: Path) -> list[str]:
@@ -152,8 +150,8 @@ def _settings(root: Path) -> dict[str, Any]:
     return _load(path) if path.is_file() else {}
 
 
-def _named(root: Path, key: str) -> str | None:
-    """Return the name of a file of `.nv-meta` in `dataset.yaml`, or None."""
+def _configured_file(root: Path, key: str) -> str | None:
+    """Return the file of `.nv-meta` that `dataset.yaml` names as `key`, or None."""
     name = _settings(root).get(key)
     if name is not None and not (isinstance(name, str) and is_inside(name)):
         raise ShardError(f"{root / META / _FIELDS}: `{key}` must be the name of a file in {META}, not {name!r}")
@@ -190,9 +188,9 @@ def _expand(path: Path, patterns: list[str]) -> Iterator[str]:
         yield from names
 
 
-def _first(root: Path, key: str, names: tuple[str, ...]) -> Path | None:
+def _metadata_file(root: Path, key: str, names: tuple[str, ...]) -> Path | None:
     """Return the file that `dataset.yaml` names as `key`, or the first existing one of `names`, or None."""
-    name = _named(root, key)
+    name = _configured_file(root, key)
     if name is not None:
         if not (root / META / name).is_file():
             raise ShardError(f"{root / META / _FIELDS}: `{key}` names {name}, which is not in {META}")
@@ -202,8 +200,8 @@ def _first(root: Path, key: str, names: tuple[str, ...]) -> Path | None:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _LIMIT:
-            raise ShardError(f"{path}: {path.stat().st_size} bytes, more than the limit of {_LIMIT}")
+        if path.stat().st_size > _LARGEST_FILE:
+            raise ShardError(f"{path}: {path.stat().st_size} bytes, more than the limit of {_LARGEST_FILE}")
         raw = path.read_bytes()
         loaded = msgspec.json.decode(raw) if path.suffix == ".json" else _yaml(raw)
     except OSError as error:
@@ -266,13 +264,13 @@ def _unfinished_writers(folder: Path) -> str:
     except OSError:
         return ""
     parts = [match for name in names if (match := _PART.fullmatch(name))]
-    ended = {int(match[1]) for match in parts if f"{match[1]}-of-{match[2]}-{OPEN}" not in names}
+    finished = {int(match[1]) for match in parts if f"{match[1]}-of-{match[2]}-{OPEN}" not in names}
     count = max((int(match[2]) for match in parts), default=0)
-    missing = [str(part) for part in range(count) if part not in ended]
+    missing = [str(part) for part in range(count) if part not in finished]
     if OPEN not in names and not missing:
         return ""
-    more = f" and {counted(len(missing) - _NAMED, 'more', 'more')}" if len(missing) > _NAMED else ""
-    which = f": parts {', '.join(missing[:_NAMED])}{more} of {count}" if missing else ""
+    more = f" and {counted(len(missing) - _LISTED_PARTS, 'more', 'more')}" if len(missing) > _LISTED_PARTS else ""
+    which = f": parts {', '.join(missing[:_LISTED_PARTS])}{more} of {count}" if missing else ""
     return (
         f"{folder}: samples may be missing: an sp.ShardWriter was stopped, never begun, or is still writing{which}; "
         "run the program again that writes there"

@@ -18,7 +18,7 @@ _BLOCK = 1 << 18  # numbers that are compared together
 
 
 class NumberSpool:
-    """Numbers of one type, appended in order, in an optional binary `file`.
+    """Numbers of one type, appended in order, in `file` or a temporary file.
 
     >>> from savable_pipeline.data.shards.number_spool import NumberSpool
     >>> numbers = NumberSpool("<u4")
@@ -41,7 +41,7 @@ class NumberSpool:
             self.write()
 
     def write(self, numbers: NDArray[Any] | None = None) -> None:
-        """Append the numbers of the buffer, then an array."""
+        """Append the numbers of `buffer`, which this clears, then an array."""
         for each in (self.buffer, () if numbers is None else numbers):
             _write(self._file, np.asarray(each, self._kind).data)
         self.buffer.clear()
@@ -52,7 +52,7 @@ class NumberSpool:
         return _contents(self._file, "r").view(self._kind)
 
     def repeated(self) -> Iterator[tuple[int, int]]:
-        """Yield position and value of each number that occurs more than once."""
+        """Yield (position, number) for each number that occurs more than once."""
         copy, numbers = NumberSpool(self._kind), self.numbers()
         copy.write(numbers)
         ordered = _contents(copy._file, "r+").view(self._kind)
@@ -74,7 +74,7 @@ def spooled(pieces: Iterable[bytes | memoryview]) -> bytes:
 
 def _write(file: Any, data: memoryview) -> None:
     if isinstance(file, tempfile.SpooledTemporaryFile) and file.tell() + data.nbytes > _IN_MEMORY:
-        file.rollover()  # before the write, which would be in memory first
+        file.rollover()  # before the write, which would otherwise go to memory first
     file.write(data)
 
 

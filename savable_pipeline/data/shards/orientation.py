@@ -81,7 +81,7 @@ def stored_box(
 def to_be_turned(image: Image.Image, *, exif: bool) -> tuple[Image.Image, int]:
     """Return the image, and the orientation that remains to be applied.
 
-    A TIFF image is decoded, and turned already. Without `exif`, the orientation is 1.
+    A TIFF image is returned decoded, and turned already. Without `exif`, the orientation is ignored and 1 is returned.
     """
     if not hasattr(image, "tag_v2"):
         return image, orientation_of(image) if exif else UPRIGHT
@@ -104,24 +104,25 @@ def turned(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def turned_pixels(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """Turn stored pixels, uint8 (height, width, 3)."""
+    """Return stored pixels, uint8 (height, width, 3), as displayed."""
     shown = pixels.swapaxes(0, 1) if orientation in SWAPPED else pixels
-    right, down = -1 if orientation in MIRRORED_X else 1, -1 if orientation in MIRRORED_Y else 1
-    return np.ascontiguousarray(shown[::down, ::right])
+    step_x = -1 if orientation in MIRRORED_X else 1
+    step_y = -1 if orientation in MIRRORED_Y else 1
+    return np.ascontiguousarray(shown[::step_y, ::step_x])
 
 
 def _late_exif(image: Image.Image) -> bytes:
     """Return the EXIF that some programs write after the pixels of a PNG, or b""."""
     file = cast(BinaryIO, getattr(image, "fp"))  # noqa: B009  of an image file
-    begin = file.tell()
+    position = file.tell()
     try:
         file.seek(max(0, file.seek(0, 2) - _TAIL))
         tail = file.read(_TAIL)
     finally:
-        file.seek(begin)
-    at = tail.rfind(b"eXIf")
-    if at < 4:  # true for most images
+        file.seek(position)
+    start = tail.rfind(b"eXIf")  # a chunk is its length, its type, its data, and a checksum of type and data
+    if start < 4:  # true for most images
         return b""
-    end = at + 4 + int.from_bytes(tail[at - 4 : at], "big")
-    whole = zlib.crc32(tail[at:end]) == int.from_bytes(tail[end : end + 4], "big")
-    return tail[at + 4 : end] if whole else b""
+    end = start + 4 + int.from_bytes(tail[start - 4 : start], "big")
+    is_intact = zlib.crc32(tail[start:end]) == int.from_bytes(tail[end : end + 4], "big")
+    return tail[start + 4 : end] if is_intact else b""

@@ -1,6 +1,6 @@
 """Types of parts by their extension: image, text, JSON or media; and their checks.
 
-Whether samples look merged or torn by dots in file names, where a key ends at the first dot:
+It also warns of samples that dots in file names seem to have merged or split, as a key ends at the first dot:
 
     img.v1.0001.jpg, img.v1.0002.jpg     →     one sample `img` of the parts v1.0001.jpg and v1.0002.jpg
 """
@@ -37,9 +37,9 @@ DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")  # modes with more th
 NARROWED = "narrowed"  # key of an image's `info` that says how it lost bits
 # largest width × height of an image; Pillow has the same limit, which programs can disable
 LARGEST_PIXELS = 178_956_970
-_NEARLY_ALL = 0.9  # fraction of the samples
-_MANY_PARTS = 1000  # number of parts of one sample
-_RARE = 0.01  # fraction of the samples
+_NEARLY_ALL = 0.9  # fraction of samples with a part, from which the others seem to lack it
+_MANY_PARTS = 1000  # a sample with more parts seems merged
+_RARE = 0.01  # fraction of samples, up to which a part is rare
 _NUMBERED = re.compile(r"(0|[1-9][0-9]{0,2})\.")  # numbered parts such as 0.jpg, 1.jpg of an interleaved document
 _DOTS = "a key ends at the first dot of a file's name: rename files, or convert them with --key-end last"
 _ALIKE = {"jpeg": "jpg", "tiff": "tif"}  # extensions of the same type
@@ -120,7 +120,7 @@ def open_image(data: bytes | BinaryIO, extension: str = "") -> Image.Image:
 
 
 def _how_narrowed(image: Image.Image) -> str:
-    """Return how Pillow narrows 16-bit colors to 8 bits per channel, or "". It has no mode for 16 bits."""
+    """Return how Pillow narrows 16-bit colors to 8 bits per channel, or "". It has no mode for 16-bit colors."""
     arguments = [tile.args for tile in getattr(image, "tile", ())]
     if any(";16" in str(each) for each in arguments):
         return "v >> 8"
@@ -206,8 +206,8 @@ def _plain(value: Any) -> Any:
 def are_merged(parts: Collection[str], counts: Mapping[str, int]) -> bool:
     """Return whether dots in names seem to have merged these parts into one sample.
 
-    They have if each has a dot and most are in no other sample. So `seg.png` next to `jpg` is not merged. `counts` has
-    the number of samples with each part.
+    They seem merged if each has a dot and most are in no other sample. So `seg.png` next to `jpg` is not merged.
+    `counts` has the number of samples with each part.
     """
     return all("." in part for part in parts) and 2 * sum(counts[part] == 1 for part in parts) > len(parts)
 

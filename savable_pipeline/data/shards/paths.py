@@ -1,8 +1,7 @@
 """Finds the local shards that a user names by folders, globs, braces or paths.
 
-`a-{00..02}.tar`, `{x,y{1,2}}` and `{a..e..2}` mean what braceexpand says, and are bounded. `HubAddress` is a dataset on
-Hugging Face's Hub, or what is in it:
-`hf://datasets/ORG/NAME[@REVISION][/PATH]`.
+`a-{00..02}.tar`, `{x,y{1,2}}` and `{a..e..2}` mean what braceexpand says, and are bounded. `HubAddress` is a dataset
+on Hugging Face's Hub, or a folder or file in it: `hf://datasets/ORG/NAME[@REVISION][/PATH]`.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ _ADDRESS = re.compile(
     r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.*))?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_FIXED = re.compile(r"(?<=^hf://datasets/)([^@]+)@[0-9a-f]{40}")
-_PLAIN_URL = re.compile(r"(?:s3|gs|az|https?)://(?!.*(?:\$|::))")  # nothing in it stands for something else
-_BETWEEN = re.compile(r"::(?![^\[\]]*\])")  # a separator, unless it is in an address such as http://[::1]/
+_COMMIT_IN_ADDRESS = re.compile(r"(?<=^hf://datasets/)([^@]+)@[0-9a-f]{40}")
+_LITERAL_URL = re.compile(r"(?:s3|gs|az|https?)://(?!.*(?:\$|::))")  # a URL without variables and separators
+_SEPARATOR = re.compile(r"::(?![^\[\]]*\])")  # a separator, unless it is in an address such as http://[::1]/
 # hidden names of desktops, archives, a NAS and Spark
-_OF_TOOLS = ("Thumbs.db", "desktop.ini", "__MACOSX", "@eaDir", "_temporary")
-_LEFTOVERS = ("cache-", "tmp")
+_TOOL_NAMES = ("Thumbs.db", "desktop.ini", "__MACOSX", "@eaDir", "_temporary")
+_LEFTOVERS = ("cache-", "tmp")  # prefixes of .arrow files that HF `datasets` leaves in folders
 ALL = "."  # name of the only shard if a folder is one shard
 TARS_END = ".tar"
 PACKED_CURE = "Unpack it, or run `savable convert`"
@@ -91,7 +90,7 @@ class ListedFiles:
 
     `names` are relative to `root`, sorted, without hidden ones. They are all files below a folder (`whole`), or named
     by paths, globs and braces, and may then be missing. `exact` are those named by a path. `chosen` are those that were
-    recognized, None if not yet. They are `complete` if no file is missing. `folders` are the visited folders,
+    recognized, None if not yet. `complete` says that no file is missing. `folders` are the visited folders,
     `unlistable` the errors of others, and `began_ns` is the monotonic time of the start of the listing.
     """
 
@@ -106,7 +105,7 @@ class ListedFiles:
     began_ns: int = 0
 
     def heads(self, wanted: Mapping[str, int]) -> dict[str, bytes]:
-        """Return the first bytes of these files, without unreadable files."""
+        """Return the first bytes of readable files, at most as many as `wanted` says."""
         found = {}
         for name, most in wanted.items():
             with contextlib.suppress(OSError), with_handles(partial(self._opened, name)) as file:
@@ -119,9 +118,9 @@ class ListedFiles:
     def below_deepest(self, names: list[str]) -> ListedFiles:
         """Return some of the files, below the deepest folder that has them."""
         folder = "" if self.whole or not names else os.path.commonpath([os.path.dirname(f"/{name}") for name in names])  # noqa: PTH120
-        cut = len(folder.strip("/")) + bool(folder.strip("/"))
-        root, exact = self.root / folder.strip("/"), frozenset(name[cut:] for name in self.exact.intersection(names))
-        return replace(self, root=root, names=[name[cut:] for name in names], exact=exact)
+        start = len(folder.strip("/")) + bool(folder.strip("/"))
+        exact = frozenset(name[start:] for name in self.exact.intersection(names))
+        return replace(self, root=self.root / folder.strip("/"), names=[name[start:] for name in names], exact=exact)
 
 
 def head_size(path: str, size: int, most: int) -> int:
@@ -149,18 +148,20 @@ def list_files(files: Shards) -> ListedFiles:
     found = [each for spec in specs for each in _expanded(spec, unlistable)]
     exact = dict(found)
     if len(exact) < len(found):
-        twice = Counter(path for path, _ in found).most_common(1)[0][0]
-        raise ShardError(f"{twice}: the same shard is named twice. Name it once")
+        [(repeated, _)] = Counter(path for path, _ in found).most_common(1)
+        raise ShardError(f"{repeated}: the same shard is named twice. Name it once")
     root = os.path.commonpath([os.path.dirname(path) for path in exact])  # noqa: PTH120
-    cut = len(root) + (root != "/")
-    names = frozenset(path[cut:] for path, is_exact in exact.items() if is_exact)
-    return ListedFiles(Path(root), sorted(path[cut:] for path in exact), exact=names, unlistable=unlistable)
+    start = len(root) + (root != "/")  # of the relative names in the paths
+    names = frozenset(path[start:] for path, is_exact in exact.items() if is_exact)
+    return ListedFiles(Path(root), sorted(path[start:] for path in exact), exact=names, unlistable=unlistable)
 
 
 def _listed_below(root: Path) -> ListedFiles:
     """List a folder. A relative path becomes absolute, so that it survives a change of the working folder."""
     found = ListedFiles(root, [], whole=True, began_ns=time.monotonic_ns())
-    for folder, folders, files in os.walk(root, onerror=lambda error: found.unlistable.append(_unlistable(error))):
+    for folder, folders, files in os.walk(
+        root, onerror=lambda error: found.unlistable.append(_unlistable_error(error))
+    ):
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         below = os.path.relpath(folder, root)
         found.folders.append(below)
@@ -174,8 +175,8 @@ def _listed_below(root: Path) -> ListedFiles:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a name belongs to the desktop or a tool, such as HF's cache."""
-    return name.startswith(".") or name in _OF_TOOLS or (name.startswith(_LEFTOVERS) and name.endswith(".arrow"))
+    """Return whether a name is hidden, or of a file of a desktop or a tool."""
+    return name.startswith(".") or name in _TOOL_NAMES or (name.startswith(_LEFTOVERS) and name.endswith(".arrow"))
 
 
 def is_hidden_path(name: str) -> bool:
@@ -191,15 +192,15 @@ def expand_specs(shards: Shards) -> list[str]:
     """
     names = as_names(shards)
     specs = [names] if isinstance(names, str) else names
-    return [part for spec in specs for part in ([spec] if _PLAIN_URL.match(spec) else _parts_of(spec))]
+    return [part for spec in specs for part in ([spec] if _LITERAL_URL.match(spec) else _parts_of(spec))]
 
 
 def _parts_of(spec: str) -> list[str]:
-    return [_expand_spec(part) for part in ([spec] if _exists(spec) else _BETWEEN.split(spec))]
+    return [_expand_spec(part) for part in ([spec] if _exists(spec) else _SEPARATOR.split(spec))]
 
 
 def is_remote(shards: Shards) -> bool:
-    """Return whether these are URLs.
+    """Return whether these shards are named by URLs.
 
     Raises `ShardError` for a mixture with files, and for an unsupported URL.
     """
@@ -274,15 +275,15 @@ def _expanded(spec: str, unlistable: list[ShardError]) -> Iterator[tuple[str, bo
 
 
 def _matching(pattern: str, unlistable: list[ShardError]) -> list[str]:
-    """Return the absolute paths of files that match a glob, without hidden ones, or else of folders.
+    """Return the absolute paths of files that match a glob, or else those in the folders that match it.
 
-    Raises `ShardError` for no match.
+    Hidden files and folders only match if the glob names a hidden one. Raises `ShardError` for no match.
     """
     parts = os.path.abspath(pattern).split("/")  # noqa: PTH100
-    fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-    any_name = any(map(is_hidden, parts[fixed:]))
+    first_magic = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    wants_hidden = any(map(is_hidden, parts[first_magic:]))
     found = {os.path.abspath(match) for match in glob.glob(pattern, recursive=True)}  # noqa: PTH100, PTH207
-    matches = sorted(each for each in found if any_name or not any(map(is_hidden, each.split("/")[fixed:])))
+    matches = sorted(each for each in found if wants_hidden or not any(map(is_hidden, each.split("/")[first_magic:])))
     if not matches:
         raise ShardError(f"{pattern}: no file matches. Check the pattern", reason=NO_SUCH_PATH)
     if files := [each for each in matches if not os.path.isdir(each)]:  # noqa: PTH112
@@ -304,7 +305,7 @@ def is_inside(name: str) -> bool:
     return bool(name) and not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
 
 
-def _unlistable(error: OSError) -> ShardError:
+def _unlistable_error(error: OSError) -> ShardError:
     if lacks_handles(error):
         raise error
     return ShardError(
@@ -320,12 +321,12 @@ def expand_braces(pattern: str) -> list[str]:
     """
     if "{" not in pattern:
         return [pattern]
-    numbers = sum(abs(int(last) - int(first)) + 1 for first, last, _ in _NUMBERS.findall(pattern))
+    count = sum(abs(int(last) - int(first)) + 1 for first, last, _ in _NUMBERS.findall(pattern))
     flat = [] if re.search(r"\{[^{}]*\{", pattern) else re.findall(r"\{[^{}]*\}", pattern)
-    numbers = max(numbers, math.prod(map(_names_in, flat)))
+    count = max(count, math.prod(map(_count_names, flat)))
     names, characters = [], 0
     # braceexpand builds all numbers of a range at once, so check first
-    if numbers <= _MOST_NAMES and pattern.count("{") <= _MOST_BRACES:
+    if count <= _MOST_NAMES and pattern.count("{") <= _MOST_BRACES:
         try:
             for name in braceexpand(pattern, escape=False):
                 names.append(name)
@@ -341,8 +342,8 @@ def expand_braces(pattern: str) -> list[str]:
     raise ShardError(f"{pattern[:200]}: the braces mean more than {_MOST_NAMES:,} names, or too long ones")
 
 
-def _names_in(braces: str) -> int:
-    """Return the number of names of braces without nested ones, at least 1 for letters."""
+def _count_names(braces: str) -> int:
+    """Return the number of names that braces without nested ones stand for, or 1 for a range of letters."""
     found = _NUMBERS.fullmatch(braces)
     if found is None:
         return braces.count(",") + 1
@@ -379,13 +380,13 @@ class HubAddress(NamedTuple):
 
     @property
     def download(self) -> str:
-        """Return the command that downloads it."""
+        """Return the shell command that downloads the dataset, or the folder `path` of it."""
         only = f" --include '{self.path}/*'" if self.path else ""
         name = self.repo.rpartition("/")[2]
         return f"hf download {self.repo} --repo-type dataset --revision {self.revision}{only} --local-dir {name}"
 
     def at(self, commit: str) -> str:
-        """Return the address with a commit in place of a branch or tag."""
+        """Return the address with this commit as its revision."""
         return f"{HUB}datasets/{self.repo}@{commit}{'/' if self.path else ''}{self.path}"
 
     def below(self, name: str) -> str:
@@ -401,9 +402,9 @@ def is_hub(url: str) -> bool:
 def without_commit(address: str) -> str:
     """Return an address of the Hub without its commit, and any other unchanged.
 
-    Caches use it for files of all commits together.
+    Caches use the result as the common name of all commits.
     """
-    return _FIXED.sub(r"\1", address)
+    return _COMMIT_IN_ADDRESS.sub(r"\1", address)
 
 
 def commits_of(addresses: Mapping[str, str]) -> dict[str, bytes]:

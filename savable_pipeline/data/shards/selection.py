@@ -25,7 +25,7 @@ from savable_pipeline.errors import ShardError
 
 Subset: TypeAlias = "float | int | tuple[float, float]"
 _CACHED_SHARDS = 512  # shards whose selected rows stay in memory
-_ONE = 1 << 32  # a fraction of 1
+_ONE = 1 << 32  # the fraction 1 in fixed point
 
 
 def check_subset(reader: str, subset: Subset | None) -> None:
@@ -36,8 +36,8 @@ def check_subset(reader: str, subset: Subset | None) -> None:
     low, high = subset if isinstance(subset, tuple) and len(subset) == 2 else (0.0, subset)
     if subset is None or (type(subset) is int and subset >= 1):
         return
-    shares = all(isinstance(share, float | int) and not isinstance(share, bool) for share in (low, high))
-    if not shares or type(subset) is int or not 0 <= low < high <= 1:  # type: ignore[operator]
+    are_numbers = all(isinstance(each, float | int) and not isinstance(each, bool) for each in (low, high))
+    if not are_numbers or type(subset) is int or not 0 <= low < high <= 1:  # type: ignore[operator]
         raise ValueError(f"{reader}: subset={subset!r}. Pass a fraction (0.1), a range (0.1, 0.3) or a count (1000)")
 
 
@@ -45,8 +45,8 @@ class Selection:
     """Some samples of a dataset with these shards.
 
     `names` are those of the shards, `firsts` the numbers of their first samples. `shards` names the shards to use, in
-    this order (None: all). `excluded` has the rows to skip in each. `keys` seed the random choice from each shard
-    (None: its name). Raises `ShardError` if no sample remains.
+    this order (None: all). `excluded` has the rows to skip, by shard. `keys` seed the random choice from each
+    shard (None: its name). Raises `ShardError` if no sample remains.
     """
 
     def __init__(
@@ -63,9 +63,10 @@ class Selection:
         self._keys = names if keys is None else keys
         self._dataset_firsts = firsts
         self._sizes = np.diff(firsts)
-        self._excluded, self._drawn = excluded or {}, subset is not None
+        self._excluded = excluded or {}
+        self._has_subset = subset is not None
         counts = self._split_counts(shards)
-        self._low, self._high = _drawn(self._keys, counts, subset)
+        self._low, self._high = _subset_ranges(self._keys, counts, subset)
         self.order = _order(names, shards)  # int64 (shards,): dataset numbers of the shards in order
         self.firsts = np.concatenate([[0], np.cumsum((self._high - self._low)[self.order])])  # int64 (shards + 1,)
         self.count = int(self.firsts[-1])
@@ -75,9 +76,9 @@ class Selection:
 
     def _split_counts(self, shards: list[str] | None) -> NDArray[np.int64]:
         """Return the number of samples of each shard from which the subset is drawn."""
-        taken = None if shards is None else set(shards)
+        used = None if shards is None else set(shards)
         counts = [
-            size - len(self._excluded.get(name, ())) if taken is None or name in taken else 0
+            size - len(self._excluded.get(name, ())) if used is None or name in used else 0
             for name, size in zip(self._names, self._sizes.tolist(), strict=True)
         ]
         return np.array(counts, dtype=np.int64)
@@ -93,15 +94,15 @@ class Selection:
         part.count = int(part.firsts[-1])
         return part
 
-    def locate(self, places: Rows) -> Rows:
+    def locate(self, positions: Rows) -> Rows:
         """Return the dataset numbers of samples at positions: int64 of the same shape."""
-        shards = np.searchsorted(self.firsts, places, side="right") - 1
-        found = places - self.firsts[shards]
+        shards = np.searchsorted(self.firsts, positions, side="right") - 1
+        found = positions - self.firsts[shards]
         shards = self.order[shards]
         for shard in np.unique(shards).tolist():
-            if self._drawn or self._names[shard] in self._excluded:
-                mine = shards == shard
-                found[mine] = self._rows_of(shard)[found[mine]]
+            if self._has_subset or self._names[shard] in self._excluded:
+                in_shard = shards == shard
+                found[in_shard] = self._rows_of(shard)[found[in_shard]]
         located: Rows = found + self._dataset_firsts[shards]
         return located
 
@@ -109,7 +110,7 @@ class Selection:
         """Return the selected rows of a shard, counted from its first, ascending."""
         name = self._names[shard]
         rows = np.delete(np.arange(self._sizes[shard]), self._excluded.get(name, []))
-        if not self._drawn:
+        if not self._has_subset:
             return rows
         order = permutation(derive_key("subset", self._keys[shard]), len(rows))
         return np.sort(rows[order[self._low[shard] : self._high[shard]]])
@@ -143,8 +144,8 @@ def _order(names: list[str], first: list[str] | None) -> Rows:
     return np.array([number[name] for name in dict.fromkeys([*(first or ()), *names])], dtype=np.int64)
 
 
-def _drawn(keys: list[str], counts: Rows, subset: Subset | None) -> tuple[Rows, Rows]:
-    """Return the range of each shard's samples in a subset: first and end, in an order keyed by the shard."""
+def _subset_ranges(keys: list[str], counts: Rows, subset: Subset | None) -> tuple[Rows, Rows]:
+    """Return the start and the end of each shard's samples in a subset, in the shard's random order."""
     if subset is None:
         return np.zeros_like(counts), counts
     if type(subset) is int:
@@ -154,14 +155,14 @@ def _drawn(keys: list[str], counts: Rows, subset: Subset | None) -> tuple[Rows, 
         ends = np.array([subset * int(end) // total for end in [0, *np.cumsum(counts)]], dtype=np.int64)
         return np.zeros_like(counts), ends[1:] - ends[:-1]
     low, high = subset if isinstance(subset, tuple) else (0.0, subset)
-    parts = np.array([derive_key("subset", "part", key) >> 32 for key in keys], dtype=np.uint64)
-    return _cut(counts, parts, low), _cut(counts, parts, high)
+    offsets = np.array([derive_key("subset", "part", key) >> 32 for key in keys], dtype=np.uint64)
+    return _scaled(counts, offsets, low), _scaled(counts, offsets, high)
 
 
-def _cut(counts: Rows, parts: NDArray[np.uint64], share: float) -> Rows:
-    """Return `share` of each count, rounded down after adding a random fraction.
+def _scaled(counts: Rows, offsets: NDArray[np.uint64], fraction: float) -> Rows:
+    """Return `fraction` of each count, rounded down after adding `offsets` / 2³², which are random.
 
-    So the total over small shards is right.
+    So the expected total over many small shards is right.
     """
-    cut: Rows = ((counts.astype(np.uint64) * np.uint64(round(share * _ONE)) + parts) >> np.uint64(32)).astype(np.int64)
-    return cut
+    products = counts.astype(np.uint64) * np.uint64(round(fraction * _ONE))
+    return ((products + offsets) >> np.uint64(32)).astype(np.int64)

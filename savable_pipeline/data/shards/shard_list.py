@@ -4,7 +4,7 @@
     sizes, samples, digests        a number of each shard
     faults                         number of a damaged shard: how it was damaged
 
-In an index these are its own bytes, mapped, so only the requested ones are read.
+The columns of an index view its mapped bytes, so only the requested ones are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from savable_pipeline.errors import ShardError
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Rows: TypeAlias = NDArray[np.int64]  # rows of an index, or numbers of samples or shards
-_WORD = 1 << 64
+_WORD = 1 << 64  # digests are reduced modulo this
 _AT_ONCE = 4096  # names to decode at once
 
 
@@ -61,7 +61,7 @@ class ShardNames(Sequence[str]):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> ShardNames:
-        """Build names. Raises `ShardError` for a zero byte, or invalid UTF-8."""
+        """Build from strings. Raises `ShardError` for a zero byte, or invalid UTF-8."""
         if isinstance(names, ShardNames):
             return names
         encoded = []
@@ -72,8 +72,8 @@ class ShardNames(Sequence[str]):
                 raise ShardError(f"the shard name {name!r} is not UTF-8. Rename it") from None
         text = b"".join(encoded)
         if text.count(0) > len(encoded):
-            wrong = next(name for name in encoded if name.count(0) > 1)
-            raise ShardError(f"the shard name {wrong[:-1]!r} has a zero byte. Rename it")
+            invalid = next(name for name in encoded if name.count(0) > 1)
+            raise ShardError(f"the shard name {invalid[:-1]!r} has a zero byte. Rename it")
         return cls(text, np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded))))
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class ShardNames(Sequence[str]):
         return str(self.text[self._begin(number) : int(self.ends[number]) - 1], "utf-8")
 
     def __iter__(self) -> Iterator[str]:
-        for first in range(0, len(self), _AT_ONCE):  # strings are decoded in groups, instead of all at once
+        for first in range(0, len(self), _AT_ONCE):  # decode groups of names, because decoding all takes much memory
             last = min(first + _AT_ONCE, len(self)) - 1
             yield from str(self.text[self._begin(first) : int(self.ends[last])], "utf-8").split("\0")[:-1]
 
@@ -140,7 +140,7 @@ class ShardList(Sequence[ShardEntry]):
 
     @classmethod
     def of(cls, entries: Sequence[ShardEntry]) -> ShardList:
-        """Build columns of these shards. A digest is reduced to its lowest 64 bits."""
+        """Build the columns for these shards. A digest is reduced to its lowest 64 bits."""
         if isinstance(entries, ShardList):
             return entries
         return cls(

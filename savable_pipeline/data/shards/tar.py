@@ -30,10 +30,10 @@ _HARD, _SYMBOLIC = b"1", b"2"
 _NO_PAYLOAD = (_HARD, _SYMBOLIC, b"3", b"4", b"5", b"6")  # hard link, symbolic link, devices, directory, pipe
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL, _SPARSE = b"L", b"K", b"x", b"g", b"S"
 _EXTENDING = (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL)
-_PLACING = (b"path", b"linkpath", b"size")  # PAX records that are needed here
+_LOCATING = (b"path", b"linkpath", b"size")  # names of PAX records that are used
 _SHORTEST_END = 2 * BLOCK
 _LONGEST_END = 1 << 16  # most zero bytes at the end; GNU tar pads to 10 kB, or to the record size that the user sets
-_EXTENDED_LIMIT = 1 << 20  # a longer extended header is damage
+_EXTENDED_LIMIT = 1 << 20  # bytes; a longer extended header is damaged
 
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
 _METADATA = re.compile(r"__[^/]*__($|/)|(.*/)?\._", re.DOTALL)  # `._a` is metadata of macOS
@@ -65,7 +65,7 @@ class Extent:
 
 
 def padded(size: int) -> int:
-    """Round `size` up to whole blocks."""
+    """Return `size` rounded up to whole blocks, in bytes."""
     return (size + BLOCK - 1) // BLOCK * BLOCK
 
 
@@ -75,7 +75,7 @@ def is_metadata(name: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Split a member's name into key and extension, at the first dot of its base.
+    """Split a member's path into key and extension, at the first dot of its name.
 
     The result is None if the member is not part of a sample.
     """
@@ -88,11 +88,11 @@ def split_name(name: str) -> tuple[str, str] | None:
 def tar_compression(head: bytes) -> str | None:
     """Return how a tar is compressed, by its first block.
 
-    The result is ".gz", ".bz2", ".xz" or ".zst", "" for a plain tar, and None for other data. A plain tar's name may
-    start with the same bytes as a compressed one.
+    The result is ".gz", ".bz2", ".xz" or ".zst", "" for a plain tar, and None for other data. The header is checked
+    first, because a plain tar starts with a name, which may start like compressed data.
     """
     with contextlib.suppress(ShardError):
-        _check("", 0, head[:BLOCK])
+        _check_header("", 0, head[:BLOCK])
         return ""
     return compression_of(head) or None
 
@@ -120,9 +120,9 @@ def samples(path: str, fd: int, links: list[Member] | None = None) -> Iterator[E
 
 
 def sample_members(found: Iterable[Member], links: list[Member] | None = None) -> Iterator[tuple[Member, str, str]]:
-    """Yield the members that are part of a sample, with key and extension.
+    """Yield (member, key, extension) of the members that are part of a sample.
 
-    See `samples`.
+    See `samples` for `links`.
     """
     for member in found:
         parts = split_name(member.name) if member.regular else None
@@ -140,8 +140,8 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
     end_of_file = os.fstat(fd).st_size
     long_name: str | None = None
     long_link: str | None = None
-    extended: dict[str, str] = {}
-    everywhere: dict[str, str] = {}
+    member_fields: dict[str, str] = {}
+    global_fields: dict[str, str] = {}
     start = offset
     while True:
         header = os.pread(fd, BLOCK, offset)
@@ -150,13 +150,13 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
                 raise ShardError(f"{path}: the tar ends at byte {offset}, within the headers of a member")
             _check_end(path, fd, offset, end_of_file)
             return
-        _check(path, offset, header)
+        _check_header(path, offset, header)
         kind = header[156:157]
-        fields = {} if kind in _EXTENDING else {**everywhere, **extended}
+        fields = {} if kind in _EXTENDING else {**global_fields, **member_fields}
         name = fields.get("path") or long_name or _header_name(header)
         regular = kind in _REGULAR and not name.endswith("/")
-        size = int(fields["size"]) if "size" in fields else _number(path, offset, header, slice(124, 136))
-        if kind in _NO_PAYLOAD or (kind == b"\0" and not regular):  # in v7, a name with a slash at its end is a folder
+        size = int(fields["size"]) if "size" in fields else _parse_number(path, offset, header, slice(124, 136))
+        if kind in _NO_PAYLOAD or (kind == b"\0" and not regular):  # in v7, a name that ends with a slash is a folder
             size = 0
         payload = offset + BLOCK
         if payload + size > end_of_file:
@@ -166,24 +166,24 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
             )
         offset = payload + padded(size)
         if kind in _EXTENDING:
-            block = _extended(path, fd, payload, size)
+            block = _read_extended(path, fd, payload, size)
             if kind == _LONG_NAME:
-                long_name = _text(block)
+                long_name = _decoded(block)
             elif kind == _LONG_LINK:
-                long_link = _text(block)
+                long_link = _decoded(block)
             elif kind == _PAX:
-                extended = _pax_records(path, payload, block)
+                member_fields = _pax_records(path, payload, block)
             elif kind == _PAX_GLOBAL:
-                everywhere.update(_pax_records(path, payload, block))
+                global_fields.update(_pax_records(path, payload, block))
             continue
         if kind == _SPARSE or "GNU.sparse" in fields:
             raise ShardError(f"{path}: the member at byte {start} is a sparse file. Write the shard without --sparse")
         link = ""
         if kind in (_HARD, _SYMBOLIC):
-            link = fields.get("linkpath") or long_link or _text(header[157:257])
+            link = fields.get("linkpath") or long_link or _decoded(header[157:257])
             link = posixpath.join(posixpath.dirname(name), link) if kind == _SYMBOLIC else link
         yield Member(name, start, payload, size, regular, link)
-        long_name, long_link, extended, start = None, None, {}, offset
+        long_name, long_link, member_fields, start = None, None, {}, offset
 
 
 def _check_end(path: str, fd: int, offset: int, end_of_file: int) -> None:
@@ -202,58 +202,58 @@ def _check_end(path: str, fd: int, offset: int, end_of_file: int) -> None:
         )
 
 
-def _check(path: str, offset: int, header: bytes) -> None:
+def _check_header(path: str, offset: int, header: bytes) -> None:
     if len(header) < BLOCK:
-        raise _no_header(path, offset, header, f"truncated: it is cut short after {len(header)} bytes")
-    expected = _number(path, offset, header, slice(148, 156))
+        raise _header_error(path, offset, header, f"truncated: it is cut short after {len(header)} bytes")
+    expected = _parse_number(path, offset, header, slice(148, 156))
     unsigned = _sum(header[:148]) + 8 * 32 + _sum(header[156:356]) + _sum(header[356:])
     if expected != unsigned:
-        raise _no_header(path, offset, header, f"expected checksum {expected}, found {unsigned}")
+        raise _header_error(path, offset, header, f"expected checksum {expected}, found {unsigned}")
 
 
 def _sum(raw: bytes) -> int:
-    """Return the sum of at most 256 bytes, as half of their Adler-32, in a tenth of the time of `sum`."""
+    """Return the sum of at most 256 bytes. The lower half of Adler-32 is the sum plus 1, ten times as fast as `sum`."""
     return (adler32(raw) & 0xFFFF) - 1
 
 
-def _no_header(path: str, offset: int, header: bytes, found: str) -> ShardError:
+def _header_error(path: str, offset: int, header: bytes, found: str) -> ShardError:
     if offset == 0 and compression_of(header):
         return ShardError(f"{path}: a compressed tar cannot be read at an offset. Re-pack it by `savable convert`")
     return ShardError(f"{path}: no tar header at byte {offset}: {found}. The shard is damaged or not a tar")
 
 
-def _number(path: str, offset: int, header: bytes, where: slice) -> int:
-    """Parse an octal field of a header, or a base-256 one (first bit set)."""
+def _parse_number(path: str, offset: int, header: bytes, where: slice) -> int:
+    """Return the number in a field of a header: octal digits, or base 256 if its first bit is set."""
     raw = header[where]
     if raw[0] & 0x80:
         return int.from_bytes(bytes([raw[0] & 0x7F]) + raw[1:], "big")
     digits = raw.lstrip(b" ").split(b"\0", 1)[0].rstrip(b" ") or b"0"
     if digits.strip(b"01234567"):  # int() would accept a sign or an underscore too
-        raise _no_header(path, offset, header, f"{raw!r} is not an octal number")
+        raise _header_error(path, offset, header, f"{raw!r} is not an octal number")
     return int(digits, 8)
 
 
-def _text(raw: bytes) -> str:
+def _decoded(raw: bytes) -> str:
     return raw.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
 
 
 def _header_name(header: bytes) -> str:
-    name = _text(header[:100])
-    prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
+    name = _decoded(header[:100])
+    prefix = _decoded(header[345:500]) if header[257:263] == b"ustar\0" else ""
     return f"{prefix}/{name}" if prefix else name
 
 
-def _extended(path: str, fd: int, payload: int, size: int) -> bytes:
+def _read_extended(path: str, fd: int, payload: int, size: int) -> bytes:
     if size > _EXTENDED_LIMIT:
         raise ShardError(f"{path}: the extended header at byte {payload} claims {size} bytes. The shard is damaged")
     return os.pread(fd, size, payload)
 
 
 def _pax_records(path: str, offset: int, block: bytes) -> dict[str, str]:
-    """Return the records of a PAX header that locate a member's data.
+    """Return the records of a PAX header that name or locate a member, by key.
 
-    A record is the length, a blank, `key=value` and a newline. Others are dropped, because a tar may have millions of
-    them.
+    A record is its length, a blank, `key=value` and a newline. Other records are dropped, because a tar may have
+    millions of them.
     """
     records = {}
     position = 0
@@ -262,9 +262,9 @@ def _pax_records(path: str, offset: int, block: bytes) -> dict[str, str]:
         if not length.isdigit() or not len(length) + 1 < int(length) <= len(block) - position:
             raise ShardError(f"{path}: the PAX record at byte {offset + position} has a wrong length")
         record = block[position + len(length) + 1 : position + int(length) - 1]
-        name, _, value = record.partition(b"=")
-        if name in _PLACING or name.startswith(b"GNU.sparse."):
-            records["GNU.sparse" if name not in _PLACING else _text(name)] = _text(value)
+        key, _, value = record.partition(b"=")
+        if key in _LOCATING or key.startswith(b"GNU.sparse."):
+            records["GNU.sparse" if key not in _LOCATING else _decoded(key)] = _decoded(value)
         position += int(length)
     if "size" in records and not re.fullmatch("[0-9]{1,19}", records["size"]):
         raise ShardError(f"{path}: the PAX header at byte {offset} gives the size {records['size']!r}")

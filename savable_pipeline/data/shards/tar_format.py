@@ -49,14 +49,14 @@ log = logging.getLogger(__name__)
 
 _USUAL_END = 10_240 + 2 * BLOCK  # usual maximum of zero bytes at the end; GNU tar's records may be larger
 _OFFSET = 8  # bytes of an offset in X.tar.idx
-_AT_ONCE = 1024  # samples whose numbers are written together
-_RECORDS = (1 << 14, 1 << 15, 1 << 16)  # other usual sizes of records
+_AT_ONCE = 1024  # number of samples whose numbers are written together
+_RECORD_SIZES = (1 << 14, 1 << 15, 1 << 16)  # other usual sizes of GNU tar's records, to which it pads the end
 
 
 class Links(msgspec.Struct, frozen=True, array_like=True):
-    """Links of a shard that would be parts of samples if they were files.
+    """Number of links of a shard that would be parts of samples if they were files.
 
-    It has their number, and the name of the first.
+    `first` is the name of the first one.
     """
 
     count: Count
@@ -79,13 +79,13 @@ class TarColumns(msgspec.Struct, array_like=True):
         return msgspec.msgpack.decode(table.rows, type=cls)
 
     def table(self, entry: ShardEntry, note: str = "") -> ShardTable:
-        """Return the table with these rows, as MessagePack that is mapped if it is long."""
+        """Return the table of a shard with these rows, mapped if they are long."""
         fields = [getattr(self, name) for name in self.__struct_fields__]
         return ShardTable(entry, spooled(itertools.chain([bytes([0x90 + len(fields)])], *map(_packed, fields))), note)
 
 
 def _packed(field: Any) -> list[bytes | memoryview]:
-    """Return a field as MessagePack, in which 0xC6 and the length precede many bytes."""
+    """Return the pieces of a field as MessagePack. Bytes of any length follow 0xC6 and their length."""
     if isinstance(field, memoryview):
         return [b"\xc6" + field.nbytes.to_bytes(4, "big"), field]
     return [msgspec.msgpack.encode(field)]
@@ -117,7 +117,7 @@ class TarWriter:
         numbers = [self._layouts.setdefault(layout, len(self._layouts)) for layout in found.layouts]
         starts, sizes = np.frombuffer(found.starts, "<u8"), np.frombuffer(found.sizes, "<u8")
         layout_of = np.frombuffer(found.layout_of, "<u4")
-        if numbers != [*range(len(numbers))]:  # the copy of a huge shard would need memory
+        if numbers != [*range(len(numbers))]:  # without this test, a huge shard would be copied needlessly
             layout_of = np.array(numbers, "<u4")[layout_of]
         self._starts.write(starts.data)
         self._layout_of.write(layout_of.data)
@@ -160,9 +160,9 @@ class TarWriter:
 
 
 class Layout:
-    """Extensions of a sample in order, and bytes of headers before each payload.
+    """Extensions of a sample in order, and sizes of its headers.
 
-    The latter are the `gaps`.
+    `position` is the number of the member with an extension. `gaps` are the bytes of headers before each payload.
     """
 
     __slots__ = ("gaps", "position")
@@ -198,19 +198,19 @@ class TarIndex(ShardIndex):
 
     def __init__(self, path: Path, kind: str = TAR) -> None:
         super().__init__(path, kind)
-        view, counts = self.view, _index_header(path, self.header)
+        view, tar_header = self.view, _index_header(path, self.header)
         if not np.array_equal(np.diff(self.shard_rows), self.shards.samples):
             raise ShardError(f"{path}: the index is damaged: its numbers of samples contradict each other")
-        self._layout_parts, self.links = counts.layouts, counts.links
-        self.layouts = [Layout(parts) for parts in counts.layouts]
-        self.members = counts.members
+        self._layout_parts, self.links = tar_header.layouts, tar_header.links
+        self.layouts = [Layout(parts) for parts in tar_header.layouts]
+        self.members = tar_header.members
         count = int(self.shard_rows[-1])
         self.starts, at_layouts = array_at(path, view, self.begin, "Q", count)
         self.layout_of, at_firsts = array_at(path, view, at_layouts, "I", count if len(self.layouts) > 1 else 0)
         self.firsts, at_sizes = array_at(path, view, at_firsts, "Q", 0 if self.members else count)
-        self.sizes, end = array_at(path, view, at_sizes, "Q" if counts.size_bytes == 8 else "I", counts.sizes)
+        self.sizes, end = array_at(path, view, at_sizes, "Q" if tar_header.size_bytes == 8 else "I", tar_header.sizes)
         self.check_end(path, end)
-        self._places = self.begin, at_layouts, at_firsts, at_sizes
+        self._array_offsets = self.begin, at_layouts, at_firsts, at_sizes
 
     def layout(self, row: int) -> Layout:
         """Return the layout of the sample in `row`."""
@@ -233,9 +233,9 @@ class TarIndex(ShardIndex):
         sizes = np.asarray(self.sizes)
         found: dict[str, list[NDArray[np.int64]]] = {}
         for number, layout in enumerate(self.layouts):
-            mine = firsts[layouts == number]
-            for extension, member in layout.position.items() if len(mine) else ():
-                found.setdefault(extension, []).append(sizes[mine + member].astype(np.int64))
+            of_layout = firsts[layouts == number]
+            for extension, member in layout.position.items() if len(of_layout) else ():
+                found.setdefault(extension, []).append(sizes[of_layout + member].astype(np.int64))
         return {extension: np.concatenate(parts) for extension, parts in found.items()}
 
     def is_whole(self, number: int) -> bool:
@@ -277,7 +277,7 @@ class TarIndex(ShardIndex):
 
         def part(number: int, kind: str, first: int, count: int) -> NDArray[Any]:
             width = np.dtype(kind).itemsize
-            start = self._places[number] + first * width
+            start = self._array_offsets[number] + first * width
             raw = get(start, start + count * width) if count else b""
             found.append((start, raw))
             return np.frombuffer(raw, kind)
@@ -305,9 +305,9 @@ class TarIndex(ShardIndex):
         return found
 
     def header_matches(self, name: str, fd: int, row: int, most: int | None = None) -> bool:
-        """Return whether the first `most` headers of a sample match the index.
+        """Return whether the first `most` members of a sample match the index.
 
-        All must have one key.
+        None means all. They must have one key.
         """
         keys = set()
         try:
@@ -324,10 +324,10 @@ class TarIndex(ShardIndex):
 
     def table(self, number: int) -> ShardTable:
         """See `ShardIndex.table`."""
-        mine = self.rows_of(number)
-        starts, sizes = np.asarray(self.starts)[mine.start : mine.stop], self._sizes_of(slice(mine.start, mine.stop))
+        rows = self.rows_of(number)
+        starts, sizes = np.asarray(self.starts)[rows.start : rows.stop], self._sizes_of(slice(rows.start, rows.stop))
         assert sizes is not None, number
-        used, layout_of = np.unique(self._layouts_of(mine), return_inverse=True)
+        used, layout_of = np.unique(self._layouts_of(rows), return_inverse=True)
         layouts, links = [self._layout_parts[number] for number in used], self.links.get(number, Links(0))
         columns = layout_of.astype("<u4").data, np.asarray(sizes).astype("<u8").data
         return TarColumns(starts.data, 0, layouts, *columns, links).table(self.shards[number])
@@ -373,15 +373,15 @@ def tar_matches_index(file: ByteSource, index: ShardIndex, number: int) -> bool:
 def _warn_if_suspicious(path: str, size: int, found: ShardRows) -> None:
     """Warn if samples seem to be missing from a complete tar."""
     zeros = size - found.end
-    if not found.samples or size - found.in_samples > max(size // 2, _USUAL_END):
+    if not found.samples or size - found.sample_bytes > max(size // 2, _USUAL_END):
         log.warning(
             "%s: its %d samples take %d of %d bytes. The rest is skipped: name files KEY.EXTENSION to read it",
             path,
             found.samples,
-            found.in_samples,
+            found.sample_bytes,
             size,
         )
-    elif zeros > _USUAL_END and not any(size % record == 0 and zeros < record + 2 * BLOCK for record in _RECORDS):
+    elif zeros > _USUAL_END and not any(size % record == 0 and zeros < record + 2 * BLOCK for record in _RECORD_SIZES):
         log.warning(
             "%s: %d bytes of zeros at its end, where tars mostly have at most %d. Check that its end is not lost",
             path,
@@ -393,13 +393,14 @@ def _warn_if_suspicious(path: str, size: int, found: ShardRows) -> None:
 def _torn_warning(name: str, fd: int, found: ShardRows, key_hashes: NumberSpool) -> str:
     """Return a warning of samples whose files are in two places, as of `tar cf x.tar *.jpg *.txt`, or "".
 
-    Each place is read as a sample. If both have a file of the same extension, two samples happen to have one key.
+    Each place is read as a sample of its own. There is no warning if both have a file of the same extension, because
+    two samples then happen to have one key.
     """
-    torn, before = [], dict[int, set[str]]()
+    torn, first_parts = [], dict[int, set[str]]()  # by hash of the key
     layouts, layout_of = [{extension for extension, _ in each} for each in found.layouts], found.layout_of.numbers()
     for row, key_hash in key_hashes.repeated():
         extensions = layouts[layout_of[row]]
-        if not before.setdefault(key_hash, extensions) & extensions:
+        if not first_parts.setdefault(key_hash, extensions) & extensions:
             torn.append(row)
     if not torn:
         return ""
@@ -421,7 +422,7 @@ class ShardRows:
         self.layouts: dict[LayoutParts, int] = {}
         self.digest = xxh3_64()
         self.end = 0  # offset after the last member
-        self.in_samples = 0  # bytes of samples, including headers
+        self.sample_bytes = 0  # including headers
         self.links: list[Member] = []  # links that would be parts of samples if they were files
 
     def add(self, extent: Extent) -> None:
@@ -440,12 +441,12 @@ class ShardRows:
             for column in (self.starts, self.layout_of, self.sizes):
                 column.write()
         self.end = extent.members[-1].end
-        self.in_samples += self.end - extent.members[0].header
+        self.sample_bytes += self.end - extent.members[0].header
         for member in extent.members:
             self.digest.update(f"{member.name}\0{member.payload}\0{member.size}\0".encode("utf-8", "surrogateescape"))
 
     def table(self, size: int, fault: str, note: str = "") -> ShardTable:
-        """Return the table of the shard, of `size` bytes."""
+        """Return the table of the shard, which has `size` bytes and this fault."""
         starts, layout_of, sizes = (each.numbers().data for each in (self.starts, self.layout_of, self.sizes))
         links = Links(len(self.links), encodable(self.links[0].name) if self.links else "")
         entry = ShardEntry(self.name, size, self.samples, self.digest.intdigest(), encodable(fault))

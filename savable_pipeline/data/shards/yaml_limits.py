@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-_DEEPEST = 20
+_DEEPEST = 20  # most levels of lists and mappings
 _MOST_VALUES = 4_000_000  # values of a file, aliases included; a million shards need a fourth of it
 _LONGEST_NUMBER = 100  # characters; parsing a longer number takes a time that grows with the square of its length
 _LONG_NUMBER = re.compile(r"[-+]?(?:0[xb][0-9a-fA-F_]*|[0-9_:.]+)")
@@ -18,7 +18,7 @@ _CONSTRUCTOR_ERRORS = (ValueError, IndexError, KeyError, AttributeError, TypeErr
 
 
 def load_yaml(raw: bytes) -> Any:
-    """Parse a file without aliases.
+    """Return the values of a file, which may have no aliases.
 
     Raises ValueError that says where it cannot be read.
     """
@@ -49,7 +49,7 @@ def check_yaml(raw: bytes, *, aliases: bool, most: int = _MOST_VALUES, loader: A
     """
     counts = [0]  # values so far in each open list or mapping, the outermost first
     anchors: list[str | None] = []  # anchors of the open lists and mappings
-    sizes: dict[str, int] = {}  # values of each anchor's content
+    sizes: dict[str, int] = {}  # number of values below each anchor
     for event in yaml.parse(raw, Loader=loader):
         anchor: str | None = getattr(event, "anchor", None)
         if isinstance(event, yaml.CollectionStartEvent):

@@ -1,7 +1,7 @@
 """The format of Arrow IPC files and streams, and of folders of HF `datasets`.
 
     save_to_disk      state.json names the files; for a DatasetDict, dataset_dict.json names a folder for each split
-    the cache         dataset_info.json names the splits, which share a folder; cache-*.arrow are results of map
+    the cache         dataset_info.json names the splits, which share a folder; cache-*.arrow are results of `map`
 
 Only its store imports pyarrow.
 """
@@ -23,8 +23,8 @@ def open_arrow(found: IndexedFiles, **settings: Any) -> Any:
     """Open the store of Arrow files."""
     from savable_pipeline.data.stores import arrow_store
 
-    plain = settings.get("ranges") is None
-    return (arrow_store.ArrowStore if plain else arrow_store.RangedArrowStore)(found, **settings)
+    has_ranges = settings.get("ranges") is not None
+    return (arrow_store.RangedArrowStore if has_ranges else arrow_store.ArrowStore)(found, **settings)
 
 
 # names of the metadata files of HF `datasets`

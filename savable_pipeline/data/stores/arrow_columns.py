@@ -43,8 +43,8 @@ NUMBER_FORMATS |= {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}
 _LONGEST_EXTENSION = 8
 _UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 T = TypeVar("T")
-_BYTES = ("binary", "large_binary", "binary_view", "null")
-_PATHS = ("string", "large_string", "string_view", "null")
+_BYTES = ("binary", "large_binary", "binary_view", "null")  # types of `bytes` in a struct
+_PATHS = ("string", "large_string", "string_view", "null")  # types of `path` in a struct
 _IMAGES = ("image", "img", "image_bytes")  # lower-case names of columns of image bytes
 # formats detected by their first bytes, for media without a path
 _MEDIA = frozenset(("jpg", "png", "gif", "bmp", "tiff", "flac", "ogg", "mp3", "webp", "wav"))
@@ -55,7 +55,7 @@ class BrokenColumnError(ValueError):
 
 
 def _numbers(buffer: Any, kind: str) -> memoryview[Any]:
-    """Return the integers of a kind in a buffer, which may be None."""
+    """Return the numbers in a buffer, which may be None, by their type code `kind`."""
     raw = memoryview(b"" if buffer is None else buffer).cast("B")
     found: memoryview[Any] = raw[: len(raw) // calcsize(kind) * calcsize(kind)].cast(kind)  # type: ignore[call-overload]
     return found
@@ -103,18 +103,18 @@ class Validity:
 
 
 class Unread(Protocol):
-    """Arrays with values that are partly not in memory."""
+    """Source of the values of arrays that are partly not in memory."""
 
     def reader(self, buffer: Any, /) -> Callable[[int, int], bytes] | None:
-        """Return a function that reads bytes `first` to `last` of a buffer.
+        """Return a function of (begin, end) that reads these bytes of a buffer.
 
-        It is None if they are in memory.
+        The result is None if the buffer is in memory.
         """
 
     def rows(self, array: Any, first: int, count: int, /) -> Any:
-        """Return rows of an array that is valid except for unread values.
+        """Return `count` rows from `first` on, with all values of nested arrays.
 
-        They have everything below them. Raises `ShardError`.
+        The array must be valid except for unread values. Raises `ShardError`.
         """
 
 
@@ -147,7 +147,7 @@ class BytesColumn:
         return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
 
     def head(self, row: int, size: int) -> bytes:
-        """Return at most `size` first bytes of a row, or None for null.
+        """Return at most `size` first bytes of a row, which are none for null.
 
         Raises `BrokenColumnError`.
         """
@@ -196,7 +196,7 @@ class NumberColumn:
             raise BrokenColumnError(f"row {row} is outside its column") from None
 
     def array(self, row: int) -> NDArray[Any]:
-        """Return the value of a row that is not null: ()."""
+        """Return the value of a row that is not null, as an array of the shape ()."""
         return np.array(self._values[self._first + row], self._values.format)
 
     def has_part(self, row: int) -> bool:
@@ -229,15 +229,15 @@ class ValueColumn:
         """
         return self._call_with_row(row, _numbers_of)
 
-    def _call_with_row(self, row: int, make: Callable[[Any], T]) -> T:
-        """Return the result of a function for an array of this row alone."""
+    def _call_with_row(self, row: int, call: Callable[[Any], T]) -> T:
+        """Return the result of `call` for an array of this row alone. Raises `BrokenColumnError`."""
         try:
             if not self._checked:
                 self._array.validate(full=True)
                 self._checked = True
             if not 0 <= row < len(self._array):
                 raise IndexError("outside its column")
-            return make(self._array.slice(row, 1) if self._unread is None else self._unread.rows(self._array, row, 1))
+            return call(self._array.slice(row, 1) if self._unread is None else self._unread.rows(self._array, row, 1))
         except (pa.ArrowException, IndexError, ValueError, OverflowError) as error:
             raise BrokenColumnError(f"row {row}: {error}") from error
 
@@ -373,8 +373,8 @@ class MediaColumn:
 
     def file(self, row: int) -> str | None:
         """Return the path of a row without bytes, or None for any other row."""
-        i = int(np.searchsorted(self.named, row))
-        return self._path(row) if i < len(self.named) and self.named[i] == row else None
+        position = int(np.searchsorted(self.named, row))
+        return self._path(row) if position < len(self.named) and self.named[position] == row else None
 
     def _has_path(self, row: int) -> bool:
         try:
@@ -393,10 +393,10 @@ class MediaListColumn:
         self._first, self._validity = array.offset, Validity(array)
         self.items = MediaColumn(array.values, unread)
         self._count = len(array.values)
-        self._each = array.type.list_size if pa.types.is_fixed_size_list(array.type) else 0
-        if not self._each:
+        self._list_size = array.type.list_size if pa.types.is_fixed_size_list(array.type) else 0  # 0 if it varies
+        if not self._list_size:
             self._offsets = _numbers(array.buffers()[1], "q" if pa.types.is_large_list(array.type) else "i")
-        available = self._count // self._each if self._each else len(self._offsets) - 1
+        available = self._count // self._list_size if self._list_size else len(self._offsets) - 1
         self._rows = min(len(array), available - self._first)
 
     def value(self, row: int) -> None:
@@ -413,8 +413,8 @@ class MediaListColumn:
         row += self._first
         try:
             begin, end = (
-                (row * self._each, (row + 1) * self._each)
-                if self._each
+                (row * self._list_size, (row + 1) * self._list_size)
+                if self._list_size
                 else (self._offsets[row], self._offsets[row + 1])
             )
         except IndexError:
@@ -442,9 +442,9 @@ class MediaListColumn:
 
 
 def _bytes_column(array: Any, rows: int, unread: Unread | None) -> BytesColumn:
-    """Return the column of bytes or of paths.
+    """Return the column of bytes or of paths, with `rows` nulls if there is no array.
 
-    If no row of a file has a value, Arrow has the null type instead of bytes. The column then has as many nulls.
+    The same holds for an array of the null type, which Arrow uses if no row of a file has a value.
     """
     if array is None or pa.types.is_null(array.type):
         array = pa.nulls(rows, pa.binary())
@@ -473,7 +473,7 @@ def holds_media(field: Any) -> bool:
 
 
 def _is_image(name: str, kind: Any) -> bool:
-    """Return whether a column has the bytes of images, by its name."""
+    """Return whether a column seems to have the bytes of images, by its name and type."""
     return name.lower() in _IMAGES and str(kind) in _BYTES[:-1]
 
 
@@ -506,7 +506,7 @@ def extension_of(path: str) -> str:
 
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"  # Hive's folder name for rows whose partition value is null
-# location of a part of a row: a column, or a column of lists and the number of an element
+# where a part of a row is: in a column, or in an element (by number) of a column of lists
 PartSource: TypeAlias = "str | tuple[str, int]"
 
 
@@ -543,9 +543,9 @@ class ArrowRows:
         self._constants = {name: value for name, value in constants.items() if name not in names}
         self._media = [name for name in names if isinstance(self._batches[0][name], MediaColumn)]
         self._lists = [name for name in names if isinstance(self._batches[0][name], MediaListColumn)]
-        naming = {name: sum(len(b[name].named) for b in self._batches) for name in [*self._media, *self._lists]}
-        # columns that name files without their bytes, and in which rows
-        self._naming = {name: rows for name, rows in naming.items() if rows}
+        counts = {name: sum(len(b[name].named) for b in self._batches) for name in [*self._media, *self._lists]}
+        # number of rows that name files without their bytes, by column
+        self._naming = {name: count for name, count in counts.items() if count}
         self._rejects = bool(self._naming) and not partial
 
     def __len__(self) -> int:
@@ -568,8 +568,8 @@ class ArrowRows:
         if self._rejects:
             self._check_bytes(row)
         if extension in self._names:
-            one = row < self._firsts[1]  # inlined from `value`, because a call is slow
-            found: bytes | None = self._batches[0][extension].value(row) if one else self.value(row, extension)
+            in_first = row < self._firsts[1]  # inlined from `value`, because a call is slow
+            found: bytes | None = self._batches[0][extension].value(row) if in_first else self.value(row, extension)
             if found is not None:
                 return found
         parts = dict(self.parts(row))
@@ -611,9 +611,9 @@ class ArrowRows:
             yield name, name
 
     def nulls(self, row: int) -> list[str]:
-        """Return the columns of a row that are null, or lists with a null.
+        """Return the columns in which a row has a null, or a list with a null.
 
-        Columns that name files are skipped.
+        Media that name a file do not count as null.
         """
         return [name for name in self._names if self._is_null(row, name)]
 
@@ -639,13 +639,13 @@ class ArrowRows:
         return RetainedRow(self, row)
 
     def fault(self, row: int) -> str:
-        """Return which column names a file without its bytes, and in how many rows.
+        """Return why a row cannot be read: a column names a file without its bytes.
 
-        The result is "" for a complete row.
+        The result is "" for a row with all bytes.
         """
         for file in self.named_files(row) if self._rejects else ():
-            some = f"{self._naming[file.column]:,} of {len(self):,} rows have a path and no bytes"
-            return f"the column {file.column!r} holds {file.path[:200]!r} and no bytes ({some})"
+            counts = f"{self._naming[file.column]:,} of {len(self):,} rows have a path and no bytes"
+            return f"the column {file.column!r} holds {file.path[:200]!r} and no bytes ({counts})"
         return ""
 
     def _check_bytes(self, row: int) -> None:
@@ -684,7 +684,7 @@ class ArrowRows:
                 yield self._part_name(name, column.items.extension(element), i), (name, i)
 
     def _paths(self, row: int, name: str) -> list[tuple[int | None, str]]:
-        """Return the paths without bytes in a column of a row, each with its number in a list."""
+        """Return (number in a list or None, path) of the media without bytes in a column of a row."""
         found: list[tuple[int | None, str | None]]
         if name in self._media:
             column, position = self._column(row, name)
@@ -696,9 +696,9 @@ class ArrowRows:
 
     def _part_name(self, column: str, extension: str, number: int | None = None) -> str:
         """Return `jpg` for the only column of images, `left.jpg` for one of several, `0.jpg` in a list."""
-        alike = self._media if number is None else self._lists
+        columns = self._media if number is None else self._lists
         short = extension if number is None else f"{number}.{extension}"
-        return short if alike == [column] and short not in self._names else f"{column}.{short}"
+        return short if columns == [column] and short not in self._names else f"{column}.{short}"
 
 
 def _is_absent(column: MediaColumn, position: int) -> bool:
@@ -706,7 +706,7 @@ def _is_absent(column: MediaColumn, position: int) -> bool:
 
 
 class RetainedRow:
-    """Copy of a row of an evicted group: its parts and their bytes."""
+    """Copy of a row, for use after its group is evicted: its parts and their bytes."""
 
     __slots__ = ("_fault", "_numbers", "_parts", "_values")
 

@@ -37,12 +37,12 @@ _HEAD = len(ARROW_MAGIC) + 2  # bytes before the first message
 _END = struct.Struct("<i6s")
 _LARGEST_FOOTER = 1 << 28
 _SCHEMA_FIELD, _DICTIONARIES, _BATCHES = 1, 2, 3  # numbers of the footer's fields
-_BLOCK = "<qi4xq"
+_BLOCK = "<qi4xq"  # record batch in a footer: offset, bytes of metadata, bytes of body
 _FEATHER_1 = b"FEA1"
-_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages: the first field after the version
 _LARGEST_METADATA = 1 << 28
 _MOST_ROWS = 1 << 40
-_IN_FOOTER = 1 << 63
+_IN_FOOTER = 1 << 63  # added to the first word of a blob whose schema is in the footer
 _NO_DICTIONARIES = "dictionary-encoded columns are not read; write them as plain ones (`column.dictionary_decode()`)"
 _BIG_ENDIAN = (
     "its numbers are big-endian, which are not read; write what pyarrow's `ipc.open_file(FILE).read_all()` reads anew"
@@ -92,8 +92,8 @@ class Flatbuffer:
         return list(struct.iter_unpack(layout, self._data[offset + 4 : end]))
 
     def _offset(self, field: int) -> int:
-        at = 4 + 2 * field
-        return self._at("<H", self._fields + at) if at + 2 <= self._length else 0
+        entry = 4 + 2 * field  # of the field, in the table of offsets
+        return self._at("<H", self._fields + entry) if entry + 2 <= self._length else 0
 
     def _at(self, kind: str, offset: int) -> int:
         if offset < 0:
@@ -152,7 +152,7 @@ def _is_big_endian(schema: Flatbuffer) -> bool:
 
 
 def file_of_footer(tail: bytes) -> bytes:
-    """Return a file that has only a footer, to read its schema from.
+    """Return the bytes of a file that has only a footer, to read the schema in it.
 
     `tail` is the original file from the offset of its footer.
     """
@@ -292,7 +292,7 @@ def decoded_bytes(raw: memoryview, message: ArrowMessage) -> int:
 
 
 class _Found:
-    """Scan of a file so far: the message with the schema or the footer, and the batches."""
+    """Scan of a file so far: its schema's message or its footer, and its batches."""
 
     def __init__(self) -> None:
         self.schema: ArrowMessage | None = None
@@ -309,8 +309,8 @@ class _Found:
 
     def follow_each_other(self) -> bool:
         """Return whether the batches directly follow the schema's message."""
-        before = [self.schema, *self.batches]
-        return all(a is not None and a.end == b.offset for a, b in zip(before, self.batches, strict=False))
+        previous = [self.schema, *self.batches]
+        return all(a is not None and a.end == b.offset for a, b in zip(previous, self.batches, strict=False))
 
 
 def _read_stream(file: ByteSource, found: _Found) -> str:
@@ -356,18 +356,18 @@ def _read_file(file: ByteSource, found: _Found) -> str:
     finally:
         if not found.follow_each_other():
             found.footer = footer.offset, footer.digest
-    return _overlap(found) or _unnamed(file, found)
+    return _overlap_fault(found) or _unlisted_fault(file, found)
 
 
 def _leading_schema(file: ByteSource) -> ArrowMessage | None:
-    """Return the message of the schema at the start of a file, or None."""
+    """Return the message with the schema at the start of a file, or None without one."""
     with contextlib.suppress(MessageError):
         message = read_message(file, 8)
         return message if message.kind == _SCHEMA else None
     return None
 
 
-def _overlap(found: _Found) -> str:
+def _overlap_fault(found: _Found) -> str:
     """Return the fault of a footer whose batches overlap, or "". No batch of such a file is used."""
     batches = sorted(found.batches, key=lambda message: message.offset)
     for one, other in pairwise(batches):
@@ -377,13 +377,13 @@ def _overlap(found: _Found) -> str:
     return ""
 
 
-def _unnamed(file: ByteSource, found: _Found) -> str:
+def _unlisted_fault(file: ByteSource, found: _Found) -> str:
     """Return the fault of a file with a batch that its footer does not list, or ""."""
-    named = {message.offset for message in found.batches}
+    listed = {message.offset for message in found.batches}
     ends = [message.end for message in (found.schema, *found.batches) if message is not None]
     for end in ends:
         with contextlib.suppress(MessageError):
-            if end not in named and read_message(file, end).kind == _BATCH:
+            if end not in listed and read_message(file, end).kind == _BATCH:
                 return f"the footer does not name the record batch at byte {end}: {_FIX}"
     return ""
 

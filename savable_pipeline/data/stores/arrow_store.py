@@ -42,7 +42,7 @@ from savable_pipeline.data.stores.ranges import RangedTable
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.errors import SavableError
 
-_WHOLE = 1 << 19  # bytes of values to read at once; reading them takes about as long as locating the batch's columns
+_WHOLE = 1 << 19  # bytes of values to read at once, which takes about as long as locating the batch's columns
 _BINARY = ("binary", "large_binary")
 _OPEN = 256  # number of files with parsed schemas in memory
 _VIEW = 1 << 14  # bytes that the cache counts for a batch that is only a view
@@ -52,7 +52,7 @@ _SMALL = 1 << 16  # batches up to this size are read whole, and each batch count
 class UnreadBatch:
     """Record batch whose values are read on access: bytes `begin` to `end` of a shard.
 
-    `raw` is their memory, uint8 (end - begin,).
+    `raw` is the memory that its arrays view, uint8 (end - begin,).
     """
 
     def __init__(self, files: ShardFiles, shard: int, begin: int, end: int) -> None:
@@ -66,10 +66,10 @@ class UnreadBatch:
         """Read bytes of the batch into the memory. Raises `ShardError`."""
         self._files.read_into(self.raw[begin : begin + size], self._shard, self._begin + begin)
 
-    def holds(self, columns: list[Any]) -> bool:
-        """Return whether these arrays only view the batch's memory."""
-        blob = [(self._offset_of(buffer), buffer.size) for column in columns for buffer in column.buffers() if buffer]
-        return all(0 <= offset <= offset + size <= len(self.raw) for offset, size in blob)
+    def contains(self, columns: list[Any]) -> bool:
+        """Return whether all buffers of these arrays are in the batch's memory."""
+        extents = [(self._offset_of(each), each.size) for column in columns for each in column.buffers() if each]
+        return all(0 <= offset <= offset + size <= len(self.raw) for offset, size in extents)
 
     def buffers(self, columns: list[Any], *, whole: bool = False) -> list[tuple[int, int]]:
         """Return offset and size of the buffers of these arrays that are read at once.
@@ -89,9 +89,9 @@ class UnreadBatch:
         return found
 
     def reader(self, buffer: Any) -> Callable[[int, int], bytes] | None:
-        """Return a function that reads bytes `first` to `last` of a buffer.
+        """See `Unread.reader`.
 
-        It is None if they are in memory.
+        The result is None for a buffer that was read at once.
         """
         if buffer is None or self._offset_of(buffer) not in self._unread:
             return None
@@ -99,10 +99,7 @@ class UnreadBatch:
         return lambda begin, end: read(shard, start + begin, end - begin)
 
     def rows(self, array: Any, first: int, count: int) -> Any:
-        """Return rows of an array that is valid except for unread values.
-
-        They have everything below them. Raises `ShardError`.
-        """
+        """See `Unread.rows`."""
         kind, buffers = array.type, array.buffers()
         if not any(buffer and self._offset_of(buffer) in self._unread for buffer in buffers):
             return array.slice(first, count)
@@ -159,14 +156,14 @@ def _buffers(array: Any, *, nested: bool) -> Iterator[tuple[Any, bool]]:
 
 
 def _offset_type(kind: Any) -> str | None:
-    """Return the offset type of lists and bytes, or None for other arrays."""
+    """Return the type of the offsets of lists and bytes, or None for other arrays."""
     if pa.types.is_large_list(kind) or str(kind) == "large_binary":
         return "<i8"
     return "<i4" if pa.types.is_list(kind) or str(kind) == "binary" else None
 
 
 def _bits(bits: Any, first: int, count: int) -> Any:
-    """Return the validity of some rows from bit 0 on, or None if all are valid."""
+    """Return the validity bits of some rows, shifted to start at bit 0, or None if all are valid."""
     if bits is None:
         return None
     used = np.frombuffer(bits, np.uint8)[first // 8 : (first + count + 7) // 8]
@@ -231,12 +228,12 @@ class ArrowStore(ColumnarStore):
         unread = UnreadBatch(self.files, shard, begin, end)
         unread.fill(0, message.head)
         batch = self._selected(_batch(unread.raw.data, file.schema))
-        if not unread.holds(batch.columns):  # pyarrow copied a buffer to align it
+        if not unread.contains(batch.columns):  # pyarrow copied a buffer to align it
             return self._whole(memoryview(self.files.read(shard, begin, end - begin)), message, file, end - begin)
-        blob = unread.buffers(batch.columns, whole=remote)
-        size = end - begin if remote else max(_SMALL, sum(size for _, size in blob))
+        extents = unread.buffers(batch.columns, whole=remote)
+        size = end - begin if remote else max(_SMALL, sum(size for _, size in extents))
         self._check_size(size)
-        for offset, length in blob:
+        for offset, length in extents:
             unread.fill(offset, length)
         return DecodedGroup([batch], size, None if remote else unread)
 

@@ -2,7 +2,7 @@
 
     DownloadedFiles    base of all remote files: their location, requests, space in the cache
     CachedBlocks       files with some blocks in the cache; for tars see cached_samples.py
-    DownloadBlocks     which rows are downloaded together
+    DownloadBlocks     the groups of rows that are downloaded together
 
 A dataset that fits into the cache is downloaded in pieces of 8 MiB. For a larger dataset, exactly the announced byte
 ranges are downloaded, so that each byte is downloaded once per epoch despite evictions.
@@ -33,7 +33,7 @@ from savable_pipeline.errors import RemoteError, ShardError
 TRIES = 100  # attempts to read a row that is evicted each time before it is read
 _PREFETCH_REFS = 16, 2048  # at least and at most this many refs are announced ahead,
 _PREFETCH_BYTES = 64 << 20  # and about this many bytes per lane
-_AHEAD = 1 << 20  # most bytes to download beyond a read
+_AHEAD = 1 << 20  # most bytes to download in advance after a read
 _CACHED_ROWS = 1 << 18  # number of rows whose blocks are remembered
 _fetching: dict[Path, threading.Lock] = {}  # one lock per sidecar file
 
@@ -53,7 +53,7 @@ class DownloadedFiles(ShardFiles):
         self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and fits)
         self._checked: set[int] = set()  # files that match the index
         self._known_rows: set[int] = set()  # files whose index rows match their checksum
-        self._asked: Downloader | None = None  # the process that received the announced samples
+        self._informed: Downloader | None = None  # the process that received the announced samples
 
     def refs_ahead(self, mean_bytes: float) -> int:
         """Return the number of refs to announce ahead, for samples of this mean size."""
@@ -78,10 +78,10 @@ class DownloadedFiles(ShardFiles):
 
         Otherwise they must be downloaded again, perhaps to a new file, because the open one may be deleted.
         """
-        right = self._cached.is_valid(int(self._numbers[shard]), self[shard], row, stop)
-        if not right:
+        is_valid = self._cached.is_valid(int(self._numbers[shard]), self[shard], row, stop)
+        if not is_valid:
             self.reopen(shard)
-        return right
+        return is_valid
 
     def entry(self, shard: int) -> tuple[str, int]:
         """See `ShardFiles.entry`."""
@@ -93,7 +93,7 @@ class DownloadedFiles(ShardFiles):
         return f"{self.remote.url}/{self._cached.shards.names[int(self._numbers[shard])]}"
 
     def _request(self, row: int, stop: int) -> tuple[str, str, str, int, int]:
-        """Return the first fields of a request for rows of the cache."""
+        """Return the first fields of a request to download the rows `row` to `stop - 1` of the cache."""
         return "rows", self.remote.url, str(self._cached.folder), row, stop
 
     def _check_room(self, shard: int, row: int, stop: int, tries: int = 0) -> None:
@@ -142,8 +142,8 @@ class DownloadedFiles(ShardFiles):
     def _announce_to_new_process(self) -> None:
         """Announce the samples again if the downloading process was replaced."""
         found = self.remote.session.connected()
-        if found is not self._asked:
-            self._asked = found
+        if found is not self._informed:
+            self._informed = found
             self._blocks.forget_announced()
 
 
@@ -187,17 +187,17 @@ class CachedBlocks(DownloadedFiles):
         return bool((self._cached.present[self._rows(shard, offset, size)] & 1).all())
 
     def read_on(self, shard: int, offset: int, size: int, stop: int) -> bytes:
-        """Read bytes, and download more if the bytes before are cached.
+        """Return bytes of a file, and download in advance if those before them are cached.
 
-        As many bytes as are cached directly before, at most 1 MiB, are downloaded in advance, and none after `stop`.
+        As many bytes are downloaded as are cached directly before, but at most 1 MiB, and none after `stop`.
         """
         rows, present = self._rows(shard, offset, size), self._cached.present
         absent = rows.start + np.flatnonzero(present[rows] & 1 == 0)[:1]
         if not len(absent):
             return self.read(shard, offset, size)
-        row, least = int(absent[0]), int(self._cached.firsts[self._numbers[shard]])
-        block = self._cached.extent(least, least + 1)[1]
-        before = present[max(least, row - _AHEAD // block) : row][::-1] & 1  # the nearest block comes first
+        row, first = int(absent[0]), int(self._cached.firsts[self._numbers[shard]])
+        block = self._cached.extent(first, first + 1)[1]  # bytes of a block, which the first one has from 0 on
+        before = present[max(first, row - _AHEAD // block) : row][::-1] & 1  # the nearest block comes first
         ahead = self._cached.extent(row, row + 1)[0] + block * int(np.cumprod(before).sum())
         return self.read(shard, offset, max(size, min(stop, ahead) - offset))[:size]
 
@@ -213,7 +213,7 @@ class CachedBlocks(DownloadedFiles):
         present, verified = self._cached.present[rows], self._cached.verified[rows]
         for _ in range(TRIES):
             before = present.tobytes()  # bytes compare faster than arrays
-            if (verified.tobytes() == before and 0 not in before) or self._match_index(shard, rows):
+            if (verified.tobytes() == before and 0 not in before) or self._are_intact(shard, rows):
                 try:
                     found = read()
                     if present.tobytes() == before:
@@ -226,8 +226,8 @@ class CachedBlocks(DownloadedFiles):
         self._check_room(shard, rows.start, rows.stop, TRIES)
         raise AssertionError
 
-    def _match_index(self, shard: int, rows: slice) -> bool:
-        """Return whether these rows are cached and intact. Each is checked once per process."""
+    def _are_intact(self, shard: int, rows: slice) -> bool:
+        """Return whether these rows are cached and match their checksums, which are compared once per process."""
         present = self._cached.present[rows]
         fresh = rows.start + np.flatnonzero(self._cached.verified[rows] != present)
         return bool((present & 1).all()) and all(self.is_valid(shard, row, stop) for row, stop in runs(fresh))
@@ -252,7 +252,7 @@ class CachedBlocks(DownloadedFiles):
     def sidecar(self, name: str) -> Path | None:
         """See `ShardFiles.sidecar`: a local copy, downloaded if it is not here."""
         path = self.remote.sidecar(name)
-        with _fetching.setdefault(path, threading.Lock()):  # several files may have it beside them
+        with _fetching.setdefault(path, threading.Lock()):  # several files may share it
             if path not in self._checked_sidecars and whole_version(path) is None:
                 stat = self._call("stat", self.remote.url, name)
                 if stat is None:
@@ -289,7 +289,7 @@ class CachedBlocks(DownloadedFiles):
         return slice(row_from(number, offset + 1) - 1, row_from(number, offset + size))
 
     def _download(self, shard: int, rows: slice) -> None:
-        """Wait until these rows are downloaded, with the rest of their pieces if these are downloaded whole."""
+        """Wait until these rows are downloaded, with the rest of their pieces if pieces are downloaded whole."""
         absent = rows.start + np.flatnonzero(self._cached.present[rows] & 1 == 0)
         if not len(absent):
             return
@@ -303,7 +303,10 @@ class CachedBlocks(DownloadedFiles):
 
 
 class DownloadBlocks:
-    """The blocks of a cached version of a dataset."""
+    """The blocks in which rows of a cached dataset version are downloaded.
+
+    With `in_pieces`, these are all rows of 8 MiB of a file. Otherwise they are runs of announced rows.
+    """
 
     def __init__(self, cached: ShardCache, *, in_pieces: bool) -> None:
         self._cached = cached
@@ -348,7 +351,7 @@ class DownloadBlocks:
         return self._by_row.get(row, (row, row + 1))
 
     def _blocks(self, rows: Rows) -> list[Block]:
-        """Return the blocks with these ascending rows. Runs of rows are cut where a piece of the shard ends."""
+        """Return the blocks with these ascending rows: whole pieces, or runs of rows that each end with a piece."""
         shards = self._cached.shards_of(rows)
         pieces = self._cached.layout.offsets(rows) // PIECE
         if self.in_pieces:
@@ -357,7 +360,7 @@ class DownloadBlocks:
         return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
 
     def _piece(self, shard: int, piece: int) -> Block:
-        """Return the rows of a shard that start in its piece `piece`, without one longer than a piece."""
+        """Return the rows of a shard that start in its 8 MiB number `piece`, without a row longer than 8 MiB."""
         row_from = self._cached.layout.row_from
         row, stop = row_from(shard, piece * PIECE), row_from(shard, (piece + 1) * PIECE)
         if row < stop:

@@ -37,9 +37,9 @@ from savable_pipeline.errors import ShardError
 
 LONG = PIECE  # a sample with more bytes, headers included, is long
 _TOUCH_S = 10.0
-# pause between two checks that all are present: seconds, and multiple of the time that a check takes
+# pause between two checks that all samples are cached: seconds, and multiple of the time that a check takes
 _CHECK_S, _CHECK_SHARE = 1.0, 50
-_CACHED_ROWS = 1 << 12  # most rows to remember as cached
+_CHECKED_ROWS = 1 << 12  # most rows to remember as checked
 
 
 class CachedFiles(DownloadedFiles):
@@ -49,12 +49,12 @@ class CachedFiles(DownloadedFiles):
         assert found.remote is not None, found.address
         super().__init__(found.remote, found.numbers, all_used=True)
         self._url, self._found = self.remote.url, found
-        fits = self._blocks.in_pieces
-        self._nonempty = found.numbers[found.entries.samples > 0] if fits else None  # shards that must be complete
-        self._complete_at = -1  # the count of evictions when all were complete, or -1
+        # shards to check for completeness, or None if they do not fit into the cache
+        self._nonempty = found.numbers[found.entries.samples > 0] if self._blocks.in_pieces else None
+        self._complete_at = -1  # the number of evictions when all shards were complete, or -1
         self._next_check = 0.0  # time of the next check for completeness
         self._prefetch_refs = self.refs_ahead(found.mean_bytes)
-        self._touch_at = 0.0  # time of the next update of the shards' last use
+        self._touch_at = 0.0  # time of the next update of when shards were last used
 
     @property
     def prefetch_refs(self) -> int:
@@ -77,7 +77,7 @@ class CachedFiles(DownloadedFiles):
         return self._long
 
     def guard(self, read: ReadRow[Where, T], long: ReadRow[Where, T]) -> ReadRow[Where, T]:
-        """Return `read`, extended to download the row first.
+        """Return `read`, extended to download the row before it is read.
 
         The download is repeated if the row is evicted or damaged. `long` reads a long sample.
         """
@@ -107,9 +107,9 @@ class CachedFiles(DownloadedFiles):
     def located(self, rows: Locate) -> Locate:
         """Return `rows`, extended to fetch missing index rows first."""
 
-        def fetched(shards: Rows, places: Rows) -> Rows:
+        def fetched(shards: Rows, positions: Rows) -> Rows:
             self.fetch_rows(self._found.numbers[shards])
-            return rows(shards, places)
+            return rows(shards, positions)
 
         self._rows = rows if self._cached.layout.parts is None else fetched
         return self._rows
@@ -145,7 +145,7 @@ class CachedFiles(DownloadedFiles):
             self._next_check = time.monotonic() + max(_CHECK_S, _CHECK_SHARE * (time.monotonic() - now))
 
     def request(self, rows: Rows) -> None:
-        """Request the download of the missing ones of these rows."""
+        """Request the download of those of these rows that are not cached."""
         if self._is_complete():
             return
         rows = self._without_long(rows)
@@ -153,8 +153,8 @@ class CachedFiles(DownloadedFiles):
         needed: dict[Block, list[int]] = {}
         for row in absent:
             needed.setdefault(self._block(row), []).append(row)
-        for block, rows_of_it in needed.items():
-            self._prefetch(Urgency.SOON, *self._request(*block), rows_of_it, False)
+        for block, needed_rows in needed.items():
+            self._prefetch(Urgency.SOON, *self._request(*block), needed_rows, False)
 
     def peek(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
         """Return bytes (offset, size) of a long sample without caching it whole, or None.
@@ -164,7 +164,7 @@ class CachedFiles(DownloadedFiles):
         if not self._is_long(row):
             return None
         (offset, size), entry = extent, self._found.entries[shard]
-        data = self._long.at_hand(shard, row, extent) if size else b""
+        data = self._long.cached_span(shard, row, extent) if size else b""
         if data is None:
             data = self._call("part", self._url, entry.name, entry.size, offset, offset + size)
         return data
@@ -194,9 +194,9 @@ class CachedFiles(DownloadedFiles):
 
 
 class LongSamples:
-    """Reader of parts of the long samples of `found`.
+    """Reader of parts of the long samples of `found`, whose files are `files`.
 
-    `files` has them at `files.remote`. Rows are those of the index.
+    Rows are those of the index. `locate` returns offset and size of a part by row and extension.
     """
 
     def __init__(
@@ -228,12 +228,12 @@ class LongSamples:
         self._check_first_header(shard, row)
         return self._blocks.read_on(shard, *extent, self._cached.extent(row, row + 1)[1])
 
-    def at_hand(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
-        """Return the bytes at `extent` if they are cached, else None."""
+    def cached_span(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
+        """Return the bytes at `extent`, (offset, size), if they are cached, else None."""
         return self.span(shard, row, extent) if self._blocks.has(shard, *extent) else None
 
     def prefetch(self, rows: Rows) -> None:
-        """Start to download these samples, if any sample was read whole before."""
+        """Start to download these samples, if any long part was read whole before."""
         for row in rows.tolist() if self.read_whole else ():
             extent = np.array(self._cached.extent(row, row + 1))
             shard = int(np.searchsorted(self._found.numbers, self._cached.shard_of(row)))
@@ -247,12 +247,12 @@ class LongSamples:
 
     @cached_property
     def _blocks(self) -> CachedBlocks:
-        extent = self._files.remote
+        remote = self._files.remote
         folder = self._cached.folder / LONG_FOLDER
         with locked_folder(self._cached.dataset):
             folder.mkdir(exist_ok=True)
-            extent = replace(extent, cached=open_protected(folder))
-        return CachedBlocks(extent, self._found, compares_files=False)
+            remote = replace(remote, cached=open_protected(folder))
+        return CachedBlocks(remote, self._found, compares_files=False)
 
     def _check_first_header(self, shard: int, row: int) -> None:
         """Raise `ShardError` unless the first header of a sample matches the index."""
@@ -266,6 +266,6 @@ class LongSamples:
                 f"{blocks.name(shard)}: the shard was rewritten after indexing. Start again, or restore the old shard",
                 reason="changed shard",
             )
-        if len(self._checked_rows) >= _CACHED_ROWS:
+        if len(self._checked_rows) >= _CHECKED_ROWS:
             self._checked_rows.clear()
         self._checked_rows.add(row)

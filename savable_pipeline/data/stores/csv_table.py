@@ -35,19 +35,19 @@ from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, fo
 
 _SEPARATORS = ",;\t|"
 _BLOCK = 1 << 20
-_as_json = encode_basestring  # encodes a string as JSON
-_WIDE = 1 << 17  # most bytes of a cell
+_WIDE = 1 << 17  # the default limit of Python's csv for the characters of a cell
 _EXAMINED_ROWS = 1000  # rows that are inspected to find the columns that name files
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell with quotes as a CSV writer writes them
-_FEW = 16  # quoted cells of a column that are compared with others
+_COMPARED_CELLS = 16  # most quoted cells of a column that are compared with unquoted ones
 _SOLUTION = "Write it again as JSONL"
 
 Row: TypeAlias = list[str]
 
 
 def _found_rows(file: ByteSource) -> tuple[str, FileBlob]:
-    """Return the fault of a file, or "", and the offsets of the rows before the fault."""
-    fault, begins, lines = "", NumberSpool(), partial(_lines_of, file)
+    """Return the fault of a file, or "", and the blob with the offsets of the rows before the fault."""
+    fault, begins = "", NumberSpool()
+    lines = partial(_lines_of, file)
     plain = quotes_are_text(lines, file.name)
     try:
         with _wide_fields():
@@ -77,7 +77,8 @@ def quotes_are_text(lines: Callable[[], Iterable[str]], name: str) -> bool:
         2   "Bye."                and it would quote both of these or neither, as each has a dot at its end
         3   Goodbye.
 
-    One such cell suffices, if each line has as many cells as the first, which has several and no quotes.
+    One such cell suffices, if each line has as many cells as the first, which has several and no quotes. A quoted cell
+    of only letters and digits, such as "007", shows nothing, because some programs quote it to keep it text.
 
     Args:
         lines: Returns the lines of the file, with their ends.
@@ -92,20 +93,21 @@ def quotes_are_text(lines: Callable[[], Iterable[str]], name: str) -> bool:
             is_quoted = _QUOTED.fullmatch(cell)
             if '"' in cell and not is_quoted and line[-1] in "\r\n":  # another last line may have been cut
                 return True
-            if is_quoted and '""' not in cell and len(found := quoted.setdefault(column, [])) < _FEW:
-                found.append(_signs_of(cell[1:-1]))
+            signs = _signs_of(cell[1:-1]) if is_quoted and '""' not in cell else set[str]()
+            if signs and len(found := quoted.setdefault(column, [])) < _COMPARED_CELLS:
+                found.append(signs)
     rows = (row.strip("\r\n").split("\t") for _, row in itertools.islice(_with_text(lines()), 1, None if quoted else 1))
     cells = ((row[column], found) for row in rows for column, found in quoted.items() if '"' not in row[column])
     return any(each <= _signs_of(cell) for cell, found in cells if cell for each in found)
 
 
 def _signs_of(cell: str) -> set[str]:
-    """Return why a CSV writer may quote a cell: its signs, and those at its ends."""
+    """Return why a CSV writer may quote a cell: its signs, and which of them are at its start or end."""
     return {sign for sign in (*cell, f"first {cell[0]}", f"last {cell[-1]}") if not sign[-1].isalnum()}
 
 
 def _shape(lines: Iterable[str]) -> tuple[str, int]:
-    """Return the first line, and the number of the first one with other tabs, or 0."""
+    """Return the first line, and the number of the first line with fewer or more tabs, or 0."""
     rows = _with_text(lines)
     _, header = next(rows, (0, ""))
     return header, next((number for number, line in rows if line.count("\t") != header.count("\t")), 0)
@@ -124,9 +126,9 @@ def _row_begins(rows: Iterator[tuple[int, int, Row]]) -> Iterator[int]:
     if re.fullmatch(r"sep=\W?", "".join(header)):
         raise ValueError(": the first line is Excel's mark of the separator, not column names. Remove this line")
     header = named(header)
-    twice = next((column for column, count in Counter(header).items() if count > 1), None)
-    if twice is not None:
-        raise ValueError(f": {header.count(twice)} columns are named {twice!r}. Give each its own name")
+    repeated = next((column for column, count in Counter(header).items() if count > 1), None)
+    if repeated is not None:
+        raise ValueError(f": {header.count(repeated)} columns are named {repeated!r}. Give each its own name")
     reject_row("", (cell for cell in header if is_url(cell)))
     any_row = False
     for begin, _, _ in rows:
@@ -139,7 +141,7 @@ def _row_begins(rows: Iterator[tuple[int, int, Row]]) -> Iterator[int]:
 def named(header: Row) -> Row:
     """Return the names of columns, as pandas names them.
 
-    A column without a name is called as pandas does, because pandas has often written it.
+    A column without a name is named as pandas names it, because pandas often wrote the file.
 
     >>> from savable_pipeline.data.stores.csv_table import named
     >>> named(["", "image"])
@@ -149,7 +151,7 @@ def named(header: Row) -> Row:
 
 
 def reject_row(name: str, values: Iterable[str]) -> None:
-    """Raise ValueError if the first line is a row instead of the names of columns."""
+    """Raise ValueError if there are `values` that only a row has in the first line."""
     if value := next(iter(values), None):
         raise ValueError(
             f"{name}: the first line has {value!r}, not column names. Put a line such as image,caption before it"
@@ -157,8 +159,9 @@ def reject_row(name: str, values: Iterable[str]) -> None:
 
 
 def _rows(text: Iterable[str], name: str, *, plain: bool) -> Iterator[tuple[int, int, Row]]:
-    """Yield the rows that are not blank, each with its first byte and line. Raises ValueError."""
-    source, lines, begin, number, tabs = iter(text), list[str](), 0, 1, -1
+    """Yield (first byte, first line, cells) of the rows that are not blank. Raises ValueError."""
+    source, lines = iter(text), list[str]()  # the lines of the current row
+    begin, number, tabs = 0, 1, -1
     head = next(source, "")
 
     def next_lines() -> Iterator[str]:
@@ -190,12 +193,8 @@ def _rows(text: Iterable[str], name: str, *, plain: bool) -> Iterator[tuple[int,
     raise ValueError(f":{number}: cannot be read as a table in UTF-8: {fault}")
 
 
-def _bytes_of(line: str) -> int:
-    return len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
-
-
 def csv_rows(lines: Iterable[str], separator: str, *, plain: bool) -> Any:
-    """Return Python's reader of the rows in lines. Quotes are text in `plain` ones."""
+    """Return Python's reader of the rows in lines. With `plain`, quotes are text."""
     if plain:
         return csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_NONE, strict=True)
     return csv.reader(lines, delimiter=separator, strict=True)
@@ -274,7 +273,8 @@ class CsvStore(TableStore):
             plain = len(self.blob(shard)) > self.entries.samples[shard] + 1
             with _wide_fields():
                 columns = named(next(row for row in csv_rows(lines, separator, plain=plain) if row))
-            found = self._known[shard] = _Header(columns, [f"{_as_json(name)}: " for name in columns], separator, plain)
+            names = [f"{encode_basestring(name)}: " for name in columns]
+            found = self._known[shard] = _Header(columns, names, separator, plain)
         return found
 
     @cached_property
@@ -283,7 +283,7 @@ class CsvStore(TableStore):
 
 
 def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]:
-    """Return the columns that name files, warnings, and a column of URLs.
+    """Return the columns that name files, warnings, and a column of URLs, or "".
 
     The column of URLs is only searched for if no column names files.
 
@@ -300,7 +300,7 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
     paths = {column: [cell for cell in cells[column] if not is_url(cell)] for column in header}
     files = {column: _count_files(root, paths[column]) for column in header}
     naming = [c for c in header if (c in FILE_FIELDS and paths[c]) or 0 < len(cells[c]) <= 2 * files[c]]
-    if not naming:  # as the `clips/` of Common Voice
+    if not naming:  # the files may be in a folder beside the table, such as the `clips/` of Common Voice
         few = {column: cells[column][:16] for column in header if cells[column]}
         below = [[c for c in few if len(few[c]) <= 2 * _count_files(folder, few[c])] for folder in folders_in(root)]
         naming = found[0] if len(found := [*filter(None, below)]) == 1 else []
@@ -328,7 +328,7 @@ def _count_files(folder: str, cells: list[str]) -> int:
 
 
 def as_fields(named: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return columns as `file_fields`, from the paths in each.
+    """Return the setting `file_fields` for columns with these paths.
 
     If two columns have the same suffixes, the second gives its name to its parts.
     """

@@ -1,4 +1,4 @@
-"""Content of compressed files, records and parts, of limited size.
+"""Decompresses files, records and parts, up to a limit of bytes.
 
 It is decompressed in pieces, so a few bytes that would become gigabytes are rejected before they fill the memory.
 """
@@ -18,7 +18,7 @@ NEEDED = {"zst", "rows"}  # kinds that need an optional package
 MORE = "Pass a larger unpacked_bytes= if that is right"
 UNPACKED_BYTES = 1 << 30  # default limit of decompressed bytes; the option of this name raises it
 _PIECE = 1 << 20  # bytes to decompress at a time
-_ZST_STEP = 1 << 10  # compressed bytes to read at a time, from which zstd makes at most 32 MiB
+_ZST_STEP = 1 << 10  # compressed bytes to read at a time, which zstd decompresses to at most 32 MiB
 
 
 class DamagedError(ValueError):
@@ -26,7 +26,7 @@ class DamagedError(ValueError):
 
 
 def needed_package(kind: str) -> Any:
-    """Return the package that a kind of compression, or "rows" of Arrow, needs.
+    """Import and return the package for a kind of compression, or for "rows" in Arrow.
 
     Raises ValueError if it is not installed.
     """
@@ -43,17 +43,17 @@ class Unpacked(io.RawIOBase):
 
     Raises `DamagedError`.
 
-    A line of more than `line_bytes` is no line.
+    A line of more than `line_bytes` counts as damage.
     """
 
     def __init__(self, packed: IO[bytes], kind: str, line_bytes: int | None = None) -> None:
         files: dict[str, Callable[[Any], Any]] = {"bz2": bz2.BZ2File, "xz": lzma.LZMAFile, "zst": _ZstFile}
         self._packed = packed
         self._file = gzip.GzipFile(fileobj=packed, mode="rb") if kind == "gz" else files[kind](packed)
-        self._line, self._line_bytes = 0, line_bytes
+        self._line, self._line_bytes = 0, line_bytes  # bytes of the current line so far, and their limit
 
     def readable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -76,7 +76,7 @@ class Unpacked(io.RawIOBase):
         return len(found)
 
     def close(self) -> None:
-        """Close the file too."""
+        """Close this file and the compressed one."""
         self._packed.close()
         super().close()
 
@@ -85,7 +85,7 @@ class _ZstFile:
     """Frames of zstd. Unlike zstandard's own file, this one detects a truncated frame."""
 
     def __init__(self, packed: IO[bytes]) -> None:
-        self._packed, self._new = packed, needed_package("zst").ZstdDecompressor().decompressobj
+        self._packed, self._new_frame = packed, needed_package("zst").ZstdDecompressor().decompressobj
         self._frame: Any = None
         self._in = self._out = b""
 
@@ -96,7 +96,7 @@ class _ZstFile:
         """
         zstandard = needed_package("zst")
         while not self._out and (data := self._in or self._packed.read(_ZST_STEP)):
-            self._frame = self._frame or self._new()
+            self._frame = self._frame or self._new_frame()
             try:
                 self._out = self._frame.decompress(data)
             except zstandard.ZstdError as error:

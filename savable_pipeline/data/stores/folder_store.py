@@ -52,14 +52,14 @@ log = logging.getLogger(__name__)
 
 CLASS = "cls"
 SPLITS = frozenset(("train", "training", "val", "valid", "validation", "dev", "test", "eval"))
-_KIND = {name: kind for kind, names in enumerate((IMAGE_PARTS, AUDIO_PARTS, VIDEO_PARTS)) for name in names}
+_MEDIA_KINDS = {name: kind for kind, names in enumerate((IMAGE_PARTS, AUDIO_PARTS, VIDEO_PARTS)) for name in names}
 _LONGEST_LIST = 1 << 24  # most bytes of a file of class names
 # O_NONBLOCK, so that opening a pipe in place of a file does not wait
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _FIRST, _LAST = "\0first", "\0last"  # placeholders in messages for the setting of `key_end`
 _FEW_FILES = 4096  # with more files than this, unchanged times of folders replace listing them
 _QUIET_NS = 2_000_000_000  # the coarsest timestamp granularity of a file system
-_MANY = 8  # so many parts in common are rarely a coincidence
+_MANY = 8  # a sample with more parts is compared with samples of its own folder
 
 
 class FolderTable(msgspec.Struct, frozen=True, array_like=True):
@@ -72,7 +72,7 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
     firsts: memoryview  # int64 (samples + 1,): first file of each sample, then the number of files
     rejected: list[Reject]
     hidden: int  # number of hidden files and folders
-    doubt: str  # why names may be misread, or ""; `_FIRST` and `_LAST` stand for the setting of `key_end`
+    doubt: str  # why names may be misread, or ""; `_FIRST` and `_LAST` are placeholders for the setting of `key_end`
     folders: dict[str, FileVersion]
     began_ns: int  # when the listing started
 
@@ -108,8 +108,8 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
             return False
         with contextlib.suppress(OSError):
             return all(
-                FileVersion.of((root / name).stat()) == look and look.written_ns < self.began_ns - _QUIET_NS
-                for name, look in self.folders.items()
+                FileVersion.of((root / name).stat()) == version and version.written_ns < self.began_ns - _QUIET_NS
+                for name, version in self.folders.items()
             )
         return False
 
@@ -195,15 +195,15 @@ def _fresh(root: Path, path: Path, form: Format) -> BlobIndex | None:
 
 def _remains_valid(index: BlobIndex, table: ShardTable, tolerant: bool) -> bool:
     """Return whether an existing index remains valid: it equals the table, or `tolerant` allows lost files."""
-    ours, theirs = FolderTable.of(np.frombuffer(table.rows, "<u8")), FolderTable.of(index.blob(0))
-    if tolerant and theirs.folders[""].inode == ours.folders[""].inode:  # not another folder of the same path
-        sizes_now = dict(zip(ours.files, np.frombuffer(ours.sizes, "<i8").tolist(), strict=True))
-        sizes = np.frombuffer(theirs.sizes, "<i8").tolist()
-        if any(sizes_now.get(name) != size for name, size in zip(theirs.files, sizes, strict=True)):
+    new, old = FolderTable.of(np.frombuffer(table.rows, "<u8")), FolderTable.of(index.blob(0))
+    if tolerant and old.folders[""].inode == new.folders[""].inode:  # not another folder of the same path
+        sizes_now = dict(zip(new.files, np.frombuffer(new.sizes, "<i8").tolist(), strict=True))
+        sizes = np.frombuffer(old.sizes, "<i8").tolist()
+        if any(sizes_now.get(name) != size for name, size in zip(old.files, sizes, strict=True)):
             return True
     # with more files, the newer time of the table lets later opens trust the folders' times
-    few = len(ours.sizes) // 8 <= _FEW_FILES
-    return few and msgspec.structs.replace(ours, began_ns=0) == msgspec.structs.replace(theirs, began_ns=0)
+    few = len(new.sizes) // 8 <= _FEW_FILES
+    return few and msgspec.structs.replace(new, began_ns=0) == msgspec.structs.replace(old, began_ns=0)
 
 
 @dataclass(slots=True)
@@ -223,7 +223,7 @@ class _Walk:
     def __init__(self, root: str, *, allow_outside: bool) -> None:
         self.root, self.allow_outside = root, allow_outside
         self.real = os.path.realpath(root)
-        self.hidden = 0
+        self.hidden = 0  # number of hidden files and folders
         self.folders: dict[str, FileVersion] = {}
 
     def files(self) -> Iterator[tuple[str, os.stat_result | None, str]]:
@@ -259,13 +259,13 @@ class _Walk:
 
 def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTable:
     began, walk = time.time_ns(), _Walk(root, allow_outside=allow_outside)
-    met = [*walk.files()]
-    others = no_samples(name for name, _, _ in met)
+    found = [*walk.files()]
+    others = no_samples(name for name, _, _ in found)
     rejected: list[Reject] = []
     walk.hidden += len(others)
-    samples = _samples([each for each in met if each[0] not in others], rejected, key_end_last)
-    doubt = "" if key_end_last else _merged({k: [file.extension for file in fs] for k, fs in samples.items()})
-    doubt = doubt or _twins(samples)
+    samples = _samples([each for each in found if each[0] not in others], rejected, key_end_last)
+    doubt = "" if key_end_last else _doubt_of_merging({k: [file.extension for file in fs] for k, fs in samples.items()})
+    doubt = doubt or _doubt_of_kinds(samples)
     accepted: list[_File] = []
     firsts = [0]
     for key in sorted(samples):
@@ -274,8 +274,8 @@ def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTab
         fault, path = parts_fault(tar_key(key) if key_end_last else key, parts)
         if fault:
             part = next(file.extension.lower() for file in files if file.name == path)
-            alike = [file.name for file in files if file.extension.lower() == part]
-            rejected += [Reject.of(printable(name), key, fault) for name in alike]
+            names_of_part = [file.name for file in files if file.extension.lower() == part]
+            rejected += [Reject.of(printable(name), key, fault) for name in names_of_part]
         else:
             accepted += files
             firsts.append(len(accepted))
@@ -287,15 +287,15 @@ def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTab
 
 
 def _samples(
-    met: list[tuple[str, os.stat_result | None, str]], rejected: list[Reject], key_end_last: bool
+    found: list[tuple[str, os.stat_result | None, str]], rejected: list[Reject], key_end_last: bool
 ) -> dict[str, list[_File]]:
-    """Group files by key. Files that are not parts of samples become rejects."""
+    """Group files by key. Files that are not parts of samples are added to `rejected`."""
     samples: dict[str, list[_File]] = {}
-    for name, status, fault in met:
+    for name, status, fault in found:
         parts = split_name(without_dots(name) if key_end_last else name)
         if parts is None:
-            unread = "named like metadata (__name__ or ._name)" if is_metadata(name) else "no extension"
-            rejected.append(Reject(printable(name), "", fault or unread))
+            reason = "named like metadata (__name__ or ._name)" if is_metadata(name) else "no extension"
+            rejected.append(Reject(printable(name), "", fault or reason))
             continue
         key, extension = parts
         if key_end_last:
@@ -305,22 +305,22 @@ def _samples(
     return samples
 
 
-def _twins(samples: dict[str, list[_File]]) -> str:
+def _doubt_of_kinds(samples: dict[str, list[_File]]) -> str:
     """Return a warning of samples that seem to have two files of one kind by chance, or "".
 
     Two extensions belong to one sample if half of the samples that have the more frequent one have both.
     """
-    having = Counter(file.extension for files in samples.values() for file in files)
+    counts = Counter(file.extension for files in samples.values() for file in files)
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}  # names, by pair of extensions
     for files in samples.values():
-        plain = sorted((file.extension, file.name) for file in files if file.extension.lower() in _KIND)
+        plain = sorted((file.extension, file.name) for file in files if file.extension.lower() in _MEDIA_KINDS)
         for (one, name), (other, second) in itertools.combinations(plain, 2):
-            if _KIND[one.lower()] == _KIND[other.lower()]:
+            if _MEDIA_KINDS[one.lower()] == _MEDIA_KINDS[other.lower()]:
                 found.setdefault((one, other), []).append((name, second))
     doubtful = [
         pair
         for (one, other), pairs in found.items()
-        if one.lower() == other.lower() or 2 * len(pairs) < max(having[one], having[other])
+        if one.lower() == other.lower() or 2 * len(pairs) < max(counts[one], counts[other])
         for pair in pairs
     ]
     if not doubtful:
@@ -332,7 +332,7 @@ def _twins(samples: dict[str, list[_File]]) -> str:
     )
 
 
-def _merged(samples: dict[str, list[str]]) -> str:
+def _doubt_of_merging(samples: dict[str, list[str]]) -> str:
     """Return a warning of samples that dots in file names seem to have merged, or "". See `are_merged`.
 
     A sample with many parts is compared only with samples of its own folder, because names may restart in each folder.
@@ -395,7 +395,7 @@ class FolderStore(RecordStore):
             each.cast("q") for each in (self.table.sizes, self.table.times, self.table.firsts, self.table.ends)
         )
         self.keys_end_last = key_end == "last"
-        self._row: tuple[int, str, dict[str, int]] = -1, "", {}  # the last requested sample: key, and files by part
+        self._row: tuple[int, str, dict[str, int]] = -1, "", {}  # last requested sample: row, key, file numbers by part
         if key_end is None and (fault := self.table.fault(self.address, 'key_end="{0}" (--key-end {0})')):
             raise ShardError(fault)
         self.classes = [] if classes is False else self._numbered(classes)
@@ -426,7 +426,7 @@ class FolderStore(RecordStore):
         return self._other(row, extension)
 
     def _other(self, row: int, extension: str) -> bytes:
-        """Return the class, or a part whose name differs only in case."""
+        """Return the number of the class, or a part whose name differs from `extension` only in case."""
         name = find_part(extension, self.extensions(0, row))
         if name == CLASS and (found := self._class(row)):
             return b"%d" % self._class_numbers[found]
@@ -495,22 +495,23 @@ class FolderStore(RecordStore):
         return class_of(self._sample(row)[1]) if self.classes and CLASS not in self._sample(row)[2] else ""
 
     def _numbered(self, classes: Literal[True] | Sequence[str] | str | os.PathLike[str]) -> list[str]:
-        """Return the names of the classes in order of their numbers. Raises `ShardError` for an unused class."""
-        top = sorted({name.partition("/")[0] for name in self.table.folders} - {""})
-        names = top if classes is True else class_names(classes)
+        """Return the names of the classes in order of their numbers. Raises `ShardError` for a sample without one."""
+        folders = sorted({name.partition("/")[0] for name in self.table.folders} - {""})
+        names = folders if classes is True else class_names(classes)
         used = {name.partition("/")[0] for name in self.table.files if "/" in name}
-        loose = [n for n in self.table.files if "/" not in n and n.rpartition(".")[2].lower() in _KIND]
+        loose = [n for n in self.table.files if "/" not in n and n.rpartition(".")[2].lower() in _MEDIA_KINDS]
         if loose or (unknown := sorted(used.difference(names))):
             samples = f"{loose[0]} is in no folder, so it has" if loose else f"the samples in {listed(unknown)} have"
             raise ShardError(f"{self.address}: {samples} no class. Move them, or name their folders in classes=")
-        if classes is True and {name.lower() for name in top} <= SPLITS:
+        if classes is True and {name.lower() for name in folders} <= SPLITS:
             raise ShardError(
-                f"{self.address}: no class has a folder here, only splits have ({listed(top)}). Read each split by "
+                f"{self.address}: no class has a folder here, only splits have ({listed(folders)}). Read each split by "
                 "itself, and pass the training split's folder as classes= to the others"
             )
         return names
 
     def _sample(self, row: int) -> tuple[int, str, dict[str, int]]:
+        """Return the row of a sample, its key, and the numbers of its files by part."""
         if self._row[0] != row:
             key, files = "", {}
             for number in range(self._firsts[row], self._firsts[row + 1]):

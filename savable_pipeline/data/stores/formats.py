@@ -60,26 +60,26 @@ CONTAINERS = {
     **dict.fromkeys((".orc", ".avro", ".bag", ".mcap"), OTHER),
     ".mds": "name the folder with its index.json",
 }
-"""Files that hold many samples, which nothing here reads, and what to do with them."""
+"""Files of many samples that no format reads, and what to do with them."""
 _USUAL = (*FILE_FIELDS, "audio_filepath")  # fields that usually name files; the last one is of NeMo's manifests
 _METADATA = "metadata.parquet"  # table of HF's image folders, whose rows name files
-_MAGICS = {b"PAR1": PARQUET, b"ARROW1": ARROW}
-# names of images for readers of a README
+_MAGICS = {b"PAR1": PARQUET, b"ARROW1": ARROW}  # formats by the first bytes of a file
+# prefixes of the names of images that a README shows, which are no samples
 _SHOWN = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")
-_TABLES = {  # tables with fewer rows than their folder has files
+_VERSIONED_TABLES = {  # metadata of tables, whose folders also have files of older versions
     re.compile(r"(?:.*/)?_delta_log/[^/]*\.json"): "Delta Lake",
     re.compile(r"(?:.*/)?metadata/[^/]*\.metadata\.json"): "Apache Iceberg",
 }
 _ABOUT = ("annotations", "captions", "classes", "labels", "meta", "metadata")  # names of files about others
 _WORDS = re.compile(rb"[^\s\"',:;|#/\[\]{}]+")
-_FEW, _HEAD = 16, 1 << 16  # most tables that are inspected, and bytes of each
+_INSPECTED, _HEAD = 16, 1 << 16  # most tables that are inspected, and bytes of each
 _COCO = re.compile(rb'\s*\{[^[]*"(?:images|annotations|categories|info)"\s*:')
 _LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 _LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
 
 
 class Recognized(NamedTuple):
-    """A format, its files, settings of its store, and tables that are not read."""
+    """A format, its files, the settings of its store, and tables that are skipped."""
 
     format: Format
     files: list[str]
@@ -109,9 +109,9 @@ def wanted(names: Sequence[str]) -> dict[str, int]:
         return found
     if any(map(is_media_file, endings)):
         texts += _select(names, endings, (*JSONL.suffixes, *CSV.suffixes))
-        found |= dict.fromkeys(sorted(_tables(_select(names, endings, (".txt",)), names))[:_FEW], _HEAD)
+        found |= dict.fromkeys(sorted(_tables(_select(names, endings, (".txt",)), names))[:_INSPECTED], _HEAD)
     alone = _tables(texts, names) or _bare(names)
-    return {**dict.fromkeys(sorted(alone)[:_FEW], _HEAD), **found}
+    return {**dict.fromkeys(sorted(alone)[:_INSPECTED], _HEAD), **found}
 
 
 def recognize(
@@ -154,12 +154,12 @@ def recognize(
     if not found and not media and (bare := _bare(names)):
         kinds = {*map(_format_of, filter(None, map(heads.get, bare)))}
         return _folder(names) if len(kinds) != 1 or None in kinds else Recognized(kinds.pop() or FOLDER, bare)
-    able = [form for form in found if set(settings) <= set(form.settings)] if settings else []
-    if len(able) == 1:
-        return Recognized(able[0], found[able[0]])
+    fitting = [form for form in found if set(settings) <= set(form.settings)] if settings else []
+    if len(fitting) == 1:
+        return Recognized(fitting[0], found[fitting[0]])
     if media_files and not (settings and set(settings) <= set(FOLDER.settings)):
         tables = {form: files for form in found if form is not TOKENS and (files := _tables(found[form], names))}
-        if naming := _naming(names, heads, tables):
+        if naming := _naming_tables(names, heads, tables):
             return naming
         if media:
             _check_apart(names, heads)
@@ -168,18 +168,18 @@ def recognize(
 
 
 def _select(names: Sequence[str], endings: set[str], suffixes: tuple[str, ...]) -> list[str]:
-    """Return the names with these suffixes. `endings` has the last one of each name."""
+    """Return the names with these suffixes. `endings`, the last suffixes of all names, make most calls fast."""
     return [] if endings.isdisjoint(map(suffix_of, suffixes)) else [n for n in names if n.lower().endswith(suffixes)]
 
 
 def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names whose stem is unique, without files for people."""
+    """Return those of `some` names whose stem no other name has, without files for people."""
     stems = Counter(map(stem_of, names)) if some else {}
     return [name for name in some if stems[stem_of(name)] == 1 and not is_for_people(name)]
 
 
 def _tables(some: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names of tables about others, without files for people."""
+    """Return the names that may be tables about other files, without files for people."""
     return [name for name in lone(some, names) if not is_for_people(name)]
 
 
@@ -202,26 +202,28 @@ def _by_format(names: Sequence[str], endings: set[str], heads: Mapping[str, byte
     return found
 
 
-def _naming(names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[Format, list[str]]) -> Recognized | None:
+def _naming_tables(
+    names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[Format, list[str]]
+) -> Recognized | None:
     """Return the tables of one format whose first rows name files, or None.
 
     Raises ValueError for several formats, and for several tables of one folder that name files in a folder beside them.
     """
     known, naming = {*names} if found else set(), dict[Format, Recognized]()
     for form, files in found.items():
-        looked_at = [table for table in files if table in heads]
-        fields = {table: _fields_of(table, heads[table], known) for table in looked_at}
+        inspected = [table for table in files if table in heads]
+        fields = {table: _fields_of(table, heads[table], known) for table in inspected}
         if not any(fields.values()):
-            fields = {table: _fields_below(table, heads, known) for table in looked_at}
-            below = [table for table in looked_at if fields[table]]
+            fields = {table: _fields_below(table, heads, known) for table in inspected}
+            below = [table for table in inspected if fields[table]]
             if len(below) > len({*map(posixpath.dirname, below)}):
                 raise ValueError(
                     f"{len(below)} tables name files in a folder beside them, maybe the same. Name one of them: "
                     + ", ".join(below)
                 )
         chosen = [table for table in files if fields.get(table)]
-        if chosen and len(looked_at) < len(files):
-            chosen = files if len(chosen) == len(looked_at) else []  # more tables than are looked at, of one kind
+        if chosen and len(inspected) < len(files):  # the others are assumed to be like those that were inspected
+            chosen = files if len(chosen) == len(inspected) else []
         if chosen:
             naming[form] = Recognized(form, chosen, {"file_fields": fields[chosen[0]]})
         if form is PARQUET and all(posixpath.basename(name).lower() == _METADATA for name in files):
@@ -243,10 +245,10 @@ def _folder_with_tables(names: Sequence[str], tables: Mapping[Format, list[str]]
 
 
 def _check_apart(names: Sequence[str], heads: Mapping[str, bytes]) -> None:
-    """Raise ValueError for files about media that would be samples of their own.
+    """Raise ValueError for annotation files that would become samples separate from their media.
 
     They are the labels of YOLO, VOC or KITTI in folders of their own, the annotations of COCO, the transcripts of
-    LibriSpeech, one file of which is about several recordings, and texts and JSON that name such files.
+    LibriSpeech, one file of which is about several recordings, and text or JSON that names media files.
     """
     media = [*filter(is_media_file, names)]
     stems, folders = {*map(stem_of, media)}, {*map(posixpath.dirname, media)}
@@ -285,7 +287,7 @@ def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Reco
 
 
 def _folder(names: Sequence[str]) -> Recognized:
-    """Return the parts of samples. Raises ValueError if there are only files with many samples each."""
+    """Return the files that are parts of samples. Raises ValueError for an unsupported file of many samples."""
     skipped = no_samples(names)
     parts = sorted(name for name in names if name not in skipped)
     for name in _alone([name for name in parts if suffix_of(name) in CONTAINERS], parts):
@@ -341,7 +343,7 @@ def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _bare(names: Sequence[str]) -> list[str]:
-    """Return the files without a suffix, if all others are for people."""
+    """Return the data files without a suffix, or [] if another data file has one."""
     has_others = any("." in posixpath.basename(name) and _is_data(name) for name in names)
     return [] if has_others else sorted(filter(_is_data, names))
 
@@ -361,7 +363,7 @@ def _format_of(head: bytes) -> Format | None:
 def _check_several(names: Sequence[str], endings: set[str]) -> None:
     """Raise ValueError for several datasets, and for tables of several versions."""
     json_files = _select(names, endings, JSON.suffixes)
-    for pattern, program in _TABLES.items():
+    for pattern, program in _VERSIONED_TABLES.items():
         if any(map(pattern.fullmatch, json_files)):
             raise ValueError(f"a table of {program}, whose files have rows of older versions. To read it, {OTHER}")
     folders = {posixpath.dirname(name) for name in _select(names, endings, (".mds", ".bin"))}

@@ -1,4 +1,4 @@
-"""`GroupedStore` decodes rows in groups. `ColumnarStore` is that of columns.
+"""`GroupedStore` decodes groups of rows, and its subclass `ColumnarStore` columns.
 
     file ─ groups of rows ─ each decoded once, into `DecodedBlocks` ─ rows
 
@@ -35,7 +35,7 @@ from savable_pipeline.errors import ShardError
 if TYPE_CHECKING:  # pyarrow is not needed to read tars
     from savable_pipeline.data.stores.arrow_columns import NamedFile, Unread
 
-_MOST = 4_000_000  # most awaited rows; the oldest are dropped, because their reads were skipped
+_MOST_AWAITED = 4_000_000  # with more announced rows, all are forgotten, because their reads were skipped
 RowGroup: TypeAlias = tuple[int, int]  # a shard, and the number of a row group in it
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ _MOST_DECODED = 4 << 30  # a group that decodes to more bytes is rejected, unles
 
 
 class AwaitedRows:
-    """Announced rows by group. The length counts all rows.
+    """Announced rows by group. The length is the number of all rows.
 
-    A group without rows takes no room.
+    A group without announced rows takes no memory.
     """
 
     def __init__(self) -> None:
@@ -62,15 +62,15 @@ class AwaitedRows:
 
     def announce(self, shard: int, rows: Rows, ends: list[int]) -> None:
         """Announce that these rows of a shard, whose groups end at `ends`, will be read."""
-        if self._count + len(rows) > _MOST:
+        if self._count + len(rows) > _MOST_AWAITED:
             self._rows.clear()
             self._count = 0
         groups = np.searchsorted(ends, rows, side="right")
         for group in np.unique(groups).tolist():
             awaited = self._rows.setdefault((shard, group), set())
-            before = len(awaited)
+            count = len(awaited)
             awaited.update(rows[groups == group].tolist())
-            self._count += len(awaited) - before
+            self._count += len(awaited) - count
 
     def done(self, group: RowGroup, row: int) -> None:
         """Record that an announced row was read.
@@ -112,9 +112,9 @@ class AwaitedOfGroup:
         return self._awaited.count(self._group)
 
     def pop_retained(self) -> Iterator[tuple[int, Any, int]]:
-        """Remove these rows, and yield number, copy and size of each undamaged one.
+        """Remove these rows, and yield (number, copy, size) of each undamaged one.
 
-        Damaged rows raise when they are read.
+        Damaged rows raise an error when they are read.
         """
         for row in self._awaited.pop(self._group):
             with contextlib.suppress(ValueError):
@@ -125,9 +125,9 @@ class AwaitedOfGroup:
 class DecodedBlocks(Generic[T]):
     """Cache of at most `limit` bytes of decoded blocks and retained rows.
 
-    Retained rows have at most half of it.
+    Retained rows take at most half of it.
 
-    A single block beyond the limit is kept alone. `decoded` counts how many were decoded since the start.
+    A block beyond the limit is cached alone. `decoded` is the number of blocks that were decoded since the start.
 
     >>> from savable_pipeline.data.stores.grouped_store import DecodedBlocks
     >>> blocks = DecodedBlocks(limit=100)
@@ -144,7 +144,7 @@ class DecodedBlocks(Generic[T]):
         self.decoded = 0
         self._blocks: OrderedDict[Hashable, tuple[T, int, AwaitedOfGroup | None]] = OrderedDict()
         self._retained: OrderedDict[Hashable, dict[int, tuple[Any, int]]] = OrderedDict()  # by block, then by row
-        self._read: tuple[Hashable, int] = None, 0  # the last requested retained row
+        self._last_retained: tuple[Hashable, int] = None, 0  # key and row of the last request of a retained row
         self._block_bytes = self._retained_bytes = 0
         self._warned = False
 
@@ -154,9 +154,9 @@ class DecodedBlocks(Generic[T]):
         return self._block_bytes + self._retained_bytes
 
     def get(self, key: Hashable, decode: Callable[[], tuple[T, int]], awaited: AwaitedOfGroup | None = None) -> T:
-        """Return the block `key`, or decode it.
+        """Return the block `key`, decoding it if it is not cached.
 
-        `decode` returns the block and its bytes.
+        `decode` returns the block and its size in bytes.
 
         When the block is evicted, those of its rows that are `awaited` are retained.
         """
@@ -180,9 +180,9 @@ class DecodedBlocks(Generic[T]):
         found = None if rows is None else rows.get(row)
         if found is None:
             return None
-        if self._read != (key, row):
-            self._drop(*self._read)
-            self._read = key, row
+        if self._last_retained != (key, row):
+            self._drop(*self._last_retained)
+            self._last_retained = key, row
         return found[0]
 
     def _add(self, key: Hashable, block: T, size: int, awaited: AwaitedOfGroup | None) -> T:
@@ -195,7 +195,7 @@ class DecodedBlocks(Generic[T]):
         return block
 
     def _evict_block(self) -> None:
-        """Evict the block of which the fewest rows are awaited; of several, the one used longest ago."""
+        """Evict the block with the fewest awaited rows. Of several, evict the least recently used one."""
         key = min(self._blocks, key=lambda key: len(self._blocks[key][2] or ()))
         _, size, awaited = self._blocks.pop(key)
         self._block_bytes -= size
@@ -236,7 +236,7 @@ class GroupedStore(FileStore):
     def __init__(self, found: IndexedFiles, blocks: DecodedBlocks[Any] | None) -> None:
         super().__init__(found)
         self.blocks: DecodedBlocks[Any] = DecodedBlocks(DECODED_BYTES) if blocks is None else blocks
-        self._me = object()  # part of the cache's keys; unlike a number, it is never reused by another store
+        self._owner = object()  # part of the cache's keys; unlike a number, it is never reused by another store
         self.awaited = AwaitedRows()
         # the last row found: shard, row, its group's rows, and its position in them
         self._last: tuple[int, int, Any, int] = -1, 0, None, 0
@@ -244,7 +244,7 @@ class GroupedStore(FileStore):
 
     @abstractmethod
     def group_ends(self, shard: int) -> list[int]:
-        """Return the row after the last one of each group of a file."""
+        """Return the end of each group of a file: the row after its last."""
 
     @abstractmethod
     def decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
@@ -271,7 +271,7 @@ class GroupedStore(FileStore):
         ends = self.group_ends(shard)
         group = bisect_right(ends, row)
         first = ends[group - 1] if group else 0
-        key, name = (self._me, shard, group), (shard, group)
+        key, name = (self._owner, shard, group), (shard, group)
         rows, position = self.blocks.cached(key), row - first
         if rows is None and (rows := self.blocks.retained(key, row)) is not None:
             self.awaited.done(name, row)
@@ -284,7 +284,7 @@ class GroupedStore(FileStore):
         return rows, position
 
     def prefetch(self, indices: Rows) -> None:
-        """Record which rows will be read, to retain them if their group is evicted."""
+        """Record that these rows will be read, to retain them if their group is evicted."""
         super().prefetch(indices)
         if self.row_groups(0) is None:
             return
@@ -305,7 +305,7 @@ class GroupedStore(FileStore):
 
 
 class DecodedGroup(NamedTuple):
-    """Record batches of a group, their bytes in memory, and a reader for the rest."""
+    """Record batches of a group, their bytes in memory, and the unread values."""
 
     batches: list[Any]
     bytes: int
@@ -398,7 +398,7 @@ class ColumnarStore(GroupedStore):
         return self._call_with_group(shard, row, lambda rows, position: rows.extensions(position))
 
     def nulls(self, shard: int, row: int) -> list[str]:
-        """Return the columns of a row that have a null, so are not parts.
+        """Return the columns in which a row has a null, or a list with one.
 
         Raises `ShardError`.
         """
@@ -430,7 +430,7 @@ class ColumnarStore(GroupedStore):
             raise self._broken_row(shard, row, error) from error
 
     def media_named(self, parts: Collection[str]) -> list[str]:
-        """Return the columns of images that may contain one of these parts.
+        """Return the columns of media that may have one of these parts.
 
         The result is empty if each part is the name of another column.
         """
@@ -442,14 +442,14 @@ class ColumnarStore(GroupedStore):
         return media if not plain.issuperset(parts) else []
 
     def check_columns(self, shard: int, known: list[str]) -> None:
-        """Raise `ShardError` for missing columns, and for one that a file has twice.
+        """Raise `ShardError` for missing columns, and for a column that a file has twice.
 
         `known` are the columns of the file.
         """
         wanted = self.wanted or [name for name in [self.key_column] if name is not None]
-        absent = [name for name in (*wanted, *self.needed) if name not in known]
-        if absent:
-            fault = f"no column {listed(absent)}; it has {listed(known)}. Pass columns= that all files have"
+        missing = [name for name in (*wanted, *self.needed) if name not in known]
+        if missing:
+            fault = f"no column {listed(missing)}; it has {listed(known)}. Pass columns= that all files have"
             raise ShardError(f"{self.where(shard)}: {fault}", reason=_NO_COLUMN)
         counts = Counter(known)
         twice = next((name for name in (known if self.wanted is None else self.wanted) if counts[name] > 1), None)

@@ -29,19 +29,19 @@ from savable_pipeline.data.stores.table_store import (
     without_byte_order_mark,
 )
 
-_CHUNK = 1 << 20
-LONGEST_LINE = 1 << 30
-_FEW = 64  # first bytes of a line to inspect, to see whether it is blank
+_CHUNK = 1 << 20  # bytes to read at a time
+LONGEST_LINE = 1 << 30  # in bytes
+_FIRST_BYTES = 64  # of a line, which mostly show whether it is blank
 
 
 def line_offsets(file: ByteSource) -> FileBlob:
-    """Return the offsets of lines with text, then the end: uint64 (lines + 1,)."""
+    """Return the offsets of non-blank lines, then the end: uint64 (lines + 1,)."""
     offset, is_start, found = 0, True, NumberSpool()
     while chunk := file.read_at(offset, _CHUNK):
         raw = np.frombuffer(chunk, np.uint8)
         starts = np.concatenate([np.arange(int(is_start)), np.flatnonzero(raw[:-1] == ord("\n")) + 1])
-        maybe = np.flatnonzero(raw[starts] <= ord(" ")).tolist()
-        blank = [i for i in maybe if _is_blank(file, offset + int(starts[i]))]
+        maybe_blank = np.flatnonzero(raw[starts] <= ord(" ")).tolist()
+        blank = [i for i in maybe_blank if _is_blank(file, offset + int(starts[i]))]
         found.write(np.delete(starts, blank) + offset)
         offset, is_start = offset + len(chunk), chunk.endswith(b"\n")
     found.append(offset)
@@ -50,7 +50,7 @@ def line_offsets(file: ByteSource) -> FileBlob:
 
 def _is_blank(file: ByteSource, start: int) -> bool:
     """Return whether a line has only characters that JSON skips between values."""
-    size = _FEW
+    size = _FIRST_BYTES
     while piece := file.read_at(start, size):
         line, end, _ = piece.partition(b"\n")
         if end or line.strip(b" \t\r"):
@@ -108,9 +108,9 @@ class JsonlStore(TextStore):
         self._last: tuple[bytes, dict[str, Any]] = b"", {}  # the last requested line and its fields
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """Return the line, as `json`, or a field of its object.
+        """Return the line for the part `json`, or else a field of its object.
 
-        A string is returned unquoted, other values as JSON.
+        A string is returned without quotes, and any other value as JSON.
         """
         line = self._line(shard, row)
         if extension == LINE:
@@ -194,7 +194,7 @@ class RangedJsonlStore(RangedTable, JsonlStore):
 def open_lines(found: IndexedFiles, **settings: Any) -> JsonlStore | LinesStore:
     """Open the store of JSONL files.
 
-    The fields are parts. With settings of named files, the named files are.
+    The parts are the fields, or with settings for named files these files.
     """
     if settings.keys().isdisjoint(NAMING_SETTINGS):
         return JsonlStore(found, **settings)

@@ -4,8 +4,8 @@
     segments    UTT REC 1.5 3.0, if there is one       "text": …, "speaker": …, "start": 1.5, "end": 3.0}
     text, utt2spk, utt2lang    UTT …
 
-With `segments`, the part is a range of the recording. Each file is an entry of the index, and pinned like a shard; only
-`segments`, else `wav.scp`, has samples. Commands in wav.scp are not run.
+With `segments`, the part is a range of the recording. Each file is an entry of the index, and pinned like a shard. Only
+`segments` has samples, or `wav.scp` if there is none. Commands in wav.scp are not run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from savable_pipeline.data.stores.ranges import MediaRange
 from savable_pipeline.data.stores.table_store import NAMING_SETTINGS, NamedPart, TableStore, is_same_text, read_rows
 
 RECORDINGS, SEGMENTS = "wav.scp", "segments"
-_FIELDS = {"text": "text", "speaker": "utt2spk", "language": "utt2lang"}  # fields, and the tables that have them
+_FIELDS = {"text": "text", "speaker": "utt2spk", "language": "utt2lang"}  # field: the table that has it
 _TABLES = (RECORDINGS, SEGMENTS, *_FIELDS.values())
 _IN_ARCHIVE = re.compile(r".*\.ark:\d+")
 
@@ -67,7 +67,7 @@ class KaldiStore(TableStore):
         return json.dumps(fields, ensure_ascii=False).encode()
 
     def files_of(self, shard: int, fields: dict[str, Any]) -> list[NamedPart]:
-        """See `NamingStore.files_of`. The file of a segment is a range."""
+        """See `NamingStore.files_of`. The part of a segment is a range of the file."""
         found = super().files_of(shard, fields)
         if "start" not in fields:
             return found
@@ -99,12 +99,13 @@ def _pair(line: str) -> tuple[str, str]:
 
 
 def _files(names: Sequence[str]) -> list[str]:
-    """Return the tables of the folders that have recordings."""
+    """Return the tables in folders that have a `wav.scp`."""
     folders = {posixpath.dirname(name) for name in names if posixpath.basename(name) == RECORDINGS}
     return sorted(name for name in names if posixpath.dirname(name) in folders and posixpath.basename(name) in _TABLES)
 
 
 def _has_samples(file: ByteSource, name: str) -> bool:
+    """Return whether the lines of a table are utterances."""
     folder, base = posixpath.split(name)
     return base == SEGMENTS or (base == RECORDINGS and file.sidecar(posixpath.join(folder, SEGMENTS), name) is None)
 

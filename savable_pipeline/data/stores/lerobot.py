@@ -8,7 +8,7 @@ Its videos and frames are in files of many episodes.
     data/chunk-000/file-000.parquet           its frames: rows; each column is a part: an array of numbers, a ZIP
                                               archive of images, or JSON
 
-All are entries of one index. (From the format's facts: features, templates of paths, columns.)
+All files are entries of one index.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _NUMBERS = {np.dtype(code).name for code in "?bhiqBHIQefd"}  # dtypes of feature
 
 
 class EpisodeRange(MediaRange, frozen=True, kw_only=True):
-    """Range of an episode at `fps` frames per second, some of which may be missing."""
+    """Range of a video with an episode, at `fps` frames per second.
+
+    Some frames may be missing.
+    """
 
     end_s: float
     fps: float
@@ -80,14 +83,15 @@ class LeRobotStore(RangedRows, ParquetStore):
         features = self._info.features
         videos = [name for name, feature in features.items() if feature.dtype == "video"]
         self.frame_parts = [name for name in features if name not in (*self.columns, *videos)]
-        self.range_parts, self.last_parts = videos, self.frame_parts
+        self.range_parts = videos
+        self.last_parts = self.frame_parts  # listed after all others
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """Return the columns of an episode's row, its videos, and its frames' columns."""
         return [name for name in super().extensions(shard, row) if "/" not in name or name in self.range_parts]
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
-        """See `RecordStore.read`. Frames are a `.npy`, an archive of images or JSON."""
+        """See `RecordStore.read`. Frames become `.npy`, a ZIP of images, or JSON."""
         if extension not in self.frame_parts:
             return super().read(shard, row, extension)
         frames = self._frames(shard, row, extension)
@@ -164,22 +168,23 @@ class LeRobotStore(RangedRows, ParquetStore):
             raise self.damaged(shard, f"row {row}", f"{name!r} is not a number: {error}") from error
 
     def _path(self, shard: int, row: int, template: str, where: str, part: str = "") -> str:
-        """Return the path that a template yields for a row.
+        """Return the path that a template yields for a row, whose numbers are in the columns `where` + placeholder.
 
-        The template is never passed to `str.format`, which can read attributes.
+        The template is not passed to `str.format`, because this can read attributes.
         """
 
-        def filled(field: re.Match[str]) -> str:
-            found = part if field[1] == "video_key" else str(self._number(shard, row, where + field[1], int))
-            return found.rjust(int(field[2] or 0), "0")
+        def fill(field: re.Match[str]) -> str:
+            name, width = field.groups()
+            value = part if name == "video_key" else str(self._number(shard, row, where + name, int))
+            return value.rjust(int(width or 0), "0")
 
-        return _FIELD.sub(filled, template)
+        return _FIELD.sub(fill, template)
 
     def _frames(self, shard: int, row: int, feature: str) -> NDArray[Any]:
         """Return the values of a feature in the frames of an episode: (frames, …). Raises `ShardError`."""
         data = self.file_named(shard, row, self._path(shard, row, self._info.data_path, "data/"))
         first, end = (self._number(shard, row, f"dataset_{name}_index", int) for name in ("from", "to"))
-        # indexes count all frames, so subtract that of the file's first frame
+        # the column `index` counts all frames, so subtract the number of the file's first frame
         begin = first - int(self._column(data, 0, "index")[0])
         if not 0 <= begin < begin + end - first <= self.group_ends(data)[-1]:
             raise self.damaged(shard, f"row {row}", f"frames {first} to {end}, which {self.where(data)} does not have")
@@ -189,10 +194,10 @@ class LeRobotStore(RangedRows, ParquetStore):
         return self._rows(data, feature, begin, stop)
 
     def _rows(self, data: int, feature: str, begin: int, stop: int) -> NDArray[Any]:
-        """Return the values of a feature in rows of a file of frames."""
+        """Return the values of a feature in rows `begin` to `stop - 1` of a file of frames."""
         ends, parts = self.group_ends(data), []
         for group in range(bisect_right(ends, begin), bisect_left(ends, stop) + 1):
-            start = ends[group - 1] if group else 0
+            start = ends[group - 1] if group else 0  # first row of the group
             parts.append(self._column(data, group, feature)[max(0, begin - start) : stop - start])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -207,7 +212,7 @@ class LeRobotStore(RangedRows, ParquetStore):
             except (KeyError, ValueError) as error:
                 raise self.damaged(data, f"row group {group}", f"no array {feature!r}: {error}") from error
 
-        found: NDArray[Any] = self.blocks.get((self._me, data, group, feature), decoded)
+        found: NDArray[Any] = self.blocks.get((self._owner, data, group, feature), decoded)
         return found
 
 

@@ -377,7 +377,7 @@ class NamingParquetStore(NamingStore, ParquetStore):
             batches, size = self.batches(shard, group, self.wanted)
             return pa.Table.from_batches(batches), size
 
-        table = self.blocks.get((self._me, shard, group, "table"), decoded)
+        table = self.blocks.get((self._owner, shard, group, "table"), decoded)
         fields = table.slice(row - (ends[group - 1] if group else 0), 1).to_pylist()[0]
         return fields, json.dumps(fields, ensure_ascii=False, default=str).encode()
 

@@ -49,7 +49,7 @@ def name_fault(key: str, extension: str) -> str:
     if is_tar(name) or name.lower().endswith(".tar.idx"):
         return "already a shard: a tar or its index is no part of a sample"
     if any(part in ("", ".", "..") for part in key.split("/")) or split_name(name) != (key, extension):
-        return f"name that a tar cannot carry: readers would not take {key!r} for the key of {name!r}"
+        return f"name that a tar cannot carry: readers would not read {name!r} under the key {key!r}"
     if not extension or extension.startswith("_"):
         return f"name that a tar cannot carry: webdataset does not read the extension {extension!r}"
     return ""
@@ -140,7 +140,7 @@ def no_samples(names: Iterable[str]) -> set[str]:
 
 
 def lone(some: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return the names whose stem is that of no other file but tables.
+    """Return the names that share their stem with no other file except tables.
 
     An example is metadata.csv beside metadata.jsonl.
     """

@@ -45,7 +45,7 @@ _LARGE_BYTES = 64 << 20  # pickled pipelines above this size should be built in 
 _CHECK_S = 5.0  # timeout for a last check of the shards, which takes milliseconds
 _STACK_S = 1.0  # timeout for a hanging worker to write its stack
 _SILENT_S = 10.0  # a zygote that does not answer an order for so long was suspended
-_GLANCE_S = 5.0  # most seconds of one wait that count, because the trainer may have been suspended too
+_COUNTED_WAIT_S = 5.0  # most seconds of one wait that count, because the trainer may have been suspended too
 
 
 class ProcessConnection:
@@ -227,7 +227,7 @@ class ProcessHost(Host):
             worker.channel.watch(poll)
         ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
         if self._unanswered and self._has_answered:
-            self._silent_s += min(time.monotonic() - start, _GLANCE_S)
+            self._silent_s += min(time.monotonic() - start, _COUNTED_WAIT_S)
             if self._silent_s > _SILENT_S:
                 self._silent_s = 0.0
                 self._kill_zygote()

@@ -23,15 +23,15 @@ from savable_pipeline.run.ledger import records
 from savable_pipeline.stages.batch_samples import BatchSamples
 
 EpochSlot = tuple[int, int]  # (epoch, slot)
-_NEVER: EpochSlot = (1 << 62, 0)
+_NEVER: EpochSlot = (1 << 62, 0)  # later than any position
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
     """Batch that a rank got.
 
-    `lost`: whether the run was later resumed from an earlier position. `start_number`: that of the start, the same for
-    ranks that started together. `facts`: the facts of the run at that time.
+    `lost`: whether the run was later resumed from this or an earlier position. `start_number`: the index of its start,
+    the same for ranks that started together. `facts`: the facts of the run at that time.
     """
 
     batch: records.Batch
@@ -102,7 +102,10 @@ class LedgerFiles:
                 yield pending
 
     def numbers(self) -> Iterator[tuple[records.Start, list[records.Numbers]]]:
-        """Yield the counters in each file, in the order of time. Old files may have none."""
+        """Yield each file's start and its records of counters, in the order of time.
+
+        Old files may have none.
+        """
         for file in self._files:
             yield (
                 file.start,
@@ -122,14 +125,14 @@ class LedgerFiles:
                     yield untagged(index), found, rows
 
     def acknowledged(self) -> Iterator[tuple[int, records.Acknowledged]]:
-        """Yield each record of acknowledgements with the number of its start."""
+        """Yield the number of a start and a record of acknowledgements, for each record."""
         for file in self._files:
             for record in records.read_records(file.path):
                 if isinstance(record, records.Acknowledged):
                     yield file.start_number, record
 
     def batch_at(self, epoch: int, slot: int) -> RecordedBatch:
-        """Return the batch of a slot that is not lost, or raise `SavableError`."""
+        """Return the batch of a slot, unless it is lost. Raises `SavableError` for none."""
         for found in self.batches():
             if found.batch.position == (epoch, slot) and not found.lost:
                 return found
@@ -139,7 +142,7 @@ class LedgerFiles:
         )
 
     def state_before(self, epoch: int, slot: int) -> records.LaneAt | None:
-        """Return the last state of the slot's lane that is not after the slot, or None.
+        """Return the last state of the slot's lane at or before the slot, or None.
 
         States of lost batches do not count.
         """
@@ -155,7 +158,7 @@ class LedgerFiles:
 
 
 def _rows_with(samples: BatchSamples, index: int) -> int:
-    """Return the rows with a sample, as bits."""
+    """Return the rows that have the sample with this tagged index, as bits."""
     items = np.flatnonzero(samples.refs[:, 0] == index)
     rows = items if samples.rows is None else samples.rows[items]
     return sum(1 << row for row in set(rows.tolist()))
@@ -170,26 +173,27 @@ def _start_of(path: Path) -> records.Start | None:
 def _grouped(starts: list[tuple[Path, records.Start]]) -> list[list[tuple[Path, records.Start]]]:
     """Group the starts of ranks that started together, in the order of time.
 
-    Ranks that can communicate write one number. Those that cannot have numbers of their own: from the last start back,
-    each rank's start is joined with the latest start of the other ranks that resumed from the same position.
+    Ranks that can communicate write the same number into their files. Those that cannot have numbers of their own. From
+    the last start back, each such rank's start is joined with the latest start of the other ranks that resumed from the
+    same position.
     """
     numbered: dict[int, list[tuple[Path, records.Start]]] = {}
     for path, start in sorted(starts, key=lambda entry: (entry[1].number, entry[1].rank)):
         numbered.setdefault(start.number, []).append((path, start))
-    groups: list[list[tuple[Path, records.Start]]] = []  # in reverse order
-    # starts of ranks that cannot communicate, by position and world size
+    groups: list[list[tuple[Path, records.Start]]] = []  # the latest first
+    # indices of the groups of ranks that cannot communicate, by position and world size
     alone: dict[tuple[EpochSlot, int], list[int]] = {}
-    earlier: dict[int, int] = {}  # by rank, the first group that is before all of its starts so far
+    earlier: dict[int, int] = {}  # by rank, the index of the first group that is before all of its starts so far
     for group in reversed(numbered.values()):
-        start, at = group[0][1], len(groups)
+        (_, start), index = group[0], len(groups)
         if len(group) == 1:
-            alike = alone.setdefault((start.position, start.world_size), [])
-            at = next((each for each in alike if each >= earlier.get(start.rank, 0)), at)
-            alike += [at] if at == len(groups) else []
-        if at == len(groups):
+            candidates = alone.setdefault((start.position, start.world_size), [])
+            index = next((each for each in candidates if each >= earlier.get(start.rank, 0)), index)
+            candidates += [index] if index == len(groups) else []
+        if index == len(groups):
             groups.append([])
-        groups[at] = sorted(groups[at] + group, key=_rank)
-        earlier |= {other.rank: at + 1 for _, other in group}
+        groups[index] = sorted(groups[index] + group, key=_rank)
+        earlier |= {other.rank: index + 1 for _, other in group}
     return groups[::-1]
 
 

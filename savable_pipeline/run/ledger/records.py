@@ -116,7 +116,7 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
 
 class LaneAt(msgspec.Struct, array_like=True, frozen=True, tag=2):
-    """State of a lane before its batch of a slot, to rebuild its batches from."""
+    """State of a lane before its batch of this slot, to rebuild batches from it."""
 
     epoch: int
     slot: int
@@ -180,8 +180,8 @@ def framed(record: Record) -> bytes:
 def read_records(path: Path) -> Iterator[Record]:
     """Yield the records of a file, up to the first incomplete one.
 
-    A crash of the machine may leave one. Raises `SavableError` if the file cannot be read or does not start as a
-    ledger.
+    A crash of the machine may leave an incomplete record. Raises `SavableError` if the file cannot be read or does not
+    start as a ledger.
     """
     try:
         with path.open("rb") as file:
@@ -207,14 +207,15 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def pack_column(numbers: Integers) -> bytes:
-    """Pack integers of at least 0 in 1, 2, 4 or 8 bytes each; equal ones once.
+    """Pack integers of at least 0 in 1, 2, 4 or 8 bytes each.
 
-    There must be at least one.
+    If all are equal, the number is packed only once. There must be at least one.
     """
     return _packed(numbers, int(numbers.min()), int(numbers.max()))
 
 
 def _packed(numbers: Integers, least: int, most: int) -> bytes:
+    """Pack integers with this minimum and maximum: a byte for their width, then the integers or the only one."""
     size = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4 if most < 1 << 32 else 8
     if least == most:
         return bytes([_CONSTANT + size]) + most.to_bytes(size, "little")
@@ -226,15 +227,15 @@ def unpack_column(packed: bytes, count: int) -> Integers:
 
     Raises `SavableError` if it has another number of them.
     """
-    kind = packed[0] if packed else 1
-    size = kind - _CONSTANT if kind > _CONSTANT else kind
-    wanted = size if kind > _CONSTANT else size * count
-    if size not in (1, 2, 4, 8) or len(packed) - bool(packed) != wanted:
+    width = packed[0] if packed else 1
+    size = width - _CONSTANT if width > _CONSTANT else width
+    expected = size if width > _CONSTANT else size * count
+    if size not in (1, 2, 4, 8) or len(packed) - bool(packed) != expected:
         raise SavableError(
             "the ledger is damaged: a column and its batch differ in length. Use another copy of the file."
         )
     found = np.frombuffer(packed, f"<u{size}", offset=1).astype(np.int64) if packed else np.empty(0, np.int64)
-    return np.repeat(found, count) if kind > _CONSTANT else found
+    return np.repeat(found, count) if width > _CONSTANT else found
 
 
 SUFFIX = ".ledger"
@@ -254,23 +255,23 @@ class LedgerWriter:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _reject_other_runs(folder, start)
-            self._fd = self._opened(os.O_CREAT | os.O_EXCL)
+            self._fd = self._open(os.O_CREAT | os.O_EXCL)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._write_error(error) from error
         try:
             self.write(start)
         except BaseException:
             self.discard()
             raise
 
-    def _opened(self, more: int = 0) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | more, 0o666)
+    def _open(self, extra_flags: int = 0) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | extra_flags, 0o666)
 
     def append(self, epoch: int, slot: int, lane: int, before: bytes, samples: BatchSamples, cost: int = 0) -> None:
-        """Write the batch of a slot.
+        """Write the record of a slot's batch.
 
-        `before` is the state of its lane before it, `cost` the cost of its packs. Raises `SavableError` if that fails,
-        as on a full disk.
+        `before` is the state of its lane before the batch, `cost` the cost of its packs. Raises `SavableError` if
+        writing fails, as on a full disk.
         """
         since = self._batches_since_state.get(lane, STATE_EVERY)
         if since >= STATE_EVERY:
@@ -288,15 +289,15 @@ class LedgerWriter:
         data = framed(record)
         try:
             if self._fd < 0:
-                self._fd = self._opened()
+                self._fd = self._open()
             written = os.write(self._fd, data)
             if written < len(data):
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._write_error(error) from error
 
-    def _failed(self, error: OSError) -> SavableError:
+    def _write_error(self, error: OSError) -> SavableError:
         return SavableError(
             f"ledger {self._path}: {error.strerror}. Free space or set another ledger=. The batch was not returned."
         )
@@ -314,10 +315,10 @@ class LedgerWriter:
 
 
 def next_number(folder: Path) -> int:
-    """Return the number of a start: the time in ns, or more.
+    """Return the number of a new start: the time in ns since 1970, or more.
 
-    It is larger than that of any start in the folder, so starts are in their order even if the clocks of their nodes
-    differ. An unreadable folder counts as empty.
+    It is larger than that of any start in the folder, so the numbers are in the order of the starts even if the clocks
+    of their nodes differ. An unreadable folder counts as empty.
     """
     numbers = [time.time_ns()]
     with contextlib.suppress(OSError):
@@ -327,9 +328,9 @@ def next_number(folder: Path) -> int:
 
 
 def _reject_other_runs(folder: Path, start: Start) -> None:
-    """Raise `SavableError` if the oldest file is of another run.
+    """Raise `SavableError` if the oldest file in a folder is of another run.
 
-    A damaged file is ignored here. Its reader reports it.
+    A damaged file is ignored, because `LedgerFiles` reports it.
     """
     oldest = min(folder.glob(f"*{SUFFIX}"), default=None)
     found = None

@@ -30,7 +30,7 @@ from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
 
-_PARTS = 1 << 30  # total of a Blend's weights that are converted to integers
+_MOST_WEIGHT_SUM = 1 << 30  # largest sum of a Blend's weights after they are converted to integers
 
 Excluded: TypeAlias = str | tuple[str, str]  # a key, or a source and a key
 
@@ -43,17 +43,19 @@ def reconfigure(
     exclude: Iterable[Excluded] | None = None,
     max_length: int | None = None,
 ) -> Decisions:
-    """Return the decisions from slot `slot` on, which continue those of `before`.
+    """Return the decisions that apply from `slot` on: those of `before`, with the new ones.
 
-    Raises ValueError for impossible ones, such as weights that are negative or all 0.
+    Raises ValueError for impossible decisions, such as weights that are negative or all 0.
     """
     if weights is None and exclude is None and max_length is None:
         raise ValueError("reconfigure: pass weights=, exclude= or max_length=")
-    by_blend = {} if weights is None else _by_blend(weights, _blends(last))
-    fresh = {branch: _bounded(integer_weights(dict(sorted(by_blend[branch].items())))) for branch in sorted(by_blend)}
-    excluded = {} if exclude is None else _numbers(exclude, last)
+    by_blend = {} if weights is None else _group_by_blend(weights, _blends(last))
+    fresh = {
+        branch: _bounded_weights(integer_weights(dict(sorted(by_blend[branch].items())))) for branch in sorted(by_blend)
+    }
+    excluded = {} if exclude is None else _excluded_indices(exclude, last)
     numbers = {tag: _packed({*before.numbers(tag), *excluded[tag]}) for tag in sorted(excluded)}
-    max_length = 0 if max_length is None else _checked(max_length, _packers(last))
+    max_length = 0 if max_length is None else _checked_max_length(max_length, _packers(last))
     encoded = msgspec.msgpack.encode((before.digest, slot, fresh, numbers, max_length))
     return Decisions(
         slot,
@@ -68,16 +70,16 @@ def _packed(numbers: Iterable[int]) -> bytes:
     return np.array(sorted(numbers), NUMBER).tobytes()
 
 
-def _bounded(weights: Mapping[str, int]) -> dict[str, int]:
-    """Scale weights to a sum of about 2^30 at most, each at least 1 unless it is 0."""
+def _bounded_weights(weights: Mapping[str, int]) -> dict[str, int]:
+    """Scale weights to a sum of at most about 2^30. A weight above 0 stays at least 1."""
     total = sum(weights.values())
-    if total <= _PARTS:
+    if total <= _MOST_WEIGHT_SUM:
         return dict(weights)
-    return {name: max(1, weight * _PARTS // total) if weight else 0 for name, weight in weights.items()}
+    return {name: max(1, weight * _MOST_WEIGHT_SUM // total) if weight else 0 for name, weight in weights.items()}
 
 
 def _blends(last: Stage) -> dict[str, Blend]:
-    """Return the Blends of a pipeline, by their branch."""
+    """Return the Blends of a pipeline by their branch."""
     return {stage.info.branch: stage for stage in upstream(last) if isinstance(stage, Blend)}
 
 
@@ -85,34 +87,34 @@ def _packers(last: Stage) -> list[OnlinePacker]:
     return [stage for stage in upstream(last) if isinstance(stage, OnlinePacker)]
 
 
-def _by_blend(weights: Mapping[str, Weight], blends: Mapping[str, Blend]) -> dict[str, dict[str, Weight]]:
+def _group_by_blend(weights: Mapping[str, Weight], blends: Mapping[str, Blend]) -> dict[str, dict[str, Weight]]:
     """Group weights by the branch of their Blend: "text/web" is the source "web" of the Blend "text"."""
     if not blends:
         raise ValueError("reconfigure: weights= needs a Blend in the pipeline")
     if not isinstance(weights, Mapping) or not weights:
         raise ValueError(f"reconfigure: weights must be a dict by the sources of a Blend, not {weights!r}")
-    places = {f"{at}/{own}" if at else own: (at, own) for at, blend in blends.items() for own in blend.names}
-    known = ", ".join(sorted(places))
-    if unknown := [name for name in weights if name not in places]:
+    source_names = {f"{at}/{own}" if at else own: (at, own) for at, blend in blends.items() for own in blend.names}
+    known = ", ".join(sorted(source_names))
+    if unknown := [name for name in weights if name not in source_names]:
         raise ValueError(f"reconfigure: no source is called {unknown[0]!r}. The sources are {known}.")
     found: dict[str, dict[str, Weight]] = {}
     for name, weight in weights.items():
-        branch, own = places[name]
+        branch, own = source_names[name]
         found.setdefault(branch, {})[own] = weight
-    wanted = sorted(name for name, (branch, _) in places.items() if branch in found)
+    wanted = sorted(name for name, (branch, _) in source_names.items() if branch in found)
     if missing := [name for name in wanted if name not in weights]:
         raise ValueError(f"reconfigure: every source needs a weight, but {', '.join(missing)} has none")
     return found
 
 
-def _numbers(exclude: Iterable[Excluded], last: Stage) -> dict[int, list[int]]:
-    """Return the indices of the samples with these keys, by tag of their source. Warn about unknown keys."""
+def _excluded_indices(exclude: Iterable[Excluded], last: Stage) -> dict[int, list[int]]:
+    """Return the indices of the samples with these keys, by the tag of their source. Warn about unknown keys."""
     if isinstance(exclude, str):
         raise ValueError(f"reconfigure: exclude must be a list: [{exclude!r}]")
     readers = {stage.branch: stage for stage in upstream(last) if isinstance(stage, RecordReader)}
     found: dict[int, list[int]] = {}
     unknown: set[str] = set()
-    for sources, keys in _by_source(exclude, list(readers)).items():
+    for sources, keys in _group_by_source(exclude, list(readers)).items():
         missing = set(keys)
         for source in sources:
             reader = readers[source]
@@ -125,7 +127,7 @@ def _numbers(exclude: Iterable[Excluded], last: Stage) -> dict[int, list[int]]:
     return {tag: numbers for tag, numbers in found.items() if numbers}
 
 
-def _by_source(exclude: Iterable[Excluded], names: list[str]) -> dict[tuple[str, ...], list[str]]:
+def _group_by_source(exclude: Iterable[Excluded], names: list[str]) -> dict[tuple[str, ...], list[str]]:
     """Group keys by the sources that may have them: all, or the one in the pair."""
     found: dict[tuple[str, ...], list[str]] = {}
     for each in exclude:
@@ -141,8 +143,8 @@ def _by_source(exclude: Iterable[Excluded], names: list[str]) -> dict[tuple[str,
     return found
 
 
-def _checked(max_length: int, packers: list[OnlinePacker]) -> int:
-    """Check the length. Raises ValueError unless exactly one packer can have it."""
+def _checked_max_length(max_length: int, packers: list[OnlinePacker]) -> int:
+    """Return `max_length`. Raises ValueError unless there is exactly one packer, and it can use this length."""
     if len(packers) != 1:
         named = ", ".join(stage_field(packer, "max_length") for packer in packers)
         raise ValueError(
@@ -156,9 +158,9 @@ def _checked(max_length: int, packers: list[OnlinePacker]) -> int:
 
 
 def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
-    """Return the result of `make`, if all ranks that can communicate have the same.
+    """Return the result of `make`. If the ranks can communicate, all must have the same one.
 
-    Raises errors of `make`, and ValueError for two ranks that differ.
+    Raises the errors of `make`, and ValueError if the results of two ranks differ.
     """
     if not ranks.has_group:
         return make()
@@ -180,9 +182,9 @@ def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
 
 
 def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> Decisions:
-    """Return the saved decisions that still apply if the settings `differing` differ.
+    """Return the saved decisions that still apply, as `differing` names changed settings.
 
-    Newer settings replace a decision, with a warning.
+    A changed setting replaces the saved decision about it, with a warning.
     """
     changed = set(differing)
     blends, packers = _blends(last), _packers(last)

@@ -9,8 +9,8 @@ A round takes one batch of every lane, a step one slot on each rank. With `tail=
 round for which some lane has no batch, with `tail="pad"` after the last slot with a sample, rounded up to a step.
 
 If the lengths of lanes cannot be counted in advance, the ranks vote in the last step of each round. Each rank proposes
-an end, by whether its lanes have another batch. The smallest ("stop") or largest ("pad") proposal wins. It is at most
-one round later.
+an end from whether its lanes have another batch. The smallest ("stop") or largest ("pad") proposal wins. It is at
+most one round after the current position.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EpochEnds:
         self, settings: LoaderSettings, local: LocalLanes, prefetcher: Prefetcher, observers: list[Observer]
     ) -> None:
         self._settings, self._local, self._prefetcher, self._observers = settings, local, prefetcher, observers
-        self._ends: dict[int, int | None] = {}  # ends of epochs that were counted
+        self._ends: dict[int, int | None] = {}  # counted end of the last counted epoch, None if its stages cannot count
 
     @cached_property
     def is_finite(self) -> bool:
@@ -53,7 +53,7 @@ class EpochEnds:
         return finite
 
     def counted(self, epoch: int) -> int | None:
-        """Return where an epoch ends, if the stages can count their lanes."""
+        """Return the slot at which an epoch ends, or None if the stages cannot count their batches."""
         if epoch not in self._ends:
             stage = self._local.last_stage
             counts = [count_of(stage, lane, epoch) for lane in range(self._settings.lanes)]
@@ -63,7 +63,7 @@ class EpochEnds:
         return self._ends[epoch]
 
     def forget(self) -> None:
-        """Count again after a state was loaded."""
+        """Forget the counted ends, because a state was loaded."""
         self._ends.clear()
 
     def length(self, epoch: int, world_size: int) -> int | None:
@@ -76,7 +76,7 @@ class EpochEnds:
     def yielded(self, at: Position, epoch: int) -> int | None:
         """Return how many of an epoch's `length` batches are before a position.
 
-        The result is None without a length, and in an epoch that was started with other settings.
+        The result is None if the length is unknown or the epoch was started with other settings.
         """
         length, slots = self.length(epoch, at.step), self._settings.epoch_slots
         if length is None or at.changed:
@@ -88,7 +88,7 @@ class EpochEnds:
     def epoch_of(self, at: Position) -> int:
         """Return the epoch of the last yielded batch.
 
-        Once StopIteration was raised, or the next iterator started, it is the next epoch.
+        After StopIteration, or once the next iterator has started, return the next epoch.
         """
         slots, last = self._settings.epoch_slots, None if at.iterator == "ended" else at.previous
         if slots is None or self._settings.restarts:
@@ -98,12 +98,12 @@ class EpochEnds:
     def after(self, at: Position, want: RequestKind, delivery: Delivery) -> Position:
         """Return the position after a step whose batch is yielded or skipped.
 
-        It is in the next epoch if the `epoch_slots` are used up.
+        The position is in the next epoch if the `epoch_slots` are used up.
         """
         after = at.skipped(delivery) if want == "skip" else at.advanced(delivery)
         if not at.slot:
-            cut = chunk_sizes(self._local.last_stage, at.epoch)
-            after = replace(after, facts=replace(after.facts, chunk_sizes=cut))
+            sizes = chunk_sizes(self._local.last_stage, at.epoch)
+            after = replace(after, facts=replace(after.facts, chunk_sizes=sizes))
         slots = self._settings.epoch_slots
         if slots is None or after.slot // slots == at.slot // slots:
             return after
@@ -115,26 +115,26 @@ class EpochEnds:
         return -(-slots // step) if self._settings.pad else slots // step
 
     def towards_step(self, at: Position, vote: Callable[[int], int]) -> Position:
-        """Return the position with one more fact about the next step."""
-        if at.is_over:  # loaded at this position, or with fewer remaining slots than a step
+        """Find out one more fact about the next step, and return the position with it."""
+        if at.is_over:  # a state was loaded here, or fewer slots than a step remain
             return replace(self.next_epoch(at), previous=None)
-        if not at.changed and (end := self._known(at, vote)) is not None:
+        if not at.changed and (end := self._known_end(at, vote)) is not None:
             return replace(at, end=end, final=True)
-        unknown = [] if at.final else [lane for lane, of_lane in at.lanes.items() if of_lane.more is None]
-        if unknown:  # lanes must be asked before any of their batches is requested
+        unknown = [] if at.final else [lane for lane, lane_position in at.lanes.items() if lane_position.more is None]
+        if unknown:  # ask lanes before any of their batches is requested
             peeks = self._prefetcher.query_has_next(at, unknown)
             return replace(at, lanes=at.lanes | {n: LanePosition(each.state, each.more) for n, each in peeks.items()})
         return self.agreed(at, vote(proposed_end(at, self._prefetcher)))
 
     def agreed(self, at: Position, end: int) -> Position:
-        """Return the position with the `end` of all ranks.
+        """Return the position with the `end` that all ranks agreed on.
 
-        The epoch ends if the position has reached it.
+        If `end` is no later than before, the epoch ends there.
         """
         return replace(at, end=end) if end > at.end else replace(at, final=True)
 
-    def _known(self, at: Position, vote: Callable[[int], int]) -> int | None:
-        """Return where this epoch ends, if that can be known before its first batch."""
+    def _known_end(self, at: Position, vote: Callable[[int], int]) -> int | None:
+        """Return the slot at which this epoch ends, or None if that is unknown before its first batch."""
         end = self.counted(at.epoch)
         if end is None and self._settings.restarts and at.step > 1:
             # ranks may leave their loops at different batches, so they must not vote in the middle of an epoch
@@ -147,10 +147,10 @@ class EpochEnds:
         It skips all their batches to count them.
         """
         start = Position.start(0, at.ranks, at.lane_count, pad=at.pad)
-        found = self._prefetcher.count(start)
+        counts = self._prefetcher.count(start)
         if at.pad:
-            return counted_end([found.get(lane, 0) for lane in range(at.lane_count)], pad=True)
-        return min(found.values()) * at.lane_count
+            return counted_end([counts.get(lane, 0) for lane in range(at.lane_count)], pad=True)
+        return min(counts.values()) * at.lane_count
 
     def next_epoch(self, finished: Position) -> Position:
         """Return the start of the next epoch.
@@ -166,17 +166,17 @@ class EpochEnds:
 
 
 def proposed_end(position: Position, prefetcher: Prefetcher) -> int:
-    """Return this rank's vote: where the epoch ends for its lanes.
+    """Return this rank's vote: the slot at which the epoch ends for its lanes.
 
-    `position` must vote.
+    Only call it if `position.must_vote`.
     """
     if position.pad:
         return max((_next_slot(position, lane) + 1 for lane, at in position.lanes.items() if at.more), default=0)
-    return min(_rounds(position, lane, prefetcher) for lane in position.lanes) * position.lane_count
+    return min(_available_rounds(position, lane, prefetcher) for lane in position.lanes) * position.lane_count
 
 
-def _rounds(position: Position, lane: int, prefetcher: Prefetcher) -> int:
-    """Return how many rounds of the epoch a lane has batches for, as far as is known."""
+def _available_rounds(position: Position, lane: int, prefetcher: Prefetcher) -> int:
+    """Return for how many rounds of the epoch a lane is known to have batches."""
     slot, more = _next_slot(position, lane), position.lanes[lane].more
     if slot < position.end:  # a slot of the previous round: the next step starts there and includes later slots
         slot, more = slot + position.lane_count, prefetcher.peek(position).more
@@ -189,13 +189,13 @@ def _next_slot(position: Position, lane: int) -> int:
 
 
 def remaining_slots(position: Position, epoch_slots: int) -> int:
-    """Return the slots that are left of an epoch, rounded up to whole steps."""
+    """Return the number of remaining slots of an epoch, rounded up to whole steps."""
     remaining = epoch_slots - position.slot % epoch_slots
     return -(-remaining // position.step) * position.step
 
 
 def counted_end(counts: list[int], *, pad: bool) -> int:
-    """Return the end of an epoch whose lanes have these numbers of batches."""
+    """Return the slot at which an epoch ends whose lanes have these numbers of batches."""
     lanes = len(counts)
     if pad:
         return max(((count - 1) * lanes + lane + 1 for lane, count in enumerate(counts) if count), default=0)
@@ -205,8 +205,8 @@ def counted_end(counts: list[int], *, pad: bool) -> int:
 def warn_unused(position: Position, population: int, skipped: Mapping[str, int]) -> None:
     """Warn about slots and batches of an ended epoch that no rank gets.
 
-    `population`: the number of samples. `skipped`: skipped ones by reason. Raises `SavableError` for an epoch without
-    any batch.
+    `population`: the number of samples. `skipped`: the number of skipped samples by reason. Raises `SavableError` for
+    an epoch without any batch.
     """
     epoch, lanes = position.epoch, position.lane_count
     rounds = position.end // lanes

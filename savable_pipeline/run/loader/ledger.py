@@ -38,10 +38,10 @@ from savable_pipeline.stages.pipeline import PipelineFunction
 from savable_pipeline.stages.readers.readers import READERS
 from savable_pipeline.stages.stage import Stage
 
-Found = list[tuple[str, RecordedBatch, int]]  # the source, the batch, and its rows as bits
-_Row = tuple[int, int]  # a batch, as receipts name it, and a row
+Found = list[tuple[str, RecordedBatch, int]]  # source, batch, and the rows of the batch as bits
+_Row = tuple[int, int]  # a batch as in receipts, and the number of a row
 _KINDS = {reader.__name__: kind for kind, reader in READERS.items()}
-_SHARDS = ".shards"  # setting in a fingerprint that each reader has
+_SHARDS = ".shards"  # end of a field's name in a fingerprint; each reader has such a field
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +151,11 @@ class Ledger:
 
 
 def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
-    """Return each time that a sample was yielded, in order, with its outcome."""
-    rows = [_rows(each, bits) for _, each, bits in found]
+    """Return a record of each time that a sample was yielded, in order, with its outcome."""
+    rows = [_named_rows(each, bits) for _, each, bits in found]
     outcomes = _acknowledged(ledger, {batch for named in rows for batch, _ in named})
-    last: dict[_Row, int] = {}  # the last start in which each row was yielded
-    last_time: dict[tuple[int, _Row], int] = {}  # the last time in a start
+    last: dict[_Row, int] = {}  # number of the last start in which each row was yielded
+    last_time: dict[tuple[int, _Row], int] = {}  # index in `found` of the last time that a row was yielded in a start
     for time, ((_, each, _), named) in enumerate(zip(found, rows, strict=True)):
         for row in named:
             last[row] = max(last.get(row, 0), each.start_number)
@@ -173,13 +173,13 @@ def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
     return sightings
 
 
-def _rows(recorded: RecordedBatch, bits: int) -> list[_Row]:
+def _named_rows(recorded: RecordedBatch, bits: int) -> list[_Row]:
     batch = recorded.batch.epoch << EPOCH_SHIFT | recorded.batch.slot
     return [(batch, row) for row in range(bits.bit_length()) if bits >> row & 1]
 
 
 def _acknowledged(ledger: LedgerFiles, batches: Iterable[int]) -> dict[tuple[int, _Row], str]:
-    """Return the acknowledgement of each row of these batches, in each start."""
+    """Return the acknowledgement of each row of these batches, by number of the start and row."""
     wanted, found = set(batches), {}
     for began, record in ledger.acknowledged():
         for batch in wanted & record.rows.keys() if record.kind != "again" else ():
@@ -198,7 +198,7 @@ def _find_keys(
     unknown source, and for data that are not those of the run.
     """
     found: dict[str, Found | None] = dict.fromkeys(keys)
-    for each in _chosen(ledger, source, data):
+    for each in _chosen_sources(ledger, source, data):
         indices = _indices(_dataset(ledger, each, data), found)
         found |= {key: found[key] or [] for key in indices.values()}
         for index, recorded, rows in ledger.find(each.tag, set(indices)):
@@ -206,7 +206,7 @@ def _find_keys(
     return found
 
 
-def _chosen(ledger: LedgerFiles, source: str | None, data: str | None) -> list[LedgerSource]:
+def _chosen_sources(ledger: LedgerFiles, source: str | None, data: str | None) -> list[LedgerSource]:
     names = [each.name for each in ledger.sources]
     if source is not None and source not in names:
         raise SavableError(f"{ledger.folder}: no source is called {source!r}. The sources are {', '.join(names)}.")
@@ -227,7 +227,7 @@ def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dat
     reader = _reader_of(ledger, source, fields)
     settings = {name.rpartition(".")[2]: value for name, value in fields.items() if name.rpartition(".")[0] == reader}
     files = data or source.files or source.address
-    dataset = _opened(reader.rpartition("/")[2], files, settings, commits_of(saved.addresses))
+    dataset = _open_dataset(reader.rpartition("/")[2], files, settings, commits_of(saved.addresses))
     if not starts_with(dataset.entries, settings["shards"]):
         raise SavableError(
             f"{files}: not the samples of the run. Name them with --data.\n  "
@@ -241,13 +241,15 @@ def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]
 
     Raises `SavableError` unless the source has one reader, of a kind that this file can open.
     """
-    of = f"{source.name}/" if source.name else ""
+    prefix = f"{source.name}/" if source.name else ""
     named = [
-        name.removeprefix(of) for name in fields if name.startswith(of) and name.partition("#")[0].endswith(_SHARDS)
+        name.removeprefix(prefix)
+        for name in fields
+        if name.startswith(prefix) and name.partition("#")[0].endswith(_SHARDS)
     ]
     readers = [name for name in named if "/" not in name]
     if len(readers) == 1 and readers[0].removesuffix(_SHARDS) in _KINDS:
-        return of + readers[0].removesuffix(_SHARDS)
+        return prefix + readers[0].removesuffix(_SHARDS)
     kinds = sorted({name.partition("#")[0].removesuffix(_SHARDS) for name in readers}) or ["a stage of its own"]
     several = f"{len(readers)} readers" if len(readers) > 1 else "one reader"
     raise SavableError(
@@ -256,7 +258,7 @@ def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]
     )
 
 
-def _opened(reader: str, files: Shards, settings: dict[str, Any], pinned: dict[str, bytes]) -> Dataset:
+def _open_dataset(reader: str, files: Shards, settings: dict[str, Any], pinned: dict[str, bytes]) -> Dataset:
     kind = _KINDS[reader]
     known: dict[str, Any] = {
         name: settings.get(name)
@@ -267,7 +269,7 @@ def _opened(reader: str, files: Shards, settings: dict[str, Any], pinned: dict[s
 
 
 def _indices(dataset: Dataset, keys: Iterable[str]) -> dict[int, str]:
-    """Return the keys by the index of their sample. Reads the key of every sample."""
+    """Return the key of each sample that has one of `keys`, by its index. Reads all keys."""
     wanted = set(keys)
     return {index: key for index, key in enumerate(dataset.all_keys()) if key in wanted}
 
@@ -291,7 +293,7 @@ def rebuild_batch(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, s
     start = recorded.start
     lane = slot % start.lanes
     local = LocalLanes(LaneJob(pipeline, start.seed, start.lanes, start.pad), lane)
-    facts = _facts(recorded, local)
+    facts = _facts_at(recorded, local)
     at = ledger.state_before(epoch, slot)
     before, saved = (
         (lane, LaneState(lane, epoch)) if at is None else (at.slot, unpack_state(at.state, LaneState, "lane"))
@@ -303,11 +305,11 @@ def rebuild_batch(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, s
     rebuilt = makers.answer(makers.request(lane, state, facts=facts))
     last = local.runner.at_position(lane, rebuilt.state)
     assert last is not None
-    _check(rebuilt.samples, recorded)
+    _check_samples(rebuilt.samples, recorded)
     return RebuiltBatch(rebuilt.batch, last, recorded)
 
 
-def _facts(recorded: RecordedBatch, local: LocalLanes) -> RunFacts:
+def _facts_at(recorded: RecordedBatch, local: LocalLanes) -> RunFacts:
     """Return the facts of the run at a batch, with the number of current shards that its lanes read in each epoch.
 
     Raises `CheckpointMismatchError` if anything but later shards differs.
@@ -321,7 +323,7 @@ def _facts(recorded: RecordedBatch, local: LocalLanes) -> RunFacts:
     return replace(facts, growth=new.growth_before | facts.growth)
 
 
-def _check(rebuilt: BatchSamples, recorded: RecordedBatch) -> None:
+def _check_samples(rebuilt: BatchSamples, recorded: RecordedBatch) -> None:
     """Raise `SavableError` unless the batch has the samples that the ledger names."""
     if rebuilt.by_row() != recorded.batch.samples.by_row():
         raise SavableError(

@@ -33,14 +33,14 @@ from savable_pipeline.stages.stage import Stage
 log = logging.getLogger(__name__)
 
 _LEAST_S = 10.0  # least seconds between two records of counters
-_SHARE = 0.01  # least fraction of the time since the file started between two records of counters
+_LEAST_FRACTION = 0.01  # least fraction of the time since the file started between two records of counters
 _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage with costs comes first
 
 
 class LedgerKeeper(Observer):
-    """Writes a file, which the first batch or skip starts after creation or load.
+    """Writes a file, started by the first batch or skip after the loader is created or loaded.
 
-    Ranks that can communicate start their files together. If one fails, each raises that rank's error. The run's
+    Ranks that can communicate start their files together. If one fails, every rank raises that error. The run's
     counters are written at the start and end of a file, and in between. `noted` returns what the trainer has
     acknowledged since the last call.
     """
@@ -51,13 +51,13 @@ class LedgerKeeper(Observer):
         self._folder = Path(settings.ledger or "")
         self._seed = settings.seed
         self._local, self._states, self._stats, self._noted = local, states, stats, noted
-        self._writing = Lock()  # locked because other threads save
+        self._lock = Lock()  # locked because other threads save
         self._writer: records.LedgerWriter | None = None
-        self._begun = self._due = 0.0
+        self._file_started = self._counters_due = 0.0
         self._last = (0, 0)  # epoch and slot of the last batch
-        self._facts = NO_FACTS  # facts in the file
+        self._facts = NO_FACTS  # the facts that were last written to the file
         self._fresh = True  # whether no state has been loaded and nothing skipped
-        self._saved: records.Saved | None = None  # a state after which the run has not continued yet
+        self._saved: records.Saved | None = None  # the last saved state, until the next batch
 
     def on_batch(self, step: BatchStep) -> None:
         """Write a batch. Raises `SavableError` if it cannot be written."""
@@ -67,9 +67,9 @@ class LedgerKeeper(Observer):
             epoch, slot = step.epoch_and_slot
             record = records.Batch.of(epoch, slot, in_rows(step.samples, step.delivery.remaining))
             writer = self._open(step.at)
-            with self._writing:
+            with self._lock:
                 writer.write(replace(record, again=mask_bytes(step.repeated) or b"\0"))
-        self._note_acknowledged()
+        self._write_acknowledged()
 
     def _write(self, step: BatchStep) -> None:
         now, at, counts = time.monotonic(), step.at, step.delivery.counts
@@ -77,38 +77,38 @@ class LedgerKeeper(Observer):
         lane = at.own_slot % at.lane_count
         cost = next((int(counts[name]) for name in _COSTS if name in counts), 0)
         self._last = at.epoch, at.own_slot
-        if now >= self._due:
-            self._due = now + max(_LEAST_S, _SHARE * (now - self._begun))
-            self._note(writer)
+        if now >= self._counters_due:
+            self._counters_due = now + max(_LEAST_S, _LEAST_FRACTION * (now - self._file_started))
+            self._write_counters(writer)
         if at.facts is not self._facts and at.facts != self._facts:
             if at.facts.decisions != self._facts.decisions:
                 writer.forget_lanes()
             self._facts = at.facts
             writer.write(records.Facts(at.facts))
-        self._note_saved(writer)
-        with self._writing:
+        self._write_saved(writer)
+        with self._lock:
             writer.append(at.epoch, at.own_slot, lane, at.lanes[lane].state, step.samples, cost)
 
-    def _note_acknowledged(self) -> None:
+    def _write_acknowledged(self) -> None:
         """Write the acknowledgements since the last call if there is a file, in any thread."""
         if self._writer is not None:
-            with self._writing:
+            with self._lock:
                 for (kind, reason), rows in self._noted().items():
                     masks = {batch: mask_bytes(mask) for batch, mask in rows.items()}
                     self._writer.write(records.Acknowledged(kind, reason, masks))
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
-        """Record the saved state with the next batch, before which a kill may lose it."""
+        """Remember to record the saved state with the next batch, as a kill before it may lose the state."""
         if (at.epoch, at.slot) > (0, 0):
             self._saved = records.Saved(at.epoch, at.slot)
-        self._note_acknowledged()
+        self._write_acknowledged()
 
-    def _note_saved(self, writer: records.LedgerWriter) -> None:
+    def _write_saved(self, writer: records.LedgerWriter) -> None:
         if self._saved is not None:
             writer.write(self._saved)
             self._saved = None
 
-    def _note(self, writer: records.LedgerWriter) -> None:
+    def _write_counters(self, writer: records.LedgerWriter) -> None:
         writer.write(records.Numbers(*self._last, time.time_ns(), self._stats.totals(), self._stats.names()))
 
     def on_skip(self, at: Position) -> None:
@@ -116,19 +116,19 @@ class LedgerKeeper(Observer):
         if not at.is_over:
             self._fresh = False
             if (at.epoch, at.own_slot) <= self._last:
-                self._start_anew()  # a last batch that was taken back must count as lost
+                self._start_new_file()  # the last batch was taken back, and must count as lost
             self._open(at)
 
     def _open(self, at: Position) -> records.LedgerWriter:
         if (at.epoch, at.own_slot) < self._last:
-            self._start_anew()  # the run has returned to an earlier position
+            self._start_new_file()  # the run has returned to an earlier position
         if self._writer is None:
-            self._writer = self._begin_file(at, _sources(self._local.last_stage), self._states.packed)
-            self._begun = time.monotonic()
-            self._due = 0.0  # counters are due before the first batch
+            self._writer = self._create_agreed_file(at, _sources(self._local.last_stage), self._states.packed)
+            self._file_started = time.monotonic()
+            self._counters_due = 0.0  # counters are due before the first batch
         return self._writer
 
-    def _begin_file(
+    def _create_agreed_file(
         self, at: Position, sources: list[records.LedgerSource], fingerprint: bytes
     ) -> records.LedgerWriter:
         """Create this rank's file, once all ranks that can communicate have theirs."""
@@ -149,49 +149,49 @@ class LedgerKeeper(Observer):
             os.cpu_count() or 0,
         )
         if not ranks.has_group:
-            return self._writer_of(start)
+            return self._create_file(start)
         try:
-            writer, fault = self._writer_of(start, looks=ranks.rank == 0), ""
+            writer, own_error = self._create_file(start, checks_folder=ranks.rank == 0), ""
         except SavableError as error:
-            writer, fault = None, str(error)
-        faults = {rank: found for rank, found in enumerate(ranks.gather(fault)) if found}
-        if writer is not None and not faults:
+            writer, own_error = None, str(error)
+        errors_by_rank = {rank: found for rank, found in enumerate(ranks.gather(own_error)) if found}
+        if writer is not None and not errors_by_rank:
             return writer
         if writer is not None:
             writer.discard()
-        raise SavableError("; ".join(f"rank {rank}: {found}" for rank, found in faults.items()))
+        raise SavableError("; ".join(f"rank {rank}: {found}" for rank, found in errors_by_rank.items()))
 
-    def _writer_of(self, start: records.Start, *, looks: bool = True) -> records.LedgerWriter:
-        """Create this rank's file. Raises `SavableError` if it `looks` and finds a state that was not loaded."""
-        if self._fresh and looks:
+    def _create_file(self, start: records.Start, *, checks_folder: bool = True) -> records.LedgerWriter:
+        """Create this rank's file. With `checks_folder`, raise `SavableError` for a saved state that was not loaded."""
+        if self._fresh and checks_folder:
             check_not_forgotten(self._folder, start)
         return records.LedgerWriter(self._folder, start)
 
     def close(self) -> None:
-        """Close the file, which the next batch continues without the other ranks."""
-        self._note_acknowledged()
+        """Close the file. The next batch continues it, without waiting for other ranks."""
+        self._write_acknowledged()
         if self._writer is None:
             return
         try:
-            self._note(self._writer)
+            self._write_counters(self._writer)
             if sys.exception() is None:  # after an exception, the state may not have been written
-                self._note_saved(self._writer)
+                self._write_saved(self._writer)
         except SavableError as error:
             log.warning("the ledger lacks the last counters of this start: %s", error)
         self._writer.close()
-        self._due = 0.0
+        self._counters_due = 0.0
 
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Close the file, because the run continues elsewhere."""
-        return None if state is None else self._start_anew
+        """Return a function that closes the file, because the run continues at another position."""
+        return None if state is None else self._start_new_file
 
-    def _start_anew(self) -> None:
+    def _start_new_file(self) -> None:
         self.close()
         self._writer, self._facts, self._fresh, self._last = None, NO_FACTS, False, (0, 0)
 
 
 def in_rows(samples: BatchSamples, numbers: Sequence[int]) -> BatchSamples:
-    """Return the same items, with these numbers of the batch's rows."""
+    """Return the same items with their rows renumbered: row i becomes `numbers[i]`."""
     if list(numbers) == list(range(len(numbers))):
         return samples
     rows = np.array(numbers, np.int64)
@@ -237,7 +237,7 @@ def check_not_forgotten(folder: Path, start: records.Start) -> None:
         with contextlib.suppress(SavableError):  # the reader of a damaged file reports it
             for record in records.read_records(path):
                 if isinstance(record, records.Start) and (record.seed, record.lanes) != (start.seed, start.lanes):
-                    break  # another run's, for which `LedgerWriter` rejects the folder
+                    break  # a file of another run; `LedgerWriter` rejects such a folder
                 if isinstance(record, records.Batch):
                     last = max(last, record.position)
                 elif isinstance(record, records.Saved):

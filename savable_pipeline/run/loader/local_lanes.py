@@ -1,4 +1,4 @@
-"""`LocalLanes`: lanes of the trainer's process, their number, and hints.
+"""`LocalLanes`: lanes of the trainer's process, their number, and hints about settings.
 
 Without `lanes=`, the data set the number of lanes:
 
@@ -53,15 +53,15 @@ from savable_pipeline.stages.task_encoder import TaskEncoder
 
 
 def chunk_sizes(last: Stage, epoch: int) -> ChunkSizes:
-    """Return the chunk sizes of an epoch by branch, without ambiguous branches."""
+    """Return the chunk sizes of an epoch by branch, without branches whose readers differ."""
     found: ChunkSizes = {}
     differing = set()
     for stage in upstream(last):
         if isinstance(stage, RecordReader):
-            branch, cut = stage.info.branch, stage.shares_of(epoch).cut
-            if found.setdefault(branch, cut) != cut:
+            branch, sizes = stage.info.branch, stage.shares_of(epoch).cut
+            if found.setdefault(branch, sizes) != sizes:
                 differing.add(branch)
-    return {branch: cut for branch, cut in found.items() if branch not in differing}
+    return {branch: sizes for branch, sizes in found.items() if branch not in differing}
 
 
 class LocalLanes:
@@ -74,7 +74,7 @@ class LocalLanes:
         self._exclude_files: list[ExcludeFile] = []
         self._hinted = False
         self.facts = NO_FACTS  # facts of the run
-        self.pinned: PinnedShards = {} if pinned is None else pinned  # stays set when the shards are closed
+        self.pinned: PinnedShards = {} if pinned is None else pinned  # stays set after the shards are closed
         self.runner = LaneRunner(job, shared=self._shared, pinned=self.pinned)
 
     @property
@@ -84,7 +84,7 @@ class LocalLanes:
         Building it opens the shards, and indexes them on first use.
         """
         if self._example is None:
-            self._example = self._built(self.facts)
+            self._example = self._build_example(self.facts)
             readers = [stage for stage in upstream(self._example) if isinstance(stage, RecordReader)]
             files = [each.exclude_file for each in readers if each.exclude_file is not None]
             self._exclude_files = self._exclude_files or files  # as they were first read, also after `close`
@@ -98,7 +98,7 @@ class LocalLanes:
         for file in self._exclude_files:
             file.verify()
 
-    def _built(self, facts: RunFacts) -> Stage:
+    def _build_example(self, facts: RunFacts) -> Stage:
         with as_in_a_worker(set(KINDS)):
             return self.runner.build(self._example_lane % self.lanes, 0, facts)[0]
 
@@ -107,17 +107,17 @@ class LocalLanes:
 
         Raises ValueError if they do not fit.
         """
-        return self._built(replace(self.facts, decisions=decisions))
+        return self._build_example(replace(self.facts, decisions=decisions))
 
     def use_facts(self, facts: RunFacts) -> None:
-        """Inspect lanes with these facts from now on, except chunk sizes.
+        """Use these facts, without their chunk sizes, for lanes that are inspected from now on.
 
-        Raises `CheckpointMismatchError` if the data lack shards, and ValueError if the facts do not fit. Nothing
-        changes then.
+        Raises `CheckpointMismatchError` if the data lack shards, and ValueError if the facts do not fit. In both cases
+        nothing changes.
         """
         facts = facts.of_next_epoch
         if facts != self.facts:
-            self._example, self.facts = self._built(facts), facts
+            self._example, self.facts = self._build_example(facts), facts
 
     def pin(self, pinned: PinnedShards) -> None:
         """Read these shards and commits of the Hub from now on.
@@ -132,7 +132,7 @@ class LocalLanes:
 
     @property
     def lanes(self) -> int:
-        """Return the number of lanes of the run, or that of the job until it is set."""
+        """Return the number of lanes of the run. Until it is set, this is the number in the job."""
         return int(self.pinned.get(LANE_COUNT, self._job_lanes))
 
     def set_lanes(self, lanes: int) -> None:
@@ -164,10 +164,10 @@ class LocalLanes:
 
 log = logging.getLogger(__name__)
 
-_COUNTS = (MOST_LANES, 48, 24, 8, 4, 2)
-_LEAST = 8  # least number of lanes of an endless run
-_BATCHES = 10  # least batches of a lane in an epoch
-_IDLE = "%d workers for the %d lanes of this rank: some stay idle. For a new run, use lanes=%d or more."
+_LANE_COUNTS = (MOST_LANES, 48, 24, 8, 4, 2)
+_LEAST_ENDLESS_LANES = 8  # least number of lanes of an endless run
+_BATCHES_PER_LANE = 10  # least number of batches of each lane in an epoch
+_IDLE_WORKERS = "%d workers for the %d lanes of this rank: some stay idle. For a new run, use lanes=%d or more."
 
 
 def with_lanes(wanted: LoaderSettings, ranks: Ranks, local: LocalLanes, lanes: int | None) -> LoaderSettings:
@@ -193,7 +193,7 @@ def with_lanes(wanted: LoaderSettings, ranks: Ranks, local: LocalLanes, lanes: i
     local.set_lanes(lanes)
     own_lanes = lanes // ranks.world_size
     if ranks.builds and settings.num_workers > own_lanes:
-        log.warning(_IDLE, settings.num_workers, own_lanes, settings.num_workers * ranks.world_size)
+        log.warning(_IDLE_WORKERS, settings.num_workers, own_lanes, settings.num_workers * ranks.world_size)
     return settings
 
 
@@ -201,14 +201,14 @@ def lanes_for(batches: int | None, *, endless: bool) -> int:
     """Return the number of lanes for an epoch of `batches` batches, None if unknown."""
     if batches is None:
         return MOST_LANES
-    lanes = next((lanes for lanes in _COUNTS if batches >= _BATCHES * lanes), 1)
-    return max(lanes, _LEAST) if endless else lanes
+    lanes = next((lanes for lanes in _LANE_COUNTS if batches >= _BATCHES_PER_LANE * lanes), 1)
+    return max(lanes, _LEAST_ENDLESS_LANES) if endless else lanes
 
 
 def first_epoch_batches(last: Stage) -> int | None:
-    """Return the full batches of the first epoch, None if the index cannot tell.
+    """Return the number of full batches of the first epoch, None if the index cannot tell.
 
-    A lower bound if there are more than enough for 96 lanes.
+    The number is a lower bound if there are more than enough batches for 96 lanes.
 
     Args:
         last: The last stage of a lane.
@@ -220,26 +220,26 @@ def first_epoch_batches(last: Stage) -> int | None:
         return None
     excluded, selection = list(reader.info.excluded.numbers.get(reader.tag, ())), reader.selection
     count = reader.shares_of(0).count(0)
-    if selection is not None and count - len(excluded) < _BATCHES * MOST_LANES * last.size:
+    if selection is not None and count - len(excluded) < _BATCHES_PER_LANE * MOST_LANES * last.size:
         excluded = [*np.intersect1d(selection.locate(np.arange(reader.population)), excluded)]
     return max(0, count - len(excluded)) // last.size
 
 
 # stages that keep samples of a block together: 87 % of them in batches of samples, about a third in packs
-_IN_ORDER = (Blend, Filter, Join, PassThrough, Encode, OnlinePacker, Batcher)
+_ORDER_PRESERVING = (Blend, Filter, Join, PassThrough, Encode, OnlinePacker, Batcher)
 
 
 def log_hints(last: Stage) -> None:
-    """Warn about settings that work but were hardly intended."""
-    for message in _warnings(last):
+    """Warn about settings that work but were probably not intended."""
+    for message in _hints(last):
         log.warning(message)
-    if _leaves_blocks(last):
+    if _preserves_blocks(last):
         _warn_of_blocks()
 
 
 @cache
 def _warn_of_blocks() -> None:
-    """Warn once in a process, because later loaders, such as for evaluation, are built alike."""
+    """Warn once in a process, because its later loaders, such as for evaluation, are similar."""
     log.warning(
         "only blocks of %d consecutive samples are shuffled. Add .shuffle(size), or set block_size=%d to silence this.",
         BLOCK_SIZE,
@@ -247,20 +247,20 @@ def _warn_of_blocks() -> None:
     )
 
 
-def _leaves_blocks(stage: Stage) -> bool:
+def _preserves_blocks(stage: Stage) -> bool:
     """Return whether consecutive samples stay together, because the user has set no block size.
 
-    It is False for a finite run, because that is usually an evaluation, whose order does not matter. It is also False
+    The result is False for a finite run, which is usually an evaluation, whose order does not matter. It is also False
     for windows of tokens, because consecutive windows are not similar.
     """
     if not isinstance(stage, RecordReader):
-        return isinstance(stage, _IN_ORDER) and any(map(_leaves_blocks, stage.sources))
+        return isinstance(stage, _ORDER_PRESERVING) and any(map(_preserves_blocks, stage.sources))
     has_clustered_samples = stage.population >= 2 * len(stage.dataset.entries)  # otherwise a block spans many shards
     is_sorted = has_clustered_samples and not isinstance(stage, TokenReader)
     return stage.has_default_blocks and stage.epochs is None and is_sorted
 
 
-def _warnings(last: Stage) -> Iterator[str]:
+def _hints(last: Stage) -> Iterator[str]:
     if not isinstance(last, BatchStage):
         yield (f"the pipeline ends with {type(last).__name__}, so each step yields a single element. Add .batch(size).")
     found = [stage.info.encoder for stage in upstream(last)]
@@ -268,20 +268,20 @@ def _warnings(last: Stage) -> Iterator[str]:
         yield from _unsaved_settings(encoder)
     if any(LAMBDA in stage.settings().values() for stage in upstream(last)):
         yield ("Lambdas are not compared on resume. Use a named function.")
-    yield from _early_points(last)
+    yield from _early_schedule_hints(last)
     for stage in upstream(last):
         population = stage.info.population
         if isinstance(stage, Batcher) and stage.size > population > 0:
-            then = "a batch repeats samples" if stage.info.endless else "no batch is full"
+            consequence = "a batch repeats samples" if stage.info.endless else "no batch is full"
             yield (
-                f"Batcher(size={stage.size}): the data has only {population:,} samples, so {then}. Reduce the batch "
-                "size."
+                f"Batcher(size={stage.size}): the data has only {population:,} samples, so {consequence}. Reduce the "
+                "batch size."
             )
-        row = getattr(stage.info.encoder, "max_length", None)
-        if isinstance(stage, OnlinePacker) and isinstance(row, int) and row > stage.max_length:
+        encoder_length = getattr(stage.info.encoder, "max_length", None)
+        if isinstance(stage, OnlinePacker) and isinstance(encoder_length, int) and encoder_length > stage.max_length:
             yield (
-                f"packs of {stage.max_length:,} tokens may be padded to the {row:,} tokens of "
-                f"{type(stage.info.encoder).__name__}(max_length={row}). Pass the same length to both."
+                f"packs of {stage.max_length:,} tokens may be padded to the {encoder_length:,} tokens of "
+                f"{type(stage.info.encoder).__name__}(max_length={encoder_length}). Pass the same length to both."
             )
 
 
@@ -298,7 +298,7 @@ def _unsaved_settings(encoder: TaskEncoder) -> Iterator[str]:
         )
 
 
-def _early_points(stage: Stage, ahead: int = 0) -> Iterator[str]:
+def _early_schedule_hints(stage: Stage, ahead: int = 0) -> Iterator[str]:
     """Yield hints about points of schedules that buffers of `ahead` items reach before the first batch."""
     if isinstance(stage, Blend):
         drawn = ahead * stage.lane.count
@@ -308,8 +308,8 @@ def _early_points(stage: Stage, ahead: int = 0) -> Iterator[str]:
                 f"the schedule changes at {early[0]:,}, but later buffers draw {drawn:,} samples before the first "
                 "batch. Move the buffers into the sources of the Blend, or change the point."
             )
-        ahead = 0  # a part of the buffer for each source
+        ahead = 0  # the sources share the buffers after the Blend
     if isinstance(stage, ShuffleBuffer):
         ahead += stage.capacity
     for source in stage.sources:
-        yield from _early_points(source, ahead)
+        yield from _early_schedule_hints(source, ahead)

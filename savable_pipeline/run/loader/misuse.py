@@ -40,22 +40,22 @@ class IterationGuard:
         _guards.add(self)
 
     def claim(self) -> None:
-        """Reserve the loader for this thread. Raises `SavableError` if another one has it."""
-        this = get_ident()
-        if self.thread.setdefault("id", this) != this:
+        """Reserve the loader for this thread. Raises `SavableError` if another thread has it."""
+        own_id = get_ident()
+        if self.thread.setdefault("id", own_id) != own_id:
             raise SavableError(
                 "two threads use one loader. Use one thread, or a lock. Only state_dict() may be called from any "
                 "thread."
             )
 
     def release(self) -> None:
-        """Let other threads use the loader, if this one has it."""
+        """Let other threads use the loader, if this thread has reserved it."""
         if self.thread.get("id") == get_ident():
             self.thread.clear()
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Reserve the loader, and release it at the end."""
+        """Reserve the loader within this context."""
         try:
             self.claim()
             yield
@@ -63,18 +63,18 @@ class IterationGuard:
             self.release()
 
     def check(self) -> None:
-        """Raise `SavableError` in another process, and in a worker without own rank."""
+        """Raise `SavableError` in another process, and in a torch worker without a rank of its own."""
         worker = _torch_worker()
         if os.getpid() == self._pid:
             if worker and not self._ranked:
                 raise SavableError(
-                    f"this loader was created in {worker}, each of which would yield every batch. {_INSTEAD}, or "
+                    f"this loader was created in {worker}, each of which would yield every batch. {_ALTERNATIVES}, or "
                     "pass ranks=(get_worker_info().id, get_worker_info().num_workers)."
                 )
             return
         if worker:
             raise SavableError(
-                f"this loader was created outside of {worker}, each of which would yield every batch. {_INSTEAD}."
+                f"this loader was created outside of {worker}, each of which would yield every batch. {_ALTERNATIVES}."
             )
         raise SavableError(
             f"this loader was created in process {self._pid} but is used in its fork {os.getpid()}. Create it in "
@@ -85,14 +85,14 @@ class IterationGuard:
 _guards: WeakSet[IterationGuard] = WeakSet()
 
 
-def _check_again() -> None:
-    for each in _guards:
-        each.checked = False
+def _recheck_guards() -> None:
+    for guard in _guards:
+        guard.checked = False
 
 
-os.register_at_fork(after_in_child=_check_again)
+os.register_at_fork(after_in_child=_recheck_guards)
 
-_INSTEAD = (
+_ALTERNATIVES = (
     "Iterate over the loader in the trainer's process, or use sp.StatefulDataset with torchdata's StatefulDataLoader"
 )
 
@@ -117,41 +117,41 @@ def warn_unloaded() -> None:
 
 
 _LIGHTNING = "lightning.pytorch"
-_KEEPS_ONE = "saves the state of rank 0 only"
+_SAVES_RANK_0 = "saves the state of rank 0 only"
 _FIXES = {  # by calling module: whether a single rank is rejected too, the problem, and the solution
-    "accelerate.checkpointing": (False, f"Accelerate {_KEEPS_ONE}", "savable_pipeline.trainers.accelerate.prepare"),
-    "lightning.fabric.strategies": (False, f"Fabric {_KEEPS_ONE}", "savable_pipeline.trainers.fabric.setup_loader"),
+    "accelerate.checkpointing": (False, f"Accelerate {_SAVES_RANK_0}", "savable_pipeline.trainers.accelerate.prepare"),
+    "lightning.fabric.strategies": (False, f"Fabric {_SAVES_RANK_0}", "savable_pipeline.trainers.fabric.setup_loader"),
     _LIGHTNING: (
         True,
-        f"Lightning may have fetched a batch ahead and {_KEEPS_ONE}",
+        f"Lightning may have fetched a batch ahead and {_SAVES_RANK_0}",
         "savable_pipeline.trainers.lightning.SavableDataModule",
     ),
 }
-_COMPOSER = (f"Composer {_KEEPS_ONE}", "savable_pipeline.trainers.composer.SavableData")
+_COMPOSER = (f"Composer {_SAVES_RANK_0}", "savable_pipeline.trainers.composer.SavableData")
 
 
-def reject_trainer(caller: str, behind: str, world_size: int) -> None:
+def reject_trainer(caller: str, outer_caller: str, world_size: int) -> None:
     """Raise `SavableError` if the module `caller` is of a trainer that loses states.
 
-    `behind` is the module that called `caller`. Composer calls a callback of the user, which calls the loader.
+    `outer_caller` is the module that called `caller`. Composer calls a callback of the user, which calls the loader.
     """
-    if world_size > 1 and (caller.startswith("composer.core.") or behind.startswith("composer.core.")):
-        raise _refusal(*_COMPOSER)
+    if world_size > 1 and (caller.startswith("composer.core.") or outer_caller.startswith("composer.core.")):
+        raise _trainer_error(*_COMPOSER)
     if not caller.startswith(("accelerate.", "lightning.", "pytorch_lightning.", "lightning_fabric.")):
         return
-    for module, (always, why, fix) in _FIXES.items():
-        if _modern_name(caller).startswith(module) and (always or world_size > 1):
-            raise _refusal(why, fix)
+    for module, (rejects_single_rank, why, fix) in _FIXES.items():
+        if _modern_name(caller).startswith(module) and (rejects_single_rank or world_size > 1):
+            raise _trainer_error(why, fix)
 
 
 def reject_fetching_ahead(caller: str) -> None:
     """Raise `SavableError` for a module of Lightning's Trainer, which fetches ahead.
 
-    It also drops the saved state when it resumes from a checkpoint of an epoch's end.
+    That trainer also drops the saved state when it resumes from a checkpoint of an epoch's end.
     """
     if _modern_name(caller).startswith(_LIGHTNING):
         _, why, fix = _FIXES[_LIGHTNING]
-        raise _refusal(why, fix)
+        raise _trainer_error(why, fix)
 
 
 def reject_fit(caller: str) -> None:
@@ -166,11 +166,11 @@ def reject_fit(caller: str) -> None:
 
 
 def _modern_name(module: str) -> str:
-    """Return the name in the package `lightning` of a module of an older package."""
+    """Return the name that a module of an older package has in the package `lightning`."""
     return module.replace("pytorch_lightning.", "lightning.pytorch.").replace("lightning_fabric.", "lightning.fabric.")
 
 
-def _refusal(why: str, fix: str) -> SavableError:
+def _trainer_error(why: str, fix: str) -> SavableError:
     return SavableError(f"{why}. Pass the result of {fix} instead of the loader.")
 
 
@@ -178,19 +178,19 @@ def warn_unsaved(caller: str, at: Position, *, restarts: bool) -> None:
     """Warn if a trainer that saves no state, known by its module, starts to iterate.
 
     Raises `SavableError` for Lightning's `fit`. A loader that restarts, for evaluation, needs no state. If a state was
-    loaded, something saves it.
+    loaded, something has saved it.
     """
     reject_fit(caller)
     is_resumed = at.iterator == "loaded" or at.epoch or at.slot
     if is_resumed or restarts or caller.startswith("savable_pipeline."):
         return
     if caller.startswith("transformers."):
-        _warn("Hugging Face's Trainer", "Use savable_pipeline.trainers.hf.SavableTrainer(train_loader=...)")
+        _warn_unsaving("Hugging Face's Trainer", "Use savable_pipeline.trainers.hf.SavableTrainer(train_loader=...)")
     elif (state := imported("accelerate.state")) and state.is_initialized():
-        _warn("an Accelerator", "Use savable_pipeline.trainers.accelerate.prepare(accelerator, loader)")
+        _warn_unsaving("an Accelerator", "Use savable_pipeline.trainers.accelerate.prepare(accelerator, loader)")
 
 
-def _warn(trainer: str, fix: str) -> None:
+def _warn_unsaving(trainer: str, fix: str) -> None:
     log.warning(
         "%s does not save the state of a SavableLoader, so a resumed run would restart at slot 0. %s, or save the "
         "state yourself.",

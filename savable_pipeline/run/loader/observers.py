@@ -33,14 +33,15 @@ class PinnedMemory(Observer):
     """Copies tensors to pinned memory."""
 
     def on_batch(self, step: BatchStep) -> None:
-        """Replace the batch."""
+        """Replace the batch by a copy with pinned tensors."""
         step.batch = in_pinned_memory(step.batch)
 
 
 def in_pinned_memory(batch: Any) -> Any:
     """Copy the tensors of a batch to pinned memory, or return the batch without a GPU.
 
-    torch's caching allocator reuses a block only after copies from it, as by `tensor.to("cuda", non_blocking=True)`.
+    torch's caching allocator reuses pinned memory only after copies from it have ended, such as those of
+    `tensor.to("cuda", non_blocking=True)`.
     """
     import torch
 
@@ -93,7 +94,7 @@ def _sample(stage: Stage, ref: ItemRef) -> TracedSample:
 
 
 def source_names(last: Stage) -> dict[int, str]:
-    """Return the source of each reader ("" without `Blend`) by tag, in path order."""
+    """Return the name of each reader's source by its tag, "" without a `Blend`."""
     return {tag: stage.info.branch for stage in upstream(last) if not stage.sources for tag in stage.info.tags}
 
 
@@ -108,12 +109,12 @@ class SampleIds(Observer):
 
     @cached_property
     def _sources(self) -> tuple[Integers, Integers]:
-        """Return the tags of the sources, ascending, and their numbers."""
+        """Return the tags of the sources in ascending order, and the number of each source."""
         tags = np.array(list(source_names(self._local.last_stage)), dtype=np.int64)
         return np.sort(tags), np.argsort(tags)
 
     def on_batch(self, step: BatchStep) -> None:
-        """Replace the batch."""
+        """Replace the batch by one with the IDs of its samples."""
         step.batch = self.added(step.batch, step.samples)
 
     def added(self, batch: Any, samples: BatchSamples) -> dict[Any, Any]:
@@ -137,7 +138,7 @@ class SampleIds(Observer):
         return {**batch, IDS: torch.from_numpy(ids)}
 
     def _ids(self, refs: Integers) -> Integers:
-        """Return source, index and part: int64 (items, 3)."""
+        """Return the number of the source, index and part of each item: int64 (items, 3)."""
         ids = refs.take((0, 0, 2), axis=1)
         ids[:, 1] &= _UNTAGGED
         tags, numbers = self._sources

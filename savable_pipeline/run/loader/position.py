@@ -50,12 +50,13 @@ class LanePosition(NamedTuple):
 class YieldedBatch(NamedTuple):
     """A batch that this rank's trainer got.
 
-    `skipped` has, for each lane whose batches were skipped between this batch and the next, the position before that.
+    `skipped` has the position before the skip of each lane whose batches were skipped after this batch and before the
+    next one.
     """
 
-    step: int  # its first slot
+    step: int  # first slot of its step
     lane: int
-    before: LanePosition  # position of the lane before it
+    before: LanePosition  # position of the lane before the batch
     samples: BatchSamples
     skipped: Mapping[int, LanePosition] = {}
 
@@ -63,8 +64,8 @@ class YieldedBatch(NamedTuple):
 class History(msgspec.Struct, frozen=True):
     """The last batches that were yielded in an epoch, without skipped ones.
 
-    `total` is the number of batches that this rank yielded since the loader was created or loaded. `decided_at` is the
-    total at the last `reconfigure`, which limits `lag`.
+    `total` is the number of batches that this rank yielded since the loader was created or loaded. `decided_at` is
+    `total` at the last `reconfigure`, beyond which no `lag` goes back.
     """
 
     batches: tuple[YieldedBatch, ...] = ()
@@ -74,7 +75,7 @@ class History(msgspec.Struct, frozen=True):
     def lagged(self, lag: int = 0) -> YieldedBatch:
         """Return the batch `lag` batches before the last one.
 
-        Raises ValueError if it is unknown.
+        Raises ValueError if the history does not have it.
         """
         if 0 <= lag < len(self.batches):
             return self.batches[-1 - lag]
@@ -99,10 +100,10 @@ class Position(msgspec.Struct, frozen=True):
     slot: int  # first slot of the next step
     lanes: dict[int, LanePosition]
     end: int  # first slot not known to be in the epoch
-    final: bool = False  # whether the epoch ends there
+    final: bool = False  # whether the epoch is known to end at `end`
     history: History = History()
     previous: Position | None = None
-    iterator: Literal["started", "loaded", "ended"] = "started"  # "loaded": none has started since a state was loaded
+    iterator: Literal["started", "loaded", "ended"] = "started"  # "loaded": no iterator yet since a state was loaded
     facts: RunFacts = NO_FACTS  # facts with which its lanes continue
     changed: bool = False  # the epoch was started with other settings, so its length cannot be counted in advance
 
@@ -127,7 +128,7 @@ class Position(msgspec.Struct, frozen=True):
     def has_step(self) -> bool:
         """Return whether the next step is known to be in the epoch.
 
-        With padding, this depends on its first slot.
+        With padding, only its first slot must be in the epoch.
         """
         return self.slot < self.end if self.pad else self.slot + self.step <= self.end
 
@@ -183,9 +184,8 @@ class Position(msgspec.Struct, frozen=True):
     def before(self, lag: int) -> Position:
         """Return the position `lag` batches ago.
 
-        Raises ValueError if it is before the history.
-
-        It is the start if no batch has been yielded since the run was created or loaded, or its epoch was started.
+        If no batch has been yielded since the run was created, loaded or started its epoch, return this position.
+        Raises ValueError if the history does not go back so far.
         """
         at = self.previous if lag and self.previous is not None and self.iterator != "ended" else self
         batches, since = at.history.batches, at.history.total - at.history.decided_at
@@ -208,9 +208,9 @@ class BatchStep:
     at: Position
     after: Position
     delivery: Delivery
-    batch: Any  # as the trainer gets it; observers may replace it
+    batch: Any  # the batch that the trainer gets; observers may replace it
     started: float  # when the trainer requested it, by `time.perf_counter`
-    number: int  # its slot with its epoch, as in receipts
+    number: int  # slot and epoch of the batch in one number, as in receipts
     repeated: int | None = None  # repeated rows as bits (0: padding); None for the batch of a new slot
 
     @cached_property
@@ -227,7 +227,7 @@ class BatchStep:
 class Observer:
     """Sees the steps of a run. The run does not know the kinds of observers.
 
-    If `on_batch` raises, the batch is not yielded, and the next step has it again.
+    If `on_batch` raises, the batch is not yielded, and the next step gets the same batch.
     """
 
     def on_batch(self, step: BatchStep) -> None:
@@ -243,13 +243,13 @@ class Observer:
         """
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
-        """Add own entries to the state of a position, `lag` batches before the last one."""
+        """Add entries of this observer to the state of a position `lag` batches ago."""
 
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Check own entries of a loaded state, and return a function that adopts them.
+        """Check this observer's entries of a loaded state; return a function that adopts them.
 
-        The state is None if the run moves to an earlier position or decides again, which nothing rejects. Raises
-        `CheckpointMismatchError` if entries are missing.
+        The state is None if the run returns to an earlier position or is reconfigured, which no observer may reject.
+        Raises `CheckpointMismatchError` if entries are missing.
         """
 
     def close(self) -> None:
@@ -262,8 +262,8 @@ class Repeater(Observer):
     def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
         """Return requests for batches to yield before the next slot, or None.
 
-        They are packed `RebuildRequest`s. `vote` returns the smallest or largest vote of all ranks. It is None if they
-        cannot communicate.
+        They are packed `RebuildRequest`s. `vote` returns the smallest or largest vote of all ranks. It is None if the
+        ranks cannot communicate.
         """
         raise NotImplementedError
 

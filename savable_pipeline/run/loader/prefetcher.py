@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 def _stopping_on_error(call: Callable[Concatenate[Prefetcher, P], R]) -> Callable[Concatenate[Prefetcher, P], R]:
-    """Stop the backend when a method raises: its position is then unknown."""
+    """Stop the backend when the method raises, because the backend's position is then unknown."""
 
     @wraps(call)
     def guarded(self: Prefetcher, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -41,21 +41,22 @@ def _stopping_on_error(call: Callable[Concatenate[Prefetcher, P], R]) -> Callabl
 class Prefetcher:
     """Hands out batches slot by slot.
 
-    When asked for another slot than the next one, as at the start of an epoch, it drops its requests, and the backend
-    continues there. After any error, including Ctrl-C, the backend's position is unknown: it is stopped.
+    If the caller asks for another slot than the next one, as at the start of an epoch, all requests are dropped, and
+    the backend continues at that slot. After any error, including Ctrl-C, the backend is stopped, because its position
+    is unknown.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._slot = -1  # the next slot to return; -1 before the first
         self._epoch = 0  # epoch of that slot
-        self._received: deque[Delivery] = deque()  # received batches of the slots from there on
-        self._again: dict[bytes, Any] = {}  # tickets of batches to rebuild, by their `RebuildRequest`
-        self._remakes = 0
-        self._requests: deque[Any] = deque()  # tickets of later slots
+        self._received: deque[Delivery] = deque()  # received batches of the slots from `_slot` on
+        self._rebuild_tickets: dict[bytes, Any] = {}  # tickets of batches to rebuild, by their `RebuildRequest`
+        self._rebuild_count = 0
+        self._requests: deque[Any] = deque()  # tickets of the slots after the received ones
         self._is_fault_raised = False  # whether an error has reported the backend's fault
         self.uncounted: Counter[str] = Counter()  # counters of stages, to be added to the next batch
-        _close_with(self, backend)
+        _close_at_exit(self, backend)
 
     @_stopping_on_error
     def next(self, position: Position, want: RequestKind = "batch", last: int = -1) -> Delivery:
@@ -73,50 +74,50 @@ class Prefetcher:
 
     @_stopping_on_error
     def peek(self, position: Position) -> Delivery:
-        """Return the next batch without removing it. Raises errors of `next`."""
+        """Return the next batch without removing it. Raises what `next` raises."""
         return self._receive(position, "batch")
 
     def put_back(self, position: Position, delivery: Delivery) -> None:
-        """Return this batch again at the next call for the slot of `position`."""
+        """Put a batch back, so that the next call for the slot of `position` returns it."""
         self._slot, self._epoch = position.own_slot, position.epoch
         self._received.appendleft(delivery)
 
     @_stopping_on_error
     def again(self, position: Position, jobs: Iterable[bytes]) -> Delivery:
-        """Return the batch of the first of these `RebuildRequest`s, and request others.
+        """Return the batch of the first of these `RebuildRequest`s, and request the following ones.
 
         Raises what `next` raises.
         """
-        backend = self._start(position)
-        asked = list(islice(jobs, max(1, backend.capacity)))
-        for job in asked:
-            if job not in self._again:
-                self._remakes += 1  # a lane of its own, for any worker
-                self._again[job] = backend.request(
-                    position.lane_count + self._remakes, job, "again", position.facts.of_next_epoch
+        backend = self._backend_at(position)
+        requested = list(islice(jobs, max(1, backend.capacity)))
+        for job in requested:
+            if job not in self._rebuild_tickets:
+                self._rebuild_count += 1  # each rebuild has a lane of its own, so any worker may do it
+                self._rebuild_tickets[job] = backend.request(
+                    position.lane_count + self._rebuild_count, job, "again", position.facts.of_next_epoch
                 )
-        return backend.answer(self._again.pop(asked[0]))
+        return backend.answer(self._rebuild_tickets.pop(requested[0]))
 
     @_stopping_on_error
     def prefetch(self, position: Position) -> None:
         """Request this rank's next slots from the workers, `prefetch` for each of them."""
         if not self._backend.capacity:
             return
-        self._start(position)
+        self._backend_at(position)
         self._request(position, "batch")
 
     @_stopping_on_error
     def query_has_next(self, position: Position, lanes: Iterable[int]) -> dict[int, Delivery]:
         """Ask lanes whether they have another batch, if that is unknown.
 
-        Only call it before batches of these lanes are requested, because a lane that is building one has another
-        position.
+        Only call it before batches of these lanes are requested, because a lane that builds a batch has already left
+        `position`.
         """
-        asked = self._peek_at(position, lanes)
-        found = {lane: self._backend.answer(ticket) for lane, ticket in asked.items()}
-        for peek in found.values():
-            self.uncounted.update(peek.counts)
-        return found
+        tickets = self._request_peeks(position, lanes)
+        answers = {lane: self._backend.answer(ticket) for lane, ticket in tickets.items()}
+        for answer in answers.values():
+            self.uncounted.update(answer.counts)
+        return answers
 
     @_stopping_on_error
     def check_shards(self) -> None:
@@ -125,23 +126,23 @@ class Prefetcher:
 
     @_stopping_on_error
     def count(self, position: Position) -> dict[int, int]:
-        """Count the batches that each lane has from here on, by skipping them all."""
-        asked, counts = self._peek_at(position, position.lanes), dict.fromkeys(position.lanes, 0)
-        while asked:
-            for lane in list(asked):
-                found = self._backend.answer(asked.pop(lane))
-                if found.more:
+        """Return the number of batches that each lane has from here on, by skipping them all."""
+        tickets, counts = self._request_peeks(position, position.lanes), dict.fromkeys(position.lanes, 0)
+        while tickets:
+            for lane in list(tickets):
+                answer = self._backend.answer(tickets.pop(lane))
+                if answer.more:
                     counts[lane] += 1
-                    asked[lane] = self._backend.request(lane, found.state, "skip", position.facts)
+                    tickets[lane] = self._backend.request(lane, answer.state, "skip", position.facts)
         self.restart()
         return counts
 
-    def _peek_at(self, position: Position, lanes: Iterable[int]) -> dict[int, Any]:
-        backend = self._start(position)
+    def _request_peeks(self, position: Position, lanes: Iterable[int]) -> dict[int, Any]:
+        backend = self._backend_at(position)
         return {lane: backend.request(lane, position.lanes[lane].state, "peek", position.facts) for lane in lanes}
 
     def _receive(self, position: Position, want: RequestKind, last: int = -1) -> Delivery:
-        backend = self._start(position)
+        backend = self._backend_at(position)
         if not self._received:
             if not self._requests or self._slot < last:
                 self._request(position, want, last, at_least=1)
@@ -149,11 +150,10 @@ class Prefetcher:
         return self._received[0]
 
     def _request(self, position: Position, want: RequestKind, last: int = -1, at_least: int = 0) -> None:
-        """Request this rank's next slots, as many as the backend's capacity.
+        """Request this rank's next slots until the backend has as many requests as its capacity.
 
-        At least `at_least` are requested, even of a lane that may have no more batches.
-
-        Slots to skip are requested up to `last`: whether later slots are skipped is not known yet.
+        At least `at_least` slots are requested, even if their lane may have no more batches. Slots to skip are
+        requested only up to `last`, because later slots may not be skipped.
         """
         most = max(at_least, self._backend.capacity)
         while len(self._requests) < most:
@@ -166,8 +166,8 @@ class Prefetcher:
                 return
             self._requests.append(self._backend.request(lane, at.state, want, position.facts))
 
-    def _start(self, position: Position) -> Backend:
-        """Return the running backend at `position`."""
+    def _backend_at(self, position: Position) -> Backend:
+        """Return the running backend, which continues at `position`."""
         slot = position.own_slot
         if slot != self._slot or position.epoch != self._epoch:
             self.restart()
@@ -175,31 +175,31 @@ class Prefetcher:
         self._backend.start()
         return self._backend
 
-    def _forget(self) -> None:
-        self._slot, self._received, self._requests, self._again = -1, deque(), deque(), {}
+    def _drop_requests(self) -> None:
+        self._slot, self._received, self._requests, self._rebuild_tickets = -1, deque(), deque(), {}
 
     @_stopping_on_error
     def restart(self) -> None:
         """Drop all requests. The workers continue to run."""
-        self._forget()
+        self._drop_requests()
         self._backend.forget_requests()
 
     def reset(self) -> None:
         """Drop all requests and end the workers."""
-        self._forget()
+        self._drop_requests()
         self._backend.stop()
         if self._backend.fault and is_raised():
             self._is_fault_raised = True
 
     def restart_workers(self) -> None:
-        """End the workers. Batches yielded before no longer count."""
+        """End the workers, and forget faults of batches yielded before."""
         self.reset()
         self._backend.fault, self._is_fault_raised = "", False
 
     def close(self) -> str:
         """End the workers and their host. They start again when needed.
 
-        Returns the fault that the workers' last check of the shards found, unless an error has reported it, or "".
+        Returns the fault that the workers' last check of the shards found, or "" if an error has already reported it.
         """
         self.reset()
         self._backend.close()
@@ -207,16 +207,16 @@ class Prefetcher:
         return found
 
     def numbers(self) -> dict[str, int]:
-        """Return the backend's counters, with the batches that were received."""
+        """Return the backend's counters. Received batches count as ready, too."""
         numbers = self._backend.numbers()
         return {**numbers, "ready_batches": len(self._received) + numbers["ready_batches"]}
 
 
-_priority = 100
+_exit_priority = 100
 
 
-def _close_with(owner: object, backend: Backend) -> None:
-    """Close the backend when `owner` is collected, or before Python joins children."""
-    global _priority
-    _priority += 1  # at exit, the newest is closed first
-    Finalize(owner, backend.close, exitpriority=_priority)
+def _close_at_exit(owner: object, backend: Backend) -> None:
+    """Close the backend when `owner` is collected, or at exit before Python joins children."""
+    global _exit_priority
+    _exit_priority += 1  # at exit, the newest is closed first
+    Finalize(owner, backend.close, exitpriority=_exit_priority)

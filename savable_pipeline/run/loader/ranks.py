@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 RanksLike: TypeAlias = "tuple[int, int] | dist.ProcessGroup | DeviceMesh | Ranks | None"
 ShareLike: TypeAlias = "str | Sequence[str] | dist.ProcessGroup | DeviceMesh | None"
-_FLATTEN = "Flatten others by mesh[...]._flatten('dp'), and pass Ranks.of(mesh['dp'], share=group)."
-# settings about the data: which are read, excluded and known, and how they are dealt
-_DATA = ("shards", "joins", "exclude", "media", "lanes")
+_MESH_FIX = "Flatten others by mesh[...]._flatten('dp'), and pass Ranks.of(mesh['dp'], share=group)."
+# last words of the fields of a fingerprint about the data and the lanes that read them
+_DATA_FIELDS = ("shards", "joins", "exclude", "media", "lanes")
 
 
 class Ranks:
@@ -63,7 +63,8 @@ class Ranks:
         self.group = group
         self.explicit = explicit
         self.sharing: Sharing | None = None  # ranks with which it shares batches
-        # Whether it builds its batches. If processes share batches, messages show its number among all processes.
+        # `builds`: whether this process builds its batches. `name`: its number in messages, which is the number among
+        # all processes if processes share batches.
         self.builds, self.name = True, rank
 
     @classmethod
@@ -97,10 +98,10 @@ class Ranks:
         from savable_pipeline.run.peers.meeting import find_sharing
 
         if isinstance(share, str | tuple | list):
-            found, members = _in_mesh(mesh_or_group, (share,) if isinstance(share, str) else tuple(share))
+            found, members = _ranks_in_mesh(mesh_or_group, (share,) if isinstance(share, str) else tuple(share))
         else:
-            found, members = _ranks_of(mesh_or_group), _members(share)
-        data_ranks = () if found.group is None else _members(found.group)
+            found, members = _ranks_of(mesh_or_group), _global_ranks(share)
+        data_ranks = () if found.group is None else _global_ranks(found.group)
         if (sharing := find_sharing(members, data_ranks, group_store(dist.group.WORLD))) is not None:
             found.sharing, found.builds, found.name = sharing, sharing.number == 0, sharing.ranks[sharing.number]
         return found
@@ -132,8 +133,8 @@ class Ranks:
             if (rank, world_size) == (self.rank, self.world_size):
                 return
             now = f"torch.distributed says rank {rank} of {world_size}"
-        elif self.group is None and _announced() > 1:
-            now = f"WORLD_SIZE={_announced()} says that there are several"
+        elif self.group is None and _env_world_size() > 1:
+            now = f"WORLD_SIZE={_env_world_size()} says that there are several"
         else:
             return
         raise ValueError(
@@ -249,17 +250,17 @@ def _is_distributed_initialized() -> bool:
     return dist is not None and dist.is_available() and dist.is_initialized()
 
 
-def _announced() -> int:
-    """Return the number of ranks that torchrun announces."""
+def _env_world_size() -> int:
+    """Return the number of ranks that torchrun has set in WORLD_SIZE, or 1."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def find_ranks(ranks: RanksLike, lanes: int | None) -> Ranks:
     """Return the rank of the argument `ranks`, else of torch.distributed, else 0 of 1.
 
-    Raises ValueError for another argument, and if the world size does not divide the lanes, unless these are None.
+    Raises ValueError for an argument of another type, and if `lanes` is a number that the world size does not divide.
     """
-    ranks = _ranks_of(ranks) if ranks is not None else _found_ranks()
+    ranks = _ranks_of(ranks) if ranks is not None else _detect_ranks()
     if lanes is not None:
         check_lanes(ranks, lanes)
     return ranks
@@ -276,10 +277,10 @@ def check_lanes(ranks: Ranks, lanes: int, source: str = "") -> None:
     Args:
         ranks: The rank of this process.
         lanes: The number of lanes.
-        source: Where their number comes from, in words after it.
+        source: Text that follows their number in the message, such as ", the default for this data".
 
     Raises:
-        ValueError: It does not, or there are no lanes.
+        ValueError: The world size does not divide the lanes, or there are none.
     """
     if lanes < 1:
         raise ValueError(f"lanes must be at least 1, not {lanes}")
@@ -307,31 +308,31 @@ def _ranks_of(ranks: object) -> Ranks:
     raise ValueError(f"ranks must be (rank, world_size), a process group, a mesh or sp.Ranks(...), not {ranks!r}")
 
 
-def _in_mesh(mesh: Any, share: tuple[str, ...]) -> tuple[Ranks, tuple[int, ...]]:
-    """Return the data-parallel rank in a mesh, and the global ranks of its peers."""
+def _ranks_in_mesh(mesh: Any, share: tuple[str, ...]) -> tuple[Ranks, tuple[int, ...]]:
+    """Return the data-parallel rank in a mesh, and the global ranks that share its batches."""
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
     others = [name for name in names if name not in share]
     if not set(share) <= set(names) or len(others) > 1:
-        raise ValueError(f"share={share} must name all but one of the dimensions {names} of the mesh. {_FLATTEN}")
+        raise ValueError(f"share={share} must name all but one of the dimensions {names} of the mesh. {_MESH_FIX}")
     members = tuple(mesh[tuple(name for name in names if name in share)].mesh.flatten().tolist())
     return _ranks_of(mesh[others[0]]) if others else Ranks(0, 1), members
 
 
-def _members(group: Any) -> tuple[int, ...]:
+def _global_ranks(group: Any) -> tuple[int, ...]:
     """Return the global ranks of a group or of a one-dimensional mesh."""
     import torch.distributed as dist
 
     return tuple(dist.get_process_group_ranks(group.get_group() if hasattr(group, "get_group") else group))
 
 
-def _found_ranks() -> Ranks:
+def _detect_ranks() -> Ranks:
     if _is_distributed_initialized():
         import torch.distributed as dist
 
         return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, explicit=False)
-    if _announced() > 1:
+    if _env_world_size() > 1:
         raise ValueError(
-            f"WORLD_SIZE={_announced()}, but torch.distributed is not initialized. Call init_process_group first, "
+            f"WORLD_SIZE={_env_world_size()}, but torch.distributed is not initialized. Call init_process_group first, "
             "or pass ranks=(rank, world_size)."
         )
     return Ranks(0, 1, explicit=False)
@@ -340,11 +341,11 @@ def _found_ranks() -> Ranks:
 def check_same_data(ranks: Ranks, found: PipelineFingerprint, *, by_default: bool = False) -> None:
     """Check that the ranks of a run have the same seed, shards and excluded samples.
 
-    With lanes `by_default`, set by the data or a loaded state, their number must be the same, too.
+    If the lanes are `by_default`, set by the data or a loaded state, all ranks must have the same number of lanes, too.
 
-    Ranks of an endless run do not communicate. If one opened the folder after a shard was added, or has another seed,
-    its lanes would have other samples, and nobody would notice. So the first rank writes what it reads into the store
-    of torch.distributed, and each other rank compares. No rank waits for another.
+    Ranks of an endless run do not communicate. If a rank opened the folder after a shard was added, or has another
+    seed, its lanes would have other samples, and nobody would notice. So the first rank writes a digest of its data and
+    its seed into the store of torch.distributed, and each other rank compares them. No rank waits for another.
 
     A run is identified by its stages, its lanes, the last names of its folders, and how many such runs the rank has
     started in its group. Raises ValueError for another seed, `CheckpointMismatchError` for other data, and the error of
@@ -352,19 +353,20 @@ def check_same_data(ranks: Ranks, found: PipelineFingerprint, *, by_default: boo
     """
     names = sorted(PurePosixPath(without_commit(address)).name for address in found.addresses.values())
     key = _digest([found.fields["stages"], None if by_default else found.fields["lanes"], *names])
-    data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA)}
+    data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA_FIELDS)}
     shards, seed = sum(count(found.fields[name]) for name in found.shards), found.fields["seed"]
     first = ranks.first_value(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.name} {shards} {seed}")
-    digest, other, others, other_seed = first.split()
-    if other_seed != str(seed):
+    first_digest, first_rank, first_shards, first_seed = first.split()
+    if first_seed != str(seed):
         raise ValueError(
-            f"rank {ranks.name} has seed={seed}, but rank {other} has seed={other_seed}. Pass the same seed on all "
-            "ranks, because it sets their common order."
+            f"rank {ranks.name} has seed={seed}, but rank {first_rank} has seed={first_seed}. Pass the same seed on "
+            "all ranks, because it sets their common order."
         )
-    if digest != _digest(data):
+    if first_digest != _digest(data):
         raise CheckpointMismatchError(
-            f"rank {ranks.name} and rank {other} found different shards, exclude= files, media tables or lanes. Start "
-            f"all ranks again.\n  {shards} here, {others} there, in {', '.join(sorted(set(found.addresses.values())))}"
+            f"rank {ranks.name} and rank {first_rank} found different shards, exclude= files, media tables or lanes. "
+            f"Start all ranks again.\n  {shards} here, {first_shards} there, in "
+            f"{', '.join(sorted(set(found.addresses.values())))}"
         )
 
 

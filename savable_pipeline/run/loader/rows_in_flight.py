@@ -1,4 +1,4 @@
-"""`RowsInFlight`: keeps unacknowledged rows in the state, and has them repeated.
+"""`RowsInFlight`: saves unacknowledged rows in the state, and repeats rows after a load or `requeue`.
 
 next ──▶ batches to repeat, after a load the same number on each rank ──▶ the batches of new slots
          take no slot: `Position` stays                                   as in any run
@@ -35,14 +35,14 @@ Flights: TypeAlias = Mapping[int, list[Flight]]  # by lane
 
 
 class RowsInFlight(Repeater):
-    """The rows of a rank, in `table`."""
+    """Repeater of a rank's unacknowledged rows, which are in `table`."""
 
     def __init__(self, settings: LoaderSettings, ranks: Ranks, local: LocalLanes) -> None:
         self._settings, self._ranks, self._local = settings, ranks, local
-        self._pad, self._bound = settings.pad, settings.max_in_flight
+        self._pad, self._max_in_flight = settings.pad, settings.max_in_flight
         self.table = Acknowledgements(ranks, settings.lanes, noting=settings.ledger is not None)
-        self._is_agreed = True  # whether the ranks know how many batches are repeated
-        self._receipts: dict[int, tuple[int, torch.Tensor]] = {}  # receipts of the last two batches, with their number
+        self._is_agreed = True  # whether the ranks have agreed on the number of batches to repeat
+        self._receipts: dict[int, tuple[int, torch.Tensor]] = {}  # number and receipts of a batch, by number & 1
 
     def receipts(self, position: Position) -> torch.Tensor:
         """Return the receipts of the last batch, int64 (rows, 2)."""
@@ -51,14 +51,14 @@ class RowsInFlight(Repeater):
         return receipts_of(0, 0) if found is None or number != total else found
 
     def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
-        """Yield requests to repeat batches, after a load equally many on each rank."""
+        """Return requests to repeat batches. After a load, each rank repeats equally many."""
         self.table.cancel_unreceived(at.history.total)
         if at.iterator == "ended":
             return None
         if not self._is_agreed:
             if vote is not None:
                 own = len(self.table.waiting)
-                self.table.fill_up(abs(vote(own if self._pad else -own)))
+                self.table.pad_replays(abs(vote(own if self._pad else -own)))
             self._is_agreed = True
         if not self.table.waiting:
             return None
@@ -67,12 +67,12 @@ class RowsInFlight(Repeater):
     def on_batch(self, step: BatchStep) -> None:
         """Wait until the rows may be yielded, and add receipts to the batch."""
         delivery, total, table, first = step.delivery, step.at.history.total, self.table, None
-        rows, size = delivery.rows, _size(step.batch, delivery.rows) if self._pad else 0
+        rows, size = delivery.rows, _padded_size(step.batch, delivery.rows) if self._pad else 0
         if step.repeated is not None:
             first = table.waiting[0]
-            step.number, rows = first.batch, (first.to_come & first.open).bit_count()
-        if self._bound is not None:
-            table.wait(rows, self._bound, self._settings.workers.timeout)
+            step.number, rows = first.batch, (first.to_repeat & first.open).bit_count()
+        if self._max_in_flight is not None:
+            table.wait(rows, self._max_in_flight, self._settings.workers.timeout)
         receipts = self._repeat(step, first, size) if first else table.issue(total, step.number, delivery, size)
         self._receipts[(total + 1) & 1] = total + 1, receipts
         if isinstance(step.batch, dict):
@@ -81,7 +81,10 @@ class RowsInFlight(Repeater):
             step.batch = {**step.batch, RECEIPTS: receipts}
 
     def _repeat(self, step: BatchStep, flight: OpenFlight, size: int) -> torch.Tensor:
-        """Record the first of the waiting batches. If it has no rows, all are padding."""
+        """Record that `flight`, the first waiting batch, is repeated, and return its receipts.
+
+        If the rebuilt batch has no rows, all its rows are padding.
+        """
         rows, size = step.delivery.remaining, size or step.delivery.rows
         if not rows:
             step.samples = BatchSamples()
@@ -112,9 +115,9 @@ class RowsInFlight(Repeater):
             self.table.agree(read_flights(own), read_flights(merged), read_acks(own))
 
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Start with the rows in flight, except those whose data are gone."""
+        """Start with the rows in flight of the state, without those whose data no longer exist."""
         if state is None:
-            return partial(self._close_excluded, at.history.total)
+            return partial(self._drop_excluded, at.history.total)
         flights, world_size = read_flights(state), self._ranks.world_size
         lost = rows_lost(self._local.last_stage, flights) if flights else {}
         counts = [0] * world_size
@@ -130,25 +133,25 @@ class RowsInFlight(Repeater):
 
         return adopt
 
-    def _close_excluded(self, batches: int) -> None:
-        """Close rows whose samples are all excluded, after this many batches."""
+    def _drop_excluded(self, batches: int) -> None:
+        """Drop rows with only excluded samples. `batches` is the number of batches that the rank got."""
         self.table.cancel_unreceived(batches)
-        self.table.lose(partial(open_rows_lost, self._local.last_stage))
+        self.table.drop_lost(partial(open_rows_lost, self._local.last_stage))
 
 
 def rows_lost(last: Stage, flights: Flights) -> dict[int, int]:
-    """Return the open rows by batch whose data are gone."""
+    """Return, by batch, the open rows whose data no longer exist, as bits."""
     with restoring("the state"):
         return {each.batch: open_rows_lost(last, each) for of_lane in flights.values() for each in of_lane}
 
 
 def open_rows_lost(last: Stage, flight: Flight) -> int:
-    """Return the open rows of a batch with excluded samples or a removed source."""
+    """Return the open rows of a batch, as bits, that have excluded samples or a removed source."""
     without_excluded = last.info.remaining
     _, rows = batch_rows(as_ref(msgpack.decode(msgpack.encode(flight.ref))))
     return sum(1 << row for row, ref in enumerate(rows) if without_excluded(ref) is None) & flight.open
 
 
-def _size(batch: Any, rows: int) -> int:
-    """Return the number of rows of a batch with its padding."""
+def _padded_size(batch: Any, rows: int) -> int:
+    """Return the number of rows of a batch, including padding rows."""
     return len(batch[VALID]) if isinstance(batch, dict) and VALID in batch else rows

@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T", bound=Observer)
-_FIXED = {"settings", "states", "observers", "position", "epoch_of", "_ends", "_repeater"}
+_NEED_LANES = {"settings", "states", "observers", "position", "epoch_of", "_ends", "_repeater"}
 _MOST_LANES = 1 << 16  # limit for a state that sets the number of lanes, because it may be damaged
 
 
 class Run:
     """Iterator over this rank's batches. Only `position` changes, once a step.
 
-    Attributes that need the number of lanes (`_FIXED`) are created at first need if the data or a state sets it.
+    Attributes that need the number of lanes (`_NEED_LANES`) are created at first need if the data or a state sets it.
 
     `agree`, which may be replaced, takes this rank's vote and returns the smallest or largest of all ranks. None asks
     the other ranks. `pinned` has the shards that it must read, by default those that it finds. `backend` builds the
@@ -66,7 +66,8 @@ class Run:
         pinned: PinnedShards | None = None,
         backend: Backend | None = None,
     ) -> None:
-        self.wanted, self.ranks = settings, settings.find_ranks()  # the number of lanes may be unknown
+        self.wanted = settings  # its number of lanes may not be known yet
+        self.ranks = settings.find_ranks()
         self.local = local = LocalLanes(settings.job, self.ranks.rank, pinned)
         self.backend = backend or settings.new_backend(local.runner, lambda: local.last_stage, local.pinned)
         self.prefetcher = Prefetcher(self.backend)
@@ -75,7 +76,7 @@ class Run:
         self._last_repeat: BatchStep | None = None
         self.is_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not yielded yet
         self._was_loaded = False
-        self._fixing = threading.RLock()
+        self._lanes_lock = threading.RLock()
         self.backend.open()
         if not settings.by_data:
             self.fix_lanes(settings.lanes)
@@ -83,8 +84,8 @@ class Run:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            with self._fixing:  # `state_dict` may be called in another thread
-                if name in _FIXED and name not in vars(self):
+            with self._lanes_lock:  # `state_dict` may be called in another thread
+                if name in _NEED_LANES and name not in vars(self):
                     self.fix_lanes()
             return object.__getattribute__(self, name)
 
@@ -107,13 +108,13 @@ class Run:
         return found[0] if found else None
 
     def begin_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch."""
+        """Set the position to the start of an epoch."""
         self.position = Position.start(
             epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, facts=self.local.facts
         )
 
     def end_epoch(self) -> None:
-        """Go to the position at which StopIteration is raised."""
+        """Set the position to that of a loader whose iterator has raised StopIteration."""
         at = self.position
         self.position = replace(at, previous=at.previous or at, iterator="ended")
 
@@ -138,7 +139,7 @@ class Run:
             self.prefetcher.restart()
             self.begin_epoch(0)
         else:
-            self.position = _iterated(at)
+            self.position = _with_new_iterator(at)
         return self
 
     def __next__(self) -> Any:
@@ -167,7 +168,7 @@ class Run:
         raise StopIteration
 
     def _next_slot(self, started: float) -> BatchStep:
-        """Return the batch of the next slot."""
+        """Return the step with the batch of the next slot."""
         delivery, after = self._step("batch", 1)
         at = self.position
         try:
@@ -181,7 +182,7 @@ class Run:
         return step
 
     def _next_repeat(self, started: float) -> BatchStep | None:
-        """Return the next batch to repeat, or None. It takes no slot."""
+        """Return a step that repeats a batch and takes no slot, or None if there is none."""
         if self._repeater is None:
             return None
         at, vote = self.position, self._vote if self.agree is not None or self.ranks.has_group else None
@@ -204,15 +205,14 @@ class Run:
         """See `SavableLoader.skip`."""
         self.check_whole_steps(slots)
         if self.position.iterator == "ended":
-            self.position = _iterated(self.position)
+            self.position = _with_new_iterator(self.position)
         if slots:
             for observer in self.observers:
                 observer.on_skip(self.position)
         if self.settings.epoch_slots is not None:
             slots = min(slots, remaining_slots(self.position, self.settings.epoch_slots))
-        finished = (
-            self.position.previous
-        )  # the epoch whose last batch was yielded, but whose iterator has not ended yet
+        # the epoch whose last batch was yielded, but whose iterator has not ended yet
+        finished = self.position.previous
         while slots and self.position.previous is finished:
             with self._process.moving():
                 _, self.position = self._step("skip", slots)
@@ -231,8 +231,9 @@ class Run:
     def _step(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
         """Return this rank's batch of the next step, and the position after it.
 
-        The next `slots` will be requested in the same way. The end of the epoch is determined before the batch is
-        yielded, and stored at once. If the rest of the step fails and is repeated, the ranks do not vote again.
+        The next slots, `slots` in all, will be requested in the same way. The end of the epoch is determined before the
+        batch is yielded, and stored at once. If the rest of the step fails and is repeated, the ranks do not vote
+        again.
         """
         self._check_once()
         at = self.position
@@ -314,7 +315,7 @@ class Run:
         return self.joined(own, ranks.gather(own))
 
     def joined(self, own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the state of all ranks, of which this one has just saved `own`."""
+        """Merge the `states` of all ranks, of which this rank has just saved `own`."""
         merged = merge_states(states)
         if self._repeater is not None:
             self._repeater.on_merge(own, merged)
@@ -326,7 +327,7 @@ class Run:
             self._move(position)
 
     def _move(self, position: Position) -> None:
-        """Continue at a position whose lanes or decisions are not those of the prefetched batches."""
+        """Set a position for which the prefetched batches are not valid."""
         self.local.use_facts(position.facts)
         self.prefetcher.restart()
         self._ends.forget()
@@ -334,7 +335,7 @@ class Run:
         self._adopt(position, None)
 
     def _adopt(self, position: Position, state: Mapping[str, Any] | None) -> None:
-        """Let all observers check a state or position, and then adopt it."""
+        """Let all observers check a state or position, and only then let them adopt it."""
         adopting = [observer.on_load(position, state) for observer in self.observers]
         for adopt in filter(None, adopting):
             adopt()
@@ -369,7 +370,7 @@ class Run:
             yielded  0  1  2  3 │ built ahead: 4 5 6    reconfigure: 4, 5, 6 are dropped, the lanes are before 4 again,
                                 │                       with the decision in their states; 4 is built again
 
-        Rows in flight of which all is excluded are closed.
+        Rows in flight with only excluded samples are dropped.
         """
         if self.settings.restarts:
             raise ValueError("reconfigure does not apply to on_iter='restart'. Create a loader with other settings.")
@@ -392,22 +393,23 @@ class Run:
 
     def last_step(self) -> tuple[int, int]:
         """Return slot and lane of the last batch. Raises ValueError if there is none."""
-        return self.ranks.slot((batch := history_of(self.position).lagged()).step), batch.lane
+        batch = history_of(self.position).lagged()
+        return self.ranks.slot(batch.step), batch.lane
 
 
 def history_of(position: Position) -> History:
-    """Return the history of the epoch of the last batch."""
+    """Return the history of the epoch to which the last batch belongs."""
     return (position.previous or position).history
 
 
-def _iterated(position: Position) -> Position:
-    """Return the position of an iterator that continues there."""
+def _with_new_iterator(position: Position) -> Position:
+    """Return the same position after a new iterator has started there."""
     return replace(position, previous=None, iterator="started")
 
 
 @contextmanager
 def _loading(run: Run, state: Mapping[str, Any]) -> Iterator[None]:
-    """Set the number of lanes of a state, unless the user has, and undo all changes if loading fails."""
+    """Set the number of lanes from a state unless the user has set it. Undo all changes if loading fails."""
     before, local = dict(vars(run)), run.local
     lanes, facts, pinned = local.lanes, local.facts, dict(local.pinned)
     try:
@@ -425,8 +427,8 @@ def _loading(run: Run, state: Mapping[str, Any]) -> Iterator[None]:
         raise
 
 
-class _Asked(Exception):
-    """Raised when a rank has voted, and waits for the others."""
+class _VoteNeeded(Exception):
+    """Raised in a step that needs the votes of the other ranks."""
 
 
 def voted_step(runs: Sequence[Run]) -> list[Any]:
@@ -439,7 +441,7 @@ def voted_step(runs: Sequence[Run]) -> list[Any]:
     def agree(vote: int) -> int:
         if not known:
             votes.append(vote)
-            raise _Asked
+            raise _VoteNeeded
         return known.pop()
 
     while True:
@@ -449,7 +451,7 @@ def voted_step(runs: Sequence[Run]) -> list[Any]:
             known, before, run.agree = list(agreed), run.agree, agree
             try:
                 taken.append(run.__next__())
-            except _Asked:
+            except _VoteNeeded:
                 pass
             finally:
                 run.agree = before

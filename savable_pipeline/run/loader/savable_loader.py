@@ -295,22 +295,23 @@ class SavableLoader:
         """Change the run from the next step on. Call it on each rank at the same step.
 
         The run continues as if it was stopped and resumed with other settings, so prefetched batches are rebuilt. The
-        decision is in the state, so a resume needs no change of the code, and in the ledger.
+        state and the ledger record the change, so a resume needs no change of the code.
 
         Args:
-            weights: The weight of each source of a `Blend`, named as in `sources`; instead of a `Schedule`, too.
-                Samples drawn before stay in buffers.
-            exclude: Keys of samples, or pairs of a source and a key, to drop. As with `exclude=` of a reader, they
-                leave buffers, open packs and rows in flight, too.
+            weights: The weight of each source of a `Blend`, named as in `sources`. They also replace a `Schedule`.
+                Samples that were already drawn stay in the buffers.
+            exclude: Keys of samples, or pairs of a source and a key, to drop. As with `exclude=` of a reader, they are
+                also removed from buffers, open packs and rows in flight.
             max_length: Maximum length of new packs, at most that of the `OnlinePacker`. Open packs keep theirs, and a
                 longer item that is buffered gets its own pack.
 
         Returns:
-            The slot from which it applies. In later epochs of a finite run it is `epoch << 40 | slot`, as in receipts.
+            The first slot that the change affects. In later epochs of a finite run, the epoch is in its high bits:
+            `epoch << 40 | slot`.
 
         Raises:
-            ValueError: That cannot be decided in this pipeline, or other ranks, where they can communicate, decide
-                otherwise.
+            ValueError: The pipeline does not support the change, or another rank requested a different one (compared
+                only if the ranks can communicate).
 
         Example:
             >>> def pipeline(lane):
@@ -455,7 +456,7 @@ class SavableLoader:
 
 
 def run_of(loader: SavableLoader) -> Run:
-    """Return the run behind a loader."""
+    """Return the `Run` of a loader."""
     return loader.__savable_run__()
 
 

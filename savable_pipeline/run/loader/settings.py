@@ -1,4 +1,4 @@
-"""`LoaderSettings`: checked arguments of a loader; `Acknowledge`, one of them."""
+"""`LoaderSettings`: the checked arguments of a loader, and `Acknowledge`, one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from savable_pipeline.stages.pipeline import PipelineFunction, check_pipeline
 from savable_pipeline.stages.pipeline_value import Pipeline
 from savable_pipeline.stages.stage import Stage
 
-MOST_LANES = 96  # the default
+MOST_LANES = 96  # default number of lanes; small data have fewer
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class LoaderSettings:
         if self.on_iter not in ("continue", "restart"):
             raise ValueError(f"on_iter must be 'continue' or 'restart', not {self.on_iter!r}")
         if self.epoch_slots is not None and (self.epoch_slots < 1 or self.epoch_slots % self.lanes):
-            near = max(1, round(self.epoch_slots / self.lanes)) * self.lanes
+            multiple = max(1, round(self.epoch_slots / self.lanes)) * self.lanes
             raise ValueError(
-                f"epoch_slots must be a multiple of the {self.lanes} lanes, such as {near}, not {self.epoch_slots}"
+                f"epoch_slots must be a multiple of the {self.lanes} lanes, such as {multiple}, not {self.epoch_slots}"
             )
         if self.ledger is not None and self.restarts:
             raise ValueError("ledger= does not apply to on_iter='restart'. Pass it to the loader for training.")
@@ -127,12 +127,15 @@ class LoaderSettings:
 
     @property
     def max_in_flight(self) -> int | None:
-        """Return the maximum number of rows in flight."""
+        """Return the maximum number of rows in flight, or None for no limit."""
         return self.acknowledge.max_in_flight if isinstance(self.acknowledge, Acknowledge) else None
 
     @property
     def by_data(self) -> bool:
-        """Return whether the data set the number of lanes, which a function may use."""
+        """Return whether the data determine the number of lanes.
+
+        They do not if the pipeline is a function, which may use the number.
+        """
         by_slots = self.pad or self.epoch_slots is not None
         return self.by_default and not by_slots and isinstance(self.pipeline, Pipeline)
 
@@ -155,7 +158,7 @@ class LoaderSettings:
     def new_backend(self, runner: LaneRunner, last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:
         """Return the backend that builds the batches, or gets them from a peer.
 
-        `runner` builds batches in this process.
+        Without workers, `runner` builds the batches in this process.
         """
         ranks, workers = self.find_ranks(), replace(self.workers, count=self.num_workers)
         host = partial(workers.host, self.job, (ranks.rank, ranks.world_size))

@@ -76,12 +76,12 @@ class StatefulDataset(IterableDataset[Any]):
         self._pinned = _pinned(self._settings)
         self._run: Run | None = None
         self._iteration = -1
-        # The number of epochs started, and the seed of the workers that started the last one, as one number. A worker
+        # The number of started epochs, and the seed of the workers that started the last epoch, in one number. A worker
         # reads and writes both at once, and all workers that are started together write the same.
-        self._begun = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._started_and_seed = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> StatefulDataset:
-        self._begin(self._next_iteration())
+        self._start_epoch(self._next_iteration())
         return self
 
     def __next__(self) -> Any:
@@ -89,15 +89,15 @@ class StatefulDataset(IterableDataset[Any]):
         return next(self._run)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a flat dict of int and bytes, of which changed entries are sent."""
-        run = self._run or self._begin(self._next_iteration())
+        """Return a flat dict of int and bytes. The loader sends only its changed entries."""
+        run = self._run or self._start_epoch(self._next_iteration())
         return {"shares": self._shares()[1], "iteration": self._iteration, **run.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
 
         Args:
-            state: What `state_dict` returned.
+            state: A result of `state_dict`.
 
         Raises:
             CheckpointMismatchError: It was saved with other numbers of workers or other settings.
@@ -112,7 +112,7 @@ class StatefulDataset(IterableDataset[Any]):
                 f"not {shares // self._world_size}. Use the saved num_workers, or a SavableLoader, which resumes "
                 "with any number."
             )
-        run, pinned = self._run_of(state["iteration"]), dict(self._pinned)
+        run, pinned = self._new_run(state["iteration"]), dict(self._pinned)
         run.load_state_dict(state)
         moved = [name for name in pinned if is_hub(name) and self._pinned.get(name) != pinned[name]]
         if moved and get_worker_info():  # the process that starts the workers of later epochs does not iterate itself
@@ -124,14 +124,14 @@ class StatefulDataset(IterableDataset[Any]):
         # saved after the last batch: this epoch ends, and the next iterator yields that epoch
         if run.epoch > self._iteration:
             run.end_epoch()
-        self._begun[0] = self._packed(self._iteration + 1)
+        self._started_and_seed[0] = self._pack_started(self._iteration + 1)
 
-    def _begin(self, iteration: int) -> Run:
-        """Go to the start of an epoch."""
-        self._run, self._iteration = self._run_of(iteration), iteration
+    def _start_epoch(self, iteration: int) -> Run:
+        """Create the run of an epoch, at its start, and return it."""
+        self._run, self._iteration = self._new_run(iteration), iteration
         return self._run
 
-    def _run_of(self, iteration: int) -> Run:
+    def _new_run(self, iteration: int) -> Run:
         """Build a run of this process's share of the lanes, at the start of an epoch."""
         share, shares = self._shares()
         lanes = self._settings.lanes
@@ -154,7 +154,7 @@ class StatefulDataset(IterableDataset[Any]):
 
     def _next_iteration(self) -> int:
         """Return the number of the epoch that starts, equal in all workers that were started together."""
-        begun, seed = divmod(int(self._begun[0]), 1 << _SEED_BITS)
+        begun, seed = divmod(int(self._started_and_seed[0]), 1 << _SEED_BITS)
         info = get_worker_info()
         if info is None:
             number = begun
@@ -162,14 +162,14 @@ class StatefulDataset(IterableDataset[Any]):
             number = self._iteration + 1
         else:
             number = begun - 1 if begun and seed == self._worker_seed() else begun
-        self._begun[0] = self._packed(number + 1)
+        self._started_and_seed[0] = self._pack_started(number + 1)
         return number
 
-    def _packed(self, begun: int) -> int:
+    def _pack_started(self, begun: int) -> int:
         return (begun << _SEED_BITS) | self._worker_seed()
 
     def _worker_seed(self) -> int:
-        """Return a number that workers have in common only if they were started together."""
+        """Return a number that is equal only in workers that were started together."""
         info = get_worker_info()
         return (info.seed - info.id) % (1 << _SEED_BITS) if info else 0
 
@@ -179,7 +179,7 @@ def _is_count(value: object) -> bool:
 
 
 def _pinned(settings: LoaderSettings) -> PinnedShards:
-    """Return the shards that the pipeline reads now, and close them."""
+    """Open the shards of the pipeline, and return their pins."""
     local = LocalLanes(settings.job, 0)
     try:
         assert local.last_stage

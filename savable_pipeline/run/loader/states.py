@@ -69,9 +69,9 @@ class States:
 
     @cached_property
     def fingerprint(self) -> PipelineFingerprint:
-        """Return the settings on which a state must agree.
+        """Return the settings and data that must equal those of a loaded state.
 
-        The index of the shards stays open.
+        The index of the shards stays open until `close`.
         """
         found = fingerprint(self._local.last_stage, seed=self._settings.seed, lanes=self._settings.lanes)
         return replace(found, addresses={**found.addresses, **addresses_of(self._local.pinned)})
@@ -108,7 +108,7 @@ class States:
     def loaded(self, state: Mapping[str, Any], allow: Iterable[str]) -> Position:
         """Return the position in a state.
 
-        Raises errors of `SavableLoader.load_state_dict`.
+        Raises the errors of `SavableLoader.load_state_dict`.
         """
         state_dict.check_flat(state)
         state_dict.reject_spans(state)
@@ -151,10 +151,8 @@ class States:
         if state["lanes"] != self._settings.lanes:
             raise damaged(f"the state has {state['lanes']} lanes, but its fingerprint {self._settings.lanes}")
         state = new.join(state) if new else state
-        lanes, facts = (
-            state_dict.read_lanes(state, self._ranks.lanes(self._settings.lanes)),
-            state_dict.read_facts(state),
-        )
+        lanes = state_dict.read_lanes(state, self._ranks.lanes(self._settings.lanes))
+        facts = state_dict.read_facts(state)
         decided, last = facts.decisions, self._local.last_stage
         if decided and (in_effect := applicable(decided, last, differing)) != decided:
             facts = replace(facts, decisions=in_effect)
@@ -163,11 +161,11 @@ class States:
         differs = bool(differing) or changed or _may_have_other_shares(facts, self._local.grown(facts), state["epoch"])
         slot, count, pad = state["slot"], self._settings.lanes, self._settings.pad
         changed = differs and slot > 0  # with larger batches, for example, a lane that had another batch may have none
-        at = {
+        positions = {
             n: LanePosition(state[state_dict.lane_name(n)], None if changed else lane.more) for n, lane in lanes.items()
         }
-        facts_and_more: Any = {"iterator": "loaded", "facts": facts, "changed": changed}
-        return Position(self._ranks, count, pad, state["epoch"], slot, at, slot, **facts_and_more)
+        resumed: Any = {"iterator": "loaded", "facts": facts, "changed": changed}
+        return Position(self._ranks, count, pad, state["epoch"], slot, positions, slot, **resumed)
 
 
 def _may_have_other_shares(facts: RunFacts, last: Stage, epoch: int) -> bool:
@@ -183,13 +181,13 @@ def _may_have_other_shares(facts: RunFacts, last: Stage, epoch: int) -> bool:
 class NewShards:
     """Shards that the readers of a pipeline did not have when a fingerprint was saved.
 
-    `before` is the saved fingerprint with the values here, except for differences other than growth, such as a missing
-    shard. Raises `CheckpointMismatchError` for shards that cannot join.
+    `before` is the saved fingerprint with the current values wherever only growth made them differ. Other differences,
+    such as a missing shard, remain in it. Raises `CheckpointMismatchError` for shards that cannot join.
     """
 
     def __init__(self, saved: Fingerprint, ours: PipelineFingerprint, local: LocalLanes) -> None:
         self._local = local
-        # by the reader's branch: their earlier number, and the new ones
+        # by the reader's branch: the number of its old shards, and the names of its new ones
         self._shards: dict[str, tuple[int, list[str]]] = {}
         check_shards(saved, ours)
         fields = dict(saved.fields)
@@ -203,7 +201,7 @@ class NewShards:
 
     @property
     def growth_before(self) -> Growth:
-        """Return the growth with which lanes read the old shards, in each epoch."""
+        """Return the growth with which lanes read only the old shards in each epoch."""
         return {branch: [(0, old)] for branch, (old, _) in self._shards.items()}
 
     def join(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -215,9 +213,9 @@ class NewShards:
             return state
         lanes, facts = _all_lanes(state), state_dict.read_facts(state)
         growth = self.growth_before | facts.growth
-        begun = _begun(lanes, RunFacts(growth), self._local)
+        last_started = _last_started_epochs(lanes, RunFacts(growth), self._local)
         for branch, (old, names) in self._shards.items():
-            epoch = begun[branch] + 1
+            epoch = last_started[branch] + 1
             growth[branch] = [pair for pair in growth[branch] if pair[0] < epoch] + [(epoch, old + len(names))]
             where = f"{branch}: " if branch else ""
             log.warning("%s%d new shards, from %s on, are read from epoch %d on", where, len(names), names[0], epoch)
@@ -241,7 +239,7 @@ def _readers(last: Stage) -> dict[str, RecordReader]:
 def _has_grown(field: str, saved: Summary, ours: ShardList) -> bool:
     """Return whether shards were added and all others are the same.
 
-    Raises `CheckpointMismatchError` for one between them.
+    Raises `CheckpointMismatchError` for a new shard that sorts between old ones.
     """
     if starts_with(ours, saved):
         return len(ours) > count(saved)
@@ -271,9 +269,9 @@ def _name_after(last: str) -> str:
 
 
 def _same_selection(reader: RecordReader, saved: Fingerprint, ours: Fingerprint, old: int) -> dict[str, Any]:
-    """Return the field of the reader's current split and subset, if it selects the same of the old shards.
+    """Return the field of the reader's selection if it selects the same old samples as before.
 
-    Raises `CheckpointMismatchError` for a subset that selects others.
+    Raises `CheckpointMismatchError` for a subset that is a count, which would select other samples.
     """
     field = stage_field(reader, "selection")
     part = reader.samples.first(old).selection
@@ -287,7 +285,7 @@ def _same_selection(reader: RecordReader, saved: Fingerprint, ours: Fingerprint,
 
 
 def _same_media(reader: RecordReader, saved: Fingerprint, ours: Fingerprint, old: int) -> dict[str, Any]:
-    """Return the fields of known media here, if they are the same for the old shards."""
+    """Return the current fields of known media that have the saved values for the old shards."""
     known = reader.dataset.first_shards(old).known_media.settings()
     fields = {stage_field(reader, name): value for name, value in known.items()}
     return {field: ours.fields[field] for field, value in fields.items() if saved.fields.get(field) == value}
@@ -304,11 +302,11 @@ def _all_lanes(state: Mapping[str, Any]) -> dict[int, LaneState]:
     return state_dict.read_lanes(state, range(state["lanes"]))
 
 
-def _begun(lanes: Mapping[int, LaneState], facts: RunFacts, local: LocalLanes) -> dict[str, int]:
-    """Return the last epoch that any lane has started of each reader, by its branch."""
-    begun: dict[str, int] = {}
+def _last_started_epochs(lanes: Mapping[int, LaneState], facts: RunFacts, local: LocalLanes) -> dict[str, int]:
+    """Return the last epoch of each reader that any lane has started, by the reader's branch."""
+    last_started: dict[str, int] = {}
     for lane in lanes.values():
         for reader in _readers(local.lane_at(lane, facts)).values():
             branch = reader.info.branch
-            begun[branch] = max(begun.get(branch, -1), reader.last_epoch_read)
-    return begun
+            last_started[branch] = max(last_started.get(branch, -1), reader.last_epoch_read)
+    return last_started

@@ -4,8 +4,8 @@
 (`Slowest`). It warns when the trainer waits too much for data.
 
 `SourceLosses` warns once about a source of which much is skipped, by the counters that come with each batch. It ends a
-run that gets nothing from a source. That depends only on the states of the lanes (`dropped`), so a resumed run ends at
-the same step, and not because a source that had samples before the checkpoint has none for a while after it.
+run that gets nothing from a source. This depends only on the states of the lanes (`dropped`), so a resumed run ends at
+the same step. It does not end because a source that had samples before the checkpoint has none for a while after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.engine.stage_timing import WatchedSamples
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import BatchStep, Observer, Position
-from savable_pipeline.run.state.lane_state import FIRST, LaneState, OfSource, reasons_of, unpack_state
+from savable_pipeline.run.state.lane_state import FIRST, LaneState, SourceCounter, reasons_of, unpack_state
 from savable_pipeline.run.state.state_dict import lane_numbers, read_lanes
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.item_ref import batch_rows
@@ -43,26 +43,26 @@ class Stats(Observer):
     """Counters of one loader since it was created.
 
     `find_sources` returns the name of each source ("" without a `Blend`) by its tag. It is called after the first
-    batch. `others` return the counters of other parts of the run.
+    batch. Each of `others` returns the counters of another part of the run.
     """
 
     def __init__(
         self, find_sources: Callable[[], dict[int, str]], others: Sequence[Callable[[], Mapping[str, int]]] = ()
     ) -> None:
         self._sources = cache(find_sources)
-        self._others = others
+        self._other_counters = others
         self._samples: Counter[int] = Counter()  # by tag of their source
-        self._waits, self._makings = Recent(), Recent()
+        self._wait_times, self._build_times = Recent(), Recent()
         self._stage_times: dict[str, Recent] = {}
         self._slowest = Slowest()
-        self._watched = (0, 0)  # bytes read and items, in the batches that were watched
+        self._watched = (0, 0)  # bytes read, and number of items, in the batches that were watched
         self._counts: Counter[str] = Counter()
         self._batches = 0
         self._wait_s = 0.0
         self._work_s = 0.0  # sum over all workers
         now = time.perf_counter()
-        self._read = (now, 0, 0)  # time of the last call of `numbers`, and the batches and items by then
-        self._window = (now, 0.0)  # start of the window, and the seconds waited by then
+        self._last_call = (now, 0, 0)  # time of the last call of `numbers`, and batches and items at that time
+        self._window = (now, 0.0)  # start of the window, and the seconds waited before it
 
     def on_batch(self, step: BatchStep) -> None:
         """Count a batch, and the seconds that the trainer waited for it."""
@@ -71,19 +71,19 @@ class Stats(Observer):
         self._wait_s += waited_s
         build_s, counts = delivery.seconds, delivery.counts
         self._work_s += build_s
-        self._waits.add(waited_s)
-        self._makings.add(build_s)
+        self._wait_times.add(waited_s)
+        self._build_times.add(build_s)
         if step.repeated is None:
             self._count_samples(step)
         own = self._counts
         for name, number in counts.items():
             own[name] += number  # type: ignore[assignment]
         if delivery.timed:
-            self._time(delivery)
-        begun, before = self._window
+            self._add_times(delivery)
+        window_start, waited_before = self._window
         now = time.perf_counter()
-        if now - begun > _WINDOW_S:
-            self._warn_starving(now - begun, self._wait_s - before)
+        if now - window_start > _WINDOW_S:
+            self._warn_starving(now - window_start, self._wait_s - waited_before)
             self._window = now, self._wait_s
 
     def _count_samples(self, step: BatchStep) -> None:
@@ -97,8 +97,8 @@ class Stats(Observer):
         tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
         self._samples.update(dict(zip(tags.tolist(), counts.tolist(), strict=True)))
 
-    def _time(self, delivery: Delivery) -> None:
-        """Count the measurements of a timed batch."""
+    def _add_times(self, delivery: Delivery) -> None:
+        """Add the measurements of a timed batch."""
         watched = delivery.watched
         if watched is not None:
             self._slowest.add(watched)
@@ -120,7 +120,7 @@ class Stats(Observer):
         )
 
     def _stage_shares(self) -> dict[str, float]:
-        """Return the fraction of each stage in the build time of batches, measured on some of them."""
+        """Return the fraction of the build time that each stage takes, measured on some batches."""
         spent = {name[:-3]: number for name, number in self._counts.items() if name.endswith("/ns")}
         total = sum(spent.values())
         return {name: number / total for name, number in spent.items()} if total else {}
@@ -129,8 +129,8 @@ class Stats(Observer):
         """Return all counters of `totals`, and rates since the last call."""
         now = time.perf_counter()
         items = self._counts["Encode/items"]
-        then, batches, items_then = self._read
-        self._read = now, self._batches, items
+        then, batches, items_then = self._last_call
+        self._last_call = now, self._batches, items
         seconds = max(now - then, 1e-9)
         return {
             **self.totals(),
@@ -152,11 +152,11 @@ class Stats(Observer):
             "work_s": self._work_s,
             **{f"seconds/{name}": share * self._work_s for name, share in self._stage_shares().items()},
             **plain,
-            **_fills(counts),
+            **_packing_efficiencies(counts),
             **self._source_counts(),
             **self._percentiles(),
-            **{name: seconds for name, (seconds, _) in self._slow().items()},
-            **{name: number for find in self._others for name, number in find().items()},
+            **{name: seconds for name, (seconds, _) in self._slowest_named().items()},
+            **{name: number for find in self._other_counters for name, number in find().items()},
         }
 
     def _bytes_read(self) -> int:
@@ -179,16 +179,16 @@ class Stats(Observer):
         return dict(found)
 
     def _percentiles(self) -> dict[str, float]:
-        series = {"wait_s": self._waits, "making_s": self._makings}
+        series = {"wait_s": self._wait_times, "making_s": self._build_times}
         series |= {f"stage_s/{name}": recent for name, recent in self._stage_times.items()}
         return {name: value for key, recent in series.items() for name, value in recent.percentiles(key)}
 
     def names(self) -> dict[str, str]:
-        """Return the shard and the sample behind `slowest_shard_s` and `slowest_sample_s`."""
-        return {name: which for name, (_, which) in self._slow().items()}
+        """Return the names of the slowest shard and sample, by counter."""
+        return {counter: name for counter, (_, name) in self._slowest_named().items()}
 
-    def _slow(self) -> dict[str, tuple[float, str]]:
-        """Return seconds and name of the slowest sample and shard, if known."""
+    def _slowest_named(self) -> dict[str, tuple[float, str]]:
+        """Return the seconds and the name of the slowest sample and shard, by counter, if known."""
         found, sample, shard = {}, self._slowest.sample, self._slowest.shard
         if sample is not None:
             found["slowest_sample_s"] = sample.nanoseconds / 1e9, f"{sample.shard}, sample {untagged(sample.number)}"
@@ -197,7 +197,7 @@ class Stats(Observer):
         return found
 
 
-def _fills(counts: Mapping[str, int | float]) -> dict[str, float]:
+def _packing_efficiencies(counts: Mapping[str, int | float]) -> dict[str, float]:
     """Return the packing efficiency of each packer."""
     fills = {}
     for name, tokens in counts.items():
@@ -226,8 +226,8 @@ class Recent:
                 yield f"{name}/p{percent}", ordered[-(-len(ordered) * percent // 100) - 1]
 
 
-_LEAST = 8  # samples of a shard before its mean counts
-_MOST = 4096  # most shards with times in memory
+_LEAST_SHARD_SAMPLES = 8  # least number of samples of a shard for its mean to count
+_MOST_SHARDS = 4096  # most shards whose times are in memory
 
 
 class SlowSample(NamedTuple):
@@ -239,7 +239,7 @@ class SlowSample(NamedTuple):
 
 
 class Slowest:
-    """Sums of the times of samples by shard, including reads."""
+    """The slowest sample, and sums of the samples' times by shard, including reads."""
 
     def __init__(self) -> None:
         self.sample: SlowSample | None = None
@@ -252,8 +252,8 @@ class Slowest:
             self._shards[shard] = count + 1, total + nanoseconds
             if self.sample is None or nanoseconds > self.sample.nanoseconds:
                 self.sample = SlowSample(shard, number, nanoseconds)
-        if len(self._shards) > _MOST:
-            slowest = sorted(self._shards, key=self._mean, reverse=True)[: _MOST // 2]
+        if len(self._shards) > _MOST_SHARDS:
+            slowest = sorted(self._shards, key=self._mean, reverse=True)[: _MOST_SHARDS // 2]
             self._shards = {shard: self._shards[shard] for shard in slowest}
 
     def _mean(self, shard: str) -> float:
@@ -262,20 +262,23 @@ class Slowest:
 
     @property
     def shard(self) -> tuple[str, float] | None:
-        """Return the shard with the longest mean time per sample, in s, or None at first."""
-        known = [shard for shard, (count, _) in self._shards.items() if count >= _LEAST]
+        """Return the slowest shard and its mean seconds per sample, or None.
+
+        Shards with few samples are not considered.
+        """
+        known = [shard for shard, (count, _) in self._shards.items() if count >= _LEAST_SHARD_SAMPLES]
         return max(((shard, self._mean(shard)) for shard in known), key=lambda entry: entry[1], default=None)
 
 
-_ENOUGH = 1000  # samples of a source before its fraction is checked
-_MUCH = 0.1  # fraction of a source's samples, or tokens
-# a run ends if a source has no usable one among this number of samples, or in its first epoch
+_LEAST_SOURCE_SAMPLES = 1000  # least number of samples of a source to check how many are skipped
+_MOST_SKIPPED = 0.1  # largest fraction of a source's samples or tokens to skip without a warning
+# a run ends if none of this many samples of a source is usable, or none in its first epoch
 _MOST_DROPPED = 10_000
-# epochs to wait if other ranks or a buffer have a part of the first epoch: the probability of a mistake is e**-5
-_EPOCHS = 5
-_SHOWN = 5  # reasons in a message
-_MISSING = "Check the names of parts in the encoder with `savable info PATH`"  # most skip reasons are "no ..."
-_CURES = {
+# epochs to wait if this rank sees only a part of the first epoch: the probability of a mistake is e**-5
+_WAIT_EPOCHS = 5
+_MOST_REASONS = 5  # most reasons in a message
+_MISSING_PART_FIX = "Check the names of parts in the encoder with `savable info PATH`"  # most skip reasons are "no ..."
+_FIXES = {
     "Encode": "Change the encoder or its settings, or the data",
     "OnlinePacker": "Pass too_long='split', 'truncate' or 'skip'",
     "BucketBatcher": "Raise the last bound",
@@ -283,21 +286,21 @@ _CURES = {
 
 
 class SourceLosses(Observer):
-    """What each stage uses and skips of each source, on the lanes of this rank.
+    """Observer of how much each stage skips of each source, on the lanes of this rank.
 
     Samples that `exclude=`, a decision, a filter or another setting drops do not count.
     """
 
     def __init__(self, local: LocalLanes) -> None:
         self._local = local
-        self._used: Counter[tuple[str, str]] = Counter()  # by stage and source: items, tokens and skipped tokens
+        self._used: Counter[tuple[str, str]] = Counter()  # by key, as in `OfSource`, and counter, such as items
         self._dropped: dict[str, Counter[str]] = {}  # by stage and source, then by reason
         self._warned: set[str] = set()
-        self._due: Counter[str] = Counter()  # number of dropped samples at which the states are examined again
+        self._next_check: Counter[str] = Counter()  # number of dropped samples at which the states are examined again
 
     @cached_property
     def _sources(self) -> dict[str, tuple[str, int]]:
-        """Return name ("" without a `Blend`) and number of samples (0 if off) of each source, by tag."""
+        """Return the name and the number of samples of each source by tag: "" without a `Blend`, 0 if off."""
         stages = list(upstream(self._local.last_stage))
         readers = [stage.info for stage in stages if not stage.sources]
         off = frozenset[int]().union(*(stage.off_tags for stage in stages if isinstance(stage, Blend)))
@@ -312,42 +315,42 @@ class SourceLosses(Observer):
         return None if state is None else partial(self._load, state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._used, self._dropped, self._due = Counter(), {}, Counter()
+        self._used, self._dropped, self._next_check = Counter(), {}, Counter()
         for number in lane_numbers(state):
             with suppress(SavableError):  # a lane that this rank does not need
                 dropped = read_lanes(state, [number])[number].dropped or {}
                 self._used.update((key, "items") for key, found in dropped.items() if not found)
 
-    def _count(self, counts: Mapping[str, int | float]) -> set[str]:
-        """Add the counters of a batch, and return the stages and sources with a skipped sample."""
-        touched = set()
+    def _add_counts(self, counts: Mapping[str, int | float]) -> set[str]:
+        """Add the counters of a batch. Return the keys (stage and source) with a skipped sample."""
+        skipping = set()
         for name, number in counts.items():
-            of = OfSource.of(name) if "/source/" in name else None
+            of = SourceCounter.parse(name) if "/source/" in name else None
             if of is not None and of.reason:
                 self._dropped.setdefault(of.key, Counter())[of.reason] += int(number)
-                touched.add(of.key)
+                skipping.add(of.key)
             elif of is not None:
                 self._used[of.key, of.counter] += int(number)
-        return touched
+        return skipping
 
     def on_batch(self, step: BatchStep) -> None:
         """Count a batch. Raises `EncodeError` for a source without a usable sample."""
         if step.repeated is not None:
             return
         after = step.after
-        for key in self._count(step.delivery.counts):
+        for key in self._add_counts(step.delivery.counts):
             population, dropped = self._source(key)[1], self._dropped[key].total()
             own = population * len(after.lanes) // after.lane_count  # samples of an epoch on the lanes of this rank
-            if population and not self._used[key, "items"] and dropped >= self._due[key]:
-                found = self._dropped_of(key, after)
+            if population and not self._used[key, "items"] and dropped >= self._next_check[key]:
+                found = self._dropped_by_lanes(key, after)
                 total = reasons_of(found).total()
-                missing = min(_MOST_DROPPED, _EPOCHS * population) - total
+                missing = min(_MOST_DROPPED, _WAIT_EPOCHS * population) - total
                 if own == population:
                     missing = min(missing, population - found[FIRST])
                 if found and missing <= 0:
                     raise self._error(key, found, len(after.lanes))
-                self._due[key] = dropped + max(1, missing)
-            self._warn_of_share(key, min(_ENOUGH, own))
+                self._next_check[key] = dropped + max(1, missing)
+            self._warn_of_share(key, min(_LEAST_SOURCE_SAMPLES, own))
 
     def on_skip(self, at: Position) -> None:
         """Check again at the end of an epoch, when lanes have seen enough samples."""
@@ -355,15 +358,15 @@ class SourceLosses(Observer):
             return
         states = [unpack_state(lane.state, LaneState, f"lane {number}") for number, lane in at.lanes.items()]
         for key in dict.fromkeys(key for state in states for key in state.dropped or {}):
-            population, found = self._source(key)[1], self._dropped_of(key, at)
-            enough = (population + 1) // 2 if len(at.lanes) == at.lane_count else _ENOUGH
+            population, found = self._source(key)[1], self._dropped_by_lanes(key, at)
+            enough = (population + 1) // 2 if len(at.lanes) == at.lane_count else _LEAST_SOURCE_SAMPLES
             if population and found and reasons_of(found).total() >= enough:
                 raise self._error(key, found, len(at.lanes))
         for key in self._dropped:
             self._warn_of_share(key, 1)
 
-    def _dropped_of(self, key: str, at: Position) -> Counter[str]:
-        """Return what all lanes skipped of a stage's source, or nothing if it had a usable sample."""
+    def _dropped_by_lanes(self, key: str, at: Position) -> Counter[str]:
+        """Return what this rank's lanes skipped of a source, or nothing if it had a usable sample."""
         found: Counter[str] = Counter()
         for number, lane in at.lanes.items():
             saved = unpack_state(lane.state, LaneState, f"lane {number}")
@@ -388,7 +391,7 @@ class SourceLosses(Observer):
         dropped, items = self._dropped[key].total(), self._used[key, "items"]
         lost, tokens = self._used[key, "skipped_tokens"], self._used[key, "tokens"]
         share, share_of_tokens = dropped / max(1, dropped + items), lost / max(1, lost + tokens)
-        if key in self._warned or dropped + items < enough or max(share, share_of_tokens) <= _MUCH:
+        if key in self._warned or dropped + items < enough or max(share, share_of_tokens) <= _MOST_SKIPPED:
             return
         self._warned.add(key)
         stage, source = key.rpartition("/")[0], self._source(key)[0]
@@ -406,10 +409,10 @@ class SourceLosses(Observer):
 def _fix(stage: str, reasons: Counter[str]) -> str:
     """Return what to do about a stage that skips samples, by the most frequent reason."""
     lacks_part = stage == "Encode" and reasons.most_common(1)[0][0].startswith("no ")
-    return _MISSING if lacks_part else _CURES.get(stage, "See loader.stats()")
+    return _MISSING_PART_FIX if lacks_part else _FIXES.get(stage, "See loader.stats()")
 
 
 def _listed(reasons: Counter[str]) -> str:
     """Format reasons, such as `'no txt' 990, 'empty' 10`."""
-    shown = ", ".join(f"{reason!r} {number:,}" for reason, number in reasons.most_common(_SHOWN))
-    return f"{shown} and {len(reasons) - _SHOWN} more reasons" if len(reasons) > _SHOWN else shown
+    shown = ", ".join(f"{reason!r} {number:,}" for reason, number in reasons.most_common(_MOST_REASONS))
+    return f"{shown} and {len(reasons) - _MOST_REASONS} more reasons" if len(reasons) > _MOST_REASONS else shown

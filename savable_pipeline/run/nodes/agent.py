@@ -4,12 +4,14 @@
     trainer ── one connection for the job, one for each worker ──▶ session ── a pool of processes (process_host.py)
             ◀── answers, as the workers wrote them ──                         batches in shared memory
 
-The agent passes each connection that has proved the key to a session and unpickles nothing. Before that, a connection
-can send 82 bytes, within a few seconds. The number of such connections is limited, and the oldest is closed first.
+The agent passes each connection that has proved the key to a session. It unpickles nothing itself. Before the proof, a
+connection can only send 82 bytes, within a few seconds. The number of such connections is limited, and the oldest is
+closed first.
 
-A session runs workers as a local trainer would, and relays. A request goes to its worker unchanged. An answer is sent
-from the shared memory without a copy. A session never waits for the trainer, which reads only when it wants a batch,
-and answers each ping. It detects a lost trainer by the end of its connection. The system probes a silent one.
+A session runs workers as a local trainer would, and relays their messages. A request goes to its worker unchanged. An
+answer is sent from the shared memory without a copy. A session answers each ping. It never waits for the trainer, which
+reads only when it wants a batch. It detects a lost trainer by the end of its connection, because the system probes
+silent connections.
 """
 
 from __future__ import annotations
@@ -40,15 +42,15 @@ from savable_pipeline.run.transport.channel import Channel
 
 log = logging.getLogger(__name__)
 
-_MOST_HALF_OPEN = 64
-_PROVED_IN_S = 3.0
-_STEP_S = 0.5
+_MOST_HALF_OPEN = 64  # connections that have not proved the key
+_PROOF_S = 3.0  # to prove the key
+_STEP_S = 0.5  # longest wait of a step
 _WARN_EVERY_S = 60.0  # between two warnings about rejected connections
 
 
 @dataclass(eq=False)
 class HalfOpen:
-    """Connection that has not proved the key."""
+    """Connection that has not proved the key yet."""
 
     end: socket.socket
     peer: str
@@ -124,7 +126,7 @@ class Agent:
         with contextlib.suppress(OSError):  # the caller has gone, or there is no free descriptor at the moment
             end, peer = self._listener.accept()
             end.setblocking(False)
-            caller = HalfOpen(end, str(peer[0]), time.monotonic() + _PROVED_IN_S)
+            caller = HalfOpen(end, str(peer[0]), time.monotonic() + _PROOF_S)
             self._half_open.append(caller)
             self._selector.register(end, selectors.EVENT_READ, lambda: self._receive(caller))
             if len(self._half_open) > _MOST_HALF_OPEN:
@@ -145,7 +147,7 @@ class Agent:
         if not raw:
             self._reject(caller, "it left before it had proved the key")
         elif len(caller.reply) == wire.REPLY_BYTES:
-            found = wire.answered(self._key, caller.hello, caller.reply)
+            found = wire.check_reply(self._key, caller.hello, caller.reply)
             if found is None:
                 self._reject(caller, "it has not the key")
             else:
@@ -171,10 +173,10 @@ class Agent:
         self._forget(caller)
         with caller.end as end, contextlib.suppress(OSError):  # the trainer or the session has gone
             end.send(proof)
-            running = known or self._begin(wanted.session)
+            running = known or self._start_session(wanted.session)
             running.channel.send(pickle.dumps(secret), [end.fileno()])
 
-    def _begin(self, session: bytes) -> RunningSession:
+    def _start_session(self, session: bytes) -> RunningSession:
         ours, theirs = socket.socketpair()
         with theirs:
             process = SpawnProcess(
@@ -182,11 +184,11 @@ class Agent:
             )
             running = RunningSession(Channel(ours, waits=False), begin_interpreter(process, [theirs.fileno()]))
         self._sessions[session] = running
-        self._selector.register(ours, selectors.EVENT_READ, lambda: self._ended(session))
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._drop_session(session))
         log.info("a loader has started a session, process %d", running.process.pid)
         return running
 
-    def _ended(self, session: bytes) -> None:
+    def _drop_session(self, session: bytes) -> None:
         """Drop a session, whose channel becomes readable only when it has ended."""
         running = self._sessions.pop(session)
         self._selector.unregister(running.channel)
@@ -203,7 +205,7 @@ class Agent:
 
 
 _CHECK_S = 0.2  # between two checks for reports of workers
-_POLL_S = 0.005  # the same while a worker checks its shards on request
+_POLL_S = 0.005  # between two such checks while a worker checks its shards on request
 
 
 def run_session(end: int, workers: int) -> None:
@@ -221,16 +223,16 @@ def run_session(end: int, workers: int) -> None:
 
 
 class Relay:
-    """Joins the connection of a trainer with that of a worker."""
+    """Passes messages between the connection of a trainer and that of a worker."""
 
     def __init__(self, link: wire.Link, host: ProcessHost) -> None:
         self.link = link
         self.worker: ProcessConnection | None = None  # None until the trainer has sent the shards to read
         self.is_checking = False  # whether the worker is checking its shards on request
         self.is_done = False  # whether everything that the trainer needs is sent
-        self._ends_by: float | None = None
+        self._ends_by: float | None = None  # when to kill a worker that was asked to end
         self._host = host
-        self._reported = ""  # the fault that the trainer knows
+        self._reported = ""  # what the trainer knows to be wrong with delivered batches
 
     def handle_requests(self) -> None:
         """Handle what the trainer has sent.
@@ -277,7 +279,7 @@ class Relay:
         try:
             found: list[tuple[int, Any]] = self.worker.receive()
         except EOFError:
-            self.worker.kill()  # it may be alive
+            self.worker.kill()  # it may be alive, although its connection has ended
             return False
         for number, answer in found:
             if number == STARTED:
@@ -287,7 +289,7 @@ class Relay:
         return bool(found)
 
     def forward_reports(self) -> None:
-        """Forward reports of the worker; kill it if it takes too long to end."""
+        """Forward reports of the worker, and kill it if it takes too long to end."""
         if self.worker is None or self.is_done:
             return
         if (fault := self.worker.fault()) != self._reported:
@@ -306,10 +308,10 @@ class Relay:
         while not self.worker.gone and self.relay():
             pass
         worker, error = self.worker, None if how.error is None else str(how.error)
-        last = (how.how, error, tuple(worker.working_on()), worker.stack(), worker.fault())
+        report = (how.how, error, tuple(worker.working_on()), worker.stack(), worker.fault())
         self.is_done = True
         worker.close()
-        self.link.send(wire.ENDED, pickle.dumps(last))
+        self.link.send(wire.ENDED, pickle.dumps(report))
 
     def close(self) -> None:
         """Close the connection and kill the worker."""
@@ -335,24 +337,27 @@ class NodeSession:
         self._watched: dict[int, int] = {}  # events by descriptor
 
     def run(self) -> None:
-        """Relay. Raises EOFError or OSError when the trainer or the agent has gone."""
+        """Relay messages until the trainer or the agent has gone.
+
+        Raises EOFError or OSError then.
+        """
         while True:
             seconds = _POLL_S if any(relay.is_checking for relay in self._relays) else _CHECK_S
             if self.host is None:
                 ready = self._selector.select(seconds)
             else:
-                heard, ended = self.host.wait(seconds)
+                heard, ended = self.host.wait(seconds)  # those with answers, and those that ended
                 self._relay(heard, ended)
                 ready = self._selector.select(0)
             for key, _ in ready:
                 if key.data is self._channel:
                     for message, descriptors in self._channel.receive():
-                        self._connected(socket.socket(fileno=descriptors[0]), pickle.loads(message))
+                        self._add_connection(socket.socket(fileno=descriptors[0]), pickle.loads(message))
                 elif key.data is self._control:
                     self._handle()
             self._serve_trainers({key.data for key, _ in ready})
 
-    def _connected(self, end: socket.socket, secret: wire.Secret) -> None:
+    def _add_connection(self, end: socket.socket, secret: wire.Secret) -> None:
         link = wire.Link(end, secret)
         if self._control is None:
             self._control, self._trusted = link, secret.trusted
@@ -368,7 +373,7 @@ class NodeSession:
             self._watched[link.fileno()] = events
 
     def _handle(self) -> None:
-        """Handle what the trainer has sent about the job."""
+        """Handle the trainer's frames about the job."""
         assert self._control is not None
         self._control.flush()
         for frame in self._control.receive():

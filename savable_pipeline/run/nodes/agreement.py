@@ -1,8 +1,8 @@
 """Versions and sources that a trainer and a node must share.
 
-Otherwise a lane could build other batches on the node. The node checks them before the first batch. Each is a name and
-a text: versions, the processor, a hash of the source of each of the user's modules that the pipeline uses. None of the
-user's code is imported to find them.
+Otherwise a lane could build other batches on the node. The node checks them before the first batch. Each requirement is
+a name and a text: a version, the processor, or a hash of the source of a user's module that the pipeline uses. Finding
+them imports none of the user's code.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Requirements: TypeAlias = dict[str, str]
 
 MAIN_MODULE = "module __main__"
 _NONE = "none"
-_OURS = Path(__file__).resolve().parents[2]
-_CHOSEN = "simplejpeg"  # decodes instead of Pillow if it is installed, so both machines must have it, or neither
-_FEATURES = {"sse4_1", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "amx_tile", "asimd", "sve"}
+_ROOT = Path(__file__).resolve().parents[2]
+_DECODER = "simplejpeg"  # decodes instead of Pillow if it is installed, so both machines must have it, or neither
+_CPU_FEATURES = {"sse4_1", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "amx_tile", "asimd", "sve"}
 
 
 def requirements_of(pickled: bytes, main: dict[str, Any]) -> Requirements:
-    """Return what a node must share with this process for a job.
+    """Return what a node must share with this process for a job: a text for each name.
 
-    `pickled` is the job, `main` its main module.
+    `pickled` is the job. `main` describes its main module, as multiprocessing does.
     """
     builds = {name: _build(name) for name in LIBRARIES}
-    found = {**_releases(), **{name: each for name, each in builds.items() if each != _NONE or name == _CHOSEN}}
+    found = {**_releases(), **{name: each for name, each in builds.items() if each != _NONE or name == _DECODER}}
     files = {
         f"module {name}": _source(name) for name in _user_modules(pickled) if name not in ("__main__", "__mp_main__")
     }
@@ -49,7 +49,10 @@ def requirements_of(pickled: bytes, main: dict[str, Any]) -> Requirements:
 
 
 def unmet_requirements(wanted: Requirements, main: dict[str, Any], allow: Iterable[str]) -> list[str]:
-    """Return how this machine differs from `wanted`, except for the names in `allow`."""
+    """Return one text for each requirement that this machine does not meet.
+
+    Names in `allow` may differ.
+    """
     releases = _releases()
     found = []
     for name, value in wanted.items():
@@ -67,13 +70,13 @@ def unmet_requirements(wanted: Requirements, main: dict[str, Any], allow: Iterab
 @cache
 def _releases() -> Requirements:
     return {
-        "savable_pipeline": f"{_build('savable_pipeline')} ({_hash_of(_OURS)}, ORDER {ORDER}, STATE {STATE})",
+        "savable_pipeline": f"{_build('savable_pipeline')} ({_hash_of(_ROOT)}, ORDER {ORDER}, STATE {STATE})",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
-        "processor": f"{platform.machine()} {' '.join(sorted(_FEATURES & _flags()))}".strip(),
+        "processor": f"{platform.machine()} {' '.join(sorted(_CPU_FEATURES & _cpu_flags()))}".strip(),
     }
 
 
-def _flags() -> set[str]:
+def _cpu_flags() -> set[str]:
     """Return the features of the processor, if the system lists them."""
     file = Path("/proc/cpuinfo")
     text = file.read_text(errors="replace") if file.exists() else ""
@@ -82,7 +85,7 @@ def _flags() -> set[str]:
 
 @cache
 def _build(name: str) -> str:
-    """Return the version of a library, with a hash of its list of compiled files."""
+    """Return the version of a library, with a hash of the list of its compiled files, or "none"."""
     try:
         found = distribution(name)
     except PackageNotFoundError:
@@ -118,23 +121,23 @@ def _source(name: str) -> Path | None:
 
 
 def _main_file(main: dict[str, Any]) -> str:
-    """Return the file of the main module, as multiprocessing passes it on, or ""."""
+    """Return the path of the main module's file, or "". `main` describes the module, as multiprocessing does."""
     if name := main.get("init_main_from_name"):
         return str(_source(name) or "")
     return str(main.get("init_main_from_path", ""))
 
 
 def _user_modules(pickled: bytes) -> list[str]:
-    """Return the user's modules that a pickle uses.
+    """Return the names of the user's modules that a pickle uses.
 
-    These are the modules that it names and, recursively, those that they use, if they are imported in this process.
+    The pickle names some of them. Others are used by these, recursively. Only modules imported in this process count.
     """
     found: set[str] = set()
-    pending = sorted(_named(pickled))
+    pending = sorted(_named_modules(pickled))
     while pending:
         name = pending.pop()
         module = sys.modules.get(name)
-        if name in found or module is None or not _is_users(module):
+        if name in found or module is None or not _is_user_module(module):
             continue
         found.add(name)
         pending += [".".join(name.split(".")[:i]) for i in range(1, name.count(".") + 1)]
@@ -145,18 +148,19 @@ def _user_modules(pickled: bytes) -> list[str]:
     return sorted(found)
 
 
-def _named(pickled: bytes) -> set[str]:
+def _named_modules(pickled: bytes) -> set[str]:
     """Return the names of imported modules among the strings of a pickle, with those of its classes and functions."""
     texts = {arg for _, arg, _ in pickletools.genops(pickled) if isinstance(arg, str)}
     return {word for text in texts for word in text.split(" ")[:1] if word in sys.modules}
 
 
-def _is_users(module: ModuleType) -> bool:
+def _is_user_module(module: ModuleType) -> bool:
+    """Return whether a module has Python source that is neither installed nor part of this library."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py"):
         return False
     path = Path(file).resolve()
-    return not any(path.is_relative_to(each) for each in (*_installed(), _OURS)) and "site-packages" not in path.parts
+    return not any(path.is_relative_to(each) for each in (*_installed(), _ROOT)) and "site-packages" not in path.parts
 
 
 @cache

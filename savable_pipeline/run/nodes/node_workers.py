@@ -32,7 +32,7 @@ from savable_pipeline.run.nodes.wire import can_authenticate_bodies, read_key
 
 @dataclass(frozen=True)
 class NodeWorkers(Workers):
-    """Settings of workers on other machines, which decide their number.
+    """Settings of workers on other machines, which set the number of workers.
 
     See `SocketHost.count`.
     """
@@ -56,7 +56,7 @@ class NodeWorkers(Workers):
         super().__post_init__()
 
     def _open_agents(self) -> Callable[[], Sequence[AgentAddress]]:
-        """Return what finds the addresses of the agents at each call."""
+        """Return a function that returns the current addresses of the agents."""
         raise NotImplementedError
 
     def host(self, job: LaneJob, share: tuple[int, int] = (0, 1)) -> Host:
@@ -115,8 +115,8 @@ class SocketWorkers(NodeWorkers):
 
 log = logging.getLogger(__name__)
 
-_ASK_S = 2.0
-_FIRST_S = 300.0  # for the least number of nodes
+_ASK_S = 2.0  # interval at which actors are asked for their addresses
+_FIRST_S = 300.0  # to wait for the least number of nodes
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class RayWorkers(NodeWorkers):
 
     @property
     def range(self) -> tuple[int, int]:
-        """Return the least and the most nodes."""
+        """Return the smallest and the largest number of nodes."""
         return self.nodes if isinstance(self.nodes, tuple) else (self.nodes, self.nodes)
 
     def _open_agents(self) -> Callable[[], Sequence[AgentAddress]]:
@@ -189,13 +189,13 @@ class NodeAgent:
 
 
 class RayNodes:
-    """Actors of the nodes, by number.
+    """Actors of a Ray cluster, one for each node, and the addresses of their agents.
 
     Raises ValueError if Ray is not installed or there is no cluster.
     """
 
     def __init__(self, workers: RayWorkers) -> None:
-        self._ray = _connected()
+        self._ray = _connect()
         self._least, self._most = workers.range
         self._workers = workers.num_cpus
         self._options: dict[str, Any] = {
@@ -206,7 +206,7 @@ class RayNodes:
             "get_if_exists": True,
         }
         self._actors: dict[int, Any] = {}
-        self._asked: dict[int, Any] = {}  # the pending question for each address
+        self._asked: dict[int, Any] = {}  # by number, the pending call that returns an actor's address
         self._found: dict[int, AgentAddress] = {}
         self._asked_at = -_ASK_S
 
@@ -218,7 +218,7 @@ class RayNodes:
         return [self._found[number] for number in sorted(self._found)]
 
     def _ask(self) -> None:
-        """Read the answers of actors, replace those that died, and ask all again."""
+        """Read the addresses from actors, replace those that died, and ask all again."""
         for number, asked in list(self._asked.items()):
             if self._ray.wait([asked], timeout=0)[0]:
                 del self._asked[number]
@@ -250,17 +250,18 @@ class RayNodes:
             self._asked_at = -_ASK_S
 
 
-def _connected() -> Any:
+def _connect() -> Any:
+    """Return the module `ray`, connected to its cluster. All ranks of one run use the same namespace."""
     try:
         import ray
     except ImportError as error:
         raise ValueError("RayWorkers needs Ray. Install it on every node: pip install ray") from error
     if not ray.is_initialized():
-        known = os.environ
-        run = [known[name] for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT") if name in known]
+        variables = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+        run = [os.environ[name] for name in variables if name in os.environ]
         try:
             ray.init(
-                address=known.get("RAY_ADDRESS", "auto"),
+                address=os.environ.get("RAY_ADDRESS", "auto"),
                 namespace=" ".join(["savable_pipeline", *run]) if run else None,
                 log_to_driver=False,
                 logging_level="ERROR",

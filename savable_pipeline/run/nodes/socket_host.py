@@ -4,8 +4,8 @@
            ◀────── a connection for the job, one for each worker (wire.py) ──────▶
 
 A loader reads only when it wants a batch, and then pings silent connections. A connection is lost if several pings in
-a row are not answered while the loader waits. So neither a suspended trainer nor an agent that waits for it counts as
-lost. A lost connection is not reopened. Its worker is replaced by one of an agent that answers. Agents that do not
+a row are not answered while the loader waits. So an agent does not count as lost while the trainer is suspended or
+busy. A lost connection is not reopened. Its worker is replaced by one of an agent that answers. Agents that do not
 answer are retried from time to time.
 """
 
@@ -33,14 +33,14 @@ from savable_pipeline.run.nodes.agreement import requirements_of
 
 log = logging.getLogger(__name__)
 
-_ASK_S = 0.35  # between two pings
-_MOST_SILENT = 5  # unanswered pings, which take 1.75 s
-_CONNECT_S = 3.0
-_BEGIN_S = 60.0  # for a session to start an interpreter and import this library
+_PING_S = 0.35  # between two pings
+_MOST_SILENT = 5  # unanswered pings in a row, which take 1.75 s; then the link is lost
+_CONNECT_S = 3.0  # to open a connection
+_SESSION_S = 60.0  # for a session to start an interpreter and import this library
 _RETRY_S = 2.0  # between two attempts to reach an agent
-_FIRST_S = 30.0  # without any agent before the first has answered
-_ALONE_S = 240.0  # without any agent later, because a network may be interrupted for minutes
-_STACK_S = 2.0
+_FIRST_S = 30.0  # to wait for the first agent to answer
+_ALONE_S = 240.0  # to wait without any agent later, because a network may be interrupted for minutes
+_STACK_S = 2.0  # to wait for the stack of a worker
 _MOST_FAILED = 4  # links lost in a row before their workers have answered; then the node is lost
 
 
@@ -58,24 +58,24 @@ class AgentAddress(NamedTuple):
 
 
 class Node:
-    """Agent, as a loader sees it."""
+    """Agent of another machine, in the loader that uses it."""
 
     def __init__(self, address: AgentAddress, *, trusted: bool = False) -> None:
         self.address = address
         self.trusted = trusted
         self.name = f"{address.host}:{address.port}"
         self.session = b""
-        self.link: wire.Link | None = None  # from the agreement of trainer and node until it is lost
+        self.link: wire.Link | None = None  # set once node and trainer have agreed, until it is lost
         self.workers = 0  # how many it runs for all ranks of a loader
         self.failed = 0  # links lost in a row before their workers had answered
         self.error = ""  # why it does not answer
         self.differs: list[str] = []  # how it differs from this machine
-        self.tried_at = 0.0
-        self.trying: threading.Thread | None = None
-        self.arrived: tuple[wire.Link, int] | None = None  # the result of the thread
+        self.tried_at = 0.0  # time of the last attempt to reach it
+        self.trying: threading.Thread | None = None  # runs `try_once`
+        self.arrived: tuple[wire.Link, int] | None = None  # the link and the number of workers, from `try_once`
 
     def connect(self, purpose: int, memory: wire.ReusedMemory | None = None) -> wire.Link:
-        """Open a connection of its session. Raises OSError or EOFError."""
+        """Open a connection to its session. Raises OSError or EOFError if that fails."""
         end = socket.create_connection(self.address[:2], _CONNECT_S)
         try:
             return wire.Link(
@@ -93,7 +93,7 @@ class Node:
         try:
             self.session = os.urandom(16)
             link = self.connect(wire.FOR_SESSION)
-            answer = link.exchange(wire.JOB, job, _BEGIN_S)
+            answer = link.exchange(wire.JOB, job, _SESSION_S)
             if answer.kind == wire.AGREED:
                 self.arrived = link, int(answer.head)
             else:
@@ -111,7 +111,7 @@ class Node:
 class SocketConnection:
     """Worker on a node, or one that waits for a node.
 
-    Requests to a waiting worker are sent when it has a node.
+    Requests to a waiting worker are sent once it has a node.
     """
 
     def __init__(self, pinned: PinnedShards, host: SocketHost) -> None:
@@ -119,7 +119,7 @@ class SocketConnection:
         self.link: wire.Link | None = None
         self.end: Ended | None = None
         self.answered = False  # whether it has answered a request
-        self.why = ""  # why its link is lost
+        self.why = ""  # why its link was lost
         self.answers: list[tuple[int, WorkerAnswer]] = []
         self._host = host
         # frames to send once it has a link
@@ -207,11 +207,11 @@ class SocketConnection:
         self.send_frame(wire.CHECK)
 
     def has_checked(self) -> bool:
-        """Return whether it has checked them since, or has ended."""
+        """Return whether it has checked its shards since the last request, or has ended."""
         return self._checked or self.end is not None
 
     def fault(self) -> str:
-        """Return the reported error of delivered batches, or ""."""
+        """Return what the worker reported as wrong with delivered batches, or ""."""
         return self._fault
 
     def working_on(self) -> WorkerStatus:
@@ -233,7 +233,7 @@ class SocketConnection:
         return self._stack
 
     def kill(self) -> bool:
-        """Have it killed."""
+        """Have the agent's session kill the worker."""
         self.send_frame(wire.KILL)
         return True
 
@@ -247,9 +247,9 @@ class SocketConnection:
 class SocketHost(Host):
     """Starts workers on the nodes whose agents answer at `addresses`.
 
-    The addresses may change. The workers of all agents are numbered, those of the first agent first. Number q belongs
-    to rank q % ranks. So each agent with enough workers has some for every rank. A rank without any takes one
-    nevertheless. Raises ValueError for a pipeline that cannot be sent to them.
+    The addresses may change. The workers of all agents are numbered, those of the first agent first. Worker q belongs
+    to rank q % ranks. So each agent with enough workers has some for every rank. A rank without a worker uses an extra
+    one. `share` is this rank and the number of ranks. Raises ValueError for a pipeline that cannot be sent to nodes.
     """
 
     def __init__(
@@ -269,13 +269,13 @@ class SocketHost(Host):
         self._memory = wire.ReusedMemory()
         self._nodes: list[Node] = []
         self._connections: list[SocketConnection] = []  # those that are open
-        self._asked_at = self._waited_at = time.monotonic()
+        self._pinged_at = self._waited_at = time.monotonic()
         self._alone_s = 0.0  # how long it has waited without any node
-        self._has_begun = False  # whether any worker has started
+        self._has_started = False  # whether any worker has started
         self._update_nodes()
 
     def _update_nodes(self) -> None:
-        """Connect new nodes, retry lost ones, and place waiting workers."""
+        """Connect new nodes, retry lost ones, and start waiting workers on nodes."""
         now = time.monotonic()
         known = self._addresses()
         gone = [node for node in self._nodes if node.address not in known and not node.link and not node.trying]
@@ -286,16 +286,16 @@ class SocketHost(Host):
         for node in self._nodes:
             if node.trying is not None and not node.trying.is_alive():
                 node.trying = None
-                self._tried(node)
+                self._handle_attempt(node)
             if node.link is None and node.trying is None and (not node.tried_at or now > node.tried_at + _RETRY_S):
                 node.tried_at, node.differs = now, []
                 node.trying = threading.Thread(target=node.try_once, args=(self._job,), daemon=True)
                 node.trying.start()
         if all(node.link or node.error for node in self._nodes):  # each has been tried
             for waiting in [each for each in self._connections if each.link is None and each.end is None]:
-                self._find_node(waiting)
+                self._start_on_a_node(waiting)
 
-    def _tried(self, node: Node) -> None:
+    def _handle_attempt(self, node: Node) -> None:
         """Handle the result of an attempt to reach a node.
 
         Raises `WorkerError` for one that differs, before the first batch.
@@ -309,12 +309,12 @@ class SocketHost(Host):
                 f"the node {node.name} differs from this machine, so its batches could differ: "
                 f"{'; '.join(node.differs)}. Install the same there, or name in allow= of the workers what may differ"
             )
-            if not self._has_begun:
+            if not self._has_started:
                 raise WorkerError(message)
             log.warning("%s. It is not used.", message)
 
     def _lose(self, each: Node | SocketConnection, why: str) -> None:
-        """Record that a worker or node is lost, unless `why` is ""."""
+        """Record that a worker or node is lost for the reason `why`, unless that is ""."""
         if not why or each.link is None:
             return
         if isinstance(each, SocketConnection):
@@ -335,7 +335,7 @@ class SocketHost(Host):
     def _room(self, node: Node) -> int:
         """Return how many more workers a node can run for this rank.
 
-        It is negative if other nodes were lost.
+        The result is negative if the node runs workers of lost nodes, too.
         """
         return self._share(node) - sum(each.node is node and each.end is None for each in self._connections)
 
@@ -343,13 +343,13 @@ class SocketHost(Host):
         """Return this rank's number of workers on the nodes that answer."""
         return max(1, sum(self._share(node) for node in self._nodes if node.link is not None))
 
-    def _find_node(self, worker: SocketConnection) -> None:
+    def _start_on_a_node(self, worker: SocketConnection) -> None:
         """Start a worker on the node with the most room.
 
-        It continues to wait if no node answers, and ends if none has room.
+        The worker continues to wait if no node answers, and ends if none has room.
         """
         while answering := [node for node in self._nodes if node.link is not None]:
-            first = self._rank % len(answering)  # for a rank without a share
+            first = self._rank % len(answering)  # if none has room, ranks use different nodes
             node = max([*answering[first:], *answering[:first]], key=self._room)
             if self._room(node) <= 0 and any(each.node and not each.end for each in self._connections):
                 worker.end = Ended(
@@ -375,9 +375,12 @@ class SocketHost(Host):
             self._connections.remove(worker)
 
     def wait(self, seconds: float) -> tuple[list[SocketConnection], list[Ended]]:
-        """Wait for answers and ends, at most until the next ping is due."""
+        """Return the workers with answers, and the ends of others.
+
+        This waits for some, at most until the next ping is due.
+        """
         self._update_nodes()
-        self._poll(0.0 if any(each.answers or each.end for each in self._connections) else min(seconds, _ASK_S))
+        self._poll(0.0 if any(each.answers or each.end for each in self._connections) else min(seconds, _PING_S))
         self._check_alone()
         ended = [each for each in self._connections if each.end is not None]
         for each in ended:
@@ -385,7 +388,7 @@ class SocketHost(Host):
                 each.node.failed += 1
                 if each.node.failed >= _MOST_FAILED:
                     self._lose(each.node, each.why)
-        self._has_begun = self._has_begun or any(each.pid for each in self._connections)
+        self._has_started = self._has_started or any(each.pid for each in self._connections)
         heard = [each for each in self._connections if each.answers]
         for each in ended:
             self.forget(each)
@@ -400,10 +403,10 @@ class SocketHost(Host):
             poll.register(descriptor, link.events)
         for descriptor, _ in poll.poll(seconds * 1000):
             self._lose(links[descriptor][0], links[descriptor][0].poll())
-        if time.monotonic() - self._asked_at >= _ASK_S:
-            self._asked_at = time.monotonic()
+        if time.monotonic() - self._pinged_at >= _PING_S:
+            self._pinged_at = time.monotonic()
             for each, link in links.values():
-                if link.fileno() >= 0:  # a part of a body on a slow link does not end `poll`, but shows life too
+                if link.fileno() >= 0:  # a part of a body on a slow link does not end `poll`, but is a sign of life
                     self._lose(each, each.poll() or _ping(link))
 
     def _check_alone(self) -> None:
@@ -413,8 +416,8 @@ class SocketHost(Host):
         if any(node.link is not None and node.failed < _MOST_FAILED for node in self._nodes):
             self._alone_s = 0.0
             return
-        self._alone_s += min(since, 2 * _ASK_S)
-        limit = _ALONE_S if self._has_begun else _FIRST_S
+        self._alone_s += min(since, 2 * _PING_S)
+        limit = _ALONE_S if self._has_started else _FIRST_S
         if self._alone_s > limit:
             self._alone_s = 0.0
             found = "; ".join(f"{node.name}: {node.error or 'not tried yet'}" for node in self._nodes)
@@ -424,9 +427,9 @@ class SocketHost(Host):
             )
 
     def end_workers(self) -> None:
-        """End all workers after a last check.
+        """Have all workers check their shards a last time and end.
 
-        After 5 s the connections are closed, which kills them.
+        After 5 s their connections are closed, which kills the others.
         """
         workers = [each for each in self._connections if each.link is not None and each.end is None]
         for worker in workers:
@@ -457,7 +460,7 @@ def _ping(link: wire.Link) -> str:
     link.silent = 0 if link.heard else link.silent + 1
     link.heard = False
     if link.silent >= _MOST_SILENT:
-        return f"no sign of life in {_MOST_SILENT * _ASK_S:.2g} s"
+        return f"no sign of life in {_MOST_SILENT * _PING_S:.2g} s"
     try:
         link.send(wire.PING)
     except OSError as error:

@@ -56,7 +56,7 @@ from savable_pipeline.run.engine.connection import STARTED, WorkerAnswer
 from savable_pipeline.run.engine.shared_batches import AnswerReader
 from savable_pipeline.run.transport import batch_pickle
 from savable_pipeline.run.transport.batch_pickle import Buffer
-from savable_pipeline.run.transport.channel import closed_in_children
+from savable_pipeline.run.transport.channel import close_in_children
 from savable_pipeline.run.transport.segments import ALIGN
 
 WIRE_MAGIC = b"SvP2"  # changes with the layout of frames and of the handshake
@@ -64,10 +64,10 @@ HEADER = struct.Struct("<4sBxxxIQQ32s16s")
 CODE_BYTES = 16
 _GMAC_BYTES = 1 << 30  # in one call, because OpenSSL counts in 32 bits
 MOST_HEAD, MOST_BODY = 1 << 30, 1 << 36  # bytes; a longer frame is rejected
-_SMALL = 1 << 16  # bytes of a body that does not reuse memory
-_FREE_BLOCKS = 8  # most free blocks to keep
-_VIEWS = 512  # in one system call
-_FRAMES = 16  # received at a time
+_SMALL = 1 << 16  # bytes; a body up to this size does not reuse memory
+_FREE_BLOCKS = 8  # at most this many free blocks of memory are kept
+_MOST_VIEWS = 512  # that one system call sends
+_MOST_FRAMES = 16  # that one call of `receive` returns
 _WAKE_BYTES = 1 << 20  # bytes of a large body that must arrive before the process is woken
 
 # Frames about a job: from the trainer to the session, and the answers.
@@ -75,7 +75,7 @@ JOB, AGREED, REFUSED = 1, 2, 3
 # Frames about a worker: from the trainer to the session, and from the session to the trainer.
 BEGIN, REQUEST, CHECK, STACK, KILL, END = 10, 11, 12, 13, 14, 15
 ANSWER, FAULT, CHECKED, STATUS, ENDED = 20, 21, 22, 23, 24
-# A ping of the trainer, and the session's answer.
+# A ping of the trainer, and the session's answer to it.
 PING, PONG = 30, 31
 # Between two ranks that share batches: a note, before the answer that it announces.
 PEER = 40
@@ -116,7 +116,7 @@ class ReusedMemory:
     def allocate(self, size: int, viewed: list[int]) -> memoryview:
         """Return `size` writable bytes.
 
-        `viewed` counts the blocks of a connection. It is one more until nothing views these bytes.
+        `viewed[0]` counts the blocks of a connection that are viewed. It counts this one until nothing views it.
         """
         if size <= _SMALL:
             return memoryview(bytearray(size))
@@ -129,11 +129,11 @@ class ReusedMemory:
         whole = np.frombuffer(block, np.uint8)
         viewed[0] += 1
 
-        def gone(block: mmap.mmap = block) -> None:
+        def free(block: mmap.mmap = block) -> None:
             viewed[0] -= 1
             self._free.append(block)
 
-        weakref.finalize(whole, gone).atexit = False
+        weakref.finalize(whole, free).atexit = False
         return memoryview(whole)[:size]  # type: ignore[arg-type]
 
 
@@ -152,14 +152,14 @@ class Link:
         self.viewed = [0]  # blocks of memory that are viewed in this process
         self.heard = True  # whether anything arrived since the last ping
         self.silent = 0  # unanswered pings in a row
-        self._sent = self._received = 0  # frames
+        self._sent = self._received = 0  # numbers of frames
         self._unsent: deque[memoryview] = deque()
         self._arrived: list[Frame] = []
-        self._fault: Exception | None = None  # the error after which nothing more can arrive
-        self._parser = self._parsed()
+        self._failure: Exception | None = None  # why nothing more can arrive
+        self._parser = self._parse()
         self._target = memoryview(b"")  # memory for the next bytes
-        self._wakes_at = 1
-        closed_in_children(self)
+        self._wakes_at = 1  # bytes that must arrive before `poll` returns
+        close_in_children(self)
 
     def fileno(self) -> int:
         """Return the socket's descriptor, or -1 once closed."""
@@ -186,7 +186,7 @@ class Link:
     def flush(self) -> bool:
         """Send queued frames, and return whether all are sent."""
         while self._unsent:
-            views = [self._unsent[i] for i in range(min(len(self._unsent), _VIEWS))]
+            views = [self._unsent[i] for i in range(min(len(self._unsent), _MOST_VIEWS))]
             try:
                 sent = self._socket.sendmsg(views)
             except BlockingIOError:
@@ -202,7 +202,7 @@ class Link:
     def receive(self) -> list[Frame]:
         """Return the frames that have arrived. Raises EOFError once nothing more can."""
         try:
-            while self._fault is None and len(self._arrived) < _FRAMES:
+            while self._failure is None and len(self._arrived) < _MOST_FRAMES:
                 while not self._target:
                     self._target = next(self._parser)
                 count = self._socket.recv_into(self._target)
@@ -213,11 +213,11 @@ class Link:
         except BlockingIOError:
             self._wake_at(min(len(self._target), _WAKE_BYTES))
         except StopIteration:
-            self._fault = WireError("the program was interrupted during a message")
+            self._failure = WireError("the program was interrupted during a message")
         except (EOFError, OSError) as error:
-            self._fault = error
-        if self._fault is not None and not self._arrived:
-            raise self._fault
+            self._failure = error
+        if self._failure is not None and not self._arrived:
+            raise self._failure
         found, self._arrived = self._arrived, []
         return found
 
@@ -235,22 +235,22 @@ class Link:
         return ""
 
     def _wake_at(self, size: int) -> None:
-        """Have the system's `poll` return only for at least `size` bytes.
+        """Have the system's `poll` return only once at least `size` bytes have arrived.
 
-        A large body arrives in many small pieces.
+        Otherwise it would return for each of the many small pieces of a large body.
         """
         if size != self._wakes_at and hasattr(socket, "SO_RCVLOWAT"):
             self._wakes_at = size
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
-    def _parsed(self) -> Iterator[memoryview]:
-        """Yield the memory of header, head and body in turn; append each complete frame."""
+    def _parse(self) -> Iterator[memoryview]:
+        """Yield memory to fill with header, head and body in turn, and append each complete frame."""
         header, key = memoryview(bytearray(HEADER.size + CODE_BYTES)), self._secret.receives
         while True:
             yield header
-            magic, kind, head_bytes, number, body_bytes, head_hash, code = HEADER.unpack_from(header)
-            wanted = header_code(key, header[: HEADER.size])
-            if magic != WIRE_MAGIC or not hmac.compare_digest(wanted, header[HEADER.size :]):
+            magic, kind, head_bytes, number, body_bytes, head_hash, body_code = HEADER.unpack_from(header)
+            expected_code = header_code(key, header[: HEADER.size])
+            if magic != WIRE_MAGIC or not hmac.compare_digest(expected_code, header[HEADER.size :]):
                 raise WireError(f"message {self._received} was not sent by the other side")
             if number != self._received:
                 raise WireError(f"message {number} arrived instead of {self._received}")
@@ -262,7 +262,7 @@ class Link:
                 raise WireError(f"the header of message {number} was changed in transit")
             body = self._memory.allocate(body_bytes, self.viewed)
             yield body
-            if not hmac.compare_digest(self._body_code(key, number, [body]), code):
+            if not hmac.compare_digest(self._body_code(key, number, [body]), body_code):
                 raise WireError(f"the body of message {number} was changed in transit")
             self._received += 1
             self._arrived.append(Frame(kind, head, body))
@@ -276,8 +276,8 @@ class Link:
 
         gmac = Cipher(algorithms.AES(key[32:]), modes.GCM(number.to_bytes(12, "little"))).encryptor()
         for view in body:
-            for at in range(0, len(view), _GMAC_BYTES):
-                gmac.authenticate_additional_data(view[at : at + _GMAC_BYTES])
+            for start in range(0, len(view), _GMAC_BYTES):
+                gmac.authenticate_additional_data(view[start : start + _GMAC_BYTES])
         gmac.finalize()
         return gmac.tag
 
@@ -302,7 +302,7 @@ class Link:
 
 
 def error_text(error: Exception) -> str:
-    """Return the text of an error, or its class if it has none."""
+    """Return the text of an error, or the name of its class if it has none."""
     return str(error) or type(error).__name__
 
 
@@ -342,20 +342,20 @@ class WrittenAnswer(NamedTuple):
     buffers: Sequence[Buffer]
 
     def head(self, number: int) -> bytes:
-        """Return the head of its frame."""
+        """Return the head of the frame for request `number`."""
         sizes = struct.pack(f"<{len(self.buffers)}Q", *map(len, self.buffers))
         return b"".join((_NUMBERS.pack(number, len(self.buffers)), sizes, self.pickled))
 
     def body(self) -> list[Buffer]:
-        """Return the body of its frame."""
+        """Return the body of the frame, in pieces."""
         return [piece for buffer in self.buffers for piece in (buffer, _PADDING[: -len(buffer) % ALIGN])]
 
 
 class WrittenAnswerReader(AnswerReader):
-    """Reads answers of a worker as written, and unpickles only its first message."""
+    """Reads answers of a worker as it wrote them, and unpickles only the first one."""
 
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Any]:
-        """Return the number of a message, and its `WrittenAnswer`."""
+        """Return the number of the request, and its `WrittenAnswer`."""
         number, inline, written = pickle.loads(message)
         if written is not None:
             *buffers, pickled = self.view(written, descriptors)
@@ -364,9 +364,9 @@ class WrittenAnswerReader(AnswerReader):
 
 
 def read_answer(frame: Frame) -> tuple[int, WorkerAnswer]:
-    """Return the number and the answer of a frame.
+    """Return the number of the request and the answer that a frame has.
 
-    Raises `WireError` if the lengths in it are not those of its parts.
+    Raises `WireError` if the lengths in the head do not fit the frame.
     """
     head = memoryview(frame.head)
     try:
@@ -377,7 +377,7 @@ def read_answer(frame: Frame) -> tuple[int, WorkerAnswer]:
     starts = list(accumulate((size + -size % ALIGN for size in sizes), initial=0))
     if starts[-1] != len(frame.body):
         raise WireError(f"answer {number} has buffers of {starts[-1]} bytes in a body of {len(frame.body)}")
-    buffers = [frame.body[at : at + size] for at, size in zip(starts, sizes, strict=False)]
+    buffers = [frame.body[start : start + size] for start, size in zip(starts, sizes, strict=False)]
     return number, batch_pickle.loads(head[_NUMBERS.size + 8 * count :], buffers)
 
 
@@ -387,7 +387,7 @@ _PROOF_BYTES = 32
 _WANTED = struct.Struct(f"<{_RANDOM_BYTES}sB16s?")
 HELLO_BYTES = len(WIRE_MAGIC) + _RANDOM_BYTES
 REPLY_BYTES = _WANTED.size + _PROOF_BYTES
-_LEAST_KEY = 16  # bytes
+_MIN_KEY_BYTES = 16
 
 
 class Wanted(NamedTuple):
@@ -406,24 +406,24 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
     file = Path(path)
     try:
         with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
-            found = os.fstat(opened.fileno())
-            key = opened.read(1 << 16).strip() if stat.S_ISREG(found.st_mode) else b""
+            status = os.fstat(opened.fileno())
+            key = opened.read(1 << 16).strip() if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         raise ValueError(
             f"{file}: {error.strerror}. Create a key: (umask 077; head -c 32 /dev/urandom | base64 > {file})"
         ) from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{file} is a pipe or a device. Write the key into a file.")
-    if found.st_uid not in (os.geteuid(), 0):
+    if status.st_uid not in (os.geteuid(), 0):
         raise ValueError(
-            f"{file} belongs to user {found.st_uid}, who could run code as you. Run chown {os.geteuid()} {file}, or "
+            f"{file} belongs to user {status.st_uid}, who could run code as you. Run chown {os.geteuid()} {file}, or "
             "create another key."
         )
-    if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ValueError(f"{file} can be read by other users, who could run code as you. Run chmod 600 {file}.")
-    if len(key) < _LEAST_KEY:
+    if len(key) < _MIN_KEY_BYTES:
         raise ValueError(
-            f"{file} has {len(key)} bytes, fewer than {_LEAST_KEY}. Create a key: (umask 077; head -c 32 "
+            f"{file} has {len(key)} bytes, fewer than {_MIN_KEY_BYTES}. Create a key: (umask 077; head -c 32 "
             f"/dev/urandom | base64 > {file})"
         )
     return key
@@ -434,24 +434,24 @@ def new_hello() -> bytes:
     return WIRE_MAGIC + os.urandom(_RANDOM_BYTES)
 
 
-def answered(key: bytes, hello: bytes, reply: bytes) -> tuple[bytes, Wanted, Secret] | None:
+def check_reply(key: bytes, hello: bytes, reply: bytes) -> tuple[bytes, Wanted, Secret] | None:
     """Return the agent's proof, the request, and the secret of the connection.
 
-    It is None if the caller has not proved the key.
+    The result is None if `reply` does not prove the key.
     """
     transcript = hello + reply[: _WANTED.size]
     if not hmac.compare_digest(_proof(key, b"trainer", transcript), reply[_WANTED.size :]):
         return None
     _, *wanted = _WANTED.unpack_from(reply)
-    whole, found = hello + reply, Wanted(*wanted)
-    secret = Secret(_keys(key, b"to trainer", whole), _keys(key, b"to agent", whole), found.trusted)
-    return _proof(key, b"agent", whole), found, secret
+    whole, request = hello + reply, Wanted(*wanted)
+    secret = Secret(_keys(key, b"to trainer", whole), _keys(key, b"to agent", whole), request.trusted)
+    return _proof(key, b"agent", whole), request, secret
 
 
 def greet(end: socket.socket, key: bytes, wanted: Wanted) -> Secret:
-    """Do the trainer's part of the handshake.
+    """Do the trainer's part of the handshake, and return the connection's secret.
 
-    It waits as long as the socket does. Raises ConnectionError if the other side has another key.
+    This waits for the timeout of the socket. Raises ConnectionError if the other side has another key.
     """
     hello = read_exactly(end, HELLO_BYTES)
     if hello[: len(WIRE_MAGIC)] != WIRE_MAGIC:
@@ -465,15 +465,17 @@ def greet(end: socket.socket, key: bytes, wanted: Wanted) -> Secret:
 
 
 def _proof(key: bytes, role: bytes, transcript: bytes) -> bytes:
+    """Return the proof that an end in this role, "trainer" or "agent", has the key."""
     return hmac.digest(key, role + b"\0" + transcript, "sha256")
 
 
 def _keys(key: bytes, direction: bytes, transcript: bytes) -> bytes:
+    """Return the 64 bytes of keys for one direction of a connection, see `Secret`."""
     return hmac.digest(key, direction + b"\0" + transcript, "sha512")
 
 
 def read_exactly(end: socket.socket, size: int) -> bytes:
-    """Read `size` bytes, within the timeout of the socket."""
+    """Return the next `size` bytes. Each read waits for the timeout of the socket."""
     found = b""
     while len(found) < size:
         more = end.recv(size - len(found))

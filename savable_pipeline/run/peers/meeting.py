@@ -31,17 +31,18 @@ from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.segments import ALIGN
 
 IS_LINUX = sys.platform == "linux"  # on other systems, each peer gets copies from the first rank
-_GLANCE_S = 0.02  # seconds between two reads of the store
+_STORE_POLL_S = 0.02  # interval at which the store is read, and between two looks at a listener
+# the advice of errors
 _FIRST = "Order the ranks of all sharing groups alike."
 _IN_ORDER = "Create and iterate the same loaders in the same order on each of these ranks."
 _REACH = "Set MASTER_ADDR to an address of a network that both machines share."
 
 
 class Sharing(NamedTuple):
-    """Peers of a sharing group.
+    """Peers of a sharing group, as seen from this process.
 
-    `number` is that of this process among them. `ranks` are their global ranks, for messages. `store` is that of
-    torch.distributed, through which they find each other.
+    `number` is the index of this process among them. `ranks` are their global ranks, for messages. They find each other
+    through `store`, the store of torch.distributed.
     """
 
     number: int
@@ -52,15 +53,16 @@ class Sharing(NamedTuple):
 def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...], store: Any) -> Sharing | None:
     """Return the sharing group with these global ranks, or None for one process.
 
-    `data_ranks` are those of this process's data group, and `store` is that of all processes. Raises ValueError for too
-    many peers. In a data group, either all processes or none must be the first of their sharing groups, otherwise
-    ValueError is raised too. No process waits for another.
+    `data_ranks` are the global ranks of this process's data group, and `store` is shared by all processes. Raises
+    ValueError for too many peers, and unless all processes or none of the data group are the first of their sharing
+    groups. No process waits for another.
     """
     import torch.distributed as dist
 
     if len(ranks) > ALIGN:
         raise ValueError(f"{len(ranks)} ranks cannot share batches. Share among at most {ALIGN}.")
-    found = Sharing(ranks.index(own := dist.get_rank()), ranks, store)
+    own = dist.get_rank()
+    found = Sharing(ranks.index(own), ranks, store)
     found.store.set(f"savable_pipeline/peers/first {own}", role := str(found.number == 0))
     for rank in data_ranks:
         if found.store.compare_set(f"savable_pipeline/peers/first {rank}", "", "").decode() not in ("", role):
@@ -69,16 +71,16 @@ def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...], store: Any
 
 
 def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
-    """Return the peer that passes batches to this process, and those that get them.
+    """Return the peer from which this process gets batches, and those that it serves.
 
-    The first rank gets them from none. Raises `WorkerError` if a peer does not come in time, `SavableError` if they
-    cannot share.
+    The first result is None on the first rank. Raises `WorkerError` if a peer does not come in time, and `SavableError`
+    if the peers cannot share.
     """
     meeting = _Meeting(sharing, timeout)
     with socket.socket(socket.AF_UNIX) as listener, socket.socket() as public:
         try:
             return meeting.connect(listener, public)
-        # reported before the sockets close, because others would report the closed sockets
+        # The error is passed on before the sockets close. Otherwise the others would only report closed sockets.
         except SavableError as error:
             meeting.write("failed", str(error))
             for peer in meeting.accepted.values():
@@ -93,7 +95,8 @@ class _Meeting:
         self._store, self._ranks, self._index = sharing.store, sharing.ranks, sharing.number
         # The first rank waits for all others and can name a missing one, so the others wait longer than it.
         self._timeout = timeout * 1.1 if self._index else timeout
-        self.accepted, self._until = dict[int, Peer](), time.monotonic() + self._timeout
+        self.accepted = dict[int, Peer]()  # by index
+        self._until = time.monotonic() + self._timeout
         group = f"savable_pipeline/peers/{'-'.join(map(str, sharing.ranks))}"
         self._key = f"{group}/{sharing.store.add(f'{group} of {sharing.number}', 1)}"
 
@@ -102,16 +105,16 @@ class _Meeting:
         self._store.set(f"{self._key}/{name}", repr(value).encode())
 
     def _read(self, name: str, index: int) -> Any:
-        """Return the value, once the peer `index` has written it."""
+        """Return the value of this name, once the peer `index` has written it."""
         while not self._store.check([f"{self._key}/{name}"]):
             self._remaining_s([index])
-            time.sleep(_GLANCE_S)
+            time.sleep(_STORE_POLL_S)
         return ast.literal_eval(bytes(self._store.get(f"{self._key}/{name}")).decode())
 
     def _remaining_s(self, missing: Iterable[int]) -> float:
-        """Return the time that remains to wait for these peers.
+        """Return how many seconds remain to wait for these peers.
 
-        Raises `WorkerError` if it is over, `SavableError` if others failed.
+        Raises `WorkerError` if none remain, and `SavableError` if another peer has failed.
         """
         if self._store.check([f"{self._key}/failed"]):
             raise SavableError(self._read("failed", 0))
@@ -121,17 +124,18 @@ class _Meeting:
         raise WorkerError(f"rank {own} waited {self._timeout:g} s for rank {names} to share batches. {_IN_ORDER}")
 
     def connect(self, listener: socket.socket, public: socket.socket) -> tuple[Peer | None, list[Peer]]:
-        """Connect as `meet` says.
+        """Connect, and return the result of `meet`.
 
-        `listener` is for peers of this machine, `public` for others.
+        `listener` is for peers of this machine, `public` for those of other machines.
         """
         if IS_LINUX:  # such an address leaves nothing in the file system, even after SIGKILL
             listener.bind(b"\0savable_pipeline " + os.urandom(16).hex().encode())
             listener.listen()
         if (own := self._index) == 0:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unused:  # sends nothing
-                unused.connect((os.environ.get("MASTER_ADDR", "localhost"), 9))
-                public.bind((unused.getsockname()[0], 0))
+            # Connecting a datagram socket sends nothing, but selects our address in the network of the other ranks.
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((os.environ.get("MASTER_ADDR", "localhost"), 9))
+                public.bind((probe.getsockname()[0], 0))
             public.listen()
             self.write("tcp", public.getsockname())
             self.write("secret", os.urandom(32))
@@ -148,7 +152,7 @@ class _Meeting:
         return upstream, [self.accepted[index] for index in sorted(self.accepted)]
 
     def _join(self, end: socket.socket | None, index: int) -> Peer:
-        """Return a peer to which this one has connected."""
+        """Greet a peer over the connected socket `end`, and return it."""
         with contextlib.suppress(OSError):
             if end is not None:
                 end.settimeout(self._remaining_s([index]))
@@ -160,15 +164,16 @@ class _Meeting:
     def _accept(self, listener: socket.socket, expected: set[int]) -> None:
         """Accept these peers. Others, which cannot prove the secret, are rejected."""
         while missing := expected - self.accepted.keys():
-            listener.settimeout(min(self._remaining_s(missing), _GLANCE_S))
+            listener.settimeout(min(self._remaining_s(missing), _STORE_POLL_S))
             with contextlib.suppress(OSError), contextlib.ExitStack() as refused:
                 end = refused.enter_context(listener.accept()[0])
                 end.settimeout(3.0)
                 end.sendall(hello := wire.new_hello())
-                if proved := wire.answered(self._read("secret", 0), hello, wire.read_exactly(end, wire.REPLY_BYTES)):
-                    end.sendall(proved[0])
-                    index = int.from_bytes(proved[1].session, "little")
-                    self.accepted[index] = self._peer(end, index, proved[2], index)
+                if proved := wire.check_reply(self._read("secret", 0), hello, wire.read_exactly(end, wire.REPLY_BYTES)):
+                    proof, wanted, secret = proved
+                    end.sendall(proof)
+                    index = int.from_bytes(wanted.session, "little")
+                    self.accepted[index] = self._peer(end, index, secret, index)
                     refused.pop_all()
 
     def _peer(self, end: socket.socket, index: int, secret: wire.Secret, flag: int) -> Peer:
@@ -178,7 +183,7 @@ class _Meeting:
         """
         ranks = f"ranks {self._ranks[self._index]} and {self._ranks[index]}"
         if end.family == socket.AF_UNIX:
-            user = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+            _process, user, _group = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if user != os.geteuid():
                 raise SavableError(f"{ranks} share batches as users {os.geteuid()} and {user}. Start them as one user.")
             return Peer(self._ranks[index], flag, Channel(end, waits=False))
@@ -188,9 +193,9 @@ class _Meeting:
 
 
 def reach(family: int, address: Any) -> socket.socket | None:
-    """Return a socket that is connected to a peer.
+    """Return a socket that is connected to a peer, or None if it cannot be reached.
 
-    None if it cannot be reached, as by a Unix socket of another machine.
+    The Unix socket of another machine cannot be reached.
     """
     if (end := socket.socket(family)).connect_ex(address) == 0:
         return end

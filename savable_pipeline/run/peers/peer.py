@@ -5,13 +5,13 @@
 
     to a peer that gets batches    ("answer", key, whether to compare the batch), with an answer
     from such a peer               ("taken",)
-    either way                     ("alive",)   ("failed", text)   ("closes",)
+    in both directions             ("alive",)   ("failed", text)   ("closes",)
 
 A batch is not copied: all processes of a machine map its segment privately, with a flag for each (segments.py). They
 get one message, which is pickled once. The descriptor of a segment is passed on with its first batch. A batch that no
 worker wrote to a segment, such as one built in process, is written by the first rank, which then reads it like the
-others. Another machine gets the bytes of the batch, by the frames of nodes/wire.py. A thread sends them while this
-process trains.
+others. A peer on another machine gets the bytes of the batch, in frames of nodes/wire.py. A thread sends them while
+this process trains.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from savable_pipeline.run.transport.segments import SegmentReader
 
 Note: TypeAlias = tuple[Any, ...]
 
-LOST, CLOSED = "ended", "closed its loader"  # how a peer ends
+LOST, CLOSED = "ended", "closed its loader"  # how a peer has ended, for messages
 END_S = 5.0  # seconds to send the last messages
 
 
 def pickled(note: Note, message: bytes = b"") -> bytes:
-    """Pickle a note, with the message of its answer."""
+    """Return a note, with the message of its answer, as a pickle."""
     return pickle.dumps((note, message), protocol=5)
 
 
@@ -86,7 +86,8 @@ class LinkChannel:
 class Peer:
     """A process of the group.
 
-    `rank` is its global rank, for messages. `flag` is that of the receiver in segments.
+    `rank` is its global rank, for messages. `flag` is the index of the receiver's flag in segments: that of the peer if
+    it gets batches from this process, else that of this process.
     """
 
     def __init__(self, rank: int, flag: int, channel: Channel | LinkChannel) -> None:
@@ -94,9 +95,9 @@ class Peer:
         self.fileno, self.close, self.is_local = channel.fileno, channel.close, isinstance(channel, Channel)
         self.inbox = deque[tuple[Note, bytes, list[int]]]()  # notes with answers that are not taken yet
         self.reader = AnswerReader(SegmentReader(flag, private=True))
-        # Number of answers that it has taken, the error that it raised, and the time of its last message.
+        # the number of answers that the peer has taken, the error that it raised, and the time of its last message
         self.taken, self.failed, self.heard_s = 0, "", time.monotonic()
-        # Whether something is unsent; whether its socket is closed; how it ended.
+        # whether something is unsent, whether its socket is closed, and how the peer ended
         self.unsent, self.is_closed, self.end = False, False, ""
 
     def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -111,7 +112,7 @@ class Peer:
         self.send(pickled(note))
 
     def handle_messages(self) -> None:
-        """Send unsent messages, and sort those that have arrived."""
+        """Send unsent messages, and record those that have arrived."""
         try:
             self.unsent = not self._channel.flush()
             for raw, descriptors in self._channel.receive():
@@ -129,12 +130,13 @@ class Peer:
 class PassedSegments:
     """Segments of all workers of a loader, numbered for the readers of a machine.
 
-    `send_alive` tells the peers that this process is alive, and returns for how many seconds it may wait for workers.
+    `send_alive` sends the peers an alive message, and returns for how many seconds this process may then wait for
+    workers.
     """
 
     def __init__(self, send_alive: Callable[[], float]) -> None:
         self._send_alive, self.readers, self.numbers = send_alive, weakref.WeakSet[SourceReader](), itertools.count()
-        # by number; and the numbers of segments that were passed on
+        # the descriptors by number of the segment, and the numbers of segments that the peers have mapped
         self.descriptors, self.mapped = dict[int, int](), set[int]()
 
     def open_host(self, open_host: Callable[[], Host]) -> Host:
@@ -146,9 +148,13 @@ class PassedSegments:
         return host
 
     def close(self, numbers: dict[int, int]) -> None:
-        """Close the descriptors of segments that no longer exist."""
+        """Close the descriptors of segments that no longer exist, and clear `numbers`.
+
+        `numbers` has our numbers of these segments, by their worker's.
+        """
         while numbers:
-            os.close(self.descriptors.pop(numbers.popitem()[1]))
+            _, number = numbers.popitem()
+            os.close(self.descriptors.pop(number))
 
 
 class SourceReader(AnswerReader):
@@ -156,14 +162,15 @@ class SourceReader(AnswerReader):
 
     def __init__(self, sources: PassedSegments) -> None:
         super().__init__(SegmentReader(private=True))
-        self._sources, self._numbers = sources, dict[int, int]()  # numbers of its segments, among those of all workers
+        # the numbers of the worker's segments among those of all workers, by the worker's own numbers
+        self._sources, self._numbers = sources, dict[int, int]()
         sources.readers.add(self)
         weakref.finalize(self, sources.close, self._numbers)
 
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Any]:
         """Return the number and the answer of a message.
 
-        A large `Delivery` has its location to pass on, a small one its bytes.
+        A `Delivery` can be passed on by its `written`: a large one by its location in a segment, a small one as bytes.
         """
         number, answer = super().read(message, descriptors)
         written = vars(self).pop("_written", lambda note, flags: (pickled(note, message), []))
@@ -182,8 +189,8 @@ class SourceReader(AnswerReader):
         def pass_on(note: Note, flags: list[int]) -> tuple[bytes, list[int]]:
             """Return message and descriptors for readers with these flags.
 
-            Another machine has none. As long as there are `views`, the segment is in use, unless too many batches were
-            viewed.
+            Pass [] for readers on another machine.
+            The segment is in use as long as `views` exist, unless they are copies because too many batches were viewed.
             """
             if is_copied or not flags:
                 *buffers, batch = map(bytearray, views)
@@ -191,7 +198,8 @@ class SourceReader(AnswerReader):
             for flag in flags:
                 self.segments.lend(segment, flag)
             mapped, known = self._sources.mapped, self._sources.descriptors
-            new, dropped = [known[number]] * (number not in mapped), mapped - known.keys()
+            new = [] if number in mapped else [known[number]]
+            dropped = mapped - known.keys()
             self._sources.mapped = mapped - dropped | {number}
             return pickled(note, pickle.dumps((1, None, (number, bool(new), dropped, spans)), protocol=5)), new
 

@@ -36,6 +36,7 @@ from savable_pipeline.run.peers.peer import END_S, LOST, Note, PassedSegments, P
 from savable_pipeline.stages.batch_difference import digest
 
 _ALIVE_PER_TIMEOUT = 8  # number of alive messages within a timeout
+# the advice of errors
 _HANGS = "Look for a rank that hangs, save the state of the last batch, and restart the ranks."
 _SAVE = "The state of the last batch is intact: save it, and restart the ranks."
 _VERSIONS = "Install the same versions of Python, torch and NumPy for all ranks."
@@ -49,7 +50,7 @@ class PeerBackend:
     ranks meet at the first request.
     """
 
-    # settings of the builder
+    # the builder's own attribute
     fault = property(lambda self: self._builder.fault, lambda self, fault: setattr(self._builder, "fault", fault))
 
     def __init__(self, sharing: Sharing, workers: Workers, host: Any, builder: Callable[[Any], Backend]) -> None:
@@ -68,13 +69,13 @@ class PeerBackend:
     def capacity(self) -> int:
         """Return the capacity of the builder, less the answers not taken by all peers.
 
-        Each worker has something to build. The last batch is still on its way to the peers.
+        A single answer may be on its way to the peers and does not count. At least one batch per worker remains.
         """
         behind = self._passed - min((reader.taken for reader in self._readers), default=self._passed)
         return (most := self._builder.capacity) and max(most // self._prefetch, most - behind * (behind > 1))
 
     def request(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
-        """Request a batch from the builder."""
+        """Request a batch from the builder, and return the ticket for `answer`."""
         self._states.setdefault(lane, state)
         return lane, state, want, self._builder.request(lane, state, want, facts)
 
@@ -90,11 +91,11 @@ class PeerBackend:
         return found
 
     def agree(self, vote: Callable[[], int]) -> int:
-        """Return what the first ranks of all sharing groups have agreed on by their votes."""
+        """Return the number on which the first ranks of all sharing groups agreed."""
         return int(self._shared(("vote",), vote).batch)
 
     def check_shards(self) -> None:
-        """Let the builder check the shards. All ranks raise its error."""
+        """Have the builder check the shards. All ranks raise its error."""
         self._shared(("check_shards",), self._builder.check_shards)
 
     def forget_requests(self) -> None:
@@ -114,7 +115,7 @@ class PeerBackend:
         self.stop()
         for peer in self._peers:
             peer.send_note("closes")
-        until = time.monotonic() + END_S  # a closed TCP connection may lose what has not arrived
+        until = time.monotonic() + END_S  # wait, because a closed TCP connection may lose what has not arrived
         while (seconds := until - time.monotonic()) > 0 and self._behind(self._passed):
             self._handle_messages(seconds)
         for peer in self._peers:
@@ -122,10 +123,11 @@ class PeerBackend:
         self._peers = []
 
     def _shared(self, key: Note, build: Callable[[], Any]) -> Delivery:
-        """Return on each rank what the first one has built for a key.
+        """Build a result in the first rank, and return it on all ranks.
 
-        A result that is not a batch is the `batch` of a `Delivery`. All ranks raise the same error. The key of a batch
-        has the kind of the request, the lane, and a hash of the lane's state before the batch.
+        All ranks must call this with equal keys in the same order, and raise the same error. The key of a batch has the
+        kind of the request, the lane, and a hash of the lane's state before the batch. A result other than a batch is
+        returned as the `batch` of a `Delivery`.
         """
         if not self._peers:
             self._upstream, self._readers = self._meet()
@@ -134,7 +136,8 @@ class PeerBackend:
             self._own, self._writer = SourceReader(self._sources), AnswerSender()
         self._handle_messages(0.0)
         self._check(self._readers)
-        raised, other, compares = None, key, self._compares and key[0] == "batch"
+        raised, other = None, key  # `other` is the key of the rank from which this one gets the answer
+        compares = self._compares and key[0] == "batch"
         if (upstream := self._upstream) is not None:
             # Before its vote, a first rank may wait for that of another group, which replaces a worker after a timeout.
             self._wait(lambda: [] if upstream.inbox else [upstream], timeouts=2 if key[0] == "vote" else 1)
@@ -158,13 +161,13 @@ class PeerBackend:
         if compares:  # the second answer shows that all ranks have equal batches
             self._compares = False
             for each in (digest(found.batch), "equal"):
-                self._shared(("digest", each), str)
+                self._shared(("digest", each), str)  # the result is "", because only the keys are compared
         return found  # type: ignore[no-any-return]
 
     def _pass_on(self, note: Note, found: Delivery) -> Delivery:
-        """Pass an answer on, and return it in the form for this process.
+        """Pass an answer on to the readers, and return it for this process.
 
-        This waits until no reader is far behind.
+        This waits until no reader is more than `prefetch` answers behind, or any for a digest.
         """
         if found.written is None:
             _, found = self._own.read(*self._writer.message(1, found))
@@ -182,9 +185,9 @@ class PeerBackend:
         return [each for each in self._readers if each.unsent or (each.taken < answers and not each.end)]
 
     def _wait(self, missing: Callable[[], list[Peer]], *, timeouts: int = 1) -> None:
-        """Wait until no peer is missing.
+        """Wait until `missing` returns no peers.
 
-        Raises `WorkerError` on all ranks if one ended, or sent no alive message for `timeouts` times the timeout.
+        Raises `WorkerError` on all ranks if one of them ended, or sent nothing for `timeouts` times the timeout.
         """
         start, limit = time.monotonic(), self._timeout * timeouts
         while peers := missing():
@@ -194,9 +197,9 @@ class PeerBackend:
             self._handle_messages(self._send_alive())
 
     def _send_alive(self) -> float:
-        """Send all peers an alive message, unless one was sent lately.
+        """Send all peers an alive message, unless one was sent recently.
 
-        Returns the seconds until the next one is due.
+        Returns the seconds between two such messages, which is how long a wait may take.
         """
         if (now := time.monotonic()) > self._next_alive_s:
             self._next_alive_s = now + self._timeout / _ALIVE_PER_TIMEOUT
@@ -207,7 +210,7 @@ class PeerBackend:
     def _check(self, needed: list[Peer]) -> None:
         """Raise `WorkerError` if a peer has failed or ended.
 
-        A peer that has closed its loader is an error only if it is needed.
+        A peer that has closed its loader is an error only if it is among those `needed`.
         """
         for failed in filter(None, [self._failed, *(peer.failed for peer in self._peers)]):
             self._fail(failed)

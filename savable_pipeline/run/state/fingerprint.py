@@ -35,8 +35,8 @@ from savable_pipeline.stages.stage_settings import SettingRule
 
 log = logging.getLogger(__name__)
 
-_OURS = __name__.split(".")[0] + "."
-_OF_THE_RUN = {"lanes", "seed", "stages"}
+_PACKAGE = __name__.split(".")[0] + "."
+_RUN_FIELDS = {"lanes", "seed", "stages"}
 LIBRARIES = (  # libraries whose releases decide pixels, sound, tokens or the text of rows; recorded if installed
     "numpy", "scipy", "torch", "torchvision", "torchaudio", "torchcodec", "pillow", "pillow-simd", "simplejpeg", "av",
     "decord", "opencv-python", "opencv-python-headless", "imageio", "albumentations", "kornia", "soundfile", "librosa",
@@ -47,21 +47,22 @@ _FIXED = {
     "stages": SettingRule(fixed="a stage was added, removed or exchanged"),
 }
 _NO_RULE = SettingRule()
-_OF_DATA = {"shards", "joins"}  # settings whose difference names the address of the data
-_JOINING = 'new shards may join at the next epoch: allow={"shards"}'
-_COME_AND_GO = ("joins", "exclude")  # fields that many states lack, and that `allow` may name nevertheless
-_KINDS: dict[str, Any] = {  # types of the fields that `compare` looks into
+_DATA_SETTINGS = {"shards", "joins"}  # settings whose difference names the address of the data
+_JOINING_HINT = 'new shards may join at the next epoch: allow={"shards"}'
+_OPTIONAL_FIELDS = ("joins", "exclude")  # many states lack these fields, but `allow` may always name them
+_FIELD_TYPES: dict[str, Any] = {  # types of the fields that `compare` compares part by part
     "stages": list[str],
     "sources": list[str],
     "weights": dict[str, int],
 }
-_LARGEST = 1 << 26  # most bytes of a fingerprint before it is compressed
+_MAX_BYTES = 1 << 26  # of a fingerprint before it is compressed
 
 
 class Fingerprint(msgspec.Struct):
     """Settings that change the data, by field, and versions of libraries.
 
-    `addresses` has the location of the data of a field. It is shown if the field differs, and never compared.
+    `addresses` has the locations of the data, by field. A message shows one if its field differs. They are never
+    compared.
     """
 
     fields: dict[str, Any]
@@ -72,9 +73,9 @@ class Fingerprint(msgspec.Struct):
 class PipelineFingerprint(Fingerprint):
     """Fingerprint of a pipeline that this process has built.
 
-    `shards` has all shards by field, where a state has a summary. `required` has the fields of the library's own
-    stages, which every state of such a run has. `rules` has those of the fields of the stages, and of fields that only
-    a state may have, without numbers ("#2").
+    `shards` has all shards of each field for which a state has only a summary. `required` has the fields of the
+    library's own stages, which every state of such a run has. `rules` has the rules of the stages' fields, and of
+    fields that only a state may have. Field names in `rules` have no number ("#2").
     """
 
     shards: dict[str, ShardList] = {}
@@ -103,10 +104,10 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> PipelineFingerprint:
             rules[stage_field(step, setting)] = rule
         for setting, value in step.settings().items():
             field = _unique(stage_field(step, setting), fields)
-            fields[field] = _plain(field, value)
-            if type(step).__module__.startswith(_OURS) and "." not in setting:  # not a setting of a user's own encoder
+            fields[field] = _plain_value(field, value)
+            if type(step).__module__.startswith(_PACKAGE) and "." not in setting:  # "." is of a user's encoder
                 required.add(field)
-            if setting in _OF_DATA and datasets_of([step]):
+            if setting in _DATA_SETTINGS and datasets_of([step]):
                 addresses[field] = clean_address(", ".join(each.address for each in datasets_of([step])))
             if setting in own_rules and (shards_of := own_rules[setting].shards):
                 shards[field] = shards_of(step)
@@ -114,7 +115,7 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> PipelineFingerprint:
 
 
 def are_of_one_run(left: bytes, right: bytes) -> bool:
-    """Return whether two packed fingerprints are equal, wherever the data were.
+    """Return whether two packed fingerprints are equal, except for addresses of data.
 
     Raises `StateError` if one is damaged.
     """
@@ -130,10 +131,10 @@ def pack_fingerprint(found: Fingerprint) -> bytes:
     Raises ValueError for settings that are too large to be read again.
     """
     plain = msgspec.msgpack.encode(Fingerprint(found.fields, found.environment, found.addresses))
-    if len(plain) > _LARGEST:
+    if len(plain) > _MAX_BYTES:
         largest = max(found.fields, key=lambda name: len(msgspec.msgpack.encode(found.fields[name])))
         raise ValueError(
-            f"the settings of the pipeline have {human_bytes(len(plain))}, more than {human_bytes(_LARGEST)}, most "
+            f"the settings of the pipeline have {human_bytes(len(plain))}, more than {human_bytes(_MAX_BYTES)}, most "
             f"of it {largest}. Replace the value by a hash or a name."
         )
     compressed = zlib.compress(plain, 6)
@@ -149,24 +150,24 @@ def unpack_fingerprint(raw: bytes) -> Fingerprint:
     packed = unpack_state(raw, _Packed, "fingerprint")
     inflate = zlib.decompressobj()
     try:
-        plain = inflate.decompress(packed.compressed, _LARGEST)
+        plain = inflate.decompress(packed.compressed, _MAX_BYTES)
     except zlib.error as error:
         raise damaged(f"fingerprint: {error}") from error
     if not inflate.eof:
-        fault = f"more than {human_bytes(_LARGEST)} inflated" if inflate.unconsumed_tail else "cut short"
-        raise damaged(f"fingerprint: {fault}")
+        problem = f"more than {human_bytes(_MAX_BYTES)} inflated" if inflate.unconsumed_tail else "cut short"
+        raise damaged(f"fingerprint: {problem}")
     if has_too_many(plain, len(packed.compressed)):
         raise damaged("fingerprint: over a million values")
     found = decoded(plain, Fingerprint, "fingerprint")
-    for name in [name for name in found.fields if _base(name) in _KINDS]:
-        _check_kind(name, found.fields[name], _KINDS[_base(name)])
+    for name in [name for name in found.fields if _base(name) in _FIELD_TYPES]:
+        _check_type(name, found.fields[name], _FIELD_TYPES[_base(name)])
     return found
 
 
-def _check_kind(name: str, value: Any, kind: Any) -> None:
-    """Raise `StateError` for another type of a field that is compared by its parts."""
+def _check_type(name: str, value: Any, expected: Any) -> None:
+    """Raise `StateError` unless the value of a field has the expected type."""
     try:
-        msgspec.convert(value, kind)
+        msgspec.convert(value, expected)
     except msgspec.ValidationError as error:
         raise damaged(f"fingerprint: {name}: {error}") from error
 
@@ -174,7 +175,7 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
 def check_shards(saved: Fingerprint, current: PipelineFingerprint) -> None:
     """Raise `StateError` if the saved shards of a reader of this pipeline are damaged."""
     for name in current.shards.keys() & saved.fields.keys():
-        _check_kind(name, saved.fields[name], summary_type(saved.fields[name]))
+        _check_type(name, saved.fields[name], summary_type(saved.fields[name]))
 
 
 def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[str] = ()) -> list[str]:
@@ -192,16 +193,17 @@ def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[st
     before, after = _shared_fields(saved.fields, current.fields), _shared_fields(current.fields, saved.fields)
     differing = sorted(name for name in before.keys() | after.keys() if _differs(name, before, after, current))
     if "stages" in differing:  # skip the settings of stages that only one side has
-        shared = set(before) & set(after) | _OF_THE_RUN
+        shared = set(before) & set(after) | _RUN_FIELDS
         differing = [name for name in differing if name in shared]
     differing = [name for name in differing if not _may_differ_with_another(name, differing, current)]
     for name in [name for name in differing if _only_warns(name, before, after, current)]:
-        log.warning("%s: %s", name, _difference(name, before, after, current))
+        log.warning("%s: %s", name, _both_values(name, before, after, current))
         differing.remove(name)
     refused = [name for name in differing if not {name, _base(name), _rule(name, current).allowed_by} & allowed]
     if refused:
         lines = [
-            f"  {name}: {_difference(name, before, after, current)}{_paths(name, saved, current)}" for name in refused
+            f"  {name}: {_both_values(name, before, after, current)}{_locations(name, saved, current)}"
+            for name in refused
         ]
         may_differ = not any(_rule(name, current).fixed for name in refused)
         hint = f"\nTo resume anyway, without exactness, pass allow={refused}." if may_differ else ""
@@ -209,13 +211,13 @@ def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[st
             "the state is of a run with other settings or data. Use the saved ones.\n" + "\n".join(lines) + hint
         )
     for name in differing:
-        log.warning("restored although %s differs: %s", name, _difference(name, before, after, current))
-    before, after = saved.environment, current.environment
-    others = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    if others:
+        log.warning("restored although %s differs: %s", name, _both_values(name, before, after, current))
+    old, new = saved.environment, current.environment
+    changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    if changed:
         log.warning(
             "the state was saved with %s, so batches may differ. Install the saved versions to be exact.",
-            ", ".join(f"{name} {before.get(name, 'none')} (here {after.get(name, 'none')})" for name in others),
+            ", ".join(f"{name} {old.get(name, 'none')} (here {new.get(name, 'none')})" for name in changed),
         )
     return differing
 
@@ -234,7 +236,7 @@ def _rule(name: str, current: PipelineFingerprint) -> SettingRule:
 
 
 def _may_differ_with_another(name: str, differing: list[str], current: PipelineFingerprint) -> bool:
-    """Return whether a field differs only because one of these settings differs."""
+    """Return whether a field may differ because another one that its rule names differs."""
     prefix, rule = name.rpartition(".")[0], current.rules.get(name, _NO_RULE)
     return any(f"{prefix}.{cause}" in differing for cause in rule.may_differ_with)
 
@@ -280,22 +282,22 @@ def checked_allow(allow: Iterable[str], saved: Fingerprint, current: PipelineFin
     """
     fields = saved.fields.keys() | current.fields.keys()
     names = {allow} if isinstance(allow, str) else set(allow)
-    known = {*fields, *map(_base, fields), *_COME_AND_GO}
+    known = {*fields, *map(_base, fields), *_OPTIONAL_FIELDS}
     for name in names:
-        if cause := _rule(name, current).fixed if name in fields else _never(name, current):
+        if cause := _rule(name, current).fixed if name in fields else _reason_fixed(name, current):
             raise ValueError(f"allow={name!r} is not possible: {cause}")
         if name not in known:
             raise ValueError(f"allow={name!r} is no field. The fields are {', '.join(sorted(fields))}.")
     return names
 
 
-def _never(name: str, current: PipelineFingerprint) -> str:
-    """Return why a name in `allow` may never differ. It may be a part of a field's name."""
+def _reason_fixed(name: str, current: PipelineFingerprint) -> str:
+    """Return why the field that `allow` names may never differ, or "". The name may be a part of the field's."""
     fixed = {field: rule.fixed for field, rule in current.rules.items() if rule.fixed}
     return next((fixed[field] for field in fixed if _base(name) in (_base(field), _base(field).rpartition(".")[2])), "")
 
 
-def _plain(field: str, value: Any) -> Any:
+def _plain_value(field: str, value: Any) -> Any:
     """Convert a setting to plain values, as in a state: tuples and sets become lists.
 
     Raises ValueError if that is impossible.
@@ -311,13 +313,14 @@ def _plain(field: str, value: Any) -> Any:
 
 
 def _unique(name: str, taken: Mapping[str, Any]) -> str:
+    """Return the name, with the first number from 2 on that makes it unique if it is taken: "Encode.check#2"."""
     number = 2
     while name in taken:
         name, number = f"{name.rsplit('#')[0]}#{number}", number + 1
     return name
 
 
-def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], current: PipelineFingerprint) -> str:
+def _both_values(name: str, before: Mapping[str, Any], after: Mapping[str, Any], current: PipelineFingerprint) -> str:
     saved, value = before.get(name), after.get(name)
     if name in current.required and name not in before and value is None:
         return "not in the state, here None"
@@ -325,14 +328,14 @@ def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any], 
     cause = f" ({why})" if why else ""
     if name in current.shards:
         shards = current.shards[name]
-        cause = f" ({_JOINING})" if starts_with(shards, saved or []) else cause
+        cause = f" ({_JOINING_HINT})" if starts_with(shards, saved or []) else cause
         return difference(saved or [], shards) + cause
     shown = [repr(side[name]) if name in side else _rule(name, current).absent or "None" for side in (before, after)]
     return f"saved {shown[0]}, here {shown[1]}{cause}"
 
 
-def _paths(name: str, saved: Fingerprint, current: Fingerprint) -> str:
-    """Return the location of a field's data when the state was saved, if known, and now."""
+def _locations(name: str, saved: Fingerprint, current: Fingerprint) -> str:
+    """Return, for a message, where a field's data were when the state was saved, if known, and where they are now."""
     before, now = saved.addresses.get(name), current.addresses.get(name)
     if now is None:
         return ""
@@ -341,7 +344,7 @@ def _paths(name: str, saved: Fingerprint, current: Fingerprint) -> str:
 
 @cache
 def _environment() -> dict[str, str]:
-    """Return versions. Cached, because reading the metadata of packages takes milliseconds."""
+    """Return the processor and the versions of libraries, by name. Reading packages' metadata takes milliseconds."""
     found = {"python": ".".join(map(str, sys.version_info[:3])), "machine": platform.machine()}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""Batches in flight in a state: yielded, with rows that nobody has acknowledged.
+"""Batches in flight in a state: yielded batches with rows not acknowledged yet.
 
     "acknowledge"    1 if saved with acknowledge=True, else 0
     "flight_00042"   of lane 42: for each epoch, the rounds of its batches, their refs and the rows that are done; and
@@ -39,8 +39,8 @@ _FLIGHT, _ACKS = re.compile(r"flight_([0-9]{5,18})"), re.compile(r"acks_[0-9]{5,
 class Flight(msgspec.Struct, gc=False):
     """Batch in flight: its ref, perhaps in MessagePack, and its rows.
 
-    `rows` is their number, and `done` has the bits of those that are done. `size` is the number of rows with padding,
-    or 0 without padding.
+    `rows` is the number of its rows, and `done` has the bits of those that are done. `size` is the number of rows with
+    padding, or 0 without padding.
     """
 
     batch: int
@@ -51,7 +51,7 @@ class Flight(msgspec.Struct, gc=False):
 
     @property
     def open(self) -> int:
-        """Return the rows that are not acknowledged."""
+        """Return the bits of the rows that are not acknowledged."""
         return (1 << self.rows) - 1 & ~self.done
 
     def pack(self) -> None:
@@ -94,7 +94,7 @@ def packed_flights(lane: int, columns: list[EpochFlights], saved_with: bytes) ->
 
 
 def flight_columns(flights: Sequence[Flight], lanes: int) -> list[EpochFlights]:
-    """Return a lane's batches in flight, ascending, in columns."""
+    """Return a lane's batches in flight, given in ascending order, as columns."""
     found: list[EpochFlights] = []
     while flights:
         epoch = flights[0].batch >> EPOCH_SHIFT
@@ -111,7 +111,7 @@ def flight_columns(flights: Sequence[Flight], lanes: int) -> list[EpochFlights]:
 
 
 def mask_bytes(mask: int) -> bytes:
-    """Return the bits of rows as bytes, the first row's first."""
+    """Return the bits of rows as bytes, with the bit of the first row lowest."""
     return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
 
 
@@ -132,13 +132,14 @@ def read_flights(state: Mapping[str, Any]) -> dict[int, list[Flight]]:
     for name, raw in state.items():
         if number := _FLIGHT.fullmatch(name):
             with restoring(name):
-                found[int(number[1])] = _read(name, int(number[1]), raw, state, next_batch)
+                found[int(number[1])] = _read_lane(name, int(number[1]), raw, state, next_batch)
     return found
 
 
-def _read(name: str, lane: int, raw: bytes, state: Mapping[str, Any], next_batch: int) -> list[Flight]:
+def _read_lane(name: str, lane: int, raw: bytes, state: Mapping[str, Any], next_batch: int) -> list[Flight]:
+    """Return the batches in flight in the entry `name` of a lane. All must be before `next_batch`."""
     saved, lanes = unpack_state(raw, _LaneFlights, name), state["lanes"]
-    if saved.saved_with != _checksum(state, lane):
+    if saved.saved_with != _lane_checksum(state, lane):
         raise CheckpointMismatchError(f"{name} was saved with another lane_{lane:05d}. Take both from one checkpoint.")
     flights: list[Flight] = []
     for each in saved.epochs:
@@ -158,7 +159,7 @@ def _read(name: str, lane: int, raw: bytes, state: Mapping[str, Any], next_batch
     return flights
 
 
-def _checksum(state: Mapping[str, Any], lane: int) -> bytes:
+def _lane_checksum(state: Mapping[str, Any], lane: int) -> bytes:
     """Return the checksum of a lane's state in a flat dict."""
     return checksum(state.get(f"lane_{lane:05d}"))
 
@@ -177,7 +178,10 @@ def _is_ref(part: Any) -> bool:
 
 
 def packed_acks(rank: int, rows: Mapping[int, int]) -> dict[str, bytes]:
-    """Return an entry with what a rank has acknowledged of other ranks' rows, if any."""
+    """Return the entry of a rank that acknowledged rows of other ranks, if any.
+
+    `rows` has the bits of rows by batch.
+    """
     return {f"acks_{rank:05d}": _packed_rows(rows)} if rows else {}
 
 
@@ -186,26 +190,27 @@ def _packed_rows(rows: Mapping[int, int]) -> bytes:
 
 
 def read_acks(state: Mapping[str, Any]) -> dict[int, int]:
-    """Return what ranks have acknowledged of other ranks' rows, from a flat dict.
+    """Return the bits of rows that ranks acknowledged for other ranks, by batch.
 
-    Raises `StateError` if that is damaged.
+    Raises `StateError` for a damaged entry of the flat dict.
     """
     found: dict[int, int] = {}
     for name, raw in state.items():
         if _ACKS.fullmatch(name):
-            for batch, rows in _rows_in(name, raw).items():
+            for batch, rows in _read_rows(name, raw).items():
                 found[batch] = found.get(batch, 0) | rows
     return found
 
 
-def _rows_in(name: str, raw: bytes) -> dict[int, int]:
+def _read_rows(name: str, raw: bytes) -> dict[int, int]:
+    """Return the bits of acknowledged rows in the entry `name`, by batch."""
     with restoring(name):
         saved = unpack_state(raw, _Acknowledged, name).rows
         return {batch: int.from_bytes(mask, "little") for batch, mask in saved.items()}
 
 
 def without_flights(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flat dict of only the lanes, as without acknowledge=True."""
+    """Return a flat dict without batches in flight, as without acknowledge=True."""
     own = {name for name in state if _FLIGHT.fullmatch(name) or _ACKS.fullmatch(name)}
     return {name: 0 if name == ACKNOWLEDGE else each for name, each in state.items() if name not in own}
 
@@ -221,9 +226,9 @@ def reject_flights(state: Mapping[str, Any]) -> None:
 
 
 def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a merged flat dict without the rows that any rank has acknowledged.
+    """Return a merged flat dict with all acknowledged rows marked as done.
 
-    Acknowledgements of batches whose lanes are missing are kept.
+    Acknowledgements of batches whose lanes are missing stay as entries.
     """
     acks = {name: raw for name, raw in state.items() if _ACKS.fullmatch(name)}
     if not acks:
@@ -232,7 +237,7 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
     merged = without_flights(state) | {ACKNOWLEDGE: state.get(ACKNOWLEDGE, 0)}
     by_batch = {flight.batch: flight for of_lane in flights.values() for flight in of_lane}
     for name, raw in acks.items():
-        rows = _rows_in(name, raw)
+        rows = _read_rows(name, raw)
         for batch in [batch for batch in rows if f"lane_{(batch & SLOTS) % lanes:05d}" in state]:
             mask, flight = rows.pop(batch), by_batch.get(batch)
             if flight is not None:
@@ -241,6 +246,6 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
             merged[name] = _packed_rows(rows)
     unacknowledged = {lane: [flight for flight in of_lane if flight.open] for lane, of_lane in flights.items()}
     return merged | {
-        flights_name(lane): packed_flights(lane, flight_columns(of_lane, lanes), _checksum(state, lane))
+        flights_name(lane): packed_flights(lane, flight_columns(of_lane, lanes), _lane_checksum(state, lane))
         for lane, of_lane in unacknowledged.items()
     }

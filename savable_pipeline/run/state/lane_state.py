@@ -10,7 +10,7 @@ reshards:
 `slot` is the first slot whose batch no rank has received yet; "order" and "state" are the numbers of state_numbers.py,
 "facts" a `RunFacts`.
 
-A checksum detects damage, but not a state that was written wrongly. Then any line that reads it may fail, in the
+A checksum detects damage, but not a state that was written wrongly. Any line that reads such a state may fail, in the
 library or in `restore_state` of a user's stage. These errors become a `StateError` in one place, `restoring`.
 `has_too_many` detects what would take gigabytes of memory before it is decoded.
 """
@@ -34,12 +34,12 @@ from savable_pipeline.errors import EncodeError, SavableError, StateError
 _MAGIC = b"SAVL"
 _NUMBERED = _MAGIC + STATE.to_bytes(2, "little") + ORDER.to_bytes(2, "little")
 _HEAD = len(_NUMBERED) + 8
-_DEEPEST = 200  # most levels of nesting; a stage takes one or two, a ref a few more
+_MAX_DEPTH = 200  # of nested lists and dicts; a stage takes one or two, a ref a few more
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LaneState(msgspec.Struct):
-    """A lane between two batches, of which it has yielded `batches` in `epoch`.
+    """State of a lane between two batches, after the first `batches` of `epoch`.
 
     `stages` is None before the first batch. `facts` is the digest of the `RunFacts` of its batches. `dropped` is a
     `DroppedCounts`, absent if each source is known to have yielded a sample, as the only source of a lane with batches.
@@ -55,7 +55,7 @@ class LaneState(msgspec.Struct):
 
 
 def pack_state(state: msgspec.Struct) -> bytes:
-    """Return a struct as numbered, checksummed bytes.
+    """Return a struct as bytes with `STATE`, `ORDER` and a checksum.
 
     Raises TypeError for a value that MessagePack cannot hold, `StateError` for an integer beyond 64 bits.
     """
@@ -92,14 +92,14 @@ def with_facts(raw: bytes, facts: RunFacts) -> bytes:
 
 
 def checksum(packed: Any) -> bytes:
-    """Return the checksum in the result of `pack_state`, and anything for other bytes."""
+    """Return the checksum in the result of `pack_state`, or b"" for other types."""
     return bytes(packed[len(_NUMBERED) : _HEAD]) if isinstance(packed, bytes | bytearray) else b""
 
 
 def unpack_state(raw: Any, kind: type[T], name: str) -> T:
-    """Return the struct `kind` in `raw`.
+    """Return the struct of type `kind` in `raw`.
 
-    Raises `StateError`, with `name`, if `raw` is damaged or has other numbers.
+    Raises `StateError`, with `name`, if `raw` is damaged or has another `STATE` or `ORDER`.
     """
     if not isinstance(raw, bytes | bytearray):
         raise StateError(f"{name}: a state must be bytes, not {type(raw).__name__}")
@@ -128,9 +128,9 @@ def decoded(body: bytes, kind: type[T], name: str) -> T:
 
 
 def _check_depth(state: msgspec.Struct, name: str) -> None:
-    """Raise `StateError` for lists and dicts nested so deep that they were forged, and would raise RecursionErrors."""
+    """Raise `StateError` for lists and dicts nested deeper than any saved state, which would raise a RecursionError."""
     level = [getattr(state, field) for field in state.__struct_fields__]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         level = [
             inner
             for outer in level
@@ -140,7 +140,7 @@ def _check_depth(state: msgspec.Struct, name: str) -> None:
         ]
         if not level:
             return
-    raise damaged(f"{name}: lists nested deeper than {_DEEPEST}")
+    raise damaged(f"{name}: lists nested deeper than {_MAX_DEPTH}")
 
 
 # Number of samples that a lane dropped of sources that have not yielded any.
@@ -157,11 +157,11 @@ The state has it, so a resumed run also knows the sources that have yielded some
 """
 
 FIRST = "first"
-# at most 30 reasons, because a reason may contain a number
-_SKIPPED, _MOST, _OTHERS = "skipped/", 30, "skipped/for other reasons"
+# At most 30 reasons are counted apart, because a reason may contain a number.
+_SKIPPED, _MAX_REASONS, _OTHERS = "skipped/", 30, "skipped/for other reasons"
 
 
-class OfSource(NamedTuple):
+class SourceCounter(NamedTuple):
     """Parsed name of a stage's counter for the source with this tag."""
 
     stage: str
@@ -171,7 +171,7 @@ class OfSource(NamedTuple):
 
     @classmethod
     @lru_cache(maxsize=1024)  # each batch has the same few names
-    def of(cls, name: str) -> OfSource | None:
+    def parse(cls, name: str) -> SourceCounter | None:
         """Parse a counter's name, STAGE/source/TAG/WHAT. None if it is not about a source."""
         stage, _, of_source = name.partition("/source/")
         tag, _, counter = of_source.partition("/")
@@ -189,17 +189,18 @@ class OfSource(NamedTuple):
 
 
 def with_counts(before: DroppedCounts, counts: Mapping[str, int | float]) -> DroppedCounts:
-    """Add the counters of the lane's stages."""
-    found = {name: of for name in counts if "/source/" in name and counts[name] > 0 and (of := OfSource.of(name))}
-    if all(of.counter == "items" and of.key in before and not before[of.key] for of in found.values()):
+    """Return `before` with the counters of a batch added, by the lane's stages."""
+    positive = [name for name in counts if "/source/" in name and counts[name] > 0]
+    parsed = {name: own for name in positive if (own := SourceCounter.parse(name))}
+    if all(own.counter == "items" and own.key in before and not before[own.key] for own in parsed.values()):
         return before  # most batches
     after = dict(before)
-    for name, of in found.items():
-        if (of.reason or of.counter == FIRST) and (of.key not in after or after[of.key]):
-            before_it = after.get(of.key, {})
-            counter = of.counter if of.counter in before_it or len(before_it) < _MOST else _OTHERS
-            after[of.key] = {**before_it, counter: before_it.get(counter, 0) + int(counts[name])}
-    return after | {of.key: {} for of in found.values() if of.counter == "items"}
+    for name, own in parsed.items():
+        if (own.reason or own.counter == FIRST) and (own.key not in after or after[own.key]):
+            dropped = after.get(own.key, {})
+            counter = own.counter if own.counter in dropped or len(dropped) < _MAX_REASONS else _OTHERS
+            after[own.key] = {**dropped, counter: dropped.get(counter, 0) + int(counts[name])}
+    return after | {own.key: {} for own in parsed.values() if own.counter == "items"}
 
 
 def reasons_of(dropped: Mapping[str, int]) -> Counter[str]:
@@ -207,17 +208,17 @@ def reasons_of(dropped: Mapping[str, int]) -> Counter[str]:
     return Counter({name.removeprefix(_SKIPPED): n for name, n in dropped.items() if name.startswith(_SKIPPED)})
 
 
-def damaged(fault: str) -> StateError:
+def damaged(problem: str) -> StateError:
     """Return the error for a state that is not as it was saved."""
-    return StateError(f"{fault}. Use another copy of the checkpoint.")
+    return StateError(f"{problem}. Use another copy of the checkpoint.")
 
 
 @contextmanager
 def restoring(name: str) -> Iterator[None]:
     """Raise `StateError`, caused by the original error, if restoring `name` fails.
 
-    `SavableError`, OSError and MemoryError pass, except an `EncodeError`: nothing is encoded when a state is restored,
-    so its cause is a number in the state.
+    `SavableError`, OSError and MemoryError are raised as they are, but not `EncodeError`: nothing is encoded when a
+    state is restored, so its cause is a number in the state.
     """
     try:
         yield
@@ -230,7 +231,7 @@ def restoring(name: str) -> Iterator[None]:
         ) from error
 
 
-_FREE = 1 << 20  # objects that are allowed whatever the size of a state: 75 MB of empty lists
+_FREE_OBJECTS = 1 << 20  # objects that are allowed whatever the size of a state: 75 MB of empty lists
 _LOW_BYTES = bytes(range(128))  # integers without their own memory, ASCII text and small numbers
 
 
@@ -245,4 +246,4 @@ def has_too_many(packed: bytes, stored: int) -> bool:
 
         93 a1 61 05 90    a list of three: "a", 5, []    3 bytes of at least 128
     """
-    return len(packed.translate(None, _LOW_BYTES)) > _FREE + stored
+    return len(packed.translate(None, _LOW_BYTES)) > _FREE_OBJECTS + stored

@@ -2,8 +2,8 @@
 
 A flat dict has a few numbers and the states of lanes. `lane_state.py` lists its entries.
 
-It may also have spans of slots that a run will skip, after batches that its trainer has fetched but not yet trained
-on:
+It may also have spans of slots that a resumed run will skip, after batches that the trainer had fetched but not yet
+trained on:
 
     slot       2            3            4   5        6
                trained on   fetched      to skip
@@ -32,7 +32,7 @@ from savable_pipeline.run.state.lane_state import LaneState, damaged, restoring,
 
 _LANE = re.compile(r"lane_([0-9]{5,18})")
 _NUMBERS = ("lanes", "epoch", "slot")
-_LARGEST = 1 << 62  # limit of these numbers
+_LIMIT = 1 << 62  # these numbers are smaller
 FACTS = "facts"
 _DECIDE_ALIKE = "Call reconfigure with the same arguments on each rank, at the same step."
 _PAGE = "https://github.com/savable-pipeline/savable_pipeline/blob/main/docs/trainers/index.md"
@@ -45,6 +45,7 @@ def lane_name(lane: int) -> str:
 
 def lane_numbers(state: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the lanes in a flat dict, ascending."""
+    # `lane_000001` is no key of a lane, because it has a digit too many
     numbers = {name: int(found[1]) for name in state if (found := _LANE.fullmatch(name))}
     return sorted(number for name, number in numbers.items() if lane_name(number) == name)
 
@@ -67,23 +68,23 @@ def check_flat(state: Mapping[str, Any]) -> None:
             f"this is no state of a SavableLoader: it lacks {', '.join(sorted(missing))}.{hint}\n  It has "
             f"{', '.join(map(repr, list(state)[:8])) or 'nothing'}."
         )
-    odd = [name for name in state if not isinstance(name, str)]
-    if odd:
-        raise damaged(f"the state has the key {reprlib.repr(odd[0])}, which is no string")
+    wrong_keys = [name for name in state if not isinstance(name, str)]
+    if wrong_keys:
+        raise damaged(f"the state has the key {reprlib.repr(wrong_keys[0])}, which is no string")
     check_numbers("the state", state.get("order"), state.get("state"))
-    numbers = [name for name in _NUMBERS if type(state[name]) is not int or not 0 <= state[name] < _LARGEST]
-    if numbers:
-        raise damaged(f"{numbers[0]} of the state is {reprlib.repr(state[numbers[0]])}, not a count")
-    if (named := state.get(ACKNOWLEDGE, 0)) not in (0, 1) or type(named) is not int:
-        raise damaged(f"acknowledge of the state is {reprlib.repr(named)}, not 0 or 1")
+    wrong = [name for name in _NUMBERS if type(state[name]) is not int or not 0 <= state[name] < _LIMIT]
+    if wrong:
+        raise damaged(f"{wrong[0]} of the state is {reprlib.repr(state[wrong[0]])}, not a count")
+    if (acknowledge := state.get(ACKNOWLEDGE, 0)) not in (0, 1) or type(acknowledge) is not int:
+        raise damaged(f"acknowledge of the state is {reprlib.repr(acknowledge)}, not 0 or 1")
     if not state["lanes"]:
         raise damaged("the state has no lanes")
 
 
 def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, LaneState]:
-    """Return the states of the lanes `wanted`, which must fit the slot and epoch.
+    """Return the states of the lanes `wanted`, by lane.
 
-    Raises `CheckpointMismatchError` for a lane that is missing, or was saved at another step or with other facts,
+    Raises `CheckpointMismatchError` for a lane that is missing, or was saved at another step or with other facts, and
     `StateError` for a damaged one.
     """
     lanes, slot, epoch = state["lanes"], state["slot"], state["epoch"]
@@ -121,18 +122,18 @@ def read_facts(state: Mapping[str, Any]) -> RunFacts:
     return unpack_state(state.get(FACTS), RunFacts, FACTS)
 
 
-def _check_alike(state: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
+def _check_same_facts(state: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
     """Raise `CheckpointMismatchError` unless two states to merge have the same facts."""
-    facts, others = read_facts(state), read_facts(merged)
-    if facts.growth != others.growth:
+    facts, merged_facts = read_facts(state), read_facts(merged)
+    if facts.growth != merged_facts.growth:
         raise CheckpointMismatchError(
             "the ranks have different epochs at which shards joined. Load the same state on all ranks."
         )
-    if facts.decisions != others.decisions:
-        found = [(min(lane_numbers(each), default=None), read_facts(each).decisions) for each in (merged, state)]
-        differing = "; ".join(f"lane {lane}: {decisions or 'nothing'}" for lane, decisions in found)
+    if facts.decisions != merged_facts.decisions:
+        pairs = [(min(lane_numbers(each), default=None), read_facts(each).decisions) for each in (merged, state)]
+        differing = "; ".join(f"lane {lane}: {decisions or 'nothing'}" for lane, decisions in pairs)
         raise CheckpointMismatchError(f"the ranks differ in reconfigure ({differing}). {_DECIDE_ALIKE}")
-    if facts != others:
+    if facts != merged_facts:
         raise CheckpointMismatchError("the states to merge differ in facts. Save all at one step.")
 
 
@@ -170,7 +171,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             if merged and not are_of_one_run(state["fingerprint"], merged["fingerprint"]):
                 raise CheckpointMismatchError("the states to merge differ in fingerprint; save all at one step")
             if merged:
-                _check_alike(state, merged)
+                _check_same_facts(state, merged)
             read_lanes(state, lane_numbers(state))
         acknowledged = max(state.get(ACKNOWLEDGE, 0), merged.get(ACKNOWLEDGE, 0))
         merged.update(state, **{ACKNOWLEDGE: acknowledged})
@@ -190,7 +191,7 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{low}-{high}" if low < high else f"{low}" for low, high in parts) or "none"
 
 
-_NAME = "to_skip"  # key in the flat dict
+_TO_SKIP = "to_skip"  # key in the flat dict
 
 
 class SlotSpan(NamedTuple):
@@ -202,23 +203,23 @@ class SlotSpan(NamedTuple):
 
 
 def with_spans(state: Mapping[str, Any], spans: Iterable[SlotSpan]) -> dict[str, Any]:
-    """Return a flat dict with these spans, if there are any."""
+    """Return a flat dict with these spans of slots to skip, if there are any."""
     listed = list(spans)
-    return {**state, _NAME: msgspec.json.encode(listed)} if listed else dict(state)
+    return {**state, _TO_SKIP: msgspec.json.encode(listed)} if listed else dict(state)
 
 
 def split_spans(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[SlotSpan]]:
-    """Return a flat dict without spans, and the spans.
+    """Return a flat dict without the spans of slots to skip, and these spans.
 
     Raises `StateError` if they are damaged.
     """
-    with restoring(_NAME):
-        spans = msgspec.json.decode(state.get(_NAME, b"[]"), type=list[SlotSpan])
-    return {name: value for name, value in state.items() if name != _NAME}, spans
+    with restoring(_TO_SKIP):
+        spans = msgspec.json.decode(state.get(_TO_SKIP, b"[]"), type=list[SlotSpan])
+    return {name: value for name, value in state.items() if name != _TO_SKIP}, spans
 
 
 def reject_spans(state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointMismatchError` for spans, which a loader would not skip."""
+    """Raise `CheckpointMismatchError` for slots to skip, which a loader ignores."""
     _, spans = split_spans(state)
     if spans:
         span = spans[0]
@@ -229,8 +230,8 @@ def reject_spans(state: Mapping[str, Any]) -> None:
 
 
 JSON_FILE = "savable_loader.json"
-"""Its name in a checkpoint that is a folder."""
-_BYTES = "base64:"
+"""Name of the file with the result of `to_json`, in a checkpoint that is a folder."""
+_BASE64_PREFIX = "base64:"
 
 
 def to_json(state: Mapping[str, Any]) -> dict[str, int | str]:
@@ -256,7 +257,7 @@ def to_json(state: Mapping[str, Any]) -> dict[str, int | str]:
     """
     check_flat(state)
     encoded = {name: base64.b64encode(value) for name, value in state.items() if isinstance(value, bytes)}
-    return {**state, **{name: _BYTES + text.decode("ascii") for name, text in encoded.items()}}
+    return {**state, **{name: _BASE64_PREFIX + text.decode("ascii") for name, text in encoded.items()}}
 
 
 def from_json(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,14 +281,14 @@ def from_json(saved: Mapping[str, Any]) -> dict[str, Any]:
         this is no state of a SavableLoader
     """
     check_flat(saved)
-    return {name: _bytes(value, name) if isinstance(value, str) else value for name, value in saved.items()}
+    return {name: _bytes_from_base64(value, name) if isinstance(value, str) else value for name, value in saved.items()}
 
 
-def _bytes(text: str, name: str) -> bytes:
-    kind, found, digits = text.partition(_BYTES)
+def _bytes_from_base64(text: str, name: str) -> bytes:
+    before, prefix, digits = text.partition(_BASE64_PREFIX)
     try:
-        if kind or not found:
-            raise binascii.Error(f"it does not start with {_BYTES}")
+        if before or not prefix:
+            raise binascii.Error(f"it does not start with {_BASE64_PREFIX}")
         return base64.b64decode(digits.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
         raise damaged(f"{name}: no base64 bytes ({error})") from error

@@ -25,16 +25,13 @@ _KEYS = {"lanes", "epoch", "slot", "fingerprint"}  # keys that identify a state 
 
 @dataclass(frozen=True, slots=True)
 class StateSummary:
-    """Decoded state.
+    """Decoded state: position, settings of the run, and saved fields of each lane."""
 
-    It has the epoch, the slot and the number of lanes, the run's settings, and the saved fields of each lane.
-    """
-
-    numbers: dict[str, int]
+    numbers: dict[str, int]  # "epoch", "slot" and "lanes"
     settings: dict[str, Any]
     environment: dict[str, str]
     lanes: dict[int, dict[str, Any]]  # by lane, `stage.field: value`; {} for a lane that has not started
-    lane_bytes: dict[int, int]
+    lane_bytes: dict[int, int]  # size of each lane's packed state
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -47,17 +44,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if (path / JSON_FILE).is_file():
         path = path / JSON_FILE
     if not path.is_file():
-        fault = "a folder" if path.is_dir() else "no such file"
-        raise StateError(f"{path}: {fault}. Pass a file with the state of a loader, of torch.save or to_json.")
-    loaded = _loaded_json(path) if path.suffix == ".json" else _loaded(path)
-    found = list(_find(loaded))
+        problem = "a folder" if path.is_dir() else "no such file"
+        raise StateError(f"{path}: {problem}. Pass a file with the state of a loader, of torch.save or to_json.")
+    loaded = _load_json(path) if path.suffix == ".json" else _load(path)
+    found = list(_find_states(loaded))
     if len(found) != 1:
         content = "no state of a SavableLoader" if not found else f"{len(found)} states. Save each in its own file."
         raise StateError(f"{path}: it has {content}")
     return found[0]
 
 
-def _loaded_json(path: Path) -> Any:
+def _load_json(path: Path) -> Any:
     try:
         loaded = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -65,7 +62,7 @@ def _loaded_json(path: Path) -> Any:
     return from_json(loaded) if isinstance(loaded, dict) and loaded.keys() >= _KEYS else None
 
 
-def _loaded(path: Path) -> Any:
+def _load(path: Path) -> Any:
     import torch
 
     try:
@@ -77,16 +74,16 @@ def _loaded(path: Path) -> Any:
         ) from error
 
 
-def _find(value: Any) -> Iterator[dict[str, Any]]:
+def _find_states(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, Mapping):
         if value.keys() >= _KEYS:
             yield dict(value)
             return
         for part in value.values():
-            yield from _find(part)
+            yield from _find_states(part)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _find(part)
+            yield from _find_states(part)
 
 
 @restoring("the state")
@@ -99,9 +96,9 @@ def summarize(state: Mapping[str, Any]) -> StateSummary:
     decoded = {lane: unpack_state(state[lane_name(lane)], LaneState, lane_name(lane)) for lane in numbers}
     return StateSummary(
         numbers={name: state[name] for name in ("epoch", "slot", "lanes")},
-        settings=fingerprint.fields | _facts_as_settings(read_facts(state)) | _in_flight(state),
+        settings=fingerprint.fields | _facts_as_settings(read_facts(state)) | _flights_as_setting(state),
         environment=fingerprint.environment,
-        lanes={lane: _row(found, stages) for lane, found in decoded.items()},
+        lanes={lane: _lane_fields(found, stages) for lane, found in decoded.items()},
         lane_bytes={lane: len(state[lane_name(lane)]) for lane in numbers},
     )
 
@@ -115,41 +112,41 @@ def _facts_as_settings(facts: RunFacts) -> dict[str, str]:
     return found | ({"decided": str(facts.decisions)} if facts.decisions else {})
 
 
-def _in_flight(state: Mapping[str, Any]) -> dict[str, str]:
+def _flights_as_setting(state: Mapping[str, Any]) -> dict[str, str]:
     """Return how many rows are in flight, the oldest, and how many of each lane, as a setting."""
     rows = {lane: sum(each.open.bit_count() for each in found) for lane, found in read_flights(state).items() if found}
     if not rows:
         return {}
-    first = min((each for found in read_flights(state).values() for each in found), key=lambda each: each.batch)
-    epoch, slot = divmod(first.batch, SLOTS + 1)
+    oldest = min((each for found in read_flights(state).values() for each in found), key=lambda each: each.batch)
+    epoch, slot = divmod(oldest.batch, SLOTS + 1)
     by_lane = ", ".join(f"lane {lane}: {number:,}" for lane, number in sorted(rows.items()))
-    row = (first.open & -first.open).bit_length() - 1
+    row = (oldest.open & -oldest.open).bit_length() - 1  # the lowest bit that is set
     return {
         "in flight": f"{sum(rows.values()):,} rows, the oldest row {row} of slot {slot:,}, epoch {epoch}; {by_lane}"
     }
 
 
-def _row(lane: LaneState, stages: list[str]) -> dict[str, Any]:
+def _lane_fields(lane: LaneState, stages: list[str]) -> dict[str, Any]:
     """Return a lane's fields as `stage.field: value`, in data path order; {} if it has not started."""
     if lane.stages is None:
         return {}
-    path = list(_path(lane.stages, lane_name(lane.lane)))
-    names = stages if len(stages) == len(path) else [f"stage {i}" for i in range(len(path))]
-    row: dict[str, Any] = {"batches": lane.batches}
-    for name, fields in zip(names, path, strict=True):
-        row.update({f"{name}.{field}": value for field, value in fields.items()})
-    return row
+    by_stage = list(_stage_fields(lane.stages, lane_name(lane.lane)))
+    names = stages if len(stages) == len(by_stage) else [f"stage {i}" for i in range(len(by_stage))]
+    found: dict[str, Any] = {"batches": lane.batches}
+    for name, fields in zip(names, by_stage, strict=True):
+        found.update({f"{name}.{field}": value for field, value in fields.items()})
+    return found
 
 
-def _path(state: Any, where: str) -> Iterator[dict[str, Any]]:
-    """Yield the saved fields of each stage, readers first, and the sources of a `Blend` by name."""
+def _stage_fields(state: Any, where: str) -> Iterator[dict[str, Any]]:
+    """Yield the saved fields of each stage, readers first, and the sources of a `Blend` in the order of their names."""
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise damaged(f"{where}: {_short(state)} is no state of a stage")
+        raise damaged(f"{where}: {_truncated(state)} is no state of a stage")
     upstream = state.get("sources") or ({"": state["source"]} if "source" in state else {})
     if not isinstance(upstream, dict):
-        raise damaged(f"{where}: {_short(upstream)} are no sources")
+        raise damaged(f"{where}: {_truncated(upstream)} are no sources")
     for name in sorted(upstream, key=str):
-        yield from _path(upstream[name], where)
+        yield from _stage_fields(upstream[name], where)
     yield {name: value for name, value in state.items() if name not in ("source", "sources")}
 
 
@@ -169,9 +166,9 @@ def shown(field: str, value: Any) -> str:
 
 
 def differences(left: StateSummary, right: StateSummary) -> list[tuple[str, str, str]]:
-    """Return the differing fields of two states: name, and the value in each.
+    """Return the differing fields of two states: name, left value, right value.
 
-    Equal states continue alike.
+    Without any, both states resume with the same batches.
     """
     found = _differing(left.numbers, right.numbers, "")
     found += _differing(left.settings, right.settings, "")
@@ -189,13 +186,13 @@ def _differing(
         return [(where.strip(), *shown_sides)]  # type: ignore[list-item]
     names = list(dict.fromkeys([*left, *right]))
     return [
-        (where + name, *_pair(name, left.get(name, _MISSING), right.get(name, _MISSING)))
+        (where + name, *_format_pair(name, left.get(name, _MISSING), right.get(name, _MISSING)))
         for name in names
         if (name in left, left.get(name)) != (name in right, right.get(name))
     ]
 
 
-def _pair(name: str, left: Any, right: Any) -> tuple[str, str]:
+def _format_pair(name: str, left: Any, right: Any) -> tuple[str, str]:
     """Format two differing values as short texts. For lists of refs, they show the first refs that differ."""
     if name.endswith(".refs") and isinstance(left, bytes) and isinstance(right, bytes):
         mine, theirs = np.frombuffer(left, REF), np.frombuffer(right, REF)
@@ -205,10 +202,10 @@ def _pair(name: str, left: Any, right: Any) -> tuple[str, str]:
                              ((mine, one), (theirs, other)))  # type: ignore[return-value]  # fmt: skip
     sides = shown(name, left), shown(name, right)
     if sides[0] == sides[1] or _MISSING in (left, right):
-        return _short(left), _short(right)
+        return _truncated(left), _truncated(right)
     return sides
 
 
-def _short(value: Any) -> str:
+def _truncated(value: Any) -> str:
     text = value if value == _MISSING else repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

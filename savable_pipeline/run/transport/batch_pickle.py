@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
-_SMALL = 4096  # bytes of a tensor to copy, so that a trainer that stores it does not keep a whole batch alive
+_COPIED_BYTES = 4096  # tensors up to this size are copied, so that storing one does not keep a whole batch in memory
 
 
 class _Pickler(pickle.Pickler):
@@ -31,25 +31,25 @@ class _Pickler(pickle.Pickler):
             and value.device.type == "cpu"
             and value.layout is torch.strided
         ):
-            other = value.requires_grad or value.is_quantized or value.is_nested or value.is_conj() or value.is_neg()
-            if not other:
+            special = value.requires_grad or value.is_quantized or value.is_nested or value.is_conj() or value.is_neg()
+            if not special:
                 order = () if value.is_contiguous() else _memory_order(value)
                 ordered = value.permute(order) if order else value
-                return _tensor, (_raw(ordered), value.dtype, tuple(ordered.shape), order)
+                return _rebuild_tensor, (_raw_bytes(ordered), value.dtype, tuple(ordered.shape), order)
         return NotImplemented
 
 
 def dumps(value: Any) -> tuple[list[Buffer], list[memoryview]]:
     """Return the pickle of `value` in pieces, and views of large tensors and arrays.
 
-    Nothing of either is copied. Large `bytes` objects are pieces of their own.
+    No tensor data and no large `bytes` object is copied. Each such object is a piece of its own.
     """
     buffers: list[memoryview] = []
 
     def goes_inline(buffer: pickle.PickleBuffer) -> bool:
         """Return whether a buffer is small enough for the pickle itself; else keep a view."""
         raw = buffer.raw()
-        if raw.nbytes <= _SMALL:
+        if raw.nbytes <= _COPIED_BYTES:
             return True
         buffers.append(raw)
         return False
@@ -68,7 +68,7 @@ def loads(pickled: Buffer, buffers: Iterable[Buffer]) -> Any:
     return pickle.loads(pickled, buffers=buffers)
 
 
-def _raw(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
+def _raw_bytes(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
     import torch
 
     if not tensor.numel():
@@ -81,7 +81,7 @@ def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-def _tensor(raw: Buffer, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+def _rebuild_tensor(raw: Buffer, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
     import torch
 
     ordered = torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)

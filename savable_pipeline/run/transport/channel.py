@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _HEAD = struct.Struct("<II")
-_CHUNK = 1 << 17
-_MOST_DESCRIPTORS = 16  # per read
+_READ_BYTES, _MOST_DESCRIPTORS = 1 << 17, 16  # per read
 
 
 class Channel:
@@ -33,10 +32,10 @@ class Channel:
         end.setblocking(waits)
         self._socket = end
         self._waits = waits
-        self._unsent: deque[tuple[memoryview, list[int]]] = deque()  # with duplicated descriptors, closed when sent
-        self._read = bytearray()
+        self._unsent: deque[tuple[memoryview, list[int]]] = deque()  # bytes, and our duplicates of the descriptors
+        self._received = bytearray()
         self._descriptors: deque[int] = deque()
-        closed_in_children(self)
+        close_in_children(self)
 
     def fileno(self) -> int:
         """Return the socket's descriptor for `poll`, or -1 once closed."""
@@ -86,7 +85,7 @@ class Channel:
         """
         try:
             raw, descriptors, _, _ = socket.recv_fds(
-                self._socket, _CHUNK, _MOST_DESCRIPTORS, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+                self._socket, _READ_BYTES, _MOST_DESCRIPTORS, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
             )
         except BlockingIOError:
             return []
@@ -94,22 +93,22 @@ class Channel:
             raw, descriptors = b"", []
         if not raw:
             raise EOFError("the other end is closed")
-        self._read += raw
+        self._received += raw
         self._descriptors += descriptors
         return self._whole_messages()
 
     def _whole_messages(self) -> list[tuple[bytes, list[int]]]:
         messages, start = [], 0
-        while len(self._read) - start >= _HEAD.size:
-            length, count = _HEAD.unpack_from(self._read, start)
+        while len(self._received) - start >= _HEAD.size:
+            length, count = _HEAD.unpack_from(self._received, start)
             end = start + _HEAD.size + length
-            if len(self._read) < end:
+            if len(self._received) < end:
                 break
-            message = bytes(memoryview(self._read)[start + _HEAD.size : end])
+            message = bytes(memoryview(self._received)[start + _HEAD.size : end])
             messages.append((message, [self._descriptors.popleft() for _ in range(count)]))
             start = end
         if start:
-            del self._read[:start]
+            del self._received[:start]
         return messages
 
     def close(self) -> None:
@@ -124,7 +123,7 @@ class Channel:
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def closed_in_children(end: Any) -> None:
+def close_in_children(end: Any) -> None:
     """Close this end in each forked child.
 
     Otherwise the child's copy would stay open after the owner closes it.
@@ -143,7 +142,7 @@ os.register_at_fork(after_in_child=_close_all)
 def _close(descriptors: list[int] | deque[int]) -> None:
     """Close all descriptors, and remove each from the list first.
 
-    After a Ctrl-C, none may be closed a second time.
+    A Ctrl-C in between must not let one be closed a second time.
     """
     while descriptors:
         os.close(descriptors.pop())

@@ -41,11 +41,12 @@ Span: TypeAlias = tuple[int, int]  # offset and length in bytes
 
 ALIGN = 64  # bytes, and most readers of a segment
 MOST_VIEWED = 8  # batches of one worker that the trainer may view at a time; it gets copies of further ones
-_ROUND, _SPARE = 1 << 16, 32  # bytes; batches in a row with a spare segment, after which it is dropped
+_ROUND_BYTES = 1 << 16  # the size of a segment is a multiple of this
+_SPARE_BATCHES = 32  # batches in a row with a spare segment, after which it is dropped
 _FREE, _IN_USE, _RETIRED = 0, 1, 2
 _ALL_FREE = bytes(ALIGN)
-# The highest byte of a page-table entry, for a page that is not present, or that belongs to the file.
-_TOP_BYTE, _PAGES_OF_FILE = 7 if sys.byteorder == "little" else 0, b"\x00\xa0\xa1"
+# Index of the highest byte of a page-table entry, and its values for a page that is not present or is one of the file.
+_TOP_BYTE, _PAGES_OF_FILE = (7 if sys.byteorder == "little" else 0), b"\x00\xa0\xa1"
 
 
 class WrittenBatch(NamedTuple):
@@ -61,10 +62,10 @@ class WrittenBatch(NamedTuple):
     spans: list[Span]
 
 
-def _mapped(fd: int, size: int) -> mmap.mmap:
-    """Map a memfd with all its pages at once.
+def _map_whole(fd: int, size: int) -> mmap.mmap:
+    """Map a memfd, with all its pages at once.
 
-    Single page faults take far longer.
+    Separate page faults would take far longer.
     """
     return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
@@ -78,7 +79,7 @@ class _NextBatch:
     """Segment of the next batch, in which parts of the batch may be allocated already."""
 
     number: int
-    fd: int | None  # set if the trainer does not have the segment yet
+    fd: int | None  # the segment's descriptor if the trainer does not have it yet
     dropped: tuple[int, ...]  # segments that this one replaces
     address: int
     end: int = ALIGN  # the end of the allocated part
@@ -90,9 +91,8 @@ class SegmentWriter:
     def __init__(self) -> None:
         self._segments: dict[int, mmap.mmap] = {}  # by number, the last used at the end
         self._count = self._spare = 0  # segments so far, and batches in a row for which more than one was free
-        # The expected size of the next batch, estimated from earlier ones, and the bytes that its segment had no room
-        # for.
-        self._usual, self._missing = 0, 0
+        # the size of the next batch, estimated from earlier ones, and the bytes for which its segment had no room
+        self._expected_bytes, self._missing_bytes = 0, 0
         self._current: _NextBatch | None = None
         # views of this process, by segment
         self._views: WeakValueDictionary[int, NDArray[np.uint8]] = WeakValueDictionary()
@@ -103,14 +103,14 @@ class SegmentWriter:
         There is none before the first batches, because their size is unknown.
         """
         if self._current is None:
-            if size > self._usual:
+            if size > self._expected_bytes:
                 return None
-            self._current = self._allocate(self._usual)
+            self._current = self._allocate(self._expected_bytes)
         current = self._current
         whole = self._view(current.number)
         start = current.end
         if start + size > len(whole):
-            self._missing += _aligned(size)
+            self._missing_bytes += _aligned(size)
             return None
         current.end = _aligned(start + size)
         return memoryview(whole)[start : start + size]  # type: ignore[arg-type]
@@ -141,37 +141,37 @@ class SegmentWriter:
             self._current.end = ALIGN
 
     def write(self, views: Sequence[memoryview], pieces: Sequence[Buffer] = ()) -> WrittenBatch:
-        """Write bytes (one-dimensional views) to a segment.
+        """Write the bytes of one-dimensional views to a segment.
 
-        Views of memory from `allocate` are in the segment already. `pieces` are written end to end, as the last of the
-        spans.
+        Views of memory from `allocate` are in the segment already. The `pieces` are written end to end, and are the
+        last of the spans.
         """
         current, self._current = self._current, None
         spans, end = _layout(views, current)
-        room = sum(map(len, pieces))
+        piece_bytes = sum(map(len, pieces))
         dropped: tuple[int, ...] = ()
-        if current is not None and end + room > len(self._segments[current.number]):
+        if current is not None and end + piece_bytes > len(self._segments[current.number]):
             dropped = self._put_back(current)
             current = None
             spans, end = _layout(views, None)
-        self._usual = max(_aligned(end + room) + self._missing, self._usual * 7 // 8)
-        self._missing = 0
+        self._expected_bytes = max(_aligned(end + piece_bytes) + self._missing_bytes, self._expected_bytes * 7 // 8)
+        self._missing_bytes = 0
         if current is None:
-            current = self._allocate(end + room)
+            current = self._allocate(end + piece_bytes)
         segment = self._segments[current.number]
         for (offset, length, in_segment), view in zip(spans, views, strict=True):
             if not in_segment:
                 segment[offset : offset + length] = view
         written = [(offset, length) for offset, length, _ in spans]
         if pieces:
-            written.append((end, room))
+            written.append((end, piece_bytes))
         for piece in pieces:
             segment[end : end + len(piece)] = piece
             end += len(piece)
         return WrittenBatch(current.number, current.fd, dropped + current.dropped, written)
 
     def _put_back(self, current: _NextBatch) -> tuple[int, ...]:
-        """Free a segment that is too small, and return those that it replaced."""
+        """Free a segment that is too small, and return the numbers of those that it replaced."""
         if current.fd is None:
             self._segments[current.number][0] = _FREE
         else:
@@ -183,25 +183,25 @@ class SegmentWriter:
         """Mark a free segment of at least this size as in use, or create one."""
         retired = [number for number, segment in self._segments.items() if _RETIRED in segment[:ALIGN]]
         free = [number for number, segment in self._segments.items() if self._is_free(number, segment)]
-        fits = [number for number in free if len(self._segments[number]) >= size]
+        large_enough = [number for number in free if len(self._segments[number]) >= size]
         fd, dropped = None, (retired + free)[:1]
-        if fits:
-            self._spare = self._spare % _SPARE + 1 if fits[1:] else 0
-            number, dropped = fits[-1], fits[: self._spare // _SPARE]
+        if large_enough:
+            self._spare = self._spare % _SPARE_BATCHES + 1 if len(large_enough) > 1 else 0
+            number, dropped = large_enough[-1], large_enough[: self._spare // _SPARE_BATCHES]
             self._segments[number] = self._segments.pop(number)
         else:
-            size = -(-size // _ROUND) * _ROUND
+            size = -(-size // _ROUND_BYTES) * _ROUND_BYTES
             fd = anonymous_file("savable_pipeline batch", size)
             try:
-                mapped = _mapped(fd, size)
+                mapped = _map_whole(fd, size)
             except OSError:
                 os.close(fd)
                 raise
             self._count += 1
             number = self._count
             self._segments[number] = mapped
-        for gone in dropped:
-            del self._segments[gone]  # unmapped when this process no longer views it
+        for unused in dropped:
+            del self._segments[unused]  # unmapped when this process no longer views it
         self._segments[number][0] = _IN_USE
         return _NextBatch(number, fd, tuple(dropped), self._view(number).ctypes.data)
 
@@ -210,9 +210,9 @@ class SegmentWriter:
 
 
 def _layout(views: Sequence[memoryview], current: _NextBatch | None) -> tuple[list[tuple[int, int, bool]], int]:
-    """Return offset, length and whether it is in the segment already, for each view.
+    """Return (offset, length, whether it is in the segment already) for each view.
 
-    The second value is the offset after all views.
+    The second result is the offset after all views.
     """
     spans = []
     end = ALIGN if current is None else current.end
@@ -220,9 +220,9 @@ def _layout(views: Sequence[memoryview], current: _NextBatch | None) -> tuple[li
         offset = end
         in_segment = False
         if current is not None:
-            found = np.frombuffer(view, np.uint8).ctypes.data - current.address
-            in_segment = found >= ALIGN and found + len(view) <= current.end
-            offset = found if in_segment else end
+            start = np.frombuffer(view, np.uint8).ctypes.data - current.address
+            in_segment = start >= ALIGN and start + len(view) <= current.end
+            offset = start if in_segment else end
         spans.append((offset, len(view), in_segment))
         end = max(end, _aligned(offset + len(view)))
     return spans, end
@@ -231,18 +231,18 @@ def _layout(views: Sequence[memoryview], current: _NextBatch | None) -> tuple[li
 class SegmentReader:
     """A process's views of one worker's segments.
 
-    `flag` is the number of its flag. With `private`, what it writes to them stays its own.
+    `flag` is the index of its flag in each segment. With `private`, other processes do not see what it writes.
     """
 
     def __init__(self, flag: int = 0, *, private: bool = False) -> None:
         self._flag, self._private = flag, private
         self._segments: dict[Hashable, _MappedSegment] = {}
-        self._viewed = [0]
+        self._viewed = [0]  # a list, because finalizers change it
 
     def add(self, number: Hashable, fd: int) -> None:
         """Map a new segment, and close its descriptor."""
         try:
-            flags = mmap.mmap(fd, ALIGN) if self._private else _mapped(fd, 0)
+            flags = mmap.mmap(fd, ALIGN) if self._private else _map_whole(fd, 0)
             data = mmap.mmap(fd, 0, mmap.MAP_PRIVATE) if self._private else flags
             self._segments[number] = _MappedSegment(flags, data)
         finally:
@@ -253,13 +253,13 @@ class SegmentReader:
         del self._segments[number]
 
     def lend(self, number: Hashable, flag: int) -> None:
-        """Mark a segment as in use by another reader, too, before that knows of it."""
+        """Mark a segment as in use by another reader too, before that reader knows of it."""
         self._segments[number].flags[flag] = _IN_USE
 
     def release(self, flag: int) -> None:
-        """Mark all segments as free for a reader that has ended.
+        """Clear the in-use flags of an ended reader on all segments.
 
-        A segment that a child of the reader may view stays retired.
+        A segment that a forked child of the reader may view stays retired.
         """
         for segment in self._segments.values():
             if segment.flags[flag] == _IN_USE:
@@ -272,7 +272,8 @@ class SegmentReader:
         """
         segment = self._segments[number]
         if self._viewed[0] >= MOST_VIEWED:
-            view = memoryview(bytearray(segment.data[: sum(spans[-1])]))
+            end = sum(spans[-1])  # offset and length of the last span
+            view = memoryview(bytearray(segment.data[:end]))
             segment.flags[self._flag] = _FREE
         else:
             whole = np.frombuffer(segment.data, np.uint8)
@@ -288,9 +289,9 @@ class SegmentReader:
 
 
 class _MappedSegment(NamedTuple):
-    """A segment in a reader.
+    """A segment as mapped by a reader.
 
-    `flags` and `data` are one mapping unless `data` is private.
+    `flags` and `data` are the same mapping unless `data` is private.
     """
 
     flags: mmap.mmap
@@ -316,7 +317,7 @@ def _free_after(whole: NDArray[np.uint8], segment: _MappedSegment, flag: int, vi
     """
     owner, forks = os.getpid(), _forks[0]
 
-    def gone() -> None:
+    def free_segment() -> None:
         if os.getpid() != owner:
             return
         viewed[0] -= 1
@@ -324,14 +325,11 @@ def _free_after(whole: NDArray[np.uint8], segment: _MappedSegment, flag: int, vi
             segment.data.madvise(mmap.MADV_DONTNEED)
         segment.flags[flag] = _FREE if forks == _forks[0] else _RETIRED
 
-    weakref.finalize(whole, gone).atexit = False
+    weakref.finalize(whole, free_segment).atexit = False
 
 
 def _has_own_pages(data: mmap.mmap) -> bool:
-    """Return whether this process has written to a private mapping.
-
-    It is True if the system does not say.
-    """
+    """Return whether this process has written to a private mapping; True if unknown."""
     address, page = np.frombuffer(data, np.uint8).ctypes.data, mmap.PAGESIZE
     try:
         raw = os.pread(_pagemap(os.getpid()), len(data) // page * 8, address // page * 8)

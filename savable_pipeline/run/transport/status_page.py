@@ -19,23 +19,24 @@ import tempfile
 
 NOTHING = (1 << 64) - 1
 _PAGE = 4096
+_DEPTH, _INDEX, _EPOCH, _REQUEST, _LENGTH, _CHECKS = range(6)  # of the words
 _TEXT = 48  # the byte where the text starts
 STACK_SIGNAL = signal.SIGUSR2  # makes a worker write its stack
 
 
 def begin_request(words: memoryview, number: int) -> None:
     """Clear the words of a worker's status at the start of a request."""
-    words[0] = words[1] = words[2] = NOTHING
-    words[3] = number
+    words[_DEPTH] = words[_INDEX] = words[_EPOCH] = NOTHING
+    words[_REQUEST] = number
 
 
 def read_status(words: memoryview) -> tuple[int | None, int | None, int, int]:
-    """Return the stage, the sample and the request that a worker works on.
+    """Return what a worker works on: depth of the stage, sample, epoch, request.
 
-    The stage is its depth, the sample an index and an epoch. None is not recorded.
+    The depth or the index of the sample is None if it is not recorded.
     """
-    depth, index, epoch, number = words[:4].tolist()
-    return None if depth == NOTHING else depth, None if index == NOTHING else index, epoch, number
+    depth, index, epoch, request = words[:_LENGTH].tolist()
+    return None if depth == NOTHING else depth, None if index == NOTHING else index, epoch, request
 
 
 class StatusPage:
@@ -63,25 +64,25 @@ class StatusPage:
         faulthandler.enable(self.descriptor)
         faulthandler.register(STACK_SIGNAL, self.descriptor)
 
-    def report(self, fault: str) -> None:
+    def report(self, problem: str) -> None:
         """Record what is wrong with batches that were already delivered."""
-        raw = fault.encode(errors="replace")[: _PAGE - _TEXT]
+        raw = problem.encode(errors="replace")[: _PAGE - _TEXT]
         self._page[_TEXT : _TEXT + len(raw)] = raw
-        self.words[4] = len(raw)  # the last write, so that a reader sees the whole text
+        self.words[_LENGTH] = len(raw)  # written last, so that a reader sees the whole text
 
     def count_check(self) -> None:
         """Record that the worker has checked its shards on request, and reported."""
-        self.words[5] += 1
+        self.words[_CHECKS] += 1
 
     @property
     def checks(self) -> int:
         """Number of checks that the worker has recorded."""
-        return int(self.words[5])
+        return int(self.words[_CHECKS])
 
     def reported(self) -> str:
         """Return what the worker recorded as wrong, or "". Any thread may call this."""
         try:
-            length = self.words[4]
+            length = self.words[_LENGTH]
             return self._page[_TEXT : _TEXT + length].decode(errors="ignore") if length else ""
         except ValueError:  # the page was closed in the meantime
             return ""
@@ -93,7 +94,7 @@ class StatusPage:
     def new_stack(self, outermost: str) -> str:
         """Return the stack of the thread that runs the function `outermost`.
 
-        It was written since the last call.
+        Only stacks that were written since the last call are searched.
         """
         raw, self._read_to = os.pread(self.descriptor, 1 << 16, self._read_to), os.fstat(self.descriptor).st_size
         return _calls_within(outermost, raw.decode(errors="replace"))
@@ -103,7 +104,7 @@ class StatusPage:
         if self.descriptor >= 0:
             self.words.release()
             self._page.close()
-            descriptor, self.descriptor = self.descriptor, -1  # first, so that a Ctrl-C here cannot close it twice
+            descriptor, self.descriptor = self.descriptor, -1  # before `close`, so that a Ctrl-C cannot close it twice
             os.close(descriptor)
 
 

@@ -238,9 +238,9 @@ class BestFit(Packing):
         (best or self.open()).add(piece)
 
     def due(self) -> OpenPack | None:
-        """Return a full pack, or the fullest one if more than `open_packs` are open.
+        """Return a full pack, or None.
 
-        The newest pack is not returned for the second reason.
+        If more than `open_packs` are open and none is full, it is the fullest except the newest.
         """
         full = self.full()
         if full is None and len(self.packs) > self.open_packs:

@@ -55,7 +55,7 @@ class _Dataset:
     root: str
     names: list[str]
     whole: bool  # whether the user named the whole dataset, so that all shards of the metadata must exist
-    metadata: Path  # a folder that may have Energon's metadata
+    metadata: Path  # a folder, which may contain Energon's metadata
     indexed: dict[str, ShardEntry]  # by name
     problems: list[Problem] = field(default_factory=list)  # found so far
 
@@ -68,7 +68,7 @@ def check_dataset(
     progress: Callable[[int, int], None] = lambda done, total: None,
     **settings: Any,
 ) -> CheckReport:
-    """Read every byte of a dataset and list its problems. Changes nothing.
+    """Read every byte of a dataset and list its problems, without changing it.
 
     Args:
         shards: The dataset.
@@ -111,7 +111,7 @@ def check_dataset(
 
 
 def _join_reports(root: str, shards: int, reports: list[ShardReport], problems: list[Problem]) -> CheckReport:
-    """Join the reports of all shards."""
+    """Join the reports of all shards into one."""
     samples, size = sum(report.samples for report in reports), sum(report.size for report in reports)
     parts, empty, nulls, counts = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for report in reports:
@@ -119,12 +119,14 @@ def _join_reports(root: str, shards: int, reports: list[ShardReport], problems: 
         empty.update(report.empty)
         nulls.update(report.nulls)
         counts.update(report.counts)
-    most, dotted = max((report.most_parts for report in reports), default=0), [r.dotted for r in reports]
-    warnings = [*lacking_parts(samples, parts), *dotted_parts(samples, parts, most, itertools.chain(*dotted))]
+    most_parts = max((report.most_parts for report in reports), default=0)
+    dotted = itertools.chain.from_iterable(report.dotted for report in reports)
+    warnings = [*lacking_parts(samples, parts), *dotted_parts(samples, parts, most_parts, dotted)]
     links = [(report.name, report.links) for report in reports if report.links.count]
     if links:
-        count, first = sum(each.count for _, each in links), min(links, key=lambda pair: pair[0])
-        warnings.append(links_warning(root, count, f"{first[1].first} in {first[0]}"))
+        name, first = min(links, key=lambda pair: pair[0])
+        count = sum(each.count for _, each in links)
+        warnings.append(links_warning(root, count, f"{first.first} in {name}"))
     warnings += _media_warnings(counts)
     return CheckReport(root, shards, samples, size, problems, warnings, counts[ALPHA], dict(empty), dict(nulls))
 

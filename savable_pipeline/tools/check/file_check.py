@@ -108,7 +108,7 @@ def check_file(root: Path, name: str, options: CheckSettings) -> ShardReport:
         except (SavableError, ValueError) as error:
             problems.append(Problem("cannot be checked", encodable(str(error)), name))
     report = ShardReport(name, entry.size, entry.samples, entry.digest, problems)
-    report.parts, report.most_parts, report.counts = dict(counts.parts), counts.most, dict(counts.media)
+    report.parts, report.most_parts, report.counts = dict(counts.parts), counts.most_parts, dict(counts.media)
     report.empty, report.nulls = dict(counts.empty), dict(counts.nulls)
     if file_format.name == TAR:
         report.dotted, report.links = sorted(counts.dotted), TarColumns.of(table).links
@@ -138,8 +138,8 @@ def _check_store(store: RecordStore, name: str, counts: _FileCounts) -> Iterator
             yield Problem(reason_of(error), detail, name, index=row)
             row = store.next_readable(0, row, reason_of(error))
     yield from _check_named_files(store, name, counts)
-    twins = (each for each in store.rejects() if each.reason == "two parts with one extension")
-    yield from (Problem(each.reason, each.detail, each.file, each.key) for each in twins)
+    duplicates = (each for each in store.rejects() if each.reason == "two parts with one extension")
+    yield from (Problem(each.reason, each.detail, each.file, each.key) for each in duplicates)
 
 
 def _check_frames(store: RecordStore, root: Path, name: str, counts: _FileCounts) -> Iterator[Problem]:
@@ -170,15 +170,15 @@ class _FileCounts:
     def __init__(self, share: float) -> None:
         self.share = share  # the fraction of audio and video to decode
         self.parts, self.empty, self.nulls = Counter[str](), Counter[str](), Counter[str]()  # by part or column
-        self.named = Counter[str]()  # by column, rows that name a file without having its bytes
+        self.without_bytes = Counter[str]()  # by column, rows that name a file without having its bytes
         self.media = Counter[str]()  # unusual images and media, by reason
-        self.most = 0  # the largest number of parts of a sample
+        self.most_parts = 0  # the largest number of parts of a sample
         self.dotted: set[tuple[str, ...]] = set()  # the parts of samples whose part names all have a dot
 
 
 def _check_named_files(store: RecordStore, name: str, counts: _FileCounts) -> Iterator[Problem]:
     """Yield a problem for each column whose rows name files without their bytes."""
-    for column, count in sorted(counts.named.items()):
+    for column, count in sorted(counts.without_bytes.items()):
         detail = f"the column {column!r}: {count:,} of {store.entries[0].samples:,} rows have a path and no bytes"
         yield Problem(NO_BYTES, encodable(f"{detail}; {store.fix}"), name)
 
@@ -187,28 +187,29 @@ def check_remote_file(folder: Path, name: str, url: str, options: CheckSettings)
     """Check a remote file: download it to an empty folder, and remove it afterwards."""
     sidecars = {each for form in FORMATS for each in form.sidecar_names(name)}
     session = Session.of()
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:  # two files may have one sidecar
-        own = Path(temporary)
+    # Two files may share a sidecar, so each is downloaded to its own folder.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        local = Path(temporary)
         try:
             names = [name, *sorted(sidecars)]
             for each, stat in zip(names, session.each("stat", [(url, e, e == name) for e in names]), strict=True):
                 if stat is not None:
-                    session.call("whole", url, each, stat[0], str(own / each))
-            return check_file(own, name, options)
+                    session.call("whole", url, each, stat[0], str(local / each))
+            return check_file(local, name, options)
         except SavableError as error:
             return ShardReport(name, 0, 0, 0, [Problem("cannot be checked", str(error), name)])
 
 
 def _check_row(store: RecordStore, name: str, row: int, counts: _FileCounts) -> Iterator[Problem]:
-    """Count the parts of a sample, and yield those that are damaged."""
+    """Count the parts of a sample, and yield a problem for each damaged one."""
     extensions = store.extensions(0, row)
-    counts.most = max(counts.most, len(extensions))
+    counts.most_parts = max(counts.most_parts, len(extensions))
     counts.parts.update(extensions)
     if all("." in extension for extension in extensions):
         counts.dotted.add(tuple(extensions))
-    nulls, named = store.lacking(0, row)
+    nulls, without_bytes = store.lacking(0, row)
     counts.nulls.update(nulls)
-    counts.named.update(named)
+    counts.without_bytes.update(without_bytes)
     for extension in extensions:
         data, size = store.head(0, row, extension, LARGEST)
         counts.empty.update([] if size else [extension])
@@ -241,7 +242,7 @@ def _problem(store: RecordStore, name: str, row: int, extension: str, fault: str
 
 
 def part_fault(extension: str, data: bytes, counts: Counter[str]) -> str:
-    """Return why a part is damaged, as `reason: detail`, or "" if it seems right.
+    """Return why a part is damaged, as `reason: detail`, or "" if no damage is found.
 
     Unusual properties of images are added to `counts`.
     """
@@ -252,6 +253,6 @@ def part_fault(extension: str, data: bytes, counts: Counter[str]) -> str:
         counts.update(image_warnings(data))
     if not fault and part_types.part_type(extension) == "json" and (b"\\u" in data or b"\xed" in data):
         strings = json.dumps(json.loads(data), ensure_ascii=False)
-        half = re.search(rb"\xed[\xa0-\xbf]", strings.encode(errors="surrogatepass"))
-        fault = "malformed text: a string has half of a surrogate pair" if half else ""
+        surrogate = re.search(rb"\xed[\xa0-\xbf]", strings.encode(errors="surrogatepass"))
+        fault = "malformed text: a string has half of a surrogate pair" if surrogate else ""
     return fault

@@ -18,7 +18,7 @@ from savable_pipeline.core.wording import clean_address, counted, human_bytes
 from savable_pipeline.errors import SavableError
 
 # Unicode categories: controls, changes of text direction, lone surrogates, line ends
-_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_INVISIBLE_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -45,7 +45,7 @@ def visible(text: str) -> str:
 
 def _escaped(character: str) -> str:
     """Return a character, or its escape sequence if a terminal would not show it."""
-    if unicodedata.category(character) not in _UNSEEN:
+    if unicodedata.category(character) not in _INVISIBLE_CATEGORIES:
         return character
     return character.encode("unicode_escape", "backslashreplace").decode()
 
@@ -80,10 +80,10 @@ def errors_as_lines() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def exit_failed(words: str, *, as_json: bool = False) -> NoReturn:
+def exit_failed(reason: str, *, as_json: bool = False) -> NoReturn:
     """Exit with 1, after printing the reason unless the output is JSON."""
     if not as_json:
-        out.print(f"[bold red]FAILED:[/] {escape_markup(words)}")
+        out.print(f"[bold red]FAILED:[/] {escape_markup(reason)}")
     raise typer.Exit(1)
 
 
@@ -131,7 +131,7 @@ FilesFromOption: TypeAlias = Annotated[
 WorkersOption: TypeAlias = Annotated[int | None, parallel_option("--workers", help="Processes. Default: one per core.")]
 JsonOption: TypeAlias = Annotated[bool, output_option("--json", help="Print one JSON object.")]
 SeedOption: TypeAlias = Annotated[int | None, input_option("--seed", help="Pipelines: the seed. Default: 0.")]
-_LINE_EVERY_S = 10.0
+_LINE_EVERY_S = 10.0  # seconds between two lines of progress
 
 
 @contextlib.contextmanager
@@ -162,21 +162,21 @@ def progress_of(console: Console, before: str, things: str, during: str = "") ->
 
 
 class _Rate:
-    """Formats the things and bytes per second since the first call."""
+    """Formats the number of things and bytes per second since its first call."""
 
     def __init__(self) -> None:
-        self._begin = 0.0
-        self._before = 0
+        self._start_s = 0.0
+        self._start_count = 0
 
     def text(self, done: int, size: int) -> str:
         """Format the rate: `1,204/s, 45.1 MB, 9.3 MB/s`, or without bytes if `size` is 0."""
         now = time.monotonic()
-        if not self._begin:
-            self._begin, self._before = now, done
+        if not self._start_s:
+            self._start_s, self._start_count = now, done
             return ""
-        seconds = max(now - self._begin, 1e-9)
-        rate = (done - self._before) / seconds
-        things = f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s" if done > self._before else ""
+        seconds = max(now - self._start_s, 1e-9)
+        rate = (done - self._start_count) / seconds
+        things = f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s" if done > self._start_count else ""
         return f"{things}, {human_bytes(size)}, {human_bytes(size / seconds)}/s" if size and things else things
 
 

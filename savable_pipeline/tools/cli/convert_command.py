@@ -117,8 +117,8 @@ def convert_source(
             )
         print_report(out, report, f"{target.rstrip('/')}/{REJECTED}")
         if not report.samples:
-            lost = files_from is None and {reject.reason for reject in report.rejected} == {"missing file"}
-            hint = "--files-from FOLDER says where the files are; " if lost else ""
+            files_missing = files_from is None and {reject.reason for reject in report.rejected} == {"missing file"}
+            hint = "--files-from FOLDER says where the files are; " if files_missing else ""
             advice = f"{hint}remove {target} before another try"
             raise ValueError(f"{target} has no shard: everything in {source} was rejected; {advice}")
     if report.rejected and not skip_bad:
@@ -171,7 +171,7 @@ def engine_named(name: str, workers: int | None) -> Iterator[Engine | None]:
         yield engine
 
 
-_SHOWN = 10  # rejects that are printed one by one
+_MOST_SHOWN = 10  # rejects that are printed one by one
 
 
 def print_report(console: Console, report: Report, path: str) -> None:
@@ -194,9 +194,9 @@ def print_report(console: Console, report: Report, path: str) -> None:
     console.print(f"{len(report.rejected):,} rejected:")
     for reason, count in Counter(reject.reason for reject in report.rejected).most_common():
         console.print(f"  {count:>7,} × {escape_markup(reason)}")
-    for reject in report.rejected[:_SHOWN]:
+    for reject in report.rejected[:_MOST_SHOWN]:
         detail = f" ({reject.detail})" if reject.detail else ""
         console.print(escape_markup(f"  {reject.file}: {reject.reason}{detail}"))
-    if len(report.rejected) > _SHOWN:
-        console.print(f"  … {len(report.rejected) - _SHOWN:,} more")
+    if len(report.rejected) > _MOST_SHOWN:
+        console.print(f"  … {len(report.rejected) - _MOST_SHOWN:,} more")
     console.print(escape_markup(f"all of them: {path}"))

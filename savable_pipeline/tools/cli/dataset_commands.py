@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # a command imports what it needs when it is called
     from savable_pipeline.tools.check.dataset_check import CheckReport
     from savable_pipeline.tools.check.file_check import Problem
 
-_NAMED = 3  # files listed for further problems of the same kind
+_MOST_LOCATIONS = 3  # most locations that are listed for further problems of the same kind
 PathArgument: TypeAlias = Annotated[
     str, typer.Argument(metavar="PATH", help="A folder, file, glob, brace pattern or URL.")
 ]
@@ -133,6 +133,7 @@ def _size_text(shards: int, samples: int, size: int) -> str:
 
 
 def _extremes(info: Info) -> tuple[ShardEntry, ShardEntry]:
+    """Return the smallest and the largest shard."""
     return min(info.shards, key=lambda e: (e.size, e.name)), max(info.shards, key=lambda e: (e.size, e.name))
 
 
@@ -189,9 +190,8 @@ def index(
             err.print(escape_markup(f"warning: {text}"))
         broken = _index_media(path, workers) if media else 0
     if faults or broken:
-        reasons = [counted(len(faults), "damaged shard")] * bool(faults) + [counted(broken, "unreadable header")] * (
-            broken > 0
-        )
+        reasons = [counted(len(faults), "damaged shard")] if faults else []
+        reasons += [counted(broken, "unreadable header")] if broken else []
         exit_failed(" and ".join(reasons))
 
 
@@ -268,13 +268,13 @@ def _print_check(report: CheckReport, *, as_json: bool) -> None:
     reasons = Counter(problem.reason for problem in report.problems).most_common()
     for reason, count in reasons if len(reasons) > 1 else ():
         out.print(f"  {count:>7,} × {escape_markup(reason)}")
-    for alike in _group_alike(report.problems):
-        about = f"{where}: " if (where := _location(alike[0])) else ""  # "" for a problem of the whole dataset
-        more = ", ".join(_location(problem) for problem in alike[1 : 1 + _NAMED])
-        more += f" and {len(alike) - 1 - _NAMED:,} more" if len(alike) > 1 + _NAMED else ""
-        more = f" ({len(alike):,} times; also {more})" if more else ""
-        text = alike[0].detail  # an error of a table includes the reason
-        text = text if f"{alike[0].reason}:" in text else f"{alike[0].reason}: {text}"
+    for first, *others in _group_alike(report.problems):
+        about = f"{where}: " if (where := _location(first)) else ""  # "" for a problem of the whole dataset
+        more = ", ".join(_location(problem) for problem in others[:_MOST_LOCATIONS])
+        more += f" and {len(others) - _MOST_LOCATIONS:,} more" if len(others) > _MOST_LOCATIONS else ""
+        more = f" ({1 + len(others):,} times; also {more})" if more else ""
+        text = first.detail  # an error of a table includes the reason
+        text = text if f"{first.reason}:" in text else f"{first.reason}: {text}"
         out.print(escape_markup(f"{about}{text}{more}"))
 
 
@@ -287,7 +287,8 @@ def _group_alike(problems: list[Problem]) -> list[list[Problem]]:
 
 
 def _location(problem: Problem) -> str:
-    """Format the file and the sample of a problem, if it has them. A folder of files is the shard "."."""
+    """Format the file and the sample of a problem, if it has them."""
+    # The shard "." is a folder of files.
     names = [problem.shard * (problem.shard != "."), problem.key and f"{problem.key}.{problem.part}"]
     return " ".join(filter(None, names)) + ("" if problem.offset is None else f" at byte {problem.offset}")
 
@@ -339,7 +340,7 @@ def preview(
 
 
 def _pipeline_page(source: str, **settings: int) -> tuple[bytes, str]:
-    """Return the page of the pipeline of this name, and the error that ended its batches, or ""."""
+    """Return the page of a pipeline, and the error that ended its batches, or ""."""
     from savable_pipeline.stages.pipeline import named_pipeline
     from savable_pipeline.tools.preview.pipeline_page import preview_pipeline
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # a command imports what it needs when it is called
     from savable_pipeline.tools.verify.comparison import Mismatch, Verdict, VerifyPlan
     from savable_pipeline.tools.verify.segment import Explained
 
-_SHOWN = 8  # samples of a batch that are listed
+_MOST_SAMPLES = 8  # samples of a batch that are listed
 
 
 def plan(
@@ -138,14 +138,14 @@ def _print_verdict(plan: VerifyPlan, verdict: Verdict) -> None:
         _print_mismatch(verdict, verdict.mismatch)
         return
     segments = verdict.segments
-    cuts = _listed([str(each.start) for each in segments[1:]])
+    cuts = _join_words([str(each.start) for each in segments[1:]])
     out.print(
         escape_markup(
-            f"OK: {plan.target} resumes exactly. {_batches(verdict)} are equal in every byte, interrupted after "
+            f"OK: {plan.target} resumes exactly. {_batches_text(verdict)} are equal in every byte, interrupted after "
             f"{cuts} of them."
         )
     )
-    workers = _listed([str(each.workers) for each in segments])
+    workers = _join_words([str(each.workers) for each in segments])
     out.print(
         f"  num_workers: {verdict.started.workers} uninterrupted, {workers} in the {len(segments)} segments\n"
         "  Each segment was a new process with another PYTHONHASHSEED."
@@ -161,18 +161,18 @@ def _print_mismatch(verdict: Verdict, mismatch: Mismatch) -> None:
     """Print where a resumed run differs from the uninterrupted one, and how."""
     segment = mismatch.segment
     since = f"resumed after step {segment.start}" if segment.start else "not interrupted yet"
-    ran = f"segment {segment.number} (num_workers={segment.workers}, PYTHONHASHSEED={segment.hash_seed}, {since})"
+    text = f"segment {segment.number} (num_workers={segment.workers}, PYTHONHASHSEED={segment.hash_seed}, {since})"
     lines = _difference_lines(verdict, mismatch.where) if mismatch.where else {"error": mismatch.error}
     where = (
         f"slot {mismatch.where.slot} of lane {mismatch.where.lane}" if mismatch.where else f"step {mismatch.step + 1}"
     )
-    out.print(f"[bold red]FAILED:[/] another batch at {where}, in {escape_markup(ran)}")
+    out.print(f"[bold red]FAILED:[/] another batch at {where}, in {escape_markup(text)}")
     for name, value in lines.items():
         out.print(f"  {name:<9} " + "\n".join(map(escape_markup, value.splitlines())))
     out.print(f"  {_hint(mismatch)}")
     out.print(
         escape_markup(
-            f"  {_batches(verdict)} of {verdict.steps} before it are equal. The uninterrupted run had "
+            f"  {_batches_text(verdict)} of {verdict.steps} before it are equal. The uninterrupted run had "
             f"num_workers={verdict.started.workers} and PYTHONHASHSEED=1."
         )
     )
@@ -180,8 +180,8 @@ def _print_mismatch(verdict: Verdict, mismatch: Mismatch) -> None:
 
 def _difference_lines(verdict: Verdict, where: Explained) -> dict[str, str]:
     """Return the lines that describe a difference, by title, without empty ones."""
-    rest = len(where.samples) - _SHOWN
-    samples = "; ".join(where.samples[:_SHOWN]) + (f" and {rest} more of the batch" if rest > 0 else "")
+    rest = len(where.samples) - _MOST_SAMPLES
+    samples = "; ".join(where.samples[:_MOST_SAMPLES]) + (f" and {rest} more of the batch" if rest > 0 else "")
     lines = {
         "field": where.field + (f" (of its rows {where.rows})" if where.rows else ""),
         "sample": samples or "not known: the rebuilt batch has other samples",
@@ -206,12 +206,12 @@ def _hint(mismatch: Mismatch) -> str:
     )
 
 
-def _batches(verdict: Verdict) -> str:
+def _batches_text(verdict: Verdict) -> str:
     ends = f" and {verdict.ends} end{'s' * (verdict.ends > 1)} of an epoch" if verdict.ends else ""
     return f"{verdict.equal} batches{ends}"
 
 
-def _listed(words: list[str]) -> str:
+def _join_words(words: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
@@ -241,7 +241,7 @@ def _print_state(state: StateSummary) -> None:
     """Print the position of a saved run, its settings, and the lanes that have started."""
     started = {lane: row for lane, row in state.lanes.items() if row}
     epochs = {value for row in started.values() for field, value in row.items() if field.endswith("Reader.epoch")}
-    # readers without end have their own epochs
+    # endless readers count epochs of their own, which may differ
     epoch = "" if epochs - {state.numbers["epoch"]} else f" of epoch {state.numbers['epoch']}"
     out.print(
         f"slot {state.numbers['slot']:,}{epoch}; {len(state.lanes)} of "
@@ -250,7 +250,7 @@ def _print_state(state: StateSummary) -> None:
     settings = Table("setting", "value", title="the run", title_justify="left")
     for name, value in state.settings.items():
         if value is not None:
-            settings.add_row(escape_markup(name), escape_markup(_setting(name, value)))
+            settings.add_row(escape_markup(name), escape_markup(_format_setting(name, value)))
     out.print(settings)
     versions = [f"{name} {version}" for name, version in state.environment.items()]
     out.print(escape_markup(f"written with {', '.join(versions)}"), soft_wrap=False)
@@ -258,7 +258,7 @@ def _print_state(state: StateSummary) -> None:
         out.print(_lanes_table(started, state.lane_bytes))
 
 
-def _setting(name: str, value: object) -> str:
+def _format_setting(name: str, value: object) -> str:
     """Format a setting, with shards as their numbers."""
     if name.endswith("Reader.shards") and isinstance(value, list | dict):
         from savable_pipeline.data.dataset.shard_digests import count, sample_count
@@ -280,8 +280,8 @@ def _lanes_table(lanes: dict[int, dict[str, Any]], sizes: dict[int, int]) -> Tab
                 saved.setdefault(stage, []).append(f"{name} {shown(field, value)}".strip())
         about = f"{counted(row['batches'], 'batch', 'batches')}, {sizes[lane]:,} bytes"
         for number, (stage, fields) in enumerate({"": [about], **saved}.items()):
-            names = "" if number else str(lane), escape_markup(stage), escape_markup(", ".join(fields))
-            table.add_row(*names, end_section=number == len(saved))
+            cells = "" if number else str(lane), escape_markup(stage), escape_markup(", ".join(fields))
+            table.add_row(*cells, end_section=number == len(saved))
     return table
 
 
@@ -298,10 +298,10 @@ def _print_differences(left: StateSummary, right: StateSummary, found: list[tupl
             by_lane.setdefault(match[0], {})[name.removeprefix(match[0]).strip() or "state"] = row
         elif name not in versions:
             settings[name] = row
-    paths = [summary.settings.get("stages", []) for summary in (left, right)]
-    if paths[0] != paths[1]:  # lanes of different pipelines cannot be compared
-        out.print(f"different pipelines: {counted(len(paths[0]), 'stage')} against {len(paths[1])}")
-        settings["stages"], by_lane = [" > ".join(path) for path in paths], {}
+    first_path, second_path = (summary.settings.get("stages", []) for summary in (left, right))
+    if first_path != second_path:  # lanes of different pipelines cannot be compared
+        out.print(f"different pipelines: {counted(len(first_path), 'stage')} against {len(second_path)}")
+        settings["stages"], by_lane = [" > ".join(path) for path in (first_path, second_path)], {}
     elif settings.keys() - {"slot", "epoch", "in flight"}:
         out.print("the same stages with different settings")
     elif settings:

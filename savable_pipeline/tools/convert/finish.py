@@ -189,7 +189,7 @@ def _warnings(found: Prepared, options: Options, samples: int, statistics: Stati
 
 
 def _repeated_files(found: Statistics) -> list[str]:
-    """Return a warning if several records name one file, because each stores its bytes."""
+    """Return a list with a warning if records share files, because each record stores a copy."""
     factor = found.used_bytes / max(1, found.file_bytes)
     if factor < _MUCH_REPEATED:
         return []

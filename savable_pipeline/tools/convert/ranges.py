@@ -30,7 +30,7 @@ _MOST_SHARDS = 8  # most shards of a range
 _RANGES = 16  # least number of ranges of a source, if they are not smaller than this
 LEAST_BYTES = 32_000_000  # least bytes of a range; a smaller one is not worth a process
 _AIM = 0.97  # fraction of the bytes of its shards, because sizes in the index are estimates
-_AT_ONCE = 1 << 16  # rows whose sizes are in memory at a time
+_AT_ONCE = 1 << 13  # rows whose sizes are in memory at a time
 _SOME = 64  # number of samples to measure
 
 

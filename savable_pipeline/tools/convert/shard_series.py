@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RECORD = 20 * BLOCK  # a tar is padded to a multiple
+_BUFFER_BYTES = 1 << 20
 END = 2 * BLOCK  # bytes of zeros at the end, at least
 _LONGEST_PLAIN_NAME = 100  # a longer name, or one outside ASCII, takes two more header blocks
 _LARGEST_PLAIN = 8**11 - 1  # bytes of a member; a larger size takes two more header blocks
@@ -38,10 +39,8 @@ _SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # in a header
 
 def sample_bytes(key: str, sizes: Mapping[str, int]) -> int:
     """Return the bytes of a sample in a tar, by the sizes of its parts."""
-    total = 0
-    for extension, size in sizes.items():
-        total += (BLOCK if _is_plain(f"{key}.{extension}", size) else 3 * BLOCK) + padded(size)
-    return total
+    headers = [BLOCK if _is_plain(f"{key}.{extension}", size) else 3 * BLOCK for extension, size in sizes.items()]
+    return sum(headers) + sum(map(padded, sizes.values()))
 
 
 def room_in(shard_bytes: int) -> int:
@@ -76,7 +75,7 @@ class ShardFile:
         self.size = 0  # bytes so far
         self._rows = ShardRows(name)
         self.last_key = ""
-        self._file = path.open("wb", buffering=1 << 20)
+        self._file = path.open("wb", buffering=_BUFFER_BYTES)
 
     def add(self, key: str, parts: Mapping[str, PartData]) -> None:
         """Append a sample with at least one part.

@@ -286,7 +286,7 @@ class SourceFiles:
         return self.found.session is not None
 
     def check(self, file: int) -> None:
-        """Check that a file on a disk was not written since.
+        """Check that a file on a disk was not written after the start.
 
         Other files are checked when they are read. Raises `SavableError`.
         """

@@ -33,7 +33,7 @@ def sections(plan: RunPlan) -> list[Section]:
         Section("steps", list(_steps(plan))),
         Section("memory of a rank", list(_memory(plan))),
         Section("workers", list(_workers(plan))),
-        Section("traffic of a node", [fact for source in plan.sources for fact in _bytes(source)]),
+        Section("traffic of a node", [fact for source in plan.sources for fact in _traffic(source)]),
     ]
     return [section for section in found if section.facts]
 
@@ -78,7 +78,7 @@ def lanes_rows(plan: RunPlan) -> list[tuple[str, ...]]:
 
 
 def _advise_lanes(plan: RunPlan) -> str:
-    """Return why another number of lanes would be better for a new run. A run cannot change its lanes."""
+    """Return why a new run should have other lanes. A started run cannot change them."""
     choices = {choice.lanes: choice for choice in plan.choices}
     ours, better = choices[plan.planned_lanes], choices[plan.better_lanes]
     reasons = []
@@ -132,17 +132,17 @@ def _memory(plan: RunPlan) -> Iterator[Fact]:
         yield Fact("items in buffers, at most", text, "max_buffer_bytes=")
 
 
-def _bytes(source: SourceBytes) -> Iterator[Fact]:
+def _traffic(source: SourceBytes) -> Iterator[Fact]:
     """Yield facts about what is read and downloaded from a source."""
-    of = f" of {source.name}" if source.name else ""
+    of_source = f" of {source.name}" if source.name else ""
     how = "mean sample size"
-    yield Fact(f"all samples{of}", human_bytes(source.bytes), "index")
+    yield Fact(f"all samples{of_source}", human_bytes(source.bytes), "index")
     if not source.remote:
-        yield Fact(f"reads{of} per epoch", human_bytes(source.node_bytes), how)
+        yield Fact(f"reads{of_source} per epoch", human_bytes(source.node_bytes), how)
         return
-    yield Fact(f"cache for all shards{of}", human_bytes(source.whole_cache), "index")
+    yield Fact(f"cache for all shards{of_source}", human_bytes(source.whole_cache), "index")
     yield Fact("  then downloads in the first epoch", human_bytes(source.first_pass), "index, 8 MiB pieces")
     later = max(0.0, source.bytes - source.first_pass)
     yield Fact("  and in all later ones, at most", human_bytes(later), "index")
-    yield Fact(f"least cache{of} that fetches nothing twice", human_bytes(source.least_cache), how)
+    yield Fact(f"least cache{of_source} that fetches nothing twice", human_bytes(source.least_cache), how)
     yield Fact("  then downloads per epoch", human_bytes(source.node_bytes), how)

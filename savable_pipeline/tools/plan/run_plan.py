@@ -32,7 +32,7 @@ from savable_pipeline.stages.shuffle_buffer import ShuffleBuffer
 from savable_pipeline.stages.stage import Stage
 
 
-class PathParts:
+class LaneStages:
     """Stages of one lane."""
 
     def __init__(self, last: Stage) -> None:
@@ -64,7 +64,7 @@ class PathParts:
     def reader_samples(self, lane: int) -> float:
         """Return the number of samples of a lane in the first epoch, of all readers.
 
-        A reader that cannot count its lanes' samples counts with an equal part of all samples.
+        For a reader that cannot count the samples of a lane, it is an equal part of all its samples.
         """
         counts = [(reader, reader.count_of(lane, 0)) for reader in self.readers]
         lanes = self.last.lane.count
@@ -78,17 +78,17 @@ class LaneBuilder:
         self._settings = settings
         self._shared: dict[Any, Any] = {}
 
-    def build(self, lane: int, lanes: int) -> PathParts:
+    def build(self, lane: int, lanes: int) -> LaneStages:
         """Return the stages of a new lane. Errors of the pipeline are raised."""
         settings = self._settings
         runner = LaneRunner(replace(settings.job, lanes=lanes), shared=self._shared)
         with as_in_a_worker(set(KINDS)):
-            return PathParts(runner.build(lane, 0, downloads=False)[0])
+            return LaneStages(runner.build(lane, 0, downloads=False)[0])
 
 
 Basis = Literal["counted", "one item a sample", "unknown"]
 _MULTIPLES = (1, 2, 3, 4, 6)  # these multiples of the number of ranks are suggested as numbers of lanes
-_NEAR = 2  # numbers of ranks up to this many times smaller or larger are shown
+_NEAR = 2  # other numbers of ranks are shown if they differ at most by this factor
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class LanesChoice:
     unused_share: float | None
 
 
-def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> Steps:
-    """Count the steps of an epoch, as if each sample became one item.
+def count_steps(settings: LoaderSettings, parts: LaneStages, *, ranks: int) -> Steps:
+    """Count the steps of an epoch, as if counts sample became one item.
 
     The true number differs if the encoder skips samples or builds several items.
     """
@@ -141,19 +141,19 @@ def count_steps(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> St
         return Steps("unknown", endless, 0, 0, 0, 0)
     if endless:
         return Steps("one item a sample", True, parts.population / parts.rows / ranks, 0, 0, 0)
-    each = [-(-round(parts.reader_samples(lane)) // parts.rows) for lane in range(parts.last.lane.count)]
-    return _finite_steps("one item a sample", settings, parts, each, ranks)
+    counts = [-(-round(parts.reader_samples(lane)) // parts.rows) for lane in range(parts.last.lane.count)]
+    return _finite_steps("one item a sample", settings, parts, counts, ranks)
 
 
-def _finite_steps(how: Basis, settings: LoaderSettings, parts: PathParts, counts: list[int], ranks: int) -> Steps:
-    """Return the steps of a finite pass whose lanes have `counts` batches."""
+def _finite_steps(how: Basis, settings: LoaderSettings, parts: LaneStages, counts: list[int], ranks: int) -> Steps:
+    """Return the steps of a finite epoch whose lanes have `counts` batches."""
     end, lanes, rows = counted_end(counts, pad=settings.pad), len(counts), parts.rows or 1
-    owned = [round(parts.reader_samples(lane)) for lane in range(lanes)]
+    lane_samples = [round(parts.reader_samples(lane)) for lane in range(lanes)]
     if settings.pad:
         steps = -(-end // ranks)
-        return Steps(how, False, steps, 0, 0, steps * ranks * rows - sum(owned))
-    used = sum(min(own, end // lanes * rows) for own in owned)
-    return Steps(how, False, end / ranks, sum(counts) - end, sum(owned) - used, 0)
+        return Steps(how, False, steps, 0, 0, steps * ranks * rows - sum(lane_samples))
+    used = sum(min(samples, end // lanes * rows) for samples in lane_samples)
+    return Steps(how, False, end / ranks, sum(counts) - end, sum(lane_samples) - used, 0)
 
 
 def lanes_choices(settings: LoaderSettings, builder: LaneBuilder, *, ranks: int) -> list[LanesChoice]:
@@ -180,8 +180,8 @@ def better_lanes(settings: LoaderSettings, choices: list[LanesChoice], *, planne
     """
     fitting = [each for each in choices if each.fits and each.workers >= settings.num_workers]
     fitting = fitting or [each for each in choices if each.fits]
-    least = min(each.unused_share or 0.0 for each in fitting)
-    good = [each for each in fitting if (each.unused_share or 0.0) <= least + 0.01 and each.steps != 0] or fitting
+    limit = min(each.unused_share or 0.0 for each in fitting) + 0.01
+    good = [each for each in fitting if (each.unused_share or 0.0) <= limit and each.steps != 0] or fitting
     most = max(len(each.worlds) for each in good)
     best = [each.lanes for each in good if len(each.worlds) == most]
     return planned if planned in best else best[0]
@@ -202,7 +202,7 @@ class RankMemory:
     processes: int
 
 
-def plan_memory(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> RankMemory:
+def plan_memory(settings: LoaderSettings, parts: LaneStages, *, ranks: int) -> RankMemory:
     """Return the memory of a rank, as far as the settings say."""
     lanes = parts.last.lane.count // ranks
     buffers = [stage for stage in parts.stages if isinstance(stage, OnlinePacker | Balance | ShuffleBuffer)]
@@ -211,7 +211,7 @@ def plan_memory(settings: LoaderSettings, parts: PathParts, *, ranks: int) -> Ra
     return RankMemory(lanes, lanes * refs, max(limits, default=None), max(1, settings.num_workers))
 
 
-def _buffers(parts: PathParts) -> list[ShuffleBuffer]:
+def _buffers(parts: LaneStages) -> list[ShuffleBuffer]:
     return [stage for stage in parts.stages if isinstance(stage, ShuffleBuffer)]
 
 
@@ -235,12 +235,12 @@ class SourceBytes:
     """Bytes that a node with such a cache downloads in the first epoch: the pieces with samples of its lanes."""
 
 
-def plan_bytes(builder: LaneBuilder, parts: PathParts, *, ranks: int, nodes: int) -> list[SourceBytes]:
+def plan_bytes(builder: LaneBuilder, parts: LaneStages, *, ranks: int, nodes: int) -> list[SourceBytes]:
     """Estimate the bytes of each source from the mean size of its samples."""
     return [_source_bytes(builder, number, parts, ranks, nodes) for number in range(len(parts.readers))]
 
 
-def _source_bytes(builder: LaneBuilder, number: int, parts: PathParts, ranks: int, nodes: int) -> SourceBytes:
+def _source_bytes(builder: LaneBuilder, number: int, parts: LaneStages, ranks: int, nodes: int) -> SourceBytes:
     """Estimate what is read, downloaded and cached from a source."""
     reader = parts.readers[number]
     dataset, lanes = reader.dataset, parts.last.lane.count
@@ -266,7 +266,7 @@ def _source_bytes(builder: LaneBuilder, number: int, parts: PathParts, ranks: in
 def _bytes_of_pieces(builder: LaneBuilder, number: int, lanes: int, ranks: int, nodes: int) -> float:
     """Return the bytes of the pieces with samples of the first node's lanes.
 
-    It is all bytes if there are too many pieces to count.
+    If there are too many refs to compute, return the bytes of all shards.
     """
     touched: set[tuple[int, int]] = set()
     remaining = _MOST_REFS
@@ -292,7 +292,7 @@ def _pieces(reader: RecordReader, indices: Rows) -> set[tuple[int, int]]:
     return set(zip(shards.tolist(), pieces.tolist(), strict=True))
 
 
-def _buffered_refs(parts: PathParts) -> list[tuple[str, int]]:
+def _buffered_refs(parts: LaneStages) -> list[tuple[str, int]]:
     """Return the capacity of the shuffle buffer after each reader, by the reader's branch.
 
     Samples in it are not read before they leave it.
@@ -339,8 +339,11 @@ class RunPlan:
     planned_lanes: int
     """The lanes of this plan: the loader's, or the next number that the ranks divide."""
     better_lanes: int
+    """The lanes that the plan advises, or `planned_lanes`."""
     path: str
+    """The `repr` of the pipeline."""
     population: int
+    """The number of samples of all sources."""
     steps: Steps
     choices: list[LanesChoice]
     memory: RankMemory

@@ -71,30 +71,30 @@ class Chosen:
     unread: int = 0
 
 
-def chosen_samples(dataset: Dataset, wanted: SampleChoice) -> Chosen:
+def chosen_samples(dataset: Dataset, choice: SampleChoice) -> Chosen:
     """Draw the samples of each page. Raises ValueError if no sample matches."""
-    if not wanted.words:
-        return Chosen(_paged(np.arange(dataset.count), wanted), dataset.count)
-    matching, unread = _matching(dataset, wanted)
+    if not choice.words:
+        return Chosen(_draw_pages(np.arange(dataset.count), choice), dataset.count)
+    matching, unread = _find_matching(dataset, choice)
     if not len(matching):
         more = f"; {unread:,} could not be read" if unread else ""
-        raise ValueError(f"{dataset.address}: none of {dataset.count:,} samples has {wanted.words}{more}")
-    return Chosen(_paged(matching, wanted), len(matching), unread)
+        raise ValueError(f"{dataset.address}: none of {dataset.count:,} samples has {choice.words}{more}")
+    return Chosen(_draw_pages(matching, choice), len(matching), unread)
 
 
-def _paged(numbers: SampleNumbers, wanted: SampleChoice) -> list[SampleNumbers]:
+def _draw_pages(numbers: SampleNumbers, choice: SampleChoice) -> list[SampleNumbers]:
     """Draw samples at random, and divide them among pages in the order of the dataset."""
-    shown = min(wanted.samples * wanted.pages, len(numbers))
-    drawn = np.sort(numbers[Bijection(derive_key(wanted.seed, "preview"), len(numbers))(np.arange(shown))])
-    return np.split(drawn, np.arange(wanted.samples, shown, wanted.samples))
+    shown = min(choice.samples * choice.pages, len(numbers))
+    drawn = np.sort(numbers[Bijection(derive_key(choice.seed, "preview"), len(numbers))(np.arange(shown))])
+    return np.split(drawn, np.arange(choice.samples, shown, choice.samples))
 
 
-def _matching(dataset: Dataset, wanted: SampleChoice) -> tuple[SampleNumbers, int]:
+def _find_matching(dataset: Dataset, choice: SampleChoice) -> tuple[SampleNumbers, int]:
     """Return the samples that match, in order, and how many could not be read."""
     found, unread = [], 0
     for number, shard, row in _rows(dataset):
         try:
-            if _matches(dataset, shard, row, wanted):
+            if _matches(dataset, shard, row, choice):
                 found.append(number)
         except (SavableError, IndexError):
             unread += 1
@@ -109,12 +109,12 @@ def _rows(dataset: Dataset) -> Iterator[tuple[int, int, int]]:
         yield from zip(numbers.tolist(), shards.tolist(), rows.tolist(), strict=True)
 
 
-def _matches(dataset: Dataset, shard: int, row: int, wanted: SampleChoice) -> bool:
+def _matches(dataset: Dataset, shard: int, row: int, choice: SampleChoice) -> bool:
     """Return whether a sample has the part and the key that the user chose."""
-    part = wanted.part.lower()
+    part = choice.part.lower()
     if part and not any(fnmatchcase(name.lower(), part) for name in dataset.extensions(shard, row)):
         return False
-    return not wanted.key or fnmatchcase(dataset.key(shard, row), wanted.key)
+    return not choice.key or fnmatchcase(dataset.key(shard, row), choice.key)
 
 
 _BINS = 24  # bins of a histogram
@@ -144,7 +144,7 @@ def preview_dataset(shards: Shards, *, samples: int = 24, seed: int = 0, part: s
 
 
 def dataset_pages(
-    shards: Shards, wanted: SampleChoice, name: str = "preview.html", **settings: Any
+    shards: Shards, choice: SampleChoice, name: str = "preview.html", **settings: Any
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the file name and content, UTF-8, of each page.
 
@@ -155,36 +155,38 @@ def dataset_pages(
     if none matches.
     """
     dataset = open_any(shards, on_error="skip", **settings)
-    chosen = chosen_samples(dataset, wanted)
+    chosen = chosen_samples(dataset, choice)
     names = [name, *(f"{Path(name).stem}-{page}{Path(name).suffix}" for page in range(2, len(chosen.pages) + 1))]
     about = {
         "title": dataset.address.rpartition("/")[2],
         "root": dataset.address,
         "samples": dataset.count,
-        "wanted": wanted.words,
+        "wanted": choice.words,
         "shown": sum(map(len, chosen.pages)),
         "chosen": chosen,
         "names": [quote(each) for each in names],
     }
     for page, numbers in enumerate(chosen.pages):
-        of_dataset, broken, read = (_numbers(dataset) if page == 0 else {}), np.zeros(0, np.int64), 0
-        if page == 0 and not wanted.words and not is_remote(dataset.address):
-            broken, read = _unreadable(dataset, wanted.seed)
+        dataset_numbers = _numbers(dataset) if page == 0 else {}
+        broken, read = np.zeros(0, np.int64), 0
+        if page == 0 and not choice.words and not is_remote(dataset.address):
+            broken, read = _unreadable(dataset, choice.seed)
         others = np.setdiff1d(broken, np.concatenate(chosen.pages))[:_MOST_BROKEN]
         shown = np.sort(np.concatenate([numbers, others]))
         found = {"broken": len(broken), "read": read, "cards": _cards(dataset, shown)}
-        yield names[page], render("dataset.html.jinja", **about, **of_dataset, **found, page=page)
+        yield names[page], render("dataset.html.jinja", **about, **dataset_numbers, **found, page=page)
 
 
-_SLOW = (*AUDIO_PARTS, *VIDEO_PARTS)
-_READ = 500  # samples that are read to find damaged ones
+_SLOW_PARTS = (*AUDIO_PARTS, *VIDEO_PARTS)
+_MOST_READ = 500  # most samples that are read to find damaged ones
 _MOST_BROKEN = 12  # damaged samples that are shown in addition to the chosen ones
 
 
 def _unreadable(dataset: Dataset, seed: int) -> tuple[SampleNumbers, int]:
     """Return some samples with a part that cannot be shown, ascending, and how many samples were read to find them."""
-    numbers = np.sort(Bijection(derive_key(seed, "unreadable"), dataset.count)(np.arange(min(_READ, dataset.count))))
-    samples = zip(numbers.tolist(), _opened(dataset, numbers), strict=True)
+    order = Bijection(derive_key(seed, "unreadable"), dataset.count)
+    numbers = np.sort(order(np.arange(min(_MOST_READ, dataset.count))))
+    samples = zip(numbers.tolist(), _open_samples(dataset, numbers), strict=True)
     return np.array([number for number, sample in samples if _is_broken(sample)], np.int64), len(numbers)
 
 
@@ -195,12 +197,12 @@ def _is_broken(sample: Sample) -> bool:
     """
     room = Room(0)
     try:
-        return any(part_entry(sample, part, room).fault for part in sample if part_type(part) not in _SLOW)
+        return any(part_entry(sample, part, room).fault for part in sample if part_type(part) not in _SLOW_PARTS)
     except (SavableError, ValueError, OSError, IndexError):
         return True
 
 
-def _opened(dataset: Dataset, numbers: SampleNumbers) -> list[Sample]:
+def _open_samples(dataset: Dataset, numbers: SampleNumbers) -> list[Sample]:
     """Open samples by their indices."""
     refs = np.zeros(len(numbers), dtype=REF)
     refs["index"] = numbers
@@ -209,7 +211,7 @@ def _opened(dataset: Dataset, numbers: SampleNumbers) -> list[Sample]:
 
 def _cards(dataset: Dataset, numbers: SampleNumbers) -> list[Card]:
     """Return the cards of these samples, those with an error first."""
-    drawn = zip(_opened(dataset, numbers), numbers.tolist(), strict=True)
+    drawn = zip(_open_samples(dataset, numbers), numbers.tolist(), strict=True)
     cards = [sample_card(sample, number, Room(PAGE_BYTES // len(numbers))) for sample, number in drawn]
     return sorted(cards, key=lambda card: not card.faulty)
 

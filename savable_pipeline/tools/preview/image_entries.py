@@ -29,7 +29,7 @@ _CLIPS, _FRAMES = 4, 8  # clips of a field, and frames of each clip, that are sh
 _IMAGE_NAMES = ("image", "img", "pixel", "frame", "video", "picture", "tile")
 _CHANNELS = (1, 3, 4)
 _LEAST_SIDE = 8  # pixels of what may be an image
-_LISTED = 16  # values shown one by one
+_MOST_VALUES = 16  # most values that are shown one by one
 
 
 def as_array(value: Any) -> NDArray[Any] | None:
@@ -48,7 +48,7 @@ def as_array(value: Any) -> NDArray[Any] | None:
 def colours(encoder: TaskEncoder | None) -> tuple[Sequence[float], Sequence[float]]:
     """Return the mean and standard deviation by which an encoder normalizes images.
 
-    They are attributes of the encoder, its crop or its vision. If there are none, both are empty.
+    They are attributes of the encoder, of its `crop` or of its `vision`. If there are none, both are empty.
     """
     for holder in (encoder, getattr(encoder, "crop", None), getattr(encoder, "vision", None)):
         mean, std = getattr(holder, "mean", None), getattr(holder, "std", None)
@@ -89,11 +89,11 @@ def images_entry(
     """
     mean, std = colours(encoder)
     thumbnails: list[Thumbnail] = []
-    how = ""
+    conversion = ""
     for image in images:
-        pixels, how = as_pixels(image, mean, std)
+        pixels, conversion = as_pixels(image, mean, std)
         thumbnails.append(thumbnail_of_pixels(pixels))
-    note += f", shown {how}" if how else ""
+    note += f", shown {conversion}" if conversion else ""
     note += f", the first {len(thumbnails)} of {count:,}" if len(thumbnails) < count else ""
     return CardEntry(name, note, thumbnails=thumbnails)
 
@@ -120,12 +120,12 @@ def tiles_entry(name: str, fields: Mapping[str, Any], encoder: TaskEncoder | Non
 def _tile(patches: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
     """Arrange patches of an image in rows and columns."""
     channels, height, width = patches.shape[1:]
-    laid = patches.reshape(rows, columns, channels, height, width).transpose(0, 3, 1, 4, 2)
-    return laid.reshape(rows * height, columns * width, channels)
+    arranged = patches.reshape(rows, columns, channels, height, width).transpose(0, 3, 1, 4, 2)
+    return arranged.reshape(rows * height, columns * width, channels)
 
 
 def describe_array(value: Any, array: NDArray[Any]) -> str:
-    """Return kind, shape, least and greatest value in words."""
+    """Return data type, shape, and least and greatest value in words."""
     kind = str(getattr(value, "dtype", array.dtype)).removeprefix("torch.")
     text = f"{kind} ({', '.join(map(str, array.shape))}{',' if array.ndim == 1 else ''})"
     if not array.size:
@@ -139,8 +139,8 @@ def _values(array: NDArray[Any]) -> str:
     """Return the first values of an array in one dimension as text."""
     if array.ndim > 1 or not array.size:
         return ""
-    more = " …" if array.size > _LISTED else ""
-    return " ".join(f"{value:.6g}" for value in array.reshape(-1)[:_LISTED].tolist()) + more
+    more = " …" if array.size > _MOST_VALUES else ""
+    return " ".join(f"{value:.6g}" for value in array.reshape(-1)[:_MOST_VALUES].tolist()) + more
 
 
 def _images(name: str, array: NDArray[Any]) -> NDArray[Any] | None:
@@ -148,16 +148,16 @@ def _images(name: str, array: NDArray[Any]) -> NDArray[Any] | None:
 
     It must be uint8 or floats, with channels first or last.
     """
-    is_named_so = any(word in name.lower() for word in _IMAGE_NAMES)
+    has_image_name = any(word in name.lower() for word in _IMAGE_NAMES)
     if not array.size or not 3 <= array.ndim <= 5 or (array.dtype != np.uint8 and array.dtype.kind != "f"):
         return None
-    if array.ndim > 3 or is_named_so or array.dtype == np.uint8:
+    if array.ndim > 3 or has_image_name or array.dtype == np.uint8:
         *_, first, second, third = array.shape
         if first in _CHANNELS and min(second, third) >= _LEAST_SIDE:
             return np.moveaxis(_join_leading(array), 1, -1)
         if third in _CHANNELS and min(first, second) >= _LEAST_SIDE:
             return _join_leading(array)
-    return array[..., None] if is_named_so and array.ndim == 3 and min(array.shape[1:]) >= _LEAST_SIDE else None
+    return array[..., None] if has_image_name and array.ndim == 3 and min(array.shape[1:]) >= _LEAST_SIDE else None
 
 
 def _join_leading(array: NDArray[Any]) -> NDArray[Any]:
@@ -216,7 +216,7 @@ def stretched(values: NDArray[Any]) -> NDArray[np.float64]:
 def as_pixels(image: NDArray[Any], mean: Sequence[float], std: Sequence[float]) -> tuple[Pixels, str]:
     """Convert an array to pixels, and describe the conversion.
 
-    It is an image (height, width, channels).
+    The array is an image (height, width, channels).
 
     If `mean` and `std` have a number per channel, floats are un-normalized by them. Otherwise floats within 0 to 1 or
     -1 to 1 are scaled from that range, and others are stretched from their minimum to their maximum.

@@ -20,7 +20,7 @@ from savable_pipeline.stages.batch_samples import Integers
 from savable_pipeline.stages.blending.schedule import Schedule, TargetCounts
 from savable_pipeline.stages.cost import waiting_share
 
-PIECES = 48  # into which diagrams divide a run
+PIECES = 48  # number of pieces into which diagrams divide a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class BatchCounts:
         self.sources = ledger.sources
         self._column = {source.tag: number for number, source in enumerate(self.sources)}
         self.lost = 0
-        # numbers of batches and of lost ones, by the number of a start
+        # numbers of yielded and of lost batches, by the number of a start
         self.by_start: dict[int, list[int]] = defaultdict(lambda: [0, 0])
         counted = []
         for recorded in (each for each in ledger.batches() if not each.batch.again):
@@ -106,8 +106,8 @@ class BatchCounts:
             first = start.slot if batch.epoch == start.epoch else 0
             step = (batch.slot - first) // start.world_size
             costs_by_step[start.position, start.world_size, batch.epoch, step].append(batch.cost)
-        whole = [costs for (_, ranks, *_), costs in costs_by_step.items() if len(costs) == ranks > 1 and min(costs) > 0]
-        return [CostStep(number, costs) for number, costs in enumerate(whole)]
+        full = [costs for (_, ranks, *_), costs in costs_by_step.items() if len(costs) == ranks > 1 and min(costs) > 0]
+        return [CostStep(number, costs) for number, costs in enumerate(full)]
 
 
 def waiting(steps: list[CostStep]) -> float:
@@ -118,9 +118,9 @@ def waiting(steps: list[CostStep]) -> float:
     return waiting_share(step.costs for step in steps)
 
 
-_NS = 1e9
+_NS_PER_S = 1e9
 _UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
-TimeSeries = list[tuple[float, float]]
+TimeSeries = list[tuple[float, float]]  # time and value
 
 
 class NotedCounters:
@@ -145,7 +145,7 @@ class NotedCounters:
 
     def _add_interval(self, first: Numbers, last: Numbers) -> None:
         """Add the differences between two records of a file to the totals."""
-        seconds = (last.at_ns - first.at_ns) / _NS
+        seconds = (last.at_ns - first.at_ns) / _NS_PER_S
         self.seconds += seconds
         if workers := last.numbers.get("num_workers", 0):
             self.worker_seconds += seconds * workers
@@ -157,9 +157,9 @@ class NotedCounters:
                 if name in last.names:
                     self.names[name] = last.names[name]
 
-    def of_stages(self, before: str) -> dict[str, float]:
-        """Return the totals whose names start with `before`, the largest first."""
-        found = {name[len(before) :]: total for name, total in self.totals.items() if name.startswith(before)}
+    def of_stages(self, prefix: str) -> dict[str, float]:
+        """Return the totals whose names start with `prefix`, the largest first."""
+        found = {name[len(prefix) :]: total for name, total in self.totals.items() if name.startswith(prefix)}
         return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
     def waits(self) -> tuple[TimeSeries, TimeSeries]:
@@ -169,11 +169,11 @@ class NotedCounters:
         """
         mean, worst = [], []
         for at, spans in self._pieces():
-            by_rank: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+            waited_s, passed_s = defaultdict[int, float](float), defaultdict[int, float](float)
             for rank, first, second in spans:
-                by_rank[rank][0] += second.numbers["wait_s"] - first.numbers["wait_s"]
-                by_rank[rank][1] += (second.at_ns - first.at_ns) / _NS
-            shares = [min(1.0, waited / max(passed, 1e-9)) for waited, passed in by_rank.values()]
+                waited_s[rank] += second.numbers["wait_s"] - first.numbers["wait_s"]
+                passed_s[rank] += (second.at_ns - first.at_ns) / _NS_PER_S
+            shares = [min(1.0, waited_s[rank] / max(passed_s[rank], 1e-9)) for rank in passed_s]
             mean.append((at, sum(shares) / len(shares)))
             worst.append((at, max(shares)))
         return mean, worst
@@ -190,7 +190,7 @@ class NotedCounters:
     @property
     def unit(self) -> str:
         """The unit of the time since the first start."""
-        length = self._period[1] / _NS
+        length = self._period[1] / _NS_PER_S
         return next((unit for unit, seconds in _UNITS.items() if length >= 2 * seconds), "seconds")
 
     @property
@@ -203,9 +203,9 @@ class NotedCounters:
         """Group the pairs of records into at most `PIECES` intervals, each with its end in `unit`."""
         begin, length = self._period
         by_piece = defaultdict(list)
-        for span in self._spans:
-            by_piece[min(PIECES - 1, (span[2].at_ns - begin) * PIECES // length)].append(span)
-        whole = length / _NS / _UNITS[self.unit]
+        for rank, first, second in self._spans:
+            by_piece[min(PIECES - 1, (second.at_ns - begin) * PIECES // length)].append((rank, first, second))
+        whole = length / _NS_PER_S / _UNITS[self.unit]
         return [((piece + 1) * whole / PIECES, by_piece[piece]) for piece in sorted(by_piece)]
 
 

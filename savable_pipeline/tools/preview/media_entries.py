@@ -37,11 +37,12 @@ _PLAYED = {"mp4": "video/mp4", "m4v": "video/mp4", "webm": "video/webm", "mp3": 
 _PLAYED |= {"m4a": "audio/mp4", "flac": "audio/flac", "ogg": "audio/ogg", "oga": "audio/ogg", "opus": "audio/ogg"}
 _CODECS = {"h264", "vp8", "vp9", "av1", "aac", "mp3", "opus", "vorbis", "flac"}
 _CODECS |= {"pcm_s16le", "pcm_u8", "pcm_s24le", "pcm_f32le"}
-_FRAMES = 9
+_FRAMES = 9  # thumbnails of a video
 _FRAME_SIDE = 160  # pixels
-_SOUGHT_S = 30.0  # a longer video is shown by its keyframes, because decoding all frames before a time would be slow
-_HEARD_S = 30.0
-_HEARD_HZ = 16_000
+# A longer video is shown by its keyframes, because decoding all frames before a time would be slow.
+_LONG_VIDEO_S = 30.0
+_SOUND_S = 30.0  # seconds of audio in a waveform, at most
+_SOUND_HZ = 16_000  # its rate, at most
 
 
 def is_range(sample: Sample, part: str, head: bytes) -> bool:
@@ -67,7 +68,7 @@ def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
             facts = " · ".join(filter(None, [_video_facts(video), _audio_facts(audio), note]))
             entry = CardEntry(part, facts)
             try:
-                return _with_media(entry, sample, video, audio, room)
+                return _add_media(entry, sample, video, audio, room)
             except MediaError as error:
                 return replace(entry, fault=first_line(error))
     except ImportError as error:
@@ -76,7 +77,7 @@ def media_entry(sample: Sample, part: str, note: str, room: Room) -> CardEntry:
         return CardEntry(part, note, player=replace(player, note=first_line(error)))
 
 
-def _with_media(entry: CardEntry, sample: Sample, video: Video | None, audio: Audio | None, room: Room) -> CardEntry:
+def _add_media(entry: CardEntry, sample: Sample, video: Video | None, audio: Audio | None, room: Room) -> CardEntry:
     """Add frames, spectrogram and player to an entry. Decoding comes first, so damaged parts get no player."""
     half = room.free // 2
     pictures = Room(half)
@@ -97,13 +98,13 @@ def _mime_type(part: str) -> str:
 
 def _whole_player(sample: Sample, part: str, kind: str, room: Room) -> Player | None:
     """Return a player of the whole part, or None if it is too large or browsers do not play its format."""
-    played = _mime_type(part).partition("/")[2]
-    if not played or room.excerpt <= 0:
+    subtype = _mime_type(part).partition("/")[2]
+    if not subtype or room.excerpt <= 0:
         return None
     head, size = sample.head(part, room.excerpt)
     if len(head) < size or is_range(sample, part, head):
         return None
-    return Player(kind, room.embed(f"{kind}/{played}", head))
+    return Player(kind, room.embed(f"{kind}/{subtype}", head))
 
 
 def _clip_player(video: Video | None, audio: Audio | None, kind: str, room: Room) -> Player:
@@ -147,7 +148,7 @@ def clock(seconds: float) -> str:
 
 def _frame_thumbnails(video: Video, room: Room) -> list[Thumbnail]:
     """Return frames spread over the video, each with its time."""
-    times = _times(video)
+    times = _thumbnail_times(video)
     scale = min(1.0, _FRAME_SIDE / max(video.size))
     size = max(1, round(video.size[0] * scale)), max(1, round(video.size[1] * scale))
     frames = zip(times, video.frames(times, size=size), strict=True)
@@ -155,12 +156,12 @@ def _frame_thumbnails(video: Video, room: Room) -> list[Thumbnail]:
     return [thumbnail for thumbnail in shown if room.reserve(thumbnail.uri)]
 
 
-def _times(video: Video) -> list[float]:
+def _thumbnail_times(video: Video) -> list[float]:
     """Return the times of the frames to show, evenly spread, or near those times for long videos."""
     duration = video.duration_s
     count = int(min(_FRAMES, max(1, duration * video.fps)))
     even = [(number + 0.5) * duration / count for number in range(count)]
-    if duration <= _SOUGHT_S:
+    if duration <= _LONG_VIDEO_S:
         return even
     keys = [video.keyframe_at(time) for time in even]
     return keys if len(set(keys)) == len(keys) else even
@@ -168,8 +169,8 @@ def _times(video: Video) -> list[float]:
 
 def _sound_of(audio: Audio, room: Room, *, coloured: bool) -> Sound:
     """Return the waveform of the start of audio and, if `coloured`, its spectrogram."""
-    seconds = min(audio.duration_s, _HEARD_S)
-    rate = min(audio.rate, _HEARD_HZ)
+    seconds = min(audio.duration_s, _SOUND_S)
+    rate = min(audio.rate, _SOUND_HZ)
     samples = audio.samples(0.0, seconds, rate=rate, mono=True)[0]
     note = f"0 to {clock(seconds)}"
     if not coloured:
@@ -179,27 +180,25 @@ def _sound_of(audio: Audio, room: Room, *, coloured: bool) -> Sound:
 
 
 _VIDEO_S, _AUDIO_S = 8.0, 30.0  # seconds of a clip, at most
-_SHORTEST_S = 0.3
+_SHORTEST_S = 0.3  # seconds of a clip of a longer part, at least
 _VIDEO_BYTES, _AUDIO_BYTES = 40_000, 8_000  # per second of a clip; a video may have twice as many
 _SIDE = 320  # pixels
 _MOST_PIXELS = 500e6  # most pixels to decode for a clip
-_LEAST_FPS, _MOST_FPS = 1.0, 25.0
+_LEAST_FPS, _CLIP_FPS = 1.0, 25.0  # frames per second of a clip, at least and at most
 _RATES = (48_000, 44_100, 32_000, 24_000, 16_000)  # Hz, those of AAC that are used
 _BLOCK = 1024  # samples of an AAC frame
 
 
 def clip_seconds(video: Video | None, audio: Audio | None, limit: int) -> float:
-    """Return the length of a clip of at most `limit` bytes.
+    """Return the length of a clip of at most `limit` bytes, in seconds.
 
-    It is 0 if the clip would be too short to be useful.
-
-    It is short enough to be decoded in seconds.
+    The clip is short enough to be decoded in seconds. Return 0 if it would be too short to be useful.
     """
     duration = _any_stream(video, audio).duration_s
     if video is None:
         seconds = min(duration, _AUDIO_S, 0.8 * limit / _AUDIO_BYTES)
     else:
-        pixels_per_s = video.size[0] * video.size[1] * max(video.fps, _MOST_FPS)
+        pixels_per_s = video.size[0] * video.size[1] * max(video.fps, _CLIP_FPS)
         seconds = min(duration, _VIDEO_S, 0.8 * limit / _VIDEO_BYTES, _MOST_PIXELS / pixels_per_s)
     return seconds if seconds >= min(_SHORTEST_S, duration) else 0.0
 
@@ -214,7 +213,7 @@ def clip(video: Video | None, audio: Audio | None, seconds: float, limit: int) -
         media_errors(_any_stream(video, audio).name, "its clip cannot be encoded"),
         pyav().open(file, "w", format="mp4") as output,
     ):
-        audio_stream = _audio_stream(output, audio) if audio is not None else None
+        audio_stream = _add_audio_stream(output, audio) if audio is not None else None
         if video is not None:
             audio_bytes = 0 if audio is None else _AUDIO_BYTES
             _write_frames(output, video, seconds, min(2 * _VIDEO_BYTES, int(0.8 * limit / seconds)) - audio_bytes)
@@ -232,25 +231,25 @@ def _any_stream(video: Video | None, audio: Audio | None) -> Video | Audio:
 
 def _write_frames(output: Any, video: Video, seconds: float, bytes_per_s: int) -> None:
     """Encode the first seconds of a video as H.264."""
-    fps = min(max(video.fps, _LEAST_FPS), _MOST_FPS)
+    fps = min(max(video.fps, _LEAST_FPS), _CLIP_FPS)
     stream = output.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
     # bits per second, and bits of the rate control's buffer
     rate, buffer = 8 * bytes_per_s, 8 * bytes_per_s * seconds / 6
     stream.options = {"preset": "veryfast", "maxrate": f"{rate}", "bufsize": f"{buffer:.0f}", "crf": "26"}
     stream.width, stream.height = size = _even_size(*video.size)
     stream.pix_fmt, stream.codec_context.thread_count = "yuv420p", 1
-    for number, frame in enumerate(_frames(video, max(1, round(seconds * fps)), fps, size)):
+    for number, frame in enumerate(_decode_frames(video, max(1, round(seconds * fps)), fps, size)):
         picture = pyav().VideoFrame.from_ndarray(np.ascontiguousarray(frame.transpose(1, 2, 0)), "rgb24")
         picture.pts, picture.time_base = number, 1 / stream.codec_context.framerate
         output.mux(stream.encode(picture))
     output.mux(stream.encode())
 
 
-def _frames(video: Video, count: int, fps: float, size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
+def _decode_frames(video: Video, count: int, fps: float, size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
     """Yield frames, decoded in groups of a second, because all of them would need much memory."""
     times = [number / fps for number in range(count)]
-    for begin in range(0, count, round(_MOST_FPS)):
-        yield from video.frames(times[begin : begin + round(_MOST_FPS)], size=size)
+    for begin in range(0, count, round(_CLIP_FPS)):
+        yield from video.frames(times[begin : begin + round(_CLIP_FPS)], size=size)
 
 
 def _even_size(width: int, height: int) -> tuple[int, int]:
@@ -258,7 +257,7 @@ def _even_size(width: int, height: int) -> tuple[int, int]:
     return max(2, round(width * scale) // 2 * 2), max(2, round(height * scale) // 2 * 2)
 
 
-def _audio_stream(output: Any, audio: Audio) -> Any:
+def _add_audio_stream(output: Any, audio: Audio) -> Any:
     """Add an AAC stream for audio to a file."""
     rate = next((rate for rate in _RATES if rate <= audio.rate), _RATES[-1])
     stream = output.add_stream("aac", rate=rate, layout="mono" if audio.channels != 2 else "stereo")

@@ -114,16 +114,16 @@ def _card(stage: Stage, number: int, batch: Any, fields: Fields) -> Card:
     if len(entries) == MOST_FIELDS:
         entries.append(CardEntry("…", "and perhaps more"))
     try:
-        found = [sample for row in traced_rows(stage, BatchSamples(stage.ref)) for sample in row]
+        samples = [sample for row in traced_rows(stage, BatchSamples(stage.ref)) for sample in row]
     except SavableError as error:
         return Card(f"batch {number}", f"its samples are not known: {first_line(error)}", entries)
     sources = [
         f"{sample.shard} · " * (sample.shard != ".") + f"{sample.key} · sample {sample.ref.index:,}"  # "." is a folder
-        for sample in found[:_MOST_SOURCES]
+        for sample in samples[:_MOST_SOURCES]
     ]
-    if len(found) > _MOST_SOURCES:
-        sources.append(f"{len(found) - _MOST_SOURCES:,} more")
-    return Card(f"batch {number}", f"{len(found):,} samples", entries, sources=sources)
+    if len(samples) > _MOST_SOURCES:
+        sources.append(f"{len(samples) - _MOST_SOURCES:,} more")
+    return Card(f"batch {number}", f"{len(samples):,} samples", entries, sources=sources)
 
 
 MOST_FIELDS = 60  # fields of a batch that are shown
@@ -142,7 +142,7 @@ class Fields:
         self._encoder = encoder
         self._decoder = Decoder(encoder)
         self._room = Room(PAGE_BYTES)
-        self._names = count()  # numbers the sequences of a page, for anchors
+        self._sequence_numbers = count()  # of the page, for anchors
 
     def entries(self, batch: Any) -> Iterator[CardEntry]:
         """Yield an entry for every field, named by a path such as `items[0].tokens`.
@@ -170,7 +170,7 @@ class Fields:
         """Yield an entry of the tokens with their labels and documents, and then entries of the other fields."""
         tokens, documents = tokens_name(fields), None
         if tokens is not None:
-            documents = documents_of(tokens, fields, f"t{next(self._names)}")
+            documents = documents_of(tokens, fields, f"t{next(self._sequence_numbers)}")
             yield tokens_entry(_path(name, tokens), tokens, fields, self._decoder, documents)
         tiles = tiles_entry(_path(name, "patches"), fields, self._encoder)
         if tiles is not None:

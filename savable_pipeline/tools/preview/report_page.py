@@ -91,10 +91,10 @@ def picture(
     if not any(len(points) > 1 for points in lines.values()):
         return None
     expected = expected or {}
-    everything = [point for points in [*lines.values(), *expected.values()] for point in points]
-    xs = [x for x, _ in everything]
+    all_points = [point for points in [*lines.values(), *expected.values()] for point in points]
+    xs = [x for x, _ in all_points]
     low, high = 0.0, max(*xs, 1e-9)
-    rows = _ticks(0.0, max(most, *(y for _, y in everything), 1e-9))
+    rows = _ticks(0.0, max(most, *(y for _, y in all_points), 1e-9))
     top = rows[-1]
 
     def to_svg(points: Points) -> str:
@@ -297,7 +297,8 @@ def _skipped(counters: NotedCounters) -> list[tuple[str, str, float]]:
 _NO_WAIT, _MUCH_WAIT = 0.02, 0.10  # fractions of the trainer's time
 _BUSY = 0.75  # fraction of the workers' time, from which more workers help
 _SLOW_TAIL = 5  # times the median, from which single slow batches are the cause of waits
-_FULL, _EVEN = 0.95, 0.05  # packing efficiency that is good enough, and waits for the slowest rank that are tolerable
+_FULL = 0.95  # packing efficiency that is good enough
+_EVEN = 0.05  # fraction of time for which waiting for the slowest rank is tolerable
 _SPARE = 1.2  # advised workers, as a multiple of those just needed
 _TRAINED = 0.01  # fraction of the time; if the trainer trains less, its pace is unknown
 _HELP = {
@@ -382,8 +383,8 @@ def _advise_stage(counters: NotedCounters) -> Iterator[str]:
     stages = counters.of_stages("seconds/")
     if whole := sum(stages.values()):
         name, spent = next(iter(stages.items()))
-        help_ = f": {_HELP[name]}" if name in _HELP else ""
-        yield f"{spent / whole:.0%} of build time is {name}{help_}."
+        hint = f": {_HELP[name]}" if name in _HELP else ""
+        yield f"{spent / whole:.0%} of build time is {name}{hint}."
 
 
 def _advise_tail(counters: NotedCounters) -> Iterator[str]:

@@ -21,8 +21,8 @@ from savable_pipeline.tools.preview.media_entries import is_range, media_entry
 from savable_pipeline.tools.preview.page import Card, CardEntry, Room, Turn, cut, first_line
 
 _MOST_PARTS = 16  # parts of a sample that are shown
-_TEXT_HEAD = 1 << 14  # bytes of a text that are read
-_JSON_LARGEST = 1 << 18  # bytes of JSON up to which it is indented
+_TEXT_BYTES = 1 << 14  # most bytes of a text that are read
+_LARGEST_JSON = 1 << 18  # bytes of JSON up to which it is indented
 _CONVERSATIONS = ("messages", "conversations")  # columns of a table that are JSON
 _FAULTS = (SavableError, ValueError, OSError, IndexError, RecursionError, MemoryError)
 
@@ -44,7 +44,7 @@ def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
     """Return the entry of a part. Only what is shown is read."""
     suffix = extension.lower().rpartition(".")[2]
     is_json = suffix == "json" or suffix in _CONVERSATIONS
-    limit = LARGEST_BYTES if suffix in IMAGE_PARTS else _JSON_LARGEST if is_json else _TEXT_HEAD
+    limit = LARGEST_BYTES if suffix in IMAGE_PARTS else _LARGEST_JSON if is_json else _TEXT_BYTES
     note = ""
     try:
         head, size = sample.head(extension, limit)
@@ -109,7 +109,7 @@ def _is_text(head: bytes, size: int) -> bool:
 _ROLES = ("role", "from")
 _CONTENTS = ("content", "value")
 _ANSWERING = {"assistant", "gpt", "model", "bot", "chatgpt"}
-_FIRST, _LAST = 4, 8  # the first and last turns of a long conversation are shown
+_FIRST_TURNS, _LAST_TURNS = 4, 8  # the first and last turns of a long conversation are shown
 _LONGEST_QUESTION, _LONGEST_ANSWER = 300, 900  # characters; a long question must not hide its answer
 
 
@@ -141,10 +141,10 @@ def _is_turn(value: Any) -> bool:
 
 def _turns(conversation: Sequence[dict[str, Any]]) -> list[Turn]:
     """Return the turns to show: all, or the first and the last ones."""
-    hidden = len(conversation) - _FIRST - _LAST
+    hidden = len(conversation) - _FIRST_TURNS - _LAST_TURNS
     if hidden <= 1:
         return [_turn(each) for each in conversation]
-    first, last = conversation[:_FIRST], conversation[-_LAST:]
+    first, last = conversation[:_FIRST_TURNS], conversation[-_LAST_TURNS:]
     return [*map(_turn, first), Turn("", f"… {hidden:,} turns more …"), *map(_turn, last)]
 
 
@@ -152,8 +152,8 @@ def _turn(message: dict[str, Any]) -> Turn:
     """Format one message of a conversation."""
     role = _first_value(message, _ROLES)
     answers = role.lower() in _ANSWERING
-    more = {name: value for name, value in message.items() if name not in (*_ROLES, *_CONTENTS) and value is not None}
-    texts = [_format_content(_first_value(message, _CONTENTS)), json.dumps(more, ensure_ascii=False) if more else ""]
+    rest = {name: value for name, value in message.items() if name not in (*_ROLES, *_CONTENTS) and value is not None}
+    texts = [_format_content(_first_value(message, _CONTENTS)), json.dumps(rest, ensure_ascii=False) if rest else ""]
     text = "\n".join(filter(None, texts))
     return Turn(role, _cut_middle(text, _LONGEST_ANSWER if answers else _LONGEST_QUESTION), answers)
 

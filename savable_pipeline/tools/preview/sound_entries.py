@@ -28,7 +28,7 @@ WAVE_WIDTH, WAVE_HEIGHT = 240, 48  # size of the waveform's `viewBox`
 _WINDOW = 512  # samples: N
 _ROWS, _COLUMNS = 128, 480  # pixels of a spectrogram, at most
 _LEAST_HOP = 64  # samples
-_RANGE_DB = 80.0
+_RANGE_DB = 80.0  # decibels below the greatest that are shown
 _SILENCE_DB = -40.0  # about the noise of rounding to 16 bits; quieter audio is shown dark
 _COLOURS = np.array([(8, 8, 24), (76, 20, 112), (196, 54, 88), (250, 148, 48), (252, 244, 190)], float)  # RGB
 
@@ -90,12 +90,12 @@ def picture_of(pixels: Pixels, room: Room) -> str:
     return room.embed("image/jpeg", file.getvalue())
 
 
-_SOUNDS = ("audio", "sound", "wave", "speech")  # words in the names of fields that are audio
-_FEATURES = ("mel", "features", "spectrogram")
-_BINS = (40, 64, 80, 96, 128)
+_AUDIO_NAMES = ("audio", "sound", "wave", "speech")  # words in the names of fields that are audio
+_FEATURE_NAMES = ("mel", "features", "spectrogram")
+_FEATURE_BINS = (40, 64, 80, 96, 128)
 _MOST_CHANNELS = 8
-_LEAST_SAMPLES = 400
-_MOST = 4  # clips of a field that are shown
+_LEAST_SAMPLES = 400  # of an array that may be audio
+_MOST_CLIPS = 4  # clips of a field that are shown
 _MOST_SAMPLES = 480_000  # samples of a clip that are shown
 _MOST_FRAMES = 3_000
 
@@ -105,9 +105,9 @@ def sound_entry(name: str, value: Any, array: NDArray[Any], room: Room) -> CardE
     if array.dtype.kind != "f" or not array.size or not 1 <= array.ndim <= 3:
         return None
     last = name.lower().rpartition(".")[2]
-    if any(word in last for word in _FEATURES):
+    if any(word in last for word in _FEATURE_NAMES):
         return _features_entry(name, describe_array(value, array), array, room)
-    if any(word in last for word in _SOUNDS) and array.shape[-1] >= _LEAST_SAMPLES:
+    if any(word in last for word in _AUDIO_NAMES) and array.shape[-1] >= _LEAST_SAMPLES:
         return _sounds_entry(name, describe_array(value, array), array, room)
     return None
 
@@ -118,7 +118,7 @@ def _sounds_entry(name: str, note: str, array: NDArray[Any], room: Room) -> Card
     sounds = array if array.ndim == 3 else array.reshape(-1, 1, array.shape[-1])
     if sounds.shape[1] > _MOST_CHANNELS:
         return None
-    shown = [np.nan_to_num(sound[:, :_MOST_SAMPLES].mean(axis=0, dtype=np.float32)) for sound in sounds[:_MOST]]
+    shown = [np.nan_to_num(sound[:, :_MOST_SAMPLES].mean(axis=0, dtype=np.float32)) for sound in sounds[:_MOST_CLIPS]]
     pictures = [
         Sound(waveform(samples), picture_of(spectrogram_pixels(samples), room), f"sound {number} of {len(sounds):,}")
         for number, samples in enumerate(shown)
@@ -128,13 +128,13 @@ def _sounds_entry(name: str, note: str, array: NDArray[Any], room: Room) -> Card
 
 def _features_entry(name: str, note: str, array: NDArray[Any], room: Room) -> CardEntry | None:
     """Return the entry of log-mel features, or None if the array has no such shape."""
-    if array.ndim == 2 and array.shape[1] in _BINS:
+    if array.ndim == 2 and array.shape[1] in _FEATURE_BINS:
         array = array.T[None]
-    if array.ndim != 3 or array.shape[1] not in _BINS:
+    if array.ndim != 3 or array.shape[1] not in _FEATURE_BINS:
         return None
-    shares = [stretched(each[:, :_MOST_FRAMES]) / 255 for each in array[:_MOST]]
+    scaled = [stretched(each[:, :_MOST_FRAMES]) / 255 for each in array[:_MOST_CLIPS]]
     pictures = [
         Sound("", picture_of(coloured(each), room), f"sound {number} of {len(array):,}" if len(array) > 1 else "")
-        for number, each in enumerate(shares)
+        for number, each in enumerate(scaled)
     ]
     return CardEntry(name, note, sounds=pictures)

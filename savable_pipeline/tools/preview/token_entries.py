@@ -32,7 +32,7 @@ _POSITIONS = ("position_ids", "positions")
 _IGNORED = -100
 _MOST_ROWS = 8
 _LONGEST_ROW = 1024  # tokens of a row that are shown
-_RUN = 6  # equal tokens without loss, from which they are shown as one
+_LEAST_RUN = 6  # equal tokens without loss, from which they are shown as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def tokens_entry(
 
 def _sequences(tokens: NDArray[Any], fields: Mapping[str, Any]) -> _Sequences:
     """Find out which tokens contribute to the loss, and where documents start."""
-    labels, mask = _matching(tokens, fields, _LABELS), _matching(tokens, fields, _LOSS_MASKS)
+    labels, mask = _find_field(tokens, fields, _LABELS), _find_field(tokens, fields, _LOSS_MASKS)
     begins, beyond = _document_starts(tokens, fields), np.zeros(tokens.shape, dtype=bool)
     if labels is None and mask is None:
         return _Sequences(tokens, None, begins, None, beyond)
@@ -131,7 +131,7 @@ def _sequences(tokens: NDArray[Any], fields: Mapping[str, Any]) -> _Sequences:
     return _Sequences(tokens, loss, begins, labels, beyond)
 
 
-def _matching(tokens: NDArray[Any], fields: Mapping[str, Any], names: Sequence[str]) -> NDArray[Any] | None:
+def _find_field(tokens: NDArray[Any], fields: Mapping[str, Any], names: Sequence[str]) -> NDArray[Any] | None:
     """Return the first of these fields with a number per token, or None."""
     for name in names:
         array = as_array(fields.get(name))
@@ -145,12 +145,12 @@ def _document_starts(tokens: NDArray[Any], fields: Mapping[str, Any]) -> Mask:
     begins = np.zeros(tokens.shape, dtype=bool)
     begins[:, 0] = True
     borders = as_array(fields.get("cu_seqlens"))
-    documents, positions = _matching(tokens, fields, _DOCUMENTS), _matching(tokens, fields, _POSITIONS)
+    documents, positions = _find_field(tokens, fields, _DOCUMENTS), _find_field(tokens, fields, _POSITIONS)
     if borders is not None and borders.dtype.kind in "iu" and borders.ndim == 1:
         begins.reshape(-1)[_within(borders, tokens.size)] = True
     elif borders is not None and borders.dtype.kind in "iu" and borders.ndim == 2 and len(borders) == len(tokens):
-        for row, own in zip(begins, borders, strict=True):
-            row[_within(own, len(row))] = True
+        for row, row_borders in zip(begins, borders, strict=True):
+            row[_within(row_borders, len(row))] = True
     elif documents is not None:
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     elif positions is not None:
@@ -199,24 +199,22 @@ def _end_of_stretch(sequences: _Sequences, row: int, start: int, shown: int) -> 
     return stop
 
 
-def _spans(found: _Sequences, row: int, start: int, stop: int, decoder: Decoder) -> list[TokenSpan]:
+def _spans(sequences: _Sequences, row: int, start: int, stop: int, decoder: Decoder) -> list[TokenSpan]:
     """Divide tokens of one document with equal loss into spans of text."""
-    ids: list[int] = found.tokens[row, start:stop].tolist()
-    kind = "unknown" if found.loss is None else "loss" if found.loss[row, start] else "ignored"
+    ids: list[int] = sequences.tokens[row, start:stop].tolist()
+    kind = "unknown" if sequences.loss is None else "loss" if sequences.loss[row, start] else "ignored"
     spans: list[TokenSpan] = []
     for begin, end in _runs(ids, kind):
-        alike = end - begin >= _RUN and len(set(ids[begin:end])) == 1
+        alike = end - begin >= _LEAST_RUN and len(set(ids[begin:end])) == 1
         for text, count in decoder.pieces(ids[begin : begin + 1] if alike else ids[begin:end]):
             title = f"{' '.join(map(str, ids[begin : begin + count]))} at {start + begin}"
-            at_start = begin == 0 and bool(found.begins[row, start])
+            at_start = begin == 0 and bool(sequences.begins[row, start])
             spans.append(TokenSpan(cut(text, 80), kind, title, at_start, end - begin if alike else 1))
             begin += count
-    if found.beyond[row, stop - 1] and found.labels is not None:
-        target = int(found.labels[row, stop - 1])
-        last = spans[-1]
-        spans[-1] = TokenSpan(
-            last.text, last.kind, last.title, last.begins, last.repeat, decoder.pieces([target])[0][0]
-        )
+    if sequences.beyond[row, stop - 1] and sequences.labels is not None:
+        target = int(sequences.labels[row, stop - 1])
+        target_text, _ = decoder.pieces([target])[0]
+        spans[-1] = dataclasses.replace(spans[-1], next=target_text)
     return spans
 
 
@@ -228,7 +226,7 @@ def _runs(ids: Sequence[int], kind: str) -> list[tuple[int, int]]:
     for end in range(1, len(ids) + 1):
         if end < len(ids) and ids[end] == ids[start]:
             continue
-        if end - start >= _RUN:
+        if end - start >= _LEAST_RUN:
             found += [(begin, start)] * (begin < start) + [(start, end)]
             begin = end
         start = end

@@ -39,15 +39,15 @@ from savable_pipeline.tools.verify.segment import (
     TakeBatch,
 )
 
-_EXIT_WAIT_S = 10.0  # for an interpreter to exit before it is killed
+_EXIT_WAIT_S = 10.0  # seconds for an interpreter to exit before it is killed
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyPlan:
     """Settings of a comparison.
 
-    `steps=None` is two batches of each lane. `draw` is the seed of the random interruptions. Raises ValueError for
-    settings that would compare nothing.
+    `steps=None` means two batches of each lane. `cuts` are the steps after which the run is interrupted, and `draw` is
+    the seed of `random_cuts` further interruptions. Raises ValueError for settings that would compare nothing.
     """
 
     target: str
@@ -69,9 +69,7 @@ class VerifyPlan:
             raise ValueError("no interruption is chosen. Pass --cut STEP or --random-cuts")
 
     def bounds(self, steps: int) -> list[int]:
-        """Return the steps at which segments start and end.
-
-        They are 0, the interruptions and `steps`.
+        """Return the steps at which segments start and end, from 0 to `steps`.
 
         Raises ValueError for an interruption outside of the run.
         """
@@ -109,7 +107,7 @@ class Mismatch:
 class Verdict:
     """Result of a comparison: the first `equal` of `steps` batches are equal.
 
-    `ends` of these are the last of an epoch. `mismatch` is the difference after them, if any.
+    `ends` of these are the last batch of an epoch. `mismatch` is the first difference, if any.
     """
 
     started: LoaderStarted
@@ -184,7 +182,7 @@ def verify(plan: VerifyPlan, progress: Callable[[int, int], None]) -> Verdict:
     """
     with tempfile.TemporaryDirectory(prefix="savable-verify-") as folder, _Interpreter(hash_seed=1) as reference:
         reference.send(StartLoader(plan.target, plan.seed, plan.lanes))
-        started = _successful(reference.answer())
+        started = _check_success(reference.answer())
         assert isinstance(started, LoaderStarted)
         steps = plan.steps or 2 * started.own_lanes
         comparison = _Comparison(plan, reference, Path(folder), steps, progress)
@@ -206,8 +204,8 @@ class _Comparison:
     ) -> None:
         self._plan = plan
         self._reference = reference
-        self._state = folder / "state.pt"
-        self._batch = folder / "batch.pickle"
+        self._state_file = folder / "state.pt"
+        self._batch_file = folder / "batch.pickle"
         self._steps = steps
         self._progress = progress
         self.ends = 0
@@ -216,7 +214,7 @@ class _Comparison:
         """Run a segment beside the uninterrupted run, to step `stop` or a difference."""
         plan = self._plan
         with _Interpreter(segment.hash_seed) as interpreter:
-            state = str(self._state) if segment.start else None
+            state = str(self._state_file) if segment.start else None
             interpreter.send(StartLoader(plan.target, plan.seed, plan.lanes, segment.workers, state))
             answer = interpreter.answer()
             for step in range(segment.start, stop):
@@ -225,12 +223,12 @@ class _Comparison:
                 self._progress(step, self._steps)
                 self._reference.send(TakeBatch())
                 interpreter.send(TakeBatch())
-                expected, answer = _successful(self._reference.answer()), interpreter.answer()
+                expected, answer = _check_success(self._reference.answer()), interpreter.answer()
                 self.ends += answer == expected and isinstance(expected, Stepped) and expected.ends_epoch
                 if answer != expected and not isinstance(answer, Failed):
                     return self._explain(step, segment, interpreter, expected, answer)
             if stop < self._steps and not isinstance(answer, Failed):
-                interpreter.send(Save(str(self._state)))
+                interpreter.send(Save(str(self._state_file)))
                 answer = interpreter.answer()
             if isinstance(answer, Failed):
                 return Mismatch(stop - 1, segment, error=answer.error)
@@ -245,10 +243,10 @@ class _Comparison:
             longer = "uninterrupted" if found.ends_epoch else "cut"
             return Mismatch(step, segment, error=f"the epoch ended, but the {longer} run has another batch in it")
         picture = self._plan.pictures / f"verify-resume-step-{step + 1:05d}.png"
-        self._reference.send(SaveBatch(str(self._batch)))
+        self._reference.send(SaveBatch(str(self._batch_file)))
         answer = self._reference.answer()
         if isinstance(answer, Done):
-            interpreter.send(Explain(str(self._batch), str(picture)))
+            interpreter.send(Explain(str(self._batch_file), str(picture)))
             answer = interpreter.answer()
         if isinstance(answer, Failed):
             return Mismatch(step, segment, error=f"the batches differ, but cannot be shown: {answer.error}")
@@ -256,7 +254,7 @@ class _Comparison:
         return Mismatch(step, segment, answer)
 
 
-def _successful(answer: ANSWERS) -> ANSWERS:
+def _check_success(answer: ANSWERS) -> ANSWERS:
     """Return the answer, or raise `SavableError` for a failure."""
     if isinstance(answer, Failed):
         raise SavableError(answer.error)

@@ -39,7 +39,7 @@ _MIN_SIDE = 4  # pixels; smaller arrays do not count as images
 def draw_difference(difference: Difference, path: Path) -> bool:
     """Write a PNG of the expected image, the found one and their difference.
 
-    Returns False if they are no images.
+    Return False if the parts that differ are not images.
 
     An image is a tensor or array (channels, height, width) or (height, width, channels) with 1, 3 or 4 channels, or a
     row of a batch of images. Floats are scaled so that the least value of both images is black and the greatest is
@@ -121,7 +121,7 @@ class SaveBatch(msgspec.Struct, tag=True):
 class Explain(msgspec.Struct, tag=True):
     """Find where the last batch differs from the one in `file`.
 
-    It draws the difference in `picture` if it is an image.
+    If images differ, draw them in the file `picture`.
     """
 
     file: str
@@ -152,9 +152,9 @@ class Stepped(msgspec.Struct, tag=True):
 
 
 class Explained(msgspec.Struct, tag=True):
-    """Answer where a batch differs, with the samples of the row.
+    """Answer where a batch differs, with the samples of the row that differs.
 
-    If no single row differs, it has the samples of the batch.
+    If no single row differs, `samples` are those of the batch.
     """
 
     slot: int
@@ -187,7 +187,7 @@ class SegmentProcess:
     def execute(self, order: ORDERS) -> ANSWERS:
         """Carry out an order. Raises the run's own errors."""
         if isinstance(order, StartLoader):
-            return self._begin(order)
+            return self._start_loader(order)
         assert self._run is not None
         match order:
             case TakeBatch():
@@ -205,8 +205,8 @@ class SegmentProcess:
                 return self._explain(self._run, pickle.loads(Path(file).read_bytes()), Path(picture))
         return Done()
 
-    def _begin(self, order: StartLoader) -> LoaderStarted:
-        """Build the loader, and move it to the state."""
+    def _start_loader(self, order: StartLoader) -> LoaderStarted:
+        """Build the loader, and load the state if there is one."""
         # drop the user's ledger
         settings = replace(load_target(order.target, seed=order.seed, lanes=order.lanes), ledger=None)
         if order.workers is not None:
@@ -253,13 +253,13 @@ def _samples(run: Run, difference: Difference) -> list[TracedSample]:
         rows = run.trace().rows
     except (SavableError, StopIteration):  # an inexact encoder may now build other items
         return []
-    row = _first_number(difference.path)
+    row = _first_index(difference.path)
     if row is None and difference.parts and difference.row is not None and len(difference.parts[0]) == len(rows):
         row = difference.row
     return rows[row] if row is not None and row < len(rows) else [sample for row in rows for sample in row]
 
 
-def _first_number(path: str) -> int | None:
+def _first_index(path: str) -> int | None:
     """Return the first index in a path, such as 3 in "batch['items'][3]['x']"."""
     numbers = [part for part in path.replace("]", "[").split("[") if part.isdecimal()]
     return int(numbers[0]) if numbers else None

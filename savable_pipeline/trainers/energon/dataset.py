@@ -95,9 +95,9 @@ class EnergonDataset:
         world_size = self.worker_config.world_size
         lanes = self.lanes or (world_size if self.is_finite else _LANES)
         if lanes % world_size:
-            near = -(-lanes // world_size) * world_size
+            rounded = -(-lanes // world_size) * world_size
             raise ValueError(
-                f"{world_size} ranks do not divide {lanes} lanes. Set lanes={near}, a multiple of each number of "
+                f"{world_size} ranks do not divide {lanes} lanes. Set lanes={rounded}, a multiple of each number of "
                 "ranks that the run may have."
             )
         return lanes
@@ -358,7 +358,7 @@ def _dataset(
     return EnergonDataset(pipeline, worker_config, seed, settings.get("lanes"), length or None)
 
 
-_DRAWN, _BUFFERED = "_sample_count", "_restore_keys"  # keys in Energon's states of readers and of buffers
+_DRAWN, _BUFFERED = "_sample_count", "_restore_keys"  # keys in Energon's states: of readers, and of buffers
 
 
 class AtShare(NamedTuple):
@@ -403,13 +403,13 @@ def begin_at_share(dataset: EnergonDataset, states: Sequence[Any]) -> AtShare:
     population = dataset.pipeline.encoder.samples(Lane()).info.population
     if len(dataset.pipeline.encoder.sources.leaves) == 1:
         used %= population  # whole epochs need not be skipped
-    share = used % population / population
-    again = round(population * share * (1 - share))
+    fraction = used % population / population
+    again = round(population * fraction * (1 - fraction))
     log.warning(
         "the run starts after %d samples (%.1f %% of an epoch). About %d of its %d samples are repeated, and as "
         "many skipped. Resume it with skip_samples=%d.",
         used,
-        100 * share,
+        100 * fraction,
         again,
         population,
         used,
@@ -420,15 +420,15 @@ def begin_at_share(dataset: EnergonDataset, states: Sequence[Any]) -> AtShare:
 def _used(state: Any) -> int:
     """Return the number of samples that a rank has used.
 
-    These are the samples drawn and not in a buffer, and those of the batches since the state was saved.
+    These are the samples drawn and not in a buffer, and those of the batches since the workers' states were saved.
     """
     drawn = sum(_counts(state.worker_states, _DRAWN)) - sum(_counts(state.worker_states, _BUFFERED))
-    since = sum(getattr(worker, "offset", None) or 0 for worker in state.worker_states)
-    return max(0, drawn) + since * (state.micro_batch_size or 1)
+    batches_since = sum(getattr(worker, "offset", None) or 0 for worker in state.worker_states)
+    return max(0, drawn) + batches_since * (state.micro_batch_size or 1)
 
 
 def _counts(node: Any, key: str) -> Iterator[int]:
-    """Yield the numbers under a key, or the lengths of lists, anywhere in a state."""
+    """Yield the numbers under a key anywhere in a state, or the lengths of lists under it."""
     if is_dataclass(node):
         node = {each.name: getattr(node, each.name) for each in fields(node)}
     if isinstance(node, Mapping):

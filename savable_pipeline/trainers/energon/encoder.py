@@ -179,7 +179,7 @@ class FromEnergon(TaskEncoder):
             return Skip(_SKIPPED)
 
     def _check_group(self, item: Any) -> Any:
-        """Return the item, after the encoder could raise SkipSample for its group."""
+        """Return the item. The encoder may raise SkipSample when it determines the item's group."""
         if self.groups:
             self.task_encoder.batch_group_criterion(item)
         return item
@@ -210,13 +210,13 @@ class FromEnergon(TaskEncoder):
         """Call the encoder's methods of a pack, and return the pack with its restore key."""
         keys = _restore_keys(items)
         if self._has_postencode:
-            items = [post for item in items if type(post := self._post_encoded(item, rng)) is not Skip]
+            items = [post for item in items if type(post := self._post_encode(item, rng)) is not Skip]
         if not items:
             return Skip("a pack of nothing")
         pack = self._methods.call("pack_selected_samples", items, rng, seeded=not self._has_postencode)
         return self._check_group(_with_restore_key(pack, "pack", rng.key, rng.parts[0], *keys))
 
-    def _post_encoded(self, item: Any, rng: Rng) -> Any:
+    def _post_encode(self, item: Any, rng: Rng) -> Any:
         """Call `postencode_sample` for an item; the result is a `Skip` if it skips the item."""
         try:
             return self._methods.call("postencode_sample", item, rng, seeded=False)
@@ -265,7 +265,7 @@ class FromEnergon(TaskEncoder):
         return self._is_skipped(error.__cause__)
 
     def _is_skipped(self, error: BaseException | None) -> bool:
-        """Return whether Energon continues after an error, and call its handler if so."""
+        """Return whether Energon continues after an error. If so, call its error handler."""
         if not is_tolerated(error):
             return False
         if self.error_handler is not None:
@@ -358,19 +358,19 @@ def rebuild_by_key(encoder: FromEnergon, key: Any, *, seed: int) -> Any:
     sample is skipped this time.
     """
     with as_in_a_worker(set(KINDS)):
-        return as_torch_converts(_rebuilt(encoder, Encode(encoder.samples(Lane(seed=seed)), encoder), key))
+        return as_torch_converts(_rebuild(encoder, Encode(encoder.samples(Lane(seed=seed)), encoder), key))
 
 
-def _rebuilt(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
+def _rebuild(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
     """Rebuild a sample, pack or batch from its restore key."""
-    kind: Any
+    kind: Any  # "Ref", "pack" or "batch"
     parts: list[Any]
     kind, *parts = key if isinstance(key, Sequence) and len(key) > 2 else [None]
     if kind == "Ref":
         value = samples.fetch(Ref(*parts))
     elif kind in ("pack", "batch"):
         key, number, *inner = parts
-        items = [_rebuilt(encoder, samples, each) for each in inner]
+        items = [_rebuild(encoder, samples, each) for each in inner]
         rng = Rng(0, (number, 0, 0), 0, key)
         _seed(key)
         value = encoder.pack(items, rng) if kind == "pack" else encoder.batch(items, rng)

@@ -62,7 +62,7 @@ class EnergonLoader(SavableLoader):
         self._stop: int | None = None  # the number of yielded batches at which the virtual epoch ends
 
     def _yielded(self) -> int:
-        """Return how many batches this rank has yielded since the run or its last restart started."""
+        """Return how many batches this rank has yielded since the start of the run or its last restart."""
         position = run_of(self).position
         return position.slot // position.step
 

@@ -43,8 +43,8 @@ class _AnywhereConfig(WorkerConfig):  # type: ignore[misc]
 class Active:
     """Context in which Energon's encoder sees `current_sample_index`.
 
-    In `batch`, it sees `current_batch_index` too. Each encoder has one: `with active.at(key):`. Contexts must not be
-    nested, as in Energon's own loader.
+    In `batch`, the encoder sees `current_batch_index` too. Each encoder has one `Active`, used as
+    `with active.at(key):`. Such blocks must not be nested, as in Energon's own loader.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Active:
         self._batch: Any = self._unknown
 
     def at(self, key: int, batch: int | None = None) -> Active:
-        """Enter with the sample index of this 64-bit key."""
+        """Return this context for the sample index of a 64-bit key and a batch's index."""
         self._index = key >> (64 - _INDEX_BITS)
         self._batch = self._unknown if batch is None else batch
         return self
@@ -133,9 +133,9 @@ class Methods:
         packs = self._overrides("select_samples_to_pack") and self._overrides("pack_selected_samples")
         if packing and not packs:
             raise TypeError(f"packing needs select_samples_to_pack and pack_selected_samples of {name}")
-        if asks := next(self._methods_with_batch_index(), None):
+        if early := next(self._methods_with_batch_index(), None):
             raise TypeError(
-                f"{name}.{asks} uses current_batch_index too early. Use it in `batch` or `encode_batch`, or use "
+                f"{name}.{early} uses current_batch_index too early. Use it in `batch` or `encode_batch`, or use "
                 "current_sample_index."
             )
 
@@ -164,9 +164,9 @@ class Methods:
                 yield name
 
     def call(self, name: str, argument: Any, rng: Rng, *, seeded: bool) -> Any:
-        """Call a method.
+        """Call a method, and return its result.
 
-        A method that restores seeds gets new ones unless the generators are freshly `seeded`.
+        Before a method that restores seeds, the generators are seeded, unless they were just `seeded`.
         """
         if not seeded and name in self._reseeds and self._seed is not None:
             self._seed(rng.bits())

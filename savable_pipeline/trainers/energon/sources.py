@@ -42,7 +42,7 @@ from savable_pipeline.stages.stage import SampleStage
 from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.trainers.energon.methods import about
 
-_RESOLVE, _LOAD = "_resolve_object", "get_function"
+_RESOLVE, _LOAD = "_resolve_object", "get_function"  # Energon's methods that import what a dataset names
 _PICKLED = {"pkl", "pickle", "pyd", "pth", "pt"}  # extensions of parts that Energon's decoder unpickles
 _ADVICE = "Pass trust=True only if you trust its author, because it runs code"
 _lock = threading.Lock()
@@ -115,14 +115,14 @@ class DatasetFiles:
         """Return whether the split excludes this sample."""
         return bool(self._excluded) and f"{self._folder}{sample.shard}/{sample.key}" in self._excluded
 
-    def raw(self, sample: Sample, *, head: str = "") -> dict[str, Any]:
-        """Return the parts that Energon would read, of those with the prefix `head`.
+    def raw(self, sample: Sample, *, prefix: str = "") -> dict[str, Any]:
+        """Return the parts that Energon would read, with its own entries.
 
-        The prefix is removed.
+        Only parts whose names start with `prefix` count, which is removed.
         """
         ref = sample.ref
         matches, key = self._factory.part_filter, sample.key if self.is_tar else str(ref.index)
-        names = [name[len(head) :] for name in sample if name.startswith(head)] if self.is_tar else ["json"]
+        names = [name[len(prefix) :] for name in sample if name.startswith(prefix)] if self.is_tar else ["json"]
         names = [name for name in names if matches is None or matches(name)]
         if not self._unpickles:
             check_not_pickled(names, key)
@@ -137,7 +137,7 @@ class DatasetFiles:
             "__shard__": info.shard_name,
             "__restore_key__": ("Ref", *ref),
             "__sources__": (info,),
-            **{name: sample[head + name] for name in names},
+            **{name: sample[prefix + name] for name in names},
         }
 
 
@@ -216,7 +216,7 @@ class Sources:
         for each in loaded.datasets:
             joined = next(joins) if isinstance(each.dataset, JoinedWebdatasetFactory) else []
             leaf = Leaf(each, loaded.blend_mode, self, joined)
-            leaves[_unused(leaf.name, leaves)] = leaf
+            leaves[_unique_name(leaf.name, leaves)] = leaf
         return leaves
 
     def samples(self, lane: Lane) -> SampleStage:
@@ -277,7 +277,7 @@ class Leaf:
         return stage
 
     def weight(self, stage: SampleStage) -> int | float:
-        """Return the weight in the blend, or the number of samples in all repetitions."""
+        """Return the weight in the blend: as set, or the samples in all repetitions."""
         if self._mode is DatasetBlendMode.DATASET_WEIGHT:
             return 1.0 if self._weight is None else float(self._weight)
         return stage.info.population * (1 if self._repetitions is None else self._repetitions)
@@ -285,7 +285,7 @@ class Leaf:
     def load(self, sample: Sample) -> Any:
         """Return the input of the encoder or of a cooker, or a `Skip`.
 
-        It is what Energon's loader would pass on.
+        The sample is the one that Energon's loader would pass on.
         """
         first, *others = self._files
         if first.excludes(sample):
@@ -303,9 +303,9 @@ class Leaf:
 
     def _joined_part(self, sample: Sample, number: int, files: DatasetFiles) -> dict[str, Any] | None:
         """Return a sample's parts of a joined dataset, or None if it has none."""
-        head = f"{_join(number)}."
-        if any(name.startswith(head) for name in sample):
-            return files.raw(sample, head=head)
+        prefix = f"{_join(number)}."
+        if any(name.startswith(prefix) for name in sample):
+            return files.raw(sample, prefix=prefix)
         if self._nonmatch[number] == "error":
             raise ShardError(f"{files.root} has no sample {sample.key!r}. Add it, or change `nonmatch`.")
         return None
@@ -320,7 +320,7 @@ class Leaf:
 
     @cached_property
     def _aux_stores(self) -> dict[str, Any]:
-        """Auxiliary datasets by name, decoded as samples are."""
+        """Auxiliary datasets by name, whose parts are decoded as those of samples."""
         return {name: self._decoded(self._opened(store)) for name, store in self._aux.items()}
 
     @cached_property
@@ -329,7 +329,7 @@ class Leaf:
         return {"primary": self._decoded(own), **self._aux_stores}
 
     def _opened(self, store: Any) -> Any:
-        """Open a store of Energon by this library, so that samples are found by key."""
+        """Return a store that opens Energon's `store` by this library, which finds samples by key."""
         if not isinstance(store, WebdatasetFileStore):
             return store
         return KeyedStore(store.get_path(), store.get_path(), unpickles=self._unpickles)
@@ -350,15 +350,16 @@ def _joins(node: Any, split: str) -> Iterator[list[str]]:
         for each in node:
             yield from _joins(each, split)
     elif is_dataclass(node) and not isinstance(node, type):
-        for own in fields(node):
-            yield from _joins(getattr(node, own.name), getattr(node, "split_part", None) or split)
+        for each in fields(node):
+            yield from _joins(getattr(node, each.name), getattr(node, "split_part", None) or split)
 
 
 def _join(number: int) -> str:
+    """Return the name under which a sample has the parts of joined dataset `number`."""
     return f"join{number}"
 
 
-def _unused(name: str, taken: dict[str, Any]) -> str:
+def _unique_name(name: str, taken: dict[str, Any]) -> str:
     """Return the name, with a number if it is taken."""
     base = unused = name.replace("#", "_") or "data"
     number = 2

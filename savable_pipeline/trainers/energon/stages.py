@@ -24,7 +24,7 @@ from savable_pipeline.stages.stage import BatchStage, ItemStage, PassThrough, Sa
 from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.trainers.energon.encoder import FromEnergon
 
-_AT_ONCE = 1 << 16  # refs
+_AT_ONCE = 1 << 16  # refs to skip in one call
 
 
 class WithoutSkipped(PassThrough, BatchStage):
@@ -53,8 +53,8 @@ class After(ChunkedStage, SampleStage):
     def __init__(self, source: SampleStage, *, samples: int) -> None:
         super().__init__(source)
         self.samples = samples
-        each, more = divmod(samples, self.lane.count)
-        self._remaining = each + (self.lane.index < more)
+        share, remainder = divmod(samples, self.lane.count)
+        self._remaining = share + (self.lane.index < remainder)
 
     def take(self, n: int) -> Any:
         while self._remaining and n:
@@ -117,8 +117,8 @@ class EnergonPipeline:
         if lanes == 1 or len(counts) < lanes:
             total = sum(leaf.samples for leaf in self.encoder.sources.leaves.values())
             counts = [total // world_size] * world_size
-        each = min(counts) // size if self.drop_last else -(-min(counts) // size)
-        return each * len(counts) // world_size
+        of_lane = min(counts) // size if self.drop_last else -(-min(counts) // size)
+        return of_lane * len(counts) // world_size
 
 
 def _first_of(stage: Stage) -> Stage:

@@ -122,6 +122,9 @@ def test_cells_of_a_csv_writer_lose_their_quotes(
         (['"Hello there"', "Goodbye"], False),  # one may quote cells with blanks, as Perl's Text::CSV does
         (['"Hello, you."', "Goodbye."], False),  # or cells with commas, as Excel does
         (['"#tag"', "a #tag"], False),  # or those that start with a sign
+        (['"007"', "8"], False),  # or numbers that are to remain text, as R's write.table does
+        (['"yes"', "perhaps not.", "no"], False),
+        (['"yes"', '"No."', "Never."], True),  # a cell without signs shows nothing, but others may
         (['"a ""word"""', "b"], False),  # quotes in quoted cells are doubled
         (['"a ""word"""', 'b "word"'], True),
         (['"Hello."', '"Goodbye."'], False),  # all cells of a column

@@ -133,7 +133,7 @@ def test_a_node_without_cryptography_is_rejected(monkeypatch: pytest.MonkeyPatch
         node = node_agent.NodeSession(Channel(ours, waits=False), 1)
         secret = wire.Secret(b"a" * 64, b"a" * 64, trusted)
         control = socket.socketpair()
-        node._connected(control[0], secret)
+        node._add_connection(control[0], secret)
         node._agree({}, [], [], b"", {})
         node._channel.close()
         theirs.close()

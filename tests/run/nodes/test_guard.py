@@ -214,7 +214,7 @@ def test_keys_differ_by_connection_and_by_direction() -> None:
         theirs.sendall(hello)
         with ThreadPoolExecutor(1) as pool:
             greeted = pool.submit(wire.greet, ours, key, wire.Wanted(1, bytes(16), False))
-            found = wire.answered(key, hello, theirs.recv(4096))
+            found = wire.check_reply(key, hello, theirs.recv(4096))
             assert found is not None
             theirs.sendall(found[0])
             assert greeted.result() == (found[2].receives, found[2].sends, False)
@@ -232,10 +232,10 @@ def test_mutated_handshake_is_rejected() -> None:
         with pytest.raises(ConnectionError, match="has another key"):
             wire.greet(ours, key, wire.Wanted(1, bytes(16), False))
         reply = bytearray(theirs.recv(4096))
-        assert wire.answered(key, hello, reply) is not None
-        assert wire.answered(key, wire.new_hello(), reply) is None  # it was for another connection
+        assert wire.check_reply(key, hello, reply) is not None
+        assert wire.check_reply(key, wire.new_hello(), reply) is None  # it was for another connection
         reply[draw.randrange(len(reply))] ^= 1 << draw.randrange(8)
-        assert wire.answered(key, hello, reply) is None
+        assert wire.check_reply(key, hello, reply) is None
 
 
 @pytest.mark.parametrize(

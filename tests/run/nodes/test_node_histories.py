@@ -102,7 +102,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, list[A
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(socket_host, "_RETRY_S", 0.2)
-    monkeypatch.setattr(socket_host, "_ASK_S", 0.2)
+    monkeypatch.setattr(socket_host, "_PING_S", 0.2)
     monkeypatch.setattr(socket_host, "_CONNECT_S", 1.0)
     caplog.set_level(logging.CRITICAL, "savable_pipeline")
 
