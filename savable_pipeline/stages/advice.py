@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def closest(name: object, names: Iterable[object], prefix: str = "") -> str:
-    """Return a question that names the closest of `names`, or "" if none is close.
+    """Return a question with the closest of `names`, or "" if none is close.
 
     Example:
         >>> from savable_pipeline.stages.advice import closest
@@ -36,8 +36,8 @@ def check_count(stage: str, setting: str, value: object) -> None:
 def check_choice(stage: str, setting: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError unless a setting is one of `choices`."""
     if value not in choices:
-        meant = closest(value, choices)
-        raise ValueError(f"{stage}: {setting} must be one of {', '.join(choices)}, not {value!r}.{meant}")
+        hint = closest(value, choices)
+        raise ValueError(f"{stage}: {setting} must be one of {', '.join(choices)}, not {value!r}.{hint}")
 
 
 def check_name(stage: str, setting: str, value: object) -> None:

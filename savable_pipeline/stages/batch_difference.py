@@ -1,4 +1,4 @@
-"""Compares two batches byte for byte and describes their first difference."""
+"""Comparison of two batches byte for byte, with their first difference."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Difference(NamedTuple):
 
     It has the path in the batch, and both values as short text.
 
-    `row` is the first differing index along the first dimension of a tensor or array, and `rows` a text such as "2 of 8
-    differ". `element` says where the first differing element is in that row, if the row is long. `parts` are both
-    tensors, arrays or values.
+    `row` is the first differing index along the first dimension of a tensor or array, and `rows` is text such as "2 of
+    8 differ". If the row is long, `element` is text with the position of its first differing element. `parts` are the
+    two tensors, arrays or values that differ.
     """
 
     path: str
@@ -125,7 +125,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _bytes(leaf: Any) -> tuple[str, bytes]:
-    """Return type and bytes of a leaf, which are equal for equal leaves."""
+    """Return (type, bytes) of a leaf, which are equal for equal leaves."""
     torch = imported("torch")  # if nothing has imported torch, no leaf is a tensor
     if torch is not None and isinstance(leaf, torch.Tensor):
         flat = leaf.detach().cpu().contiguous().reshape(-1)

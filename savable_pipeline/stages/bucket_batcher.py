@@ -3,8 +3,8 @@
 It is for models that pad instead of packing.
 
 With `same_bucket`, `StepRule` chooses the next bucket, so that all lanes yield a batch of the same bucket at a time.
-The cost of a batch is the number of its bucket. A lane without a batch of that bucket mostly yields a shorter one, so
-that other ranks seldom wait for this one.
+The cost of a batch is the number of its bucket. A lane without a batch of that bucket mostly yields a batch of a
+shorter bucket, so that other ranks seldom wait for this lane.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ from savable_pipeline.stages.step_rule import StepRule
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 Group: TypeAlias = Any  # an int, a str, None, or a tuple of these
-BucketKey: TypeAlias = tuple[Group, int]  # a group, and the number of the bucket in it
-BatchSize: TypeAlias = int | Sequence[int]  # items per batch: for every bucket, or for each
+BucketKey: TypeAlias = tuple[Group, int]  # a group, and the number of a bucket of this group
+BatchSize: TypeAlias = int | Sequence[int]  # items per batch: one number for all buckets, or one for each
 
 
 class BucketSizes:
     """The sizes of batches of a `BucketBatcher`.
 
-    Raises ValueError for invalid arguments.
-
-    Without `bounds`, there is one bucket per group, for items of any length.
+    Without `bounds`, each group has one bucket, for items of any length. Raises ValueError for invalid arguments.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class BucketSizes:
             self._every = self._sizes(size)
 
     def _by_tokens(self, max_tokens: int) -> list[int]:
-        """Return the size for each bucket that fits `max_tokens`."""
+        """Return for each bucket how many of its longest items fit `max_tokens`."""
         if not self.bounds:
             raise ValueError("BucketBatcher: max_tokens needs bounds")
         if max_tokens < self.bounds[-1]:
@@ -81,7 +79,7 @@ class BucketSizes:
         return [max_tokens // bound for bound in self.bounds]
 
     def _sizes(self, size: BatchSize) -> list[int]:
-        """Return the size for each bucket."""
+        """Return the size for each bucket. Raises ValueError for an invalid `size`."""
         sizes = [index(each) for each in size] if isinstance(size, Sequence) else [index(size)] * self.buckets
         if len(sizes) != self.buckets:
             raise ValueError(f"BucketBatcher: pass one size per bucket, {self.buckets}, not {len(sizes)}: {size}")
@@ -90,7 +88,7 @@ class BucketSizes:
         return sizes
 
     def of(self, group: Group, bucket: int) -> int:
-        """Return the number of items of a batch.
+        """Return the number of items in a batch of this bucket.
 
         Raises ValueError for a group without a size.
         """
@@ -104,7 +102,7 @@ class BucketSizes:
         return self._groups[group][bucket]
 
     def checked_group(self, group: Any) -> Group:
-        """Convert a group to the type that a state has.
+        """Return a group as the plain value that a state has.
 
         Raises ValueError if it is not a group, or has no size.
         """
@@ -113,7 +111,7 @@ class BucketSizes:
         return plain
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments, for a fingerprint."""
+        """Return the arguments as settings of the stage."""
         size: Any = self._size_argument
         if callable(size):
             return {"bounds": self.bounds, "max_tokens": None, **function_settings("size", size)}
@@ -123,7 +121,7 @@ class BucketSizes:
         return {"bounds": self.bounds, "size": size, "max_tokens": self._max_tokens}
 
     def saved(self, keys: Sequence[tuple[Any, int]] | None, count: int) -> list[BucketKey]:
-        """Check the `count` buckets of a state.
+        """Return the keys of the `count` buckets of a state.
 
         Raises `CheckpointMismatchError` if this stage has other buckets.
         """
@@ -136,7 +134,7 @@ class BucketSizes:
         return [self.saved_bucket(group, number) for group, number in keys]
 
     def saved_bucket(self, group: Any, number: int) -> BucketKey:
-        """Check a bucket of a state.
+        """Return the key of a bucket of a state.
 
         Raises `CheckpointMismatchError` if this stage has no such bucket.
         """
@@ -151,14 +149,14 @@ class BucketSizes:
 
 
 def plain_group(group: Any) -> Group:
-    """Convert a group to plain types.
+    """Return a group as a plain value.
 
     Raises ValueError unless it is an int, a str, None, or a tuple of these.
     """
     if group is None:
         return None
     if isinstance(group, str):
-        # such as the value of an enum, because groups from a state must be sorted in the same order
+        # an enum of str becomes a plain str, because groups must sort in the same order after a restore
         return str.__str__(group)
     if isinstance(group, list | tuple):
         return tuple(plain_group(each) for each in group)
@@ -184,8 +182,8 @@ class BucketBatcher(EncoderBatches):
     A batch is `encoder.batch(items, rng)` of one bucket's items.
 
     A bucket with enough items yields a batch. At the end of a finite source each bucket yields its remaining items, the
-    shortest bucket first. With `SavableLoader(tail="pad")` a batch has all rows of its bucket and, in addition to the
-    encoder's keys, "valid": bool (rows,), which is False for padding rows, which repeat an item.
+    shortest bucket first. With `SavableLoader(tail="pad")` a batch has as many rows as a full one of its bucket and, in
+    addition to the encoder's keys, "valid": bool (rows,), False for padding rows. Padding rows repeat an item.
 
     With `same_bucket` the ranks of a step mostly get batches of the same bucket, without communication. Each lane holds
     full batches, and a random number that is equal in all lanes chooses the bucket. If it has no full batch, mostly the
@@ -258,7 +256,7 @@ class BucketBatcher(EncoderBatches):
             check_function("BucketBatcher", "group", group)
         # buckets with items, in the order in which they got their first item
         self._buckets: dict[BucketKey, ItemBuffer] = {}
-        self._taken = ItemBuffer(self)  # an item of the source that is not in a bucket yet
+        self._taken = ItemBuffer(self)  # at most one item, which was taken from the source and is in no bucket yet
         self._by_source = SourceCounts(self.counts)
         self.same_bucket, self.candidates = same_bucket, candidates
         self.in_step = "BucketBatcher(same_bucket=True)" if same_bucket else ""
@@ -279,24 +277,24 @@ class BucketBatcher(EncoderBatches):
         return 0 if key[1] == self._sizes.buckets else self._size(key)
 
     def _next_bucket(self) -> BucketKey | None:
-        """Return the bucket of the next batch, whose items are built, or None at the end."""
+        """Return the bucket of the next batch after building its items, or None at the end."""
         while (key := self._fill()) is not None:
             if self._build_missing(key):
                 return key
         return None
 
     def _build_missing(self, key: BucketKey) -> bool:
-        """Build the missing items of a bucket's next batch. Returns False if one of them left the bucket."""
+        """Build the missing items of a bucket's next batch. Returns False as soon as an item leaves the bucket."""
         buffer = self._buckets[key]
         due = range(min(self._size(key), len(buffer)))
         return buffer.built == len(buffer) or all(self._is_skipped(buffer[i]) or self._build_item(key, i) for i in due)
 
     def _is_skipped(self, element: Element) -> bool:
-        """Return whether an element need not be built, because its batch is skipped and the element cannot be lost."""
+        """Return whether an element need not be built, because the lane skips its batch and the element is not lost."""
         return self.lane.skips and is_certain(self.source, element.ref)
 
     def _count_yielded(self, refs: list[ItemRef]) -> None:
-        """Also drop the items of the batch, and move its bucket to the end."""
+        """Also drop the items of the batch, and move its bucket behind the others."""
         super()._count_yielded(refs)
         if refs:
             if self._rule is not None:
@@ -307,15 +305,15 @@ class BucketBatcher(EncoderBatches):
                 self._buckets[self._due_key] = buffer
 
     def more(self) -> bool:
-        """Return whether another batch will come. This fills a bucket."""
+        """Return whether another batch follows. To find out, this fills a bucket."""
         return self._next_bucket() is not None
 
     def _fill(self) -> BucketKey | None:
-        """Take items until enough batches are full, and return the bucket of the next batch, or None at the end."""
-        room = 1 if self._rule is None else self._rule.room
-        full = {key: each for key, buffer in self._buckets.items() if (each := len(buffer) // self._size(key))}
+        """Take items until enough batches are full. Returns the bucket of the next batch, or None at the end."""
+        wanted = 1 if self._rule is None else self._rule.room  # number of full batches
+        full = {key: batches for key, buffer in self._buckets.items() if (batches := len(buffer) // self._size(key))}
         count = sum(full.values())
-        while count < room and (self._taken or self._taken.fill(1)):
+        while count < wanted and (self._taken or self._taken.fill(1)):
             key = self._put_taken()
             if key is not None and len(self._buckets[key]) % self._size(key) == 0:
                 full[key] = full.get(key, 0) + 1
@@ -333,7 +331,7 @@ class BucketBatcher(EncoderBatches):
         element = self._taken[0]
         key = self._key_unbuilt(element)
         if key is None:
-            is_lost = type(value_of(self.source, element)) is Skip  # which was counted upstream
+            is_lost = type(value_of(self.source, element)) is Skip  # a stage upstream has counted it
             key = None if is_lost else self._key(element)
         if key is not None and key[1] == self._sizes.buckets:
             self._skipped(element.ref)
@@ -345,7 +343,7 @@ class BucketBatcher(EncoderBatches):
         return key
 
     def _key_unbuilt(self, element: Element) -> BucketKey | None:
-        """Return the bucket of an element that is only skipped, if it is known without building the element."""
+        """Return the bucket of an element that the lane skips, or None if only building the element can tell."""
         if self.group is not None or element.is_built or not self._is_skipped(element):
             return None
         if not self.bounds:
@@ -355,7 +353,7 @@ class BucketBatcher(EncoderBatches):
         return None, bisect_left(self.bounds, element.sizes[0][0])
 
     def _key(self, element: Element) -> BucketKey:
-        """Return group and bucket of a built item. The bucket is `len(self.bounds)` if the item is too long.
+        """Return the bucket of a built item. Its number is `len(self.bounds)` if the item is too long.
 
         Raises `EncodeError` if the encoder or `group` raises, or if the group has no size.
         """
@@ -408,8 +406,8 @@ class BucketBatcher(EncoderBatches):
 
         `buckets` has refs and sizes of the items in each bucket, and `count` is the number of yielded batches.
 
-        `taken` has ref and size of an item that is in no bucket because of an error. If there are groups, `keys` has
-        group and number of each bucket. If batches are padded, `first` is the ref of the lane's first item. With
+        `taken` has ref and sizes of an item that is in no bucket because of an error. If there are groups, `keys` has
+        (group, number) of each bucket. If batches are padded, `first` is the ref of the lane's first item. With
         `same_bucket`, `past` has the buckets of the last batches, 8 bytes each.
         """
         keys: list[BucketKey] = [(None, number) for number in range(self._sizes.buckets)]

@@ -41,14 +41,14 @@ class ChunkedStage(Stage):
     measured: tuple[Any, int] | None = None
     """`Element.measured` of it."""
     one_to_one: bool | None = None
-    """Whether it yields one element for each of its source, dropping none; None: its elements are made of others."""
+    """Whether it yields one element for each of its source. None: elements combine or divide those of the source."""
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {}
-    """How some settings are compared otherwise than by equality; subclasses have the rules too."""
+    """Rules for settings that are not compared by equality. Subclasses inherit them."""
     datasets: tuple[Dataset, ...] = ()
-    """What the stage itself reads."""
+    """The datasets that the stage itself reads."""
     in_step: str = ""
-    """The name in messages of a stage whose elements the ranks of a step take together; "" for others."""
-    _makes = False
+    """The stage's name in messages if the ranks of a step take its elements together, otherwise ""."""
+    _makes = False  # whether `take` must build its element before the stage moves past it
 
     def __next__(self) -> Any:
         self._makes = True
@@ -125,7 +125,7 @@ def last_element(stage: Stage, value: Any) -> Element:
 
 
 def take_elements(stage: Stage, n: int) -> list[Element]:
-    """Take the next 1 to `n` elements with opened samples, or none at the end."""
+    """Return the next 1 to `n` elements with opened samples, or none at the end."""
     taken = take_from(stage, n)
     if isinstance(taken, list):
         return taken
@@ -145,7 +145,7 @@ _DEFAULTS = (Stage.fetch, ChunkedStage.fetch)
 
 
 def make_elements(stage: Stage, elements: Sequence[Element]) -> None:
-    """Set the missing values of elements of a stage, by its `make`, or its `fetch`."""
+    """Set the missing values of elements of a stage by its `make` or `fetch`."""
     stage, missing = maker_of(stage), [element for element in elements if not element.is_built]
     if isinstance(stage, ChunkedStage) and type(stage).make is not ChunkedStage.make:
         stage.make(missing)

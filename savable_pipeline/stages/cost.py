@@ -24,9 +24,10 @@ _LIMIT = 1 << 62  # costs, and sums of them, fit into 8 bytes of a state
 def waiting_share(steps: Iterable[Sequence[int]]) -> float:
     """Return the fraction of time that ranks wait for the slowest rank.
 
-    A step has the costs of the batches of all ranks, which are taken as their durations: costs 2 and 4 give 0.25.
+    Each step is the costs of the batches of all ranks, which count as their durations. A step of costs 2 and 4 has the
+    fraction 0.25.
     """
-    times = [(sum(costs), max(costs) * len(costs)) for costs in steps]  # rank-seconds of work, and in all
+    times = [(sum(costs), max(costs) * len(costs)) for costs in steps]  # rank-seconds of work, and of work and waiting
     total = sum(in_step for _, in_step in times)
     return 1 - sum(work for work, _ in times) / total if total else 0.0
 
@@ -49,8 +50,8 @@ def attention_cost(*, hidden: int, per_image: int = 0) -> Cost:
 
     A document of n tokens costs the integer n² + 6 · `hidden` · n.
 
-    n² is for attention within the document, the rest for the layers' matrices. For another model write your own
-    function of a document's length and number of images.
+    n² is for attention within the document, and 6 · `hidden` · n for the layers' matrices. For another model write your
+    own function of a document's length and number of images.
 
     Args:
         hidden: The hidden size of the model, at least 1.

@@ -26,7 +26,7 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder, encoder_sett
 
 
 def check_encoder(stage: str, encoder: object) -> None:
-    """Raise ValueError unless this is an encoder.
+    """Raise ValueError unless `encoder` is a `TaskEncoder`.
 
     For a class or a function, the error says what to pass instead.
     """
@@ -46,9 +46,9 @@ def lane_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
     Raises ValueError if it is neither an encoder nor such a function.
     """
     if is_maker(encoder):
-        own = lane.shared(("encoder", encoder), lane.own(encoder))  # in threads, each lane has its own
-        check_encoder(stage, own)
-        return cast(TaskEncoder, own)
+        built = lane.shared(("encoder", encoder), lane.own(encoder))  # in threads, each lane has its own
+        check_encoder(stage, built)
+        return cast(TaskEncoder, built)
     check_encoder(stage, encoder)
     return lane.own(cast(TaskEncoder, encoder))
 
@@ -124,17 +124,17 @@ class EncoderCalls:
         return self._key
 
     def combined(self, items: list[Any], number: int, info: StageInfo) -> Any:
-        """Combine items into the pack or batch with this number."""
+        """Return the pack or batch with this number, of these items."""
         rng = Rng(self.key(info), (number, 0, 0))
         return self._seeding.call_alone(self._call, self._combined, self._combine, rng, items, info, self._seeding)
 
     def selected(self, select: Callable[[list[Any], Rng], Any], items: list[Any], number: int, info: StageInfo) -> Any:
-        """Call a user's function with items, in round `number` of the lane."""
+        """Return the result of a user's function for the items of a round of the lane."""
         rng, seeding = Rng(info.key("select"), (number, 0, 0)), seeding_of(self.encoder, self._lane, "select")
         return seeding.call_alone(self._call, select, "round", rng, items, info, seeding)
 
     def _call(self, call: Any, noun: str, rng: Rng, items: list[Any], info: StageInfo, seeding: Seeding) -> Any:
-        """Call a method or function with items. `noun` names its result in errors: "pack", "batch" or "round"."""
+        """Return the result of a call with items. Errors name the result by `noun`: "pack", "batch" or "round"."""
         status = info.lane.worker.status
         if status is not None:
             status[0] = info.depth
@@ -202,9 +202,9 @@ class EncoderCalls:
         return part
 
     def value(self, function: str | Callable[[Any], Any], item: Any, checked: Callable[[Any], Any]) -> Any:
-        """Call a function, or a method of the encoder, with an item.
+        """Return `checked(result)` of a function for an item.
 
-        The result is passed through `checked`.
+        A str is the name of a method of the encoder.
         """
         try:
             return checked(getattr(self.encoder, function)(item) if isinstance(function, str) else function(item))
@@ -228,7 +228,7 @@ def measured_length(encoder: TaskEncoder, element: Element) -> int:
 
 
 def _at_least(least: int, found: Any) -> int:
-    """Return a number as int. Raises ValueError if it is below `least`."""
+    """Return the number `found` as int. Raises ValueError if it is below `least`."""
     number = index(found)
     if number < least:
         raise ValueError(f"it is {number}, but an item has at least {least}")

@@ -20,7 +20,7 @@ from savable_pipeline.stages.pipeline import upstream
 from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import Stage
 
-_DECODED_BYTES = 1 << 26  # of the column, in each process: 8 million rows of int64
+_DECODED_BYTES = 1 << 26  # most decoded bytes of the column in a process: 8 million rows of int64
 
 
 class LengthColumn:
@@ -34,7 +34,7 @@ class LengthColumn:
         for dataset in [stage.dataset for stage in upstream(source) if isinstance(stage, RecordReader)]:
             key = "length column", id(dataset), name
             self._tables[dataset] = source.lane.shared(key, partial(_open_column, dataset.store, name))
-        self.datasets = tuple(self._tables.values())  # of which only this column is read
+        self.datasets = tuple(self._tables.values())  # only this column of them is read
 
     def of(self, sample: Sample) -> int:
         """Return the length of a sample's item.
@@ -47,7 +47,7 @@ class LengthColumn:
         row = sample.read_from(self._tables[origin])
         length = -1.0
         with contextlib.suppress(KeyError, ValueError):  # a null is no part of a sample
-            length = msgspec.json.decode(row[self._name], type=float)  # pandas has floats beside a null
+            length = msgspec.json.decode(row[self._name], type=float)  # pandas writes floats if the column has a null
         if length < 0 or not length.is_integer():
             fault = f"{row.shard}: {row.location}: column {self._name!r} has no whole number of tokens"
             raise ShardError(f'{fault}. Fix it, or pass on_error="skip".', reason="no length")
@@ -55,7 +55,7 @@ class LengthColumn:
 
 
 def _open_column(store: Any, name: str) -> Dataset:
-    """Open one column of the files of a store."""
+    """Return a dataset of one column of the files of a store."""
     form = store.found.form.name if hasattr(store, "found") else ""
     if form not in ("parquet", "arrow"):
         raise ValueError(f"length_column={name!r}: {store.address} is neither Parquet nor Arrow. Write length_of.")

@@ -13,7 +13,7 @@ from savable_pipeline.data.media.clips import Clip, ClipIterator, Clips
 from savable_pipeline.stages.stage_settings import function_settings
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
-# types of arguments of a `partial` that are stored in a fingerprint
+# types of those arguments of a `partial` that are settings
 _PLAIN = (bool, int, float, str, bytes, type(None))
 LAMBDA = "<lambda>"
 
@@ -28,7 +28,7 @@ class MappedFunction(TaskEncoder):
         one_to_one: See `TaskEncoder.one_to_one`.
 
     Raises:
-        ValueError: It is not a function of one or two arguments.
+        ValueError: `function` is not a function of one or two arguments.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ def encoder_call(encoder: TaskEncoder) -> str:
 
 
 def check_mapped(stage: str, function: object, *, most: int) -> int:
-    """Return the number of arguments of a function.
+    """Return with how many arguments to call a function, 1 to `most`.
 
-    Raises ValueError unless it is 1 to `most`.
+    Raises ValueError if that is impossible.
     """
     if not callable(function) or isinstance(function, type | TaskEncoder):
         hint = ". Pass an encoder to .encode" if isinstance(function, TaskEncoder) else ""

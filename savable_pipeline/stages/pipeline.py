@@ -48,28 +48,26 @@ def check_pipeline(pipeline: PipelineFunction) -> None:
 
 
 def named_pipeline(text: str) -> PipelineFunction:
-    """Import the pipeline function `module:name`.
+    """Import and return the pipeline function that `text` names as "module:name".
 
-    Raises errors of `named_object`, and ValueError if it is none.
+    Raises errors of `named_object`, and ValueError if the object is no pipeline function.
     """
     pipeline: PipelineFunction = named_object(text)
     check_pipeline(pipeline)
     return pipeline
 
 
-_NAMED = 3  # samples of a pack to name
+_SAMPLES_NAMED = 3  # most samples of a pack to name
 
 
 def sample_names(stage: Stage, ref: ItemRef) -> str:
-    """Return key and shard of the first samples of an item or a pack.
+    """Return text with key and shard of the first samples of an item or a pack.
 
-    The number of further samples follows.
-
-    `stage` is the stage that takes it.
+    The number of further samples follows. `stage` is the stage that takes the item or pack from its source.
     """
     indices = list(dict.fromkeys(sample_indices(ref) if ref else ()))
     named = []
-    for index in indices[:_NAMED]:
+    for index in indices[:_SAMPLES_NAMED]:
         with contextlib.suppress(Exception):  # an unreadable shard must not hide the error that the caller raises
             named.append(sample_name(sample_of(stage, (index, 0, 0))))
     more = f", and of {len(indices) - len(named)} more" if len(indices) > len(named) else ""
@@ -79,7 +77,7 @@ def sample_names(stage: Stage, ref: ItemRef) -> str:
 def sample_of(stage: Stage, ref: ItemRef) -> Sample:
     """Return the first sample of an item or a pack.
 
-    `stage` is the stage that takes it.
+    `stage` is the stage that takes the item or pack from its source.
 
     Raises StopIteration for the ref of another stage's elements, and errors of the reader.
     """
@@ -106,7 +104,7 @@ def verify_files(stages: Iterable[Stage], slot: int) -> None:
 def upstream(last: Stage) -> Iterator[Stage]:
     """Yield all stages before a stage, and then the stage itself.
 
-    They are in the order of the data path.
+    Each stage follows its sources.
     """
     for source in last.sources:
         yield from upstream(source)

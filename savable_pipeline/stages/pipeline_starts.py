@@ -137,7 +137,7 @@ def read(
 def is_webdataset(value: object) -> bool:
     """Return whether a value is a pipeline or a dataset of webdataset or wids.
 
-    Imports neither.
+    Neither package is imported.
     """
     kinds = type(value).__mro__ if not isinstance(value, type) else ()
     return any(kind.__module__.split(".")[0] in ("webdataset", "wids") for kind in kinds)

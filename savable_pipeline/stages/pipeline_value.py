@@ -116,7 +116,7 @@ def _shown(value: Any) -> str:
 
 AnyPipeline = TypeVar("AnyPipeline", bound="Pipeline")
 _BUILD = "Build the item in the function of .map, from sample.image(), sample.json() or sample.text()."
-_OF_OTHERS = {  # advice by the name of a method that other libraries have
+_METHOD_ADVICE = {  # advice by the name of a method that other libraries have
     "repeat": "Pass epochs= to sp.read; without it, a loader never ends.",
     "with_epoch": "Pass epoch_slots= to sp.SavableLoader.",
     "decode": _BUILD,
@@ -277,12 +277,12 @@ class Pipeline:
                 raise AttributeError(f".{name} does not take {self._yields}. {self._advice[name]}")
             steps = [step for step in dir(type(self)) if step[0] != "_"]
             meant = "" if name[0] == "_" else closest(name, steps, ".")
-            meant = f" {_OF_OTHERS[name]}" if name in _OF_OTHERS else meant
+            meant = f" {_METHOD_ADVICE[name]}" if name in _METHOD_ADVICE else meant
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{meant}")
 
 
 class BatchPipeline(Pipeline):
-    """A pipeline of batches: what a loader takes. Only `.then` adds a step to it."""
+    """A pipeline of batches, for a loader. Only `.then` adds a step to it."""
 
     __slots__ = ()
     _yields = "batches"
@@ -361,7 +361,7 @@ class ItemPipeline(Pipeline):
     def balance(
         self, candidates: int, *, cost: Cost, max_buffer_bytes: int = 1 << 30, encoder: TaskEncoder | None = None
     ) -> ItemPipeline:
-        """Give the ranks of a step packs of about equal cost: `sp.Balance`.
+        """Balance the costs of the packs that the ranks of a step get: `sp.Balance`.
 
         Args:
             candidates: The number of waiting packs in each lane.
@@ -518,14 +518,14 @@ class SamplePipeline(Pipeline):
         """Encode samples by an encoder: `sp.Encode`.
 
         Args:
-            encoder: The encoder; or a function that makes it, once a process, for one that is too large to be sent to
-                workers.
+            encoder: The encoder, or a function that builds it once per process. Pass a function if the encoder is too
+                large to be sent to workers.
             on_error: As for `sp.Encode`, like the other arguments.
             max_errors: The most samples that a lane may skip because of errors.
             check: The fraction of samples to encode twice. None: the first 8 of a process.
 
         Raises:
-            ValueError: `encoder` is neither.
+            ValueError: `encoder` is no encoder and no such function, or a setting is wrong.
         """
         if not is_maker(encoder):
             check_encoder(".encode", encoder)

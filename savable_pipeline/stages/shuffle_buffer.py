@@ -25,7 +25,7 @@ from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state, saved_refs
 
 _MAX_BUFFER_BYTES = 1 << 30
-_AHEAD = 1024  # draws computed at once, which take a tenth of the time of single ones
+_AHEAD = 1024  # number of draws computed at once, in a tenth of the time of single draws
 
 
 class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
@@ -33,9 +33,9 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
 
     The source's next ref replaces the yielded one.
 
-    The buffer has at most the lane's part of the first epoch, by the index, so that it does not mix many epochs of
-    small data. This bound is fixed for the run. A buffer after a blend, packs or an encoder without `one_to_one` has
-    none.
+    The buffer has at most as many refs as the lane reads in the first epoch, so that it does not mix many epochs of
+    small data. This limit stays the same for the run. A buffer after a blend, packs or an encoder without `one_to_one`
+    does not have it.
 
     At the end of a finite source the rest of the buffer follows in random order. Draw n is word n of a key of the lane,
     one draw per ref, so that the order does not depend on how many refs are taken at a time. A ref takes 12 bytes,
@@ -73,7 +73,8 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         elif max_buffer_bytes is not None:
             raise ValueError("max_buffer_bytes applies only after Encode. Remove it.")
         self._draws = 0
-        self._ahead = 0, np.empty(0, np.int64)  # number of the next computed draw, and the slots of it and later ones
+        # number of the first computed draw, and the slots of this and later draws
+        self._ahead = 0, np.empty(0, np.int64)
 
     @cached_property
     def _key(self) -> int:
@@ -109,15 +110,15 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
                 self.lane.unused -= len(more)  # samples in the buffer do not count as read without a batch
 
     def _slot(self) -> int:
-        """Draw the slot of the next element, whether or not a new one takes its slot."""
+        """Return the slot of the next element, from any number of elements in the buffer."""
         return (word(self._key, self._draws) >> 32) * len(self._buffer) >> 32
 
     def _slots(self, n: int) -> NDArray[np.int64]:
-        """Draw the slots of the next `n` elements of a full buffer: int64 (n,), computed in advance for many."""
+        """Return the slots of the next `n` elements of a full buffer: int64 (n,). Many are computed in advance."""
         at = self._draws - self._ahead[0]
         if at < 0 or at + n > len(self._ahead[1]):
-            ahead = below(words(self._key, self._draws, max(n, _AHEAD)), self.capacity)
-            self._ahead, at = (self._draws, ahead), 0
+            slots = below(words(self._key, self._draws, max(n, _AHEAD)), self.capacity)
+            self._ahead, at = (self._draws, slots), 0
         return self._ahead[1][at : at + n]
 
     def take(self, n: int) -> Any:

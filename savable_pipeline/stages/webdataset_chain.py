@@ -41,7 +41,7 @@ _ONE_TO_ONE = {"_decode", "_rename", "_map_dict", "_map_tuple", "_to_tuple", "_a
 _FAN_OUTS = {"_unlisted", "_unbatched"}
 _STOPS = {"ignore_and_stop", "warn_and_stop"}
 # Advice by the name of an unsupported stage.
-_INSTEAD = {
+_ADVICE = {
     "DirectoryShardList": "Give sp.read the folder.",
     "MultiShardSample": "Write sp.blend of one sp.read for each dataset.",
     "LMDBCached": "Remove it: samples are read where they are.",
@@ -54,8 +54,8 @@ _OWN = (
     "If it stands for a stage of webdataset, pass replace={it: stage}."
 )
 _PICKLED = {"pyd", "pickle", "pkl", "pth"}  # suffixes of parts that webdataset unpickles
-_LISTED = 32  # a longer list is described by its length
-_FIRST = 8  # number of samples on which stages of `per_sample` are checked
+_LONGEST_LIST = 32  # a longer list is described by its length
+_CHECKED_SAMPLES = 8  # number of samples with which stages of `per_sample` are checked
 
 
 def read_webdataset(
@@ -91,8 +91,8 @@ class _Chain:
     opened: bool = False  # whether the stage that opens shards was added
     buffers: list[int] = field(default_factory=list)  # sizes of shuffle buffers of samples
     stages: list[Any] = field(default_factory=list)  # stages that handle one sample at a time
-    checked: bool = False  # whether one of these stages is in `per_sample`
-    makes_several: bool = False
+    checked: bool = False  # whether one of these stages is in `per_sample`, so that results are checked
+    makes_several: bool = False  # whether one of these stages may make several items of a sample
     item_buffers: list[int] = field(default_factory=list)  # sizes of shuffle buffers of items
     batch: tuple[int, Any, bool] | None = None  # size, collation, and whether the last batch may be smaller
     batch_stages: list[Any] = field(default_factory=list)  # stages after batching
@@ -188,7 +188,7 @@ class _Chain:
             self.checked = True
             self._add_per_sample(stage, makes_several=True)
         else:
-            raise ValueError(f"sp.read cannot resume the stage {_named(stage)} exactly. {_INSTEAD.get(name, _OWN)}")
+            raise ValueError(f"sp.read cannot resume the stage {_named(stage)} exactly. {_ADVICE.get(name, _OWN)}")
 
     def _add_shuffle(self, size: int) -> None:
         """Add a shuffle buffer, or shuffle shards if they are not opened yet."""
@@ -224,7 +224,7 @@ class _Chain:
     def _add_per_sample(self, stage: Any, *, makes_several: bool) -> None:
         """Add a stage that handles one sample at a time, or one batch if it is after batching."""
         if self.batch is not None and _name(stage) in _FAN_OUTS:
-            # batches are divided into samples again, so that batches of one sample do the same
+            # the stage divides batches into samples, so batches of one sample have the same result
             _, collation, _ = self.batch
             own = [each for each in self.batch_stages if not isinstance(each, partial)]
             if own or (collation is not None and getattr(collation, "__name__", "") != "default_collation_fn"):
@@ -362,7 +362,7 @@ class WebDatasetEncoder(TaskEncoder):
         return suffix
 
     def _check(self, fields: dict[str, Any], rng: Rng) -> None:
-        """Raise ValueError if stages have other results for several samples together than for each alone."""
+        """Raise ValueError if the results of stages for several samples differ from those for each sample alone."""
         assert self._earlier is not None
         seed = seeder(True)
         assert seed is not None
@@ -382,7 +382,7 @@ class WebDatasetEncoder(TaskEncoder):
                 f"a stage in per_sample= depends on other samples: {difference}. Remove it from per_sample=."
             )
         seed(rng.key)
-        if len(self._earlier) == _FIRST:
+        if len(self._earlier) == _CHECKED_SAMPLES:
             self._earlier = None
 
 
@@ -395,13 +395,13 @@ def _run(stages: Iterable[Any], samples: Iterable[Any]) -> Iterable[Any]:
 
 
 def _batches_of_one(collation: Any, samples: Iterable[Any]) -> Iterator[Any]:
-    """Stage that makes a batch of each sample."""
+    """Yield a batch of each sample, as a stage of webdataset does."""
     for sample in samples:
         yield [sample] if collation is None else collation([sample])
 
 
 def _map_each(function: Callable[[Any], Any], samples: Iterable[Any]) -> Iterator[Any]:
-    """Stage that calls a function for each sample."""
+    """Yield the result of a function for each sample, as a stage of webdataset does."""
     for sample in samples:
         yield function(sample)
 
@@ -494,7 +494,7 @@ def _described(value: Any, depth: int = 5) -> str:
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
     if isinstance(value, list | tuple | set | frozenset):
-        is_listed = depth and len(value) <= _LISTED
+        is_listed = depth and len(value) <= _LONGEST_LIST
         parts = [_described(each, depth - 1) for each in value] if is_listed else [str(len(value))]
         return f"[{', '.join(sorted(parts) if isinstance(value, set | frozenset) else parts)}]"
     if hasattr(value, "f") and hasattr(value, "kw"):

@@ -1,7 +1,7 @@
 """`Blend`: stage that merges several sources in exact proportions.
 
 turns                 a b a a c a b …          turns.py: by weights, which may change during the run
-sources  a ──▶ ahead  a0 a1 a2                 elements taken from each before its turn
+sources  a ──▶ ahead  a0 a1 a2                 elements that were taken from a source before their turns
          b ──▶ ahead  b0
          c ──▶ ahead  c0 c1
 """
@@ -83,10 +83,10 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
     An example is `Blend({"web": a, "books": b}, weights={"web": 7, "books": 3})`.
 
-    When each lane has yielded n samples, where n is a multiple of `stride`, the sum over all lanes is within 1.2
-    samples of a source's share, and each lane within 2.6 (the largest deviations that a search found). By tokens, a
-    lane is within about twice the longest item. In between, each lane shuffles its turns, so that the ranks of a step
-    draw from different sources.
+    Proportions are exact whenever each lane has yielded a multiple of `stride` samples: the samples of a source in all
+    lanes then differ by at most 1.2 from its share, and those in one lane by at most 2.6 (the largest deviations that a
+    search found). By tokens, a lane differs by at most about twice the longest item. In between, each lane shuffles its
+    turns, so that the ranks of a step draw from different sources.
 
     Args:
         sources: Stages by name: all of samples, or all of items or packs, each branch with its own encoder. A source
@@ -157,14 +157,12 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             raise ValueError("Blend: by='tokens' needs items. Blend after Encode.")
 
     def describe(self) -> StageInfo:
-        """Describe the merged stream.
+        """Describe the merged elements of all sources.
 
-        It has the sum of all populations, and all tags and origins.
-
-        It is endless if a source with a weight is endless, or with `until="first"`, if all of them are.
+        The stage is endless if one source with a weight is, or all of them with `until="first"`.
         """
         infos = [stage.info for stage in self.sources]
-        are_endless = [self._stages[name].info.endless for name in self._on]
+        are_endless = [self._stages[name].info.endless for name in self._positive_weights]
         return StageInfo(
             infos[0].lane,
             depth=1 + max(info.depth for info in infos),
@@ -194,13 +192,13 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
     def off_tags(self) -> frozenset[int]:
         """Return the tags of the sources with weight 0."""
         return frozenset[int]().union(
-            *(stage.info.tags for name, stage in self._stages.items() if name not in self._on)
+            *(stage.info.tags for name, stage in self._stages.items() if name not in self._positive_weights)
         )
 
     def name_branch(self, name: str) -> None:
-        """Tell each source its name as a branch.
+        """Set the name of each source as a branch.
 
-        It is its own name, or `name/OWN` inside another Blend.
+        It is the source's own name OWN, or `name/OWN` if this Blend is a source of another one.
 
         Args:
             name: The name of this Blend as a source of another one, or "".
@@ -222,11 +220,11 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
         Raises `CheckpointMismatchError` if this Blend has no such source.
         """
-        for stage, mine in groupby(elements, lambda element: self._source_of(element.ref)):
-            make_elements(stage, list(mine))
+        for stage, positions in groupby(elements, lambda element: self._source_of(element.ref)):
+            make_elements(stage, list(positions))
 
     def is_certain(self, ref: ItemRef) -> bool:
-        """See `ChunkedStage.is_certain`."""
+        """Return whether the source of an element is certain to rebuild it."""
         return is_certain(self._source_of(ref), ref)
 
     def _source_of(self, ref: ItemRef | Ref) -> Stage:
@@ -247,16 +245,16 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return self._stage_of[tag]
 
     @property
-    def _on(self) -> dict[str, int]:
-        """Return the weights that are not 0, as decided by the run, or else by the stage's setting."""
+    def _positive_weights(self) -> dict[str, int]:
+        """Return the weights that are not 0. They are those that the run decided, otherwise the setting's."""
         weights = self.weights if self._decided is None else {name: self._decided[name] for name in self._stages}
         return {name: weight for name, weight in weights.items() if weight}
 
     def _end_sources(self, ended: set[str]) -> None:
-        """Set which sources have ended. `_active` has the others with a weight, and is empty if the Blend has ended."""
+        """Set which sources have ended, and `_active`: the others with a weight, or none if the Blend has ended."""
         is_over = bool(ended) and self.until == "first"
         self._ended = ended
-        self._active = [] if is_over else [name for name in self._on if name not in ended]
+        self._active = [] if is_over else [name for name in self._positive_weights if name not in ended]
         if self._current_turns is not None:
             self._before += self._current_turns.taken
         self._current_turns = None
@@ -265,7 +263,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
     def _turns(self) -> Turns | TokenTurns:
         """Return the turns of the sources that have not ended."""
         if self._current_turns is None:
-            schedule, on = self.schedule, self._on
+            schedule, on = self.schedule, self._positive_weights
             if schedule is None or self._decided is not None:
                 schedule = Schedule([(0, {name: on[name] for name in self._active})], unit=self.by)
             self._current_turns = build_turns(self.info, schedule, self._active, self._before, stride=self.stride)
@@ -274,7 +272,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
     def take(self, n: int) -> Any:
         """Take the next 1 to `n` elements, or none at the end.
 
-        By tokens it is one, because its length decides the next turn.
+        By tokens, only one is taken, because its length decides the next turn.
         """
         taken = self._array([])
         while not len(taken) and self._active:
@@ -282,7 +280,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return list(taken) if taken.dtype == object else taken
 
     def _take_token_turn(self, turns: TokenTurns) -> _Elements:
-        """Return the element of the next turn in an array, which is empty if it is lost or its source has ended."""
+        """Return the element of the next turn in an array, empty if the element is lost or its source has ended."""
         name = self._active[turns.next()]
         if not self._load(name, 1):
             self._end_sources({*self._ended, name})
@@ -301,28 +299,28 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return taken
 
     def _take_turns(self, n: int) -> _Elements:
-        """Return the elements of the next `n` turns, or of the turns before that of a source that has ended."""
+        """Return the elements of the next `n` turns, or only of those before the turn of a source that has ended."""
         active, turns = self._active, self._turns
         assert isinstance(turns, Turns)
         chosen = turns.plan(n)
         for source, name in enumerate(active):
-            mine = np.flatnonzero(chosen == source)
-            have = self._load(name, len(mine))
-            if have < len(mine):
-                chosen = chosen[: mine[have]]
+            positions = np.flatnonzero(chosen == source)
+            available = self._load(name, len(positions))
+            if available < len(positions):
+                chosen = chosen[: positions[available]]
         drawn = np.empty(len(chosen), self._ahead[active[0]].dtype)
         for source, name in enumerate(active):
-            mine = np.flatnonzero(chosen == source)
-            drawn[mine] = self._ahead[name][: len(mine)]
-            self._count_drawn(name, len(mine))
-            self._ahead[name] = self._ahead[name][len(mine) :]
+            positions = np.flatnonzero(chosen == source)
+            drawn[positions] = self._ahead[name][: len(positions)]
+            self._count_drawn(name, len(positions))
+            self._ahead[name] = self._ahead[name][len(positions) :]
         turns.advance(chosen)
         if len(chosen) < n:
             self._end_sources({*self._ended, active[turns.plan(1)[0]]})
         return drawn
 
     def _load(self, name: str, n: int) -> int:
-        """Take elements of a source until `n` are ready or it ends; return the number that are ready."""
+        """Take elements of a source until `n` are in `_ahead` or it ends. Returns how many are in `_ahead`."""
         source = self._stages[name]
         while len(self._ahead[name]) < n:
             fresh = take_from(source, n - len(self._ahead[name]))
@@ -335,24 +333,24 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return ready
 
     def _array(self, taken: Any) -> _Elements:
-        """Convert elements, as returned by `take` of a source, to an array."""
+        """Return the result of a source's `take` as an array."""
         return np.asarray(taken, REF) if self.yields == "samples" else np.fromiter(taken, object, len(taken))
 
     def open_samples(self, refs: RefArray) -> list[Sample]:
         """Return the samples with these refs. Parts are read on access."""
         found: list[Any] = [None] * len(refs)
-        for stage, mine in self._by_source(refs):
-            for at, sample in zip(mine.tolist(), stage.open_samples(refs[mine]), strict=True):
+        for stage, positions in self._by_source(refs):
+            for at, sample in zip(positions.tolist(), stage.open_samples(refs[positions]), strict=True):
                 found[at] = sample
         return found
 
     def prefetch(self, refs: RefArray) -> None:
-        """Start to download the samples with these refs.
+        """Start to download the samples with these refs, each by its source.
 
-        Each source downloads its own. Local files need nothing.
+        For local files this does nothing.
         """
-        for stage, mine in self._by_source(refs):
-            stage.prefetch(refs[mine])
+        for stage, positions in self._by_source(refs):
+            stage.prefetch(refs[positions])
 
     def _by_source(self, refs: RefArray) -> Iterator[tuple[SampleStage, NDArray[np.int64]]]:
         """Yield each source of these samples, and the positions of its refs: int64 (any,)."""
@@ -361,8 +359,8 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             yield cast(SampleStage, self._source_with_tag(tag)), np.flatnonzero(tags == tag)
 
     def _length(self, name: str, element: Element) -> int | None:
-        """Return the length of an element, which is built if its size is unknown; None if that is impossible."""
-        # measure a built pack too, because its own length may be larger, and is unknown after a resume
+        """Return the length of an element, or None if it is lost. If its size is unknown, it is built."""
+        # use the sizes even of a built pack: its own length may be larger, and is unknown after a resume
         if element.sizes is not None:
             return sum([length for length, _ in element.sizes])
         stage = self._stages[name]
@@ -379,7 +377,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             ) from error
 
     def _count_drawn(self, name: str, elements: int, tokens: int = 0) -> None:
-        """Count drawn elements of a source, unless it is a Blend, which counts its own sources."""
+        """Count drawn elements of a source, unless it is a Blend, which counts those of its own sources."""
         counters = self._counters.get(name)
         if counters is None:
             tags = self._stages[name].info.tags
@@ -449,19 +447,19 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
 
 def _name_branch(stage: Stage, name: str) -> None:
-    """Tell a stage and all stages upstream that they belong to the source `name`.
+    """Set the name of the source to which a stage and all stages upstream belong.
 
     Raises ValueError for a stage that must yield in step with other lanes.
     """
     if isinstance(stage, Blend | RecordReader):
         stage.name_branch(name)
         return
-    # sources have their turns at different steps in different lanes
+    # in different lanes, the turns of a source are at different steps
     if isinstance(stage, ChunkedStage) and stage.in_step:
         raise ValueError(f"{stage.in_step} must be after the Blend, not in its source {name!r}")
     for source in stage.sources:
         _name_branch(source, name)
-    vars(stage).pop("info", None)  # described again, now with the name
+    vars(stage).pop("info", None)  # so that `describe` is called again, now with the name
 
 
 def _check_sources(sources: Mapping[str, Stage]) -> None:

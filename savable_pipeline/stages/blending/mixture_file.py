@@ -26,10 +26,11 @@ or, with weights that change during the run:
       web: {path: shards/web}
       books: {path: shards/books}
 
-`weight` is a source's share among its neighbours; such a source repeats forever. `repetitions` is a number of epochs,
-also a fraction; shares then follow from the sizes, so that sources end at about the same time. Neighbouring sources
-all have a `weight`, or all have `repetitions`, or none has either. In the last case they repeat forever, and their
-weights are their sizes or those of a `schedule` beside `sources`. A weight or repetitions of 0 turn a source off.
+`weight` is a source's share among its neighbours. Such a source repeats forever. `repetitions` is a number of epochs,
+which may be a fraction. Shares then follow from the sizes, so that sources end at about the same time. Neighbouring
+sources all have a `weight`, or all have `repetitions`, or none has either. In the last case they repeat forever, and
+their weights are their sizes or those of a `schedule` next to `sources`. A weight or repetitions of 0 turn
+a source off.
 """
 
 from __future__ import annotations
@@ -48,17 +49,18 @@ from savable_pipeline.core.weights import exact_weight
 from savable_pipeline.stages.blending.mixture import Mixture, MixtureSource
 from savable_pipeline.stages.blending.schedule import Schedule
 
-_HUGE_POWER = re.compile(r"[eE][-+]?[0-9_]{4,}")  # a string with a power of ten of so many digits
-_MOST_VALUES = 100_000  # values in a YAML file, where each use of an alias counts
+_HUGE_POWER = re.compile(r"[eE][-+]?[0-9_]{4,}")  # a number whose power of ten has at least four digits
+_MOST_VALUES = 100_000  # most values in a YAML file, where each use of an alias counts
 _MOST_BYTES = 1 << 22  # most bytes of a YAML file
 _CLASSES = ("Metadataset", "MetadatasetV2")  # class names in Megatron-Energon
-_BLENDS = {"blend": "weight", "datasets": "weight", "blend_epochized": "repetitions"}  # keys of blends, and of shares
+# the key of each kind of blend, and the key of the shares in it
+_BLENDS = {"blend": "weight", "datasets": "weight", "blend_epochized": "repetitions"}
 _NESTED = (".yaml", ".yml", ".json")  # suffixes of nested metadatasets
-_DEEPEST = 20  # levels of nested metadatasets
+_DEEPEST = 20  # most levels of nested metadatasets
 # Keys of a dataset that could change its samples, with the only value that is accepted because it changes nothing.
 _PLAIN = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
 _SHUFFLED = "shuffle_over_epochs_multiplier"
-_REFUSED = {
+_REJECTED = {
     "join": "datasets are not joined here: by custom.Join, or as there by savable_pipeline.energon.get_train_dataset",
     "joiner": "datasets are not joined here: by custom.Join, or as there by savable_pipeline.energon.get_train_dataset",
     "aux": "there is no auxiliary data here: savable_pipeline.energon.get_train_dataset reads it",
@@ -107,22 +109,22 @@ def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> M
         content = _MetadatasetReader([entry.file]).split_of(entry, split, {})
         return Mixture({_name_of(content): content}) if isinstance(content, MixtureSource) else content
     if split is not None:
-        raise entry.wrong(f"split={split!r} is for a metadataset. Write `split` in each source instead.")
+        raise entry.error(f"split={split!r} is for a metadataset. Write `split` in each source instead.")
     return _mixture(entry, top=True)
 
 
 def _mixture(entry: YamlEntry, *, top: bool = False) -> Mixture:
-    """Build the mixture of a mapping with `sources`. `top` is False for a nested one, which may have a `weight`."""
+    """Return the mixture of a mapping with `sources`. `top` is False for a nested one, which may have a `weight`."""
     for name in entry.value:
         if name not in ("sources", "schedule") and (top or name != "weight"):
-            raise entry.wrong(f"unknown key {name!r}. Use `sources` or `schedule`.", entry.line_of(str(name)))
+            raise entry.error(f"unknown key {name!r}. Use `sources` or `schedule`.", entry.line_of(str(name)))
     if not entry.value.get("sources"):
-        raise entry.wrong("add `sources` with at least one named source.")
+        raise entry.error("add `sources` with at least one named source.")
     sources: dict[str, MixtureSource | Mixture] = {}
     inside = entry.inner("sources")
     for name, each in inside.entries():
         if set("/#") & set(name):
-            raise each.wrong(f"the name of a source must not contain / or #: {name!r}")
+            raise each.error(f"the name of a source must not contain / or #: {name!r}")
         sources[name] = _mixture(each) if "sources" in each.value else _source(each)
     _check_shares(sources, dict(inside.entries()))
     schedule = _schedule(entry.inner("schedule"), sources) if "schedule" in entry.value else None
@@ -130,23 +132,23 @@ def _mixture(entry: YamlEntry, *, top: bool = False) -> Mixture:
 
 
 def _schedule(entry: YamlEntry, sources: dict[str, MixtureSource | Mixture]) -> Schedule:
-    """Build the schedule of neighbouring sources, which must not have own weights."""
+    """Return the schedule of neighbouring sources, which must not have weights of their own."""
     for name in entry.value:
         if name not in ("points", "shape"):
-            raise entry.wrong_at(str(name), f"unknown key {name!r}. Use `points` or `shape` (step or linear).")
+            raise entry.error_at(str(name), f"unknown key {name!r}. Use `points` or `shape` (step or linear).")
     if "points" not in entry.value:
-        raise entry.wrong("add `points` with `at` and `weights` to the schedule.")
+        raise entry.error("add `points` with `at` and `weights` to the schedule.")
     for name, source in sources.items():
         if source.weight is not None or (isinstance(source, MixtureSource) and source.repetitions is not None):
-            raise entry.wrong(f"the schedule sets the weight of {name!r}. Remove the one of the source.")
+            raise entry.error(f"the schedule sets the weight of {name!r}. Remove the one of the source.")
     points = []
     for point in entry.items("points"):
         if point.value.keys() != {"at", "weights"}:
-            raise point.wrong(f"a point has `at` and `weights`, not {', '.join(map(str, point.value))}.")
+            raise point.error(f"a point has `at` and `weights`, not {', '.join(map(str, point.value))}.")
         weights = point.inner("weights")
         for name, weight in weights.value.items():
             if name not in sources:
-                raise weights.wrong_at(
+                raise weights.error_at(
                     str(name), f"no source is called {name!r}. The sources are {', '.join(sources)}."
                 )
             _check_weight(name, weight, weights, key=name)
@@ -154,14 +156,14 @@ def _schedule(entry: YamlEntry, sources: dict[str, MixtureSource | Mixture]) -> 
     try:
         schedule = Schedule(points, shape=entry.value.get("shape", "step"))
     except ValueError as error:
-        raise entry.wrong(str(error)) from error
+        raise entry.error(str(error)) from error
     if absent := sources.keys() - schedule.names:
-        raise entry.wrong(f"no point has a weight for {min(absent)!r}. Add one, or remove the source.")
+        raise entry.error(f"no point has a weight for {min(absent)!r}. Add one, or remove the source.")
     return schedule
 
 
 def _check_shares(sources: dict[str, MixtureSource | Mixture], entries: dict[str, YamlEntry]) -> None:
-    """Raise ValueError unless all have a weight, or all have repetitions, or none has either, and not all are 0."""
+    """Raise ValueError unless all sources have a weight, all have repetitions, or none has either; or if all are 0."""
     repeated = {
         name for name, each in sources.items() if isinstance(each, MixtureSource) and each.repetitions is not None
     }
@@ -169,11 +171,11 @@ def _check_shares(sources: dict[str, MixtureSource | Mixture], entries: dict[str
     for kind, named in [("repetitions", repeated), ("weight", weighted)]:
         for name, entry in entries.items():
             if named and name not in named:
-                raise entry.wrong(f"{name!r} has no `{kind}`, but {min(named)!r} has. Set it in all, or in none.")
+                raise entry.error(f"{name!r} has no `{kind}`, but {min(named)!r} has. Set it in all, or in none.")
     for name in weighted:
         _check_weight(name, sources[name].weight, entries[name])
     if not any(_is_on(source) for source in sources.values()):
-        raise next(iter(entries.values())).wrong("all weights are 0. Set one above 0.")
+        raise next(iter(entries.values())).error("all weights are 0. Set one above 0.")
 
 
 def _is_on(source: MixtureSource | Mixture) -> bool:
@@ -184,16 +186,16 @@ def _is_on(source: MixtureSource | Mixture) -> bool:
 
 
 def _source(entry: YamlEntry) -> MixtureSource:
-    """Build the source of a mapping with a `path`."""
+    """Return the source of a mapping with a `path`."""
     try:
         source = msgspec.convert(entry.value, MixtureSource)
     except msgspec.ValidationError as error:
         named = re.search(r"`\$\.(\w+)|field `(\w+)`", str(error))
         line = entry.line_of(named[1] or named[2]) if named else None
-        raise entry.wrong(str(error).replace("Object", "a source"), line) from error
+        raise entry.error(str(error).replace("Object", "a source"), line) from error
     if source.repetitions is not None and not (0 <= source.repetitions < float("inf") and source.weight is None):
         message = "`repetitions` is at least 0, and there is no `weight` beside it"
-        raise entry.wrong(message, entry.line_of("repetitions"))
+        raise entry.error(message, entry.line_of("repetitions"))
     paths = source.path
     resolved = entry.resolved(paths) if isinstance(paths, str) else [entry.resolved(path) for path in paths]
     return msgspec.structs.replace(source, path=resolved)
@@ -206,11 +208,11 @@ def _check_weight(name: str, weight: Any, entry: YamlEntry, *, key: str = "weigh
             raise ValueError(f"the weight of {name!r} is too large: {weight[:100]!r}")
         exact_weight(name, weight)
     except ValueError as error:
-        raise entry.wrong(str(error), entry.line_of(key)) from error
+        raise entry.error(str(error), entry.line_of(key)) from error
 
 
 class _MetadatasetReader:
-    """Reads a metadataset of Megatron-Energon, version 1 or 2. `files` is the path of nested files, its own file last.
+    """Reader of a metadataset of Megatron-Energon, version 1 or 2. `files` are the nested files, its own file last.
 
         __module__: megatron.energon
         __class__: MetadatasetV2           # version 1: Metadataset, with `datasets` instead of `blend`
@@ -231,14 +233,14 @@ class _MetadatasetReader:
         self._files = files
 
     def split_of(self, entry: YamlEntry, split: str | None, tags: dict[str, Any]) -> MixtureSource | Mixture:
-        """Read a split. `tags` are those of the metadataset around it."""
+        """Return the sources of a split. `tags` are those of the outer metadataset."""
         _check_class(entry)
         splits = entry.inner("splits")
         known = ", ".join(map(str, splits.value))
         if split is None:
-            raise splits.wrong(f"choose a split of the metadataset: split= one of {known}.")
+            raise splits.error(f"choose a split of the metadataset: split= one of {known}.")
         if split not in splits.value:
-            raise splits.wrong(f"no split is called {split!r}. Use one of {known}.")
+            raise splits.error(f"no split is called {split!r}. Use one of {known}.")
         chosen = splits.inner(split)
         kinds = [kind for kind in _BLENDS if kind in chosen.value]  # keys of blends in this file
         if not kinds:
@@ -247,7 +249,7 @@ class _MetadatasetReader:
         return self._blend(chosen, kinds[0], split, tags)
 
     def _blend(self, entry: YamlEntry, kind: str, split: str, tags: dict[str, Any]) -> Mixture:
-        """Read the list of datasets under the key `kind`, with their weights or repetitions."""
+        """Return the mixture of the datasets under the key `kind`, with their weights or repetitions."""
         share = _BLENDS[kind]
         sources: dict[str, MixtureSource | Mixture] = {}
         for each in entry.items(kind):
@@ -256,43 +258,43 @@ class _MetadatasetReader:
             for name, source in _sources_of(dataset, share, number, each):
                 sources[_free_name(name, sources)] = source
         if not any(getattr(source, share, None) for source in sources.values()):
-            raise entry.wrong_at(kind, f"each `{share}` is 0. Set one above 0.")
+            raise entry.error_at(kind, f"each `{share}` is 0. Set one above 0.")
         return Mixture(sources)
 
     def _dataset(self, entry: YamlEntry, split: str, tags: dict[str, Any], share: str) -> MixtureSource | Mixture:
-        """Read the dataset, or the split of another metadataset, that an entry names."""
+        """Return the dataset, or the split of another metadataset, that an entry names."""
         _check_keys(entry, {*_KEYS, share})
         path = entry.value.get("path")
         if not isinstance(path, str):
-            raise entry.wrong("add a `path` to the dataset.")
+            raise entry.error("add a `path` to the dataset.")
         split = entry.value.get("split_part") or split
         if not isinstance(split, str):
-            raise entry.wrong_at("split_part", f"`split_part` must be a name, not {split!r}.")
+            raise entry.error_at("split_part", f"`split_part` must be a name, not {split!r}.")
         tags = {**_tags_of(entry), **tags}
         resolved = entry.resolved(path)
         if path.endswith(_NESTED) or ("://" not in path and Path(resolved).is_file()):
             return self._nested(entry, resolved, split, tags)
         if path.startswith("msc://"):
-            raise entry.wrong_at("path", f"{path}: use the URL of the bucket (s3, gs, az, https).")
+            raise entry.error_at("path", f"{path}: use the URL of the bucket (s3, gs, az, https).")
         return MixtureSource(resolved, split=split, tags=tags)
 
     def _nested(self, entry: YamlEntry, path: str, split: str, tags: dict[str, Any]) -> MixtureSource | Mixture:
-        """Read a split of the metadataset at `path`."""
+        """Return the sources of a split of the metadataset at `path`."""
         file = Path(path)
         if "://" in path:
-            raise entry.wrong_at("path", f"{path}: remote metadatasets are not supported. Copy it beside this one.")
+            raise entry.error_at("path", f"{path}: remote metadatasets are not supported. Copy it beside this one.")
         if file.suffix not in _NESTED:
-            raise entry.wrong_at(
+            raise entry.error_at(
                 "path", f"{path} is a file. Name a folder of shards or a metadataset, or convert it first."
             )
         if file in self._files or len(self._files) > _DEEPEST:
-            raise entry.wrong_at(
+            raise entry.error_at(
                 "path", f"{path}: this metadataset includes itself, or is more than {_DEEPEST} deep. Flatten it."
             )
         try:
             inner = read_yaml(file)
         except OSError as error:
-            raise entry.wrong_at("path", f"{path}: {error.strerror}") from error
+            raise entry.error_at("path", f"{path}: {error.strerror}") from error
         return _MetadatasetReader([*self._files, file]).split_of(inner, split, tags)
 
 
@@ -300,36 +302,36 @@ def _check_class(entry: YamlEntry) -> None:
     """Raise ValueError if a file is not a metadataset of a supported version."""
     module, name = entry.value.get("__module__", "megatron.energon"), entry.value.get("__class__", _CLASSES[0])
     if not str(module).startswith("megatron.energon") or name not in _CLASSES:
-        raise entry.wrong_at("__class__", f"{module}.{name} is not supported. Use {' or '.join(_CLASSES)}.")
+        raise entry.error_at("__class__", f"{module}.{name} is not supported. Use {' or '.join(_CLASSES)}.")
     for key in entry.value:
         if key not in ("__module__", "__class__", "splits"):
-            raise entry.wrong_at(str(key), f"unknown key `{key}` of a metadataset. Remove it.")
+            raise entry.error_at(str(key), f"unknown key `{key}` of a metadataset. Remove it.")
     if "splits" not in entry.value:
-        raise entry.wrong("add `splits` to the metadataset.")
+        raise entry.error("add `splits` to the metadataset.")
 
 
 def _check_keys(entry: YamlEntry, known: set[str]) -> None:
     """Raise ValueError for a key that is unknown or unsupported, or has an unsupported value."""
     for key, value in entry.value.items():
-        if key in _REFUSED and value is not None:
-            raise entry.wrong_at(key, f"`{key}`: {_REFUSED[key]}")
-        if key not in known and key not in _REFUSED:
-            raise entry.wrong_at(str(key), f"`{key}` is not known here")
+        if key in _REJECTED and value is not None:
+            raise entry.error_at(key, f"`{key}`: {_REJECTED[key]}")
+        if key not in known and key not in _REJECTED:
+            raise entry.error_at(str(key), f"`{key}` is not known here")
         if key in _PLAIN and value not in (_PLAIN[key], None):
-            raise entry.wrong_at(key, f"`{key}: {value}` is not supported. Use {_PLAIN[key]!r}.")
+            raise entry.error_at(key, f"`{key}: {value}` is not supported. Use {_PLAIN[key]!r}.")
         if key == _SHUFFLED and (type(value) is not int or value < 1) and value != -1:
-            raise entry.wrong_at(key, f"`{key}: {value}` is not supported. Use `shuffle=`, which is for all sources.")
+            raise entry.error_at(key, f"`{key}: {value}` is not supported. Use `shuffle=`, which is for all sources.")
 
 
 def _number(entry: YamlEntry, share: str) -> int | float:
-    """Return the weight or the repetitions of an entry, which are 1 by default."""
+    """Return the weight or the repetitions of an entry, by default 1."""
     value = entry.value.get(share, 1)
     try:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"`{share}` must be a number, not {value!r}")
         exact_weight(str(entry.value.get("path")), value)
     except ValueError as error:
-        raise entry.wrong_at(share, str(error)) from error
+        raise entry.error_at(share, str(error)) from error
     return value
 
 
@@ -339,7 +341,7 @@ def _tags_of(entry: YamlEntry) -> dict[str, Any]:
     tags = {} if single is None else {"__subflavor__": single}
     own = entry.value.get("subflavors") or {}
     if not isinstance(own, dict):
-        raise entry.wrong_at("subflavors", f"`subflavors` must be a mapping, not {own!r}.")
+        raise entry.error_at("subflavors", f"`subflavors` must be a mapping, not {own!r}.")
     return {**tags, **{str(name): value for name, value in own.items()}}
 
 
@@ -348,14 +350,14 @@ def _sources_of(
 ) -> list[tuple[str, MixtureSource | Mixture]]:
     """Return the sources that an entry adds to the surrounding blend, by name.
 
-    `number` is the weight or the repetitions of the entry, as `share` says. A nested metadataset keeps its inner
-    shares.
+    `number` is the weight or the repetitions of the entry, as `share` says. The shares within a nested metadataset stay
+    the same.
     """
     if isinstance(content, MixtureSource):
         return [(_name_of(content), _with_share(content, share, number))]
     repeated = any(getattr(source, "repetitions", None) is not None for source in content.sources.values())
     if repeated is not (share == "repetitions"):
-        raise entry.wrong_at("path", "use weights in both of the nested blends, or repetitions in both.")
+        raise entry.error_at("path", "use weights in both of the nested blends, or repetitions in both.")
     name = _base_name(str(entry.value["path"]))
     if share == "weight":
         return [(name, Mixture(content.sources, number))]
@@ -372,7 +374,7 @@ def _with_share(source: MixtureSource, share: str, number: int | float) -> Mixtu
 
 
 def _product(a: int | float, b: int | float) -> int | float:
-    """Multiply the decimal numbers that the floats stand for, without rounding errors."""
+    """Return the product of two decimal numbers without the rounding errors of floats."""
     exact = Fraction(str(a)) * Fraction(str(b))
     return int(exact) if exact.denominator == 1 else float(exact)
 
@@ -392,7 +394,7 @@ def _base_name(path: str) -> str:
 
 
 def _free_name(name: str, taken: dict[str, Any]) -> str:
-    """Return the name, with a number appended if it is taken."""
+    """Return the name, with a number appended if it is in `taken`."""
     number, free = 2, name
     while free in taken:
         free, number = f"{name}-{number}", number + 1
@@ -406,13 +408,13 @@ class YamlEntry:
         self.file = file
         self.line = line
         if not isinstance(value, dict):
-            raise self.wrong(f"expected a mapping, not {reprlib.repr(value)}.")
+            raise self.error(f"expected a mapping, not {reprlib.repr(value)}.")
         self.value: dict[Any, Any] = value
         self._nodes: dict[Any, tuple[int, Any]] = {}
         for key, inner in node.value:
             name, at = key.value, key.start_mark.line + 1
             if name in self._nodes:
-                raise self.wrong(f"{name!r} is a repeated key, first in line {self._nodes[name][0]}. Remove one.", at)
+                raise self.error(f"{name!r} is a repeated key, first in line {self._nodes[name][0]}. Remove one.", at)
             self._nodes[name] = at, inner
 
     def line_of(self, name: str) -> int:
@@ -423,7 +425,7 @@ class YamlEntry:
         """Yield the mappings in this one, by name."""
         for name, value in self.value.items():
             if str(name) not in self._nodes:
-                raise self.wrong(f"the name {name!r} is not a string. Write it in quotes.")
+                raise self.error(f"the name {name!r} is not a string. Write it in quotes.")
             line, node = self._nodes[str(name)]
             yield str(name), YamlEntry(self.file, node, value, line)
 
@@ -438,30 +440,30 @@ class YamlEntry:
         """
         value, (line, node) = self.value[name], self._nodes[name]
         if not isinstance(value, list) or not value:
-            raise self.wrong(f"`{name}` must be a list of mappings, not {reprlib.repr(value)}.", line)
+            raise self.error(f"`{name}` must be a list of mappings, not {reprlib.repr(value)}.", line)
         pairs = zip(node.value, value, strict=True)
         return [YamlEntry(self.file, each, inner, each.start_mark.line + 1) for each, inner in pairs]
 
-    def wrong(self, message: str, line: int | None = None) -> ValueError:
-        """Build an error with this message, the file and a line.
+    def error(self, message: str, line: int | None = None) -> ValueError:
+        """Return an error with this message, the file and a line.
 
         The default is the line of this mapping.
         """
-        return _wrong(self.file, line or self.line, message)
+        return _error(self.file, line or self.line, message)
 
-    def wrong_at(self, name: str, message: str) -> ValueError:
-        """Build an error with this message and the line of a key."""
-        return self.wrong(message, self.line_of(name))
+    def error_at(self, name: str, message: str) -> ValueError:
+        """Return an error with this message, the file and the line of a key."""
+        return self.error(message, self.line_of(name))
 
     def resolved(self, path: str) -> str:
-        """Resolve a path in the file, which is relative to the file's folder."""
+        """Return a path in the file as absolute. It may be relative to the file's folder."""
         return path if "://" in path else str(self.file.absolute().parent / path)
 
 
 def read_yaml(file: Path) -> YamlEntry:
-    """Read the mapping in a file.
+    """Return the mapping in a file.
 
-    Raises ValueError, which names file and line, if that fails.
+    Raises ValueError with file and line if the file is not a valid mapping.
     """
     import yaml  # type: ignore[import-untyped]  # imported late, because workers do not need it
 
@@ -482,9 +484,9 @@ def read_yaml(file: Path) -> YamlEntry:
             loader.dispose()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        raise _wrong(file, mark.line + 1 if mark else 1, str(getattr(error, "problem", error))) from error
+        raise _error(file, mark.line + 1 if mark else 1, str(getattr(error, "problem", error))) from error
     return YamlEntry(file, node, value, 1)
 
 
-def _wrong(file: Path, line: int, message: str) -> ValueError:
+def _error(file: Path, line: int, message: str) -> ValueError:
     return ValueError(f"{file}, line {line}: {message}")

@@ -1,7 +1,7 @@
 """`Schedule`: weights of a `Blend` that change during the run.
 
-Weights are a function of the number of samples or tokens that all lanes drew. A point has the weights from a number of
-drawn samples on. The target of a source is the integral of its share, in closed form and in integers:
+Weights are a function of the number of samples or tokens that all lanes have drawn. Each point has the weights from
+such a number on. The target of a source is the integral of its share, in closed form and in integers:
 
     share    ──┐ step        ╲ linear
                └──────        ╲____
@@ -36,7 +36,7 @@ class Schedule:
         points: Pairs of a count and the weights from this count on. Counts ascend from 0, and the last weights stay. A
             source without a weight at a point, or with 0, is not drawn from there on.
         unit: What is counted since the run started, over all epochs: "samples" (or items) or "tokens" of the `Blend`.
-        shape: "step": weights hold until the next point. "linear": shares change linearly from point to point.
+        shape: "step": weights stay the same until the next point. "linear": shares change linearly from point to point.
 
     Raises:
         ValueError: Counts do not ascend from 0, or weights are not numbers or are all 0.
@@ -70,7 +70,7 @@ class Schedule:
         return {name for weights in self.weights for name in weights}
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that a saved state must agree on."""
+        """Return the settings that must be equal to those of a saved state."""
         points = [[start, weights] for start, weights in zip(self.starts, self.weights, strict=True)]
         return {"points": points, "unit": self.unit, "shape": self.shape}
 
@@ -92,15 +92,15 @@ class _Piece(NamedTuple):
     start: int
     rates: list[int]
     growth: list[int]  # growth of the rates from the start to the end of the piece; empty if they are constant
-    length: int  # in draws; 0: endless
-    targets: list[int]
-    open: list[int]  # numbers of the sources with a share in the piece
+    length: int  # in draws; 0 if the piece is endless
+    targets: list[int]  # at the start
+    sources: list[int]  # numbers of the sources with a share in the piece
 
 
 class TargetCounts:
     """Target counts of some sources of a schedule, as integers in units of 1 / `unit`.
 
-    Targets are 0 at the last point that is not after the count `begin`, where the sources have `rates`. Raises
+    Targets are 0 at the last point at or before the count `begin`, and sources have their `rates` there. Raises
     ValueError if all these sources have weight 0 at that point or a later one.
     """
 
@@ -132,9 +132,9 @@ class TargetCounts:
             grows = linear and length
             following = shares[i + 1] if grows else shares[i]
             growth = [b - a for a, b in zip(shares[i], following, strict=True)]
-            has_share = [source for source, ends in enumerate(zip(shares[i], following, strict=True)) if any(ends)]
+            with_share = [source for source, ends in enumerate(zip(shares[i], following, strict=True)) if any(ends)]
             rates, growth = [share * scale for share in shares[i]], [scale * g for g in growth] if any(growth) else []
-            piece = _Piece(start, rates, growth, length, targets, has_share)
+            piece = _Piece(start, rates, growth, length, targets, with_share)
             self._pieces.append(piece)
             if length:
                 targets = _target_counts(piece, start + length)
@@ -142,7 +142,7 @@ class TargetCounts:
     def at(self, count: int) -> list[int]:
         """Return the target of each source after `count` draws.
 
-        Targets sum to `unit` times the number of draws since they were 0.
+        Their sum is `unit` times the number of draws since they were 0.
         """
         return _target_counts(self._pieces[bisect_right(self._starts, count) - 1], count)
 
@@ -154,11 +154,11 @@ class TargetCounts:
         piece = self._pieces[bisect_right(self._starts, count) - 1]
         if piece.growth:
             targets = _target_counts(piece, count)
-            behind = [targets[source] - covered[source] for source in piece.open]
+            behind = [targets[source] - covered[source] for source in piece.sources]
         else:  # equal to the above, but takes half the time
             targets, rates, drawn = piece.targets, piece.rates, count - piece.start
-            behind = [targets[source] + drawn * rates[source] - covered[source] for source in piece.open]
-        return piece.open[behind.index(max(behind))]
+            behind = [targets[source] + drawn * rates[source] - covered[source] for source in piece.sources]
+        return piece.sources[behind.index(max(behind))]
 
 
 def _target_counts(piece: _Piece, count: int) -> list[int]:

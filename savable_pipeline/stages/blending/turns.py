@@ -39,9 +39,9 @@ from savable_pipeline.stages.stage_info import StageInfo
 Counts: TypeAlias = Sequence[int]  # one count per source
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]  # samples or tokens of a source
 
-_CACHED_COUNTS = 1 << 16  # counts to cache for the other lanes of the process
-_AT_ONCE = 4  # pieces that are planned together, which takes less time than one by one
-_PHASES = 1024  # by tokens, lane 0 starts at one of the first 1024 steps of a sequence
+_CACHED_COUNTS = 1 << 16  # number of counts to cache for the other lanes of the process
+_PIECES_AT_ONCE = 4  # pieces that are planned together, which takes less time than one by one
+_PHASES = 1024  # by tokens, the lane at position 0 starts at one of the first 1024 steps of a sequence
 
 
 class TurnsState(msgspec.Struct):
@@ -57,46 +57,44 @@ class TurnsState(msgspec.Struct):
 
 
 def nearest(wanted: Sequence[int], unit: int, most: Sequence[int], n: int) -> list[int]:
-    """Round `wanted` / `unit` to whole draws of each source.
+    """Return `wanted` / `unit` of each source, rounded to whole draws.
 
-    There are `n` draws in all, and the squared error is the least possible.
-
-    Each source is drawn at most `most` times.
+    The results sum to `n`, each is 0 to its number in `most`, and the squared error is the least possible.
     """
     chosen = [min(max(number // unit, 0), limit) for number, limit in zip(wanted, most, strict=True)]
     missing = n - sum(chosen)
     if not missing:
         return chosen
     sign = 1 if missing > 0 else -1
-    ahead = [  # the error of each source in the direction of the change; the smallest is changed first
+    errors = [  # the error of each source in the direction of the change; the source with the least is changed first
         (sign * (count * unit - number), source)
         for source, (count, number, limit) in enumerate(zip(chosen, wanted, most, strict=True))
         if 0 <= count + sign <= limit
     ]
-    heapify(ahead)
+    heapify(errors)
     for _ in range(abs(missing)):
-        error, source = ahead[0]
+        error, source = errors[0]
         chosen[source] += sign
         if 0 <= chosen[source] + sign <= most[source]:
-            heapreplace(ahead, (error + unit, source))
+            heapreplace(errors, (error + unit, source))
         else:
-            heappop(ahead)
+            heappop(errors)
     return chosen
 
 
 class _Half(NamedTuple):
-    """Half of a group of lanes. Group 1 is all lanes, and groups 2 g and 2 g + 1 are the halves of group g."""
+    """Half of a group of lanes. Group 1 has all lanes, and groups 2 g and 2 g + 1 are the halves of group g."""
 
-    number: int
-    lanes: int
-    first: int  # the number of lanes in the first half
-    of: int  # the number of lanes in the group
+    number: int  # the number of this half as a group
+    lanes: int  # the number of lanes in this half
+    first: int  # the number of lanes in the first half of the group
+    whole: int  # the number of lanes in the whole group
 
 
 def halves_around(position: int, lanes: int) -> list[_Half]:
-    """List the groups of the lane at `position`.
+    """Return the groups with the lane at `position`, except the group of all lanes.
 
-    They are its half of all lanes, its half of that half, down to the lane itself.
+    They are its half of all lanes, its half of that half, and so on down to the lane alone.
     """
     halves, number = [], 1
     while lanes > 1:
@@ -117,14 +115,14 @@ class LaneDraws:
     def __init__(self, targets: TargetCounts, begin: int, lanes: int, *, stride: int) -> None:
         self.lanes, self.stride, self.sources = lanes, stride, targets.sources
         self._targets, self._begin, self._start = targets, begin, targets.at(begin)
-        self._most_cached = max(4, _CACHED_COUNTS // (lanes * targets.sources))  # number of pieces
+        self._most_cached = max(4, _CACHED_COUNTS // (lanes * targets.sources))  # number of pieces to cache
         # counts after a piece, by piece, then by group
         self._cached: OrderedDict[int, dict[int, list[int]]] = OrderedDict()
 
     def after(self, piece: int, halves: Sequence[_Half], counts: Sequence[Counts]) -> list[list[int]]:
         """Return the counts of all lanes and of these halves after a piece.
 
-        `counts` are those before it.
+        `counts` are the same counts before the piece.
         """
         cached = self._cached.get(piece)
         if cached is None:
@@ -139,31 +137,31 @@ class LaneDraws:
         return counts_after
 
     def _count_all(self, piece: int, counts: Counts) -> list[int]:
-        """Return the counts of all lanes after a piece, from those before it."""
+        """Return the counts of all lanes after a piece. `counts` are those before it."""
         drawn, unit = self.lanes * self.stride, self._targets.unit
-        now, then = (self._targets.at(self._begin + step * drawn) for step in (piece, piece + 1))
-        wanted = [end - start - count * unit for end, start, count in zip(then, self._start, counts, strict=True)]
-        most = [drawn if after > before else 0 for before, after in zip(now, then, strict=True)]
+        before, after = (self._targets.at(self._begin + step * drawn) for step in (piece, piece + 1))
+        wanted = [end - start - count * unit for end, start, count in zip(after, self._start, counts, strict=True)]
+        most = [drawn if end > begin else 0 for begin, end in zip(before, after, strict=True)]
         return [a + b for a, b in zip(counts, nearest(wanted, unit, most, drawn), strict=True)]
 
     def _halve(self, cached: dict[int, list[int]], half: _Half, before: Counts, after: list[int], own: Counts) -> None:
-        """Cache the counts of both halves of a group after a piece.
+        """Add the counts of both halves of a group after a piece to `cached`.
 
-        `before` and `after` are the counts of the group before and after the piece, and `own` those of `half` before
-        it.
+        `before` and `after` are the counts of the group before and after the piece. `own` are the counts of `half`
+        before the piece.
         """
         drawn = [source for source, count in enumerate(after) if count != before[source]]
         first = list(own) if half.number % 2 == 0 else [a - b for a, b in zip(before, own, strict=True)]
-        wanted = [half.first * after[source] - half.of * first[source] for source in drawn]
+        wanted = [half.first * after[source] - half.whole * first[source] for source in drawn]
         most = [after[source] - before[source] for source in drawn]
-        for source, taken in zip(drawn, nearest(wanted, half.of, most, half.first * self.stride), strict=True):
+        for source, taken in zip(drawn, nearest(wanted, half.whole, most, half.first * self.stride), strict=True):
             first[source] += taken
         cached[half.number & ~1] = first
         cached[half.number | 1] = [a - b for a, b in zip(after, first, strict=True)]
 
 
 class Turns:
-    """Turns by number of samples, of the lane at `position`.
+    """Turns by number of samples in the lane at `position`.
 
     `key` seeds the shuffling of turns in this lane. `weights` is a hash of the schedule.
     """
@@ -172,17 +170,17 @@ class Turns:
         self.taken, self.weights = 0, weights
         self._draws, self._key = draws, key
         self._halves = halves_around(position, draws.lanes)
-        self._piece = 0
-        # counts of the groups before the piece
+        self._piece = 0  # number of the current piece
+        # counts before the current piece, of all lanes and of the lane's halves
         self._counts = [[0] * draws.sources for _ in range(len(self._halves) + 1)]
-        self._after: list[list[list[int]]] = []  # counts after each planned piece
-        self._turns = np.empty(0, np.int64)  # sources of all turns in the planned pieces
+        self._after: list[list[list[int]]] = []  # the same counts after each planned piece
+        self._turns = np.empty(0, np.int64)  # number of the source of each turn in the planned pieces
 
     def plan(self, n: int) -> NDArray[np.int64]:
         """Return the sources of the next `n` turns, int64 (n,), without taking them."""
         begin = self.taken - self._piece * self._draws.stride
         if begin + n > len(self._turns):
-            self._plan_pieces(max(_AT_ONCE, -(-(begin + n - len(self._turns)) // self._draws.stride)))
+            self._plan_pieces(max(_PIECES_AT_ONCE, -(-(begin + n - len(self._turns)) // self._draws.stride)))
         return self._turns[begin : begin + n]
 
     def _plan_pieces(self, n: int) -> None:
@@ -227,9 +225,9 @@ class Turns:
 class TokenTurns:
     """Turns by number of tokens, in one of `lanes` lanes.
 
-    Counts start at 0 when all lanes have drawn `begin` tokens. `lags` says by how many items each source is behind at
-    the start, in the unit of targets. These items count with the length of the first one. `weights` is a hash of the
-    schedule.
+    Counts start at 0 when all lanes have drawn `begin` tokens. `lags` says by how many items each source is behind its
+    target at the start, in the unit of targets. Such an item counts with the length of the first one. `weights` is a
+    hash of the schedule.
     """
 
     def __init__(self, targets: TargetCounts, begin: int, lanes: int, lags: Sequence[int], weights: int) -> None:
@@ -239,17 +237,17 @@ class TokenTurns:
         self._targets, self._begin, self._lanes = targets, begin, lanes
         self._token = targets.unit * lanes  # a token of this lane, in the unit of targets
         self._lags = [lag * lanes for lag in lags]  # not saved, because they follow from the schedule
-        self._covered = self._cover()
+        self._covered = self._covered_targets()
 
-    def _cover(self) -> list[int]:
+    def _covered_targets(self) -> list[int]:
         """Return how much of its target each source has covered, including its lag at the start."""
         start, lags = self._targets.at(self._begin), [lag * self._unit for lag in self._lags]
         return [a + count * self._token - lag for a, count, lag in zip(start, self.counts, lags, strict=True)]
 
     def next(self) -> int:
-        """Return the source of the next turn.
+        """Return the number of the source that has the next turn.
 
-        It is the one with a weight that is furthest below its target.
+        It is the source with a weight that is furthest below its target.
         """
         return self._targets.furthest_behind(self._begin + self.taken * self._lanes, self._covered)
 
@@ -260,7 +258,7 @@ class TokenTurns:
             self._covered[source] += tokens * self._token
         else:
             self._unit = tokens
-            self._covered = self._cover()
+            self._covered = self._covered_targets()
         self.taken += tokens
 
     def save(self) -> dict[str, object]:
@@ -274,10 +272,11 @@ class TokenTurns:
         """
         _check(saved, [sum(counts) for counts in saved.counts] == [saved.taken], len(self.counts))
         (self.counts,), self.taken, self._unit = saved.counts, saved.taken, saved.unit
-        self._covered = self._cover()
+        self._covered = self._covered_targets()
 
 
 def _check(saved: TurnsState, sums_match: bool, sources: int) -> None:
+    """Raise `CheckpointMismatchError` if sums or lengths of saved counts are wrong."""
     if not sums_match or any(len(counts) != sources for counts in saved.counts):
         raise CheckpointMismatchError("Blend: the counts of the state are damaged. Use another copy of the checkpoint.")
 
@@ -292,7 +291,7 @@ def build_turns(
     `info` is that of the `Blend`. Raises ValueError like `TargetCounts`.
     """
     lane, weights = info.lane, schedule.key()
-    begin = min(before * lane.count, schedule.starts[-1])  # from the last point on, the targets are the same everywhere
+    begin = min(before * lane.count, schedule.starts[-1])  # after the last point, weights no longer depend on `begin`
     targets_key = (weights, *active, begin)
     targets: TargetCounts = lane.shared(("targets", *targets_key), lambda: TargetCounts(schedule, active, begin))
     key = derive_key(lane.seed, "blend", lane.epoch, info.depth, info.branch)  # equal in all lanes
@@ -306,10 +305,10 @@ def build_turns(
 
 
 def _lags(rates: Sequence[int], lanes: int, position: int, phase: int) -> list[int]:
-    """Return how far each source is behind at the start of a lane, in the unit of targets.
+    """Return how far each source is behind its target at the start of a lane, in the unit of targets.
 
-    Lanes start at different steps of one sequence of turns, so that they do not draw from the same source at a time.
-    Lags are those at the end of the first step, because the source that is then furthest behind has the turn.
+    Lanes start at different steps of one sequence of turns, so that they do not all draw from the same source at once.
+    The result is for the end of a lane's first step, because the source that is furthest behind then has the turn.
     """
     unit, common = sum(rates), gcd(*rates)
     shares = [rate // common for rate in rates]

@@ -1,6 +1,6 @@
-"""`Balance`: packs in an order that balances the cost of all lanes.
+"""`Balance`: packs in an order that balances the costs of all lanes.
 
-`StepRule` chooses the next one among those that wait.
+`StepRule` chooses the next pack among those that wait.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class _BalanceState(msgspec.Struct):
 
 
 class Balance(ChunkedStage, ItemStage):
-    """Packs in an order in which ranks get about equal cost in a step.
+    """Packs in an order in which the ranks of a step get about equal costs.
 
-    So ranks wait less for each other.
+    Ranks then wait less for each other.
 
     For each slot all lanes draw the same random quantile from the run's seed, 0.0 to 1.0. Each lane yields the held
-    pack whose cost is nearest to this quantile among its held packs and the last 16 · `candidates`, rather a cheaper
-    than a costlier one; a pack that has waited long comes a little sooner. So lanes balance any number of ranks without
-    communication. No pack is held for more than 6 · `candidates` slots. At the start 4 packs are held, then one more
-    each slot.
+    pack whose cost is nearest to this quantile among its held packs and the last 16 · `candidates` yielded ones. A
+    cheaper pack is preferred to a costlier one, and a pack that waited long is yielded a little sooner. This balances
+    any number of ranks without communication. No pack is held for more than 6 · `candidates` slots. At the start 4
+    packs are held, then one more each slot.
 
-    Use it as the last stage before the `Batcher`, after any `Blend`. A later stage must not drop a pack, because this
-    lane would then be ahead of the others for the rest of the run. A pack that is a `Skip` is replaced in its slot.
+    Use it as the last stage before the `Batcher`, after any `Blend`. A later stage must not drop a pack, because its
+    lane would then be ahead of the others for the rest of the run. A lost pack is replaced by another one in its slot.
 
     Args:
         source: A stage of packs, or of items.
@@ -103,8 +103,8 @@ class Balance(ChunkedStage, ItemStage):
         self.candidates, self.cost, self.max_buffer_bytes = candidates, cost, max_buffer_bytes
         self._rule = StepRule("Balance", self.lane, candidates=candidates, weight=8, costlier=4)
         self._buffer = ItemBuffer(self, max_bytes=max_buffer_bytes)  # oldest first
-        self._packs: list[_WaitingPack] = []  # the same packs
-        self._row_of_skips = 0
+        self._packs: list[_WaitingPack] = []  # costs and arrivals of the packs in `_buffer`
+        self._skips_in_row = 0
 
     def take(self, n: int) -> list[Element]:
         """Return the next pack in a list, which is empty at the end.
@@ -116,13 +116,13 @@ class Balance(ChunkedStage, ItemStage):
             if not self._buffer:
                 return []
             self._buffer.rebuild_parts()
-            at = self._rule.choose([pack.cost for pack in self._packs], [pack.arrival for pack in self._packs])
-            element = self._buffer[at]
+            position = self._rule.choose([pack.cost for pack in self._packs], [pack.arrival for pack in self._packs])
+            element = self._buffer[position]
             skips = self.lane.skips and not self._makes and is_certain(self.source, element.ref)
             if not skips:
                 value_of(self.source, element)
-            self._buffer.remove(at)
-            waiting = self._packs.pop(at)
+            self._buffer.remove(position)
+            waiting = self._packs.pop(position)
             if type(element.value) is not Skip:
                 self._count_yielded(waiting)
                 return [element]
@@ -131,26 +131,26 @@ class Balance(ChunkedStage, ItemStage):
     def _count_yielded(self, waiting: _WaitingPack) -> None:
         """Count a pack as yielded."""
         slots = self._rule.count - waiting.arrival
-        self._row_of_skips = 0
+        self._skips_in_row = 0
         self._rule.count_yielded(waiting.cost)
         self.counts["packs"] += 1
         self.counts["held_slots"] += slots
         self.counts["cost"] += waiting.cost
 
     def _skipped(self, skip: Skip) -> None:
-        """Record a lost pack, which is already counted. Another pack gets its slot.
+        """Count consecutive lost packs, for each of which another pack gets the slot.
 
-        Raises `EncodeError` after very many in a row.
+        Raises `EncodeError` for very many in a row. The stage upstream counts lost packs by reason.
         """
-        self._row_of_skips += 1
-        if self._row_of_skips >= self.info.max_empty:
+        self._skips_in_row += 1
+        if self._skips_in_row >= self.info.max_empty:
             raise EncodeError(
-                f"Balance: {self._row_of_skips:,} packs in a row were skipped, the last one with {skip.reason!r}. "
+                f"Balance: {self._skips_in_row:,} packs in a row were skipped, the last one with {skip.reason!r}. "
                 "Change `pack`."
             )
 
     def _fill(self) -> None:
-        """Take packs until the buffer is full."""
+        """Take packs until the buffer is full or the source ends."""
         while len(self._buffer) < self._rule.room:
             elements = take_from(self.source, 1)
             if not elements:
@@ -167,7 +167,7 @@ class Balance(ChunkedStage, ItemStage):
             self._buffer.add([element])
 
     def _waiting(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _WaitingPack:
-        """Build the entry of a waiting pack."""
+        """Return the entry of a waiting pack for `_packs`."""
         saved = _PackState(ref, arrival, [number for size in sizes for number in size])
         return _WaitingPack(self._costing.of_pack(sizes), arrival, msgspec.msgpack.encode(saved))
 
@@ -201,7 +201,7 @@ class Balance(ChunkedStage, ItemStage):
             self._restore_pack(raw)
 
     def _restore_pack(self, raw: bytes) -> None:
-        """Restore a waiting pack of a state, without excluded items, if any item remains."""
+        """Restore a waiting pack of a state without excluded items, or drop it if no item remains."""
         try:
             saved = msgspec.msgpack.decode(raw, type=_PackState)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -222,6 +222,6 @@ class Balance(ChunkedStage, ItemStage):
     def settings(self) -> dict[str, Any]:
         """Return `candidates`, the name of the cost, and the encoder.
 
-        The encoder upstream is left out.
+        The settings of the encoder are included if it is not the one upstream.
         """
         return {"candidates": self.candidates, "cost": self._costing.name, **self._calls.settings()}

@@ -1,12 +1,12 @@
 """`ItemPacker`: the stage whose packs a user's function chooses from items.
 
-    held      a  b  c  d  e      a round of `size` items
+    round     a  b  c  d  e      `size` items
     select    [[d, a], [e, b]]   c is skipped
     pending   r3 r0 │ r4 r1      refs of packs that are not yielded yet, and their items as far as memory allows
 
-A resumed run does not call the function again for packs already chosen. If an item was lost since, the function could
-choose other items twice or never. Chosen packs are therefore saved as the refs of their items. A change that the
-function made in an item would be lost, so it is an error.
+A state has the refs of the items of chosen packs, so that a resumed run does not call the function again for them. If
+an item was lost in the meantime, the function could choose other items twice or never. A change that the function makes
+in an item is an error, because it would be lost when the item is rebuilt.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ItemPacker(PackStage):
         # items of pending packs, or of a round without packs yet
         self._buffer = ItemBuffer(self, max_bytes=max_buffer_bytes)
         self._groups: list[int] = []  # number of items in each pending pack
-        # rounds of chosen packs; yielded or skipped packs; consecutive items in no pack
+        # numbers of rounds that were chosen, of packs that were yielded or skipped, and of consecutive items in no pack
         self._rounds, self._count, self._unpacked = 0, 0, 0
 
     def take(self, n: int) -> list[Element]:
@@ -120,7 +120,7 @@ class ItemPacker(PackStage):
     def _choose(self) -> bool:
         """Take rounds of items until one has packs. Returns False at the end.
 
-        After an error the items are still held, and are rebuilt, so that the function never gets an object twice.
+        After an error the next call rebuilds the items, so that the function never gets the same object twice.
         """
         while not self._groups:
             elements = self._buffer.copies(len(self._buffer))
@@ -204,11 +204,11 @@ def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[i
     return [_positions(group, number, free) for number, group in enumerate(groups)]
 
 
-def _groups(found: Any) -> list[list[Any]]:
-    """Return the result of `select` as lists. Raises ValueError if it is anything else than lists of lists."""
-    if not isinstance(found, Iterable) or isinstance(found, dict | str):
-        raise ValueError(f"it returned {type(found).__name__}. Return a list of packs, each a list of items.")
-    groups = list(found)
+def _groups(selected: Any) -> list[list[Any]]:
+    """Return the result of `select` as a list of lists. Raises ValueError if it is not one."""
+    if not isinstance(selected, Iterable) or isinstance(selected, dict | str):
+        raise ValueError(f"it returned {type(selected).__name__}. Return a list of packs, each a list of items.")
+    groups = list(selected)
     for group in groups:
         if not isinstance(group, list | tuple):
             raise ValueError(f"a pack is a {type(group).__name__}. Return a list of lists of items.")
@@ -216,7 +216,7 @@ def _groups(found: Any) -> list[list[Any]]:
 
 
 def _positions(group: list[Any], number: int, free: dict[int, list[int]]) -> list[int]:
-    """Return the positions of a group's items, and remove them from the `free` positions, by the id of the item."""
+    """Return the positions of a group's items. Remove them from `free`, which has unused positions by id of item."""
     positions: list[int] = []
     for item in group:
         if id(item) not in free:

@@ -37,10 +37,10 @@ class PackStage(ChunkedStage, ItemStage):
         return self._calls.packs_all and all(is_certain(self.source, item) for item in items)
 
     def make(self, elements: Sequence[Element]) -> None:
-        """Build packs of the items that are not lost, and set values, refs and sizes.
+        """Build packs of the items that are not lost: set their values, refs and sizes.
 
-        If the encoder skips a pack, only its value is set, and it is counted for its first item. If all items of a pack
-        are lost, the pack is not counted, because its items have been counted.
+        If the encoder skips a pack, only the value is set, and the pack is counted as skipped for its first item. If
+        all items of a pack are lost, it is not counted, because its items are.
         """
         for element in elements:
             number, *parts = element.ref
@@ -49,7 +49,7 @@ class PackStage(ChunkedStage, ItemStage):
                     f"{type(self).__name__}: {element.ref} is no pack. Use another copy of the checkpoint."
                 )
             rebuilt = self._rebuilt(parts)
-            # a pack of one item may have its own size instead, measured by a later stage
+            # the only size of a pack of one item may be that of the pack, which a later stage measured
             sizes = element.sizes if element.sizes and len(element.sizes) == len(parts) > 1 else ()
             for part, ref, size in zip(rebuilt, parts, sizes, strict=False):
                 if type(ref[0]) is type(ref[1]) is int and type(part.value) is not Skip:
@@ -65,7 +65,7 @@ class PackStage(ChunkedStage, ItemStage):
                 self._count_skip(element.value.reason, refs[0])
 
     def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
-        """Rebuild the items with these refs. A lost item has a `Skip`, and a pack that lost items has their new ref."""
+        """Return rebuilt elements. A lost one is a `Skip`, and an inner pack has the ref of its remaining items."""
         items = [Element(ref) for ref in refs]
         make_elements(self.source, items)
         return items
@@ -74,5 +74,5 @@ class PackStage(ChunkedStage, ItemStage):
         """Count a pack of these items, if it was not counted before."""
 
     def _count_skip(self, reason: str, ref: ItemRef) -> None:
-        """Count an item, or a pack by its first item, as dropped."""
+        """Count an item as dropped, or a pack, for the source of its first item."""
         self.counts.update(skip_counters(reason, next(sample_indices(ref))))

@@ -128,7 +128,7 @@ class OnlinePacker(PackStage):
         self.open_packs, self.max_images = open_packs, max_images
         self.max_cost, self.cost, self.max_buffer_bytes = max_cost, cost, max_buffer_bytes
         self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
-        self._count = self._row_of_skipped_packs = 0  # `_count`: yielded packs
+        self._count = self._skipped_packs_in_row = 0  # `_count` is the number of yielded and skipped packs
         self._counts_late = False  # whether packs were yielded unbuilt, and are counted when they are built
 
     @cached_property
@@ -153,15 +153,15 @@ class OnlinePacker(PackStage):
     def describe(self) -> StageInfo:
         """Describe packs of the encoder.
 
-        If the encoder upstream declares sizes, and packs too, packs are chosen and yielded before they are made.
+        If the encoder upstream declares sizes and also packs, this stage chooses and yields packs unbuilt.
         """
         source = self.source.info
         return replace(super().describe(), declared=source.declared and source.encoder is self._calls.encoder)
 
     def take(self, n: int) -> list[Element]:
-        """Return the next pack in a list, unbuilt if the encoder declares sizes.
+        """Return the next pack in a list, which is empty only at the end.
 
-        It is empty only at the end.
+        The pack is unbuilt if the encoder declares sizes.
         """
         while (pack := self._fill()) is not None:
             skips = self.lane.skips and self.is_certain((0, *map(piece_ref, pack.pieces)))
@@ -179,14 +179,14 @@ class OnlinePacker(PackStage):
         return []
 
     def _fill(self) -> OpenPack | None:
-        """Add items until a pack is due, and return it; None at the end."""
+        """Add items until a pack is due. Returns the pack, or None at the end."""
         while (pack := self._packing.due()) is None:
             if not self._pieces.add_next():
                 return self._packing.last()
         return pack
 
     def _combine(self, pack: OpenPack) -> Element | None:
-        """Build a pack and return it, or None if it lost all items or the encoder skips it."""
+        """Return the built pack, or None if it lost all items or the encoder skips it."""
         built = [(piece, self._pieces.item(piece)) for piece in pack.pieces]
         pieces = [piece for piece, item in built if type(item) is not Skip]
         items = [item for _, item in built if type(item) is not Skip]
@@ -202,15 +202,15 @@ class OnlinePacker(PackStage):
         return element
 
     def _element(self, pieces: list[Piece]) -> Element:
-        """Return the next pack, of these pieces, unbuilt."""
+        """Return the unbuilt element of the next pack, which has these pieces."""
         sizes = tuple([(piece.length, piece.images) for piece in pieces])
         return Element((self._count, *map(piece_ref, pieces)), sizes=sizes)
 
     def _close(self, pack: OpenPack) -> None:
-        """Remove a pack from the open ones, and count it as yielded."""
+        """Remove a yielded pack from the open ones, and count it."""
         self._release(pack)
         self._count += 1
-        self._row_of_skipped_packs = 0
+        self._skipped_packs_in_row = 0
 
     def _count_pack(self, sizes: Sequence[Size]) -> None:
         """Count a pack of items with these sizes."""
@@ -228,17 +228,17 @@ class OnlinePacker(PackStage):
         self._pieces.release(pack.pieces)
 
     def _drop(self, skip: Skip, pieces: list[Piece]) -> None:
-        """Count a pack of these pieces that the encoder skipped. The next pack has another number and random numbers.
+        """Count a skipped pack of these pieces, so that the next pack has another number and random numbers.
 
-        An empty pack is not counted, because its items are already.
+        A pack without pieces is not counted, because its lost items are counted already.
         """
         if pieces:
             self._count += 1
             self._count_skip(skip.reason, pieces[0].ref)
-            self._row_of_skipped_packs += 1
-        if self._row_of_skipped_packs >= self.info.max_empty:
+            self._skipped_packs_in_row += 1
+        if self._skipped_packs_in_row >= self.info.max_empty:
             raise EncodeError(
-                f"{self._calls.encoder_name}.pack skipped {self._row_of_skipped_packs:,} packs in a row, the last "
+                f"{self._calls.encoder_name}.pack skipped {self._skipped_packs_in_row:,} packs in a row, the last "
                 f"one with {skip.reason!r}. Change `pack`."
             )
 
@@ -250,24 +250,24 @@ class OnlinePacker(PackStage):
         return [self._cut(item, ref) for item, ref in zip(items, refs, strict=True)]
 
     def _cut(self, item: Element, ref: ItemRef) -> Element:
-        """Return an item, or its part if the ref is that of a cut item."""
+        """Return the item, or only the part of it that the ref of a cut item says."""
         if not isinstance(ref[0], tuple):
             return Element(ref, item.value, measured=item.measured)
         return Element(ref, item.value if type(item.value) is Skip else self._calls.cut(item.value, *ref[1:]))
 
     def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:
         if self._counts_late:
-            # otherwise these sizes are of the whole pack
+            # a different number of sizes is not that of these items
             known = pack.sizes if len(pack.sizes or ()) == len(items) else None
             self._count_pack(known or [self._pieces.measured(item) for item in items])
 
     def save_state(self) -> State:
         """Return the open packs, and the items that are in no pack yet.
 
-        `packs` has each open pack, oldest first, as a list in MessagePack: the ref and length of each item. Items with
-        images or that are cut also have images, start and whole length; items that "first_fit_decreasing" holds, the
-        number of rounds. `count` is the number of yielded packs, and `taken` the ref of the item that is not completely
-        in packs yet, or None.
+        `packs` has each open pack, oldest first, as a list in MessagePack: ref and length of each item. Items that have
+        images or are cut also have the number of images, the start and the whole length. Items that
+        "first_fit_decreasing" holds also have the number of rounds. `count` is the number of yielded packs, and `taken`
+        the ref of the item that is not completely in packs yet, or None.
 
         The following are only saved if they are needed. `lengths` has the limits of open packs if another `max_length`
         was decided; `taken_part` the start of the rest of `taken` and its whole length; `taken_size` its declared
@@ -276,7 +276,7 @@ class OnlinePacker(PackStage):
         """
         packing, taken = self._packing, self._pieces.taken
         state = {
-            # dd: a list in MessagePack, whose length has 4 bytes
+            # byte dd starts a list in MessagePack whose length has 4 bytes
             "packs": [b"\xdd" + len(pack.pieces).to_bytes(4, "big") + pack.saved for pack in packing.packs],
             "count": self._count,
             "taken": None if taken is None else taken.ref,
@@ -323,7 +323,7 @@ class OnlinePacker(PackStage):
     def settings(self) -> dict[str, Any]:
         """Return every argument that changes packs.
 
-        The encoder is left out if it is the one upstream.
+        The settings of the encoder are included if it is not the one upstream.
         """
         own = self._calls.settings()
         if self.max_images is not None:

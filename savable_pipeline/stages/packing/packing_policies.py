@@ -35,17 +35,17 @@ PackingFunction: TypeAlias = Callable[[list[int]], Sequence[Sequence[int]]]
 
 
 _encoder = msgspec.msgpack.Encoder()
-_AT_ONCE = 64  # most items to take from the source at a time
+_MOST_AT_ONCE = 64  # most items to take from the source at a time
 _NO_BOUND = 1 << 60  # more images than any pack has
 _MOST_SLACK = 1 << 120  # more than the slack of any pack
-_LONGEST = 4  # most rounds that a piece waits
+_MOST_ROUNDS = 4  # a piece that waited for so many rounds is packed first
 
 
 class Piece(Element, kw_only=True, eq=False, gc=False):
-    """An item in a pack, or a part of one.
+    """An item in a pack, or a part of an item.
 
-    It has `length` tokens, from token `start` on, of an item of `total` tokens. `ref` is the ref of the item, and
-    `value` this part of it.
+    The piece has `length` tokens, from token `start` on, of an item of `total` tokens. `ref` is the ref of the item,
+    and `value` is the part that the piece has of it.
     """
 
     length: int
@@ -78,8 +78,8 @@ class OpenPack:
     images: int  # remaining images
     cost: int = 0  # remaining cost; below 0 if the only piece costs more than a pack may
     bounds: tuple[int, int] | None = None  # greatest length and cost of a pack; None if the cost is not limited
-    # The remaining room in tokens. If the cost is limited, tokens times the greatest cost, or cost times the greatest
-    # length, whichever is less. It is set when a piece is added.
+    # A number that orders packs by how full they are: the remaining tokens. If the cost is limited, it is the lesser of
+    # remaining tokens times greatest cost and remaining cost times greatest length. `add` sets it.
     slack: int = 0
     pieces: list[Piece] = field(default_factory=list)
     saved: bytearray = field(default_factory=bytearray)  # the pieces in MessagePack
@@ -124,7 +124,7 @@ class Packing:
     ) -> None:
         self.max_length, self.max_images = max_length, max_images  # 0 images: no bound
         self.open_packs, self.max_cost, self.costing = open_packs, max_cost, costing
-        # least cost of a piece; with less room a pack is full
+        # least cost of a piece; a pack with less remaining cost is full
         self._least_cost = costing.of(1, 0) if costing is not None else 0
         self.packs: list[OpenPack] = []
         self.waiting: list[Piece] = []  # pieces that are not in a pack yet
@@ -139,10 +139,10 @@ class Packing:
     def at_once(self) -> int:
         """Return how many items to take from the source at a time.
 
-        It is about the number of items in a pack, which costs less than one by one.
+        It is about the number of items in a pack, because taking several together is faster.
         """
         pieces = sum([len(pack.pieces) for pack in self.packs]) + len(self.waiting)
-        return min(_AT_ONCE, 1 + pieces // max(1, len(self.packs) or self.open_packs))
+        return min(_MOST_AT_ONCE, 1 + pieces // max(1, len(self.packs) or self.open_packs))
 
     def add(self, piece: Piece) -> None:
         """Put a piece of at most `reach` tokens into a pack, or let it wait."""
@@ -157,7 +157,7 @@ class Packing:
         return self.packs[0] if self.packs else None
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield all pieces, also waiting ones."""
+        """Yield all pieces, in open packs and waiting."""
         for pack in self.packs:
             yield from pack.pieces
         yield from self.waiting
@@ -190,12 +190,12 @@ class Sequential(Packing):
 
     @property
     def reach(self) -> int:
-        """Return the greatest length that fits into the open pack, also by its cost."""
+        """Return the greatest length whose tokens and cost fit into the open pack."""
         pack = self.packs[-1] if self.packs else self.empty()
         return self._affordable(pack) if self.costing is not None else pack.room
 
     def _affordable(self, pack: OpenPack) -> int:
-        """Return the greatest length that fits into a pack by its tokens and its cost, at least 1."""
+        """Return the greatest length whose tokens and cost fit into a pack, at least 1."""
         assert self.costing is not None
         of = self.costing.of
         return max(1, bisect_right(range(1, pack.room + 1), pack.cost, key=lambda length: of(length, 0)))
@@ -225,7 +225,7 @@ class FirstFit(Packing):
 class BestFit(Packing):
     """Policy that puts a piece into the fullest open pack with room.
 
-    Of equally full packs, it is the oldest.
+    Among equally full packs it chooses the oldest.
     """
 
     def add(self, piece: Piece) -> None:
@@ -254,8 +254,8 @@ class FirstFitDecreasing(Packing):
     It holds pieces for `open_packs` packs, and yields the packs in random order.
 
     The size of a piece is its fraction of a pack: of the length, images or cost, whichever is the greatest. The last
-    pack of a round is seldom full, so its pieces are held for the next round. After 4 rounds a piece comes before all
-    others, so that it is not in the last pack again.
+    pack of a round is seldom full, so its pieces wait for the next round. A piece that waited for 4 rounds is packed
+    before all others, so that it is not in the last pack again.
     """
 
     holds = True
@@ -312,11 +312,11 @@ class FirstFitDecreasing(Packing):
         """Sort the waiting pieces: first those that waited for many rounds, then the largest first."""
         size = self._share if self.max_images or self.max_cost else attrgetter("length")
         ordered = sorted(self.waiting, key=size, reverse=True)
-        waiting = [piece for piece in ordered if piece.rounds >= _LONGEST]
-        return waiting + [piece for piece in ordered if piece.rounds < _LONGEST] if waiting else ordered
+        late = [piece for piece in ordered if piece.rounds >= _MOST_ROUNDS]
+        return late + [piece for piece in ordered if piece.rounds < _MOST_ROUNDS] if late else ordered
 
     def _share(self, piece: Piece) -> int:
-        """Return the greatest fraction of a pack that a piece takes, times a constant that makes it an integer."""
+        """Return the greatest fraction that a piece takes of a pack, times a constant that makes it an integer."""
         length, images, cost = self.max_length, self.max_images or 1, self.max_cost or 1
         fractions = [piece.length * images * cost]
         if self.max_images:
@@ -340,7 +340,7 @@ class ByFunction(Packing):
 
     It holds pieces for `open_packs` packs.
 
-        held      3 5 2 4 1 …        lengths in the order of the items, until they fill `open_packs` packs
+        lengths   3 5 2 4 1 …        of waiting items in their order, until they fill `open_packs` packs
         function  [3, 5, 2, 4, 1]  ─▶  [[1, 2], [0, 3], [4]]
         packs     5+2   3+4   1      yielded in this order
 

@@ -24,22 +24,21 @@ from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.stages.task_encoder import Skip
 
 TooLong = Literal["skip", "truncate", "split"]
-_LEAST = 1  # least tokens of an item, because a pack of empty items would never be full
+_LEAST = 1  # an item has at least this many tokens, because a pack of empty items would never be full
 
 
 class PieceMaker(StageBuffer):
     """Takes items of `stage.source`, and adds their pieces to `packing`.
 
-    Their values may take `max_bytes`.
-
-    `asked` is whether the user chose `too_long`; skipped items are then not counted as problems.
+    The values of pieces may take `max_bytes`. `asked` is whether the user chose `too_long`. If so, items that are
+    skipped as too long are not counted as problems.
     """
 
     def __init__(
         self, stage: ItemStage, calls: EncoderCalls, packing: Packing, too_long: TooLong, *, asked: bool, max_bytes: int
     ) -> None:
-        self.taken: Piece | None = None  # an item that is not completely in packs yet, with `sizes` if declared
-        self.ahead: list[Element] = []  # the items after it
+        self.taken: Piece | None = None  # the item that is not completely in packs yet, with `sizes` if declared
+        self.ahead: list[Element] = []  # items that were taken from the source after this one
         super().__init__(stage, max_bytes)
         self._calls, self._packing = calls, packing
         self._too_long, self._asked = too_long, asked
@@ -47,14 +46,14 @@ class PieceMaker(StageBuffer):
 
     @property
     def built(self) -> int:
-        """Return the number of items in memory, in packs or not."""
+        """Return the number of items that are in memory, both in packs and in no pack yet."""
         ahead = sum([element.is_built for element in self.ahead])
         return self._share.elements + ahead + (self.taken is not None and self.taken.is_built)
 
     def add_next(self) -> bool:
         """Add a piece of the next item to the policy, or drop the item.
 
-        Returns False at the end of the source.
+        Returns False if the source has ended.
         """
         if self.taken is not None:
             if self._add(self.taken):
@@ -67,14 +66,14 @@ class PieceMaker(StageBuffer):
             if not self.ahead:
                 return False
         self._add_whole(self.ahead[0])
-        del self.ahead[0]  # deleted last, because after an error the item is tried again
+        del self.ahead[0]  # delete it last, so that the item is tried again after an error
         return True
 
     def _add_whole(self, element: Element) -> None:
-        """Add a whole item to the policy. If it does not fit, store it in `taken`; if it is lost, drop it."""
+        """Add a whole item to the policy, store it in `taken` if it does not fit, or drop it if it is lost."""
         declared, ref = None, element.ref
         if element.sizes and not element.is_built and type(ref[1]) is int and self._owner.info.declared:
-            declared = element.sizes[0]  # the sizes of a pack are those of its items
+            declared = element.sizes[0]  # not for a pack, because its sizes are those of its items
         if declared is None:
             if type(value_of(self._owner.source, element)) is Skip:  # the stage upstream has counted it
                 return
@@ -93,7 +92,7 @@ class PieceMaker(StageBuffer):
         packing.add(piece)
 
     def _add(self, taken: Piece) -> bool:
-        """Add as much of the taken item to the policy as fits. Returns whether nothing of it remains."""
+        """Add the part of the taken item that fits to the policy. Returns whether all of the item is used."""
         total = self._total_of(taken)
         if total is None:
             return True
@@ -104,7 +103,7 @@ class PieceMaker(StageBuffer):
                 return True
             if self._too_long == "truncate":
                 stop = self._packing.max_length
-                if stop <= taken.start:  # a smaller `max_length` was decided after more was put into packs
+                if stop <= taken.start:  # more was put into packs before a smaller `max_length` was decided
                     return True
         length = min(stop - taken.start, self._packing.reach)
         piece = Piece(taken.ref, length=length, start=taken.start, total=total)
@@ -143,10 +142,10 @@ class PieceMaker(StageBuffer):
         return taken.value
 
     def _measure(self, piece: Piece, taken: Piece) -> Any:
-        """Set images and cost of a piece of the taken item, and return the piece's part of the item.
+        """Set images and cost of a piece of the taken item, and return the piece's value.
 
-        The result is UNBUILT if the declared size is enough. If an item with images is cut, the images of a part are
-        only known from the item.
+        The result is UNBUILT if the declared size has these numbers. It does not have the images of a part of an item,
+        for which the item is built.
         """
         if taken.sizes is not None and not (piece.is_cut and taken.sizes[0][1]):
             item, piece.images = UNBUILT, taken.sizes[0][1]
@@ -166,9 +165,9 @@ class PieceMaker(StageBuffer):
         self._share.release(pieces)
 
     def item(self, piece: Piece) -> Any:
-        """Return a piece's part of its item.
+        """Return the value of a piece, which is rebuilt if it is missing.
 
-        The item is rebuilt if it is missing. The result is a `Skip` if that is impossible.
+        The result is a `Skip` if that is impossible.
         """
         if piece.is_built:
             return piece.value
@@ -176,12 +175,12 @@ class PieceMaker(StageBuffer):
         return whole if type(whole) is Skip else self._part_of(whole, piece)
 
     def _whole(self, piece: Piece) -> Element:
-        """Rebuild the whole item of a piece, and fill in all other missing pieces of its sample.
+        """Return the rebuilt whole item of a piece, and set the missing values of all other pieces of its sample.
 
         The parts of a sample that fans out are rebuilt in their order, by one iterator.
         """
         missing = [each for each in self._packing.pieces() if not each.is_built and each.ref[:2] == piece.ref[:2]]
-        # the part in a forged state may not be a number
+        # in a damaged state, the last entry of a ref may be no number
         by_part = sorted([piece, *missing], key=lambda each: each.ref[-1] if type(each.ref[-1]) is int else -1)
         wholes = {each.ref: Element(each.ref) for each in by_part}
         make_elements(self._owner.source, [*wholes.values()])
@@ -198,7 +197,7 @@ class PieceMaker(StageBuffer):
         return whole
 
     def _part_of(self, whole: Any, piece: Piece) -> Any:
-        """Return the tokens of an item that a piece covers."""
+        """Return the part of the item `whole` that a piece covers."""
         return self._calls.cut(whole, piece.start, piece.start + piece.length) if piece.is_cut else whole
 
     def measured(self, element: Element) -> Size:
@@ -206,7 +205,7 @@ class PieceMaker(StageBuffer):
         return self._calls.length(element, least=_LEAST), self._calls.images(element.value)
 
     def _skipped(self, why: str, tokens: int, measure: int, *, asked: bool = False) -> None:
-        """Count a dropped item. Raises `EncodeError` for very many in a row, with the `measure` that is too large."""
+        """Count a dropped item, whose `measure` is too large. Raises `EncodeError` for very many in a row."""
         assert self.taken is not None
         stage, packing = self._owner, self._packing
         row = self._by_source.count_dropped(why, self.taken.ref, tokens, asked=asked)
@@ -219,18 +218,16 @@ class PieceMaker(StageBuffer):
             )
 
     def known(self, saved: Sequence[SavedPiece]) -> list[Piece]:
-        """Return the pieces of a state whose source still exists."""
+        """Return the pieces of a state without excluded samples and removed sources."""
         pieces = [each.piece() for each in saved]
         for piece in pieces:
             self._set_cost(piece)
         return [piece for piece in pieces if is_whole(self._owner, piece.ref)]
 
     def restore_taken(self, ref: Any, part: tuple[int, int], size: Size | None) -> None:
-        """Restore the taken item of a state.
+        """Restore the taken item of a state, if there was one and its source still exists.
 
-        It is None if there was none, or if its source was removed.
-
-        `part` is the start of its rest and its whole length, and `size` its declared size.
+        `part` is (start of the rest, length of the item), and `size` the declared size of the item.
         """
         self.taken = None
         if ref is not None and is_whole(self._owner, as_ref(ref)):
@@ -238,7 +235,7 @@ class PieceMaker(StageBuffer):
 
 
 class SavedPiece(msgspec.Struct, array_like=True):
-    """A piece in a state; trailing fields with their default values may be left out."""
+    """A piece in a state. Trailing fields with their default values may be absent."""
 
     ref: Any
     length: SavedCount
