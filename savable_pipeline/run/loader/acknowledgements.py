@@ -87,7 +87,10 @@ class _Lane:
             columns.refs.append(flight.ref)  # type: ignore[arg-type]
 
     def in_columns(self, lanes: int) -> list[flights.EpochFlights]:
-        """Return all batches in flight in columns. `lanes` is the number of lanes of the run."""
+        """Return all batches in flight in columns.
+
+        `lanes` is the number of lanes of the run.
+        """
         columns = self.columns
         if columns is not None and len(columns.rounds) == len(columns.refs) == len(self.flights) > 0:
             return [columns]
@@ -95,7 +98,10 @@ class _Lane:
 
 
 class Acknowledgements:
-    """Table of a rank's unacknowledged rows. With `noting`, it records acknowledgements for `noted`."""
+    """Table of a rank's unacknowledged rows.
+
+    With `noting`, it records acknowledgements for `noted`.
+    """
 
     def __init__(self, ranks: Ranks, lanes: int, *, noting: bool) -> None:
         self._ranks, self._lane_count, self._noting = ranks, lanes, noting
@@ -109,7 +115,7 @@ class Acknowledgements:
         self.load([], 0)
 
     def load(self, saved: Iterable[flights.Flight], coming: int, lost: Mapping[int, int] = {}) -> None:
-        """Start with the saved batches, which are repeated first, without their `lost` rows.
+        """Start with the saved batches without `lost` rows, which are repeated first.
 
         A batch whose open rows are all lost is not repeated. Padding batches follow until there are `coming` batches.
         """
@@ -178,7 +184,10 @@ class Acknowledgements:
             self._last = None
 
     def wait(self, rows: int, most: int, timeout_s: float) -> None:
-        """Wait until `rows` more rows are at most `most` in flight. Raises `SavableError` after `timeout_s`."""
+        """Wait until `rows` more rows are at most `most` in flight.
+
+        Raises `SavableError` after `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_awaited = True
@@ -221,7 +230,10 @@ class Acknowledgements:
         self._unpacked = []
 
     def issue_again(self, number: int, remaining: Iterable[int]) -> int:
-        """Repeat the first waiting batch with its `remaining` rows; return the open ones as bits."""
+        """Repeat the first waiting batch with its `remaining` rows.
+
+        Return the open ones as bits.
+        """
         with self._lock:
             flight = self.waiting[0]
             self._drop_lost(flight, flight.open & ~sum(1 << row for row in remaining))
@@ -307,7 +319,7 @@ class Acknowledgements:
         return found
 
     def in_flight(self) -> InFlight:
-        """Return how many rows are yielded or to repeat but not acknowledged, and the oldest."""
+        """Return the number of unacknowledged rows, with those to repeat, and the oldest."""
         with self._lock:
             rows = {batch: flight.open for lane in self._lanes.values() for batch, flight in lane.flights.items()}
         oldest = min(rows, default=None)
@@ -346,7 +358,7 @@ class Acknowledgements:
     def agree(
         self, own: dict[int, list[flights.Flight]], merged: dict[int, list[flights.Flight]], acks: dict[int, int]
     ) -> None:
-        """Drop rows that other ranks acknowledged, and acknowledgements that they have received.
+        """Drop rows that other ranks acknowledged, and acknowledgements they received.
 
         `own` and `acks` are this rank's batches and acknowledgements in the state of all ranks. `merged` are the
         batches that remain in it.
@@ -389,7 +401,7 @@ class IssuedReceipts(NamedTuple):
 
 
 def receipts_of(batch: int, size: int, rows: int = 0, numbers: Sequence[int] | None = None) -> torch.Tensor:
-    """Return `size` receipts of a batch, with -1 for rows that are not in the bits `rows`.
+    """Return `size` receipts of a batch, with -1 for rows not in the bits `rows`.
 
     `numbers` has the numbers of its rows without padding, by default 0 to `size` - 1.
     """
@@ -402,7 +414,7 @@ def receipts_of(batch: int, size: int, rows: int = 0, numbers: Sequence[int] | N
 
 
 def next_receipts(batch: int, size: int, step: int) -> dict[int, IssuedReceipts]:
-    """Return the receipts of a batch and of the next ones, which are `step` slots apart."""
+    """Return the receipts of a batch and of the next ones, `step` slots apart."""
     batches = range(batch, batch + step * max(1, min(_BATCHES_AHEAD, _MOST_RECEIPTS // size)), step)
     receipts = np.empty((len(batches), size, 2), np.int64)
     receipts[:, :, 0] = np.array(batches)[:, None]
@@ -411,7 +423,7 @@ def next_receipts(batch: int, size: int, step: int) -> dict[int, IssuedReceipts]
 
 
 def rows_of(receipts: Any) -> tuple[dict[int, int], int]:
-    """Return the rows of each batch as bits, and the number of invalid or repeated receipts.
+    """Return the rows of each batch as bits, and the number of invalid receipts.
 
     Receipts of -1 are skipped. Raises ValueError for anything but receipts.
     """

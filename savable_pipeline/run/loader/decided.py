@@ -43,7 +43,7 @@ def reconfigure(
     exclude: Iterable[Excluded] | None = None,
     max_length: int | None = None,
 ) -> Decisions:
-    """Return the decisions that apply from `slot` on: those of `before`, with the new ones.
+    """Return the decisions that apply from `slot` on: `before`, with the new ones.
 
     Raises ValueError for impossible decisions, such as weights that are negative or all 0.
     """
@@ -158,7 +158,9 @@ def _checked_max_length(max_length: int, packers: list[OnlinePacker]) -> int:
 
 
 def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
-    """Return the result of `make`. If the ranks can communicate, all must have the same one.
+    """Return the result of `make`.
+
+    If the ranks can communicate, all must have the same one.
 
     Raises the errors of `make`, and ValueError if the results of two ranks differ.
     """
@@ -182,7 +184,7 @@ def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
 
 
 def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> Decisions:
-    """Return the saved decisions that still apply, as `differing` names changed settings.
+    """Return the saved decisions that apply although `differing` settings changed.
 
     A changed setting replaces the saved decision about it, with a warning.
     """

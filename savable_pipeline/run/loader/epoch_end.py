@@ -53,7 +53,7 @@ class EpochEnds:
         return finite
 
     def counted(self, epoch: int) -> int | None:
-        """Return the slot at which an epoch ends, or None if the stages cannot count their batches."""
+        """Return the slot at which an epoch ends, or None if it cannot be counted."""
         if epoch not in self._ends:
             stage = self._local.last_stage
             counts = [count_of(stage, lane, epoch) for lane in range(self._settings.lanes)]
@@ -195,7 +195,7 @@ def remaining_slots(position: Position, epoch_slots: int) -> int:
 
 
 def counted_end(counts: list[int], *, pad: bool) -> int:
-    """Return the slot at which an epoch ends whose lanes have these numbers of batches."""
+    """Return the slot at which an epoch ends, for these numbers of batches of lanes."""
     lanes = len(counts)
     if pad:
         return max(((count - 1) * lanes + lane + 1 for lane, count in enumerate(counts) if count), default=0)

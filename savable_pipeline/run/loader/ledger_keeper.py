@@ -38,7 +38,7 @@ _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage with costs come
 
 
 class LedgerKeeper(Observer):
-    """Writes a file, started by the first batch or skip after the loader is created or loaded.
+    """Writes a file, started by the first batch or skip of a new or loaded loader.
 
     Ranks that can communicate start their files together. If one fails, every rank raises that error. The run's
     counters are written at the start and end of a file, and in between. `noted` returns what the trainer has
@@ -98,7 +98,10 @@ class LedgerKeeper(Observer):
                     self._writer.write(records.Acknowledged(kind, reason, masks))
 
     def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
-        """Remember to record the saved state with the next batch, as a kill before it may lose the state."""
+        """Remember to record the saved state with the next batch.
+
+        A kill before that batch may lose the state.
+        """
         if (at.epoch, at.slot) > (0, 0):
             self._saved = records.Saved(at.epoch, at.slot)
         self._write_acknowledged()
@@ -182,7 +185,7 @@ class LedgerKeeper(Observer):
         self._counters_due = 0.0
 
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Return a function that closes the file, because the run continues at another position."""
+        """Return a function that closes the file, for a run at another position."""
         return None if state is None else self._start_new_file
 
     def _start_new_file(self) -> None:

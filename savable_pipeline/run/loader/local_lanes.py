@@ -1,4 +1,4 @@
-"""`LocalLanes`: lanes of the trainer's process, their number, and hints about settings.
+"""`LocalLanes`: lanes of the trainer's process, their number, and hints.
 
 Without `lanes=`, the data set the number of lanes:
 
@@ -53,7 +53,7 @@ from savable_pipeline.stages.task_encoder import TaskEncoder
 
 
 def chunk_sizes(last: Stage, epoch: int) -> ChunkSizes:
-    """Return the chunk sizes of an epoch by branch, without branches whose readers differ."""
+    """Return the chunk sizes of an epoch by branch; branches with other readers lack."""
     found: ChunkSizes = {}
     differing = set()
     for stage in upstream(last):
@@ -110,7 +110,7 @@ class LocalLanes:
         return self._build_example(replace(self.facts, decisions=decisions))
 
     def use_facts(self, facts: RunFacts) -> None:
-        """Use these facts, without their chunk sizes, for lanes that are inspected from now on.
+        """Use these facts, without their chunk sizes, for lanes inspected from now on.
 
         Raises `CheckpointMismatchError` if the data lack shards, and ValueError if the facts do not fit. In both cases
         nothing changes.
@@ -132,7 +132,10 @@ class LocalLanes:
 
     @property
     def lanes(self) -> int:
-        """Return the number of lanes of the run. Until it is set, this is the number in the job."""
+        """Return the number of lanes of the run.
+
+        Until it is set, this is the number in the job.
+        """
         return int(self.pinned.get(LANE_COUNT, self._job_lanes))
 
     def set_lanes(self, lanes: int) -> None:
@@ -206,7 +209,7 @@ def lanes_for(batches: int | None, *, endless: bool) -> int:
 
 
 def first_epoch_batches(last: Stage) -> int | None:
-    """Return the number of full batches of the first epoch, None if the index cannot tell.
+    """Return the number of full batches of the first epoch, or None if unknown.
 
     The number is a lower bound if there are more than enough batches for 96 lanes.
 

@@ -40,7 +40,10 @@ class IterationGuard:
         _guards.add(self)
 
     def claim(self) -> None:
-        """Reserve the loader for this thread. Raises `SavableError` if another thread has it."""
+        """Reserve the loader for this thread.
+
+        Raises `SavableError` if another thread has it.
+        """
         own_id = get_ident()
         if self.thread.setdefault("id", own_id) != own_id:
             raise SavableError(
@@ -63,7 +66,7 @@ class IterationGuard:
             self.release()
 
     def check(self) -> None:
-        """Raise `SavableError` in another process, and in a torch worker without a rank of its own."""
+        """Raise `SavableError` in another process, or in a torch worker without a rank."""
         worker = _torch_worker()
         if os.getpid() == self._pid:
             if worker and not self._ranked:

@@ -246,7 +246,9 @@ class Observer:
         """Add entries of this observer to the state of a position `lag` batches ago."""
 
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Check this observer's entries of a loaded state; return a function that adopts them.
+        """Check this observer's entries of a loaded state.
+
+        Return a function that adopts them.
 
         The state is None if the run returns to an earlier position or is reconfigured, which no observer may reject.
         Raises `CheckpointMismatchError` if entries are missing.

@@ -84,7 +84,7 @@ class Prefetcher:
 
     @_stopping_on_error
     def again(self, position: Position, jobs: Iterable[bytes]) -> Delivery:
-        """Return the batch of the first of these `RebuildRequest`s, and request the following ones.
+        """Return the batch of the first `RebuildRequest`, and request the following ones.
 
         Raises what `next` raises.
         """
@@ -126,7 +126,7 @@ class Prefetcher:
 
     @_stopping_on_error
     def count(self, position: Position) -> dict[int, int]:
-        """Return the number of batches that each lane has from here on, by skipping them all."""
+        """Return the number of batches left in each lane, by skipping them all."""
         tickets, counts = self._request_peeks(position, position.lanes), dict.fromkeys(position.lanes, 0)
         while tickets:
             for lane in list(tickets):

@@ -1,4 +1,4 @@
-"""`RowsInFlight`: saves unacknowledged rows in the state, and repeats rows after a load or `requeue`.
+"""`RowsInFlight`: saves unacknowledged rows, and repeats rows later.
 
 next ──▶ batches to repeat, after a load the same number on each rank ──▶ the batches of new slots
          take no slot: `Position` stays                                   as in any run
@@ -115,7 +115,7 @@ class RowsInFlight(Repeater):
             self.table.agree(read_flights(own), read_flights(merged), read_acks(own))
 
     def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Start with the rows in flight of the state, without those whose data no longer exist."""
+        """Start with the rows in flight of the state whose data still exist."""
         if state is None:
             return partial(self._drop_excluded, at.history.total)
         flights, world_size = read_flights(state), self._ranks.world_size
@@ -146,7 +146,7 @@ def rows_lost(last: Stage, flights: Flights) -> dict[int, int]:
 
 
 def open_rows_lost(last: Stage, flight: Flight) -> int:
-    """Return the open rows of a batch, as bits, that have excluded samples or a removed source."""
+    """Return the bits of a batch's open rows of excluded samples or a removed source."""
     without_excluded = last.info.remaining
     _, rows = batch_rows(as_ref(msgpack.decode(msgpack.encode(flight.ref))))
     return sum(1 << row for row, ref in enumerate(rows) if without_excluded(ref) is None) & flight.open

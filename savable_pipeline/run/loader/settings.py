@@ -1,4 +1,4 @@
-"""`LoaderSettings`: the checked arguments of a loader, and `Acknowledge`, one of them."""
+"""`LoaderSettings`: the checked arguments of a loader, and `Acknowledge`."""
 
 from __future__ import annotations
 
