@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.stages.encode import _WARNED, KeyedEncoder
+from savable_pipeline.stages.encode import _WARNED_CLASSES, KeyedEncoder
 
 
 class Compose:
@@ -49,7 +49,7 @@ class OfTheClass(sp.TaskEncoder):
 def test_unseeded_albumentations_warns_once_with_the_encoder(
     encoder: type[sp.TaskEncoder], warned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _WARNED.clear()
+    _WARNED_CLASSES.clear()
     for _ in range(2):
         KeyedEncoder(encoder(), sp.Lane(), check=None)
     found = [message for message in caplog.messages if "Albumentations" in message]

@@ -141,7 +141,7 @@ def _small_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(number_spool, "_IN_MEMORY", 1 << 12)
     monkeypatch.setattr(number_spool, "_BUFFERED", 1 << 8)
     monkeypatch.setattr(byte_source, "IN_MEMORY_BYTES", 1 << 12)
-    monkeypatch.setattr(byte_source, "_COPIED", 1 << 12)
+    monkeypatch.setattr(byte_source, "_COPY_BYTES", 1 << 12)
     monkeypatch.setattr(index_making, "_IN_MEMORY", 1 << 12)
     monkeypatch.setattr(index, "_BLOCK", 1 << 12)
     monkeypatch.setattr(tar_format, "_AT_ONCE", 1 << 8)
