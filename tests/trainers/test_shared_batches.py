@@ -10,7 +10,7 @@ from tests.trainers.cases import drive
 from tests.trainers.table import CASES
 
 TRAINERS = ("torch", "accelerate", "fabric", "hf", "lightning")
-LANDING = ("shared by 2", "shared by 2, 3 epochs")
+LANDING = ("shared by 2",)
 MARKED = [
     pytest.param(name, marks=pytest.mark.landing if name in LANDING else pytest.mark.long)
     for name in CASES
