@@ -190,7 +190,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             found = self.origin.array(self._shard, self._row, extension)
             is_npy = part_type(extension) == "npy" and found.dtype == np.uint8 and found[:6].tobytes() == MAGIC_PREFIX
             return npy_array(found.data) if is_npy else found
-        except Exception as error:
+        except (ValueError, OSError) as error:
             self._note(error, extension)
             raise
 
@@ -234,7 +234,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         """
         try:
             return decoded_json(decompress_part(extension, self[extension], self.origin.unpacked_bytes))
-        except Exception as error:
+        except (ValueError, OSError) as error:
             self._note(error, extension)
             raise
 
@@ -248,7 +248,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         part = extension or self._first_of(TEXT_PARTS)
         try:
             return decompress_part(part, self[part], self.origin.unpacked_bytes).decode("utf-8-sig")
-        except Exception as error:
+        except (ValueError, OSError) as error:
             self._note(error, part)
             raise
 
@@ -295,7 +295,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             if at_least is None and box is None:
                 return convert_image(turned(*to_be_turned(opened, exif=exif)), mode, background, bits)
             return image_region(opened, mode, background, bits, at_least=at_least, box=box, exif=exif)
-        except Exception as error:
+        except (ValueError, OSError) as error:
             self._note(error, name)
             raise
 
@@ -392,9 +392,10 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def _name_of(self, part: str) -> str:
         return f"part {part!r} of {sample_name(self)}"
 
-    def _note(self, error: Exception, part: str) -> None:
-        """Add a note that names the part to an error, as the last line of its traceback."""
-        error.add_note(f"in {self._name_of(part)}")
+    def _note(self, error: ValueError | OSError, part: str) -> None:
+        """Add a note that names the part to an error of decoding, as the last line of its traceback."""
+        if getattr(error, "errno", None) is None:  # an error of the disk would fail again when the key is read
+            error.add_note(f"in {self._name_of(part)}")
 
     def _first_of(self, extensions: tuple[str, ...]) -> str:
         for extension in extensions:
@@ -539,6 +540,6 @@ def sample_name(sample: Sample) -> str:
     """Return a sample's key and shard for messages; a folder has no shard to name."""
     try:
         key = repr(sample.key)
-    except ShardError:  # the header with the key may be unreadable too
+    except (SavableError, OSError):  # the header with the key may be unreadable too
         key = "?"
     return f"sample {key}" + (f" of {sample.shard}" if sample.shard != "." else "")

@@ -80,8 +80,7 @@ def as_names(shards: Shards) -> str | tuple[str, ...]:
             raise TypeError(f"the data must be a path, a URL, a list of these or a store, not {spec!r}")
         if not os.fspath(spec):
             raise ValueError('the path of the data is empty. Write "." for the current folder')
-    names = tuple(os.fspath(spec) for spec in specs)
-    return names if many else names[0]
+    return tuple(os.fspath(spec) for spec in specs) if many else os.fspath(specs[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import errno
 import gc
 import io
 import json
@@ -12,6 +13,7 @@ import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.dataset.ref import REF, Ref
 from savable_pipeline.data.dataset.sample import Sample, decoded_json
 from savable_pipeline.data.shards.part_types import IMAGE_PARTS, decode_error
-from savable_pipeline.errors import MediaError
+from savable_pipeline.errors import MediaError, RemoteError
 from tests.conftest import write_tar
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
 from tests.support.toy_samples import sample as sample_of
@@ -276,6 +278,16 @@ def test_error_of_decoding_has_a_note_that_names_part_and_sample(
     with pytest.raises(Exception) as caught:
         get(sp.open_dataset(tmp_path)[0])
     assert caught.value.__notes__ == [f"in part {part!r} of sample 's0' of 0.tar"]
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.EIO, "of the disk"), KeyError("absent"), RemoteError("no server")])
+def test_error_of_reading_a_part_is_raised_as_it_is_without_reading_the_key(fault: Exception) -> None:
+    origin = MagicMock(unpacked_bytes=1 << 20, **{"read.side_effect": fault})
+    for get in (sp.Sample.json, sp.Sample.text, sp.Sample.image):
+        with pytest.raises(type(fault)) as caught:
+            get(sp.Sample(origin, 0, 0, 0, 0), "json")
+        assert caught.value is fault and not hasattr(fault, "__notes__")
+    origin.key.assert_not_called()
 
 
 def test_many_clips_leave_no_file_open(film: sp.Sample) -> None:
