@@ -102,7 +102,7 @@ _SIZE = re.compile(r"(-?[0-9_]*[.]?[0-9]+) ?(?:([kmgt](i)?)?b)?", re.IGNORECASE)
 
 
 def byte_count(size: str) -> int:
-    """Return the number of bytes of a size in an option, such as `256000000`, `256MB` or `1.5 GiB`."""
+    """Return the number of bytes of a size: `256000000`, `256MB` or `1.5 GiB`."""
     if (found := _SIZE.fullmatch(size)) is None:
         raise ValueError(f"no size: {size!r}. Pass bytes, or a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
     number, prefix, binary = found.groups("")
