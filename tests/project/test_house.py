@@ -33,7 +33,7 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/run": 8151,
     "savable_pipeline/stages": 6591,
     "savable_pipeline/tools": 6239,
-    "savable_pipeline/trainers": 2602,
+    "savable_pipeline/trainers": 2616,
     "task_encoders": 2464,
 }
 MOST_LINES_OF_TOOLS = 6140  # of the repository's own: quickstart, benchmarks, soaks, trials
