@@ -212,7 +212,9 @@ def run_conversion(
             raise ValueError(f"workers must be 1 or more, not {workers}")
         if engine is not None:  # the machines of an engine have other current folders
             output = replace(output, folder=output.folder.absolute())
-        _check_addresses(source, output, reshard)
+        _check_reshard(source, reshard)
+        _check_apart(source.path, output.folder if output.bucket is None else output.bucket.url)
+        _reject_other_shards(output)
         wanted = None if keys is None else frozenset(keys)
         if wanted is not None and not wanted:
             raise ValueError("keys= is empty. Name the samples to take, or pass None for all")
@@ -235,12 +237,6 @@ def run_conversion(
                 do(jobs)
                 report = finish(output, found, options, jobs, manifest)
         return report
-
-
-def _check_addresses(source: SourceFiles, output: Target, reshard: bool) -> None:
-    _check_reshard(source, reshard)
-    _check_apart(source.path, output.folder if output.bucket is None else output.bucket.url)
-    _reject_other_shards(output)
 
 
 def _check_reshard(source: SourceFiles, reshard: bool) -> None:

@@ -20,13 +20,15 @@ import msgspec
 from savable_pipeline.core.files import replace_file, replacing
 from savable_pipeline.core.wording import counted, human_bytes, listed
 from savable_pipeline.data.shards.index import ShardTable
+from savable_pipeline.data.shards.index_making import write_index
+from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.number_spool import NumberSpool
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.tar_format import tar_idx
 from savable_pipeline.data.stores.folder_store import FOLDER, SPLITS
 from savable_pipeline.data.stores.table_store import A_URL
 from savable_pipeline.data.stores.tar_store import TARS
-from savable_pipeline.tools.convert.describe import describe_tables
+from savable_pipeline.tools.convert.describe import write_energon_files
 from savable_pipeline.tools.convert.manifest import Manifest, write_manifest
 from savable_pipeline.tools.convert.options import CLASSES, HASHES, REJECTED, Options, Report
 from savable_pipeline.tools.convert.prepare import NO_FILES, Prepared, check_keys, check_parts
@@ -154,11 +156,11 @@ def _publish(
         (output.work / f"{name}.idx").write_bytes(tar_idx(table))
         output.publish_shard(f"{shard.range}/{shard.entry.name}", name)
     if names:
-        counts = {name: shard.entry.samples for name, shard in names.items()}
+        write_index(output.work / "savable.index", tables(), TARS)
+        (output.work / "savable.index").replace(output.folder / INDEX_NAME)
         has_texts = found.source.form in TABLES and (not options.only or "json" in map(str.lower, options.only))
         texts = frozenset(TEXT_FIELDS if has_texts else ()) - statistics.not_texts
-        layouts, parts = map(frozenset, statistics.layouts), tuple(splits) if options.split else ()
-        describe_tables(output.folder, output.work, tables(), counts, layouts, texts, parts)
+        write_energon_files(output.folder, output.folder / INDEX_NAME, texts, splits if options.split else ())
 
 
 def _warnings(found: Prepared, options: Options, samples: int, statistics: Statistics) -> list[str]:

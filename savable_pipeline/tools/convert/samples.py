@@ -121,8 +121,7 @@ class SampleReader:
         readers = {FOLDER: self._read_folder, **dict.fromkeys(TABLES, self._read_table)}
         read: Callable[[int, int, int], TarSample | None] = readers.get(self._source.form, self._read_store)
         try:
-            if self._source.form in RECORDS:
-                self._store.validate(span.file)
+            self._store.validate(span.file)
             first = int(self._dataset.firsts[span.file])
             for start in range(span.start, span.end, _AHEAD):
                 indices = np.arange(first + start, first + min(start + _AHEAD, span.end))
