@@ -22,10 +22,10 @@ def describe(folder: Path) -> None:
     Raises `ShardError`, OSError, and `SavableError` if the index cannot be written next to the shards.
     """
     with room_on(folder):
-        for stale in folder.rglob("*.tar.idx.*.tmp"):  # remains of a killed process; no other process writes here
+        for stale in folder.rglob("*.tar.idx.*.tmp"):  # a killed process left them, and no other process writes here
             stale.unlink(missing_ok=True)
         path, _ = index_files(folder, TARS)
-        # the index is in this user's cache, where others do not look
+        # an index in this user's cache, because of a full disk, is invisible to other users
         if path.resolve() != (folder / INDEX_NAME).resolve():
             raise OSError(errno.ENOSPC, f"no room for {INDEX_NAME}")
         for entry in write_energon_files(folder, path).shards:
@@ -65,6 +65,7 @@ def write_energon_files(
 
 
 def _split(split: str, names: list[str]) -> str:
+    """Return the lines of split.yaml for one split."""
     if not names:
         return f"  {split}: []\n"
     return f"  {split}:\n" + "".join(f"  - {json.dumps(name)}\n" for name in names)
@@ -83,6 +84,7 @@ def _dataset(layouts: list[frozenset[str]], texts: Collection[str]) -> str:
 
 
 def _caption(layouts: list[frozenset[str]], texts: Collection[str]) -> str | None:
+    """Return the part or the field of `json` that is a caption in every sample, or None."""
     if all("txt" in layout for layout in layouts):
         return "txt"
     return f"json[{min(texts)}]" if texts else None
