@@ -27,7 +27,6 @@ import itertools
 import json
 import posixpath
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +42,7 @@ from savable_pipeline.data.stores.lerobot import INFO, LEROBOT
 from savable_pipeline.data.stores.parquet import PARQUET, PARQUET_OF_FILES
 from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
-from savable_pipeline.data.stores.sample_names import is_for_people, is_media_file, lone, no_samples, stem_of, suffix_of
+from savable_pipeline.data.stores.sample_names import FileNames, is_for_people, is_media_file, stem_of, suffix_of
 from savable_pipeline.data.stores.shar import SHAR
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, FIRST_ROWS, JSON, MARK
 from savable_pipeline.data.stores.tar_store import TARS
@@ -95,27 +94,26 @@ def format_named(name: str) -> Format:
     return found
 
 
-def wanted(names: Sequence[str]) -> dict[str, int]:
+def wanted(names: FileNames) -> dict[str, int]:
     """Return the files whose first bytes `recognize` needs, and how many bytes.
 
     Args:
         names: The names of all files, relative to the folder that was named.
     """
-    endings = {*map(suffix_of, names)}
     markers = {marker for form in FORMATS for marker in form.markers}
-    texts = _select(names, endings, JSON.suffixes)
+    texts = names.ending(JSON.suffixes)
     found = {name: LARGEST_INDEX for name in texts if name in markers}
-    if any(map(TARS.has, endings)):
+    if names.ending(TARS.suffixes):
         return found
-    if any(map(is_media_file, endings)):
-        texts += _select(names, endings, (*JSONL.suffixes, *CSV.suffixes))
-        found |= dict.fromkeys(sorted(_tables(_select(names, endings, (".txt",)), names))[:_INSPECTED], _HEAD)
-    alone = _tables(texts, names) or _bare(names)
-    return {**dict.fromkeys(sorted(alone)[:_INSPECTED], _HEAD), **found}
+    if names.media:
+        texts += names.ending((*JSONL.suffixes, *CSV.suffixes))
+        found |= dict.fromkeys(sorted(names.lone(names.ending((".txt",))))[:_INSPECTED], _HEAD)
+    tables = names.lone(texts) or _bare(names)
+    return {**dict.fromkeys(sorted(tables)[:_INSPECTED], _HEAD), **found}
 
 
 def recognize(
-    names: Sequence[str], heads: Mapping[str, bytes], *, format: str = "", settings: Collection[str] = ()
+    names: FileNames, heads: Mapping[str, bytes], *, format: str = "", settings: Collection[str] = ()
 ) -> Recognized:
     """Return the format of files, and which of them it reads.
 
@@ -131,34 +129,33 @@ def recognize(
     for form in FORMATS:
         claims = form.claims if not heads.keys().isdisjoint(form.markers) else None
         if claims is not None and format in ("", form.name, form.reader) and claims(heads):
-            return Recognized(form, form.files(names, heads))
+            return Recognized(form, form.files(names.all, heads))
     if format:
         form = format_named(format)
-        return Recognized(form, form.files(names, heads))
+        return Recognized(form, form.files(names.all, heads))
     if INDEX in heads and (other := index_format(heads)) not in ("", "mds", "litdata"):
         raise ValueError(f"Mosaic Streaming shards of the format {other}, not mds. To read them, {OTHER}")
-    text, endings = "\n".join(names), {*map(suffix_of, names)}
+    text, tars = "\n".join(names.all), sorted(names.ending(TARS.suffixes))
     for form in FORMATS:
-        if form.choose is not None and form.choose[0] in text and (files := form.choose[1](names)):
-            if rest := [name for name in _select(names, endings, TARS.suffixes) if name not in files]:
+        if form.choose is not None and form.choose[0] in text and (files := form.choose[1](names.all)):
+            if rest := [name for name in tars if name not in files]:
                 raise _ambiguous({form: files, TARS: rest})
             return Recognized(form, files)
-    tars = sorted(_select(names, endings, TARS.suffixes) or _select(names, endings, TARS.packed))
-    media_files = [*filter(is_media_file, names)] if any(map(is_media_file, endings)) else []
-    media = sum(not name.lower().startswith(_SHOWN) for name in media_files)
+    tars = tars or sorted(names.ending(TARS.packed))
+    media = sum(not name.lower().startswith(_SHOWN) for name in names.media)
     if media > len(tars) and tars:
-        raise _ambiguous({TARS: tars, FOLDER: media_files})
+        raise _ambiguous({TARS: tars, FOLDER: names.media})
     if tars:
         return Recognized(TARS, tars)
-    found = _by_format(names, endings, heads)
+    found = _by_format(names, heads)
     if not found and not media and (bare := _bare(names)):
         kinds = {*map(_format_of, filter(None, map(heads.get, bare)))}
         return _folder(names) if len(kinds) != 1 or None in kinds else Recognized(kinds.pop() or FOLDER, bare)
     fitting = [form for form in found if set(settings) <= set(form.settings)] if settings else []
     if len(fitting) == 1:
         return Recognized(fitting[0], found[fitting[0]])
-    if media_files and not (settings and set(settings) <= set(FOLDER.settings)):
-        tables = {form: files for form in found if form is not TOKENS and (files := _tables(found[form], names))}
+    if names.media and not (settings and set(settings) <= set(FOLDER.settings)):
+        tables = {form: files for form in found if form is not TOKENS and (files := names.lone(found[form]))}
         if naming := _naming_tables(names, heads, tables):
             return naming
         if media:
@@ -167,49 +164,33 @@ def recognize(
     return _without_media(names, found)
 
 
-def _select(names: Sequence[str], endings: set[str], suffixes: tuple[str, ...]) -> list[str]:
-    """Return the names with these suffixes. `endings`, the last suffixes of all names, make most calls fast."""
-    return [] if endings.isdisjoint(map(suffix_of, suffixes)) else [n for n in names if n.lower().endswith(suffixes)]
-
-
-def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return those of `some` names whose stem no other name has, without files for people."""
-    stems = Counter(map(stem_of, names)) if some else {}
-    return [name for name in some if stems[stem_of(name)] == 1 and not is_for_people(name)]
-
-
-def _tables(some: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names that may be tables about other files, without files for people."""
-    return [name for name in lone(some, names) if not is_for_people(name)]
-
-
-def _by_format(names: Sequence[str], endings: set[str], heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
+def _by_format(names: FileNames, heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
     """Group files by format, using names, and the first bytes of JSON.
 
     Raises ValueError for several datasets.
     """
-    _check_several(names, endings)
+    _check_several(names)
     json_files = sorted(filter(JSON.has, heads))
     lists, lines = ([name for name in json_files if begin.match(heads[name])] for begin in (_LIST, _LINES))
     found: dict[Format, list[str]] = {}
     for form in FORMATS:
         if form in (TARS, FOLDER) or form.reader or form.choose or INDEX in form.markers:
             continue
-        files = lists if form is JSON else _select(names, endings, form.suffixes)
+        files = lists if form is JSON else names.ending(form.suffixes)
         files = [*files, *lines] if form is JSONL else files
-        if files := files or _select(names, endings, form.packed):
+        if files := files or names.ending(form.packed):
             found[form] = sorted(files)
     return found
 
 
 def _naming_tables(
-    names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[Format, list[str]]
+    names: FileNames, heads: Mapping[str, bytes], found: Mapping[Format, list[str]]
 ) -> Recognized | None:
     """Return the tables of one format whose first rows name files, or None.
 
     Raises ValueError for several formats, and for several tables of one folder that name files in a folder beside them.
     """
-    known, naming = {*names} if found else set(), dict[Format, Recognized]()
+    known, naming = {*names.all} if found else set(), dict[Format, Recognized]()
     for form, files in found.items():
         inspected = [table for table in files if table in heads]
         fields = {table: _fields_of(table, heads[table], known) for table in inspected}
@@ -234,50 +215,51 @@ def _naming_tables(
     return next((each._replace(unread=[*{*tables}.difference(each.files)]) for each in naming.values()), None)
 
 
-def _folder_with_tables(names: Sequence[str], tables: Mapping[Format, list[str]]) -> Recognized:
+def _folder_with_tables(names: FileNames, tables: Mapping[Format, list[str]]) -> Recognized:
     """Return the folder of samples. A single table next to it is not read."""
-    folders = {posixpath.dirname(name) for name in names if is_media_file(name)}
+    folders = {*map(posixpath.dirname, names.media)} if tables else set()
     # A table of the name of a folder is about it, as img2dataset writes them.
     strays = [(form, name) for form, files in tables.items() for name in files if stem_of(name) not in folders]
     if len(strays) > 1 or any(form not in (JSONL, CSV) or JSON.has(name) for form, name in strays):
-        raise _ambiguous({**tables, FOLDER: [*filter(is_media_file, names)]})
+        raise _ambiguous({**tables, FOLDER: names.media})
     return _folder(names)._replace(unread=[name for files in tables.values() for name in files])
 
 
-def _check_apart(names: Sequence[str], heads: Mapping[str, bytes]) -> None:
+def _check_apart(names: FileNames, heads: Mapping[str, bytes]) -> None:
     """Raise ValueError for annotation files that would become samples separate from their media.
 
     They are the labels of YOLO, VOC or KITTI in folders of their own, the annotations of COCO, the transcripts of
     LibriSpeech, one file of which is about several recordings, and text or JSON that names media files.
     """
-    media = [*filter(is_media_file, names)]
-    stems, folders = {*map(stem_of, media)}, {*map(posixpath.dirname, media)}
+    stems, skipped = {*map(stem_of, names.media)}, names.no_samples()
+    others = [name for name in names.not_media() if stem_of(name) not in stems and name not in skipped]
+    if not others:
+        return
     series, bases = {stem.rpartition("-")[0] for stem in stems}, {*map(posixpath.basename, stems)}
-    others = {name for name in {*names}.difference(no_samples(names), media) if stem_of(name) not in stems}
-    paths = {posixpath.basename(name).encode("utf-8", "surrogateescape") for name in media}
+    folders = {*map(posixpath.dirname, stems)}
+    paths = {posixpath.basename(name).encode("utf-8", "surrogateescape") for name in names.media}
+    one = names.media[0]
     for name in sorted(others):
         stem, base, head = stem_of(name), posixpath.basename(stem_of(name)), heads.get(name, b"")
         apart = base in bases and posixpath.dirname(name) not in folders
-        is_about = len(paths.intersection(_WORDS.findall(head))) > 1 or (
-            base.lower() in _ABOUT and _alone([name], names)
-        )
+        is_about = len(paths.intersection(_WORDS.findall(head))) > 1 or (base.lower() in _ABOUT and names.alone([name]))
         if apart or is_about or stem in series or _COCO.match(head):
             raise ValueError(
-                f"{name} beside {media[0]} shares its name with no image, audio or video. Put the files of a sample "
+                f"{name} beside {one} shares its name with no image, audio or video. Put the files of a sample "
                 'into one folder, or write a row for each into metadata.jsonl. format="folder" makes it a sample'
             )
 
 
-def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Recognized:
+def _without_media(names: FileNames, found: dict[Format, list[str]]) -> Recognized:
     """Return the files of rows, or else tokens, tables and lists of JSON, or else raw files."""
     rows = {form: files for form, files in found.items() if form not in (TOKENS, CSV, JSON)}
     if not rows and TOKENS in found:
-        with_index = [name for name in names if not name.lower().endswith(".idx")]
-        rows = {TOKENS: tokens} if (tokens := _alone(found[TOKENS], with_index)) else {}
+        without_index = FileNames(name for name in names.all if not name.lower().endswith(".idx"))
+        rows = {TOKENS: tokens} if (tokens := without_index.alone(found[TOKENS])) else {}
     if not rows:
-        rows = {form: files for form, files in found.items() if form is not TOKENS and _alone(files, names)}
+        rows = {form: files for form, files in found.items() if form is not TOKENS and names.alone(files)}
         known = {*itertools.chain(*rows.values())}
-        others = [n for n in names if n not in known and not is_for_people(n) and not is_media_file(n)]
+        others = [n for n in names.not_media() if n not in known and not is_for_people(n)]
         others = [name for name in others if not any(form.packs(name) for form in rows)]
         if rows and others:
             rows[FOLDER] = others
@@ -286,13 +268,13 @@ def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Reco
     return Recognized(*rows.popitem()) if rows else _folder(names)
 
 
-def _folder(names: Sequence[str]) -> Recognized:
+def _folder(names: FileNames) -> Recognized:
     """Return the files that are parts of samples. Raises ValueError for an unsupported file of many samples."""
-    skipped = no_samples(names)
-    parts = sorted(name for name in names if name not in skipped)
-    for name in _alone([name for name in parts if suffix_of(name) in CONTAINERS], parts):
+    skipped = names.no_samples()
+    parts = FileNames(sorted(name for name in names.all if name not in skipped))
+    for name in parts.alone(parts.ending(CONTAINERS)):
         raise ValueError(f"{suffix_of(name)} is not read here ({name}): {CONTAINERS[suffix_of(name)]}")
-    return Recognized(FOLDER, parts) if parts else Recognized(TARS, [])
+    return Recognized(FOLDER, parts.all) if parts.all else Recognized(TARS, [])
 
 
 def _ambiguous(found: Mapping[Format, Sequence[str]]) -> ValueError:
@@ -342,10 +324,10 @@ def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _bare(names: Sequence[str]) -> list[str]:
+def _bare(names: FileNames) -> list[str]:
     """Return the data files without a suffix, or [] if another data file has one."""
-    has_others = any("." in posixpath.basename(name) and _is_data(name) for name in names)
-    return [] if has_others else sorted(filter(_is_data, names))
+    has_others = any("." in posixpath.basename(name) and _is_data(name) for name in names.all)
+    return [] if has_others else sorted(filter(_is_data, names.all))
 
 
 def _is_data(name: str) -> bool:
@@ -360,13 +342,13 @@ def _format_of(head: bytes) -> Format | None:
     return found or (JSON if _LIST.match(head) else JSONL if _LINES.match(head) else None)
 
 
-def _check_several(names: Sequence[str], endings: set[str]) -> None:
+def _check_several(names: FileNames) -> None:
     """Raise ValueError for several datasets, and for tables of several versions."""
-    json_files = _select(names, endings, JSON.suffixes)
+    json_files = names.ending(JSON.suffixes)
     for pattern, program in _VERSIONED_TABLES.items():
         if any(map(pattern.fullmatch, json_files)):
             raise ValueError(f"a table of {program}, whose files have rows of older versions. To read it, {OTHER}")
-    folders = {posixpath.dirname(name) for name in _select(names, endings, (".mds", ".bin"))}
+    folders = {posixpath.dirname(name) for name in names.ending((".mds", ".bin"))}
     folders &= {posixpath.dirname(name) for name in json_files if name.endswith(f"/{INDEX}")}
     folders |= {name.removesuffix(f"/{INFO}") for name in json_files if name.endswith(f"/{INFO}")}
     if folders:

@@ -39,6 +39,7 @@ from savable_pipeline.data.stores.arrow import ARROW, STATE
 from savable_pipeline.data.stores.folder_store import FOLDER, FOLDER_INDEXES, is_known, open_folder
 from savable_pipeline.data.stores.formats import Recognized, recognize, wanted
 from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.data.stores.sample_names import FileNames
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import RemoteError, ShardError
 
@@ -129,9 +130,10 @@ def _markers(format: str) -> list[str]:
 
 def _recognized(where: str, names: Sequence[str], heads: Heads, asked: Asked) -> Recognized:
     format, settings = asked
-    known = dict.fromkeys(_markers(format), paths.LARGEST_INDEX) if format else wanted(names)
+    grouped = FileNames(names)
+    known = dict.fromkeys(_markers(format), paths.LARGEST_INDEX) if format else wanted(grouped)
     try:
-        found = recognize(names, heads(known), format=format, settings=settings)
+        found = recognize(grouped, heads(known), format=format, settings=settings)
     except ValueError as error:
         raise ShardError(f"{where}: {error}") from error
     for name in found.unread:

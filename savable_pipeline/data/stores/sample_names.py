@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import TypeAlias
 
 import msgspec
@@ -18,7 +19,10 @@ Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]
 
 
 _FOR_PEOPLE = ("readme", "license", "notice", "citation", "changelog")
-_TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc")
+_TABLE_SUFFIXES = frozenset(
+    (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc")
+)
+_STATISTICS = "_stats.json"  # end of the names of img2dataset's statistics
 _MEDIA = frozenset(f".{name}" for name in MEDIA_PARTS)
 
 
@@ -98,18 +102,13 @@ def outside(root: str, path: str) -> bool:
 
 def suffix_of(name: str) -> str:
     """Return the lower-case suffix of a name, from its last dot."""
-    base = name.rpartition("/")[2]
-    return base[base.rfind(".") :].lower() if "." in base else ""
+    dot = name.rfind(".")
+    return name[dot:].lower() if dot > name.rfind("/") else ""
 
 
 def is_media_file(name: str) -> bool:
     """Return whether a name is that of an image, audio or video."""
     return suffix_of(name) in _MEDIA
-
-
-def is_table(name: str) -> bool:
-    """Return whether a name is that of a table, or of lines of JSON."""
-    return suffix_of(name) in _TABLE_SUFFIXES
 
 
 def is_for_people(name: str) -> bool:
@@ -119,31 +118,68 @@ def is_for_people(name: str) -> bool:
 
 def stem_of(name: str) -> str:
     """Return the path of a file up to its first dot."""
-    folder, slash, base = name.rpartition("/")
-    return f"{folder}{slash}{base.partition('.')[0]}"
+    dot = name.find(".", name.rfind("/") + 1)
+    return name if dot < 0 else name[:dot]
 
 
-def no_samples(names: Iterable[str]) -> set[str]:
-    """Return the names in a folder of raw files that are not parts of samples.
+class FileNames:
+    """Names of files, grouped by suffix once, so that looking for some of them is fast.
 
-    These are files for people. With media, they are also tables that share their stem with no other kind of file, and
-    img2dataset's statistics (00000_stats.json for 00000.parquet).
+    Attributes:
+        all: All names, in the order of the listing.
+        media: The names of images, audio and video.
     """
-    names = [*names]
-    has_media = any(map(is_media_file, names))
-    known = {*names} if has_media else set()
-    return {
-        name
-        for name in lone(names, names)
-        if is_for_people(name)
-        or (has_media and (is_table(name) or f"{name.removesuffix('_stats.json')}.parquet" in known))
-    }
 
+    def __init__(self, names: Iterable[str]) -> None:
+        self.all = [*names]
+        self._by_suffix: dict[str, list[str]] = {}
+        for name in self.all:
+            self._by_suffix.setdefault(suffix_of(name), []).append(name)
+        self.media = self._with_last(_MEDIA)
 
-def lone(some: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return those of `some` that share their stem with no other file except tables.
+    def ending(self, suffixes: Iterable[str]) -> list[str]:
+        """Return the names that end with one of these suffixes, ignoring case."""
+        suffixes = (*suffixes,)
+        found = self._with_last({*map(suffix_of, suffixes)})
+        return [name for name in found if name.lower().endswith(suffixes)]
 
-    An example is metadata.csv beside metadata.jsonl.
-    """
-    stems = Counter(stem_of(name) for name in names if not is_table(name))
-    return [name for name in some if stems[stem_of(name)] == (not is_table(name))]
+    def not_media(self) -> list[str]:
+        """Return the names of all other files than `media`."""
+        return self._with_last(self._by_suffix.keys() - _MEDIA)
+
+    def _with_last(self, suffixes: Collection[str]) -> list[str]:
+        """Return the names whose part from the last dot is one of these suffixes."""
+        return [name for suffix, names in self._by_suffix.items() if suffix in suffixes for name in names]
+
+    def lone(self, some: Iterable[str]) -> list[str]:
+        """Return those of `some` names that share their stem with no other file except tables.
+
+        An example is metadata.csv beside metadata.jsonl. Files for people are not returned.
+        """
+        return [name for name in some if self._is_lone(name) and not is_for_people(name)]
+
+    def alone(self, some: Sequence[str]) -> list[str]:
+        """Return those of `some` names whose stem no other file has, without files for people."""
+        stems = Counter(map(stem_of, self.all)) if some else {}
+        return [name for name in some if stems[stem_of(name)] == 1 and not is_for_people(name)]
+
+    def no_samples(self) -> set[str]:
+        """Return the names in a folder of raw files that are not parts of samples.
+
+        These are files for people. With media, they are also tables that share their stem with no other kind of file,
+        and img2dataset's statistics (00000_stats.json for 00000.parquet).
+        """
+        found = [*filter(is_for_people, self.all)]
+        if self.media:
+            parquet = {stem_of(name) for name in self.ending((".parquet",))}
+            statistics = self.ending((_STATISTICS,)) if parquet else []
+            found += [name for name in statistics if name.removesuffix(_STATISTICS) in parquet]
+            found += self._with_last(_TABLE_SUFFIXES)
+        return {*filter(self._is_lone, found)}
+
+    def _is_lone(self, name: str) -> bool:
+        return self._stems_without_tables[stem_of(name)] == (suffix_of(name) not in _TABLE_SUFFIXES)
+
+    @cached_property
+    def _stems_without_tables(self) -> Counter[str]:
+        return Counter(map(stem_of, self._with_last(self._by_suffix.keys() - _TABLE_SUFFIXES)))

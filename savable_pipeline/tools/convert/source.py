@@ -46,7 +46,7 @@ from savable_pipeline.data.stores.kaldi import KALDI, SEGMENTS
 from savable_pipeline.data.stores.opening import Source, find_source, open_store, store_of
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.sample_names import is_tar
+from savable_pipeline.data.stores.sample_names import FileNames, is_tar
 from savable_pipeline.data.stores.shard_files import StoreFile
 from savable_pipeline.data.stores.table_store import JSON
 from savable_pipeline.data.stores.tar_store import TARS
@@ -155,11 +155,11 @@ def _packed_source(address: str, found: Source, root: str, names: list[str]) -> 
     files = [name for name in names if name.lower().endswith((*form.suffixes, *_packed_endings(form)))]
     if form != TARS:  # only the first bytes tell a list of JSON from lines
         plain = {_plain_name(name): name for name in files}
-        heads = {}
-        for name in wanted([*plain]):
+        names_inside, heads = FileNames(plain), {}
+        for name in wanted(names_inside):
             with open_content(f"{root}/{plain[name]}") as file:
                 heads[name] = file.read(_PEEK)
-        form = recognize([*plain], heads).format
+        form = recognize(names_inside, heads).format
     return SourceFiles(address, found, form, tuple(PackedFile.of(root, name) for name in files))
 
 
