@@ -49,7 +49,7 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 PARTS = "parts"  # name of the sidecar of an index of which only some rows are cached
 _FIRST = 24  # bytes before the header, the last 8 of which are its length
 _ALIGN = 64
-_BLOCK = 1 << 22  # bytes to copy at a time
+_BLOCK = 1 << 18  # bytes to copy at a time
 PER_SHARD = 6  # numbers of each shard: ends … counts
 _NUMBER = 8  # bytes of each of these numbers
 
