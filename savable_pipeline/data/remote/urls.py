@@ -62,6 +62,10 @@ class RemoteShards:
         """Build shards of which only the names are known."""
         return cls(root, names, np.full(len(names), -1, np.int64), whole=whole)
 
+    def bytes_of(self, names: Sequence[str]) -> int:
+        """Return the bytes of objects with these names, as far as they are known."""
+        return int(np.maximum(self.only(names).sizes, 0).sum())
+
     def only(self, names: Sequence[str]) -> RemoteShards:
         """Return shards with these names, of unknown size if they are not among these."""
         if len(names) == len(self.names):

@@ -47,6 +47,7 @@ _LITERAL_URL = re.compile(r"(?:s3|gs|az|https?)://(?!.*(?:\$|::))")  # a URL wit
 _SEPARATOR = re.compile(r"::(?![^\[\]]*\])")  # a separator, unless it is in an address such as http://[::1]/
 # hidden names of desktops, archives, a NAS and Spark
 _TOOL_NAMES = ("Thumbs.db", "desktop.ini", "__MACOSX", "@eaDir", "_temporary")
+_HUDI = ".hoodie"  # folder of Apache Hudi, by which its tables are recognized
 _LEFTOVERS = ("cache-", "tmp")  # prefixes of .arrow files that HF `datasets` leaves in folders
 ALL = "."  # name of the only shard if a folder is one shard
 TARS_END = ".tar"
@@ -110,6 +111,10 @@ class ListedFiles:
             with contextlib.suppress(OSError), with_handles(partial(self._opened, name)) as file:
                 found[name] = file.read(head_size(f"{self.root}/{name}", os.fstat(file.fileno()).st_size, most))
         return found
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """Return the bytes of existing files."""
+        return sum(path.stat().st_size for path in map(self.root.joinpath, names) if path.exists())
 
     def _opened(self, name: str) -> BinaryIO:
         return open(self.root / name, "rb", opener=regular_file)
@@ -175,7 +180,11 @@ def _listed_below(root: Path) -> ListedFiles:
 
 def is_hidden(name: str) -> bool:
     """Return whether a name is hidden, or of a file of a desktop or a tool."""
-    return name.startswith(".") or name in _TOOL_NAMES or (name.startswith(_LEFTOVERS) and name.endswith(".arrow"))
+    return (
+        (name.startswith(".") and name != _HUDI)
+        or name in _TOOL_NAMES
+        or (name.startswith(_LEFTOVERS) and name.endswith(".arrow"))
+    )
 
 
 def is_hidden_path(name: str) -> bool:

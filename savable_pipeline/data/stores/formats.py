@@ -25,6 +25,7 @@ import csv
 import io
 import itertools
 import json
+import os
 import posixpath
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.index import Format
-from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, LARGEST_INDEX
+from savable_pipeline.data.shards.paths import LARGEST_INDEX
 from savable_pipeline.data.stores.arrow import ARROW
 from savable_pipeline.data.stores.csv_table import CSV, as_fields, csv_rows, quotes_are_text, separator_of
 from savable_pipeline.data.stores.folder_store import FOLDER
@@ -42,34 +43,33 @@ from savable_pipeline.data.stores.lerobot import INFO, LEROBOT
 from savable_pipeline.data.stores.parquet import PARQUET, PARQUET_OF_FILES
 from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
-from savable_pipeline.data.stores.sample_names import FileNames, is_for_people, is_media_file, stem_of, suffix_of
+from savable_pipeline.data.stores.sample_names import (
+    OTHER,
+    FileNames,
+    is_for_people,
+    is_media_file,
+    stem_of,
+    unread_error,
+)
 from savable_pipeline.data.stores.shar import SHAR
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, FIRST_ROWS, JSON, MARK
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.data.stores.token_store import TOKENS
 
 FORMATS = (TARS, MDS, LITDATA, LEROBOT, PARQUET, ARROW, JSONL, CSV, JSON, TOKENS, SHAR, KALDI, FOLDER)
-OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
-CONTAINERS = {
-    **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
-    **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), OTHER),
-    **dict.fromkeys((".db", ".sqlite", ".zarr"), OTHER),
-    LANCE: LANCE_CURE,
-    **dict.fromkeys((".xlsx", ".xls"), "save each sheet as CSV"),
-    **dict.fromkeys((".orc", ".avro", ".bag", ".mcap"), OTHER),
-    ".mds": "name the folder with its index.json",
-}
-"""Files of many samples that no format reads, and what to do with them."""
 _USUAL = (*FILE_FIELDS, "audio_filepath")  # fields that usually name files; the last one is of NeMo's manifests
 _METADATA = "metadata.parquet"  # table of HF's image folders, whose rows name files
 _MAGICS = {b"PAR1": PARQUET, b"ARROW1": ARROW}  # formats by the first bytes of a file
 # prefixes of the names of images that a README shows, which are no samples
 _SHOWN = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")
-_VERSIONED_TABLES = {  # metadata of tables, whose folders also have files of older versions
-    re.compile(r"(?:.*/)?_delta_log/[^/]*\.json"): "Delta Lake",
-    re.compile(r"(?:.*/)?metadata/[^/]*\.metadata\.json"): "Apache Iceberg",
+_VERSIONED_TABLES = {  # in the names of metadata of tables, whose folders also have files of older versions
+    "_delta_log/": "Delta Lake",
+    ".metadata.json": "Apache Iceberg",
+    ".hoodie/": "Apache Hudi",
+    "snapshot/snapshot-": "Apache Paimon",
 }
 _ABOUT = ("annotations", "captions", "classes", "labels", "meta", "metadata")  # names of files about others
+_LINE_STARTS = re.compile(rb"^[^\s|,;:]+", re.MULTILINE)
 _WORDS = re.compile(rb"[^\s\"',:;|#/\[\]{}]+")
 _INSPECTED, _HEAD = 16, 1 << 16  # most tables that are inspected, and bytes of each
 _COCO = re.compile(rb'\s*\{[^[]*"(?:images|annotations|categories|info)"\s*:')
@@ -78,12 +78,16 @@ _LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
 
 
 class Recognized(NamedTuple):
-    """A format, its files, the settings of its store, and tables that are skipped."""
+    """A format, its files, the settings of its store, and other data that is not read.
+
+    Other data are files of formats that are `unread`, and `containers` and compressed files that no format reads.
+    """
 
     format: Format
     files: list[str]
     settings: Mapping[str, Any] = {}
     unread: Sequence[str] = ()
+    containers: Sequence[str] = ()
 
 
 def format_named(name: str) -> Format:
@@ -126,6 +130,34 @@ def recognize(
     Raises:
         ValueError: It could be several, or a marker says what cannot be read. The message names no folder.
     """
+    found = _chosen(names, heads, format, settings)
+    return found if format else _with_unread(found, names, heads)
+
+
+def _with_unread(found: Recognized, names: FileNames, heads: Mapping[str, bytes]) -> Recognized:
+    """Add the files with data of other formats, which are not read.
+
+    A format with markers, or with a characteristic file, may use files of any suffix.
+    """
+    form, containers, unread = found.format, {*names.containers}, {*found.unread}
+    if form is FOLDER:
+        folders, containers = {*map(posixpath.dirname, names.media)}, {*names.lone_containers()}
+        # A table of the name of a folder is about it, as img2dataset writes them.
+        unread = {name for name in names.no_samples() if stem_of(name) not in folders and not is_for_people(name)}
+        unread -= {*containers, *names.ending(("_stats.json",))}
+        containers &= names.no_samples()
+    elif form.claims is None and form.choose is None:
+        containers.update(*(names.ending(other.packed) for other in FORMATS if other is not form))
+        unread.update(names.tables(), names.lone(names.ending(TOKENS.suffixes)))
+        unread |= {name for name, head in heads.items() if _LIST.match(head)}
+        unread |= {name for name in names.media if form is TARS and not name.lower().startswith(_SHOWN)}
+    return found._replace(
+        unread=sorted(unread.difference(found.files)), containers=sorted(containers.difference(found.files))
+    )
+
+
+def _chosen(names: FileNames, heads: Mapping[str, bytes], format: str, settings: Collection[str]) -> Recognized:
+    """Return what `recognize` returns, without the files that are not read."""
     for form in FORMATS:
         claims = form.claims if not heads.keys().isdisjoint(form.markers) else None
         if claims is not None and format in ("", form.name, form.reader) and claims(heads):
@@ -135,19 +167,20 @@ def recognize(
         return Recognized(form, form.files(names.all, heads))
     if INDEX in heads and (other := index_format(heads)) not in ("", "mds", "litdata"):
         raise ValueError(f"Mosaic Streaming shards of the format {other}, not mds. To read them, {OTHER}")
-    text, tars = "\n".join(names.all), sorted(names.ending(TARS.suffixes))
+    tars = sorted(names.ending(TARS.suffixes))
     for form in FORMATS:
-        if form.choose is not None and form.choose[0] in text and (files := form.choose[1](names.all)):
+        if form.choose is not None and form.choose[0] in names.text and (files := form.choose[1](names.all)):
             if rest := [name for name in tars if name not in files]:
                 raise _ambiguous({form: files, TARS: rest})
             return Recognized(form, files)
-    tars = tars or sorted(names.ending(TARS.packed))
     media = sum(not name.lower().startswith(_SHOWN) for name in names.media)
     if media > len(tars) and tars:
         raise _ambiguous({TARS: tars, FOLDER: names.media})
     if tars:
         return Recognized(TARS, tars)
     found = _by_format(names, heads)
+    if not found and not media and (packed := names.ending(TARS.packed)):
+        return Recognized(TARS, sorted(packed))
     if not found and not media and (bare := _bare(names)):
         kinds = {*map(_format_of, filter(None, map(heads.get, bare)))}
         return _folder(names) if len(kinds) != 1 or None in kinds else Recognized(kinds.pop() or FOLDER, bare)
@@ -177,10 +210,10 @@ def _by_format(names: FileNames, heads: Mapping[str, bytes]) -> dict[Format, lis
         if form in (TARS, FOLDER) or form.reader or form.choose or INDEX in form.markers:
             continue
         files = lists if form is JSON else names.ending(form.suffixes)
-        files = [*files, *lines] if form is JSONL else files
-        if files := files or names.ending(form.packed):
+        if files := [*files, *lines] if form is JSONL else files:
             found[form] = sorted(files)
-    return found
+    packed = {} if found or names.media else {form: sorted(names.ending(form.packed)) for form in FORMATS[1:]}
+    return found or {form: files for form, files in packed.items() if files}
 
 
 def _naming_tables(
@@ -222,7 +255,7 @@ def _folder_with_tables(names: FileNames, tables: Mapping[Format, list[str]]) ->
     strays = [(form, name) for form, files in tables.items() for name in files if stem_of(name) not in folders]
     if len(strays) > 1 or any(form not in (JSONL, CSV) or JSON.has(name) for form, name in strays):
         raise _ambiguous({**tables, FOLDER: names.media})
-    return _folder(names)._replace(unread=[name for files in tables.values() for name in files])
+    return _folder(names)
 
 
 def _check_apart(names: FileNames, heads: Mapping[str, bytes]) -> None:
@@ -237,12 +270,14 @@ def _check_apart(names: FileNames, heads: Mapping[str, bytes]) -> None:
         return
     series, bases = {stem.rpartition("-")[0] for stem in stems}, {*map(posixpath.basename, stems)}
     folders = {*map(posixpath.dirname, stems)}
-    paths = {posixpath.basename(name).encode("utf-8", "surrogateescape") for name in names.media}
+    paths = {os.fsencode(posixpath.basename(name)) for name in names.media}
+    ids = {*map(os.fsencode, bases)}
     one = names.media[0]
     for name in sorted(others):
         stem, base, head = stem_of(name), posixpath.basename(stem_of(name)), heads.get(name, b"")
         apart = base in bases and posixpath.dirname(name) not in folders
-        is_about = len(paths.intersection(_WORDS.findall(head))) > 1 or (base.lower() in _ABOUT and names.alone([name]))
+        named = paths.intersection(_WORDS.findall(head)), ids.intersection(_LINE_STARTS.findall(head))
+        is_about = max(map(len, named)) > 1 or (base.lower() in _ABOUT and names.alone([name]))
         if apart or is_about or stem in series or _COCO.match(head):
             raise ValueError(
                 f"{name} beside {one} shares its name with no image, audio or video. Put the files of a sample "
@@ -260,7 +295,7 @@ def _without_media(names: FileNames, found: dict[Format, list[str]]) -> Recogniz
         rows = {form: files for form, files in found.items() if form is not TOKENS and names.alone(files)}
         known = {*itertools.chain(*rows.values())}
         others = [n for n in names.not_media() if n not in known and not is_for_people(n)]
-        others = [name for name in others if not any(form.packs(name) for form in rows)]
+        others = [*{*others}.difference(names.containers, *map(names.ending, (form.packed for form in FORMATS)))]
         if rows and others:
             rows[FOLDER] = others
     if len(rows) > 1:
@@ -272,8 +307,8 @@ def _folder(names: FileNames) -> Recognized:
     """Return the files that are parts of samples. Raises ValueError for an unsupported file of many samples."""
     skipped = names.no_samples()
     parts = FileNames(sorted(name for name in names.all if name not in skipped))
-    for name in parts.alone(parts.ending(CONTAINERS)):
-        raise ValueError(f"{suffix_of(name)} is not read here ({name}): {CONTAINERS[suffix_of(name)]}")
+    if containers := {*parts.lone_containers()}.intersection(parts.containers):
+        raise ValueError(unread_error(sorted(containers)))
     return Recognized(FOLDER, parts.all) if parts.all else Recognized(TARS, [])
 
 
@@ -345,8 +380,8 @@ def _format_of(head: bytes) -> Format | None:
 def _check_several(names: FileNames) -> None:
     """Raise ValueError for several datasets, and for tables of several versions."""
     json_files = names.ending(JSON.suffixes)
-    for pattern, program in _VERSIONED_TABLES.items():
-        if any(map(pattern.fullmatch, json_files)):
+    for part, program in _VERSIONED_TABLES.items():
+        if part in names.text and re.search(rf"[\n/](?:metadata/[^/\n]+)?{re.escape(part)}", names.text):
             raise ValueError(f"a table of {program}, whose files have rows of older versions. To read it, {OTHER}")
     folders = {posixpath.dirname(name) for name in names.ending((".mds", ".bin"))}
     folders &= {posixpath.dirname(name) for name in json_files if name.endswith(f"/{INDEX}")}

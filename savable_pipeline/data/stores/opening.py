@@ -39,7 +39,7 @@ from savable_pipeline.data.stores.arrow import ARROW, STATE
 from savable_pipeline.data.stores.folder_store import FOLDER, FOLDER_INDEXES, is_known, open_folder
 from savable_pipeline.data.stores.formats import Recognized, recognize, wanted
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.sample_names import FileNames
+from savable_pipeline.data.stores.sample_names import FileNames, unread_error
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import RemoteError, ShardError
 
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from savable_pipeline.data.remote.urls import RemoteShards
 
 log = logging.getLogger(__name__)
+
+_MOST_UNREAD = 2  # with more bytes than this many times those of all other files, files that are not read are an error
 
 # folder and bytes of the cache; None means the default
 Cache: TypeAlias = tuple[str | os.PathLike[str] | None, int | None]
@@ -112,7 +114,7 @@ def find_source(
         if not format and any(path.exists() for path in indexes) and is_known(root):
             return Source(files, FOLDER)
     found = paths.list_files(files)
-    recognized = _recognized(str(found.root), found.names, found.heads, (format, (*settings,)))
+    recognized = _recognized(str(found.root), found.names, found.heads, (format, (*settings,)), found.bytes_of)
     if not found.whole and not format and recognized.format is FOLDER:
         forms = {_by_suffix(name, FOLDER) if (found.root / name).exists() else TARS for name in found.names}
         # the error of this format says what to do
@@ -128,7 +130,10 @@ def _markers(format: str) -> list[str]:
     return [name for form in formats.FORMATS if format in ("", form.name, form.reader) for name in form.markers]
 
 
-def _recognized(where: str, names: Sequence[str], heads: Heads, asked: Asked) -> Recognized:
+def _recognized(
+    where: str, names: Sequence[str], heads: Heads, asked: Asked, bytes_of: Callable[[Sequence[str]], int]
+) -> Recognized:
+    """Return the format and the files of these names. Data that is not read is a warning, or an error if it is most."""
     format, settings = asked
     grouped = FileNames(names)
     known = dict.fromkeys(_markers(format), paths.LARGEST_INDEX) if format else wanted(grouped)
@@ -136,8 +141,20 @@ def _recognized(where: str, names: Sequence[str], heads: Heads, asked: Asked) ->
         found = recognize(grouped, heads(known), format=format, settings=settings)
     except ValueError as error:
         raise ShardError(f"{where}: {error}") from error
-    for name in found.unread:
-        log.warning("%s: %s is not read: its first row names no file. Name it alone, with files_from=", where, name)
+    name = found.format.name
+    if found.containers:
+        fault, size = f"{where}: {unread_error(found.containers)}", bytes_of(found.containers)
+        if size > _MOST_UNREAD * (bytes_of(names) - size):
+            raise ShardError(f"{fault}. It has most of the bytes here; to read the others alone, pass format={name!r}")
+        log.warning("%s", fault)
+    if found.unread:
+        beside_media = bool(grouped.media) and found.format is not TARS
+        advice = f", or name {grouped.media[0]} and the others in a field file_name" if beside_media else ""
+        verb = "is" if len(found.unread) == 1 else "are"
+        log.warning(
+            "%s: %s %s not read beside the %s. Name it alone to read it%s",
+            *(where, listed(found.unread), verb, "media" if beside_media else f"{name} files", advice),
+        )
     return found
 
 
@@ -183,7 +200,7 @@ def _list_and_recognize(files: paths.Shards, asked: Asked, session: Session) -> 
     if len(own) == 1 and not format:
         return listed, Recognized(own[0], [])
     where = os.fspath(files) if isinstance(files, str | os.PathLike) else root
-    recognized = _recognized(where, names, partial(session.heads, root), asked)
+    recognized = _recognized(where, names, partial(session.heads, root), asked, listed.bytes_of)
     if recognized.format is FOLDER and listed.whole and not listed.names:
         recognized = Recognized(TARS, [])  # the error of this format says what a web server needs
     if recognized.format is FOLDER:

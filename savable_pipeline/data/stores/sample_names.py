@@ -10,8 +10,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.part_types import MEDIA_PARTS, SUBTITLE_PARTS, TEXT_PARTS, part_type
-from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
+from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, PACKED_CURE, PACKED_TARS, TARS_END
 from savable_pipeline.data.shards.tar import split_name
 
 # the top folders (True), no classes (False), names, a file of names, or another folder with the same classes
@@ -22,6 +23,19 @@ _FOR_PEOPLE = ("readme", "license", "notice", "citation", "changelog")
 _TABLE_SUFFIXES = frozenset(
     (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc")
 )
+OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
+CONTAINERS = {
+    **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
+    **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), OTHER),
+    **dict.fromkeys((".db", ".sqlite", ".zarr", ".orc", ".avro", ".bag", ".mcap"), OTHER),
+    LANCE: LANCE_CURE,
+    **dict.fromkeys((".xlsx", ".xls"), "save each sheet as CSV"),
+    ".mds": "name the folder with its index.json",
+}
+"""Files of many samples that no format reads, and what to do with them."""
+_NO_PARTS = frozenset(
+    (".py", ".sh", ".yaml", ".yml", ".md", ".log", ".mat")
+)  # suffixes of files about a folder of media
 _STATISTICS = "_stats.json"  # end of the names of img2dataset's statistics
 _MEDIA = frozenset(f".{name}" for name in MEDIA_PARTS)
 
@@ -122,12 +136,24 @@ def stem_of(name: str) -> str:
     return name if dot < 0 else name[:dot]
 
 
+def unread_error(names: Sequence[str]) -> str:
+    """Return that these files of many samples are not read, and what to do."""
+    suffix = suffix_of(names[0])
+    return f"{suffix} is not read here ({listed(names)}): {CONTAINERS.get(_container(suffix), PACKED_CURE.lower())}"
+
+
+def _container(suffix: str) -> str:
+    """Return the suffix of `CONTAINERS` for that of a part of one, such as .tfrecord-00000-of-00010."""
+    return suffix.partition("-")[0]
+
+
 class FileNames:
     """Names of files, grouped by suffix once, so that looking for some of them is fast.
 
     Attributes:
         all: All names, in the order of the listing.
         media: The names of images, audio and video.
+        containers: The names of files of many samples that no format reads.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -136,12 +162,23 @@ class FileNames:
         for name in self.all:
             self._by_suffix.setdefault(suffix_of(name), []).append(name)
         self.media = self._with_last(_MEDIA)
+        self.containers = self._with_last([suffix for suffix in self._by_suffix if _container(suffix) in CONTAINERS])
 
     def ending(self, suffixes: Iterable[str]) -> list[str]:
         """Return the names that end with one of these suffixes, ignoring case."""
         suffixes = (*suffixes,)
         found = self._with_last({*map(suffix_of, suffixes)})
         return [name for name in found if name.lower().endswith(suffixes)]
+
+    def tables(self) -> list[str]:
+        """Return the names of lone tables, and of lone lines of JSON."""
+        return self.lone(self._with_last(_TABLE_SUFFIXES))
+
+    def lone_containers(self) -> list[str]:
+        """Return the names of containers, and of compressed tars, that share their stem with no part of a sample."""
+        found = [*self.containers, *self.ending(PACKED_TARS)]
+        parts = {*map(stem_of, {*self.all}.difference(found, self._with_last(_TABLE_SUFFIXES)))} if found else set()
+        return [name for name in found if stem_of(name) not in parts]
 
     def not_media(self) -> list[str]:
         """Return the names of all other files than `media`."""
@@ -166,19 +203,24 @@ class FileNames:
     def no_samples(self) -> set[str]:
         """Return the names in a folder of raw files that are not parts of samples.
 
-        These are files for people. With media, they are also tables that share their stem with no other kind of file,
-        and img2dataset's statistics (00000_stats.json for 00000.parquet).
+        These are files for people. With media, they are also containers, tables and `_NO_PARTS` that share their stem
+        with no other kind of file, and img2dataset's statistics (00000_stats.json for 00000.parquet).
         """
         found = [*filter(is_for_people, self.all)]
         if self.media:
             parquet = {stem_of(name) for name in self.ending((".parquet",))}
             statistics = self.ending((_STATISTICS,)) if parquet else []
             found += [name for name in statistics if name.removesuffix(_STATISTICS) in parquet]
-            found += self._with_last(_TABLE_SUFFIXES)
-        return {*filter(self._is_lone, found)}
+            found += self._with_last(_TABLE_SUFFIXES | _NO_PARTS)
+        return {*filter(self._is_lone, found), *(self.lone_containers() if self.media else ())}
 
     def _is_lone(self, name: str) -> bool:
         return self._stems_without_tables[stem_of(name)] == (suffix_of(name) not in _TABLE_SUFFIXES)
+
+    @cached_property
+    def text(self) -> str:
+        """Return all names, each after a newline."""
+        return "".join(f"\n{name}" for name in self.all)
 
     @cached_property
     def _stems_without_tables(self) -> Counter[str]:
