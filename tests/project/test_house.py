@@ -32,7 +32,7 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/data": 13886,
     "savable_pipeline/run": 8151,
     "savable_pipeline/stages": 6591,
-    "savable_pipeline/tools": 6239,
+    "savable_pipeline/tools": 6238,
     "savable_pipeline/trainers": 2602,
     "task_encoders": 2464,
 }

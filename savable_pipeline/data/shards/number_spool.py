@@ -34,6 +34,9 @@ class NumberSpool:
         self._kind, self.buffer = kind, list[int]()  # numbers to append at the next `write`
         self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY) if file is None else file  # noqa: SIM115
 
+    def __del__(self) -> None:
+        self._file.close()  # arrays of `numbers` stay mapped
+
     def append(self, number: int) -> None:
         """Append a number."""
         self.buffer.append(number)

@@ -25,6 +25,7 @@ from savable_pipeline.data.stores.table_store import (
     NAMING_SETTINGS,
     TableStore,
     TextStore,
+    json_fault,
     text_format,
     without_byte_order_mark,
 )
@@ -74,8 +75,9 @@ def _checked_lines(file: ByteSource) -> tuple[str, FileBlob]:
     except (ValueError, RecursionError) as error:
         if not _may_be_jsonl(file, offsets):
             return f"a first line that is no JSON: {error}; JSONL is one JSON value a line", offsets[:-1]
-        fault = f"the last line, at byte {begin}, was cut: {error}; copy the file again, or end it before that line"
-        return fault, offsets[:-1]
+        if (why := json_fault(error)) == str(error):  # otherwise it has more than one value
+            fault = f"the last line, at byte {begin}, was cut: {why}; copy the file again, or end it before that line"
+            return fault, offsets[:-1]
     return "", offsets
 
 
@@ -163,17 +165,15 @@ class JsonlStore(TextStore):
 
     def _fields(self, shard: int, row: int, line: bytes) -> dict[str, Any]:
         """Return the fields of the object in a line, or {} for another value. Raises `ShardError` for invalid JSON."""
-        last = self._last
-        if last[0] == line:
-            return last[1]
+        if self._last[0] == line:
+            return self._last[1]
         try:
             value = decoded_json(line)
         except (ValueError, RecursionError) as error:
             where = f"row {row}, at byte {self.offset(shard, row)}"
-            raise self.damaged(shard, where, f"invalid JSON: {error}", reason="malformed JSON") from error
-        fields = value if isinstance(value, dict) else {}
-        self._last = line, fields
-        return fields
+            raise self.damaged(shard, where, f"invalid JSON: {json_fault(error)}", reason="malformed JSON") from error
+        self._last = line, value if isinstance(value, dict) else {}
+        return self._last[1]
 
 
 class LinesStore(TableStore):
